@@ -85,6 +85,7 @@ TOTALS = {
     "dual_residual": Metric("Dual residual", higher=False),
     "lyapunov": Metric("Lyapunov function", higher=False),
     "local_iterations": Metric("Local iterations", higher=False),
+    "criterion_met": Metric("Local criterion met"),
     "epsilon": Metric("Privacy spent (epsilon)", higher=False),
     "idle_share": Metric("Idle share of the devices' time", higher=False),
     "unheard": Metric("Uploads that were late or lost", higher=False),

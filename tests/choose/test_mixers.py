@@ -37,6 +37,14 @@ def models(m: int, seed: int = 0, d: int = 7) -> Tensor:
     return torch.randn(m, d, generator=Generator().manual_seed(seed), dtype=torch.float64)
 
 
+@pytest.mark.parametrize("kind", ["attention", "proximity", "angles"])
+def test_a_mixture_among_all_does_not_depend_on_who_else_receives_one(kind: str) -> None:
+    mixer, w = MIXERS[kind](among="all"), models(6)
+    together = mixer.mix(w, w[0], context(6, [4, 1, 3]))
+    alone = torch.cat([mixer.mix(w, w[0], context(6, [i])) for i in (4, 1, 3)])
+    torch.testing.assert_close(together, alone, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("kind", MIXERS)
 @pytest.mark.parametrize("among", ["cohort", "all"])
 def test_mixtures_are_weighted_means_of_the_attended_models(kind: str, among: Literal["cohort", "all"]) -> None:

@@ -200,6 +200,16 @@ def test_three_ranks_on_two_machines_equal_one_process(tmp_path: Path, tidy: Non
     assert len({Path(name).parent for name in want if name.startswith("models")}) == METHODS.count("[[method]]")
 
 
+def test_ranks_give_the_same_bits_under_a_schedule(tmp_path: Path, tidy: None) -> None:
+    text = HEAD.replace("fraction = 0.6", "clients = 9") + 'devices = {kind = "lognormal"}\nengine = {chunk = 3}\n'
+    text += 'schedule = {kind = "buffered", buffer = 3}\n[[method]]\nalgorithm = "flame"\n'
+    text += '[[method]]\nalgorithm = "fedprox"\nschedule = {kind = "deadline", seconds = 1.0, partial = true}\n'
+    file = written(tmp_path, text)
+    want = alone(file, tmp_path / "one")
+    in_forks(file, tmp_path / "out")
+    assert files(tmp_path / "out") == want
+
+
 def test_a_rank_that_dies_ends_the_run_with_a_sentence_and_another_number_of_ranks_resumes(
     tmp_path: Path, tidy: None
 ) -> None:

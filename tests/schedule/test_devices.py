@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import fedloom as fl
+from fedloom.algorithms import FIAELT, FedACS, FedAMP, HeurFedAMP
 from fedloom.data.federation import Federation
 from fedloom.errors import ConfigError, DataError, Refused
 from fedloom.schedule import Buffered, Classes, Deadline, Equal, LogNormal, Presence, Synchronous, Trace
@@ -20,9 +21,18 @@ from fedloom.testing.timing import TIME_LAWS, N, Speeds, clock_of, federation, r
 NONE = torch.zeros(0)
 
 
-@pytest.mark.parametrize("method", ["flame", "ifca"])
-def test_methods_obey_the_laws_of_time(method: str) -> None:
+@pytest.mark.parametrize("method", ["flame", "ifca", FedAMP(among="all")], ids=str)
+def test_methods_obey_the_laws_of_time(method: Any) -> None:
     check_timing(method)
+
+
+@pytest.mark.parametrize("method", [FedAMP, HeurFedAMP, FedACS])
+def test_mixtures_among_all_are_those_of_a_whole_cohort_and_work_in_a_stream(method: Any) -> None:
+    cohort, everyone = (run(method(among=among), None, Synchronous()) for among in ("cohort", "all"))
+    torch.testing.assert_close(*(r.job.kept.read(torch.arange(N)).w for r in (cohort, everyone)), rtol=0, atol=1e-5)
+    stream = run(method(among="all"), LogNormal(), Buffered(buffer=2, concurrency=4), rounds=12)
+    assert max(stream.uploads()["staleness"].to_pylist()) > 0
+    assert bool(stream.job.kept.read(torch.arange(N)).w.isfinite().all())
 
 
 def test_a_broken_law_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,9 +122,18 @@ def test_what_makes_no_sense_is_refused(choices: dict[str, Any], sentence: str) 
         fl.simulate("fedavg", federation(), **{"rounds": 4, **choices})
 
 
-def test_methods_that_mix_a_cohort_are_refused_one_by_one() -> None:
-    with pytest.raises(Refused, match="clients train one by one"):
-        run("fedamp", LogNormal(), Buffered(buffer=2))
+@pytest.mark.parametrize(
+    ("method", "cure"), [("fedamp", "take among = 'all'"), ("fedskip", "take a deadline, which keeps rounds")]
+)
+def test_methods_that_mix_a_cohort_are_refused_one_by_one(method: str, cure: str) -> None:
+    with pytest.raises(Refused, match=f"clients train one by one; {cure}"):
+        run(method, LogNormal(), Buffered(buffer=2))
+
+
+def test_a_run_in_which_everyone_is_given_up_ends_with_a_sentence() -> None:
+    result = run("fedavg", Equal(speed=1.0), Buffered(buffer=2, timeout=0.1))
+    assert result.rounds == 0
+    assert "clients were all given up after 0.1 s; raise schedule.timeout" in result.detail
 
 
 def test_partial_work_ends_within_the_deadline() -> None:
@@ -129,6 +148,22 @@ def test_partial_work_ends_within_the_deadline() -> None:
         assert least <= len(taken) // 4
     assert clock_of(whole).history().shape == clock_of(part).history().shape
     assert (clock_of(whole).history()[:, 6] != 0).any()
+
+
+def test_a_deadline_has_the_rounds_of_fiaelt_shorter_which_reports_its_criterion() -> None:
+    speeds, seconds = Speeds(speeds=(900.0, 500.0, 200.0, 700.0, 110.0, 90.0, 300.0, 60.0)), 0.8
+    local, more = {"lr": 0.1, "batch_size": 2, "steps": 6}, {"evaluate": {"every": 1}}
+    slow, fast = (
+        run(FIAELT(passes=2, r=0.4), devices, Deadline(seconds=seconds, partial=True), local=local, **more)
+        for devices in (speeds, Equal(speed=1e5))
+    )
+    log = clock_of(slow).history()
+    assert (log[:, 6] == 0).all()
+    assert (log[:, 4] <= log[:, 1] * seconds + seconds + 1e-9).all()
+    assert float(slow.state.server.iterations) < float(fast.state.server.iterations)
+    assert float(slow.state.server.met) < float(fast.state.server.met) <= 1
+    with pytest.raises(Refused, match="take solver 'sgd'"):
+        run(FIAELT(solver="gd", smooth=1.0), speeds, Deadline(seconds=seconds, partial=True))
 
 
 def test_fast_clients_pull_the_model_by_how_often_they_answer() -> None:

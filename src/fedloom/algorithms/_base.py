@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Self
 
+import torch
 from annotated_types import Ge, Gt
 from pydantic import Field, PlainSerializer, WithJsonSchema, WrapValidator, model_validator
 from torch import Tensor
@@ -92,7 +93,7 @@ class Algorithm(Value, ABC):
     """Why no channel may change what clients upload, if none may: a run with one is refused with this sentence."""
     weighs_partial: ClassVar[bool] = False
     """Its server weighs or its local problem tolerates clients that take fewer steps than others, so that a deadline
-    may cut their work short."""
+    may cut their work short (`affordable`)."""
     projects: ClassVar[bool] = False
     """Works in a subspace; takes the matrix that a run replays (``ctx.projection``, ``work.projection``)."""
     family: ClassVar[str] = "consensus"
@@ -201,6 +202,15 @@ class Algorithm(Value, ABC):
     @abstractmethod
     def client(self, down: Any, rows: Any, work: Work) -> tuple[Any, Any]:
         """A client's round: the upload and its new rows."""
+
+    def affordable(self, samples: Tensor, work: Work) -> Tensor:
+        """Local steps ``[m, 1]`` of clients that have time for ``samples [m, 1]`` of training before a deadline.
+
+        By default as many as their batches, up to the steps of the round.
+        """
+        size = work.local.batch_size
+        batch = work.sizes if size == "full" else work.sizes.clamp(max=size)
+        return torch.minimum((samples / batch).floor(), work.steps.to(samples)).long()
 
     def received(self, down: Any, up: Any) -> Tensor:
         """The model ``[d]`` or ``[m, d]`` that clients started from; a channel gets the change to it.

@@ -15,8 +15,9 @@ Non-IID Data", AAAI 2021, arXiv:2007.03797, Algorithm 1. No public code of the a
 
 Kept by a client: d (w). Sent per round: d down (a different u to every client), d up; the server keeps every w.
 
-Deviations: mixtures are over the cohort; in the paper everyone takes part. The paper wants alpha_k so small that xi_ii
-is not negative; where it is not, the other weights are scaled to sum to 1. alpha_k is one number for all rounds unless
+Deviations: mixtures are over the cohort (``among = "all"``: over every client's last model, as in the paper, where
+everyone takes part). The paper wants alpha_k so small that xi_ii is not negative; where it is not, the other weights
+are scaled to sum to 1. alpha_k is one number for all rounds unless
 ``decay`` is given (the paper's experiments shrink it in steps). Local work starts at the client's own w_i; ``start =
 "server"`` starts it at u_i, as FedACS does.
 
@@ -36,9 +37,15 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from fedloom.algorithms._base import Algorithm, Derived, Kept, by_rule
-from fedloom.choose.mixers import Proximity
-from fedloom.local import Ctx, Nothing, Work, descend
+from fedloom.choose.mixers import Among, Proximity
+from fedloom.local import Ctx, Work, descend
 from fedloom.rows.layout import Layout
+
+
+class Server(NamedTuple):
+    """start ``[d]``: what a client never seen has."""
+
+    start: Tensor
 
 
 class Down(NamedTuple):
@@ -72,6 +79,9 @@ class FedAMP(Algorithm):
     )
     every: int = Field(30, ge=1, description="rounds between two steps of alpha_k; 30 in the experiments")
     start: Literal["own", "server"] = Field("own", description="where local SGD starts: the client's w_i, or u_i")
+    among: Among = Field(
+        "cohort", description="whose models are mixed: the round's cohort, or also all clients seen so far, or all"
+    )
 
     mixes: ClassVar[bool] = True
     family: ClassVar[str] = "personalised"
@@ -98,20 +108,24 @@ class FedAMP(Algorithm):
         return self.alpha * self.decay ** ((max(round, 1) - 1) // self.every)  # alpha_k
 
     def mixer(self, round: int) -> Proximity:
-        return Proximity(alpha=self._alpha(round), sigma=self.sigma)
+        return Proximity(alpha=self._alpha(round), sigma=self.sigma, among=self.among)
 
-    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Nothing, Client, Up]:
-        return Nothing(), Client(x0), Up(x0)
+    @property
+    def mixes_all(self) -> bool:
+        return self.among != "cohort"
 
-    def down(self, server: Nothing, kept: Up, ctx: Ctx) -> Down:
-        return Down(self.mixer(ctx.round).mix(kept.w, kept.w[0], ctx))
+    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Client, Up]:
+        return Server(x0), Client(x0), Up(x0)
+
+    def down(self, server: Server, kept: Up, ctx: Ctx) -> Down:
+        return Down(self.mixer(ctx.round).mix(kept.w, server.start, ctx))
 
     def client(self, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
         pull = ((self.lam / self._alpha(work.round), down.u),)
         w = descend(rows.w if self.start == "own" else down.u, work, pull)  # argmin f_i + lam/(2 alpha_k) ||w - u_i||^2
         return Up(w), Client(w)
 
-    def server(self, server: Nothing, up: Up, ctx: Ctx) -> Nothing:
+    def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
         return server
 
     def personal(self, down: Down, rows: Client, work: Work) -> Tensor:

@@ -13,12 +13,13 @@ Cross-Silo Federated Learning", anonymous, under review at TMLR 2024, Algorithm 
     r_i           r             tolerance of criterion (9)
     m_i, eta_i    inner, lr     SVRG's inner steps and step size
 
-Kept by a client: 2d + 1 (x, z, moved). Sent per round: d + 2 down (y as sparse as the prox makes it), 2d + 2 up.
+Kept by a client: 2d + 1 (x, z, moved). Sent per round: d + 2 down (y as sparse as the prox makes it), 2d + 3 up.
 
 Deviations: (9) needs the unknown minimiser; the check of `fedloom.local.inexact` implies it. Where it is looked at and
 L is not given, the first round measures the cohort's and does nothing else; so does a later one where beta follows from
 L and most of a cohort use up their iterations. With beta <= L all iterations are taken, and the run warns. Local SGD
-repeats its steps until (9) holds. The public code has no dual and no penalty. The server sees each client's L.
+repeats its steps until (9) holds; a deadline with partial work has each round of them shorter. The public code has no
+dual and no penalty. The server sees each client's L, and whether (9) holds.
 
 Defaults: beta = 1/(passes reach) for local SGD, reach lr times a round's mean number of steps, which balances penalty
 and data; (9) then takes L = beta/5. No regulariser, of which a run warns.
@@ -43,7 +44,8 @@ from fedloom.rows.layout import Layout
 
 
 class Server(NamedTuple):
-    """y, xbar, zbar ``[d]``, beta (0: L is measured), smooth, before (the first beta), mean iterations ``[1]``."""
+    """y, xbar, zbar ``[d]``, beta (0: L is measured), smooth, before (the first beta) ``[1]``; iterations, met ``[1]``:
+    means over the cohort."""
 
     y: Tensor
     xbar: Tensor
@@ -52,6 +54,7 @@ class Server(NamedTuple):
     smooth: Tensor
     before: Tensor
     iterations: Tensor
+    met: Tensor
 
 
 class Down(NamedTuple):
@@ -71,11 +74,12 @@ class Client(NamedTuple):
 
 
 class Up(NamedTuple):
-    """dx, dz ``[m, d]``, iterations, smooth (0 unless measured) ``[m, 1]``."""
+    """dx, dz ``[m, d]``, iterations, met (1 where (9) was looked at and holds), smooth (0 unless measured) ``[m, 1]``."""
 
     dx: Annotated[Tensor, Mean(base="rows.x", primary=True, accumulates=True)]
     dz: Annotated[Tensor, Mean(base="rows.z", accumulates=True)]
     iterations: Annotated[Tensor, Rows()]
+    met: Annotated[Tensor, Rows()]
     smooth: Annotated[Tensor, Rows()]
 
 
@@ -94,6 +98,7 @@ class FIAELT(Algorithm):
     lr: float | None = Field(None, gt=0, description="step; 1/(8 beta) = 1/(40 L) for svrg (Cor. 2), 1/beta for gd")
     start: Literal["own", "server"] = Field("own", description="where local work starts: the client's x_i, or y")
 
+    weighs_partial: ClassVar[bool] = True
     family: ClassVar[str] = "composite"
     paper: ClassVar[Mapping[str, Any]] = {"solver": "svrg"}
     needs: ClassVar[dict[str, str]] = {"passes": "solver sgd", "iterations": "solver svrg gd", "inner": "solver svrg"}
@@ -106,7 +111,7 @@ class FIAELT(Algorithm):
         zero, none = x0.new_zeros(x0.shape), x0.new_zeros(1)
         unknown = not self.smooth and (not self.beta or (self.r > 0 and (self.solver, self.passes) != ("sgd", 1)))
         beta, smooth = 0.0 if unknown else self.beta or 5 * self.smooth, self.smooth or 0.0
-        return Server(x0, x0, zero, none + beta, none + smooth, none, none), Client(x0, zero, none), None
+        return Server(x0, x0, zero, none + beta, none + smooth, none, none, none), Client(x0, zero, none), None
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
         return [*below(self, self.beta, self.smooth or 0.0), *unregularised(self, c=0.01 * ctx.n)]  # 0.01 in a mean
@@ -114,19 +119,24 @@ class FIAELT(Algorithm):
     def remarks(self, server: Server) -> list[str]:
         return below(self, self.beta, float(server.smooth))
 
+    def affordable(self, samples: Tensor, work: Work) -> Tensor:
+        if self.passes > 1:  # of the time, what is left beside the full gradients of (9), in equal rounds of sgd
+            samples = ((samples - (self.passes + 1) * work.sizes) / self.passes).clamp(min=0)
+        return super().affordable(samples, work)
+
     def client(self, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
         y, beta, smooth, (x, z, _) = down.y, float(down.beta), float(down.smooth), rows
         none = rows.moved.new_zeros(rows.moved.shape)
         if not beta:
-            return Up(x.new_zeros(x.shape), z.new_zeros(z.shape), none, smoothness(y, work)), rows
+            return Up(x.new_zeros(x.shape), z.new_zeros(z.shape), none, none, smoothness(y, work)), rows
         smooth, most = smooth or beta / 5, self.passes if self.solver == "sgd" else self.iterations
         start = x if self.start == "own" else where_moved(work, y.expand_as(x), x)
-        new, taken = inexact(start, work, (beta, y), z, self.solver, smooth, self.r, most, self.inner, self.lr)  # Eq. 8
+        new, taken, met = inexact(start, work, (beta, y), z, self.solver, smooth, self.r, most, self.inner, self.lr)  # Eq. 8
         dx, dz = new - x, self.tau * beta * (new - y) * (work.steps > 0)  # line 4
-        return Up(dx, dz, taken.to(x), none), Client(new, z + dz, lyapunov_step(dx, dz, beta, smooth, self.tau, self.r))
+        return Up(dx, dz, taken.to(x), met.to(x), none), Client(new, z + dz, lyapunov_step(dx, dz, beta, smooth, self.tau, self.r))
 
     def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
-        _, xbar, zbar, beta, smooth, before, _ = server
+        _, xbar, zbar, beta, smooth, before, *_ = server
         if not beta:
             top = largest(up.smooth, "smooth")
             beta = top.new_full((1,), self.beta) if self.beta else (5 * top).maximum(before)  # Corollary 2
@@ -136,7 +146,7 @@ class FIAELT(Algorithm):
         fails = (up.iterations >= self.iterations).double().mean() > 0.5
         if self.r and fails and not (before or self.beta or self.smooth):
             before, beta = beta, beta.new_zeros(beta.shape)  # (9) fails for many: L is measured once more
-        return Server(y, xbar, zbar, beta, smooth, before, up.iterations.mean(0))
+        return Server(y, xbar, zbar, beta, smooth, before, up.iterations.mean(0), up.met.mean(0))
 
     def global_model(self, server: Server) -> Tensor:
         return server.y
@@ -147,4 +157,4 @@ class FIAELT(Algorithm):
     def diagnostics(self, server: Server, total: LyapunovParts, ctx: Ctx) -> dict[str, float]:
         y, gap, beta = server.y, server.xbar - server.y, server.beta if server.beta else server.before
         figures = stationarity(self.regulariser, y, ctx.n * (beta * gap + server.zbar), total, ctx)  # xi in dg(y)
-        return {"local_iterations": float(server.iterations), **figures}
+        return {"local_iterations": float(server.iterations), "criterion_met": float(server.met), **figures}

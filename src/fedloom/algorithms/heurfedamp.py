@@ -16,7 +16,7 @@ Non-IID Data", AAAI 2021, arXiv:2007.03797, Sec. 5. No public code of the author
 
 Kept by a client: d (w). Sent per round: d down (a different u to every client), d up; the server keeps every w.
 
-Deviations: mixtures are over the cohort; in the paper everyone takes part. ``start`` as in FedAMP.
+Deviations: mixtures are over the cohort; in the paper everyone takes part. ``among`` and ``start`` as in FedAMP.
 
 Use it for networks, whose distances say little; FedAMP's mixture is a gradient step of a stated problem, this one is
 not. The server sees single models: no secure aggregation.
@@ -30,8 +30,14 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.algorithms._base import Algorithm, Kept
-from fedloom.choose.mixers import Angles
-from fedloom.local import Ctx, Nothing, Work, descend
+from fedloom.choose.mixers import Among, Angles
+from fedloom.local import Ctx, Work, descend
+
+
+class Server(NamedTuple):
+    """start ``[d]``: what a client never seen has."""
+
+    start: Tensor
 
 
 class Down(NamedTuple):
@@ -58,26 +64,33 @@ class HeurFedAMP(Algorithm):
     lam: float = Field(1.0, ge=0, description="lambda, weight of the attraction")
     alpha: float = Field(1.0, gt=0, description="alpha_k; the pull is lam/alpha")
     sigma: float = Field(25.0, ge=0, description="sharpness sigma of exp(sigma cos)")
-    self_weight: float | None = Field(None, ge=0, le=1, description="own weight xi_ii; 1/m of the cohort if not given")
+    self_weight: float | None = Field(None, ge=0, le=1, description="own weight xi_ii; 1/m of the m mixed models if not given")
     start: Literal["own", "server"] = Field("own", description="where local SGD starts: the client's w_i, or u_i")
+    among: Among = Field(
+        "cohort", description="whose models are mixed: the round's cohort, or also all clients seen so far, or all"
+    )
 
     mixes: ClassVar[bool] = True
     family: ClassVar[str] = "personalised"
 
     def mixer(self, round: int) -> Angles:
-        return Angles(sigma=self.sigma, self_weight=self.self_weight)
+        return Angles(sigma=self.sigma, self_weight=self.self_weight, among=self.among)
 
-    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Nothing, Client, Up]:
-        return Nothing(), Client(x0), Up(x0)
+    @property
+    def mixes_all(self) -> bool:
+        return self.among != "cohort"
 
-    def down(self, server: Nothing, kept: Up, ctx: Ctx) -> Down:
-        return Down(self.mixer(ctx.round).mix(kept.w, kept.w[0], ctx))
+    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Client, Up]:
+        return Server(x0), Client(x0), Up(x0)
+
+    def down(self, server: Server, kept: Up, ctx: Ctx) -> Down:
+        return Down(self.mixer(ctx.round).mix(kept.w, server.start, ctx))
 
     def client(self, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
         w = descend(rows.w if self.start == "own" else down.u, work, pull=((self.lam / self.alpha, down.u),))
         return Up(w), Client(w)
 
-    def server(self, server: Nothing, up: Up, ctx: Ctx) -> Nothing:
+    def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
         return server
 
     def personal(self, down: Down, rows: Client, work: Work) -> Tensor:

@@ -63,7 +63,7 @@ class SharesWeigher(Weigher):
 
     def apply(self, state: Nothing, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Nothing]:
         """alpha_i, over the largest of all clients."""
-        return ctx.masses[ctx.ids], state
+        return ctx.cohort_masses, state
 
 
 class UniformWeigher(Weigher):

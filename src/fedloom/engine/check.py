@@ -177,16 +177,23 @@ def check_schedule(setting: Setting, n: int) -> None:
             f"{what} with partial work cannot be used with {name}, which counts a client alike however few steps it "
             f"takes; leave partial out, or take one of {able}"
         )
+    if isinstance(schedule, Deadline) and schedule.partial and method.full_gradients:
+        raise Refused(
+            f"{what} with partial work cannot be used with {method.full_gradients}, whose iterations are not steps of "
+            "local SGD; leave partial out, or take solver 'sgd'"
+        )
     if not isinstance(schedule, Stream):
         return
     if sampler.probes:
         raise Refused(f"{what} has no rounds before which sampler {sampler.kind!r} could ask candidates; take another")
     mixer = setting.mixer
-    if (method.mixes and not method.mixes_all) or (mixer is not None and not mixer.mixes_all):
+    among = getattr(method if mixer is None else mixer, "among", None)
+    if among in ("cohort", "seen") or (method.mixes and not method.mixes_all):
         who = name if mixer is None else f"mixer {mixer.kind!r}"
+        cure = "take a deadline, which keeps rounds" if among is None else "take among = 'all'"
         raise Refused(
             f"{what} cannot be used with {who} as it is: it mixes the models of the clients of one round, and here "
-            "clients train one by one; take among = 'all' where there is the option, or a deadline, which keeps rounds"
+            f"clients train one by one; {cure}"
         )
     if isinstance(setting.attack, Forgery) and setting.attack.sees_honest:
         raise Refused(f"{what} has no rounds whose honest uploads attack {_kind(setting.attack)!r} could look at")

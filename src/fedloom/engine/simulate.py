@@ -23,6 +23,7 @@ from fedloom.engine.scoring import evaluate, score_chunk
 from fedloom.engine.setting import Setting
 from fedloom.engine.setup import make_job
 from fedloom.engine.state import State, initial_state
+from fedloom.engine.virtual.clock import flat
 from fedloom.errors import ConfigError, Stop
 from fedloom.models import ModelSpec
 from fedloom.processes.clients import COUNTS, Clients, Handlers, LocalClients
@@ -156,7 +157,7 @@ def clients_of(job: Job) -> Iterator[LocalClients]:
     up = (len(job.fields) + 1) * row * (job.chunk + 1 if job.gathers else 1)
     handlers = Handlers(
         train=lambda shared, task: train_chunk(job, *shared, task),
-        compute=lambda shared, task: compute_chunk(job, *shared, task),
+        compute=lambda shared, task: flat(compute_chunk(job, *shared, task)),
         ask=lambda model, task: ask_chunk(job, model, task),
         score=lambda shared, task: score_chunk(job, *shared, task),
     )

@@ -54,6 +54,11 @@ class Ctx(NamedTuple):
         return shares / shares.max()
 
     @property
+    def cohort_masses(self) -> Tensor:
+        """``[m, 1]`` the `masses` of the cohort."""
+        return self.weight[self.ids].double() / self.weight.max().double()
+
+    @property
     def part(self) -> float:
         """The cohort's part of all shares, sum of alpha_i over ``ids``: m/n where shares are equal."""
         masses = self.masses

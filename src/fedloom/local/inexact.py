@@ -23,10 +23,12 @@ Solver = Literal["svrg", "gd", "sgd"]
 
 
 class DescentResult(NamedTuple):
-    """Where every client ended ``w [m, d]``, and the steps it took ``steps [m, 1]``."""
+    """Where every client ended ``w [m, d]``, the steps it took ``steps [m, 1]``, and whether the stop rule was looked at
+    and holds there ``met [m, 1]``."""
 
     w: Tensor
     steps: Tensor
+    met: Tensor
 
 
 class _Rows(NamedTuple):
@@ -59,7 +61,7 @@ def gradient_descent(
         until: stop rule, checked after each step.
 
     Returns:
-        The last point and the number of steps of each client.
+        The last point, the number of steps of each client, and whether the stop rule holds.
     """
     m, rate = work.m, work.lr if lr is None else lr
     w = each_client(w, m)
@@ -81,7 +83,8 @@ def gradient_descent(
     rows = _Rows(w.clone(memory_format=torch.contiguous_format), first, first, done, mu, steady)
     stop = None if until is None else (lambda rows, _work: until(rows.direction, rows.start))
     end = iterate(step, rows, work, steps, batches=0, until=stop)
-    return DescentResult(end.w, end.done)
+    met = torch.zeros_like(done, dtype=torch.bool) if until is None else until(end.direction, end.start)
+    return DescentResult(end.w, end.done, met)
 
 
 def inexact(
@@ -118,7 +121,7 @@ def inexact(
         lr: step size; when None 1/(8 beta) for SVRG, 1/beta for gradient descent, and the round's for SGD.
 
     Returns:
-        The last point, and the iterations (steps of "gd" and "sgd") of each client.
+        The last point, the iterations (steps of "gd" and "sgd") of each client, and whether the criterion holds.
     """
     beta, limit = pull[0], most * (work.steps > 0)
     bound = r * (max(beta - smooth, 0.0) / (beta + smooth)) ** 2
@@ -131,9 +134,9 @@ def inexact(
     if solver == "gd":
         return gradient_descent(w, work, (pull,), shift, limit, lr or 1 / beta, met)
     if most == 1:
-        return DescentResult(descend(w, work, (pull,), shift, lr=lr), work.steps)
+        return DescentResult(descend(w, work, (pull,), shift, lr=lr), work.steps, work.steps < 0)
     end = _passes(w, work, pull, shift, limit, met, lr)
-    return DescentResult(end.w, end.done * work.steps)
+    return DescentResult(end.w, end.done * work.steps, end.met)
 
 
 def below(method: object, beta: float | None, smooth: float) -> list[str]:
@@ -150,6 +153,7 @@ class _Pass(NamedTuple):
     w: Tensor
     start: Tensor
     done: Tensor
+    met: Tensor
     y: Tensor
     shift: Tensor
 
@@ -165,13 +169,15 @@ def _passes(
 
     def once(rows: _Pass, work: Work) -> _Pass:
         stream = ("local", work.k) if work.k else "local"
-        new = descend(rows.w, work, ((beta, rows.y),), rows.shift, stream=stream, lr=lr)
-        return rows._replace(w=new, done=rows.done + 1)
+        new = rows._replace(
+            w=descend(rows.w, work, ((beta, rows.y),), rows.shift, stream=stream, lr=lr), done=rows.done + 1
+        )
+        return new._replace(met=met(slope(new, work), rows.start))
 
     zero = torch.zeros(m, 1, dtype=torch.long, device=w.device)
-    first = _Pass(w, torch.zeros_like(w), zero, each_client(pull[1], m), each_client(shift, m))
+    first = _Pass(w, torch.zeros_like(w), zero, zero > 0, each_client(pull[1], m), each_client(shift, m))
     first = first._replace(start=slope(first, work))
-    return iterate(once, first, work, limit, batches=0, until=lambda rows, work: met(slope(rows, work), rows.start))
+    return iterate(once, first, work, limit, batches=0, until=lambda rows, _work: rows.met)
 
 
 class LyapunovParts(NamedTuple):

@@ -23,10 +23,12 @@ Until = Callable[[Tensor, Tensor], Tensor]
 
 
 class SvrgResult(NamedTuple):
-    """Where every client ended ``w [m, d]``, and the outer iterations it took ``outer [m, 1]``."""
+    """Where every client ended ``w [m, d]``, the outer iterations it took ``outer [m, 1]``, and whether the stop rule
+    holds there ``met [m, 1]``."""
 
     w: Tensor
     outer: Tensor
+    met: Tensor
 
 
 class _Outer(NamedTuple):
@@ -76,7 +78,7 @@ def svrg(
         stream: name of the batches.
 
     Returns:
-        The last snapshot and the number of outer iterations of each client.
+        The last snapshot and the number of outer iterations of each client; ``met`` is False without a stop rule.
     """
     m = work.m
     rate = work.lr if lr is None else lr
@@ -109,4 +111,5 @@ def svrg(
     rows = _Outer(w, first, first, torch.zeros(m, 1, dtype=torch.long, device=w.device), mu, steady)
     stop = None if until is None else (lambda rows, _work: until(rows.direction, rows.start))
     end = iterate(sweep, rows, work, outer, batches=0, stream=stream, until=stop)
-    return SvrgResult(end.snapshot, end.done)
+    met = torch.zeros_like(end.done, dtype=torch.bool) if until is None else until(end.direction, end.start)
+    return SvrgResult(end.snapshot, end.done, met)

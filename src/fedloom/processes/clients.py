@@ -192,7 +192,7 @@ class Handlers(NamedTuple):
     """The functions that compute a chunk, from what all chunks share and a task."""
 
     train: Callable[[tuple[Any, Any], TrainTask], ChunkResult]
-    compute: Callable[[tuple[Any, Any], TrainTask], Any]
+    compute: Callable[[tuple[Any, Any], TrainTask], dict[str, Tensor]]
     ask: Callable[[Tensor, AskTask], Answers]
     score: Callable[[tuple[Any, Tensor | None], ScoreTask], Scores]
 
@@ -212,7 +212,7 @@ class LocalClients:
     def train(self, request: TrainRequest) -> Iterator[TrainResult]:
         return self._workers.map(self._handlers.train, (request.down, request.server), self._tasks(request))
 
-    def compute(self, request: TrainRequest) -> Iterator[tuple[TrainTask, Any]]:
+    def compute(self, request: TrainRequest) -> Iterator[tuple[TrainTask, dict[str, Tensor]]]:
         """Train clients without taking their uploads: every task with what its handler gives, in order."""
         tasks = self._tasks(request)
         answers = self._workers.map(self._handlers.compute, (request.down, request.server), tasks)

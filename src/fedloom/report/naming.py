@@ -16,6 +16,7 @@ GROUPS = {
             "consensus_gap",
             "lyapunov",
             "local_iterations",
+            "criterion_met",
             "lagrangian",
             "primal_residual",
             "dual_residual",

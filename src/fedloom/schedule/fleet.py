@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fedloom.schedule.presence import Presence
@@ -41,6 +43,11 @@ class Fleet:
         """All clients."""
         return len(self.seconds)
 
+    @cached_property
+    def _columns(self) -> NDArray[np.float64]:
+        """``[4, n]`` seconds, up, down and latency."""
+        return torch.stack([self.seconds, self.up, self.down, self.latency]).numpy()
+
     def busy(self, ids: Tensor, counts: Tensor) -> Tensor:
         """Seconds ``[m]`` that clients work and send.
 
@@ -48,14 +55,11 @@ class Fleet:
             ids: ``[m]`` clients.
             counts: ``[m, .]`` samples backward and forward, steps, and bytes up and down, in this order.
         """
-        places = ids.numpy()
         backward, forward, _, up, down = counts.numpy()[:, :5].T
-        seconds, rate_up, rate_down, latency = (
-            t.numpy()[places] for t in (self.seconds, self.up, self.down, self.latency)
-        )
+        seconds, rate_up, rate_down, latency = self._columns[:, ids.numpy()]
         samples = backward + FORWARD * forward
-        with np.errstate(invalid="ignore"):
-            work = np.where(samples > 0, samples * seconds, 0.0)  # no sample takes no time on any device
+        work = np.zeros(len(samples))
+        np.multiply(samples, seconds, out=work, where=samples > 0)  # no sample takes no time on any device
         return torch.from_numpy(work + up / rate_up + down / rate_down + latency * ((up > 0) * 1.0 + (down > 0)))
 
     def ends(self, ids: Tensor, start: float, busy: Tensor) -> Tensor:

@@ -64,18 +64,8 @@ class Flight(NamedTuple):
     fields: dict[str, Tensor]
 
     @classmethod
-    def of(cls, version: int, ids: Tensor, times: Tensor, computed: Computed) -> Flight:
-        """The flight of a chunk."""
-        output, fields = computed.output, {"counts": computed.counts, "work": computed.output.work}
-        groups = {
-            "upload": output.upload, "received": computed.down, "rows": output.state.rows,
-            "residue": output.state.residue, "optimizer": output.state.optimizer,
-        }  # fmt: skip
-        for group, values in groups.items():
-            if values is not None:
-                fields |= {f"{group}.{name}": t for name, t in zip(values._fields, values, strict=True)}
-        answers = {"weigher": output.weigher_answer, "sampler": output.sampler_report, "model": output.model}
-        fields |= {name: t for name, t in answers.items() if t is not None}
+    def of(cls, version: int, ids: Tensor, times: Tensor, fields: dict[str, Tensor]) -> Flight:
+        """The flight of a chunk, all of whose clients are under way."""
         return cls(version, ids, times, np.arange(len(ids)), fields)
 
     def rows(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -95,6 +85,20 @@ class Flight(NamedTuple):
             return t if name.startswith("received.") and t.dim() == 1 else t[index]
 
         return self._replace(places=left, fields={name: some(name, t) for name, t in self.fields.items()})
+
+
+def flat(computed: Computed) -> dict[str, Tensor]:
+    """What a chunk's clients have computed, by name: the fields of a flight."""
+    output, fields = computed.output, {"counts": computed.counts, "work": computed.output.work}
+    groups = {
+        "upload": output.upload, "received": computed.down, "rows": output.state.rows,
+        "residue": output.state.residue, "optimizer": output.state.optimizer,
+    }  # fmt: skip
+    for group, values in groups.items():
+        if values is not None:
+            fields |= {f"{group}.{name}": t for name, t in zip(values._fields, values, strict=True)}
+    answers = {"weigher": output.weigher_answer, "sampler": output.sampler_report, "model": output.model}
+    return fields | {name: t for name, t in answers.items() if t is not None}
 
 
 Piece = tuple[Flight, NDArray[np.int64]]

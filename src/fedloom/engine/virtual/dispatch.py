@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedloom.algorithms import Algorithm
-from fedloom.engine.clients.chunk import Computed, accept, computed
+from fedloom.engine.clients.chunk import accept, computed
 from fedloom.engine.clients.forging import forged
 from fedloom.engine.job import Job
 from fedloom.engine.round import longest_first, take
 from fedloom.engine.state import State
 from fedloom.engine.uploads import Uploads, weights_of
-from fedloom.engine.virtual.clock import Fate, Flight, Piece, Rows, gathered
+from fedloom.engine.virtual.clock import Fate, Flight, Piece, Rows, flat, gathered
 from fedloom.engine.virtual.staleness import applied_now
 from fedloom.processes.clients import (
     ChunkResult,
@@ -61,17 +61,17 @@ def compute(
     if len(places):
         some = None if steps is None else steps[places]
         request = TrainRequest(t, places, ids[places], share[places], down, state.server, some)
-        for task, made in clients.compute(request):
-            flights.append(Flight.of(state.round, task.ids, task.share[:, 0].long(), made))
+        for task, fields in clients.compute(request):
+            flights.append(Flight.of(state.round, task.ids, task.share[:, 0].long(), fields))
     if bool(forges.any()):
         place = forges.nonzero()[:, 0]
         task = TrainTask(t, place, ids[place], share[place])
         models = [f.fields["model"] for f in flights if "model" in f.fields]
         honest = torch.cat(models) if models and job.sees_honest else None
 
-        def attack() -> Computed:
+        def attack() -> dict[str, Tensor]:
             received, output = forged(job, down, task, honest, len(ids))
-            return computed(job, state.server, task.ids, received, output)
+            return flat(computed(job, state.server, task.ids, received, output))
 
         flights.append(Flight.of(state.round, task.ids, times[place], clients.on_one(task.ids, attack)))
     return flights

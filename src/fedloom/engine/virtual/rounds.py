@@ -114,15 +114,13 @@ def _places(cohort: Tensor, clients: NDArray[np.float64]) -> Tensor:
 def _affordable(job: Job, ids: Tensor, seconds: float) -> Tensor:
     """Local steps ``[m]`` that clients have time for, beside a model down and one up."""
     assert job.fleet is not None
-    sizes, local = job.train_sizes[ids, 0], job.setting.local
-    size = sizes if local.batch_size == "full" else sizes.clamp(max=local.batch_size)
     model = torch.zeros(1, job.oracle.layout.d, dtype=job.oracle.dtype)
     length = int(job.messages.vector("x", model).lengths()[0].max()) + 64
     traffic = torch.tensor([[0, 0, 0, length, length]]).expand(len(ids), -1)
     left = seconds - job.fleet.busy(ids, traffic)
-    most = job.work(1, ids).steps[:, 0].cpu()
-    able = (left / (job.fleet.seconds[ids] * size)).clamp(min=0).floor()
-    return torch.minimum(able, most.double()).long()
+    samples = (left / job.fleet.seconds[ids]).clamp(min=0)[:, None]
+    work = job.work(1, ids)
+    return job.algorithm.affordable(samples.to(work.steps.device), work)[:, 0].cpu()
 
 
 class Observed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import insort
+from collections import deque
 from itertools import islice
 
 import numpy as np
@@ -26,7 +27,8 @@ DRAWS = 16
 """Draws of the sampler at one version before a place stays free until the next event."""
 
 WAITS = 1000
-"""Times that all places are free and nobody who is drawn is there, in a row, before a run ends."""
+"""Times that all places are free and nobody who is drawn is there, or that a client is given up, in a row, before a run
+ends; of the latter, and once for every client."""
 
 
 class Version:
@@ -50,11 +52,12 @@ class Version:
         self._serial, self._now = clock.serial, clock.now
         self._queue, self._next = list(clock.queue), 0
         self._away = set(clock.away)
-        self._pool = list(clock.pool)
+        self._pool = deque(clock.pool)
         self._ready: dict[int, tuple[int, int, float]] = {}
         self._sampler, self._draws, self._left, self._waits = state.sampler, 0, DRAWS, 0
         self._waiting: list[Event] = []
         self._lost: list[Event] = []
+        self._silent = 0
 
     def run(self) -> tuple[State, tuple[str, ...]]:
         """Dispatch and wait until enough uploads are there; step the server."""
@@ -68,15 +71,25 @@ class Version:
             self._next += 1
             self._now = event[0]
             if event[7]:
-                self._lost.append(event)
-                self._away.discard(event[2])
+                self._give_up(event)
             else:
+                self._silent = 0
                 self._waiting.append(event)  # it stays away: until the step it would get the same model again
                 if len(self._waiting) == self._size:
                     break
             if self._next == len(self._queue) or self._queue[self._next][0] != self._now:
                 self._refill()
         return self._finish()
+
+    def _give_up(self, event: Event) -> None:
+        """Take back a client that has not answered in time."""
+        self._lost.append(event)
+        self._away.discard(event[2])
+        self._silent += 1
+        if self._silent >= WAITS + self._job.n:
+            t = self._state.round + 1
+            detail = f"round {t}: the last {self._silent} clients were all given up after {self._timeout:g} s"
+            raise RunStopped(Stop.UNUSABLE, f"{detail}; raise schedule.timeout")
 
     def _under_way(self) -> int:
         return len(self._queue) - self._next
@@ -124,22 +137,19 @@ class Version:
 
         Clients that are under way leave the pool; those that are not there stay in their places.
         """
-        chosen, absent = list[tuple[int, int]](), list[tuple[int, int]]()
+        chosen, absent, pool = list[tuple[int, int]](), list[tuple[int, int]](), self._pool
         while len(chosen) < count:
-            seen = 0
-            for pair in self._pool:
-                seen += 1
+            if pool:
+                pair = pool.popleft()
                 if self._is_free(pair[0]):
                     chosen.append(pair)
-                    if len(chosen) == count:
-                        break
                 elif pair[0] not in self._away:
                     absent.append(pair)
-            self._pool = self._pool[seen:]
-            if len(chosen) == count or not self._left or len(self._away) + len(chosen) >= self._job.n:
+                continue
+            if not self._left or len(self._away) + len(chosen) >= self._job.n:
                 break
             self._draw({i for i, _ in (*chosen, *absent)})
-        self._pool = [*absent, *self._pool]
+        pool.extendleft(reversed(absent))
         return chosen
 
     def _draw(self, taken: set[int]) -> None:
@@ -208,5 +218,6 @@ class Version:
         for number, some in places.items():
             self._clock.landed(number, some, self._flights, self._back)
         queue, rows = tuple(self._queue[self._next :]), self._clock.logged(np.array(log))
-        away = frozenset(self._away.difference(event[2] for event in self._waiting))
-        return Clock(self._now, queue, self._flights, self._back, self._serial, rows, tuple(self._pool), away)
+        self._away.difference_update([event[2] for event in self._waiting])
+        pool = tuple(self._pool)
+        return Clock(self._now, queue, self._flights, self._back, self._serial, rows, pool, frozenset(self._away))
