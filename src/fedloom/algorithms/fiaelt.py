@@ -44,8 +44,7 @@ from fedloom.rows.layout import Layout
 
 
 class Server(NamedTuple):
-    """y, xbar, zbar ``[d]``, beta (0: L is measured), smooth, before (the first beta) ``[1]``; iterations, met ``[1]``:
-    means over the cohort."""
+    """y, xbar, zbar ``[d]``, beta (0: L is measured), smooth, before (its first value), mean iterations, met ``[1]``."""
 
     y: Tensor
     xbar: Tensor
@@ -131,9 +130,13 @@ class FIAELT(Algorithm):
             return Up(x.new_zeros(x.shape), z.new_zeros(z.shape), none, none, smoothness(y, work)), rows
         smooth, most = smooth or beta / 5, self.passes if self.solver == "sgd" else self.iterations
         start = x if self.start == "own" else where_moved(work, y.expand_as(x), x)
-        new, taken, met = inexact(start, work, (beta, y), z, self.solver, smooth, self.r, most, self.inner, self.lr)  # Eq. 8
+        new, taken, met = inexact(
+            start, work, (beta, y), z, self.solver, smooth, self.r, most, self.inner, self.lr
+        )  # Eq. 8
         dx, dz = new - x, self.tau * beta * (new - y) * (work.steps > 0)  # line 4
-        return Up(dx, dz, taken.to(x), met.to(x), none), Client(new, z + dz, lyapunov_step(dx, dz, beta, smooth, self.tau, self.r))
+        return Up(dx, dz, taken.to(x), met.to(x), none), Client(
+            new, z + dz, lyapunov_step(dx, dz, beta, smooth, self.tau, self.r)
+        )
 
     def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
         _, xbar, zbar, beta, smooth, before, *_ = server

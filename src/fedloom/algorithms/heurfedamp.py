@@ -64,7 +64,9 @@ class HeurFedAMP(Algorithm):
     lam: float = Field(1.0, ge=0, description="lambda, weight of the attraction")
     alpha: float = Field(1.0, gt=0, description="alpha_k; the pull is lam/alpha")
     sigma: float = Field(25.0, ge=0, description="sharpness sigma of exp(sigma cos)")
-    self_weight: float | None = Field(None, ge=0, le=1, description="own weight xi_ii; 1/m of the m mixed models if not given")
+    self_weight: float | None = Field(
+        None, ge=0, le=1, description="own weight xi_ii; 1/m of the m mixed models if not given"
+    )
     start: Literal["own", "server"] = Field("own", description="where local SGD starts: the client's w_i, or u_i")
     among: Among = Field(
         "cohort", description="whose models are mixed: the round's cohort, or also all clients seen so far, or all"

@@ -164,7 +164,9 @@ class Angles(Mixer):
 
     kind: ClassVar[str] = "angles"
     sigma: float = Field(25.0, ge=0, description="sharpness sigma of exp(sigma cos)")
-    self_weight: float | None = Field(None, ge=0, le=1, description="own weight xi_ii; 1/m of the m mixed models if not given")
+    self_weight: float | None = Field(
+        None, ge=0, le=1, description="own weight xi_ii; 1/m of the m mixed models if not given"
+    )
 
     def mixtures(self, models: Tensor, place: Tensor, start: Tensor, ctx: Ctx) -> Tensor:
         """u_i = xi_ii w_i + (1 - xi_ii) sum_j xi_ij w_j."""

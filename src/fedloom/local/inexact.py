@@ -23,8 +23,7 @@ Solver = Literal["svrg", "gd", "sgd"]
 
 
 class DescentResult(NamedTuple):
-    """Where every client ended ``w [m, d]``, the steps it took ``steps [m, 1]``, and whether the stop rule was looked at
-    and holds there ``met [m, 1]``."""
+    """Where every client ended ``w [m, d]``, after ``steps [m, 1]``, ``met [m, 1]``: the stop rule holds."""
 
     w: Tensor
     steps: Tensor

@@ -23,8 +23,7 @@ Until = Callable[[Tensor, Tensor], Tensor]
 
 
 class SvrgResult(NamedTuple):
-    """Where every client ended ``w [m, d]``, the outer iterations it took ``outer [m, 1]``, and whether the stop rule
-    holds there ``met [m, 1]``."""
+    """Where every client ended ``w [m, d]``, after ``outer [m, 1]`` iterations, ``met [m, 1]``: the stop rule holds."""
 
     w: Tensor
     outer: Tensor
