@@ -44,7 +44,7 @@ from fedloom.rows.layout import Layout
 
 
 class Server(NamedTuple):
-    """y, xbar, zbar ``[d]``, beta (0: L is measured), smooth, before (its first value), mean iterations, met ``[1]``."""
+    """y, xbar, zbar ``[d]``; beta (0: L is measured), smooth, before (its first), iterations, met (means) ``[1]``."""
 
     y: Tensor
     xbar: Tensor
@@ -73,7 +73,7 @@ class Client(NamedTuple):
 
 
 class Up(NamedTuple):
-    """dx, dz ``[m, d]``, iterations, met (1 where (9) was looked at and holds), smooth (0 unless measured) ``[m, 1]``."""
+    """dx, dz ``[m, d]``, iterations, met (1: (9) was looked at and holds), smooth (0 unless measured) ``[m, 1]``."""
 
     dx: Annotated[Tensor, Mean(base="rows.x", primary=True, accumulates=True)]
     dz: Annotated[Tensor, Mean(base="rows.z", accumulates=True)]
