@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Self
 
 import numpy as np
@@ -20,17 +20,15 @@ from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
 from sklearn.utils import check_random_state
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
-from torch import nn
 
 from fedloom.algorithms import Algorithm, Composition
 from fedloom.data import partition
 from fedloom.data.dataset import Dataset, Task
 from fedloom.data.tables import Table
-from fedloom.engine.setting import Engine
+from fedloom.engine.setting import Engine, GivenModel
 from fedloom.engine.simulate import simulate
 from fedloom.errors import DataError
 from fedloom.local import LocalSGD
-from fedloom.models import ModelSpec
 from fedloom.trained.model import Model
 
 __all__ = ["FederatedClassifier", "FederatedRegressor"]
@@ -49,7 +47,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         lr: float = 0.1,
         epochs: int = 1,
         batch_size: int | None = 32,
-        model: str | ModelSpec | nn.Module | Callable[..., nn.Module] = "softmax",
+        model: GivenModel = "softmax",
         clients: int = 1,
         random_state: int | np.random.RandomState = 0,
         settings: Mapping[str, Any] | None = None,

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import rmtree
 from tempfile import mkdtemp
-from typing import Any
+from typing import Any, Unpack
 from weakref import finalize
-
-from torch import nn
 
 from fedloom.comparison.given import GivenExperiment
 from fedloom.engine.result import Result
+from fedloom.engine.setting import Choices, GivenModel
 from fedloom.errors import ConfigError, RunDirError, RunStopped, Stop, unknown
 from fedloom.experiment import Plan
 from fedloom.experiment.events import Listener
 from fedloom.experiment.outputs import Outcome
-from fedloom.models import ModelSpec
 from fedloom.progress import counted, shown
 from fedloom.report.comparison.contenders import MODELS, Models
 from fedloom.report.comparison.recorded import RecordedComparison
@@ -62,7 +60,7 @@ class Comparison(RecordedComparison):
 def compare(
     methods: Mapping[str, Any] | Sequence[Any],
     data: Any,
-    model: str | ModelSpec | nn.Module | Callable[..., nn.Module] | None = None,
+    model: GivenModel | None = None,
     *,
     partition: Any = None,
     seeds: Iterable[int] = range(5),
@@ -72,7 +70,7 @@ def compare(
     folder: Path | str | None = None,
     progress: bool = True,
     name: str = "comparison",
-    **choices: Any,
+    **choices: Unpack[Choices],
 ) -> Comparison:
     """Run methods with several seeds on the same clients, and compare them.
 

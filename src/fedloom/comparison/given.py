@@ -22,7 +22,8 @@ from fedloom.data.federation import PARTS, Federation
 from fedloom.data.partition import PARTITIONS, Partition
 from fedloom.data.sources import Source
 from fedloom.data.sources import source as source_of
-from fedloom.engine.setting import Setting, home_of
+from fedloom.engine.setting import Setting
+from fedloom.engine.tables import home_of
 from fedloom.errors import ConfigError, unknown
 from fedloom.experiment.file import merged
 from fedloom.experiment.schema import Experiment, Head, Method
@@ -296,7 +297,7 @@ def _check_keys(options: Mapping[str, Any], entry: type[Algorithm] | Preset | No
     allowed = [*(fields_of(entry) if entry is not None else ()), "settings"]
     for key, value in options.items():
         if key not in allowed:
-            raise unknown("key", key, [*allowed, *Setting.own], where, cure=home_of(key, value, None))
+            raise unknown("key", key, [*allowed, *Setting.own], where, cure=home_of(Setting.tables(), key, value, None))
 
 
 def _refuse_options(choices: Mapping[str, Any], methods: Iterable[ComparedMethod]) -> None:

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, TypedDict, Unpack
 
-from pydantic import AfterValidator, Field, GetCoreSchemaHandler, NonNegativeInt, PlainValidator
-from pydantic_core import CoreSchema, core_schema
+from pydantic import AfterValidator, Field, NonNegativeInt, PlainValidator
 from torch import nn
 
-from fedloom.algorithms import REGISTRY, Algorithm, Composition, Preset
+from fedloom.algorithms import REGISTRY, Algorithm, Composition
 from fedloom.choose import MIXERS, SAMPLERS, WEIGHERS, Mixer, Sampler, SharesWeigher, Uniform, UniformWeigher, Weigher
-from fedloom.data.partition import PARTITIONS
-from fedloom.errors import ConfigError, homes_of, unknown
-from fedloom.imports import find_maker, is_path
+from fedloom.engine.tables import Table, home_of
+from fedloom.errors import ConfigError, unknown
 from fedloom.local import LocalSGD
-from fedloom.models import MODELS, PAPERS, Augment, Import, ModelSpec, Softmax, spec_of
-from fedloom.models.imported import given_model
+from fedloom.models import MODELS, PAPERS, Augment, ModelSpec, Softmax
 from fedloom.rows.aggregate import AGGREGATORS, Aggregator
 from fedloom.rows.attacks import ATTACKS, Attack
 from fedloom.rows.channel import CHANNELS, Channel
 from fedloom.schedule import DEVICES, SCHEDULES, Devices, Schedule, Synchronous
 from fedloom.tasks import Objective
-from fedloom.values import Value, choose, dump, fields_of, flat, make, make_kind
+from fedloom.values import Value, choose, dump, flat, make
 
 Part = Literal["train", "validation", "test"]
 
@@ -102,91 +98,6 @@ class Engine(Value):
     norm_bound: float | None = Field(None, gt=0, description="largest norm of an accepted upload")
 
 
-@dataclass(frozen=True)
-class Table:
-    """How a field of `Setting` is given: as a value, or as in an experiment file, by a name or a table of options.
-
-    Attributes:
-        base: class of the values.
-        kinds: classes by the table's ``kind``; empty where there is one.
-        default: the kind of a table that names none; None: a table without kind is no choice, and neither is "none".
-        key: the key that names the kind.
-    """
-
-    base: type[Any]
-    kinds: Mapping[str, Any] = field(default_factory=dict)
-    default: str | None = None
-    key: str = "kind"
-
-    def classes(self) -> dict[str, type[Any]]:
-        """Return the class of every kind; of a table without kinds, its own, with an empty name."""
-        return {k: kind if isinstance(kind, type) else type(kind) for k, kind in self.kinds.items()} or {"": self.base}
-
-    def class_of(self, options: Mapping[str, Any]) -> type[Any] | None:
-        """Return the class that a table of options chooses; None for user code, an unknown kind or none."""
-        kind = options.get(self.key, self.default) if self.kinds else ""
-        return self.classes().get(kind) if isinstance(kind, str) else None
-
-    def read(self, given: Any, where: str = "") -> Any:
-        """The value of a table.
-
-        Args:
-            given: a value, a kind, a table of options, or None.
-            where: file and table, for the message.
-
-        Raises:
-            ConfigError: an unknown kind or key, a wrong type or a value out of range.
-        """
-        if given is None or isinstance(given, self.base):
-            return given
-        if self.base is ModelSpec and not isinstance(given, str | Mapping):
-            found = given_model(given)
-            if found is None:
-                raise ConfigError(
-                    "model must be a name, an nn.Module, a class or function that makes one, or a specification of "
-                    f"fl.models, got {given!r}"
-                )
-            return found
-        options = {"kind": given} if isinstance(given, str) and self.kinds else given
-        if not isinstance(options, Mapping):
-            raise ConfigError(f"{where}{where and ': '}must be a {self.base.__name__} or a table, got {given!r}")
-        if not self.kinds:
-            return make(self.base, options, where, self.base.model_fields)
-        if self.default is None and (not options or options.get("kind") == "none"):
-            return None
-        what = self.base.__name__.lower()
-        if self.base is ModelSpec:
-            return _model(options, where)
-        if self.default is None and "kind" not in options:
-            raise ConfigError(f"{where}: kind is missing; allowed: {', '.join(self.kinds)}, none")
-        return make_kind(what, self.kinds, options, where, self.default or "", base=self.base)
-
-    def kind(self, value: Any) -> dict[str, str]:
-        """The key ``kind`` of a value's table, where there are several."""
-        named = {getattr(value, "kind", None), *(name for name, kind in self.kinds.items() if type(value) is kind)}
-        return {"kind": str(next(name for name in named if name))} if self.kinds else {}
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_plain_validator_function(self.read)
-
-
-def _model(options: Mapping[str, Any], where: str) -> ModelSpec:
-    """The specification of a table: of a kind, of a paper's name, or of user code."""
-    kind = options.get("kind", "softmax")
-    rest = {k: v for k, v in options.items() if k != "kind"}
-    if is_path(kind):
-        found = find_maker(kind, "model", (nn.Module, ModelSpec), where)
-        if not (isinstance(found, type) and issubclass(found, ModelSpec)):
-            common = {k: v for k, v in rest.items() if k in ModelSpec.model_fields}
-            own = {"path": kind, "options": {k: v for k, v in rest.items() if k not in common}}
-            return make(Import, {**own, **common}, where, fields_of(Import))
-        return make_kind("model", {}, options, where, base=ModelSpec)  # type: ignore[no-any-return]
-    if kind not in (*MODELS, *PAPERS):
-        raise unknown("model kind", kind, (*MODELS, *PAPERS), where)
-    value = type(PAPERS[kind]) if kind in PAPERS else MODELS[kind]
-    return make(lambda **given: spec_of(kind, **given), rest, where, fields_of(value))
-
-
 def by_clusters(weights: Any) -> bool:
     """Whether the shares are those of recovered clusters."""
     return isinstance(weights, str) and weights.startswith("clusters")
@@ -208,46 +119,39 @@ def _method(given: Any) -> Algorithm | Composition:
     return given
 
 
-def _places(key: str, value: Any) -> list[str]:
-    """The tables and partitions that have a key, each as it is written with this value."""
-    places = list[str]()
-    for table, may in Setting.tables().items():
-        classes = may.classes()
-        fields = {kind: fields_of(classes[kind]) for kind in sorted(classes, key=lambda kind: kind != may.default)}
-        ours, having = homes_of(key, fields)
-        if having:
-            kind = {} if having[0] in ("", may.default) else {"kind": having[0]}
-            places.append(f"{table}={ {**kind, ours: value}!r}")
-    ours, having = homes_of(key, {kind: fields_of(partition) for kind, partition in PARTITIONS.items()})
-    if having:
-        places.append(f"the partition, as fl.partition.{having[0].replace('-', '_')}({ours}={value!r})")
-    return places
-
-
-def home_of(key: str, value: Any, algorithm: Any) -> str:
-    """Where a keyword of something else belongs, as the end of a sentence; empty if nothing has it."""
-    entry: Any = REGISTRY.get(algorithm) if isinstance(algorithm, str) else type(algorithm)
-    if key in (fields_of(entry) if isinstance(entry, Preset) or hasattr(entry, "model_fields") else ()):
-        named = (
-            f"fl.algorithms.{entry.__name__}" if isinstance(entry, type) else f"fl.algorithms.REGISTRY[{algorithm!r}]"
-        )
-        return f"it is an option of the method: give {named}({key}={value!r}) in its place"
-    if places := _places(key, value):
-        return f"it belongs in {' or '.join(places)}"
-    methods = [method for method, other in REGISTRY.items() if key in fields_of(other)]
-    if methods:
-        some = ", ".join(methods[:6]) + (", ..." if len(methods) > 6 else "")
-        one = f"fl.algorithms.REGISTRY[{methods[0]!r}]({key}={value!r})"
-        return f"it is an option of other methods ({some}): give one, as {one}"
-    return ""
-
-
 CLUSTERS = r"clusters(-[1-9]\d*)?"
 Shares = (
     Literal["samples", "uniform", "groups"]
     | Annotated[str, Field(pattern=f"^{CLUSTERS}$")]
     | tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...]
 )
+GivenModel = str | ModelSpec | nn.Module | Callable[..., nn.Module]
+"""A model's name or specification, or the module, a class or a function of a user."""
+Options = Mapping[str, Any] | None
+"""The table of an experiment file; None leaves the default."""
+
+
+class Choices(TypedDict, total=False):
+    """Keywords of `fedloom.simulate`: fields of a `Setting`, as values, names of a kind, or tables of options."""
+
+    rounds: int | None
+    seed: int | None
+    task: Objective | Options
+    local: LocalSGD | Options
+    sampler: Sampler | str | Options
+    weigher: Weigher | str | Options
+    mixer: Mixer | str | Options
+    aggregator: Aggregator | str | Options
+    attack: Attack | str | Options
+    channel: Channel | str | Options
+    augment: Augment | Options
+    weights: str | Sequence[float] | None
+    devices: Devices | str | Options
+    schedule: Schedule | str | Options
+    evaluate: Evaluate | Options
+    engine: Engine | Options
+
+
 Rounds = Annotated[int, Field(ge=1, description="communication rounds")]
 Method = Annotated[Algorithm | Composition, PlainValidator(_method)]
 
@@ -316,31 +220,33 @@ class Setting(Value):
     engine: Annotated[Engine, Table(Engine)] = Field(default_factory=Engine, description="how it is computed")
 
     @classmethod
-    def of(cls, algorithm: Any, **choices: Any) -> Setting:
+    def of(
+        cls, algorithm: Algorithm | Composition | str, model: GivenModel | None = None, **choices: Unpack[Choices]
+    ) -> Setting:
         """The setting of a method; a choice that is None is left as it is by default.
 
         Raises:
             ConfigError: an unknown choice, a wrong type or a value out of range.
         """
-        given = {name: value for name, value in choices.items() if value is not None}
-        cls._refuse_misplaced(given, algorithm)
-        return make(cls, {"algorithm": algorithm, **given}, "", cls.model_fields)
+        chosen = cls._chosen({"model": model, **choices}, algorithm)
+        return make(cls, {"algorithm": algorithm, **chosen}, "", cls.model_fields)
 
     def changed(self, choices: Mapping[str, Any]) -> Setting:
-        """The setting with other choices.
+        """The setting with other choices; one that is None is left as it is.
 
         Raises:
             ConfigError: an unknown choice, a wrong type or a value out of range.
         """
-        self._refuse_misplaced(choices, self.algorithm)
-        found: Setting = make(self.with_, choices, "", type(self).model_fields)
-        return found
+        return make(self.with_, self._chosen(choices, self.algorithm), "", type(self).model_fields)
 
     @classmethod
-    def _refuse_misplaced(cls, choices: Mapping[str, Any], algorithm: Any) -> None:
-        for name, value in choices.items():
+    def _chosen(cls, choices: Mapping[str, Any], algorithm: Any) -> dict[str, Any]:
+        """Choices without those of None; one that belongs elsewhere is refused."""
+        chosen = {name: value for name, value in choices.items() if value is not None}
+        for name, value in chosen.items():
             if name not in cls.model_fields:
-                raise unknown("key", name, cls.model_fields, cure=home_of(name, value, algorithm))
+                raise unknown("key", name, cls.model_fields, cure=home_of(cls.tables(), name, value, algorithm))
+        return chosen
 
     @classmethod
     def tables(cls) -> dict[str, Table]:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedloom.algorithms import REGISTRY, Algorithm, Composition
 from fedloom.data.federation import Federation
@@ -20,12 +19,11 @@ from fedloom.engine.job import Job
 from fedloom.engine.loop import Hooks, run_rounds
 from fedloom.engine.result import Result
 from fedloom.engine.scoring import evaluate, score_chunk
-from fedloom.engine.setting import Setting
+from fedloom.engine.setting import Choices, GivenModel, Setting
 from fedloom.engine.setup import make_job
 from fedloom.engine.state import State, initial_state
 from fedloom.engine.virtual.clock import flat
 from fedloom.errors import ConfigError, Stop
-from fedloom.models import ModelSpec
 from fedloom.processes.clients import COUNTS, Clients, Handlers, LocalClients
 from fedloom.processes.pool import WorkerPool
 from fedloom.processes.rank_pool import RankPool
@@ -41,7 +39,7 @@ Progress = Callable[[State], object]
 def simulate(
     algorithm: Algorithm | Composition | Setting | str,
     fed: Federation | Sequence[Any] | Mapping[str, Any],
-    model: str | ModelSpec | nn.Module | Callable[..., nn.Module] | None = None,
+    model: GivenModel | None = None,
     *,
     folder: Path | str | None = None,
     progress: Sequence[Progress] = (),
@@ -52,7 +50,7 @@ def simulate(
     batches: Sequence[Any] | Mapping[int, Any] | None = None,
     projection: Tensor | None = None,
     settings: Literal["default", "paper"] = "default",
-    **choices: Any,
+    **choices: Unpack[Choices],
 ) -> Result:
     """Run a method on a federation.
 
@@ -73,7 +71,9 @@ def simulate(
         batches: of every client, of every round, of every step the positions in its training part.
         projection: ``[dim, d]``, the matrix of a method in a subspace.
         settings: constants of a method that is given by name: "default", or "paper" for the paper's own.
-        choices: the other fields of `fedloom.Setting`; None leaves a default.
+        choices: the other fields of `fedloom.Setting`: ``rounds``, ``seed``, ``task``, ``local``, ``sampler``,
+            ``weigher``, ``mixer``, ``aggregator``, ``attack``, ``channel``, ``augment``, ``weights``, ``devices``,
+            ``schedule``, ``evaluate``, ``engine``; None leaves a default.
 
     Returns:
         Metrics and models. A run that diverged or was interrupted says so in `Result.stop`; one whose training loss is
@@ -106,12 +106,10 @@ def simulate(
     if not isinstance(folder, (str, PathLike, type(None))):
         raise ConfigError(f"folder must be a path, or None for memory, got {folder!r:.200}")
     place = None if folder is None else Path(folder)
-    choices = {"model": model, **choices}
     if isinstance(algorithm, Setting):
-        given = {name: value for name, value in choices.items() if value is not None}
-        setting = algorithm.changed(given)
+        setting = algorithm.changed({"model": model, **choices})
     else:
-        setting = Setting.of(algorithm, **choices)
+        setting = Setting.of(algorithm, model, **choices)
     replay = Replay(initial, cohorts, batches, projection)
     job, server = make_job(setting, fed, folder=place, ranks=ranks, replay=replay)
     check_ranks(job)
@@ -177,28 +175,3 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _signature() -> inspect.Signature:
-    """That of `simulate` with every choice by name, for help and completion."""
-    own = inspect.signature(simulate)
-    before = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    named = {p.name for p in before}
-    choices = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=field.annotation)
-        for name, field in Setting.model_fields.items()
-        if name not in named
-    ]
-    place = [p.name for p in before].index("folder")
-    return own.replace(parameters=[*before[:place], *choices, *before[place:]])
-
-
-simulate.__signature__ = _signature()  # type: ignore[attr-defined]
-simulate.__doc__ = (simulate.__doc__ or "").replace(
-    "        choices: the other fields of `fedloom.Setting`; None leaves a default.\n",
-    "".join(
-        f"        {name}: {field.description}.\n"
-        for name, field in Setting.model_fields.items()
-        if name not in ("algorithm", "model")
-    ),
-)

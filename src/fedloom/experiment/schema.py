@@ -11,7 +11,8 @@ from pydantic import AfterValidator, Field, NonNegativeInt, create_model, field_
 from fedloom.algorithms import REGISTRY, Algorithm, Preset
 from fedloom.data.partition import PARTITIONS, Partition
 from fedloom.data.sources import SOURCES, Source
-from fedloom.engine.setting import Rounds, Setting, Shares, Table
+from fedloom.engine.setting import Rounds, Setting, Shares
+from fedloom.engine.tables import Table
 from fedloom.experiment.tuning import Tune
 from fedloom.values import Value, choose, dump, fields_of
 

@@ -1,0 +1,138 @@
+"""Tables of an experiment file: how a field of a setting is written, read, and found when a key is misplaced."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import GetCoreSchemaHandler
+from pydantic_core import CoreSchema, core_schema
+from torch import nn
+
+from fedloom.algorithms import REGISTRY, Preset
+from fedloom.data.partition import PARTITIONS
+from fedloom.errors import ConfigError, homes_of, unknown
+from fedloom.imports import find_maker, is_path
+from fedloom.models import MODELS, PAPERS, Import, ModelSpec, spec_of
+from fedloom.models.imported import given_model
+from fedloom.values import fields_of, make, make_kind
+
+
+@dataclass(frozen=True)
+class Table:
+    """How a field of `Setting` is given: as a value, or as in an experiment file, by a name or a table of options.
+
+    Attributes:
+        base: class of the values.
+        kinds: classes by the table's ``kind``; empty where there is one.
+        default: the kind of a table that names none; None: a table without kind is no choice, and neither is "none".
+        key: the key that names the kind.
+    """
+
+    base: type[Any]
+    kinds: Mapping[str, Any] = field(default_factory=dict)
+    default: str | None = None
+    key: str = "kind"
+
+    def classes(self) -> dict[str, type[Any]]:
+        """Return the class of every kind; of a table without kinds, its own, with an empty name."""
+        return {k: kind if isinstance(kind, type) else type(kind) for k, kind in self.kinds.items()} or {"": self.base}
+
+    def class_of(self, options: Mapping[str, Any]) -> type[Any] | None:
+        """Return the class that a table of options chooses; None for user code, an unknown kind or none."""
+        kind = options.get(self.key, self.default) if self.kinds else ""
+        return self.classes().get(kind) if isinstance(kind, str) else None
+
+    def read(self, given: Any, where: str = "") -> Any:
+        """The value of a table.
+
+        Args:
+            given: a value, a kind, a table of options, or None.
+            where: file and table, for the message.
+
+        Raises:
+            ConfigError: an unknown kind or key, a wrong type or a value out of range.
+        """
+        if given is None or isinstance(given, self.base):
+            return given
+        if self.base is ModelSpec and not isinstance(given, str | Mapping):
+            found = given_model(given)
+            if found is None:
+                raise ConfigError(
+                    "model must be a name, an nn.Module, a class or function that makes one, or a specification of "
+                    f"fl.models, got {given!r}"
+                )
+            return found
+        options = {"kind": given} if isinstance(given, str) and self.kinds else given
+        if not isinstance(options, Mapping):
+            raise ConfigError(f"{where}{where and ': '}must be a {self.base.__name__} or a table, got {given!r}")
+        if not self.kinds:
+            return make(self.base, options, where, self.base.model_fields)
+        if self.default is None and (not options or options.get("kind") == "none"):
+            return None
+        what = self.base.__name__.lower()
+        if self.base is ModelSpec:
+            return _model(options, where)
+        if self.default is None and "kind" not in options:
+            raise ConfigError(f"{where}: kind is missing; allowed: {', '.join(self.kinds)}, none")
+        return make_kind(what, self.kinds, options, where, self.default or "", base=self.base)
+
+    def kind(self, value: Any) -> dict[str, str]:
+        """The key ``kind`` of a value's table, where there are several."""
+        named = {getattr(value, "kind", None), *(name for name, kind in self.kinds.items() if type(value) is kind)}
+        return {"kind": str(next(name for name in named if name))} if self.kinds else {}
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(self.read)
+
+
+def _model(options: Mapping[str, Any], where: str) -> ModelSpec:
+    """The specification of a table: of a kind, of a paper's name, or of user code."""
+    kind = options.get("kind", "softmax")
+    rest = {k: v for k, v in options.items() if k != "kind"}
+    if is_path(kind):
+        found = find_maker(kind, "model", (nn.Module, ModelSpec), where)
+        if not (isinstance(found, type) and issubclass(found, ModelSpec)):
+            common = {k: v for k, v in rest.items() if k in ModelSpec.model_fields}
+            own = {"path": kind, "options": {k: v for k, v in rest.items() if k not in common}}
+            return make(Import, {**own, **common}, where, fields_of(Import))
+        return make_kind("model", {}, options, where, base=ModelSpec)  # type: ignore[no-any-return]
+    if kind not in (*MODELS, *PAPERS):
+        raise unknown("model kind", kind, (*MODELS, *PAPERS), where)
+    value = type(PAPERS[kind]) if kind in PAPERS else MODELS[kind]
+    return make(lambda **given: spec_of(kind, **given), rest, where, fields_of(value))
+
+
+def _places(tables: Mapping[str, Table], key: str, value: Any) -> list[str]:
+    """The tables and partitions that have a key, each as it is written with this value."""
+    places = list[str]()
+    for table, may in tables.items():
+        classes = may.classes()
+        fields = {kind: fields_of(classes[kind]) for kind in sorted(classes, key=lambda kind: kind != may.default)}
+        ours, having = homes_of(key, fields)
+        if having:
+            kind = {} if having[0] in ("", may.default) else {"kind": having[0]}
+            places.append(f"{table}={ {**kind, ours: value}!r}")
+    ours, having = homes_of(key, {kind: fields_of(partition) for kind, partition in PARTITIONS.items()})
+    if having:
+        places.append(f"the partition, as fl.partition.{having[0].replace('-', '_')}({ours}={value!r})")
+    return places
+
+
+def home_of(tables: Mapping[str, Table], key: str, value: Any, algorithm: Any) -> str:
+    """Where a keyword of something else belongs, as the end of a sentence; empty if nothing has it."""
+    entry: Any = REGISTRY.get(algorithm) if isinstance(algorithm, str) else type(algorithm)
+    if key in (fields_of(entry) if isinstance(entry, Preset) or hasattr(entry, "model_fields") else ()):
+        named = (
+            f"fl.algorithms.{entry.__name__}" if isinstance(entry, type) else f"fl.algorithms.REGISTRY[{algorithm!r}]"
+        )
+        return f"it is an option of the method: give {named}({key}={value!r}) in its place"
+    if places := _places(tables, key, value):
+        return f"it belongs in {' or '.join(places)}"
+    methods = [method for method, other in REGISTRY.items() if key in fields_of(other)]
+    if methods:
+        some = ", ".join(methods[:6]) + (", ..." if len(methods) > 6 else "")
+        one = f"fl.algorithms.REGISTRY[{methods[0]!r}]({key}={value!r})"
+        return f"it is an option of other methods ({some}): give one, as {one}"
+    return ""
