@@ -98,7 +98,7 @@ class Value(BaseModel):
         """A copy, validated where fields are changed; `copy.replace` is this."""
         return self.with_(**update) if update else super().model_copy(deep=deep)
 
-    def with_(self, **changes: Any) -> Any:
+    def with_(self, **changes: Any) -> Self:
         """A validated copy with some fields changed."""
         fields = {name: getattr(self, name) for name in self.model_fields_set}
         return type(self)(**{**fields, **changes})

@@ -165,7 +165,7 @@ def without_test(fed: Federation) -> Federation:
 def for_scoring(setting: Setting, seed: int, every: int = 5) -> Setting:
     """A trial's run: evaluated on validation only."""
     evaluate = Evaluate(every=every, parts=(PART,), select_on=PART)
-    return setting.with_(seed=seed, evaluate=evaluate)  # type: ignore[no-any-return]
+    return setting.with_(seed=seed, evaluate=evaluate)
 
 
 def judged_models(

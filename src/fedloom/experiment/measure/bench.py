@@ -123,7 +123,7 @@ class Bench:
 
     def _setting(self, method: Method, oracle: str, workers: int | str) -> Setting:
         engine = method.setting.engine.with_(oracle=oracle, workers=workers)
-        return method.setting.with_(engine=engine)  # type: ignore[no-any-return]
+        return method.setting.with_(engine=engine)
 
     def _ways(self, method: Method, oracles: Sequence[str], workers: Sequence[int]) -> list[Way]:
         workers_wanted = self.experiment.common.engine.workers if self.processes == 1 else 1
