@@ -13,8 +13,8 @@ from torch.func import functional_call
 from fedloom.choose import Uniform
 from fedloom.data import load
 from fedloom.data.partition import Clusters, Dirichlet
+from fedloom.engine.clients.scores import COST, choose_model, personal_models, score_chunk
 from fedloom.engine.result import Result
-from fedloom.engine.scoring import COST, choose_model, personal_models, score_chunk
 from fedloom.engine.setting import Evaluate
 from fedloom.engine.simulate import simulate
 from fedloom.local import LocalSGD

@@ -1,14 +1,59 @@
-"""Shares by clusters: clusters of all clients, recovered from activations before round 1, count the same."""
+"""Shares of the clients in the objective: by samples, groups, or clusters that are recovered before round 1."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fedloom.choose.weighers import EquitableWeigher
+from fedloom.data.federation import Federation
 from fedloom.errors import ConfigError, Refused
 from fedloom.local import Ctx, Work, descend
 from fedloom.local.oracles import Network, chunk_count, chunk_limit
+
+
+def by_clusters(weights: Any) -> bool:
+    """Whether the shares are those of recovered clusters."""
+    return isinstance(weights, str) and weights.startswith("clusters")
+
+
+def clusters_of(weights: Any) -> int | None:
+    """The number of clusters in `Setting.weights`; None where it is sought."""
+    number = str(weights).partition("-")[2]
+    return int(number) if number else None
+
+
+def shares_of(weights: Any, fed: Federation) -> Tensor:
+    """The clients' shares alpha_i of the objective, ``[n, 1]`` float64, which sum to 1.
+
+    Args:
+        weights: ``Setting.weights``.
+        fed: the clients; those without training samples have no share by samples.
+
+    Raises:
+        ConfigError: a number for each of other clients, or none above zero.
+        Refused: groups of clients that are in none.
+    """
+    if weights == "samples":
+        masses = fed.sizes("train").cpu().double()
+    elif weights == "groups":
+        if fed.groups is None:
+            raise Refused(
+                "weights = 'groups' needs clients in groups, and this partition has none; use weights = 'samples'"
+            )
+        groups = fed.groups.cpu()
+        masses = 1 / torch.bincount(groups)[groups].double()
+    elif weights == "uniform" or by_clusters(weights):
+        masses = torch.ones(fed.n, dtype=torch.float64)
+    else:
+        masses = torch.tensor(weights, dtype=torch.float64)
+        if len(masses) != fed.n or not bool(masses.sum() > 0):
+            raise ConfigError(
+                f"weights must be a number for each of the {fed.n} clients, not all of them zero, got {list(weights)}"
+            )
+    return (masses / masses.sum())[:, None]
 
 
 def cluster_shares(clusters: int | None, oracle: Network, x0: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor]:

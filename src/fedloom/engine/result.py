@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from fedloom.data.input_spec import InputSpec
+from fedloom.engine.clients.scores import choose_model, line_of, pass_own, pass_shared, personal_models
 from fedloom.engine.job import Job
 from fedloom.engine.records import not_measured
-from fedloom.engine.scoring import choose_model, line_of, pass_own, pass_shared, personal_models
 from fedloom.engine.state import State
 from fedloom.engine.virtual.clock import FATE, LOG, Clock, Fate
 from fedloom.errors import ConfigError, Stop

@@ -1,35 +1,27 @@
-"""Evaluation: every model on the clients' own parts and on the common test set, the hybrid model, sizes, records."""
+"""Evaluation after a round: the scores of all clients, the method's own figures, and their records."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fedloom.algorithms import Algorithm
-from fedloom.data.federation import Federation
+from fedloom.engine.clients.scores import COST, hybrid_scores
 from fedloom.engine.job import Job
 from fedloom.engine.privacy import accounted, spent
 from fedloom.engine.records import Record, score_records
 from fedloom.engine.state import State
 from fedloom.engine.virtual.clock import FATE, ROUND, VERSION, Clock, Fate, use_of
-from fedloom.errors import ClientError, FedloomError, blamed, cause_of
+from fedloom.errors import blamed
 from fedloom.local import Ctx
-from fedloom.local.oracles import Network, chunk_count
+from fedloom.local.oracles import chunk_count
 from fedloom.local.rows import rows_of, to_device
-from fedloom.metrics import METRICS, leading, mutual_information
-from fedloom.processes.clients import COUNTS, Clients, ScoreRequest, Scores, ScoreTask
-from fedloom.rows.layout import Layout
-from fedloom.rows.prox import made_by
+from fedloom.metrics import mutual_information
+from fedloom.processes.clients import COUNTS, Clients, ScoreRequest, Scores
 from fedloom.schedule import Fleet
-from fedloom.tasks.calibration import recalibrated
-
-COST = ("", "")
-"""Where `Scores` have the work that personal models took, per client: samples backward and forward."""
-WORTH = 2e9
-"""Multiply-adds that the singular values of one evaluation may cost; ranks of more or larger models are left out."""
 
 
 def evaluate(job: Job, clients: Clients, state: State) -> tuple[State, str]:
@@ -149,233 +141,3 @@ def _figures(job: Job, state: State, ctx: Ctx, down: Any) -> dict[str, float]:
             sums = [f.sum(0) for f in part]
             total = type(part)(*(sums if total is None else [a + b for a, b in zip(total, sums, strict=True)]))
     return job.algorithm.diagnostics(state.server, total, ctx)
-
-
-def choose_model(scores: Scores, select_on: str) -> Tensor:
-    """Clients ``[n]`` that take the global model.
-
-    The personal model stays where the global one is not strictly better on the part ``select_on``, and where that
-    part is empty (FLAME, model selection); `fedloom.metrics.ROLES` has the metric.
-    """
-    personal, shared = scores["personal", select_on], scores["global", select_on]
-    name = leading(personal, "client")
-    sign = 1.0 if METRICS[name].higher else -1.0
-    return sign * shared[name] > sign * personal[name]
-
-
-def hybrid_scores(scores: Scores, select_on: str) -> Scores:
-    """Scores of the hybrid model on every part, from those of the other two."""
-    takes_global = choose_model(scores, select_on)
-    both = [part for model, part in scores if model == "personal" and ("global", part) in scores]
-    parts = [part for part in both if part not in ("common", "")]
-    return {
-        ("hybrid", part): {
-            name: torch.where(takes_global, scores["global", part][name], values)
-            for name, values in scores["personal", part].items()
-        }
-        for part in parts
-    }
-
-
-def score_chunk(job: Job, down: Any, global_model: Tensor | None, task: ScoreTask) -> Scores:
-    """Scores of the global and the personal models of a chunk of clients."""
-    with blamed("model", job.setting.model, f"round {task.round}"):
-        return _scores(job, down, global_model, task)
-
-
-def _scores(job: Job, down: Any, global_model: Tensor | None, task: ScoreTask) -> Scores:
-    scores: Scores = {}
-    if global_model is not None:
-        row = global_model.to(job.oracle.device)
-        job.oracle.set_statistics(row, task.cohort)
-        if job.oracle.normalisers and job.setting.evaluate.statistics == "own":
-            own = _score_own(job, row.expand(len(task.ids), -1), task.ids)
-            scores |= {("global", part): values for part, values in own.items()}
-            job.oracle.set_statistics(row, task.cohort)
-        else:
-            shared = _score_shared(job, row, task.ids)
-            scores |= {("global", part): values for part, values in shared.items()}
-        if task.common:
-            scores["global", "common"] = _score_common(job, row)
-            scores["global", ""] = sizes_of(job.algorithm, job.oracle.layout, row[None])
-    if job.has_personal:
-        models, cost = _personal_models(job, down, task.round, task.ids)
-        scores[COST] = dict(zip(COUNTS[:2], cost.double().T.contiguous(), strict=True))
-        scores |= {("personal", part): values for part, values in _score_own(job, models, task.ids).items()}
-        scores["personal", ""] = sizes_of(job.algorithm, job.oracle.layout, models)
-        if job.setting.evaluate.personal_on_common:
-            found = [_score_common(job, row) for row in models]
-            scores["personal", "common"] = {name: torch.cat([f[name] for f in found]) for name in found[0]}
-    return scores
-
-
-def personal_models(job: Job, down: Any, round: int, ids: Tensor) -> Tensor:
-    """Personal models ``[m, d]``; a client never seen trains one from the template first, but for before round 1.
-
-    Raises:
-        ClientError: code of the method failed.
-    """
-    return _personal_models(job, down, round, ids)[0]
-
-
-def _personal_models(job: Job, down: Any, round: int, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """`personal_models`, and the work that they took ``[m, 2]``: samples backward and forward."""
-    fresh = ~job.clients.occupied[ids]
-    if not ((round > 0 or job.setting.evaluate.personal_at_start) and job.clients.template):
-        fresh = torch.zeros_like(fresh)
-    if bool(fresh.all()) or not bool(fresh.any()):
-        return _personal(job, down, round, ids, trains=bool(fresh.any()))
-    models = torch.empty(len(ids), job.oracle.layout.d, dtype=job.oracle.dtype, device=job.oracle.device)
-    cost = torch.zeros(len(ids), 2, dtype=torch.long)
-    for trains in (False, True):
-        which = (fresh == trains).nonzero()[:, 0]
-        some, cost[which] = _personal(job, down, round, ids[which], trains=trains)
-        models.index_copy_(0, which.to(models.device), some)
-    return models, cost
-
-
-def _personal(job: Job, down: Any, round: int, ids: Tensor, *, trains: bool) -> tuple[Tensor, Tensor]:
-    device = job.oracle.device
-    rows = to_device(job.clients.read(ids), device)
-    mine = to_device(rows_of(down, ids), device)
-    work = job.work(round, ids)
-    try:
-        if trains:
-            _, rows = job.algorithm.client(mine, rows, work)
-        models = job.personal(mine, rows, work)
-        if models is None or models.shape != (len(ids), job.oracle.layout.d):
-            got = None if models is None else [*models.shape]
-            raise ValueError(f"personal must return [{len(ids)}, {job.oracle.layout.d}], got {got}")
-    except FedloomError:
-        raise
-    except Exception as error:
-        raise ClientError("personal model", round, ids.tolist(), cause_of(error)) from error
-    return models, torch.stack([work.counts.backward, work.counts.forward], 1)
-
-
-Pass = tuple[Tensor, Tensor, Tensor]
-"""Outputs ``[N, k]``, positions ``[N]`` of the samples, and samples ``[m]`` of every client."""
-
-
-def _score_shared(job: Job, row: Tensor, ids: Tensor) -> dict[str, dict[str, Tensor]]:
-    """One model on the parts of many clients, in one pass over the samples of each."""
-    return _by_part(job, lambda part: pass_shared(job, row, ids, part))
-
-
-def pass_shared(job: Job, row: Tensor, ids: Tensor, part: str) -> Pass:
-    """One model on a part of many clients."""
-    index, sizes = job.eval_fed.gather(part, ids)
-    return torch.cat([*_outputs(job.oracle, row, index)]), index, sizes
-
-
-def _score_own(job: Job, models: Tensor, ids: Tensor) -> dict[str, dict[str, Tensor]]:
-    """Every client's model on its own parts, by part, with the normalisation statistics of its training part."""
-    return _by_part(job, lambda part: pass_own(job, models, ids, part))
-
-
-def pass_own(job: Job, models: Tensor, ids: Tensor, part: str) -> Pass:
-    """Every client's model on a part of its own."""
-    oracle = job.oracle
-    index, sizes = job.eval_fed.gather(part, ids)
-    if not oracle.normalisers:
-        return oracle.outputs_of(models, index, sizes), index, sizes
-    pieces: list[Tensor] = []
-    for row, i, piece in zip(models, ids, index.split(sizes.tolist()), strict=True):
-        oracle.set_statistics(row, i[None])
-        pieces += _outputs(oracle, row, piece)
-    return torch.cat(pieces), index, sizes
-
-
-def _by_part(job: Job, outputs: Callable[[str], Pass]) -> dict[str, dict[str, Tensor]]:
-    """Metrics of every part, of outputs on each client's line where the objective has one (`Objective.line`)."""
-    fitted = job.setting.task.line_part
-    line = None if fitted is None else line_of(job, outputs(fitted))
-    scores = dict[str, dict[str, Tensor]]()
-    for part in job.setting.evaluate.parts:
-        made, index, sizes = outputs(part)
-        if line is not None:
-            made = recalibrated(made, line.repeat_interleave(sizes.cpu(), 0))
-        scores[part] = _metrics(job, made, index, sizes)
-    return scores
-
-
-def final_outputs(job: Job, state: State, kind: str, part: str = "test") -> Pass:
-    """Outputs of the "global" or the "personal" models on a part of the scored clients, on their lines.
-
-    They are those that `scores_of` judges. Without such models there are no samples.
-    """
-    ids, fitted = job.scored_ids, job.setting.task.line_part
-
-    def outputs(of: str) -> Pass:
-        if models is not None:
-            return pass_own(job, models, ids, of)
-        assert row is not None
-        return pass_shared(job, row, ids, of)
-
-    row, models = job.algorithm.global_model(state.server), None
-    if kind == "personal" and job.has_personal:
-        t = max(state.round, 1)
-        models = personal_models(job, job.down(state.server, t), t, ids)
-    elif kind == "global" and row is not None:
-        row = row.to(job.oracle.device)
-        job.oracle.set_statistics(row, state.cohort)
-        if job.oracle.normalisers and job.setting.evaluate.statistics == "own":
-            models = row.expand(len(ids), -1)
-    else:
-        empty = torch.zeros(0, dtype=torch.long)
-        return torch.zeros(0, job.oracle.task.outputs), empty, torch.zeros(len(ids), dtype=torch.long)
-    made, index, sizes = outputs(part)
-    if fitted is None:
-        return made, index, sizes
-    line = line_of(job, outputs(fitted))
-    return recalibrated(made, line.repeat_interleave(sizes.cpu(), 0)), index, sizes
-
-
-def line_of(job: Job, fitted: Pass) -> Tensor:
-    """Slope and intercept ``[m, 2]`` of a model's outputs at every client; see `Objective.line`."""
-    outputs, index, sizes = fitted
-    owner = torch.repeat_interleave(torch.arange(len(sizes), device=sizes.device), sizes)
-    return job.setting.task.line(outputs, job.eval_fed.targets(index), owner, len(sizes))
-
-
-def _score_common(job: Job, row: Tensor) -> dict[str, Tensor]:
-    index = common_test(job.eval_fed, job.scored_ids)
-    return _metrics(job, torch.cat([*_outputs(job.oracle, row, index)]), index, torch.tensor([len(index)]))
-
-
-def common_test(fed: Federation, judged: Tensor) -> Tensor:
-    """The source's test set if the federation keeps one, else the test parts of the clients ``judged`` together."""
-    return fed.gather("test", judged)[0] if fed.test is None else fed.test
-
-
-def _metrics(job: Job, outputs: Tensor, index: Tensor, sizes: Tensor) -> dict[str, Tensor]:
-    """Metrics of clients whose samples stand one client after another."""
-    owner = torch.repeat_interleave(torch.arange(len(sizes), device=sizes.device), sizes)
-    return job.oracle.task.metrics(outputs, job.eval_fed.targets(index), owner, len(sizes))
-
-
-def _outputs(oracle: Network, row: Tensor, index: Tensor) -> Iterator[Tensor]:
-    yield torch.empty(0, oracle.task.outputs, dtype=oracle.dtype, device=oracle.device)
-    if len(index):
-        yield from oracle.outputs(row, index)
-
-
-def sizes_of(algorithm: Algorithm, layout: Layout, rows: Tensor) -> dict[str, Tensor]:
-    """Figures of the models ``rows [m, d]`` of a composite method, float64 ``[m]`` each; none for other methods.
-
-    ``nonzeros`` are the parameters that are not zero. With a prox that makes low ranks, and where it is cheap enough,
-    ``rank`` is the sum of the numerical ranks of a model's matrices and ``factorised`` its parameters, each matrix as
-    two thin ones where these are fewer.
-    """
-    forms = {made_by(value) for value in algorithm.proxes().values()}
-    if not forms:
-        return {}
-    figures = {"nonzeros": rows.count_nonzero(1).double().cpu()}
-    shapes = torch.tensor(list(layout.matrix_shapes.values())).reshape(-1, 2)
-    cost = 10 * len(rows) * float((shapes.prod(1) * shapes.amin(1)).sum())
-    if "lowrank" in forms and cost <= WORTH:
-        found = torch.stack([layout.ranks(row) for row in rows]).cpu()
-        dense = shapes.prod(1)
-        figures["rank"] = found.sum(1).double()
-        figures["factorised"] = (layout.d - dense.sum() + (found * shapes.sum(1)).minimum(dense).sum(1)).double()
-    return figures

@@ -98,17 +98,6 @@ class Engine(Value):
     norm_bound: float | None = Field(None, gt=0, description="largest norm of an accepted upload")
 
 
-def by_clusters(weights: Any) -> bool:
-    """Whether the shares are those of recovered clusters."""
-    return isinstance(weights, str) and weights.startswith("clusters")
-
-
-def clusters_of(weights: Any) -> int | None:
-    """The number of clusters in `Setting.weights`; None where it is sought."""
-    number = str(weights).partition("-")[2]
-    return int(number) if number else None
-
-
 def _method(given: Any) -> Algorithm | Composition:
     """A method: itself, what a preset makes, or the defaults of a name of the registry."""
     if isinstance(given, str):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedloom.algorithms import Algorithm, check_declaration, primary_field, upload_fields
 from fedloom.choose import SharesWeigher, Uniform
-from fedloom.choose.shares import cluster_shares
+from fedloom.choose.shares import by_clusters, cluster_shares, clusters_of, shares_of
 from fedloom.data.federation import Federation
 from fedloom.engine.check import (
     changes_nothing,
@@ -27,7 +27,7 @@ from fedloom.engine.check import (
 from fedloom.engine.job import Job, Problem
 from fedloom.engine.messages import Messages, first_upload, idle_upload
 from fedloom.engine.privacy import check_privacy
-from fedloom.engine.setting import Engine, Setting, by_clusters, clusters_of
+from fedloom.engine.setting import Engine, Setting
 from fedloom.errors import ConfigError, Refused, blamed
 from fedloom.local import Ctx, Nothing, Work
 from fedloom.local.optimizer import OptimizerStates, slots_of
@@ -335,37 +335,6 @@ def poisoned(fed: Federation, attack: Poison, attackers: Tensor, seed: int) -> F
         wrong = attack.poison(own.clamp(min=0), classes, generator(seed, 0, i, "poison"))
         y[index] = torch.where(own < 0, own, wrong).to(y.device)
     return replace(fed, data=replace(fed.data, y=y))
-
-
-def shares_of(weights: Any, fed: Federation) -> Tensor:
-    """The clients' shares alpha_i of the objective, ``[n, 1]`` float64, which sum to 1.
-
-    Args:
-        weights: ``Setting.weights``.
-        fed: the clients; those without training samples have no share by samples.
-
-    Raises:
-        ConfigError: a number for each of other clients, or none above zero.
-        Refused: groups of clients that are in none.
-    """
-    if weights == "samples":
-        masses = fed.sizes("train").cpu().double()
-    elif weights == "groups":
-        if fed.groups is None:
-            raise Refused(
-                "weights = 'groups' needs clients in groups, and this partition has none; use weights = 'samples'"
-            )
-        groups = fed.groups.cpu()
-        masses = 1 / torch.bincount(groups)[groups].double()
-    elif weights == "uniform" or by_clusters(weights):
-        masses = torch.ones(fed.n, dtype=torch.float64)
-    else:
-        masses = torch.tensor(weights, dtype=torch.float64)
-        if len(masses) != fed.n or not bool(masses.sum() > 0):
-            raise ConfigError(
-                f"weights must be a number for each of the {fed.n} clients, not all of them zero, got {list(weights)}"
-            )
-    return (masses / masses.sum())[:, None]
 
 
 def worker_count(engine: Engine, rounds: int, d: int, samples: int) -> int:

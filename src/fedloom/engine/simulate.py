@@ -15,10 +15,11 @@ from fedloom.algorithms import REGISTRY, Algorithm, Composition
 from fedloom.data.federation import Federation
 from fedloom.engine.checkpoints import RunCheckpoints, check_ranks
 from fedloom.engine.clients.chunk import ask_chunk, compute_chunk, train_chunk
+from fedloom.engine.clients.scores import score_chunk
 from fedloom.engine.job import Job
 from fedloom.engine.loop import Hooks, run_rounds
 from fedloom.engine.result import Result
-from fedloom.engine.scoring import evaluate, score_chunk
+from fedloom.engine.scoring import evaluate
 from fedloom.engine.setting import Choices, GivenModel, Setting
 from fedloom.engine.setup import make_job
 from fedloom.engine.state import State, initial_state

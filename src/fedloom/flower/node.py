@@ -19,8 +19,8 @@ from fedloom.data.input_spec import InputSpec
 from fedloom.deploy.noise import released
 from fedloom.deploy.site.local_data import part_sizes
 from fedloom.engine.clients.chunk import ask_chunk, run_clients
+from fedloom.engine.clients.scores import hybrid_scores, personal_models, score_chunk
 from fedloom.engine.job import Job
-from fedloom.engine.scoring import hybrid_scores, personal_models, score_chunk
 from fedloom.engine.setup import make_job
 from fedloom.errors import ConfigError, FedloomError, Refused, WireError
 from fedloom.flower.local import Local, NodeProblem

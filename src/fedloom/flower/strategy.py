@@ -19,6 +19,7 @@ from flwr.serverapp.strategy import Strategy as FlowerStrategy
 from torch import Tensor, nn
 
 from fedloom.algorithms import upload_fields
+from fedloom.choose.shares import by_clusters
 from fedloom.data.input_spec import InputSpec
 from fedloom.deploy.noise import released
 from fedloom.deploy.site.local_data import federation_of
@@ -27,7 +28,7 @@ from fedloom.engine.job import Job
 from fedloom.engine.messages import idle_upload
 from fedloom.engine.round import run_round
 from fedloom.engine.scoring import score_request
-from fedloom.engine.setting import Setting, by_clusters
+from fedloom.engine.setting import Setting
 from fedloom.engine.setup import make_job
 from fedloom.engine.state import State, initial_state
 from fedloom.errors import ConfigError, FedloomError, Refused, RunStopped

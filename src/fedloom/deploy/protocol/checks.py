@@ -38,8 +38,8 @@ from fedloom.deploy.protocol.identity import is_signed
 from fedloom.deploy.protocol.lengths import lengths
 from fedloom.deploy.settings import Server, bound_of
 from fedloom.engine.clients.chunk import usable
+from fedloom.engine.clients.scores import COST
 from fedloom.engine.job import Job
-from fedloom.engine.scoring import COST
 from fedloom.errors import FedloomError, RunStopped, Stop, WireError
 from fedloom.metrics import metric
 from fedloom.processes.clients import COUNTS

@@ -14,12 +14,12 @@ from typing import Annotated
 import torch
 from pydantic import Field, ValidationError
 
+from fedloom.choose.shares import shares_of
 from fedloom.data.federation import PARTS
 from fedloom.data.input_spec import InputSpec
 from fedloom.deploy.secure.protocol import FEWEST, MOST, Broken
 from fedloom.deploy.site.local_data import federation_of
 from fedloom.engine.job import Job
-from fedloom.engine.setup import shares_of
 from fedloom.engine.uploads import weights_of
 from fedloom.errors import WireError
 from fedloom.local import Nothing

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fedloom.algorithms import upload_fields
 from fedloom.choose import SharesWeigher, Uniform, UniformWeigher
+from fedloom.choose.shares import by_clusters
 from fedloom.deploy.audit import Audit
 from fedloom.deploy.code import read_agreed
 from fedloom.deploy.noise import SharedMean, left_to_sites, released
@@ -32,7 +33,6 @@ from fedloom.engine.loop import End, Hooks, run_rounds
 from fedloom.engine.privacy import accounted, check_privacy, spent
 from fedloom.engine.records import Record
 from fedloom.engine.scoring import records_of, score_request, scores_of
-from fedloom.engine.setting import by_clusters
 from fedloom.engine.setup import make_job
 from fedloom.engine.state import State, initial_state
 from fedloom.errors import GivenUp, Refused, RunStopped, Stop

@@ -22,9 +22,9 @@ from fedloom.deploy.site.ledger import Ledger
 from fedloom.deploy.site.local_data import part_sizes, samples_digest, site_federation
 from fedloom.deploy.site.state import Generation, SiteState
 from fedloom.engine.clients.chunk import ClientOutput, ClientState, run_clients, usable
+from fedloom.engine.clients.scores import hybrid_scores, personal_models, score_chunk
 from fedloom.engine.job import Job
 from fedloom.engine.privacy import Noise, accounted, epsilon
-from fedloom.engine.scoring import hybrid_scores, personal_models, score_chunk
 from fedloom.engine.setup import make_job
 from fedloom.errors import CheckpointError, ConfigError, FedloomError, LayoutError, Refused, RunDirError, WireError
 from fedloom.experiment import Experiment

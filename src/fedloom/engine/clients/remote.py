@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fedloom.algorithms._messages import base_of
 from fedloom.engine.clients.chunk import ClientOutput, accept, asked_counts
+from fedloom.engine.clients.scores import sizes_of
 from fedloom.engine.job import Job
-from fedloom.engine.scoring import sizes_of
 from fedloom.errors import ConfigError, RunStopped, Stop
 from fedloom.local.rows import rows_of
 from fedloom.processes.clients import (

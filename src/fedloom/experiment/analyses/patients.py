@@ -11,8 +11,8 @@ from torch import Tensor
 from fedloom.data.groups import column_of, groups_of
 from fedloom.data.sources import Source
 from fedloom.data.sources.table.reading import TableSource
+from fedloom.engine.clients.scores import final_outputs
 from fedloom.engine.result import Result
-from fedloom.engine.scoring import final_outputs
 from fedloom.errors import ConfigError
 from fedloom.rundir import FEDERATION
 

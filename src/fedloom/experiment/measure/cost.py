@@ -13,9 +13,10 @@ from itertools import islice
 from typing import NamedTuple
 
 from fedloom.data.federation import Federation
+from fedloom.engine.clients.scores import COST
 from fedloom.engine.job import Job
 from fedloom.engine.round import run_round
-from fedloom.engine.scoring import COST, scores_of
+from fedloom.engine.scoring import scores_of
 from fedloom.engine.setting import Setting
 from fedloom.engine.setup import make_job
 from fedloom.engine.simulate import clients_of, one_thread, simulate
