@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fedloom.algorithms import FLAME, SCAFFOLD, Algorithm, Delta, FedACS, FedAvg, FedBN, Kept, Mean, Model, Point
 from fedloom.algorithms.scaffold import Up as Variates
+from fedloom.errors import ConfigError
 from fedloom.local import Ctx, Nothing, Work, descend
 from fedloom.rows.layout import Layout
 from fedloom.testing import LAWS, check_algorithm, check_law
@@ -271,6 +272,33 @@ def test_check_algorithm_runs_every_law_but_those_left_out() -> None:
     with pytest.raises(AssertionError, match="law translation, KnowsTheOrigin.*server under a change of origin"):
         check_algorithm(KnowsTheOrigin())
     check_algorithm(KnowsTheOrigin(), without=["translation"])
+
+
+class ComparesClasses(FedAvg):
+    """Right on quadratics, whose classes have one mean; on a network it looks at its neighbours."""
+
+    def client(self, down: Model, rows: Nothing, work: Work) -> tuple[Delta, Nothing]:
+        dw = super().client(down, rows, work)[0].dw
+        first, second = work.class_means(down.x.expand_as(dw))[:, :2].unbind(1)
+        return Delta(dw + (first - second).mean()), rows
+
+
+def test_a_network_finds_what_quadratics_do_not() -> None:
+    for law in set(LAWS) - {"translation"}:
+        check_law(law, ComparesClasses())
+    with pytest.raises(AssertionError, match="law row_independence on a network, ComparesClasses"):
+        check_algorithm(ComparesClasses())
+
+
+def test_a_module_is_checked_with_samples_that_it_takes() -> None:
+    module = nn.Sequential(OrderedDict(conv=nn.Linear(2, 3), norm=nn.BatchNorm1d(3), fc=nn.Linear(3, 2)))
+    check_algorithm(FedBN(layers=("norm",)), layout=module, shape=(2,))
+    with pytest.raises(ConfigError, match=r"does not take samples of shape \[5\].*give shape"):
+        check_algorithm(FedAvg(), layout=module, shape=(5,))
+    with pytest.raises(ConfigError, match=r"two classes or more, got \[24, 1\]"):
+        check_algorithm(FedAvg(), layout=nn.Linear(2, 1), shape=(2,))
+    with pytest.raises(ConfigError, match="give layout=MODULE too"):
+        check_algorithm(FedAvg(), shape=(2,))
 
 
 def test_kept_fields_all_or_none() -> None:

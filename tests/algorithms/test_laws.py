@@ -22,6 +22,8 @@ from fedloom.rows.projection import new_key, projection
 from fedloom.rows.prox import L1, Nuclear
 from fedloom.testing import LAWS, Problem, check_law, federate, laws_of, personal_models
 from fedloom.testing.federate import ReferenceFederation
+from fedloom.testing.laws import check_network
+from fedloom.testing.network import Classifier
 
 DESCENT = LocalSGD(lr=0.4, batch_size=2)  # one to four steps a round, by client
 Models = dict[str, Tensor]  # "global" [d], "personal" [n, d]
@@ -650,3 +652,14 @@ def test_law(name: str, options: Mapping[str, Any], law: str) -> None:
     made = composition(name, options)
     if law in laws_of(made, ROWS[name].without if name in ROWS else ()):
         check_law(law, made)
+
+
+NETWORK = Classifier.of()
+ROUGH = {"fiaelt": "its curvature is a difference of gradients, which float32 rounds"}
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_laws_on_a_network(name: str) -> None:
+    row = ROWS.get(name)
+    without = {*(row.without if row else ()), *(("precision",) if name in ROUGH else ())}
+    check_network(composition(name, row.lean if row else {}), None, without, NETWORK)

@@ -20,6 +20,7 @@ from fedloom.testing.trees import picked, received
 if TYPE_CHECKING:
     from fedloom.choose import Weigher
     from fedloom.local.oracles.base import Oracle
+    from fedloom.testing.network import Classifier
     from fedloom.testing.problems import Problem
 
 Schedule = Callable[[int], Collection[int]] | Sequence[Collection[int]]
@@ -184,7 +185,7 @@ def play(
 
 def federate(
     algorithm: Algorithm,
-    problem: Problem | tuple[Oracle, Tensor, Tensor],
+    problem: Problem | Classifier | tuple[Oracle, Tensor, Tensor],
     rounds: int,
     *,
     local: LocalSGD | None = None,
@@ -201,7 +202,7 @@ def federate(
 
     Args:
         algorithm: the method.
-        problem: quadratics; or an oracle, the initial model ``[d]`` and the shares ``[n, 1]``.
+        problem: quadratics; a small network; or an oracle, the initial model ``[d]`` and the shares ``[n, 1]``.
         rounds: how many more.
         local: settings of local training.
         solve: local problems of quadratics are solved exactly.

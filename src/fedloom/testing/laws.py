@@ -1,13 +1,14 @@
 """The laws that every algorithm obeys, each a function that raises `AssertionError` with a sentence when it is broken.
 
-They run on random heterogeneous quadratics with ragged clients whose samples differ, from a state in the middle of a
-run: some clients have trained twice, some once, one never. ``check_algorithm(MyAlgorithm())`` runs all of them.
+They run on random heterogeneous quadratics and on a small network, with ragged clients whose samples differ, from a
+state in the middle of a run: some clients have trained twice, some once, one never. ``check_algorithm(MyAlgorithm())``
+runs all of them.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 
 from fedloom.algorithms import Algorithm, Composition
 from fedloom.choose import Weigher
+from fedloom.errors import ConfigError, FedloomError
 from fedloom.local.rows import map_rows
 from fedloom.rows.layout import Layout
 from fedloom.testing.declared import (
@@ -29,8 +31,9 @@ from fedloom.testing.declared import (
     translation,
 )
 from fedloom.testing.federate import ReferenceState, mixed, play
+from fedloom.testing.network import Classifier
 from fedloom.testing.problems import LAYOUT
-from fedloom.testing.scene import COHORT, HISTORY, TIGHT, Scene, Subject, agree, demand
+from fedloom.testing.scene import COHORT, HISTORY, TIGHT, Scene, Subject, agree, demand, law_problem
 from fedloom.testing.trees import named, picked, received, through_checkpoint
 
 
@@ -73,7 +76,7 @@ def arguments_unmodified(s: Subject) -> None:
 
     def watched() -> Any:
         facts = (work.ids, work.weight, work.sizes, work.steps, *scene.ctx()[3:4], *scene.ctx()[5:7])
-        return scene.problem.x0, tuple(state[1:]), down, up, whole, new, facts, scene.problem.minimiser
+        return scene.problem.tensors, tuple(state[1:]), down, up, whole, new, facts
 
     before = map_rows(torch.clone, watched())
     settings = (work.lr, work.local, work.round, work.k)
@@ -112,9 +115,7 @@ def dropped_is_not_sampled(s: Subject) -> None:
     got = play(s.algorithm, scene.fed, scene.state, scene.ids, **options)
     for what, old, new in (("rows", scene.state.rows, got.rows), ("kept row", scene.state.kept, got.kept)):
         agree(picked(new, lost), picked(old, lost), f"the {what} of a dropped client")
-    moved = scene.problem.minimiser.clone()
-    moved[lost] += 10
-    fed = scene.fed._replace(oracle=replace(scene.problem, minimiser=moved).oracle(noise=0.5))
+    fed = scene.fed._replace(oracle=scene.problem.altered(lost).oracle(noise=0.5))
     agree(
         play(s.algorithm, fed, scene.state, scene.ids, **options), got, "what a dropped client computed counts", TIGHT
     )
@@ -182,8 +183,17 @@ CURES = {
 """What usually breaks a law is cured by this; the end of its message."""
 
 
+NAMED = "a method that names layers is checked with layout=, the module that has them"
+"""What cures most refusals of a method by the laws' problems."""
+
+
 def check_law(
-    law: str, algorithm: Algorithm | Composition, weigher: Weigher | None = None, layout: Layout = LAYOUT
+    law: str,
+    algorithm: Algorithm | Composition,
+    weigher: Weigher | None = None,
+    layout: Layout = LAYOUT,
+    *,
+    on: Classifier | None = None,
 ) -> None:
     """Hold one method to one law.
 
@@ -191,20 +201,20 @@ def check_law(
         law: a name in `LAWS`.
         algorithm: a method, or what a preset stands for.
         weigher: the weigher of the runs; a composition's own when None.
-        layout: names and shapes of the parameters.
+        layout: names and shapes of the parameters of the quadratics.
+        on: a network in the place of quadratics.
 
     Raises:
         AssertionError: law, method and what differed.
     """
-    if isinstance(algorithm, Composition):
-        subject = Subject(algorithm.algorithm, weigher or algorithm.weigher, layout).with_derived_options()
-    else:
-        subject = Subject(algorithm, weigher, layout).with_derived_options()
+    method, own = (algorithm.algorithm, algorithm.weigher) if isinstance(algorithm, Composition) else (algorithm, None)
+    where = "" if on is None else " on a network"
     try:
-        LAWS[law](subject)
+        LAWS[law](Subject(method, weigher or own, on or law_problem(layout)).with_derived_options())
     except Exception as broken:
         what = str(broken) if isinstance(broken, AssertionError) else f"stopped with {type(broken).__name__}: {broken}"
-        raise AssertionError(f"law {law}, {subject.algorithm!r}: {what}; {CURES[law]}") from broken
+        cure = NAMED if isinstance(broken, FedloomError) else CURES[law]
+        raise AssertionError(f"law {law}{where}, {method!r}: {what}; {cure}") from broken
 
 
 def check_algorithm(
@@ -212,23 +222,39 @@ def check_algorithm(
     weigher: Weigher | None = None,
     without: Collection[str] = (),
     *,
-    layout: Layout | nn.Module = LAYOUT,
+    layout: Layout | nn.Module | None = None,
+    shape: Sequence[int] | None = None,
 ) -> None:
-    """Hold a method to every law.
+    """Hold a method to every law, on quadratics and on a small network.
 
     Args:
         algorithm: the method.
         weigher: the weigher of the runs; by the clients' shares when None.
         without: laws that the method breaks on purpose. ``translation`` is left out for composite methods, whose
             regulariser refers to the origin.
-        layout: for a method that names layers: names and shapes of the parameters, or a module that has them.
+        layout: for a method that names layers: names and shapes of the parameters, or a module that has them. The
+            network is this module, if ``shape`` is given; else the laws are checked on quadratics only.
+        shape: of one sample that the module takes; it gives a number for each of at least two classes.
 
     Raises:
         AssertionError: at the first law that is broken: law, method, what differed, and what usually cures it.
+        ConfigError: the module does not take such samples, or ``shape`` comes without a module.
     """
-    named = Layout.of(layout) if isinstance(layout, nn.Module) else layout
+    if shape is not None and not isinstance(layout, nn.Module):
+        raise ConfigError("shape is that of the samples of a module; give layout=MODULE too")
+    names = Layout.of(layout) if isinstance(layout, nn.Module) else layout or LAYOUT
     for law in laws_of(algorithm, without):
-        check_law(law, algorithm, weigher, named)
+        check_law(law, algorithm, weigher, names)
+    if layout is None or shape is not None:
+        check_network(algorithm, weigher, without, Classifier.of() if shape is None else Classifier.of(layout, shape))
+
+
+def check_network(
+    algorithm: Algorithm | Composition, weigher: Weigher | None, without: Collection[str], network: Classifier
+) -> None:
+    """Hold a method to the laws on a network: all but ``translation``, since a network knows its origin."""
+    for law in laws_of(algorithm, {*without, "translation"}):
+        check_law(law, algorithm, weigher, on=network)
 
 
 def laws_of(algorithm: Algorithm | Composition, without: Collection[str] = ()) -> list[str]:

@@ -98,6 +98,17 @@ class Problem:
         """Parameters."""
         return self.layout.d
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What no method may change."""
+        return self.x0, self.minimiser
+
+    def altered(self, client: int) -> Problem:
+        """The same with another minimiser of one client."""
+        moved = self.minimiser.clone()
+        moved[client] += 10
+        return replace(self, minimiser=moved)
+
     def to(self, dtype: torch.dtype) -> Problem:
         """The same problem in another dtype."""
         fields = ("hessian", "minimiser", "alpha", "x0")

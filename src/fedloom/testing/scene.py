@@ -1,4 +1,4 @@
-"""The scene of the laws: the middle of a short run on quadratics, for one method."""
+"""The scene of the laws: the middle of a short run, for one method."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from fedloom.choose import Weigher
 from fedloom.local import Ctx, LocalSGD, Work
 from fedloom.rows.layout import Layout
 from fedloom.testing.federate import ReferenceFederation, ReferenceState, federate, mixed
+from fedloom.testing.network import Classifier
 from fedloom.testing.problems import LAYOUT, Problem
 from fedloom.testing.trees import difference, picked
 
@@ -23,16 +24,11 @@ TIGHT = 1e-9
 
 @dataclass(frozen=True)
 class Subject:
-    """What a law is about: a method and, if it brings one, its weigher; and the names of the parameters."""
+    """What a law is about: a method, if it brings one its weigher, and local problems."""
 
     algorithm: Algorithm
-    weigher: Weigher | None = None
-    layout: Layout = LAYOUT
-
-    @property
-    def problem(self) -> Problem:
-        """The laws' quadratics, in parameters of these names and shapes."""
-        return law_problem(self.layout)
+    weigher: Weigher | None
+    problem: Problem | Classifier
 
     def with_derived_options(self) -> Subject:
         """The same with the options that are not given derived on the laws' problem."""
@@ -54,14 +50,12 @@ class Scene:
     Args:
         subject: the method.
         ids: the cohort.
-        problem: local problems; the laws' problem when None.
     """
 
-    def __init__(self, subject: Subject, ids: Sequence[int] = COHORT, problem: Problem | None = None) -> None:
-        self.subject, self.a, self.ids = subject, subject.algorithm, list(ids)
-        self.problem = subject.problem if problem is None else problem
+    def __init__(self, subject: Subject, ids: Sequence[int] = COHORT) -> None:
+        self.subject, self.a, self.ids, self.problem = subject, subject.algorithm, list(ids), subject.problem
         self.fed = ReferenceFederation(self.problem.oracle(noise=0.5), self.problem.alpha, SETTINGS)
-        self.state = subject.run(HISTORY, problem=self.problem)[-1]
+        self.state = subject.run(HISTORY)[-1]
         self.kept = mixed(self.a, self.state.kept, self.ids)
         self.rows = picked(self.state.rows, self.ids)
         self.down = self.a.down(self.state.server, self.kept, self.ctx())

@@ -1,0 +1,126 @@
+"""A small network on five clients whose classes differ: local problems of the laws that are not convex."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedloom.data.dataset import Dataset
+from fedloom.data.federation import Federation, Split
+from fedloom.errors import ConfigError
+from fedloom.local.oracles import Network, make_oracle
+from fedloom.rows.layout import Layout
+from fedloom.seeds import as_global, generator
+from fedloom.tasks import task_of
+
+SIZES = (5, 2, 7, 4, 6)
+"""Training samples of the clients."""
+SHAPE, CLASSES = (4,), 3
+
+
+@dataclass(frozen=True)
+class Classifier:
+    """A federation of a network that tells classes apart, in the place of `fedloom.testing.Problem` in the laws.
+
+    Attributes:
+        module: the network; its parameters are the initial model.
+        x: features ``[N, *shape]``; client by client, `SIZES` each.
+        y: classes ``[N]``.
+        classes: how many there are.
+        dtype: float64 or float32.
+    """
+
+    module: nn.Module
+    x: Tensor
+    y: Tensor
+    classes: int
+    dtype: torch.dtype = torch.float64
+
+    @classmethod
+    def of(cls, module: nn.Module | None = None, shape: Sequence[int] = SHAPE) -> Classifier:
+        """Samples for a module; without one, a body and a head with three classes.
+
+        Args:
+            module: takes ``[b, *shape]``, gives a number for each of at least two classes, ``[b, c]``.
+            shape: of one sample.
+
+        Raises:
+            ConfigError: the module does not take such samples, or gives something else.
+        """
+        g = generator(0, purpose="samples")
+        x = torch.randn(sum(SIZES), *shape, generator=g, dtype=torch.float64)
+        owner = torch.arange(len(SIZES)).repeat_interleave(torch.tensor(SIZES))
+        net = _network() if module is None else module
+        try:
+            with torch.no_grad():
+                outputs = deepcopy(net).double().eval()(x)
+        except Exception as error:
+            taken = f"samples of shape {list(shape)}"
+            raise ConfigError(f"the module does not take {taken}: {error}; give shape") from error
+        if not isinstance(outputs, Tensor) or outputs.dim() != 2 or outputs.shape[1] < 2:
+            got = list(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+            raise ConfigError(f"the module must give [samples, classes] with two classes or more, got {got}")
+        classes = outputs.shape[1]
+        y = (owner + torch.randint(0, 2, (len(x),), generator=g)) % classes
+        return cls(net, (x + owner.view(-1, *(1 for _ in shape))).float(), y, classes)
+
+    @property
+    def n(self) -> int:
+        """Clients."""
+        return len(SIZES)
+
+    @property
+    def layout(self) -> Layout:
+        """Names and shapes of the parameters."""
+        return Layout.of(self.module)
+
+    @property
+    def d(self) -> int:
+        """Parameters."""
+        return self.layout.d
+
+    @property
+    def alpha(self) -> Tensor:
+        """The clients' shares by samples, ``[n, 1]``."""
+        return torch.tensor(SIZES, dtype=self.dtype)[:, None] / sum(SIZES)
+
+    @cached_property
+    def x0(self) -> Tensor:
+        """The initial model ``[d]``."""
+        return self.layout.vector(self.module, self.dtype)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What no method may change."""
+        return self.x, self.y, self.x0
+
+    def to(self, dtype: torch.dtype) -> Classifier:
+        """The same problem in another dtype."""
+        return replace(self, dtype=dtype)
+
+    def altered(self, client: int) -> Classifier:
+        """The same with other samples of one client."""
+        x, end = self.x.clone(), sum(SIZES[: client + 1])
+        x[end - SIZES[client] : end] += 10
+        return replace(self, x=x)
+
+    def oracle(self, **_: Any) -> Network:
+        """The local problems for `Work`, computed as in a run."""
+        data = Dataset("laws", self.x, self.y, "classification", tuple(map(str, range(self.classes))))
+        offsets = torch.tensor((0, *SIZES)).cumsum(0)
+        none = Split(torch.zeros(0, dtype=torch.long), torch.zeros_like(offsets))
+        parts = {"train": Split(torch.arange(len(self.x)), offsets), "validation": none, "test": none}
+        fed = Federation(data, parts, tuple(map(str, range(self.n))), dtype=self.dtype)
+        return make_oracle(deepcopy(self.module).to(self.dtype), task_of(data), fed)
+
+
+def _network() -> nn.Module:
+    with as_global(generator(0, purpose="model"), torch.device("cpu")):
+        return nn.Sequential(OrderedDict(body=nn.Linear(*SHAPE, 3), tanh=nn.Tanh(), head=nn.Linear(3, CLASSES)))
