@@ -1,4 +1,4 @@
-"""Show a running experiment: bars in a terminal, plain lines in a pipe; and print the result table."""
+"""Show a running experiment on standard error, as bars in a terminal, else as lines; and print the result table."""
 
 from __future__ import annotations
 
@@ -165,8 +165,8 @@ class _Lines:
         return now - self._last < SECONDS_PER_LINE
 
     def _write(self, line: str) -> None:
-        sys.stdout.write(line + "\n")
-        sys.stdout.flush()
+        sys.stderr.write(line + "\n")
+        sys.stderr.flush()
 
 
 def _name(event: Event) -> str:

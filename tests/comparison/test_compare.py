@@ -152,7 +152,7 @@ def test_the_same_call_goes_on_and_another_is_refused(tmp_path: Path) -> None:
         fl.compare({"half": Half(factor=0.25)}, **small)
 
 
-def test_own_module_method_and_arrays_of_this_process(tmp_path: Path) -> None:
+def test_own_module_method_and_arrays_of_this_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     class Mine(Half):
         """A class that no import path leads to."""
 
@@ -160,8 +160,11 @@ def test_own_module_method_and_arrays_of_this_process(tmp_path: Path) -> None:
     x, y = np.asarray(data.x).astype(np.float32).reshape(len(data), -1), np.asarray(data.y)
     found = fl.compare(
         {"mine": Mine(), "plain": Mine(factor=1.0), "fedavg": "fedavg"}, (x, y), Net, partition=CUT, seeds=[3, 4],
-        folder=tmp_path / "run", **SHORT,
+        folder=tmp_path / "run", **{**SHORT, "progress": True},
     )  # fmt: skip
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "fedavg, seed 4: round" in printed.err
     loss = {m: found[m, 3].final(metric="loss") for m in ("mine", "plain", "fedavg")}
     assert torch.equal(loss["plain"], loss["fedavg"])
     assert not torch.equal(loss["mine"], loss["fedavg"])

@@ -154,7 +154,7 @@ def test_the_figures_of_a_diverged_run_stay_in_the_tables(tmp_path: Path) -> Non
     ran = CliRunner().invoke(app, ["run", str(file), "--out", str(out)])
     assert ran.exit_code == 1
     assert re.search(r"wild, seed 0: diverged: .*\(round 3: the training loss of the global model", ran.stderr)
-    assert "wild, seed 0: round 3: the training loss of the global model is" in ran.stdout
+    assert "wild, seed 0: round 3: the training loss of the global model is" in ran.stderr
     assert "diverged by round 3" in ran.stdout
     assert not re.search(r"\d{10}", ran.stdout + ran.stderr)
     summary = json.loads((out / "summary.json").read_text())
@@ -338,7 +338,9 @@ def lines(capsys: pytest.CaptureFixture[str], *events: Event, rounds: dict[str, 
     with counted(rounds) as hear:
         for event in events:
             hear(event)
-    return capsys.readouterr().out.splitlines()
+    printed = capsys.readouterr()
+    assert not printed.out
+    return printed.err.splitlines()
 
 
 FIGURES = {5: {"global/validation/loss/mean": 0.5, "global/validation/accuracy/mean": 0.81}}

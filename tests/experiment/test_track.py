@@ -168,7 +168,7 @@ def test_plain_lines_have_the_current_metrics(tmp_path: Path, capsys: pytest.Cap
     made = plan(tmp_path / "out", workers=2)
     with shown(made) as tell:
         made.run(tell, page=False)
-    lines = capsys.readouterr().out.splitlines()
+    lines = capsys.readouterr().err.splitlines()
     ends = [line for line in lines if "round 5/5" in line]
     assert len(ends) == 4
     assert all("validation loss" in line and "accuracy" in line for line in ends)

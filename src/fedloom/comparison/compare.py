@@ -95,7 +95,7 @@ def compare(
             personal model the better one on the client's validation part); ``personal``, as papers report it; ``all``.
         folder: the run directory, from which the same call resumes; a search has ``<folder>-tune`` beside it. None: a
             temporary one.
-        progress: show a bar (in a terminal) or lines.
+        progress: show a bar (in a terminal) or lines, on standard error.
         name: of the comparison, in titles.
         choices: further fields of `fedloom.Setting` for all methods, such as ``rounds=50`` or ``local={"lr": 0.1}``.
 
