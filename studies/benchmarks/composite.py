@@ -4,8 +4,9 @@
 
 Sparse logistic regression and low-rank regression (`fedloom.data.problems`), all clients in every round, one full
 gradient a local step. The optimum is that of accelerated proximal gradients, to 1e-10. Every method solves the same
-problem, FIAELT's sum with n times the weight; its step is the best of those given, by the objective on the training
-samples, which is what they minimise. Gradients are counted in passes over the training samples.
+problem, FIAELT's sum with n times the weight; its step is the one of those given with the smallest KKT residual. GPGD
+(FedAvg, then the prox) and LPGD (a prox in every local step) are FedSLR's alternatives, whose limits are others than
+the optimum; with L1, FedSLR's components are its S+S. Gradients are counted in passes over the training samples.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 import fedloom as fl
-from fedloom.algorithms import FIAELT, Algorithm, FedADMMComposite, FedDR, FedDualAvg, FedMiD, FedSLR
+from fedloom.algorithms import FIAELT, LPGD, Algorithm, FedADMMComposite, FedDR, FedDualAvg, FedMiD, FedSLR
 from fedloom.data.federation import Federation
 from fedloom.data.problems import LowRank, SparseLogistic
 from fedloom.rows.layout import Layout
@@ -82,6 +83,8 @@ def methods(g: Callable[[float], Any], n: int, lr: float, weight: float, shared:
         "FedMiD": FedMiD(regulariser=g(weight)),
         "FedDualAvg": FedDualAvg(regulariser=g(weight)),
         "FedSLR, its common model": FedSLR(lam=weight, components=shared, personal_epochs=0),  # type: ignore[arg-type]
+        "GPGD": FedSLR(method="gpgd", lam=weight, components=shared, personal_epochs=0),  # type: ignore[arg-type]
+        "LPGD": LPGD(lam=weight, components=shared, personal_epochs=0),  # type: ignore[arg-type]
     }
 
 

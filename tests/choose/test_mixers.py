@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Generator, Tensor
 
-from fedloom.algorithms import FLAME, Ditto, FedACS, FedAvg, FedAvgFT, FedRep, FedSLR, Local
+from fedloom.algorithms import FLAME, Ditto, FedACS, FedALA, FedAvg, FedAvgFT, FedRep, FedSLR, Local
 from fedloom.choose import MIXERS, Angles, Attention, ClusterMeans, Mixer, Proximity, Uniform
 from fedloom.choose.mixers import attention
 from fedloom.data.federation import Federation
@@ -160,6 +160,16 @@ def test_fedavg_with_attention_is_fedacs(fed: Federation) -> None:
     acs = run(fed, FedACS(quantile=0.4), **options).job.kept.read(torch.arange(6)).w
     mixed = run(fed, FedAvg(), mixer=Attention(quantile=0.4), **options).job.models.read(torch.arange(6)).w
     torch.testing.assert_close(mixed, acs, rtol=0, atol=1e-12)
+
+
+def test_fedala_takes_the_mixture_for_the_server_s_model(fed: Federation) -> None:
+    """With weights of 1 it is FedAvg from mixtures; where weights are learned, mixtures change what is learned."""
+    fixed, average = (
+        run(fed, m, mixer=Attention()).job.models.read(torch.arange(6)).w for m in (FedALA(eta=0), FedAvg())
+    )
+    assert torch.equal(fixed, average)
+    mixed, bare = (state_of(run(fed, FedALA(eta=1.0, first=2), mixer=m)) for m in (Attention(), None))
+    assert not torch.equal(mixed, bare)
 
 
 def test_without_collaboration_every_client_trains_alone(fed: Federation) -> None:

@@ -24,6 +24,7 @@ import pytest
 import torch
 
 from fedloom.algorithms import REGISTRY, Algorithm, Composition, Kept, Mean, upload_fields
+from fedloom.algorithms._theorems import THEOREMS
 from fedloom.choose import MIXERS, SAMPLERS, WEIGHERS, Uniform
 from fedloom.data import load
 from fedloom.data.federation import Federation
@@ -32,6 +33,7 @@ from fedloom.engine.setting import Evaluate, Setting
 from fedloom.engine.setup import make_job
 from fedloom.engine.simulate import simulate
 from fedloom.errors import Refused, Stop
+from fedloom.experiment.cards import LOSES, card, loses
 from fedloom.local import LocalSGD, Nothing
 from fedloom.models import MLP
 from fedloom.rows.aggregate import AGGREGATORS
@@ -334,6 +336,7 @@ Any method runs with any sampler, weigher, mixer, aggregator, attack and channel
 the run is refused before it starts, with a sentence. Which pairs make sense follows from what the method uploads, never
 from a list.
 Each method runs with each plug-in in `tests/engine/test_matrix.py`, which also writes this page.
+[What each part is worth](../studies/pages/system.md) is measured on three federations.
 
 """
 
@@ -386,7 +389,30 @@ def page() -> str:
     admitted, every = counts[None], counts.total()
     lines += [f"{every} pairs of a method and a plug-in by name: {admitted} run, {every - admitted} are refused.", ""]
     lines += [f"- ({letters[r]}) {sentence} {counts[r]} pairs." for r, (_, sentence) in REASONS.items()]
-    return "\n".join(lines) + "\n" + NOTES
+    return "\n".join(lines) + "\n" + NOTES + "\n" + theorems()
+
+
+def theorems() -> str:
+    """What the papers prove, and the parts that lose it."""
+    lines = [
+        "## Theorems\n",
+        "What a method's paper proves, and the parts that a run still works with and loses it. Cards have the same.\n",
+        "| method | proved | lost with |\n|---|---|---|",
+    ]
+    for name, theorem in sorted(THEOREMS.items()):
+        lines.append(f"| {name} | {theorem.text} | {', '.join(LOSES[kind][0] for kind in loses(name))} |")
+    return "\n".join(lines) + "\n"
+
+
+def test_a_theorem_is_lost_by_the_parts_that_a_method_takes_and_its_paper_has_not() -> None:
+    for name, theorem in THEOREMS.items():
+        made, lost = composed(name), set(loses(name))
+        taken = {k for k, plugin in (("weigher", "samples"), ("mixer", "attention"), ("aggregator", "median"),
+                                     ("channel", "top-k")) if refusal(made, k, plugin) is None}  # fmt: skip
+        taken -= {"weigher"} if made.weigher is not None else set()
+        assert lost == (taken | {"sampler", "attack"}) - {*theorem.covers}
+        assert all(LOSES[kind][0] in " ".join(card(name).split()) for kind in lost)
+    assert "Theory:" not in card("fedavg")
 
 
 def test_page_is_up_to_date() -> None:

@@ -57,7 +57,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 UNMOVED = {
     "afl": {"weights"},  # shares are what it learns
     "fedproto": {"attack"},  # prototypes of one value are as far from all features
-    **{n: {"weights"} for n in ("fedskip", "fedacs", "fedamp", "heurfedamp")},  # their servers take no mean by shares
+    **{
+        n: {"weights"} for n in ("fedfomo", "fedskip", "fedacs", "fedamp", "heurfedamp")
+    },  # their servers take no mean by shares
     **{n: {"weights"} for n in ("equitable-fl", "fairfed")},  # their weighers take the place of shares
     **{n: {"weights"} for n in ("clustered-sampling", "power-of-choice")},  # cohorts drawn by samples count alike
     "local": {"sampler", "attack", "weights"},  # nothing is sent
@@ -92,10 +94,11 @@ def method(name: str) -> Any:
 
 
 def models(fed: Federation, name: str, parts: Mapping[str, Any]) -> list[Tensor]:
-    """The server's state and what clients keep, after two rounds."""
+    """The server's state, what clients keep and what the server keeps of them, after two rounds."""
     result = simulate(method(name), fed, **{**COMMON, **parts})
     assert result.stop is Stop.DONE, result.detail
-    return [*result.state.server, *result.job.clients.read(torch.arange(result.job.n))]
+    everyone = torch.arange(result.job.n)
+    return [*result.state.server, *result.job.clients.read(everyone), *result.job.kept.read(everyone)]
 
 
 def refused(fed: Federation, name: str, parts: Mapping[str, Any]) -> bool:
@@ -116,8 +119,8 @@ def same(a: list[Tensor], b: list[Tensor], within: float) -> bool:
 def test_every_part_has_a_neutral_setting_and_others_that_act(fed: Federation, name: str) -> None:
     bare, made = models(fed, name, {}), method(name)
     brought = {p for p in ("sampler", "weigher") if isinstance(made, Composition) and getattr(made, p) is not None}
-    if getattr(made, "mixes", False):
-        brought.add("aggregator")  # a mixture is weighed, what is left of it by a rule is not
+    if getattr(made, "mixes", False) or "weigher" in brought:
+        brought.add("aggregator")  # mixtures and a weigher's mean are weighed, what is left of them by a rule is not
     for part in NEUTRAL.keys() - brought:
         if not refused(fed, name, NEUTRAL[part]):
             neutral = models(fed, name, NEUTRAL[part])

@@ -80,10 +80,15 @@ aggregator = {kind = "median"}
 label = "errors fed back"
 algorithm = "fedavg"
 channel = {kind = "top-k"}
+[[method]]
+label = "mixtures"
+algorithm = "flame"
+mixer = {kind = "attention", among = "seen"}
 """
 
 EVERYTHING = HEAD + 'attack = {kind = "alie", fraction = 0.2}\nengine = {chunk = 3, checkpoint_every = 0.01}' + METHODS
-"""Means, sums that accumulate, kept rows, a server that mixes, probes, queries, gathered rows, residues, forgers."""
+"""Means, sums that accumulate, kept rows, a server that mixes, probes, queries, gathered rows, residues, a
+mixer over the models of all, forgers."""
 
 SHORT = HEAD + "engine = {chunk = 3, checkpoint_every = 1e-9}" + '[[method]]\nalgorithm = "scaffold"\n[[method]]\n'
 SHORT = SHORT.replace("}[[", "}\n[[") + 'algorithm = "flame"\n'

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from textwrap import wrap
 from typing import Any
 
-from fedloom.algorithms import REGISTRY, Algorithm, Preset
-from fedloom.choose import MIXERS, SAMPLERS, WEIGHERS
+from fedloom.algorithms import REGISTRY, Algorithm, Composition, Preset
+from fedloom.algorithms._theorems import THEOREMS
+from fedloom.choose import MIXERS, SAMPLERS, WEIGHERS, SharesWeigher
 from fedloom.data.partition import PARTITIONS
 from fedloom.data.sources import SOURCES
+from fedloom.engine.check import check_mixer, check_together
+from fedloom.errors import Refused
+from fedloom.local import LocalSGD
 from fedloom.metrics import METRICS
 from fedloom.models import MODELS, PAPERS
 from fedloom.rows.aggregate import AGGREGATORS
@@ -68,7 +73,49 @@ def card(name: str) -> str:
     """
     entry = choose("algorithm", REGISTRY, name, base=Algorithm)
     options = [_option(key, field) for key, field in fields_of(entry).items()]
-    return "\n".join([text(entry), "", "Options:", *(options or ["    none"]), *_paper(entry)])
+    lines = [text(entry), *theory(name), "", "Options:", *(options or ["    none"]), *_paper(entry)]
+    return "\n".join(lines)
+
+
+LOSES: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "sampler": ("rounds without all clients", {}),
+    "weigher": ("a weigher", {"weigher": WEIGHERS["samples"]()}),
+    "mixer": ("a mixer", {}),
+    "aggregator": ("an aggregator other than 'mean'", {"aggregator": AGGREGATORS["median"]()}),
+    "channel": ("a channel", {"channel": CHANNELS["top-k"]()}),
+    "attack": ("attackers", {}),
+}
+"""Kinds of parts that a theorem may not cover, in words, with an example for `check_together`."""
+
+
+def theory(name: str) -> list[str]:
+    """Lines on what the method's paper proves, and which parts a run still works with and loses it; none without."""
+    if name not in THEOREMS:
+        return []
+    theorem = THEOREMS[name]
+    lost = [words for kind, (words, _) in LOSES.items() if kind in loses(name)]
+    sentence = f"Theory: {theorem.text}. Lost, while the run still works, with {', '.join(lost[:-1])} or {lost[-1]}."
+    return ["", *wrap(sentence, 120)]
+
+
+def loses(name: str) -> tuple[str, ...]:
+    """Kinds of parts that a method takes and that its theorem does not cover."""
+    made: Any = REGISTRY[name]()
+    made = made if isinstance(made, Composition) else Composition(made)
+
+    def taken(kind: str) -> bool:
+        if kind == "weigher" and made.weigher is not None:
+            return False
+        try:
+            if kind == "mixer":
+                check_mixer(made.algorithm, MIXERS["attention"](), None)
+            else:
+                check_together(made.algorithm, LocalSGD(), **{"weigher": SharesWeigher(), **LOSES[kind][1]})
+        except Refused:
+            return False
+        return True
+
+    return tuple(kind for kind in LOSES if kind not in THEOREMS[name].covers and taken(kind))
 
 
 def _paper(entry: Any) -> list[str]:
