@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import json
+import time
+from logging import WARNING
 from pathlib import Path
 from typing import NamedTuple
 
-from flwr.app import Message
+from flwr.app import Message, RecordDict
 from flwr.common.constant import ErrorCode
+from flwr.serverapp import Grid
 
 from fedloom.data.input_spec import InputSpec
-from fedloom.errors import CheckpointError, ConfigError, WireError
+from fedloom.errors import CheckpointError, ConfigError, FedloomError, WireError
 from fedloom.flower.clients import Members
-from fedloom.flower.records import head_of
+from fedloom.flower.records import HEAD, head, head_of, log
 from fedloom.flower.samples import Signature
 from fedloom.storage.files import make_folder, write_atomic
 
 RUN = "run.json"
 """File of a run in its folder, beside the checkpoints."""
-
+PAUSE = 1.0
+"""Seconds between two looks for nodes."""
 MODS = (
     "mods that change one record of the model do not fit, as a method sends rows: leave the mod out, and clip or add "
     "noise with the strategy's channel, such as channel={'kind': 'clip', 'bound': 1.0}"
@@ -98,6 +102,55 @@ class SavedRun(NamedTuple):
     def introduction(self, node: int) -> Introduction:
         """What a node had at the start of the run."""
         return Introduction(self.schema, self.signature, self.members.sizes[self.members.nodes.index(node)])
+
+
+def introductions(
+    grid: Grid, parameters: str, saved: SavedRun | None, min_nodes: int, wait: float, timeout: float
+) -> dict[int, Introduction]:
+    """Wait for nodes, and ask each what it has; those that fit together, or the run, by their numbers.
+
+    Args:
+        grid: the way to the nodes.
+        parameters: of the server's model.
+        saved: the run to resume; None for a new one.
+        min_nodes: nodes that are needed.
+        wait: seconds to wait for them to be there.
+        timeout: seconds to wait for their answers.
+
+    Raises:
+        ConfigError: too few nodes are there and fit.
+    """
+    end, reasons = time.monotonic() + wait, dict[int, str]()
+    while len(nodes := _awaited(grid, saved)) < min_nodes and time.monotonic() < end:
+        time.sleep(PAUSE)
+    content = RecordDict({HEAD: head(parameters=parameters)})
+    messages = [Message(content, dst_node_id=node, message_type="query") for node in nodes]
+    introduced: dict[int, Introduction] = {}
+    for reply in grid.send_and_receive(messages, timeout=timeout) if messages else ():
+        node = reply.metadata.src_node_id
+        try:
+            introduced[node] = introduction(reply)
+        except FedloomError as error:
+            reasons[node] = str(error)
+    first = next((introduced[node] for node in nodes if node in introduced), None)
+    for node, other in list(introduced.items()):
+        like = first if saved is None else saved.introduction(node)
+        if like and (other[:2] != like[:2] or (saved and other.sizes != like.sizes)):
+            where = "those of the first node" if saved is None else "before they were"
+            reasons[node] = f"its samples are {other.text(saved is not None)}, {where} {like.text(saved is not None)}"
+            del introduced[node]
+    for node, reason in reasons.items():
+        log(WARNING, "fedloom: node %s takes no part: %s", node, reason)
+    if first is None or len(introduced) < min_nodes:
+        why = "".join(f"; node {node}: {reason}" for node, reason in list(reasons.items())[:3])
+        raise ConfigError(f"{len(introduced)} nodes are there and fit, {min_nodes} are needed{why}")
+    return {node: introduced[node] for node in nodes if node in introduced}
+
+
+def _awaited(grid: Grid, saved: SavedRun | None) -> list[int]:
+    """Nodes that are there and may take part."""
+    here = sorted(grid.get_node_ids())
+    return here if saved is None else [node for node in here if node in saved.members.nodes]
 
 
 def read_run(folder: Path) -> SavedRun | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import secrets
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from logging import INFO, WARNING
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 from flwr.serverapp.strategy import Strategy as FlowerStrategy
@@ -31,14 +30,12 @@ from fedloom.engine.scoring import score_request
 from fedloom.engine.setting import Setting
 from fedloom.engine.setup import make_job
 from fedloom.engine.state import State, initial_state
-from fedloom.errors import ConfigError, FedloomError, Refused, RunStopped
+from fedloom.errors import ConfigError, Refused, RunStopped
 from fedloom.flower.clients import FlowerClients, Members, Remembering
-from fedloom.flower.members import Introduction, SavedRun, introduction, read_run, write_run
+from fedloom.flower.members import SavedRun, introductions, read_run, write_run
 from fedloom.flower.records import (
-    HEAD,
     WANTED,
     document_of,
-    head,
     log,
     resolved_document,
     setting_of,
@@ -48,8 +45,6 @@ from fedloom.flower.samples import Signature, adapted
 from fedloom.local import Nothing
 from fedloom.storage.store import Store
 
-PAUSE = 1.0
-"""Seconds between two looks for nodes."""
 INSTEAD = {
     "fraction_train": "sampler={'kind': 'uniform', 'fraction': 0.5}",
     "fraction_evaluate": "evaluate_every, as all nodes are scored",
@@ -309,36 +304,12 @@ class Strategy(FlowerStrategy):
         """
         if saved is not None:
             saved.check(self._document, parameters, self._folder)
-        end, reasons = time.monotonic() + self._wait, dict[int, str]()
-        while len(nodes := _awaited(grid, saved)) < self._min_nodes and time.monotonic() < end:
-            time.sleep(PAUSE)
-        content = RecordDict({HEAD: head(parameters=parameters)})
-        messages = [Message(content, dst_node_id=node, message_type="query") for node in nodes]
-        introductions: dict[int, Introduction] = {}
-        for reply in grid.send_and_receive(messages, timeout=self._timeout) if messages else ():
-            node = reply.metadata.src_node_id
-            try:
-                introductions[node] = introduction(reply)
-            except FedloomError as error:
-                reasons[node] = str(error)
-        first = next((introductions[node] for node in nodes if node in introductions), None)
-        for node, other in list(introductions.items()):
-            like = first if saved is None else saved.introduction(node)
-            if like and (other[:2] != like[:2] or (saved and other.sizes != like.sizes)):
-                where = "those of the first node" if saved is None else "before they were"
-                reasons[node] = (
-                    f"its samples are {other.text(saved is not None)}, {where} {like.text(saved is not None)}"
-                )
-                del introductions[node]
-        for node, reason in reasons.items():
-            log(WARNING, "fedloom: node %s takes no part: %s", node, reason)
-        if first is None or len(introductions) < self._min_nodes:
-            why = "".join(f"; node {node}: {reason}" for node, reason in list(reasons.items())[:3])
-            raise ConfigError(f"{len(introductions)} nodes are there and fit, {self._min_nodes} are needed{why}")
-        self._members = [node for node in nodes if node in introductions]
+        introduced = introductions(grid, parameters, saved, self._min_nodes, self._wait, self._timeout)
+        self._members = [*introduced]
         if saved is not None:
             return saved.members, saved.schema, saved.signature
-        sizes, run = [introductions[node].sizes for node in self._members], ""
+        first = introduced[self._members[0]]
+        sizes, run = [node.sizes for node in introduced.values()], ""
         if self._folder is not None:
             run = secrets.token_hex(8)
         return Members(self._members, sizes, run), first.schema, first.signature
@@ -353,12 +324,6 @@ class Strategy(FlowerStrategy):
         state = dict(self._model.state_dict())
         state |= {name: value.to(state[name]) for name, value in self._job.oracle.layout.tree(row).items()}
         return ArrayRecord(state)
-
-
-def _awaited(grid: Grid, saved: SavedRun | None) -> list[int]:
-    """Nodes that are there and may take part."""
-    here = sorted(grid.get_node_ids())
-    return here if saved is None else [node for node in here if node in saved.members.nodes]
 
 
 class _Configured(Exception):
