@@ -74,11 +74,11 @@ def arguments_unmodified(s: Subject) -> None:
     up, new = a.client(down, rows, work)
     whole = scene.aggregate(up)
 
-    def watched() -> Any:
+    def arguments() -> Any:
         facts = (work.ids, work.weight, work.sizes, work.steps, *scene.ctx()[3:4], *scene.ctx()[5:7])
         return scene.problem.tensors, tuple(state[1:]), down, up, whole, new, facts
 
-    before = map_rows(torch.clone, watched())
+    before = map_rows(torch.clone, arguments())
     settings = (work.lr, work.local, work.round, work.k)
     calls: dict[str, Callable[[], Any]] = {
         "init": lambda: a.init(scene.problem.x0, scene.ctx()),
@@ -90,7 +90,7 @@ def arguments_unmodified(s: Subject) -> None:
     }
     for what, call in calls.items():
         call()
-        agree(watched(), before, f"{what} changed an argument")
+        agree(arguments(), before, f"{what} changed an argument")
         demand((work.lr, work.local, work.round, work.k) == settings, f"{what} changed the settings of work")
 
 

@@ -191,8 +191,8 @@ def scale_of_time(method: Any) -> None:
 
 def silence(method: Any) -> None:
     """A device that never answers holds its place until the time-out, and changes no upload of others."""
-    others = (50.0, 80.0, 70.0, 110.0, 40.0, 50.0, 60.0)
-    speeds, answering = (0.0, *others), Speeds(speeds=(50.0, *others))
+    other_speeds = (50.0, 80.0, 70.0, 110.0, 40.0, 50.0, 60.0)
+    speeds, answering = (0.0, *other_speeds), Speeds(speeds=(50.0, *other_speeds))
     limit = 1.25 * float(clock_of(run(method, answering, Synchronous())).history()[:, BUSY].max())
     schedule = Buffered(buffer=2, timeout=limit)
     one, two = (run(method, Speeds(speeds=speeds), schedule, federation(other=o), rounds=40) for o in (None, 0))
