@@ -14,15 +14,20 @@ from flwr.app import Message
 
 from fedloom.algorithms import PRESETS, REGISTRY
 from fedloom.algorithms._base import Delta
-from fedloom.algorithms._messages import Model, primary_field
+from fedloom.algorithms._messages import Model, primary_field, upload_type
+from fedloom.algorithms._prototypes import updated
+from fedloom.algorithms.pfedfda import lifted
 from fedloom.algorithms.qffl import Up
+from fedloom.choose.mixers import MIXERS
 from fedloom.data.input_spec import compared
-from fedloom.deploy.ops.plan import _bound
+from fedloom.deploy.ops.plan import _bound, plan
 from fedloom.deploy.protocol.checks import Checks, Rejected
 from fedloom.deploy.settings import read_server
 from fedloom.engine.setup import make_job
 from fedloom.errors import Stop
-from tests.deploy.scene import FIRST, Scene, changed, scene
+from fedloom.local.smoothness import largest
+from fedloom.experiment import parse
+from tests.deploy.scene import FIRST, Scene, changed, document, scene
 from tests.deploy.sessions import arrays_of, kind_of
 
 BAD = 1
@@ -102,6 +107,9 @@ FORGED: dict[str, tuple[str, str, list[float]]] = {
     "q-ffl with q = 0": ("q-ffl", "h", [0.0, 0.5, 2.0, 1e9]),
     "fedmid": ("fedmid", "time", [-1.0, 1e6]),
     "feddualavg": ("feddualavg", "time", [-1.0, 1e6]),
+    "fedadmm-inexact": ("fedadmm-inexact", "curvature", [1.1, -1.1, 1e30]),
+    "fedproto": ("fedproto", "share", [-0.1, 1e-6, 1.1]),
+    "fedpac": ("fedpac", "share", [-1e30, 1e-30]),
 }
 CASES = [(case, value) for case, (_, _, values) in FORGED.items() for value in values]
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -113,7 +121,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def test_a_number_that_a_site_does_not_choose_is_refused(case: str, value: float, tmp_path: Path) -> None:
     name, field, _ = FORGED[case]
     method = {"algorithm": name, **({"q": 0.0} if "q = 0" in case else {})}
-    here = scene(tmp_path, method, **SMALL | OPTIONS.get(case, {}))
+    hidden = {"model": {"kind": "mlp", "hidden": [4]}} if field == "share" and name != "afl" else {}
+    here = scene(tmp_path, method, **SMALL | hidden | OPTIONS.get(case, {}))
     here = here._replace(server=here.server.with_(quorum=2))
 
     def forge(_: Any, up: Any) -> Any:
@@ -128,13 +137,15 @@ def test_a_number_that_a_site_does_not_choose_is_refused(case: str, value: float
 B = 0.5
 
 
-def moved(tmp_path: Path, method: dict[str, Any], forge: Callable[[float], Callable[[Any, Any], Any]]) -> Any:
+def moved(
+    tmp_path: Path, method: dict[str, Any], forge: Callable[[float], Callable[[Any, Any], Any]], bound: float = B
+) -> Any:
     """The models after one round in which one site sends either of two uploads, as far apart as they may be."""
     models = []
     for sign in (1.0, -1.0):
         here = scene(tmp_path / f"{sign}", method, **SMALL | {"rounds": 1})
         primary = primary_field(type(here.experiment.methods[0].setting.method))
-        assert here.serve(here.grid(forging(here, forge(sign))), norm_bound={primary: B}) is Stop.DONE
+        assert here.serve(here.grid(forging(here, forge(sign))), norm_bound={primary: bound}) is Stop.DONE
         assert not here.audit("rejected")
         models.append(here.model())
     return here, float((models[0] - models[1]).norm())
@@ -145,15 +156,32 @@ def along(d: torch.Tensor, sign: float) -> torch.Tensor:
     return (sign * B * (1 - 1e-12) * direction / direction.norm()).to(d)
 
 
-@pytest.mark.parametrize("name", ["fedavg", "fedprox", "ditto", "pfedme", "gifair-fl", "afl", "scaffold", "fednova"])
+MOVED = {name: 1.0 for name in ("fedavg", "fedprox", "ditto", "pfedme", "gifair-fl", "afl", "scaffold", "fednova")} | {
+    "feddyn": 2.0,  # adds the mean, and to its sum of all rounds
+    "fedslr": 2.0,  # the same, before the prox
+    "fiaelt": 1.0,
+    "fedadmm": 1.0,
+    "fedadmm-inexact": 1.0,
+    "dbe": 1.0,
+    "fedala": 1.0,
+}
+
+
+@pytest.mark.parametrize("name", MOVED)
 def test_one_of_m_sites_moves_a_mean_by_twice_the_bound_over_m(name: str, tmp_path: Path) -> None:
     """And by no less, so the statement is sharp; FedNova multiplies by its mean number of steps."""
+    method = given(name) | ({"lam": 1e-9} if name == "fedslr" else {})
 
     def forge(sign: float) -> Callable[[Any, Any], Any]:
-        return lambda _, up: up._replace(**{up._fields[0]: along(up[0], sign)})
+        def change(down: Any, up: Any) -> Any:
+            start = down[0].reshape(up[0].shape) if name == "fedadmm-inexact" else 0
+            return up._replace(**{up._fields[0]: start + along(up[0], sign)})
 
-    here, distance = moved(tmp_path, given(name), forge)
-    steps = 1.0
+        return change
+
+    far = 100.0 if name == "fedadmm-inexact" else B  # of honest sites
+    here, distance = moved(tmp_path, method, forge, far)
+    steps = MOVED[name]
     if name == "fednova":
         [reply] = [float(c._memory.read(1).reply["work"][2]) for c in here.clients()[:1]]  # type: ignore[union-attr]
         steps = reply
@@ -196,6 +224,93 @@ def test_one_client_moves_q_ffl_by_its_own_part_and_the_step_of_the_others(q: fl
         assert float((x - d / h).norm()) <= length / (h + own) + float(d.norm()) / h + 1e-12
 
 
+def test_one_site_moves_fiaelt_by_both_of_its_fields(tmp_path: Path) -> None:
+    """2 w (B + B' / beta), B the bound of dx and B' that of dz; and by no less."""
+
+    def forge(sign: float) -> Callable[[Any, Any], Any]:
+        return lambda _, up: up._replace(dx=along(up.dx, sign), dz=along(up.dz, sign))
+
+    _, distance = moved(tmp_path, {"algorithm": "fiaelt", "beta": 4.0, "smooth": 0.8}, forge)
+    most = 2 / 3 * (B + B / 4.0)
+    assert most * (1 - 1e-6) <= distance <= most * (1 + 1e-9)
+
+
+def test_one_site_s_smoothness_is_that_of_the_others_times_100_at_most() -> None:
+    """So no claim makes FIAELT's penalty infinite; where more than half measure 0, nothing is cut."""
+    claims = torch.tensor([[2.0], [3.0], [1.0], [3e38]])
+    assert largest(claims, "smooth").tolist() == [200.0]
+    assert largest(claims[:3], "smooth").tolist() == [3.0]
+    assert largest(torch.tensor([[0.0], [0.0], [5.0]]), "smooth").tolist() == [5.0]
+
+
+@pytest.mark.parametrize("bad", [-1.0, -100.0])
+def test_no_covariance_of_one_site_makes_pfedfda_singular(bad: float) -> None:
+    """The mean is lifted to the nearest one above min(ridge, 1)/2, which moves no further than the mean does."""
+    draws = torch.Generator().manual_seed(3)
+    root = torch.randn(5, 5, generator=draws, dtype=torch.float64)
+    honest = (root @ root.T + torch.eye(5)).flatten()
+    assert lifted(honest, 0.5) is honest
+    forged = honest + bad * honest + torch.randn(25, generator=draws, dtype=torch.float64)
+    square = lifted(forged, 0.5).view(5, 5)
+    assert float(torch.linalg.eigvalsh(square).min()) >= 0.5 - 1e-9
+    other = forged + 0.1 * torch.randn(25, generator=draws, dtype=torch.float64)
+    distance = float((lifted(other, 0.5) - lifted(forged, 0.5)).norm())
+    assert distance <= float((other - forged).norm()) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("name", "part"), [("fedas", 1.0), ("ifca", 1 / 3), ("cfl", 1 / 3)])
+def test_one_site_moves_a_mean_of_rows_by_its_part(name: str, part: float) -> None:
+    """FedAS: all of it, as a site's Fisher mass is its weight; IFCA and CFL: the site's part of its cluster."""
+    model = {"kind": "mlp", "hidden": [4]}
+    experiment = parse(document(given(name), **SMALL | {"model": model}))
+    job, server = make_job(experiment.methods[0].setting, experiment.partition(experiment.source.load(), 0))
+    ctx, models = job.ctx(1, torch.arange(3)), []
+    draws = torch.Generator().manual_seed(5)
+    honest = 0.1 * torch.randn(3, job.oracle.layout.d, generator=draws, dtype=torch.float64)
+    for sign in (1.0, -1.0):
+        rows = honest.clone()
+        move = along(rows[BAD], sign) if name != "fedas" else along(rows[BAD], sign) * job.algorithm.part("body", ctx.layout)
+        rows[BAD] = server[0] + move if name == "ifca" else move
+        number = torch.zeros(3, 1, dtype=torch.float64)
+        number[BAD] = 1e30 if name == "fedas" else 0.0
+        up = upload_type(type(job.algorithm))
+        models.append(job.algorithm.server(server, up(*(rows, number)[: len(up._fields)]), ctx)[0].reshape(-1, honest.shape[1])[0])
+    distance = float((models[0] - models[1]).norm())
+    body = float(move.norm()) / B if name == "fedas" else 1.0
+    assert 2 * B * part * body * (1 - 1e-6) <= distance <= 2 * B * part * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("kind", MIXERS)
+def test_a_mixture_is_a_mean_of_the_sites_models(kind: str) -> None:
+    """Whatever one site sends, another's download is within the hull of all models."""
+    experiment = parse(document({"algorithm": "fedavg"}, **SMALL))
+    job, _ = make_job(experiment.methods[0].setting, experiment.partition(experiment.source.load(), 0))
+    ctx, draws = job.ctx(1, torch.arange(3)), torch.Generator().manual_seed(6)
+    for scale in (1e-6, 1.0, 1e6):
+        models = torch.randn(3, 8, generator=draws, dtype=torch.float64)
+        models[BAD] *= scale
+        weights = MIXERS[kind]().weights(models, torch.zeros(8, dtype=torch.float64), ctx)
+        assert bool((weights >= -1e-12).all())
+        assert torch.allclose(weights.sum(1), torch.ones(3, dtype=torch.float64))
+
+
+def test_one_site_moves_a_prototype_by_its_total_over_the_others_share() -> None:
+    """2 w B / S and the others' prototype times w / (S + w), S the others' part of the class in the mean of shares."""
+    draws = torch.Generator().manual_seed(4)
+    for _ in range(50):
+        weight, mass = (float(torch.rand(1, generator=draws)) + 0.01 for _ in range(2))
+        prototype = torch.randn(1, 7, generator=draws, dtype=torch.float64)
+        ends = []
+        for _ in range(2):
+            change = torch.randn(1, 7, generator=draws, dtype=torch.float64)
+            change = B * change / change.norm()
+            share = torch.rand(1, generator=draws, dtype=torch.float64)
+            total, there = (mass * prototype + weight * change).flatten(), mass + weight * share
+            ends.append(updated(torch.zeros(7), torch.zeros(1), total, there)[0].double())
+        most = 2 * weight * B / mass + float(prototype.norm()) * weight / (mass + weight)
+        assert float((ends[0] - ends[1]).norm()) <= most * (1 + 1e-6)
+
+
 @pytest.mark.parametrize("optimiser", ["momentum", "adagrad", "adam"])
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 100.0])
 def test_one_site_moves_fedopt_by_its_part_of_a_step(optimiser: str, scale: float) -> None:
@@ -217,11 +332,68 @@ def test_one_site_moves_fedopt_by_its_part_of_a_step(optimiser: str, scale: floa
         server = both[0]
 
 
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 100.0])
+@pytest.mark.parametrize("near", [1e-9, 1.0, 30.0])
+def test_one_site_moves_yogi_by_its_part_of_a_step_and_the_jumps_of_its_moment(scale: float, near: float) -> None:
+    """Where a mean passes the square root of v, Yogi's step jumps: in each number by up to the constant below.
+
+    The mean is put next to all of these places at once, which is the worst that can be.
+    """
+    draws = torch.Generator().manual_seed(2)
+    method = REGISTRY["fedopt"](optimiser="yogi", server_lr=0.3)
+    beta2, d, jumps = method.beta2, 9, list[float]()
+    jump = 0.1 * (beta2**-0.5 - (2 - beta2) ** -0.5)
+    server, _, _ = method.init(torch.zeros(d, dtype=torch.float64), None)  # type: ignore[arg-type]
+    for _ in range(12):
+        sides = torch.randint(0, 2, (d,), generator=draws).double() * 2 - 1
+        place, move = server.v.sqrt() * sides, near * B * sides / d**0.5
+        both = [method.server(server, Delta(place + sign * move), None) for sign in (1.0, -1.0)]  # type: ignore[arg-type]
+        distance = float((both[0].x - both[1].x).norm())
+        step = (0.1 / beta2 * 2 * float(move.norm()) + 0.9 * float(server.m.norm())) / method.tau
+        assert distance <= 0.3 * (step + jump * d**0.5) * (1 + 1e-9)
+        still = server._replace(m=torch.zeros(d, dtype=torch.float64))
+        pair = [method.server(still, Delta(place + sign * move), None).x for sign in (1.0, -1.0)]  # type: ignore[arg-type]
+        jumps.append(float((pair[0] - pair[1]).norm()) / (0.3 * jump * d**0.5))
+        grown = scale * torch.randn(d, generator=draws, dtype=torch.float64)
+        server = method.server(server, Delta(grown), None)  # type: ignore[arg-type]
+    if near == 1e-9 and scale == 100.0:  # the jumps alone, and all of them
+        assert jumps[-1] >= 0.99
+
+
+def test_one_site_moves_a_mean_by_samples_by_its_claim(tmp_path: Path) -> None:
+    """2 B N / (N + S): N the limit of what a site may claim, S what the others have; and by no less."""
+    models, most = [], 500
+    for sign in (1.0, -1.0):
+        here = scene(tmp_path / f"{sign}", "fedavg", **SMALL | {"rounds": 1, "weights": "samples"})
+        forge = forging(here, lambda _, up, sign=sign: up._replace(dw=along(up.dw, sign)))
+
+        def fault(node: int, message: Message, reply: Message, forge: Any = forge) -> Message:
+            if node == FIRST + BAD and kind_of(message) == "hello":
+                return changed(reply, BAD, head={"sizes": [most, 0, 0]})
+            sent = forge(node, message, reply)
+            return changed(sent, BAD, head={"samples": most}) if node == FIRST + BAD else sent
+
+        assert here.serve(here.grid(fault), norm_bound=B, examples_limit=most) is Stop.DONE
+        assert not here.audit("rejected")
+        models.append(here.model())
+        others = sum(c.trainer.job.fed.sizes("train")[c.site.client] for c in here.clients() if c.site.client != BAD)
+    part = most / (most + float(others))
+    distance = float((models[0] - models[1]).norm())
+    assert 2 * B * part * (1 - 1e-6) <= distance <= 2 * B * part * (1 + 1e-9)
+
+
+def test_with_data_of_their_own_the_most_samples_are_said(experiment: Any) -> None:
+    assert plan(experiment(), 3, own_data=True).most_samples is None
+    assert plan(experiment(), 3, own_data=True).by_samples
+    assert plan(experiment(), 3, own_data=True, most_samples=700).most_samples == 700
+    assert not plan(experiment(weights="uniform"), 3, own_data=True).by_samples
+
+
 def test_a_site_claims_no_more_samples_than_the_agreed_parts_have(written: Path, planned: Any) -> None:
     """`init` has cut the data, so it knows the largest part of any site; a larger one is refused at the start."""
     server = read_server(written / "server" / "server.toml")
     assert server.examples_limit == planned.most_samples < 10_000
-    head = {"sizes": [server.examples_limit + 1, 0, 0], **compared(server.samples)}
+    head = {"sizes": [server.examples_limit + 1, 0, 0], "figures": "", **compared(server.samples)}
     with pytest.raises(Rejected, match="numbers of samples must be three from 0 to"):
         Checks(server, {}).check_data(head)
     Checks(server, {}).check_data(head | {"sizes": [server.examples_limit, 0, 0]})

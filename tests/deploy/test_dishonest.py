@@ -81,6 +81,8 @@ class Rogue:
         given = {"sizes": self.sizes, "cohort": ALL, "round": t, "trains": download is not None}
         given["download"] = "" if download is None else hashlib.sha256(download).hexdigest()
         given["models"] = tuple(hashlib.sha256(m).hexdigest() for m in models)
+        if more.get("scored", -1) >= 0 and "figures" not in more:
+            given["figures"] = tuple(s.answers.figures for s in self.sites)
         return Terms(**given | more)
 
     def begin(self, t: int, clients: Collection[int] = ALL) -> Session:
@@ -221,6 +223,30 @@ def test_scores_of_one_site_only(rogue: Rogue, target: int) -> None:
     session.open(target)
     assert not session.told
     assert not [r for r in rogue.refused if "the message is for" in r]
+
+
+@pytest.mark.parametrize("target", ALL)
+def test_figures_that_one_site_has_alone(rogue: Rogue, target: int) -> None:
+    """All sites are said to have what the target has, or all figures; or each is told the truth about itself alone."""
+    download, model = rogue.download(), rogue.model()
+    true = tuple(s.answers.figures for s in rogue.sites)
+    more = {"scored": 0, "common": True}
+    fewer = tuple(f if c == target else f"{int(f, 16) >> 1:x}" for c, f in enumerate(true))
+    own = {c: tuple(f if k == c else f"{int(f, 16) | 1 << 40:x}" for k, f in enumerate(true)) for c in ALL}
+    for lies, answering in (({c: fewer for c in ALL}, {target}), (own, {*ALL})):
+        session = rogue.begin(1)
+        for c in ALL:
+            session.vector(c, rogue.terms(1, download, [model], **more | {"figures": lies[c]}), download, model)
+        assert session.vectors.keys() == answering
+        for survivors in ([*session.vectors], [target, *[c for c in session.vectors if c != target][:2]]):
+            for c in survivors:
+                session.open(c, survivors)
+        assert not session.told
+    assert any("other figures than its samples define" in reason for reason in rogue.refused)
+    short = rogue.terms(1, download, [model], **more | {"figures": true[:2]})
+    session = rogue.begin(1)
+    session.vector(target, short, download, model)
+    assert not session.vectors
 
 
 def test_the_same_model_in_rounds_that_are_not_agreed(rogue: Rogue) -> None:

@@ -8,8 +8,10 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -38,7 +40,9 @@ from fedloom.deploy.site.state import models
 from fedloom.engine.checkpoints import RunCheckpoints
 from fedloom.engine.job import Job
 from fedloom.engine.privacy import epsilon
+from fedloom.engine.setup import make_job
 from fedloom.errors import ConfigError, Refused, Stop
+from fedloom.experiment import parse
 from fedloom.rows.aggregate import PrivateMean
 from fedloom.version import __version__
 from tests.deploy.grid import Clock, FakeGrid
@@ -535,25 +539,56 @@ def test_masked_scores_are_the_means_of_the_plain_run(name: str, sampler: Any, t
     assert any("of 5 sites" in line for line in lines(found))
 
 
-def test_no_sum_of_scores_is_of_one_site(tmp_path: Path) -> None:
-    """Of a part that fewer than three of any threshold of sites have, nothing is asked."""
-    here = secured(tmp_path, "fedavg", rounds=1, evaluate={"every": 1})
-    clients = here.clients()
-    sizes = client.part_sizes
-
-    def scarce(fed: Any, number: int) -> list[int]:
-        train, _, test = sizes(fed, number)
-        return [train, 3 if number in (0, 1) else 0, test if number != 4 else 0]
-
+def test_no_sum_of_scores_is_of_one_or_two_sites(tmp_path: Path) -> None:
+    """A digit's recall is summed where three of any four sites have the digit; elsewhere not even its count is."""
+    cut = {"kind": "dirichlet", "clients": 5, "beta": 0.5, "keep": 40}
+    changes = {"rounds": 1, "evaluate": {"every": 1}, "task": {"metrics": ["recall", "precision"]}, "partition": cut}
+    here = secured(tmp_path, "fedavg", 4, **changes)
+    experiment, totals = here.experiment, list[Any]()
+    fed = experiment.partition(experiment.source.load(), 0)
+    counts = {p: [fed.targets(fed.indices(p, c)).bincount(minlength=10) for c in range(5)] for p in ("train", "test")}
+    decode = ScoreVector.decode
     with pytest.MonkeyPatch.context() as patch:
-        for module in (client, trainer, masked_site):
-            patch.setattr(module, "part_sizes", scarce)
-        grid = here.grid(None, clients)
+        patch.setattr(ScoreVector, "decode", lambda self, total, n: totals.append((self, total)) or decode(self, total, n))
+        grid = here.grid()
         assert here.serve(grid) is Stop.DONE
-    terms = [terms_of(m) for m in grid.sent if kind_of(m) in ("masked", "tally")]
-    assert {tuple(t.parts(3)) for t in terms if t.scored >= 0} == {("train",)}
+    vector, total = totals[-1]
+    sums = dict(zip(vector._names, total.reshape(-1, 4).tolist(), strict=True))
+    kinds = set()
+    for (model, part, name), row in sums.items():
+        if model == "global" and part in counts and name.startswith("recall"):
+            having = sum(bool(count[int(name[7:-1])]) for count in counts[part])
+            assert row[2] == (having if having >= 4 else 0), (part, name)
+            assert any(row) == (having >= 4)
+            kinds.add(having >= 4)
+        if name.startswith("precision"):
+            assert not any(row)
+    assert kinds == {True, False}
     table = figures(pq.read_table(here.server.results / "metrics.parquet"), total=True)
-    assert {k[2] for k in table} <= {"", "train", "common"}
+    assert ("recall[0]/mean" in {k[3] for k in table}) == any(row[2] for k, row in sums.items() if k[2] == "recall[0]")
+    terms = [terms_of(m) for m in grid.sent if kind_of(m) in ("masked", "tally")]
+    assert {len(t.figures) for t in terms if t.scored >= 0} == {5}
+
+
+def test_figures_that_samples_define() -> None:
+    """AUROC needs both classes, the slope of the calibration ten of each, F1 a positive one, the loss a sample."""
+    task = {"metrics": ["calibration_slope", "precision"]}
+    experiment = parse(document({"algorithm": "fedavg"}, data={"source": "sklearn"}, task=task))
+    job, _ = make_job(experiment.methods[0].setting, experiment.partition(experiment.source.load(), 0))
+    figures_of_data = ScoreVector(job).figures
+    wanted = ("loss", "f1", "auroc", "calibration_slope", "precision[benign]")
+    for negative, positive, names in (
+        (12, 12, {"loss", "f1", "auroc", "calibration_slope"}),
+        (12, 3, {"loss", "f1", "auroc"}),
+        (12, 0, {"loss"}),
+        (0, 12, {"loss", "f1"}),
+        (0, 0, set[str]()),
+    ):
+        y = torch.tensor([0] * negative + [1] * positive, dtype=torch.long)
+        there = SimpleNamespace(gather=lambda part, ids, y=y: (torch.arange(len(y)), None), targets=lambda index, y=y: y)
+        bits = int(ScoreVector(replace(job, eval_fed=there)).definable(0), 16)
+        found = {name for k, (part, name) in enumerate(figures_of_data) if bits >> k & 1 and part == "test"}
+        assert found & {*wanted} == names
 
 
 def terms_of(message: Message) -> Terms:

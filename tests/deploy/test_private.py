@@ -206,8 +206,9 @@ def test_no_score_and_no_count_of_work_leaves_a_site(tmp_path: Path, how: dict[s
             assert not reply.content.get("metrics")
             assert head["reason"] == ""
             assert len(reply.content.get("arrays", ())) == (kind == "train")
-            own = {"train": {"samples", "work"}, "score": {"samples"}}.get(kind, {"sizes", *FACTS})
+            own = {"train": {"samples", "work"}, "score": {"samples"}}.get(kind, {"sizes", "figures", *FACTS})
             assert set(head) == {*COMMON, *STATUS, *own}
+            assert head.get("figures", "") == ""
             if kind == "train":
                 assert head["work"] == [0, 0, 0]
     assert not here.audit("rejected")

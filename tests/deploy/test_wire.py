@@ -1,12 +1,19 @@
-"""A site that is let in and lies: it answers in another's name, and sends old replies again, over the real network."""
+"""Sites that are let in and lie, over the real network.
+
+They answer in another's name, send old replies again, or send messages that claim gigabytes.
+"""
 
 import json
+import os
+import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
+import psutil
 import pytest
 import torch
-from flwr.app import Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app.message.arraychunk import ArrayChunk
 from safetensors.torch import load_file
 
 from fedloom.deploy.ops.commands import command
@@ -15,7 +22,7 @@ from fedloom.deploy.ops.loopback import Loopback
 from fedloom.deploy.ops.plan import plan
 from fedloom.deploy.ops.processes import Processes
 from fedloom.deploy.protocol.identity import signing_key
-from fedloom.deploy.settings import read_site
+from fedloom.deploy.settings import read_server, read_site, text_of
 from fedloom.deploy.site.client import Client
 from tests.deploy.wire import connected
 
@@ -89,3 +96,103 @@ def test_no_site_answers_for_another_and_no_reply_counts_twice(experiment, tmp_p
     assert reasons[2].startswith(("round is 1", "nonce is"))
     model = load_file(folder / "server" / "results" / "global.safetensors")["rows"]
     assert bool(torch.isfinite(model).all())
+
+
+MB = 1 << 20
+
+
+class Peak:
+    """The most memory that the processes below this one have together, sampled; `start` again to forget it."""
+
+    def __init__(self) -> None:
+        self.most, self._own, self._ended = 0, psutil.Process(), threading.Event()
+        threading.Thread(target=self._sample, daemon=True).start()
+
+    def now(self) -> int:
+        total = 0
+        for process in self._own.children(recursive=True):
+            with suppress(psutil.Error):
+                total += process.memory_info().rss
+        return total
+
+    def start(self) -> int:
+        self.most = self.now()
+        return self.most
+
+    def end(self) -> None:
+        self._ended.set()
+
+    def _sample(self) -> None:
+        while not self._ended.wait(0.05):
+            self.most = max(self.most, self.now())
+
+
+def bomb(records):
+    """A reply whose four arrays claim 3.8 GB, of parts that differ, 20 MB to send; the head is as it was."""
+    arrays = {}
+    for k in range(4):
+        parts = [ArrayChunk(memoryview(os.urandom(MB))) for _ in range(5)]
+        array = Array(dtype="uint8", shape=(950 * MB,), stype="fedloom.wire", data=b"")
+        array.__dict__["_chunks"] = [(part.object_id, part) for part in parts] * 190
+        arrays[f"{k}"] = array
+    return RecordDict({**dict(records), "arrays": ArrayRecord(array_dict=arrays)})
+
+
+def long_head(records):
+    """A reply whose head has 20 MB."""
+    head = dict(records["head"])
+    return RecordDict({**dict(records), "head": ConfigRecord({**head, "vocabulary": ["x" * 1000] * 20_000})})
+
+
+def test_messages_of_20_mb_take_little_memory_of_the_server(experiment, tmp_path):
+    """Bombs by declared sizes in the place of a greeting, an upload and scores, and a head of 20 MB.
+
+    Round 1 is honest, and what the server's processes have after it is what they idle at; the peak is 300 MB more.
+    """
+    folder, kinds = tmp_path / "try", {}
+    write(plan(experiment("fedavg", rounds=3, clients=5, weights="uniform"), 5), folder, Location(quorum=2))
+    settings = folder / "server" / "server.toml"
+    settings.write_text(text_of(read_server(settings).with_(deadline=30.0, patience=20.0)))
+    peak = Peak()
+    with Processes() as processes, ExitStack() as stack:
+        here = Loopback(folder, processes)
+        here.start_server()
+        here.register_all()
+        sites = [read_site(here.site_file(name)) for name in here.sites]
+        nodes = [stack.enter_context(connected(site, here.address)) for site in sites]
+        clients = [Client(site) for site in sites]
+        stream = here._start("run", command("run", app=folder / "server" / "app", file=here._server_file))
+        stack.callback(peak.end)
+        greeting, idle, end = None, 0, time.monotonic() + 400
+        while stream.alive():
+            assert time.monotonic() < end, stream.tail()
+            for k, node in enumerate(nodes):
+                message = node.receive()
+                if message is None:
+                    continue
+                head = message.content["head"]
+                kind, t = str(head["kind"]), int(head["round"])
+                if not idle and kind == "train" and t == 2:
+                    idle = peak.start()
+                reply = clients[k].answer(message)
+                if k == 4 and kind == "hello":
+                    greeting = greeting or reply
+                    continue
+                if (k == 2 and kind == "train" and t == 2) or (k == 3 and kind == "score"):
+                    kinds[kind] = node.send(Message(bomb(reply.content), reply_to=message))
+                elif k == 3 and kind == "train" and t == 2:
+                    kinds["head"] = node.send(Message(long_head(reply.content), reply_to=message))
+                else:
+                    node.send(reply)
+            if idle and greeting is not None:
+                sent, greeting = greeting, None
+                sent.content = bomb(sent.content)
+                kinds["hello"] = nodes[4].send(sent)
+            time.sleep(0.1)
+        assert stream.reap() == 0, stream.tail()
+        assert here.status() == "finished:completed", stream.tail(40)
+    assert all(kinds.get(kind) for kind in ("hello", "train", "score", "head")), kinds
+    audit = [json.loads(line) for line in (folder / "server" / "state" / "audit.jsonl").read_text().splitlines()]
+    reasons = {e["kind"]: e["reason"] for e in audit if e["what"] in ("rejected", "mute", "missed") and e.get("reason")}
+    assert {"hello", "train", "score"} <= {*reasons}, reasons
+    assert peak.most - idle <= 300 * MB, (peak.most // MB, idle // MB)

@@ -225,7 +225,7 @@ class Algorithm(Value, ABC):
         return received
 
     def ranges(self, down: Any, up: Any, work: Work) -> Mapping[str, tuple[Tensor | float, Tensor | float]]:
-        """The smallest and largest value that upload fields of one number can have, by name.
+        """The smallest and largest value that numbers of upload fields can have, by name: a number, or one for each.
 
         A deployed server refuses what is beyond them; none by default.
 

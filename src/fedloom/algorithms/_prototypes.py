@@ -65,6 +65,11 @@ def shares(work: Work, like: Tensor) -> Tensor:
     return work.class_counts.to(like) / work.sizes.to(like)
 
 
+def share_range(share: Tensor, work: Work) -> tuple[Tensor, float]:
+    """The range of honest shares ``[m, c]``: none of a class, or one sample and more."""
+    return torch.where(share > 0, 1 / work.sizes.to(share), 0.0), 1.0
+
+
 def updated(prototypes: Tensor, known: Tensor, total: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
     """The server's prototypes ``[c k]`` and the classes that it knows ``[c]`` after a round.
 

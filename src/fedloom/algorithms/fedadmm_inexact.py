@@ -19,8 +19,8 @@ Kept by a client: 2d + 2 (w, y, eps, r), by the server its last u and r. Sent pe
 
 Deviations: the paper's 1/n is divided out of duals, penalty, gradients and eps (n^2); shares weigh the mean. Its r_i is
 that of linear models; here it is measured: ||change of the gradient|| / ||change of w|| in the last step (Malitsky and
-Mishchenko, arXiv:1910.09529, without their factor 2), or half of what it was if that is more; at first 1/lr. One sigma
-is for all: r0 times the geometric mean of the r_i, moved where this is below half or above twice of what it was, as u
+Mishchenko, arXiv:1910.09529, without their factor 2), or half of what it was if that is more; at first 1/lr. It is sent
+within e^-10/lr to e^10/lr, so that one client of weight w moves sigma by e^(20 w) at most. One sigma is for all: r0 times the geometric mean of the r_i, moved where this is below half or above twice of what it was, as u
 of absent clients has an older one; with ``rho`` it is fixed, and so is r_i = 1/lr. Steps use full gradients: epochs,
 steps, batch size, and without ``rho`` the schedule, are not used.
 
@@ -42,6 +42,8 @@ from torch import Tensor
 from fedloom.algorithms._base import Algorithm, Derived, Kept, by_rule
 from fedloom.local import Ctx, Work, iterate
 from fedloom.rows.algebra import norm
+
+FARTHEST = 1.0  # largest absolute curvature
 
 
 class Server(NamedTuple):
@@ -139,8 +141,11 @@ class FedADMMInexact(Algorithm):
         start = _Solve(w.clone(), y.clone(), eps, r, torch.empty_like(w), sigma, sigma * down.x)
         residual_(start, work)
         w, y, eps, r, *_ = iterate(dual, start, work, self.iterations * (work.steps > 0), batches=0)
-        curvature = torch.zeros_like(r) if self.rho else (r * work.local.lr).log() / 10
+        curvature = torch.zeros_like(r) if self.rho else ((r * work.local.lr).log() / 10).clamp(-FARTHEST, FARTHEST)
         return Up(torch.addcdiv(w, y, sigma), curvature), Client(w, y, eps, r)  # z_i / sigma
+
+    def ranges(self, down: Server, up: Up, work: Work) -> dict[str, tuple[float, float]]:
+        return {"curvature": (-FARTHEST, FARTHEST)}
 
     def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
         sigma = server.sigma

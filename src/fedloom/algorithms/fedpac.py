@@ -32,7 +32,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.algorithms._base import Algorithm, Mean, Rows, Sent
-from fedloom.algorithms._prototypes import shape_of, shares, towards, updated
+from fedloom.algorithms._prototypes import shape_of, share_range, shares, towards, updated
 from fedloom.local import Ctx, Nothing, Work, descend
 from fedloom.rows import masks
 from fedloom.rows.algebra import onto_simplex
@@ -102,6 +102,9 @@ class FedPAC(Algorithm):
         w = descend(w, work, mask=~top, terms=(towards(down.prototypes, down.known, self.lam, work),))  # Eq. 4
         total, head = (work.class_means(w) * share[:, :, None]).flatten(1), masks.part(w, top)
         return Up(masks.only_(w.sub_(down.x), ~top), head, moment, spread, total, share), rows
+
+    def ranges(self, down: Down, up: Up, work: Work) -> dict[str, tuple[Tensor, float]]:
+        return {"share": share_range(up.share, work)}
 
     def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
         moment = up.moment.cpu().double()

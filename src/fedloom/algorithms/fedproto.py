@@ -29,7 +29,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.algorithms._base import Algorithm, Mean
-from fedloom.algorithms._prototypes import shape_of, shares, towards, updated
+from fedloom.algorithms._prototypes import shape_of, share_range, shares, towards, updated
 from fedloom.local import Ctx, Work, descend
 from fedloom.rows import masks
 from fedloom.rows.layout import Layout
@@ -76,6 +76,9 @@ class FedProto(Algorithm):
         w = descend(rows.w, work, terms=(towards(down.prototypes, down.known, self.lam, work),))  # Eq. 7
         share = shares(work, w)
         return Up((work.class_means(w) * share[:, :, None]).flatten(1), share), Client(w)  # Eq. 3
+
+    def ranges(self, down: Server, up: Up, work: Work) -> dict[str, tuple[Tensor, float]]:
+        return {"share": share_range(up.share, work)}
 
     def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
         return Server(*updated(server.prototypes, server.known, up.total, up.share))  # Eq. 6

@@ -15,13 +15,15 @@ Kept by a client: nothing. Sent per round: the body's parameters and c k + k^2 d
 
 Deviations: one beta for means and covariance, the best of 0, 0.1, ..., 1 by the loss in a two-fold cross-validation;
 the public code takes two by L-BFGS. Folds take every other sample of a class. Features are those after local training;
-the public code takes them as the body moves.
+the public code takes them as the body moves. The server lifts eigenvalues below min(ridge, 1)/2, which no client's own
+has, so that noise or one wrong client makes no singular covariance.
 
 Use it when clients have few samples and classes look differently from client to client. The head needs a bias.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, ClassVar, NamedTuple
 
 import torch
@@ -97,7 +99,8 @@ class PFedFDA(Algorithm):
         return Up(masks.only_(w.sub_(down.x), ~top), means, cov), rows
 
     def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
-        return Server(server.x + up.dw * self.part("body", ctx.layout).to(server.x.device), up.means, up.cov)
+        x = server.x + up.dw * self.part("body", ctx.layout).to(server.x.device)
+        return Server(x, up.means, lifted(up.cov, min(self.ridge, 1.0) / 2))
 
     def global_model(self, server: Server) -> None:
         return None
@@ -137,6 +140,13 @@ class PFedFDA(Algorithm):
         means = torch.where(count >= LEAST, member.T @ z / count.clamp(min=1), shared.means)
         gap, eye = z - means[y], torch.eye(z.shape[1], dtype=z.dtype, device=z.device)
         return Gauss(means, gap.T @ gap / max(len(z) - 1, 1) + self.ridge * eye)
+
+
+def lifted(cov: Tensor, least: float) -> Tensor:
+    """The nearest covariance ``[k k]`` whose eigenvalues are at least ``least``; as it is where they are."""
+    square = cov.double().view(math.isqrt(len(cov)), -1)
+    values, vectors = torch.linalg.eigh((square + square.mT) / 2)
+    return cov if bool(values.min() >= least) else ((vectors * values.clamp(min=least)) @ vectors.mT).flatten().to(cov)
 
 
 def under(distributions: list[Gauss], prior: Tensor, x: Tensor, work: Work) -> Tensor:

@@ -43,6 +43,12 @@ def init(
         float | None,
         typer.Option(help="maximum update norm accepted per site; by default 10 times the largest of a first round"),
     ] = None,
+    most_samples: Annotated[
+        int | None,
+        typer.Option(
+            help="samples that a site may claim of any part; the largest client's by default, with --own-data 10^8", min=1
+        ),
+    ] = None,
     metrics_port: Annotated[
         int | None,
         typer.Option(help="port of the server's metrics in Prometheus' format, on loopback; none by default"),
@@ -94,6 +100,7 @@ def init(
             "own_data": own_data,
             "fixed_data": fixed_data,
             "norm_bound": norm_bound,
+            "most_samples": most_samples,
             "secure_aggregation": secure_aggregation,
             "threshold": threshold,
         }
@@ -109,6 +116,10 @@ def init(
                 else significant(bound)
             )
             say(f"maximum update norm accepted per site: norm_bound = {text} in server.toml")
+        elif planned.sends:
+            say("no norm_bound, for want of data here: one site can move the model as far as it likes; say --norm-bound")
+        if planned.most_samples is None and planned.by_samples:
+            say("a site counts by the samples that it claims, up to 10^8: say the largest site's with --most-samples")
         if planned.threshold is not None:
             from fedloom.deploy.secure.protocol import colluders
 

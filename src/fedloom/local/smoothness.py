@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from fedloom.local.work import Work
 
 
+APART = 100.0
+"""How many times the median of the clients' constants the largest is believed to be."""
+
+
 class _Power(NamedTuple):
     v: Tensor
     size: Tensor
@@ -51,11 +55,15 @@ def smoothness(w: Tensor, work: Work, iterations: int = 20) -> Tensor:
 
 
 def largest(smooth: Tensor, give: str) -> Tensor:
-    """The largest of the measured constants ``[m, 1]``, ``[1]``.
+    """The largest of the measured constants ``[m, 1]``, ``[1]``; at most `APART` times their median.
+
+    So one client that claims a huge one stops no run.
 
     Raises:
         ConfigError: it is 0 or not finite; ``give`` names the options to give in its place.
     """
+    median = smooth.median()
+    smooth = smooth.clamp(max=APART * median) if bool(median > 0) else smooth
     constant = float(smooth.max())
     if not 0 < constant < math.inf:
         raise ConfigError(f"the smoothness cannot be measured, got {constant:g}: give {give}")

@@ -22,7 +22,7 @@ from fedloom.data.sources.table.reading import TableSource
 from fedloom.deploy.code import Code, code_of
 from fedloom.deploy.protocol.lengths import lengths
 from fedloom.deploy.secure.protocol import FEWEST, MOST, least_threshold, safe_threshold
-from fedloom.deploy.server.run import check_deployable
+from fedloom.deploy.server.run import check_deployable, counts_samples
 from fedloom.deploy.settings import NormBound
 from fedloom.deploy.site.local_data import federation_of
 from fedloom.engine.clients.chunk import run_clients
@@ -50,7 +50,8 @@ class DeploymentPlan:
     site's samples are; data_dir: folder of data sets on this machine; share, fixed_data: see `Site`; code: what the
     experiment names by import path; norm_bound: longest difference that the server accepts, None for any;
     threshold: of secure aggregation, None without it; most_samples: of any part of a site, None where sites have their
-    own data; start: file of the initial model, None for one drawn by the seed.
+    own data and it is not said; start: file of the initial model, None for one drawn by the seed; sends: whether sites
+    send anything; by_samples: whether a site counts by its samples.
     """
 
     name: str
@@ -66,6 +67,8 @@ class DeploymentPlan:
     threshold: int | None = None
     most_samples: int | None = None
     start: bytes | None = None
+    sends: bool = True
+    by_samples: bool = False
 
 
 def plan(
@@ -80,6 +83,7 @@ def plan(
     own_data: bool = False,
     fixed_data: bool = False,
     norm_bound: float | None = None,
+    most_samples: int | None = None,
     secure_aggregation: bool = False,
     threshold: int | None = None,
 ) -> DeploymentPlan:
@@ -97,6 +101,7 @@ def plan(
         fixed_data: a site whose samples change in the run is refused; otherwise the change is told.
         norm_bound: longest difference that the server accepts from a site (L2); None: `MARGIN` times the longest of the
             first round, which is simulated for it.
+        most_samples: of any part of a site; None: the largest client's, and not known where sites have their own data.
         secure_aggregation: the server gets masked sums (`fedloom.deploy.secure.protocol`).
         threshold: sites without which no sum is unmasked; None: more than two thirds.
 
@@ -148,7 +153,9 @@ def plan(
         norm_bound=norm_bound or (None if fed.data.name == "blank" else _bound(job, start)),
         threshold=agreed_threshold,
         start=None if weights is None else Path(weights).expanduser().read_bytes(),
-        most_samples=None if own_data else max(int(fed.sizes(part).max()) for part in PARTS),
+        most_samples=most_samples or (None if own_data else max(int(fed.sizes(part).max()) for part in PARTS)),
+        sends=bool(job.fields),
+        by_samples=bool(counts_samples(one.methods[0].setting.resolved())),
     )
 
 

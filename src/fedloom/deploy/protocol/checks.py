@@ -231,6 +231,8 @@ class Checks:
         sizes, limit = head["sizes"], self._settings.examples_limit
         if len(sizes) != 3 or not all(type(k) is int and 0 <= k <= limit for k in sizes):
             raise Rejected(9, f"numbers of samples must be three from 0 to {limit}, got {str(sizes)[:60]}")
+        if not re.fullmatch(r"[0-9a-f]{0,2000}", head["figures"]):
+            raise Rejected(9, f"figures must be bits in hexadecimal digits, got {head['figures'][:60]!r}")
 
     def _decode(self, draft: _Draft) -> _Draft:
         pending, arrays = draft.pending, draft.envelope.arrays
@@ -311,11 +313,13 @@ class Checks:
         if job.setting.channel is not None or not up:
             return
         work = job.work(pending.round, torch.tensor([pending.client]))
-        for name, (low, high) in job.algorithm.ranges(pending.down, up, work).items():
-            number, slack = float(getattr(up, name)), 1 + 1e-4
-            low, high = float(low), float(high)
-            if not low - TINY <= number * (slack if number >= 0 else 1 / slack) or not number <= high * slack + TINY:
-                raise Rejected(11, f"{name} is {number:.4g}, it can be {low:.4g} to {high:.4g}")
+        slack = 1 + 1e-4
+        for name, limits in job.algorithm.ranges(pending.down, up, work).items():
+            values = getattr(up, name).double().flatten()
+            bounds = [torch.as_tensor(limit).double().flatten().expand(len(values)).tolist() for limit in limits]
+            for number, low, high in zip(values.tolist(), *bounds, strict=True):
+                if low - TINY > number * (slack if number >= 0 else 1 / slack) or number > high * slack + TINY:
+                    raise Rejected(11, f"{name} is {number:.4g}, it can be {low:.4g} to {high:.4g}")
 
     def _in_time(self, draft: _Draft) -> _Draft:
         if draft.late and draft.pending.kind != "hello":

@@ -14,7 +14,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from fedloom.errors import WireError
 
-PROTOCOL = 4
+PROTOCOL = 5
 Kind = Literal["hello", "ask", "train", "score", "keys", "shares", "masked", "tally", "open", "agree", "unmask"]
 TYPES: dict[Kind, str] = {
     "hello": "query", "ask": "query", "train": "train", "score": "evaluate",
@@ -69,6 +69,7 @@ REPLIED: Mapping[str, Mapping[str, type]] = {
         "vocabulary": list,
         "each": bool,
         "sizes": list,
+        "figures": str,
     },
     "ask": {"samples": int, "work": list},
     "train": {"samples": int, "work": list},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,13 @@ class MaskedAnswers:
         """Kinds of messages that are answered."""
         return STEPS if self._trainer.scoring == "masked" else (*STEPS, "score")
 
+    @cached_property
+    def figures(self) -> str:
+        """The figures that the site's samples define, where scores are summed."""
+        trainer, client = self._trainer, self._site.client
+        summed = trainer.scoring == "masked" and part_sizes(trainer.fed, client)[0]
+        return ScoreVector(trainer.job).definable(client) if summed else ""
+
     def answer(self, envelope: Envelope) -> Answer:
         """The answer to a step of a session, or to a request for the site's own scores.
 
@@ -85,7 +93,7 @@ class MaskedAnswers:
         terms, sizes = read_terms(message), part_sizes(trainer.fed, client)
         if (terms.round, terms.trains) != (t, trains):
             raise Broken(f"the terms are of round {terms.round}, the message is of round {t}")
-        check_terms(terms, client, sizes, self._site.clients)
+        check_terms(terms, client, sizes, self.figures, self._site.clients)
         check_models(terms, download, models)
         accusations = self._member.receive(t, head["session"], inbox, terms)
         if accusations:
@@ -95,7 +103,10 @@ class MaskedAnswers:
         if terms.scored >= 0:
             scores = trainer.scores(job, models, terms.scored, common=terms.common)
             if trainer.scoring == "masked":
-                vectors.append(ScoreVector(job).encode(scores, sizes, terms.parts(self._agreed.threshold)))
+                vector = ScoreVector(job)
+                vectors.append(
+                    vector.encode(scores, sizes, terms.summed(self._agreed.threshold, len(vector.figures)))
+                )
         if trains:
             if job.kept_fields and (0 if state is None else state.round) != head["accepted"]:
                 raise Broken(

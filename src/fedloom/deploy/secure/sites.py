@@ -149,6 +149,7 @@ class MaskedSites(Sites):
             scored=scored,
             common=first is not None and bool((first.more or {})["global"]),
             models=tuple(digests),
+            figures=tuple(self._transport.figures) if scored >= 0 else (),
         )
 
     def _accepted(self, client: int) -> dict[str, Any]:

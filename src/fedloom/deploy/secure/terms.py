@@ -15,7 +15,6 @@ import torch
 from pydantic import Field, ValidationError
 
 from fedloom.choose.shares import shares_of
-from fedloom.data.federation import PARTS
 from fedloom.data.input_spec import InputSpec
 from fedloom.deploy.secure.protocol import FEWEST, MOST, Broken
 from fedloom.deploy.site.local_data import federation_of
@@ -25,10 +24,12 @@ from fedloom.errors import WireError
 from fedloom.local import Nothing
 from fedloom.values import Value
 
-LONGEST = 1 << 16
+LONGEST = 1 << 18
 """Most bytes of terms."""
 
 Count = Annotated[int, Field(ge=0)]
+Bits = Annotated[str, Field(pattern=r"^[0-9a-f]{0,2000}$")]
+"""Figures that the samples of a site define, as `ScoreVector.definable` gives them."""
 
 
 class Terms(Value):
@@ -44,6 +45,9 @@ class Terms(Value):
     scored: int = Field(-1, ge=-1, description="round whose models are scored; -1 for none")
     common: bool = Field(False, description="whether the global model is scored")
     models: tuple[str, ...] = Field((), max_length=2, description="SHA-256 of each message with models to be scored")
+    figures: tuple[Bits, ...] = Field(
+        (), max_length=MOST, description="figures that the samples of every site define, where models are scored"
+    )
 
     @property
     def sums(self) -> dict[str, int]:
@@ -66,10 +70,10 @@ class Terms(Value):
         """SHA-256 of the message."""
         return hashlib.sha256(self.encode()).digest()
 
-    def parts(self, threshold: int) -> list[str]:
-        """The parts of which `FEWEST` of any threshold of these sites have samples: no sum is of one or two scores."""
-        lacking = {part: sum(not self.sizes[c][k] for c in self.cohort) for k, part in enumerate(PARTS)}
-        return [part for part, count in lacking.items() if threshold - count >= FEWEST]
+    def summed(self, threshold: int, count: int) -> list[bool]:
+        """Which of ``count`` figures `FEWEST` of any threshold of these sites have: no sum is of one or two."""
+        bits = [int(self.figures[c] or "0", 16) for c in self.cohort]
+        return [threshold - sum(not one >> k & 1 for one in bits) >= FEWEST for k in range(count)]
 
     def weighed(self, job: Job, samples: InputSpec) -> Job:
         """A site's run with the shares of the objective that follow from all numbers of samples."""
@@ -97,13 +101,14 @@ def read_terms(message: bytes) -> Terms:
         raise WireError(f"the terms of a session cannot be read: {str(error)[:200]}") from None
 
 
-def check_terms(terms: Terms, client: int, sizes: Sequence[int], clients: int) -> None:
+def check_terms(terms: Terms, client: int, sizes: Sequence[int], figures: str, clients: int) -> None:
     """Refuse terms that are not those of this experiment, or wrong about this site.
 
     Args:
         terms: what came, of the round of its message.
         client: number of the site.
         sizes: its training, validation and test samples.
+        figures: that its samples define.
         clients: sites of the experiment.
 
     Raises:
@@ -117,6 +122,10 @@ def check_terms(terms: Terms, client: int, sizes: Sequence[int], clients: int) -
         raise Broken(f"the terms are of other sites: {[*terms.cohort]}")
     if list(terms.sizes[client]) != list(sizes):
         raise Broken(f"the terms give this site {[*terms.sizes[client]]} samples, it has {[*sizes]}")
+    if len(terms.figures) != (clients if terms.scored >= 0 else 0):
+        raise Broken("terms must have the figures that every site can have, where models are scored")
+    if terms.figures and terms.figures[client] != figures:
+        raise Broken("the terms give this site other figures than its samples define")
 
 
 def check_models(terms: Terms, download: bytes | None, models: Sequence[bytes]) -> None:

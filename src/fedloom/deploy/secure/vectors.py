@@ -5,7 +5,7 @@ A vector has the fields of an upload side by side and counts of work, or the sit
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,8 @@ WORK = 3
 """Counts of work at the end of an upload."""
 UNIT = 2.0**-20
 """A score times this and times the number of samples is what is summed for a weighted mean."""
+APART = 2.0
+"""How far probing outputs are moved towards one prediction; their own spread is below 1."""
 
 
 class UploadVector:
@@ -130,24 +132,46 @@ class ScoreVector:
     """
 
     def __init__(self, job: Job) -> None:
-        self._parts = job.setting.evaluate.parts
+        self._job, self._parts = job, job.setting.evaluate.parts
         self._names = [key for key in score_names(job) if key[1] in ("", *self._parts)]
+        self.figures = sorted({key[1:] for key in self._names if key[1]})
         self.length = 4 * len(self._names)
 
+    def definable(self, client: int) -> str:
+        """The `figures` that a site's samples define whatever a model predicts, as bits in hexadecimal digits.
+
+        Two outputs are scored, that predict the first class everywhere, and the last: AUROC needs both classes, recall
+        of a class a sample of it. The precision of a class depends on what is predicted, so no samples define it.
+        """
+        job, task, bits = self._job, self._job.oracle.task, 0
+        for part in self._parts:
+            index, _ = job.eval_fed.gather(part, torch.tensor([client]))
+            targets, owner = job.eval_fed.targets(index), torch.zeros(len(index), dtype=torch.long)
+            draws = torch.Generator().manual_seed(0)
+            first = torch.rand(len(targets), task.outputs, generator=draws, dtype=torch.float64)
+            last = first.clone()
+            first[:, 0] += APART if task.outputs > 1 else -APART
+            last[:, -1] += APART
+            probes = [task.metrics(outputs, targets, owner, 1) for outputs in (first, last)]
+            for k, (where, name) in enumerate(self.figures):
+                defined = where == part and all(name in probe and bool(probe[name].isfinite()) for probe in probes)
+                bits |= defined << k
+        return f"{bits:x}"
+
     def encode(
-        self, scores: Mapping[tuple[str, str], Mapping[str, Tensor]], sizes: Sequence[int], parts: Collection[str]
+        self, scores: Mapping[tuple[str, str], Mapping[str, Tensor]], sizes: Sequence[int], summed: Sequence[bool]
     ) -> Integers:
         """A site's scores; one that is not asked for, not there or not finite is zero in all four.
 
         Args:
             scores: values ``[1]``.
             sizes: training, validation and test samples.
-            parts: whose scores are summed.
+            summed: which of the `figures` are.
         """
-        columns = []
+        columns, wanted = [], {key for key, of_enough in zip(self.figures, summed, strict=True) if of_enough}
         for model, part, name in self._names:
             value = float(scores.get((model, part), {}).get(name, torch.tensor(torch.nan)))
-            there = (not part or part in parts) and np.isfinite(value)
+            there = (not part or (part, name) in wanted) and np.isfinite(value)
             samples = self._samples(part, sizes)
             numbers, _ = integers.encode(np.array([value, value * samples * UNIT] if there else [0.0, 0.0]))
             columns += [numbers, np.array([1, samples] if there else [0, 0], dtype=np.uint64)]

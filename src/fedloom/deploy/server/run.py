@@ -33,6 +33,7 @@ from fedloom.engine.loop import End, Hooks, run_rounds
 from fedloom.engine.privacy import accounted, check_privacy, spent
 from fedloom.engine.records import Record
 from fedloom.engine.scoring import records_of, score_request, scores_of
+from fedloom.engine.setting import Setting
 from fedloom.engine.setup import make_job
 from fedloom.engine.state import State, initial_state
 from fedloom.errors import GivenUp, Refused, RunStopped, Stop
@@ -142,6 +143,12 @@ def check_deployable(experiment: Experiment, *, masked: bool = False, start: boo
         check_maskable(setting)
 
 
+def counts_samples(setting: Setting) -> str:
+    """What of a run needs the numbers of samples of all sites; empty where nothing does."""
+    plain = isinstance(setting.sampler, Uniform) and isinstance(setting.weigher, SharesWeigher | UniformWeigher)
+    return "weights = 'samples'" if setting.weights == "samples" else "" if plain else "the sampler or weigher"
+
+
 class _Run(Hooks):
     """One run: what it has, and what it does around its rounds."""
 
@@ -248,10 +255,7 @@ class _Run(Hooks):
         if sizes is not None:
             self._transport.sizes.copy_(sizes)
             self._transport.presence.fix()
-        method = self._experiment.methods[0]
-        setting = method.setting.resolved()
-        plain = isinstance(setting.sampler, Uniform) and isinstance(setting.weigher, SharesWeigher | UniformWeigher)
-        by = "weights = 'samples'" if setting.weights == "samples" else "" if plain else "the sampler or weigher"
+        by = counts_samples(self._experiment.methods[0].setting.resolved())
         self._transport.gather(by if sizes is None else "")
 
     def _known_sizes(self) -> Tensor | None:

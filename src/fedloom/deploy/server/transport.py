@@ -71,6 +71,7 @@ class Transport:
     Attributes:
         members: the sites that may take part, by client.
         presence: which of them are there.
+        figures: that the samples of every site define, as it says; empty where scores are not summed.
     """
 
     def __init__(self, grid: Grid, settings: Server, audit: Audit, say: Callable[[str], None]) -> None:
@@ -78,6 +79,7 @@ class Transport:
         self.members = {member.client: member for member in settings.sites}
         self._keys = {c: verifying_key(m.signing_key, m.site) for c, m in self.members.items()}
         self.checks = Checks(settings, self._keys)
+        self.figures = [""] * settings.clients
         self.presence = NodePresence(
             self.members, settings.clients, settings.patience, settings.absent_after, self._met()
         )
@@ -241,6 +243,7 @@ class Transport:
             assert pending is not None
             if pending.kind == "hello":
                 self.presence.welcome(accepted.client, pending.node, accepted.head["sizes"])
+                self.figures[accepted.client] = accepted.head["figures"]
         except Rejected as error:
             bad |= self._reject(error, id_, pending, late is not None, reply.has_error())
             return

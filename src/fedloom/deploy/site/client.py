@@ -190,5 +190,6 @@ class Client:
         torch.set_num_threads(self.site.threads)
         if envelope.head["kind"] == "hello":
             described = compared(self.trainer.fed.data)
-            return described | {"sizes": part_sizes(self.trainer.fed, self.site.client)}, [], None
+            own = {"sizes": part_sizes(self.trainer.fed, self.site.client), "figures": self.answers.figures}
+            return described | own, [], None
         return self.answers.answer(envelope)

@@ -27,9 +27,11 @@ class PlainAnswers:
 
     Attributes:
         kinds: kinds of messages that are answered.
+        figures: that the site's samples define, where scores are summed.
     """
 
     kinds: tuple[Kind, ...] = ("ask", "train", "score")
+    figures = ""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
