@@ -25,8 +25,8 @@ from fedloom.deploy.protocol.checks import Checks, Rejected
 from fedloom.deploy.settings import read_server
 from fedloom.engine.setup import make_job
 from fedloom.errors import Stop
-from fedloom.local.smoothness import largest
 from fedloom.experiment import parse
+from fedloom.local.smoothness import largest
 from tests.deploy.scene import FIRST, Scene, changed, document, scene
 from tests.deploy.sessions import arrays_of, kind_of
 
@@ -156,7 +156,7 @@ def along(d: torch.Tensor, sign: float) -> torch.Tensor:
     return (sign * B * (1 - 1e-12) * direction / direction.norm()).to(d)
 
 
-MOVED = {name: 1.0 for name in ("fedavg", "fedprox", "ditto", "pfedme", "gifair-fl", "afl", "scaffold", "fednova")} | {
+MOVED = dict.fromkeys(("fedavg", "fedprox", "ditto", "pfedme", "gifair-fl", "afl", "scaffold", "fednova"), 1.0) | {
     "feddyn": 2.0,  # adds the mean, and to its sum of all rounds
     "fedslr": 2.0,  # the same, before the prox
     "fiaelt": 1.0,
@@ -269,12 +269,18 @@ def test_one_site_moves_a_mean_of_rows_by_its_part(name: str, part: float) -> No
     honest = 0.1 * torch.randn(3, job.oracle.layout.d, generator=draws, dtype=torch.float64)
     for sign in (1.0, -1.0):
         rows = honest.clone()
-        move = along(rows[BAD], sign) if name != "fedas" else along(rows[BAD], sign) * job.algorithm.part("body", ctx.layout)
+        move = (
+            along(rows[BAD], sign)
+            if name != "fedas"
+            else along(rows[BAD], sign) * job.algorithm.part("body", ctx.layout)
+        )
         rows[BAD] = server[0] + move if name == "ifca" else move
         number = torch.zeros(3, 1, dtype=torch.float64)
         number[BAD] = 1e30 if name == "fedas" else 0.0
         up = upload_type(type(job.algorithm))
-        models.append(job.algorithm.server(server, up(*(rows, number)[: len(up._fields)]), ctx)[0].reshape(-1, honest.shape[1])[0])
+        models.append(
+            job.algorithm.server(server, up(*(rows, number)[: len(up._fields)]), ctx)[0].reshape(-1, honest.shape[1])[0]
+        )
     distance = float((models[0] - models[1]).norm())
     body = float(move.norm()) / B if name == "fedas" else 1.0
     assert 2 * B * part * body * (1 - 1e-6) <= distance <= 2 * B * part * (1 + 1e-9)

@@ -233,7 +233,7 @@ def test_figures_that_one_site_has_alone(rogue: Rogue, target: int) -> None:
     more = {"scored": 0, "common": True}
     fewer = tuple(f if c == target else f"{int(f, 16) >> 1:x}" for c, f in enumerate(true))
     own = {c: tuple(f if k == c else f"{int(f, 16) | 1 << 40:x}" for k, f in enumerate(true)) for c in ALL}
-    for lies, answering in (({c: fewer for c in ALL}, {target}), (own, {*ALL})):
+    for lies, answering in ((dict.fromkeys(ALL, fewer), {target}), (own, {*ALL})):
         session = rogue.begin(1)
         for c in ALL:
             session.vector(c, rogue.terms(1, download, [model], **more | {"figures": lies[c]}), download, model)

@@ -28,14 +28,13 @@ from fedloom.deploy.ops.status import lines, status_of
 from fedloom.deploy.protocol.envelope import ASKED, COMMON, PROTOCOL, Kind, digest_of, seal
 from fedloom.deploy.secure import integers, opened, shares
 from fedloom.deploy.secure import protocol as secure
-from fedloom.deploy.secure import site as masked_site
 from fedloom.deploy.secure.member import check_maskable
 from fedloom.deploy.secure.protocol import Broken
 from fedloom.deploy.secure.sums import ATTEMPTS
 from fedloom.deploy.secure.terms import Terms, read_terms
 from fedloom.deploy.secure.vectors import ScoreVector, UploadVector
 from fedloom.deploy.settings import Secure
-from fedloom.deploy.site import client, trainer
+from fedloom.deploy.site import trainer
 from fedloom.deploy.site.state import models
 from fedloom.engine.checkpoints import RunCheckpoints
 from fedloom.engine.job import Job
@@ -549,7 +548,9 @@ def test_no_sum_of_scores_is_of_one_or_two_sites(tmp_path: Path) -> None:
     counts = {p: [fed.targets(fed.indices(p, c)).bincount(minlength=10) for c in range(5)] for p in ("train", "test")}
     decode = ScoreVector.decode
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ScoreVector, "decode", lambda self, total, n: totals.append((self, total)) or decode(self, total, n))
+        patch.setattr(
+            ScoreVector, "decode", lambda self, total, n: totals.append((self, total)) or decode(self, total, n)
+        )
         grid = here.grid()
         assert here.serve(grid) is Stop.DONE
     vector, total = totals[-1]
@@ -585,7 +586,9 @@ def test_figures_that_samples_define() -> None:
         (0, 0, set[str]()),
     ):
         y = torch.tensor([0] * negative + [1] * positive, dtype=torch.long)
-        there = SimpleNamespace(gather=lambda part, ids, y=y: (torch.arange(len(y)), None), targets=lambda index, y=y: y)
+        there = SimpleNamespace(
+            gather=lambda part, ids, y=y: (torch.arange(len(y)), None), targets=lambda index, y=y: y
+        )
         bits = int(ScoreVector(replace(job, eval_fed=there)).definable(0), 16)
         found = {name for k, (part, name) in enumerate(figures_of_data) if bits >> k & 1 and part == "test"}
         assert found & {*wanted} == names

@@ -46,7 +46,8 @@ def init(
     most_samples: Annotated[
         int | None,
         typer.Option(
-            help="samples that a site may claim of any part; the largest client's by default, with --own-data 10^8", min=1
+            help="samples that a site may claim of any part; the largest client's by default, with --own-data 10^8",
+            min=1,
         ),
     ] = None,
     metrics_port: Annotated[
@@ -117,7 +118,9 @@ def init(
             )
             say(f"maximum update norm accepted per site: norm_bound = {text} in server.toml")
         elif planned.sends:
-            say("no norm_bound, for want of data here: one site can move the model as far as it likes; say --norm-bound")
+            say(
+                "no norm_bound, for want of data here: one site can move the model as far as it likes; say --norm-bound"
+            )
         if planned.most_samples is None and planned.by_samples:
             say("a site counts by the samples that it claims, up to 10^8: say the largest site's with --most-samples")
         if planned.threshold is not None:

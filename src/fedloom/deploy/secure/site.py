@@ -104,9 +104,7 @@ class MaskedAnswers:
             scores = trainer.scores(job, models, terms.scored, common=terms.common)
             if trainer.scoring == "masked":
                 vector = ScoreVector(job)
-                vectors.append(
-                    vector.encode(scores, sizes, terms.summed(self._agreed.threshold, len(vector.figures)))
-                )
+                vectors.append(vector.encode(scores, sizes, terms.summed(self._agreed.threshold, len(vector.figures))))
         if trains:
             if job.kept_fields and (0 if state is None else state.round) != head["accepted"]:
                 raise Broken(
