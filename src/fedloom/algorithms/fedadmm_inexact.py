@@ -20,9 +20,10 @@ Kept by a client: 2d + 2 (w, y, eps, r), by the server its last u and r. Sent pe
 Deviations: the paper's 1/n is divided out of duals, penalty, gradients and eps (n^2); shares weigh the mean. Its r_i is
 that of linear models; here it is measured: ||change of the gradient|| / ||change of w|| in the last step (Malitsky and
 Mishchenko, arXiv:1910.09529, without their factor 2), or half of what it was if that is more; at first 1/lr. It is sent
-within e^-10/lr to e^10/lr, so that one client of weight w moves sigma by e^(20 w) at most. One sigma is for all: r0 times the geometric mean of the r_i, moved where this is below half or above twice of what it was, as u
-of absent clients has an older one; with ``rho`` it is fixed, and so is r_i = 1/lr. Steps use full gradients: epochs,
-steps, batch size, and without ``rho`` the schedule, are not used.
+within e^-10/lr to e^10/lr, so that one client of weight w moves sigma by e^(20 w) at most. One sigma is for all: r0
+times the geometric mean of the r_i, moved where this is below half or above twice of what it was, as u of absent
+clients has an older one; with ``rho`` it is fixed, and so is r_i = 1/lr. Steps use full gradients: epochs, steps, batch
+size, and without ``rho`` the schedule, are not used.
 
 Defaults: one dual step after at most five linearised ones (six times FedAvg's gradients), and r0 = 1/inner: five steps
 go 0.6 of the way to a local solution. Neither depends on local.lr, on the clients' sizes or on the number of rounds.
