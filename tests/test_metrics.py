@@ -11,7 +11,7 @@ import torch
 
 import fedloom as fl
 from fedloom.errors import ConfigError
-from fedloom.metrics import BRIEF, CHOOSING, METRICS, ROLES, leading, metric, over_clients, worst
+from fedloom.metrics import METRICS, ROLES, SELECTION, SUMMARY, leading, metric, over_clients, worst
 from fedloom.tasks import Binary, Classification, Regression, Task
 
 TASKS: dict[str, Task] = {
@@ -52,7 +52,7 @@ def test_what_leads_follows_from_what_was_measured(name: str) -> None:
     found = (leading(names), leading(names, "settings"), leading(names, "client"))
     assert found == (roles.page, roles.settings, roles.client)
     assert leading({"loss", "mae"}) == leading({}) == "loss"
-    assert {roles.page, roles.settings, roles.client, "loss"} <= set(BRIEF)
+    assert {roles.page, roles.settings, roles.client, "loss"} <= set(SUMMARY)
 
 
 def test_the_page_shows_the_table() -> None:
@@ -70,7 +70,7 @@ def test_the_worst_tenth_is_the_bad_end_of_those_that_are_known() -> None:
     for name in ("accuracy", "calibration_error"):
         found = over_clients(name, values, np.ones(22))
         assert found[f"{name}/worst10"] == worst(values, low=metric(name).higher)
-        assert (f"{name}/jain" in found) == (name in CHOOSING)
+        assert (f"{name}/jain" in found) == (name in SELECTION)
 
 
 def test_nobody_rates_what_is_not_known() -> None:

@@ -1,4 +1,4 @@
-"""Texts that are dear to make, kept in the user's cache folder between calls."""
+"""A cache of expensive texts in the user's cache folder, kept between calls."""
 
 from __future__ import annotations
 

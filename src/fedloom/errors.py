@@ -141,7 +141,7 @@ def cause_of(error: Exception) -> str:
 
 
 @contextmanager
-def blamed(what: str, part: object, where: str) -> Iterator[None]:
+def attribute_error(what: str, part: object, where: str) -> Iterator[None]:
     """Attribute errors within to the code of ``part``.
 
     Args:
@@ -163,7 +163,7 @@ def blamed(what: str, part: object, where: str) -> Iterator[None]:
 
 
 @contextmanager
-def explained(path: Path, kept: str, again: str) -> Iterator[None]:
+def explain_os_error(path: Path, kept: str, again: str) -> Iterator[None]:
     """Report in one sentence that a file could not be written.
 
     Args:

@@ -133,10 +133,10 @@ ROLES = {
 }
 """By task; "imbalanced" are several classes whose balanced accuracy is measured. Where none was, the loss decides."""
 
-CHOOSING = frozenset(name for roles in ROLES.values() for name in (roles.settings, roles.client)) - {"loss"}
+SELECTION = frozenset(name for roles in ROLES.values() for name in (roles.settings, roles.client)) - {"loss"}
 """Metrics beside the loss by which something is chosen; their spread over clients is recorded."""
 
-BRIEF = tuple(name for name in METRICS if name == "loss" or any(name in roles for roles in ROLES.values()))
+SUMMARY = tuple(name for name in METRICS if name == "loss" or any(name in roles for roles in ROLES.values()))
 """Metrics shown where there is room for few."""
 
 
@@ -194,7 +194,7 @@ def over_clients(name: str, values: Values, sizes: Values, centre: float | None 
         return {f"loss/{k}": v for k, v in (figures | {"variance": variance(values)}).items()} | {
             "cd": disagreement(values)
         }
-    if name in CHOOSING:
+    if name in SELECTION:
         figures |= {"variance": variance(values), "jain": jain(values)}
         figures |= {} if centre is None else {"sigma": spread(values, centre)}
         figures |= {f"decile{k}": float(decile) for k, decile in enumerate(deciles(values), 1)}

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import fedloom as fl
 from fedloom.cli import app
 from fedloom.data.sources import source
-from fedloom.data.survey.facts import Facts
+from fedloom.data.survey.facts import ColumnProfile
 from fedloom.experiment import Plan, parse
 from tests import hospitals
 
@@ -255,7 +255,7 @@ def test_a_separator_is_found_by_what_cuts_rows_alike(tmp_path: Path) -> None:
     ],
 )
 def test_kinds_of_columns(cells: list[str], kind: str) -> None:
-    assert Facts("c", np.array(cells, object)).kind == kind
+    assert ColumnProfile("c", np.array(cells, object)).kind == kind
 
 
 def test_what_a_statistician_would_see_is_said(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ from fedloom.tasks import task_of
 from fedloom.trained.export import FORMATS, export, load
 from fedloom.trained.model import Model
 from fedloom.trained.models import Models
-from fedloom.trained.saved import PIECE, Shelf
+from fedloom.trained.saved import PIECE, SavedModels
 
 NORMALISED = CNN(channels=(4,), kernel=3, norm="batch", hidden=(8,))
 LOCAL = LocalSGD(lr=0.1, batch_size=20)
@@ -74,7 +74,7 @@ def run(fed: Federation, algorithm: Any, model: ModelSpec | None = None, **more:
 def from_files(result: Result, folder: Path) -> Models:
     result.models.save(folder)
     job = result.job
-    return Models(Shelf(folder, job.algorithm, job.setting.model, job.setting.local, job.setting.seed, "mine"))
+    return Models(SavedModels(folder, job.algorithm, job.setting.model, job.setting.local, job.setting.seed, "mine"))
 
 
 def part_of(fed: Federation, client: int, part: str = "test") -> Dataset:

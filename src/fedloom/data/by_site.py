@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from sklearn.metrics import r2_score, roc_auc_score
 
-from fedloom.data.survey.facts import FEW, Facts
+from fedloom.data.survey.facts import FEW, ColumnProfile
 from fedloom.seeds import numpy_generator
 
 EVENTS = 5
@@ -34,7 +34,7 @@ class SingleColumnScore(NamedTuple):
     text: str
 
 
-def alone(column: Facts, target: Facts, task: str) -> SingleColumnScore:
+def alone(column: ColumnProfile, target: ColumnProfile, task: str) -> SingleColumnScore:
     """AUROC of one column for the target's classes (the mean of those with enough rows), or R2 of a measured target.
 
     A number ranks rows itself; every column ranks them by the target's mean in its groups too, which is learned on one
@@ -85,13 +85,13 @@ def _across(groups: NDArray[np.int64], y: NDArray[np.float64]) -> NDArray[np.flo
     return out
 
 
-def events(target: Facts, rows: Rows) -> dict[str, dict[str, int]]:
+def events(target: ColumnProfile, rows: Rows) -> dict[str, dict[str, int]]:
     """Rows of every class at every site: ``{site: {class: rows}}``."""
     classes = [name for name in target.levels if name not in target.odd]
     return {site: {name: int((target.cells[here] == name).sum()) for name in classes} for site, here in rows.items()}
 
 
-def sentences(column: Facts, rows: Rows) -> Iterator[str]:
+def sentences(column: ColumnProfile, rows: Rows) -> Iterator[str]:
     """What differs from site to site in a column."""
     missing = np.isnan(column.values) if column.kind == "number" else column.cells == ""
     shares = {site: float(missing[here].mean()) for site, here in rows.items()}
@@ -107,13 +107,13 @@ def sentences(column: Facts, rows: Rows) -> Iterator[str]:
         yield from _units(column, {site: here & ~missing for site, here in rows.items() if site in present})
 
 
-def lone_site(column: Facts, rows: Rows) -> str | None:
+def lone_site(column: ColumnProfile, rows: Rows) -> str | None:
     """The only site that has a column, if it is one of several."""
     present = [s for s, here in rows.items() if float((column.cells[here] == "").mean()) < ABSENT]
     return present[0] if len(present) == 1 and len(rows) > 1 else None
 
 
-def _units(column: Facts, rows: Rows) -> Iterator[str]:
+def _units(column: ColumnProfile, rows: Rows) -> Iterator[str]:
     """Sites whose medians and spreads differ from those of the others by the same factor."""
     figures = {}
     for site, here in rows.items():

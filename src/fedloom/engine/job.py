@@ -16,7 +16,7 @@ from fedloom.choose.mixers import Rule
 from fedloom.data.federation import Federation
 from fedloom.engine.messages import Messages
 from fedloom.engine.setting import Setting
-from fedloom.errors import ConfigError, blamed
+from fedloom.errors import ConfigError, attribute_error
 from fedloom.local import Ctx, Work
 from fedloom.local.optimizer import OptimizerStates
 from fedloom.local.oracles import Network
@@ -294,7 +294,7 @@ class Job(Problem):
         """The download of a cohort; all clients when None."""
         ctx = self.ctx(round, ids)
         kept = self.kept.read(self.mixed(ctx.ids)) if self.algorithm.mixes else None
-        with blamed("method", self.algorithm, f"round {round}"):
+        with attribute_error("method", self.algorithm, f"round {round}"):
             down = self.algorithm.down(server, kept, ctx)
         mixer = self.setting.mixer or (self.algorithm.mixer(round) if self.robust else None)
         return down if mixer is None else self._with_mixtures(mixer, down, ctx)
@@ -308,7 +308,7 @@ class Job(Problem):
         mask, shared = self.messages.masks.get(self.primary), down[0]
         if mask is not None:
             rows, start = rows[:, mask.cpu()], start[mask.cpu()]
-        with blamed("mixer", mixer, f"round {ctx.round}"):
+        with attribute_error("mixer", mixer, f"round {ctx.round}"):
             mixtures = mixer.mix(rows, start, ctx, self._robust_mixture(ctx.round) if self.robust else None)
             if mixtures.shape != (ctx.m, rows.shape[1]):
                 raise ValueError(f"mix must return models {[ctx.m, rows.shape[1]]}, got {[*mixtures.shape]}")

@@ -20,7 +20,7 @@ from fedloom.engine.state import State
 from fedloom.engine.virtual.clock import FATE, LOG, Clock, Fate
 from fedloom.errors import ConfigError, Stop
 from fedloom.local.rows import to_device
-from fedloom.metrics import BRIEF, leading
+from fedloom.metrics import SUMMARY, leading
 from fedloom.metrics import metric as facts
 from fedloom.trained.adapt import ServerSide
 from fedloom.trained.model import ModelRecipe, running_statistics
@@ -247,7 +247,7 @@ class Live:
         scores: Any = {
             (model, part): {
                 metric: torch.from_numpy(values)
-                for metric in BRIEF
+                for metric in SUMMARY
                 if (values := records.last(model, part, metric)) is not None
             }
             for model in ("global", "personal")

@@ -11,7 +11,7 @@ from fedloom.engine.clients.forging import forge
 from fedloom.engine.job import Job
 from fedloom.engine.state import State
 from fedloom.engine.uploads import Uploads, weights_of
-from fedloom.errors import RunStopped, Stop, blamed
+from fedloom.errors import RunStopped, Stop, attribute_error
 from fedloom.processes.clients import COUNTS, AskRequest, Clients, TrainRequest, TrainTask
 
 
@@ -66,7 +66,7 @@ def take(
         detail = f"round {t}: {accepted.m} of {len(cohort)} uploads were finite and within bounds"
         raise RunStopped(reason, detail, events)
     up, weigher, aggregator = uploads.aggregate(accepted, state.weigher, state.aggregator)
-    with blamed("method", job.algorithm, f"round {t}"):
+    with attribute_error("method", job.algorithm, f"round {t}"):
         server = job.algorithm.server(state.server, up, accepted)
         if getattr(server, "_fields", None) != state.server._fields:
             raise TypeError(f"server must return a {type(state.server).__name__}, got {type(server).__name__}")
@@ -74,7 +74,7 @@ def take(
     if not all(bool(f.isfinite().all()) for f in server):
         raise RunStopped(Stop.DIVERGED, f"round {t}: the server's state is not finite", events)
     if (report := uploads.answers("sampler")) is not None:
-        with blamed("sampler", job.setting.sampler, f"round {t}"):
+        with attribute_error("sampler", job.setting.sampler, f"round {t}"):
             sampler = job.setting.sampler.learn(sampler, report, accepted)
     counts = torch.cat([uploads.counts + asked, torch.tensor([len(uploads.dropped)])])
     return state.with_(
@@ -91,13 +91,13 @@ def sample(job: Job, clients: Clients, state: State, t: int) -> tuple[Tensor, An
     ctx = job.ctx(t)
     info, cost = None, torch.zeros(len(COUNTS), dtype=torch.long)
     if job.setting.sampler.probes:
-        with blamed("sampler", job.setting.sampler, f"round {t}"):
+        with attribute_error("sampler", job.setting.sampler, f"round {t}"):
             candidates = checked_ids(job.setting.sampler.query(state.sampler, ctx), job.n)
         model = job.algorithm.global_model(state.server)
         assert model is not None  # or the sampler is refused
         answers = list(clients.ask(AskRequest(t, candidates, model)))
         info, cost = torch.cat([a.values for a in answers]), torch.cat([a.counts for a in answers]).sum(0)
-    with blamed("sampler", job.setting.sampler, f"round {t}"):
+    with attribute_error("sampler", job.setting.sampler, f"round {t}"):
         cohort, sampler = job.setting.sampler.apply(state.sampler, info, ctx)
         return checked_ids(cohort, job.n), sampler, cost
 

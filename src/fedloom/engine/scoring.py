@@ -15,7 +15,7 @@ from fedloom.engine.privacy import accounted, spent
 from fedloom.engine.records import Record, score_records
 from fedloom.engine.state import State
 from fedloom.engine.virtual.clock import FATE, ROUND, VERSION, Clock, Fate, use_of
-from fedloom.errors import blamed
+from fedloom.errors import attribute_error
 from fedloom.local import Ctx
 from fedloom.local.oracles import chunk_count
 from fedloom.local.rows import rows_of, to_device
@@ -45,7 +45,7 @@ def evaluate(job: Job, clients: Clients, state: State) -> tuple[State, str]:
 def score_request(job: Job, state: State) -> ScoreRequest | None:
     """Ask for the scores of every model that there is after a round; None where there is none."""
     t = state.round
-    with blamed("method", job.algorithm, f"round {t}"):
+    with attribute_error("method", job.algorithm, f"round {t}"):
         model = job.algorithm.global_model(state.server)
         if model is not None and model.shape != (job.oracle.layout.d,):
             raise ValueError(f"global_model must return [d] = [{job.oracle.layout.d}], got {[*model.shape]}")
@@ -127,7 +127,7 @@ def diagnose(job: Job, state: State) -> dict[str, float]:
     """The method's own figures after a round; not counted as its work."""
     ctx = job.ctx(state.round)
     down = job.down(state.server, state.round)
-    with blamed("method", job.algorithm, f"the diagnostics of round {state.round}"):
+    with attribute_error("method", job.algorithm, f"the diagnostics of round {state.round}"):
         return _figures(job, state, ctx, down)
 
 

@@ -28,7 +28,7 @@ from fedloom.engine.job import Job, Problem
 from fedloom.engine.messages import Messages, first_upload, idle_upload
 from fedloom.engine.privacy import check_privacy
 from fedloom.engine.setting import Engine, Setting
-from fedloom.errors import ConfigError, Refused, blamed
+from fedloom.errors import ConfigError, Refused, attribute_error
 from fedloom.local import Ctx, Nothing, Work
 from fedloom.local.optimizer import OptimizerStates, slots_of
 from fedloom.local.oracles import Network, chunk_limit, make_oracle
@@ -163,7 +163,7 @@ def make_problem(
     if finds and by_clusters(setting.weights):
         shares, spent = cluster_shares(clusters_of(setting.weights), oracle, x0, ctx)
         ctx = ctx._replace(weight=shares.to(dtype))
-    with blamed("method", method, "init"):
+    with attribute_error("method", method, "init"):
         method = method.with_derived_options(ctx)
         server, client, kept = method.init(x0, ctx)
     setting = setting.with_(algorithm=method)
@@ -172,7 +172,7 @@ def make_problem(
         raise Refused(f"sampler {sampler.kind!r} asks clients about the global model, but {name} has none")
     fewest = sampler.smallest(fed.n) if replay.cohorts is None else min(len(set(map(int, c))) for c in replay.cohorts)
     if setting.mixer is not None:
-        with blamed("method", method, "down"):
+        with attribute_error("method", method, "down"):
             check_mixed_width(method, method.down(server, None, ctx), oracle.layout.d)
     notes = [*pooled_notes, *notes_of(setting, oracle, server, ctx, fewest)]
     if setting.aggregator is not None and fewest is not None:
@@ -310,7 +310,7 @@ def _memory(method: Algorithm, start: tuple[Any, Any, Any], oracle: Network, ctx
     like = oracle.layout.vector(oracle.module)
     memory = OptimizerStates(like.new_zeros(1, 0), slots_of(local, oracle.layout, like))
     work = Work(oracle, ctx.ids[:1], ctx.weight[:1].to(like), local, steps=1, memory=memory)
-    with blamed("method", method, "a first step"):
+    with attribute_error("method", method, "a first step"):
         first_upload(method, start, ctx, work)
     if not memory.streams:
         raise Refused(

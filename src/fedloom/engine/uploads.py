@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedloom import algorithms
 from fedloom.engine.job import Job
-from fedloom.errors import ConfigError, RunStopped, Stop, blamed
+from fedloom.errors import ConfigError, RunStopped, Stop, attribute_error
 from fedloom.local import Ctx
 from fedloom.processes.clients import COUNTS, SumResult, TrainResult
 
@@ -248,7 +248,7 @@ class Uploads:
         assert job.setting.aggregator is not None
         primary = job.primary if job.primary in rows else next(iter(rows))
         try:
-            with blamed("aggregator", job.setting.aggregator, f"round {ctx.round}"):
+            with attribute_error("aggregator", job.setting.aggregator, f"round {ctx.round}"):
                 deciding = job.ctx(ctx.round, ids)
                 combined, aggregator = job.setting.aggregator.apply(state, rows, weights, primary, deciding)
                 _check_combined(combined, rows)
@@ -259,7 +259,7 @@ class Uploads:
 
 def weights_of(job: Job, weigher: Any, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Any]:
     """Weights ``[m, 1]`` of a cohort, and the weigher's new state."""
-    with blamed("weigher", job.setting.weigher, f"round {ctx.round}"):
+    with attribute_error("weigher", job.setting.weigher, f"round {ctx.round}"):
         weights, weigher = job.setting.weigher.apply(weigher, info, ctx)
         if weights.shape != (ctx.m, 1) or (bool((weights < 0).any()) and not job.setting.weigher.signed):
             got = f"{[*weights.shape]}, at least {float(weights.min())}"

@@ -35,7 +35,7 @@ from fedloom.trained.predictions import (
     evaluated,
     predicted,
 )
-from fedloom.trained.saved import Shelf
+from fedloom.trained.saved import SavedModels
 from fedloom.trust import check_document
 from fedloom.values import read_toml
 
@@ -127,12 +127,12 @@ class Opened:
         document = {k: v for k, v in self._document.items() if k != "resolved"}
         return parse({**document, "data": {"source": "digits"}}, str(self.path / SETTINGS))
 
-    def shelf(self, method: str, seed: int) -> Shelf:
+    def shelf(self, method: str, seed: int) -> SavedModels:
         """The files of the models of a run."""
         chosen: Method = next(m for m in self.experiment.methods if m.label == method)
         folder = folder_of(self.path, MODELS, method, seed)
         run = chosen.setting
-        return Shelf(folder, run.method, run.model, run.local, seed, method, run.task)
+        return SavedModels(folder, run.method, run.model, run.local, seed, method, run.task)
 
     @cached_property
     def new_data(self) -> NewData:

@@ -15,7 +15,7 @@ from torch import Tensor
 from fedloom.engine.records import not_measured
 from fedloom.metrics import leading
 from fedloom.trained.models import MOST_PERSONAL_FIRST, Models
-from fedloom.trained.saved import Shelf
+from fedloom.trained.saved import SavedModels
 
 if TYPE_CHECKING:
     from altair import LayerChart
@@ -39,7 +39,7 @@ class Recorded:
     reason: str
     rounds: int
     _whole: Callable[[], pa.Table] = field(repr=False, compare=False)
-    _saved: Callable[[], Shelf] = field(repr=False, compare=False)
+    _saved: Callable[[], SavedModels] = field(repr=False, compare=False)
 
     def table(self) -> pa.Table:
         """Tidy: round, client (-1 is the federation), model, part, metric, value."""

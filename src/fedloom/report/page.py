@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pyarrow import ArrowException
 
-from fedloom.errors import ConfigError, FedloomError, RunDirError, explained
+from fedloom.errors import ConfigError, FedloomError, RunDirError, explain_os_error
 from fedloom.report.charts.calibrated import calibrated, thresholds_csv
 from fedloom.report.charts.clients import clients
 from fedloom.report.charts.curves import curves, robustness
@@ -168,4 +168,4 @@ def _replace(path: Path, text: str) -> None:
 
 
 def _explained(path: Path) -> AbstractContextManager[None]:
-    return explained(path, "the results of the run are", "'fedloom report' with the run directory writes it")
+    return explain_os_error(path, "the results of the run are", "'fedloom report' with the run directory writes it")

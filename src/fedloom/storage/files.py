@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedloom.errors import DamagedCheckpoint, RunDirError, explained
+from fedloom.errors import DamagedCheckpoint, RunDirError, explain_os_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -58,7 +58,7 @@ def _step(op: str, path: Path) -> None:
 
 
 def _explained(path: Path) -> AbstractContextManager[None]:
-    return explained(path, "what was saved before is", "run the same command again to go on")
+    return explain_os_error(path, "what was saved before is", "run the same command again to go on")
 
 
 def _open(path: Path, flags: int) -> int:

@@ -1,4 +1,4 @@
-"""Shelf: the models of a run in the files of its directory: how they are written, and read when they are asked for."""
+"""Saved models: those of a run in the files of its directory, written as a whole and read on demand."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def _server_tensors(side: ServerSide) -> dict[str, Tensor]:
     return named
 
 
-class Shelf:
+class SavedModels:
     """A `ModelSource` of models from the files that `Models.save` wrote.
 
     Args:

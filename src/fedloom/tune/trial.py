@@ -168,7 +168,7 @@ def for_scoring(setting: Setting, seed: int, every: int = 5) -> Setting:
     return setting.with_(seed=seed, evaluate=evaluate)
 
 
-def judged_models(
+def scored_models(
     setting: Setting, fed: Federation, wanted: str, metric: str | None, label: str
 ) -> tuple[tuple[str, ...], str, bool]:
     """The models and the metric that decide, and whether more of it is better.
@@ -253,7 +253,7 @@ def attempt(
             state = state if place == 0 else run(place, rounds)
             done = _further(done, state)
             values.append(_score(state.records, goal))
-    except _Hopeless as hopeless:
+    except _PrunedTrial as hopeless:
         reason = "below the median of the complete trials at this point"
         done = _further(done, hopeless.state).with_(state="pruned", reason=reason)
     except _Lost as lost:
@@ -273,7 +273,7 @@ class _Lost(Exception):
         self.state, self.reason = state, reason
 
 
-class _Hopeless(Exception):
+class _PrunedTrial(Exception):
     """A trial that is stopped early, with the state it had reached."""
 
     def __init__(self, state: State) -> None:
@@ -299,7 +299,7 @@ def _watch(
                     continue
                 trial.report(value, point)
                 if trial.should_prune():
-                    raise _Hopeless(state)
+                    raise _PrunedTrial(state)
 
     return tell
 

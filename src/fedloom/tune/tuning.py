@@ -37,7 +37,7 @@ from fedloom.tune.search import (
     space_of,
     with_params,
 )
-from fedloom.tune.trial import PART, Interrupted, Trial, TrialJournal, attempt, for_scoring, judged_models, without_test
+from fedloom.tune.trial import PART, Interrupted, Trial, TrialJournal, attempt, for_scoring, scored_models, without_test
 from fedloom.tune.work import Budget, Goal, plain_budget
 from fedloom.values import difference, dump, flat
 
@@ -101,7 +101,7 @@ class Tuning:
         self.studies: list[Study] = []
         for place, (method, space) in enumerate(zip(self.experiment.methods, spaces, strict=True)):
             experiment_rounds = self._run(self._document, place)
-            models, metric, higher = judged_models(*experiment_rounds, self.tune.model, wanted or None, method.label)
+            models, metric, higher = scored_models(*experiment_rounds, self.tune.model, wanted or None, method.label)
             method_rounds = rounds if self.tune.equal_work else document["method"][place].get("rounds", rounds)
             time = self.tune.simulated_seconds
             goal = Goal(method_rounds, budget, metric, tuple(seeds), models, higher, statistic or "mean", time)

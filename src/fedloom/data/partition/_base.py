@@ -15,7 +15,7 @@ from fedloom.data.federation import Federation, Split
 from fedloom.data.partition.changes import add_noise, prepared, relabelled
 from fedloom.data.partition.deal import Dealt, Ints, choose_each, distinct, owners, round_to_total
 from fedloom.data.partition.parts import cut_parts
-from fedloom.errors import ConfigError, DataError, PartitionError, Refused, blamed
+from fedloom.errors import ConfigError, DataError, PartitionError, Refused, attribute_error
 from fedloom.seeds import numpy_generator
 from fedloom.values import Value
 
@@ -136,7 +136,7 @@ class Partition(Value):
             raise ConfigError(f"seed must be a whole number, got {seed!r:.60}")
         seed_of_draw, fold = (seed, None) if self.folds is None else divmod(seed, self.folds)
         pool = self._pool(data)
-        with blamed("partition", self, f"draw, seed {seed}"):
+        with attribute_error("partition", self, f"draw, seed {seed}"):
             draw = self.draw(pool, seed_of_draw)
             _check_dealt(draw.dealt, len(data))
         self._check(draw, data)

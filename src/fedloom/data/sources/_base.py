@@ -17,7 +17,7 @@ from torch import Tensor
 from fedloom.data.dataset import MOST_CLASSES, Dataset
 from fedloom.data.sources.fetch import ENV as ENV
 from fedloom.data.sources.fetch import REMOTE
-from fedloom.errors import DataError, blamed
+from fedloom.errors import DataError, attribute_error
 from fedloom.imports import path_of
 from fedloom.values import Value
 
@@ -48,7 +48,7 @@ class Source(Value):
         """
         if path_of(type(self)) is None:
             return self.load(data_dir)
-        with blamed("data set", self, "load"):
+        with attribute_error("data set", self, "load"):
             data = self.load(data_dir)
             if not isinstance(data, Dataset):
                 raise TypeError(f"load must return a fedloom.data.Dataset, got {type(data).__name__}")
@@ -109,7 +109,7 @@ def locate(
 
 
 @contextmanager
-def lies_at(place: Path) -> Iterator[None]:
+def naming_file_in_errors(place: Path) -> Iterator[None]:
     """Names the file or folder in what a data set that is made inside refuses."""
     try:
         yield

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedloom.data.dataset import Dataset, Task, refuse
-from fedloom.data.sources._base import lies_at, numbered, scale
+from fedloom.data.sources._base import naming_file_in_errors, numbered, scale
 from fedloom.errors import DataError
 
 
@@ -94,7 +94,7 @@ def of_arrays(
     if owners is not None and owners.dtype.kind == "f" and np.isnan(owners).any():
         raise DataError(f"{place}: users: sample {int(np.isnan(owners).argmax())} has no owner; give every sample one")
     levels, codes = (None, None) if owners is None else np.unique(owners, return_inverse=True)
-    with lies_at(Path(place)):
+    with naming_file_in_errors(Path(place)):
         return Dataset(
             name,
             features[:, None] if features.ndim == 3 else features,

@@ -14,7 +14,7 @@ import torch
 from pydantic import Field
 
 from fedloom.data.dataset import Dataset
-from fedloom.data.sources._base import FileSource, lies_at, locate, scale
+from fedloom.data.sources._base import FileSource, locate, naming_file_in_errors, scale
 from fedloom.data.sources.archive import Entry, check_size, entries, fill, finished
 from fedloom.errors import DataError
 
@@ -110,7 +110,7 @@ def read(
             )
     labels = torch.from_numpy(y).long()
     test_set = torch.arange(train[0], total)
-    with lies_at(place):
+    with naming_file_in_errors(place):
         return Dataset(name, torch.from_numpy(x), labels, "classification", classes, scale(mean), scale(std), test_set)
 
 

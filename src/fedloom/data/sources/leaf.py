@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from fedloom.data.dataset import MOST_CLASSES, Dataset, Task
-from fedloom.data.sources._base import FileSource, lies_at, locate, numbered
+from fedloom.data.sources._base import FileSource, locate, naming_file_in_errors, numbered
 from fedloom.data.sources.archive import Entry, GrowingRows, entries
 from fedloom.errors import DataError, NoSamples
 
@@ -238,7 +238,7 @@ def of_users(
     vocabulary: tuple[str, ...] = (),
 ) -> Dataset:
     """The data set of what was collected by user, whose names are a column too."""
-    with lies_at(place):
+    with naming_file_in_errors(place):
         return Dataset(
             name,
             x,

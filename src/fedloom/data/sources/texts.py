@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from fedloom.data.dataset import Dataset, refuse
-from fedloom.data.sources._base import FileSource, Source, lies_at, locate
+from fedloom.data.sources._base import FileSource, Source, locate, naming_file_in_errors
 from fedloom.data.sources.detect import detect
 from fedloom.data.sources.leaf import Collector, Floats, Leaf, collect, holds_json, of_users
 from fedloom.data.sources.table.levels import Codes
@@ -47,7 +47,7 @@ class Texts(FileSource):
         texts, codes, where = self._columns(data_dir, labelled=True)
         (y, classes), (users, names) = codes[0], codes[1] if self.users else (None, ())
         vocabulary = vocabulary_of(texts, self.level, self.tokens)
-        with lies_at(Path(where)):
+        with naming_file_in_errors(Path(where)):
             return Dataset(
                 Path(where).stem,
                 encoded(texts, vocabulary, min(self.length, max(len(tokenised(t, self.level)) for t in texts))),

@@ -13,7 +13,7 @@ from fedloom.data.sources import source
 from fedloom.data.sources.table.cells import is_missing
 from fedloom.data.sources.table.reading import TableSource
 from fedloom.data.sources.tabular import Csv
-from fedloom.data.survey.facts import FEW, LATER, PER_LEVEL, Facts
+from fedloom.data.survey.facts import FEW, LATER, PER_LEVEL, ColumnProfile
 from fedloom.errors import ConfigError, DataError, NoSamples, nearest
 
 TARGETS = (
@@ -67,10 +67,10 @@ class Survey:
             raise NoSamples(f"{path}: empty; a table needs a header row and rows below it")
         if not cells[raw.names[0]]:
             raise NoSamples(f"{path}: no rows below the header; an empty table")
-        self.columns = {name: Facts(name, np.array(column, object)) for name, column in cells.items()}
+        self.columns = {name: ColumnProfile(name, np.array(column, object)) for name, column in cells.items()}
         self.rows = len(next(iter(cells.values())))
 
-    def column(self, name: str, what: str) -> Facts:
+    def column(self, name: str, what: str) -> ColumnProfile:
         """A column by name.
 
         Raises:
@@ -116,7 +116,7 @@ def _words(name: str) -> set[str]:
     return {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", name)}
 
 
-def _named(columns: Sequence[Facts], words: Sequence[str]) -> list[Facts]:
+def _named(columns: Sequence[ColumnProfile], words: Sequence[str]) -> list[ColumnProfile]:
     """The columns with one of the words in their name, in the order of the words."""
     hits_by_column = [(min(map(words.index, hits)), c) for c in columns if (hits := _words(c.name) & set(words))]
     return [c for _, c in sorted(hits_by_column, key=lambda pair: pair[0])]

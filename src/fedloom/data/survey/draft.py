@@ -15,7 +15,7 @@ from fedloom.data.dataset import Dataset
 from fedloom.data.sources.table.levels import level
 from fedloom.data.survey.agreement import Agreement
 from fedloom.data.survey.columns import Survey
-from fedloom.data.survey.facts import FEW, LATER, PER_LEVEL, TOKENS, Facts
+from fedloom.data.survey.facts import FEW, LATER, PER_LEVEL, TOKENS, ColumnProfile
 from fedloom.data.tables import Table, is_number
 from fedloom.errors import ConfigError, DataError
 
@@ -23,7 +23,7 @@ LEAST = 10
 """Rows that a federation needs, and a class that is not rare."""
 SMALLEST = 5
 """Rows of the smallest site that takes part; fewer are too few to scale a column."""
-TELLS = 0.995
+LEAK_SHARE = 0.995
 """AUROC or R2 from which a single column gives the target away, as facts recorded afterwards do."""
 DOUBTFUL = 0.95
 """AUROC or R2 of a single column from which it is worth a second look; of one named as a later one, `LATE`."""
@@ -69,7 +69,7 @@ class Draft:
         self._take_site(by)
         self._take_features()
 
-    def _say(self, column: Facts, sentence: str) -> None:
+    def _say(self, column: ColumnProfile, sentence: str) -> None:
         self.report.append(f"  column {column.name!r}: {sentence}")
 
     def _take_target(self, option: str | None) -> None:
@@ -100,10 +100,10 @@ class Draft:
             names = ", ".join(f"{name!r} ({count})" for name, count in list(rare.items())[:SHOWN])
             self._say(target, f"classes of fewer than {LEAST} rows: {names}; merge them, or leave them out")
         if not measured:
-            self._alike(target)
+            self._report_similar_names(target)
 
     @staticmethod
-    def _named(chosen: Facts, option: str | None, fit: list[str]) -> str:
+    def _named(chosen: ColumnProfile, option: str | None, fit: list[str]) -> str:
         alternatives = [repr(name) for name in fit if name != chosen.name][:4]
         note = (
             f" (not given{'; it may also be ' + ', '.join(alternatives) if alternatives else ''})"
@@ -116,7 +116,7 @@ class Draft:
         survey, target, fit = self._survey, self._target, self._survey.sites(self._target.name)
         has_target = (target.cells != "") & ~np.isin(target.cells.astype(str), target.odd)
 
-        def sizes(site: Facts) -> tuple[NDArray[np.str_], NDArray[np.int64]]:
+        def sizes(site: ColumnProfile) -> tuple[NDArray[np.str_], NDArray[np.int64]]:
             return np.unique(site.cells[has_target & (site.cells != "")].astype(str), return_counts=True)
 
         self._site = survey.column(option, "--by") if option else None
@@ -153,9 +153,9 @@ class Draft:
         self._rows = {name: has_target & (site.cells == name) for name in names[keep].tolist()}
         if self._task != "regression":
             self._say_events(target)
-        self._alike(site)
+        self._report_similar_names(site)
 
-    def _say_events(self, target: Facts) -> None:
+    def _say_events(self, target: ColumnProfile) -> None:
         """The rows of the rarest class by site, and the sites with few of them."""
         counts = by_site.events(target, self._rows)
         totals = {name: sum(count[name] for count in counts.values()) for name in next(iter(counts.values()))}
@@ -178,14 +178,14 @@ class Draft:
         self._odd = list(self._target.odd) if self._target.kind == "number" else []
         clashes = self._clashes([c for c in candidates if c.kind == "number"])
         for c in candidates:
-            if reason := self._useless(c, twins):
+            if reason := self._reason_to_drop(c, twins):
                 self._drop[c.name] = reason
                 self._say(c, f"{reason}; left out")
                 continue
             if c.kind == "text":
                 self._categorical.append(c.name)
                 self._say(c, f"text of {len(c.levels)} levels, a feature for each: {_list(np.array(list(c.levels)))}")
-                self._alike(c)
+                self._report_similar_names(c)
             elif c.odd:
                 self._odd += [odd for odd in c.odd if odd not in self._odd]
                 self._say(c, f"numbers, but for {_list(np.array(c.odd))}, which count as missing")
@@ -212,7 +212,7 @@ class Draft:
             raise ConfigError(f"{survey.path}: no column is left as a feature:\n" + "\n".join(self.report[1:]))
 
     @staticmethod
-    def _clashes(numbers: list[Facts]) -> dict[str, list[str]]:
+    def _clashes(numbers: list[ColumnProfile]) -> dict[str, list[str]]:
         """For every number that means missing in one column, the columns where it is an ordinary one."""
         marks = {level for c in numbers for level in c.extremes}
         return {
@@ -220,7 +220,7 @@ class Draft:
             for mark in marks
         }
 
-    def _useless(self, c: Facts, twins: dict[str, str]) -> str:
+    def _reason_to_drop(self, c: ColumnProfile, twins: dict[str, str]) -> str:
         """Why a column is no feature."""
         if c.kind == "empty":
             return "empty"
@@ -239,7 +239,7 @@ class Draft:
         if lone := by_site.lone_site(c, self._rows):
             return f"has values at {lone!r} only, so it names that site"
         share = by_site.alone(c, self._target, self._task)
-        if share.value >= TELLS:
+        if share.value >= LEAK_SHARE:
             return f"gives the target away by itself ({share.text}), as facts recorded afterwards do"
         later = bool(LATER.search(c.name))
         if share.value >= DOUBTFUL or (later and share.value >= DOUBTFUL_IF_LATER):
@@ -248,7 +248,7 @@ class Draft:
             self._say(c, "is known only later, by its name; leave it out unless it is known beforehand")
         return ""
 
-    def _alike(self, c: Facts) -> None:
+    def _report_similar_names(self, c: ColumnProfile) -> None:
         """Levels that are written in several ways, or may mean missing."""
         if missing := [level for level in c.levels if level.strip().lower() in TOKENS]:
             self._say(c, f"{_list(np.array(missing))} may mean missing; name such cells in missing, with impute = true")

@@ -44,7 +44,7 @@ LATER = re.compile(
 
 
 @dataclass(eq=False)
-class Facts:
+class ColumnProfile:
     """One column.
 
     Attributes:

@@ -22,7 +22,7 @@ from fedloom.deploy.ops.keys import SOON
 from fedloom.deploy.ops.table import mean_table, site_table
 from fedloom.deploy.settings import Server, read_server
 from fedloom.errors import ConfigError, Stop
-from fedloom.metrics import BRIEF
+from fedloom.metrics import SUMMARY
 from fedloom.storage.checkpoint import Checkpoints
 from fedloom.storage.files import in_use
 
@@ -140,7 +140,7 @@ def lines(status: Mapping[str, Any]) -> list[str]:
         inside = status["epsilon_sites"]
         texts.append(cost if inside is None else f"{cost}; {inside:.4g} against all other sites of a smallest sum")
     for row in status["means"]:
-        figures = [f"{k} {row[k]:.4g}" for k in BRIEF if k in row] + (
+        figures = [f"{k} {row[k]:.4g}" for k in SUMMARY if k in row] + (
             [f"of {row['sites']} sites"] if "sites" in row else []
         )
         texts.append(f"{row['model']} model, round {row['round']}, mean over sites: {', '.join(figures)}")

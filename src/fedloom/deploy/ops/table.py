@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from fedloom.metrics import BRIEF
+from fedloom.metrics import SUMMARY
 
 
 def site_table(metrics: Path, sites: Sequence[str], part: str = "test") -> list[dict[str, Any]]:
@@ -24,7 +24,7 @@ def site_table(metrics: Path, sites: Sequence[str], part: str = "test") -> list[
         sites: names in the order of the clients.
         part: part of each site's data.
     """
-    records = [r for r in _read(metrics, part, BRIEF) if 0 <= r["client"] < len(sites)]
+    records = [r for r in _read(metrics, part, SUMMARY) if 0 <= r["client"] < len(sites)]
     last = {(r["client"], r["model"]): r["round"] for r in records if r["value"] == r["value"]}
     rows: dict[tuple[int, str], dict[str, Any]] = {}
     for r in records:
@@ -47,7 +47,7 @@ def mean_table(metrics: Path, part: str = "test") -> list[dict[str, Any]]:
     rows: dict[str, dict[str, Any]] = {}
     losses = [r for r in _read(metrics, part, ["loss"]) if r["client"] >= 0 and r["value"] == r["value"]]
     counts = Counter((r["model"], r["round"]) for r in losses)  # none where the server has sums only
-    for r in _read(metrics, part, [*(f"{name}/mean" for name in BRIEF), "loss/sites"]):
+    for r in _read(metrics, part, [*(f"{name}/mean" for name in SUMMARY), "loss/sites"]):
         name, _, what = r["metric"].partition("/")
         row = rows.setdefault(r["model"], {"model": r["model"]})
         row |= {"round": r["round"], **({name: r["value"]} if what == "mean" else {"sites": int(r["value"])})}

@@ -11,7 +11,7 @@ from torch import Generator, Tensor
 from fedloom.algorithms._messages import base_of
 from fedloom.engine.job import Job
 from fedloom.engine.uploads import partials
-from fedloom.errors import ClientError, FedloomError, Refused, blamed, cause_of
+from fedloom.errors import ClientError, FedloomError, Refused, attribute_error, cause_of
 from fedloom.local import Work
 from fedloom.local.rows import rows_of, to_device
 from fedloom.processes.clients import Answers, AskTask, ChunkResult, TrainTask
@@ -187,12 +187,12 @@ def output_of(job: Job, inputs: Inputs, upload: Any, rows: Any) -> ClientOutput:
     answer = report = model = residue = sent = None
     if job.asks:
         model = getattr(upload, name) + base_of(job.fields[name], inputs.down, inputs.rows)
-        with blamed("weigher", job.setting.weigher, f"round {work.round}"):
+        with attribute_error("weigher", job.setting.weigher, f"round {work.round}"):
             answer = job.setting.weigher.probe(inputs.down, model, work) if job.setting.weigher.probes else None
-        with blamed("sampler", job.setting.sampler, f"round {work.round}"):
+        with attribute_error("sampler", job.setting.sampler, f"round {work.round}"):
             report = job.setting.sampler.report(model, work) if job.setting.sampler.learns else None
     if job.setting.channel is not None:
-        with blamed("channel", job.setting.channel, f"round {work.round}"):
+        with attribute_error("channel", job.setting.channel, f"round {work.round}"):
             messages, residue = job.messages, job.residue.read(work.ids)
             base = residue[0].to(upload[0]) if messages.tracks else job.algorithm.received(inputs.down, upload)
             upload = messages.change(upload, base)
@@ -289,7 +289,7 @@ def apply_channel(job: Job, upload: Any, residue: Any, noise: Sequence[Generator
 def ask_chunk(job: Job, model: Tensor, task: AskTask) -> Answers:
     """Ask a chunk of candidates about the global model."""
     work = job.work(task.round, task.ids)
-    with blamed("sampler", job.setting.sampler, f"round {task.round}"):
+    with attribute_error("sampler", job.setting.sampler, f"round {task.round}"):
         answer = job.setting.sampler.probe(model.to(job.oracle.device), work).cpu()
     return Answers(answer, asked_counts(job, answer, work_counts(work)))
 

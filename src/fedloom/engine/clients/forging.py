@@ -9,7 +9,7 @@ from torch import Tensor
 from fedloom.algorithms._messages import base_of, primary_field
 from fedloom.engine.clients.chunk import ClientOutput, accept, client_step, inputs_of, output_of
 from fedloom.engine.job import Job
-from fedloom.errors import blamed
+from fedloom.errors import attribute_error
 from fedloom.local.rows import rows_of, to_device
 from fedloom.processes.clients import ChunkResult, TrainTask
 from fedloom.rows.attacks import Forgery
@@ -47,7 +47,7 @@ def forged(job: Job, down: Any, task: TrainTask, honest: Tensor | None, m: int) 
     absolute = getattr(trained, name) + base
     received = inputs.down[0].expand_as(absolute)
     honest = honest if honest is not None and len(honest) else None
-    with blamed("attack", job.setting.attack, f"round {task.round}"):
+    with attribute_error("attack", job.setting.attack, f"round {task.round}"):
         models = job.setting.attack.forge(honest, received, absolute, m, inputs.work.rng("attack"))
         if models.shape != absolute.shape:
             raise ValueError(f"forge must return models {[*absolute.shape]}, got {[*models.shape]}")

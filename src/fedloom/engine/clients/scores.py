@@ -12,7 +12,7 @@ from fedloom.algorithms import Algorithm
 from fedloom.data.federation import Federation
 from fedloom.engine.job import Job
 from fedloom.engine.state import State
-from fedloom.errors import ClientError, FedloomError, blamed, cause_of
+from fedloom.errors import ClientError, FedloomError, attribute_error, cause_of
 from fedloom.local.oracles import Network
 from fedloom.local.rows import rows_of, to_device
 from fedloom.metrics import METRICS, leading
@@ -55,7 +55,7 @@ def hybrid_scores(scores: Scores, select_on: str) -> Scores:
 
 def score_chunk(job: Job, down: Any, global_model: Tensor | None, task: ScoreTask) -> Scores:
     """Scores of the global and the personal models of a chunk of clients."""
-    with blamed("model", job.setting.model, f"round {task.round}"):
+    with attribute_error("model", job.setting.model, f"round {task.round}"):
         return _scores(job, down, global_model, task)
 
 

@@ -15,7 +15,7 @@ from fedloom.engine.round import checked_ids
 from fedloom.engine.state import State
 from fedloom.engine.virtual.clock import Clock, Event, Fate
 from fedloom.engine.virtual.dispatch import compute, step_on
-from fedloom.errors import RunStopped, Stop, blamed
+from fedloom.errors import RunStopped, Stop, attribute_error
 from fedloom.processes.clients import (
     COUNTS,
     LocalClients,
@@ -158,7 +158,7 @@ class Version:
         ctx = job.ctx(t)
         if k:
             ctx = ctx._replace(seed=derive(ctx.seed, t, purpose=("cohort", k)))
-        with blamed("sampler", job.setting.sampler, f"round {t}"):
+        with attribute_error("sampler", job.setting.sampler, f"round {t}"):
             drawn, self._sampler = job.setting.sampler.apply(self._sampler, None, ctx)
         ids, times = checked_ids(drawn, job.n).unique(return_counts=True)
         order = torch.randperm(len(ids), generator=generator(job.setting.seed, t, purpose=("dispatch", k)))

@@ -6,9 +6,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from fedloom.errors import ConfigError, explained
+from fedloom.errors import ConfigError, explain_os_error
 from fedloom.formats import significant
-from fedloom.metrics import BRIEF
+from fedloom.metrics import SUMMARY
 from fedloom.report.comparison.contenders import contenders
 from fedloom.report.comparison.gains import FEW, federated_leader, site_estimate, values_by_seed
 from fedloom.report.groups import group_cells
@@ -34,7 +34,7 @@ def write_card(run_dirs: Sequence[Path], out: Path) -> Path:
         CheckpointError: the disk is full or refuses.
     """
     text = "\n".join(card(run) for run in read_runs(run_dirs))
-    with explained(out, "the results of the run are", "'fedloom report --card' writes it"):
+    with explain_os_error(out, "the results of the run are", "'fedloom report --card' writes it"):
         out.parent.mkdir(parents=True, exist_ok=True)
         try:
             with out.open("x", encoding="utf-8") as file:
@@ -78,7 +78,7 @@ def card(run: Run) -> str:
 
 def _results(run: Run, row: Row) -> list[str]:
     """Figures on test parts at the last round: mean over seeds with half the width of the 95 % interval."""
-    names = [name for name in BRIEF if name in test_metrics(run, row.method, row.model)]
+    names = [name for name in SUMMARY if name in test_metrics(run, row.method, row.model)]
     heads = ["Site", "Samples in training", *(titled(figure(name)) for name in names)]
     lines = [heads, ["---"] * len(heads)]
     values = {name: values_by_seed(run, row, name) for name in names}

@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator
 from torch import Tensor
 
 from fedloom.data.dataset import CLASSED, MISSING, MOST_CLASSES, TOO_MANY, Dataset, Task, refuse
-from fedloom.data.sources._base import FileSource, lies_at
+from fedloom.data.sources._base import FileSource, naming_file_in_errors
 from fedloom.data.sources.archive import GrowingRows
 from fedloom.data.sources.table.cells import LEVELS, Piece, Problems, is_missing, numbers
 from fedloom.data.sources.table.levels import Agreed, Codes, natural
@@ -215,7 +215,7 @@ class _Reading:
     def _code(self, piece: Piece, missing: NDArray[np.bool_]) -> None:
         """The levels of a piece of a column."""
         codes, where = self.codes[piece.column], f"{self.problems.where}: column {piece.column!r}"
-        with lies_at(Path(where)):
+        with naming_file_in_errors(Path(where)):
             codes.add(piece.cells, missing)
         if piece.column == self.label and not self.numeric_label and len(codes.levels) > MOST_CLASSES:
             raise DataError(f"{where}: more than {MOST_CLASSES:,} classes; {TOO_MANY}")
@@ -268,7 +268,7 @@ class _Reading:
             levels[column] = (*names, MISSING)
         centre, unit = (spec.centre, spec.unit) if agreement is None else (agreement.centre, agreement.divisor)
         users = spec.users if spec.users in self.special else None
-        with lies_at(Path(where)):
+        with naming_file_in_errors(Path(where)):
             return Dataset(
                 self.name,
                 values,
