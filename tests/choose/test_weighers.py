@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 from torch import Tensor
 
+from fedloom import Evaluate, simulate
 from fedloom.algorithms import REGISTRY, Composition, FedAvg
 from fedloom.choose import EquitableWeigher, FairFedWeigher, SamplesWeigher, UniformWeigher
-from fedloom.data import load
-from fedloom.data.partition import Dirichlet
-from fedloom.errors import Refused
+from fedloom.data import Dataset, load
+from fedloom.data.partition import Dirichlet, Writers
+from fedloom.errors import ConfigError, Refused
 from fedloom.local import Ctx, LocalSGD, Work
 from fedloom.local.oracles import make_oracle
 from fedloom.models import spec_of
@@ -131,3 +136,67 @@ def test_activations_of_the_last_mini_batch(digits: Work) -> None:
     assert not torch.allclose(got, EquitableWeigher(layer="logits").probe(None, w, work))
     raw = EquitableWeigher(reduce="last_batch", layer="logits", log_softmax=False).probe(None, w, work)
     assert not torch.allclose(raw, got)
+
+
+@pytest.mark.parametrize("metric", ["equal-opportunity", "statistical-parity"])
+def test_fairfed_by_groups_follows_the_paper(metric: str) -> None:
+    """Two rounds from Algorithm 1: F of the pooled samples, F_i of each client, accuracies where F_i has no value."""
+    rng = np.random.default_rng(4)
+    group, clients = rng.integers(0, 2, 160), np.repeat([0, 1, 2, 3], 40)
+    group[clients == 3] = 1  # this client has one group only, so its metric has no value
+    x = np.column_stack([rng.normal(group, 1), rng.normal(0, 1, 160)])
+    y = (x[:, 0] + 0.5 * clients * x[:, 1] + rng.normal(0, 1, 160) > 0.3).astype(int)
+    frame = pd.DataFrame({"a": x[:, 0], "b": x[:, 1], "sex": np.where(group, "m", "f"), "site": clients, "y": y})
+    data = Dataset.of(frame, target="y", users="site", drop=("sex",), kept=("sex",))
+    fed = Writers(test=0.2)(data, seed=0)
+    weigher = FairFedWeigher(beta=0.3, metric=metric, floor=False)  # type: ignore[arg-type]
+    options: dict[str, Any] = {
+        "local": LocalSGD(lr=0.5),
+        "evaluate": Evaluate(groups=("sex",), every=1),
+        "weigher": weigher,
+    }
+    runs = [simulate(FedAvg(), fed, "softmax", rounds=t, **options) for t in (1, 2)]
+    module = spec_of("softmax").build(tuple(fed.data.shape), task_of(fed.data).outputs, 0)
+    start = runs[0].job.oracle.layout.vector(module)
+    parts = [fed.indices("train", i) for i in range(4)]
+    n = np.array([len(part) for part in parts], float)
+    omega = n / n.sum()
+    for received, result in zip((start, runs[0].state.server.x), runs, strict=True):
+        predicted, truth, sex = [], [], []
+        for part in parts:
+            rows = fed.fetch(part)
+            predicted.append((rows @ received[:-1].reshape(-1) + received[-1] > 0).int().numpy())
+            truth.append(fed.targets(part).numpy())
+            sex.append(group[part.numpy()])
+
+        def difference(guess: Any, label: Any, of: Any) -> float:
+            def rate(a: int) -> float:
+                chosen = (of == a) & (label == 1) if metric == "equal-opportunity" else of == a
+                return float(guess[chosen].mean()) if chosen.any() else float("nan")
+
+            return rate(0) - rate(1)
+
+        pooled = difference(*map(np.concatenate, (predicted, truth, sex)))
+        accuracy = np.array([(g == t).mean() for g, t in zip(predicted, truth, strict=True)])
+        apart = [abs(difference(*own) - pooled) for own in zip(predicted, truth, sex, strict=True)]
+        assert np.isnan(apart).tolist() == [False, False, False, True]
+        gap = np.where(np.isnan(apart), abs(accuracy - (n * accuracy).sum() / n.sum()), apart)
+        omega = omega - 0.3 * (gap - gap.mean())
+        np.testing.assert_allclose(result.state.weigher.omega, omega, atol=1e-6)
+    assert abs(omega - n / n.sum()).max() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("groups", "weigher", "sentence"),
+    [
+        ((), {}, "compares two groups of rows"),
+        (("ward",), {}, "'ward' makes 3 groups"),
+        ((), {"group": "sexx"}, "sexx"),
+    ],
+)
+def test_fairfed_by_groups_needs_two_of_them(groups: tuple[str, ...], weigher: dict[str, Any], sentence: str) -> None:
+    frame = pd.DataFrame({"a": range(30), "ward": ["u", "v", "w"] * 10, "site": [0, 1] * 15, "y": [0, 1, 1] * 10})
+    fed = Writers(test=0.2)(Dataset.of(frame, target="y", users="site", categorical=("ward",), kept=("ward",)), seed=0)
+    chosen = FairFedWeigher(metric="equal-opportunity", **weigher)
+    with pytest.raises(ConfigError, match=sentence):
+        simulate(FedAvg(), fed, "softmax", rounds=1, evaluate=Evaluate(groups=groups), weigher=chosen)

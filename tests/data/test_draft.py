@@ -325,3 +325,85 @@ def test_gaps_that_differ_by_site_are_named(tmp_path: Path) -> None:
     said = init(path)
     assert "column 'lab': missing in 0% of the rows at 'a', in 60% at 'b'" in said
     assert "column 'scan': is not there at 'c'" in said
+
+
+def outcomes(path: Path, event: str, time: str = "week", first: int = 0) -> Path:
+    """A table of times, events and counts."""
+    week, falls = RNG.integers(1, 53, N), RNG.poisson(0.7, N)
+    rows = [[f"{a:.1f}", s, w, y + first, n] for a, s, w, y, n in zip(AGE, SITE, week, ILL, falls, strict=True)]
+    return write(path, [["age", "hospital", time, event, "falls"], *rows])
+
+
+def test_a_time_beside_an_event_is_drafted_as_survival(tmp_path: Path) -> None:
+    path = outcomes(tmp_path / "t.csv", "arrest")
+    said = init(path)
+    assert "target: 'week', survival: 1 to " in said
+    assert f"column 'arrest': 1 for an event: {ILL.sum()} of {N} rows" in said
+    assert "column 'arrest': '1' by site" in said
+    data = drafted(path)["data"]
+    assert (data["label"], data["event"], "task" in data) == ("week", "arrest", False)
+    assert drafted(path)["local"]["batch_size"] == "full"
+    assert runs(path).federations[0].data.task == "survival"
+
+
+def test_a_column_named_as_a_class_is_the_target_and_its_time_is_proposed(tmp_path: Path) -> None:
+    path = outcomes(tmp_path / "t.csv", "died")
+    assert "'week' with the event 'died' is a time to event: --target week --event died" in init(path)
+    assert drafted(path)["data"]["label"] == "died"
+    assert "target: 'week', survival" in init_again(path, "--target", "week", "--agree")
+    assert tomllib.loads((tmp_path / "t.agreement.toml").read_text())["event"] == "died"
+    assert "target: 'week', regression" in init_again(path, "--target", "week", "--event", "")
+    assert "target: 'week', survival" in init_again(path, "--event", "died")
+
+
+def init_again(path: Path, *options: str, code: int = 0) -> str:
+    done = RUNNER.invoke(app, ["init", str(path), "--force", *options])
+    assert done.exit_code == code, done.output
+    return done.output
+
+
+@pytest.mark.parametrize(
+    ("event", "time", "first", "options", "sentence"),
+    [
+        ("status", "week", 1, ("--event", "status"), "must be 1 for an event, 0 for none"),
+        ("status", "span", 0, ("--event", "status"), "no column looks like the time of --event status"),
+        ("status", "week", 0, ("--event", "state"), "no column 'state'"),
+    ],
+)
+def test_an_event_that_is_none_is_refused(
+    tmp_path: Path, event: str, time: str, first: int, options: tuple[str, ...], sentence: str
+) -> None:
+    path = outcomes(tmp_path / "t.csv", event, time, first)
+    assert sentence in init_again(path, *options, code=2)
+
+
+def test_a_count_is_drafted_as_one(tmp_path: Path) -> None:
+    path = outcomes(tmp_path / "t.csv", "status", "span")
+    assert "target: 'falls', count: 0 to" in init(path, "--target", "falls")
+    assert drafted(path)["data"]["task"] == "count"
+    assert runs(path).federations[0].data.task == "count"
+
+
+def test_another_unit_at_a_site_is_converted_by_a_drafted_factor(tmp_path: Path) -> None:
+    """Reading by factors is reading the table in one unit; new rows are converted alike, whatever site is there."""
+    path = hospitals.everyone(tmp_path / "t.csv", sites=("Amsel", "Birke", "Celle"))
+    data_at = lambda: {k: v for k, v in drafted(path)["data"].items() if k != "source"}  # noqa: E731
+    init(path)
+    factors = data_at()["factors"]
+    assert factors["glucose"] == pytest.approx({"Celle": 18}, rel=0.05)
+    assert factors["creatinine"] == pytest.approx({"Celle": 1 / 88.4}, rel=0.2)
+    read = fl.load(path, **data_at())
+    plain = fl.load(path, **{k: v for k, v in data_at().items() if k != "factors"})
+    names = [column.name for column in read.prepare.columns]
+    for k, name in enumerate(names):
+        by_site = [factors.get(name, {}).get(site, 1.0) for site in read.user_names]
+        expected = plain.x[:, k].numpy() * np.array(by_site)[plain.users.numpy()]
+        np.testing.assert_array_equal(read.x[:, k].numpy(), expected)
+    with pytest.raises(fl.errors.ConfigError, match="factors of 'glucose' are by client; users names"):
+        fl.load(path, **{k: v for k, v in data_at().items() if k != "users"})
+    plan = Plan(parse({**drafted(path), "rounds": 1, "seeds": [0]}), tmp_path / "run")
+    plan.run(page=False)
+    opened, rows = fl.open_run(tmp_path / "run"), hospitals.write(tmp_path / "c.csv", hospitals.patients("Celle"))
+    whole = opened.predict(path, "fedavg").scores
+    here = slice(1800, 2200)
+    np.testing.assert_array_equal(opened.predict(rows, "fedavg").scores, whole[here])

@@ -192,11 +192,12 @@ Learning", AAAI 2023, arXiv:2110.00857, Algorithm 1, Eq. 6 and 7; the reweighing
     Delta_i    gap      |metric of client i - global metric|
     beta       beta     fairness budget
 
-Kept by a client: nothing. Sent per round: d down, d + 1 up. The server sees the metric of single clients; the paper
-hides it by secure aggregation.
+Kept by a client: nothing. Sent per round: d down, d + 1 up, d + 9 with a metric of groups. The server sees the metric,
+or the counts by group, of single clients; the paper hides them by secure aggregation.
 
 Deviations: weights are at least 0, as in Equitable-FL (``floor``). The global metric is formed from the cohort's. The
-paper's metrics of sensitive groups are left out.
+metric is the accuracy, as in Equitable-FL; the paper's is one of two sensitive groups, ``metric =
+"equal-opportunity"`` or ``"statistical-parity"`` with their column in ``[evaluate] groups``.
 
 Defaults: beta = 1/(n rounds): a client whose gap stays one half above the mean loses half of a mean weight in a run,
 and none loses all of it. A larger step feeds on itself, since a client that counts less falls further behind. Where

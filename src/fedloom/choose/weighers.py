@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -43,6 +44,14 @@ class Weigher(Value, ABC):
     @abstractmethod
     def apply(self, state: Any, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Any]:
         """Shares ``[m, 1]`` of the clients ``ctx.ids``; the engine divides by their sum."""
+
+    def settled(self, groups: Sequence[str]) -> Self:
+        """This weigher with what a run's groups ``[evaluate] groups`` make of its open options.
+
+        Raises:
+            ConfigError: it needs groups, and there are none.
+        """
+        return self
 
     def remarks(self) -> list[str]:
         """Sentences for the user on what its options leave open."""
@@ -214,19 +223,28 @@ class FairFedWeigher(Weigher):
     """Clients whose metric is further than others' from the global metric count less.
 
     Reference: Y. H. Ezzeldin, S. Yan, C. He, E. Ferrara, S. Avestimehr, "FairFed: Enabling Group Fairness in Federated
-    Learning", AAAI 2023, arXiv:2110.00857, Algorithm 1, Eq. 6 and 7; the reweighing with Delta_i = |Acc_i - Acc|.
+    Learning", AAAI 2023, arXiv:2110.00857, Algorithm 1, Eq. 6 and 7: Delta_i = |F - F_i| of a metric of two groups,
+    and |Acc - Acc_i| where F_i has no value; or, with ``accuracy`` or ``loss``, of that one alone.
 
-    Deviations: the metric is that of the received model on the client's training part, its global value the mean over
-    the cohort weighted by samples; it is sent in the clear, not by secure aggregation. Clients that do not take part
-    keep their weight. Weights that fall below 0 are set to 0, as in Equitable-FL (``floor``); if those of a cohort do
-    not have a positive sum, it is weighed by samples.
+    F is P(1 | A, label 1) - P(1 | B, label 1) (``equal-opportunity``) or P(1 | A) - P(1 | B) (``statistical-parity``)
+    of predictions 1 for the two groups A and B. Its global value is that of the cohort's pooled samples.
+
+    Deviations: the metric is that of the received model on the client's training part, its global value that of the
+    cohort; it is sent in the clear (counts by group, for a metric of groups), not by secure aggregation. Clients that
+    do not take part keep their weight. Weights that fall below 0 are set to 0, as in Equitable-FL (``floor``); if
+    those of a cohort do not have a positive sum, it is weighed by samples.
     """
 
     kind: ClassVar[str] = "fairfed"
     beta: float | None = Field(
         None, ge=0, description="fairness budget beta (Eq. 7); 1/(n rounds) when not given; 0 weighs by samples"
     )
-    metric: Literal["accuracy", "loss"] = Field("accuracy", description="what is compared with its global value")
+    metric: Literal["accuracy", "loss", "equal-opportunity", "statistical-parity"] = Field(
+        "accuracy", description="what is compared with its global value; the last two are of groups within clients"
+    )
+    group: str | None = Field(
+        None, description="column of two levels, or a bound as 'age>=75': the groups; the first of [evaluate] groups"
+    )
     floor: bool = Field(True, description="weights are at least 0 (Equitable-FL); the paper lets them be negative")
 
     probes: ClassVar[bool] = True
@@ -241,21 +259,46 @@ class FairFedWeigher(Weigher):
         n = ctx.sizes[:, 0].double()
         return Masses((n / n.sum()).to(ctx.weight.dtype))
 
+    def settled(self, groups: Sequence[str]) -> Self:
+        """The groups are the first of the run's, if the metric is of groups."""
+        if self.metric in ("accuracy", "loss") or self.group is not None:
+            return self
+        if not groups:
+            raise ConfigError(
+                f"weigher.metric = {self.metric!r} compares two groups of rows; name them in [evaluate], as groups = "
+                "['sex'] or ['age>=75']"
+            )
+        return self.with_(group=groups[0])
+
     def probe(self, down: Any, model: Tensor, work: Work) -> Tensor:
-        """The client's metric of the model it received."""
-        return work.accuracy(down[0]) if self.metric == "accuracy" else work.loss(down[0])
+        """The client's metric of the model it received; of groups, their counts and the accuracy ``[m, 9]``."""
+        if self.metric == "loss":
+            return work.loss(down[0])
+        accuracy = work.accuracy(down[0])
+        return accuracy if self.group is None else torch.cat([work.group_counts(down[0], self.group), accuracy], 1)
 
     def apply(self, state: Masses, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Masses]:
         """omega_i <- omega_i - beta (Delta_i - mean Delta)."""
         assert info is not None
-        n, metric = ctx.sizes[ctx.ids].double(), info.double().cpu()
+        n, answers = ctx.sizes[ctx.ids].double(), info.double().cpu()
+        metric, counts = answers[:, -1:], answers[:, :-1]
         gap = (metric - (n * metric).sum() / n.sum()).abs()  # Delta_i = |Acc_i - Acc|
+        if counts.shape[1]:
+            apart = (self._difference(counts.sum(0, keepdim=True)) - self._difference(counts)).abs()  # Eq. 6
+            gap = torch.where(apart.isnan(), gap, apart)
         beta = 1 / (ctx.n * ctx.rounds) if self.beta is None else self.beta
         new = state.omega[ctx.ids, None].double() - beta * (gap - gap.mean())  # Eq. 7
         new = new.clamp(min=0) if self.floor else new
         omega = state.omega.clone()
         omega[ctx.ids] = new[:, 0].to(omega)
         return (new if bool(new.sum() > 0) else n), Masses(omega)
+
+    def _difference(self, counts: Tensor) -> Tensor:
+        """F ``[m, 1]`` of counts ``[m, 8]`` (`Work.group_counts`), NaN where a group has no sample to judge by."""
+        groups = counts.unflatten(1, (2, 4))
+        rows, predicted, positives, hits = groups.unbind(2)
+        rates = hits / positives if self.metric == "equal-opportunity" else predicted / rows
+        return rates[:, :1] - rates[:, 1:]
 
 
 WEIGHERS: dict[str, type[Weigher]] = {

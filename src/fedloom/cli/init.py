@@ -20,6 +20,9 @@ def init(
     table: Annotated[Path, typer.Argument(help="CSV or Parquet file, a row per sample", show_default=False)],
     by: Annotated[str | None, typer.Option(help="column that names the site of a row; '' for none")] = None,
     target: Annotated[str | None, typer.Option(help="column to predict")] = None,
+    event: Annotated[
+        str | None, typer.Option(help="column with 1 for an event, where the target is the time to it; '' for none")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="experiment file; beside the table by default")] = None,
     agree: Annotated[
         bool, typer.Option("--agree", help="write a document on the columns too, which all sites can agree on")
@@ -43,7 +46,7 @@ def init(
         document = place.with_name(f"{place.stem}.agreement.toml")
         if agree and document.exists() and not force:
             raise ConfigError(f"{document} is there already; give --force to replace it")
-        draft = Draft(Survey(table), by, target)
+        draft = Draft(Survey(table), by, target, event)
         for line in draft.report:
             say(line)
         text = draft.text(place)

@@ -104,7 +104,7 @@ def sentences(column: ColumnProfile, rows: Rows) -> Iterator[str]:
         elif shares[most] - shares[least] >= APART:
             yield f"missing in {shares[least]:.0%} of the rows at {least!r}, in {shares[most]:.0%} at {most!r}"
     if column.kind == "number":
-        yield from _units(column, {site: here & ~missing for site, here in rows.items() if site in present})
+        yield from _units(column, rows)
 
 
 def lone_site(column: ColumnProfile, rows: Rows) -> str | None:
@@ -113,33 +113,50 @@ def lone_site(column: ColumnProfile, rows: Rows) -> str | None:
     return present[0] if len(present) == 1 and len(rows) > 1 else None
 
 
-def _units(column: ColumnProfile, rows: Rows) -> Iterator[str]:
-    """Sites whose medians and spreads differ from those of the others by the same factor."""
+def units(column: ColumnProfile, rows: Rows) -> dict[str, float]:
+    """Sites whose medians and spreads differ from those of the others by the same factor, as in another unit.
+
+    Returns:
+        of each of them the others' median over its own: about the factor that converts its numbers.
+    """
+    figures = _figures(column, rows)
+    if len(figures) < 2:
+        return {}
+    usual = _usual(figures)
+    factors = {}
+    for site, (middle, spread) in figures.items():
+        if not _alike(middle, usual[0]) and min(spread, usual[1]) > 0:
+            medians, spreads = _ratio(middle, usual[0]), _ratio(spread, usual[1])
+            if max(medians / spreads, spreads / medians) <= ALIKE:
+                factors[site] = usual[0] / middle
+    return factors
+
+
+def _figures(column: ColumnProfile, rows: Rows) -> dict[str, tuple[float, float]]:
+    """Median and interquartile range of a column at every site that has enough numbers."""
     figures = {}
     for site, here in rows.items():
-        values = column.values[here]
-        if len(values) >= EVENTS:
-            low, middle, high = np.quantile(values, (0.25, 0.5, 0.75))
+        numbers = column.values[here & ~np.isnan(column.values)]
+        if column.kind == "number" and len(numbers) >= max(EVENTS, (1 - ABSENT) * here.sum()):
+            low, middle, high = np.quantile(numbers, (0.25, 0.5, 0.75))
             figures[site] = (float(middle), float(high - low))
-    if len(figures) < 2:
-        return
-    usual = max(figures.values(), key=lambda one: sum(_alike(one[0], other[0]) for other in figures.values()))
-    strange = {
-        site: one
-        for site, one in figures.items()
-        if not _alike(one[0], usual[0])
-        and min(one[1], usual[1]) > 0
-        and max(
-            _ratio(one[0], usual[0]) / _ratio(one[1], usual[1]), _ratio(one[1], usual[1]) / _ratio(one[0], usual[0])
-        )
-        <= ALIKE
-    }
-    if strange:
-        factors = [_ratio(one[0], usual[0]) for one in strange.values()]
-        shown = ", ".join(f"{one[0]:.4g} at {site!r}" for site, one in strange.items())
+    return figures
+
+
+def _usual(figures: Mapping[str, tuple[float, float]]) -> tuple[float, float]:
+    """The median and range that most sites' are like."""
+    return max(figures.values(), key=lambda one: sum(_alike(one[0], other[0]) for other in figures.values()))
+
+
+def _units(column: ColumnProfile, rows: Rows) -> Iterator[str]:
+    """A sentence on the sites that are in another unit."""
+    if factors := units(column, rows):
+        figures = _figures(column, rows)
+        shown = ", ".join(f"{figures[site][0]:.4g} at {site!r}" for site in factors)
+        fold = np.median([max(factor, 1 / factor) for factor in map(abs, factors.values())])
         yield (
-            f"medians differ {np.median(factors):.3g}-fold by site ({shown}; {usual[0]:.4g} at the others), as in "
-            "another unit; convert them at the site, or by factors in its [data]"
+            f"medians differ {fold:.3g}-fold by site ({shown}; {_usual(figures)[0]:.4g} at the others), as in "
+            "another unit; the draft converts them by such factors: give the exact ones, as `factors` in [data]"
         )
 
 

@@ -60,3 +60,19 @@ def groups_of(data: Dataset, choices: Sequence[str]) -> Mapping[str, Tensor]:
         for sign in (bound[2], OPPOSITE[bound[2]]):
             groups[f"{name}{sign}{bound[3]}"] = COMPARE[sign](values, float(bound[3]))
     return groups
+
+
+def two_groups(data: Dataset, choice: str) -> tuple[Tensor, Tensor]:
+    """Which rows are in each of the two groups of a choice, bool ``[N]`` each.
+
+    Raises:
+        ConfigError: the column was not kept, or makes other than two groups.
+    """
+    groups = groups_of(data, [choice])
+    if len(groups) != 2:
+        raise ConfigError(
+            f"{choice!r} makes {len(groups)} groups ({', '.join(groups)}), but two are compared; give a column of two "
+            "levels, or a bound as 'age>=75'"
+        )
+    first, second = groups.values()
+    return first, second

@@ -15,7 +15,7 @@ from fedloom.data.input_spec import InputSpec
 from fedloom.data.sources.array_data import plain
 from fedloom.data.sources.memory import frame_cells, is_frame
 from fedloom.data.sources.table.cells import Piece, Problems, is_missing
-from fedloom.data.sources.table.levels import Agreed, level
+from fedloom.data.sources.table.levels import Agreed, Factors, factor_of, factors_by_client, level, unapplied
 from fedloom.data.sources.table.reading import Raw
 from fedloom.data.text import UNKNOWN, encoded
 from fedloom.errors import DataError, NoSamples
@@ -47,7 +47,7 @@ def new_rows(
     rows: Any,
     name: str = "rows",
     users: str | None = None,
-    factors: Mapping[str, float] | None = None,
+    factors: Factors | None = None,
     keep: Sequence[str] = (),
 ) -> NewRows:
     """Rows without labels as a model takes them: columns by name, levels by their old codes.
@@ -99,7 +99,7 @@ def _by_column(
     cells: Iterable[Piece],
     problems: Problems,
     users: str | None,
-    factors: Mapping[str, float] | None = None,
+    factors: Factors | None = None,
     keep: Sequence[str] = (),
 ) -> NewRows:
     table, where = facts.table, problems.where
@@ -116,7 +116,7 @@ def _by_column(
     if twice := sorted({c for c in names if list(names).count(c) > 1}):
         raise DataError(f"{where}: two columns have the same name, {', '.join(map(repr, twice))}; rename one")
     agreed = {
-        column.name: Agreed(column, table.impute, MEND, (factors or {}).get(column.name, 1.0))
+        column.name: Agreed(column, table.impute, MEND, factor_of(factors or {}, column.name))
         for column in table.columns
     }
     parts: dict[str, list[np.ndarray[Any, Any]]] = {name: [] for name in agreed}
@@ -133,9 +133,13 @@ def _by_column(
         if piece.column in agreed:
             parts[piece.column].append(agreed[piece.column].read(piece, missing, problems))
     refuse(where, problems.sentences())
-    columns = [np.concatenate(blocks) if blocks else np.empty(0) for blocks in parts.values()]
+    columns = {name: np.concatenate(blocks) if blocks else np.empty(0) for name, blocks in parts.items()}
+    for column, by_row in factors_by_client(factors or {}, sites):
+        if column in columns and users in names:
+            columns[column] *= by_row
     notes = [f"column {n!r}: {one.filled} cells filled as in training" for n, one in agreed.items() if one.filled]
-    x = torch.from_numpy(np.stack(columns, 1))
+    x = torch.from_numpy(np.stack(list(columns.values()), 1))
+    notes += [] if users in names else unapplied(factors or {}, users, None)
     return NewRows(x, sites if users in names else None, tuple(notes), kept=kept)
 
 

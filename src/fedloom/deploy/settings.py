@@ -269,8 +269,12 @@ def placed(value: V, folder: Path) -> V:
 
 
 def text_of(value: Value) -> str:
-    """A value as the text of a TOML file; reading it back gives the same value."""
-    return tomli_w.dumps(_plain(value))
+    """A value as the text of a TOML file; reading it back gives the same value.
+
+    The table of the data comes first, since a site edits that one.
+    """
+    tables = _plain(value)
+    return tomli_w.dumps({key: tables.pop(key) for key in ("data",) if key in tables} | tables)
 
 
 def fingerprint(experiment: Path) -> str:

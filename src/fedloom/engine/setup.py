@@ -246,6 +246,7 @@ def _checked(setting: Setting, n: int) -> tuple[Setting, list[str]]:
         ConfigError: values that cannot work, or (Refused) do not work together.
     """
     pooled, setting = setting.pooled, setting.resolved()
+    setting = setting.with_(weigher=setting.weigher.settled(setting.evaluate.groups))
     check_together(setting.method, setting.local, setting.weigher, setting.aggregator, setting.channel)
     check_sampler(setting.method, setting.sampler, setting.weigher)
     notes = []

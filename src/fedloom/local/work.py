@@ -258,6 +258,23 @@ class Work:
         self.counts.forward.index_add_(0, self.slots, self.sizes[:, 0])
         return self.oracle.accuracy(each_client(w, self.m), self.ids)
 
+    def group_counts(self, w: Tensor, group: str) -> Tensor:
+        """Counts of the client's training samples in two groups of rows, ``[m, 8]``, of a binary task.
+
+        Of the first group, then of the second: samples, those that ``w`` predicts 1, those labelled 1, and those that
+        are both.
+
+        Args:
+            w: ``[d]`` or ``[m, d]``.
+            group: column of two levels, or a bound (`fedloom.data.groups.groups_of`).
+
+        Raises:
+            Refused: the task is not binary.
+            ConfigError: the column was not kept, or makes other than two groups.
+        """
+        self.counts.forward.index_add_(0, self.slots, self.sizes[:, 0])
+        return self.oracle.group_counts(each_client(w, self.m), self.ids, group)
+
     @property
     def class_counts(self) -> Tensor:
         """Training samples of every class, ``[m, c]``; counted at the client, in no message.

@@ -95,13 +95,13 @@ class Agreement(Value):
     @classmethod
     def of(
         cls, table: Table, task: Task, classes: Sequence[str], target: str | None = None, centre: float = 0.0,
-        divisor: float = 1.0,
+        divisor: float = 1.0, event: str | None = None,
     ) -> Agreement:  # fmt: skip
         """What a table and its target are."""
         missing = tuple(text for text in table.missing if text not in MARKERS)
         return cls(
-            target=target, task=task, classes=tuple(classes), centre=centre, divisor=divisor, missing=missing,
-            impute=table.impute, column=tuple(map(AgreedColumn.of, table.columns)),
+            target=target, event=event, task=task, classes=tuple(classes), centre=centre, divisor=divisor,
+            missing=missing, impute=table.impute, column=tuple(map(AgreedColumn.of, table.columns)),
         )  # fmt: skip
 
     @classmethod

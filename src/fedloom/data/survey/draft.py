@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from fedloom.data import by_site
 from fedloom.data.dataset import Dataset
 from fedloom.data.sources.table.levels import level
+from fedloom.data.survey import outcomes
 from fedloom.data.survey.agreement import Agreement
 from fedloom.data.survey.columns import Survey
 from fedloom.data.survey.facts import FEW, LATER, PER_LEVEL, TOKENS, ColumnProfile
@@ -43,6 +44,7 @@ class Draft:
         survey: of the table.
         by: column that names the site of a row; None: found out; empty: there is none.
         target: column to predict; None: found out.
+        event: column with 1 for an event, where the target is a time to it; None: found out; empty: there is none.
 
     Attributes:
         report: a sentence on everything that is worth one.
@@ -52,7 +54,7 @@ class Draft:
         DataError: too few rows.
     """
 
-    def __init__(self, survey: Survey, by: str | None, target: str | None) -> None:
+    def __init__(self, survey: Survey, by: str | None, target: str | None, event: str | None = None) -> None:
         self._survey, self._drop = survey, dict[str, str]()
         self._rows: dict[str, NDArray[np.bool_]] = {}
         how = "".join(f", {k} {v!r}" for k, v in survey.options.items() if (k, v) != ("separator", ","))
@@ -65,9 +67,20 @@ class Draft:
         if survey.rows < LEAST:
             rows = f"{survey.rows} row{'s'[: survey.rows != 1]}"
             raise DataError(f"{survey.path}: {rows}; a federation needs at least {LEAST}")
-        self._take_target(target)
+        timed, note = outcomes.timed(survey, target, event)
+        self._event = None if timed is None else timed.event
+        self._take_target(target if timed is None else timed.time.name)
+        if note:
+            self.report.append(f"  {note}")
         self._take_site(by)
         self._take_features()
+
+    @property
+    def _classes(self) -> ColumnProfile | None:
+        """The column of classes that a site needs rows of: the target, or the events of times; none of measurements."""
+        if self._event is not None:
+            return self._event
+        return None if self._task in ("regression", "count") else self._target
 
     def _say(self, column: ColumnProfile, sentence: str) -> None:
         self.report.append(f"  column {column.name!r}: {sentence}")
@@ -86,14 +99,21 @@ class Draft:
         if rows < LEAST:
             raise DataError(f"{survey.path}: {rows} rows with a target; a federation needs at least {LEAST}")
         classes = {k: n for k, n in target.levels.items() if target.kind == "text" or k not in target.odd}
-        measured = target.kind == "number" and (not target.whole or len(classes) > FEW)
+        count = target.kind == "number" and outcomes.is_count(target)
+        measured = (
+            count or self._event is not None or (target.kind == "number" and (not target.whole or len(classes) > FEW))
+        )
         self._task = "regression" if measured else "binary" if len(classes) == 2 else "classification"
+        self._task = "survival" if self._event is not None else "count" if count else self._task
         self._values = target.values[~np.isnan(target.values)]
         spread = ", ".join(f"{name} {count}" for name, count in list(classes.items())[:SHOWN])
         spread += f" and {len(classes) - SHOWN} more" if len(classes) > SHOWN else ""
         if measured:
             spread = f"{self._values.min():g} to {self._values.max():g}, mean {self._values.mean():g}"
         self.report.append(f"target: {self._named(target, option, fit)}, {self._task}: {spread}")
+        if self._event is not None:
+            ended = int(np.nansum(self._event.values))
+            self._say(self._event, f"1 for an event: {ended} of {survey.rows} rows, the others are censored")
         if target.missing:
             self._say(target, f"{target.missing} rows have no target; they are left out")
         if not measured and (rare := {name: count for name, count in classes.items() if count < LEAST}):
@@ -146,13 +166,14 @@ class Draft:
         if (small := keep & (counts < FEW)).any():
             few = ", ".join(f"{n!r} ({c})" for n, c in zip(names[small].tolist(), counts[small], strict=True))
             self._say(site, f"sites of fewer than {FEW} rows: {few}; their results are uncertain")
-        if self._task != "regression":
+        if self._classes is not None:
+            target = self._classes
             here = {n: has_target & (site.cells == n) for n in names[keep].tolist()}
             if lone := [n for n, rows in here.items() if len(set(target.cells[rows])) == 1]:
                 self._say(site, f"sites of one class only: {_list(np.array(lone))}")
         self._rows = {name: has_target & (site.cells == name) for name in names[keep].tolist()}
-        if self._task != "regression":
-            self._say_events(target)
+        if self._classes is not None:
+            self._say_events(self._classes)
         self._report_similar_names(site)
 
     def _say_events(self, target: ColumnProfile) -> None:
@@ -160,6 +181,8 @@ class Draft:
         counts = by_site.events(target, self._rows)
         totals = {name: sum(count[name] for count in counts.values()) for name in next(iter(counts.values()))}
         rare = min(totals, key=lambda name: totals[name])
+        if self._event is not None:
+            rare = next(name for name in totals if float(name) == 1)
         shown = ", ".join(
             f"{site!r} {count[rare]} of {sum(count.values())}" for site, count in list(counts.items())[:SHOWN]
         )
@@ -172,8 +195,10 @@ class Draft:
 
     def _take_features(self) -> None:
         survey = self._survey
-        candidates = [c for c in survey.columns.values() if c is not self._target and c is not self._site]
+        roles = (self._target, self._event, self._site)
+        candidates = [c for c in survey.columns.values() if not any(c is role for role in roles)]
         twins = dict(survey.twins([c.name for c in candidates if c.kind != "empty"]))
+        self._factors = dict[str, dict[str, float]]()
         self._categorical, self._impute, self._width = list[str](), False, 0
         self._odd = list(self._target.odd) if self._target.kind == "number" else []
         clashes = self._clashes([c for c in candidates if c.kind == "number"])
@@ -203,6 +228,8 @@ class Draft:
                     )
             for sentence in by_site.sentences(c, self._rows):
                 self._say(c, sentence)
+            if factors := by_site.units(c, self._rows):
+                self._factors[c.name] = {site: _rounded(factor) for site, factor in factors.items()}
             if c.missing:
                 self._impute = True
                 what = "most of it, think of leaving it out" if c.missing > survey.rows / 2 else "filled per client"
@@ -238,7 +265,8 @@ class Draft:
             return f"text of {len(c.levels)} levels in {self._survey.rows} rows; group them to use it"
         if lone := by_site.lone_site(c, self._rows):
             return f"has values at {lone!r} only, so it names that site"
-        share = by_site.alone(c, self._target, self._task)
+        classes = self._classes
+        share = by_site.alone(c, classes or self._target, "regression" if classes is None else "classification")
         if share.value >= LEAK_SHARE:
             return f"gives the target away by itself ({share.text}), as facts recorded afterwards do"
         later = bool(LATER.search(c.name))
@@ -267,12 +295,14 @@ class Draft:
         assert isinstance(data.prepare, Table)
         ranges = []
         for k, column in enumerate(data.prepare.columns):
-            values = data.x[:, k][~data.x[:, k].isnan()]
+            values = data.x[:, k]
+            values = values[~values.isnan()]
             spread = None if column.levels or not len(values) else (float(values.min()), float(values.max()))
             ranges.append(None if spread is None or spread[0] == spread[1] else spread)
         columns = tuple(c.with_(range=r) for c, r in zip(data.prepare.columns, ranges, strict=True))
         table = data.prepare.with_(columns=columns, missing=tuple(self._odd), impute=True)
-        return Agreement.of(table, data.task, data.classes, self._target.name, data.centre, data.unit)
+        event = None if self._event is None else self._event.name
+        return Agreement.of(table, data.task, data.classes, self._target.name, data.centre, data.unit, event)
 
     def text(self, place: Path, agreement: Path | None = None) -> str:
         """The experiment file, to be written to `place`.
@@ -281,14 +311,20 @@ class Draft:
             place: of the file.
             agreement: document on the meaning of the columns; None: inferred from the file.
         """
-        regression = self._task == "regression"
+        numeric = self._task in ("regression", "survival", "count")
         if self._site is not None:
             partition: dict[str, Any] = {"kind": "writers", "min_size": SMALLEST}
             why = f"a client per {_bare(self._site.name)}, unless it has fewer rows"
         else:
-            partition = {"kind": "iid" if regression else "dirichlet", "clients": self._clients}
-            why = "no column names a site, so rows are dealt at random" + ("" if regression else ", classes unevenly")
-        lr = _rounded(min(0.05, 0.5 / (self._width + 1))) if regression else 0.1
+            partition = {"kind": "iid" if numeric else "dirichlet", "clients": self._clients}
+            why = "no column names a site, so rows are dealt at random" + ("" if numeric else ", classes unevenly")
+        local: dict[str, Any] = {"lr": self._lr(), "batch_size": 32, "epochs": 1}
+        notes, horizon = {"lr": "'fedloom tune' finds a better one"}, ""
+        if self._task == "survival":
+            local |= {"batch_size": "full", "epochs": 5}
+            notes["batch_size"] = "patients at risk at one time are of one batch"
+            time = _rounded(float(np.median(self._values)))
+            horizon = "[task]\n" + _lines({"horizon": time}, {"horizon": "the event is predicted by this time"})
         return "\n".join(
             [
                 f"# Drafted by 'fedloom init' from {_bare(self._survey.path.name)}; change what you like.",
@@ -300,31 +336,41 @@ class Draft:
                 _lines({**partition, "validation": 0.2}, {"validation": "share of a client's rows that may choose"}),
                 '[model]\nkind = "softmax"  # linear; kind = "mlp" with hidden = [32] bends\n',
                 "[local]",
-                _lines({"lr": lr, "batch_size": 32, "epochs": 1}, {"lr": "'fedloom tune' finds a better one"}),
+                _lines(local, notes) + horizon,
                 '[[method]]\nalgorithm = "local"  # every client alone\n',
                 '[[method]]\nalgorithm = "fedavg"  # one model for all\n',
                 '[[method]]\nalgorithm = "ditto"  # a model for each, near the common one\n',
             ]
         )
 
+    def _lr(self) -> float:
+        """A step that is short enough for scaled features: the loss of classes bends less than that of measurements.
+
+        The loss of times bends in proportion to the share of events.
+        """
+        events = 1.0 if self._event is None else float(np.nanmean(self._event.values))
+        return 0.1 if self._classes is self._target else _rounded(min(0.05, 0.5 / (self._width + 1)) / events)
+
     def _data(self, agreement: Path | None) -> dict[str, Any]:
         """The table of the data."""
         survey = self._survey
         data: dict[str, Any] = {"source": str(survey.path)}
         data |= {k: v for k, v in survey.options.items() if (k, v) != ("separator", ",")}
-        data |= {"label": self._target.name, "task": self._task}
+        data |= {"label": self._target.name}
+        data |= {"task": self._task} if self._event is None else {"event": self._event.name}
         data |= {"users": self._site.name} if self._site else {}
         data |= {"categorical": self._categorical} if self._categorical else {}
         data |= {"drop": list(self._drop)} if self._drop else {}
         data |= {"missing": self._odd} if self._odd else {}
         data |= {"impute": True} if self._impute else {}
+        data |= {"factors": self._factors} if self._factors else {}
         if self._target.missing or (self._site is not None and len(self._site.present) < survey.rows):
             data["unlabelled"] = "drop"
         if self._task == "regression":
             data |= {"centre": _rounded(float(self._values.mean()))}
             data |= {"unit": _rounded(float(self._values.std())) or 1.0}
         if agreement is not None:
-            agreed = ("task", "categorical", "drop", "missing", "impute", "centre", "unit")
+            agreed = ("task", "event", "categorical", "drop", "missing", "impute", "centre", "unit")
             data = {k: v for k, v in data.items() if k not in agreed} | {"agreement": str(agreement)}
         return data
 
@@ -332,12 +378,14 @@ class Draft:
         return {
             "source": "from the folder where fedloom is called",
             "label": "what is predicted",
+            "event": "1 where the time ended by an event, 0 where it is censored",
             "agreement": "what the columns mean at every site",
             "users": "whose row it is",
             "categorical": "text: a feature per level",
             "drop": "; ".join(f"{_bare(name)}: {_bare(why)}" for name, why in list(self._drop.items())[:SHOWN]),
             "missing": "cells that mean missing, beside empty ones and NA",
             "impute": "missing cells are filled per client from its training rows, and flagged",
+            "factors": "to the unit of the other sites, by ratios of medians: give the exact factors",
             "unlabelled": "rows without target or site are left out",
             "centre": "(label - centre) / unit is learned, and errors are in this unit",
         }
@@ -357,11 +405,21 @@ def _rounded(value: float) -> float:
     return float(f"{value:.3g}")
 
 
+def _inline(table: dict[str, Any]) -> str:
+    """A table on one line."""
+    cells = (
+        f"{tomli_w.dumps({key: 0})[: -len(' = 0') - 1]} = {_inline(cell) if isinstance(cell, dict) else cell}"
+        for key, cell in table.items()
+    )
+    return f"{{ {', '.join(cells)} }}"
+
+
 def _lines(values: dict[str, Any], notes: dict[str, str]) -> str:
     """Keys of a table, each with its comment."""
     lines = []
     for key, value in values.items():
         text, note = tomli_w.dumps({key: value}).rstrip("\n"), notes.get(key)
+        text = f"{key} = {_inline(value)}" if isinstance(value, dict) else text
         if isinstance(value, list) and len(text) < WIDE:
             text = text.replace("[\n    ", "[").replace(",\n]", "]").replace("\n    ", " ")
         lines.append(text if note is None else f"# {note}\n{text}" if "\n" in text else f"{text}  # {note}")

@@ -101,6 +101,15 @@ class Oracle(ABC):
         """
         raise Refused("accuracy needs classes, and this task has none; use the loss")
 
+    def group_counts(self, w: Tensor, ids: Tensor, group: str) -> Tensor:
+        """Counts ``[m, 8]`` of each client's training samples in two groups (`Work.group_counts`).
+
+        Raises:
+            Refused: the task is not binary.
+            ConfigError: there are not two such groups.
+        """
+        raise Refused("rates of groups need two classes, which this task has not; use the accuracy or the loss")
+
     def class_counts(self, ids: Tensor) -> Tensor:
         """Training samples ``[m, c]`` of the clients by class, in the oracle's dtype.
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from fedloom.data.groups import two_groups
 from fedloom.errors import unknown
 from fedloom.local.batches import PASS
 from fedloom.local.oracles.allocator import keep_memory
@@ -170,12 +171,30 @@ class Network(Oracle):
         """
         if not self.fed.data.classed:
             return super().accuracy(w, ids)
-        shares = []
+        pairs = (self._predicted(row, self.fed.indices("train", i)) for row, i in zip(w, ids.tolist(), strict=True))
+        return torch.stack([(guess == y)[y >= 0].to(self.dtype).mean() for guess, y in pairs])[:, None]
+
+    def _predicted(self, row: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Predicted classes and targets of samples."""
+        return torch.cat([self.task.predict(out) for out in self.outputs(row, index)]), self.fed.targets(index)
+
+    def group_counts(self, w: Tensor, ids: Tensor, group: str) -> Tensor:
+        """Counts of each client's training samples in two groups, ``[m, 8]``; see `Work.group_counts`.
+
+        Raises:
+            Refused: the task is not binary.
+            ConfigError: there are not two such groups.
+        """
+        if self.fed.data.task != "binary":
+            return super().group_counts(w, ids, group)
+        members = two_groups(self.fed.data, group)
+        counts = []
         for row, i in zip(w, ids.tolist(), strict=True):
             index = self.fed.indices("train", i)
-            guess, y = torch.cat([self.task.predict(out) for out in self.outputs(row, index)]), self.fed.targets(index)
-            shares.append((guess == y)[y >= 0].to(self.dtype).mean())
-        return torch.stack(shares)[:, None]
+            guess, y = self._predicted(row, index)
+            kinds = torch.stack([torch.ones_like(y, dtype=torch.bool), guess == 1, y == 1, (guess == 1) & (y == 1)])
+            counts.append(torch.cat([(kinds & here[index.cpu()].to(kinds.device)).sum(1) for here in members]))
+        return torch.stack(counts).to(self.dtype)
 
     def class_counts(self, ids: Tensor) -> Tensor:
         """Training samples of the clients by class, ``[m, c]``.

@@ -52,6 +52,7 @@ def card(run: Run) -> str:
     shown = [row for row in contenders([run], rows_of([run])) if lead in row.figures and row.figures[lead].finite]
     row = federated_leader(shown, lead) or next((row for row in shown if row.algorithm), None)
     options = run.options
+    data = options.get("data", {})
     parts = [f"# Model card: {_plain(run.summary.name or run.label)}", ""]
     if row is None:
         return "\n".join([*parts, "No result has been recorded yet.", ""])
@@ -66,7 +67,8 @@ def card(run: Run) -> str:
         "## Intended use", "", OPEN, "",
         "## Limits and risks", "", OPEN, "",
         "## Data", "",
-        f"- Source: {_plain(str(options.get('data', {}).get('source', 'own')))}",
+        f"- Source: {_plain(str(data.get('source', 'own')))}",
+        *(f"- {key.title()}: {_plain(str(data[key]))}" for key in ("label", "event") if key in data),
         f"- Split over clients: {_plain(str(options.get('partition', {}).get('kind', 'own')))}, {run.clients} clients",
         *([f"- Classes: {', '.join(map(_plain, run.summary.classes))}"] if run.summary.classes else []), "",
         "## Results", "", *_results(run, row), "", *_groups(run, row, lead),

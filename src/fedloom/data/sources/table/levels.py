@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,37 @@ def level(cell: Any) -> str:
     text = str(cell).strip()
     whole = WHOLE.fullmatch(text)
     return text if whole is None else whole[1]
+
+
+Factors = Mapping[str, float | Mapping[str, float]]
+"""Numbers by which columns are multiplied; or such numbers by client."""
+
+
+def factor_of(factors: Factors, column: str) -> float:
+    """The factor of all rows of a column; 1 where it has none, or has them by client."""
+    factor = factors.get(column, 1.0)
+    return 1.0 if isinstance(factor, Mapping) else factor
+
+
+def factors_by_client(factors: Factors, clients: Sequence[str]) -> Iterator[tuple[str, NDArray[np.float64]]]:
+    """Columns that have factors by client, each with those of the named clients ``[k]``; 1 where there is none."""
+    for column, factor in factors.items():
+        if isinstance(factor, Mapping):
+            yield column, np.array([factor.get(client, 1.0) for client in clients])
+
+
+def unapplied(factors: Factors, users: str | None, clients: Collection[str] | None) -> list[str]:
+    """A sentence on every factor by client that meets no row.
+
+    Args:
+        factors: of columns.
+        users: column that names the client of a row.
+        clients: that have rows; None: that column is not there.
+    """
+    absent = {c: [k for k in f if k not in (clients or ())] for c, f in factors.items() if isinstance(f, Mapping)}
+    if absent and clients is None:
+        return [f"no column {users!r}, so no factor by client is applied"]
+    return [f"factors of {column!r}: no row of {client!r}" for column, names in absent.items() for client in names]
 
 
 class Codes:

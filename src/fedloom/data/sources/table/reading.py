@@ -12,14 +12,14 @@ from typing import Annotated, Literal, NamedTuple, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, model_validator
 from torch import Tensor
 
 from fedloom.data.dataset import CLASSED, MISSING, MOST_CLASSES, TOO_MANY, Dataset, Task, refuse
 from fedloom.data.sources._base import FileSource, naming_file_in_errors
 from fedloom.data.sources.archive import GrowingRows
 from fedloom.data.sources.table.cells import LEVELS, Piece, Problems, is_missing, numbers
-from fedloom.data.sources.table.levels import Agreed, Codes, natural
+from fedloom.data.sources.table.levels import Agreed, Codes, factor_of, factors_by_client, natural, unapplied
 from fedloom.data.survey.agreement import Agreement, agreement_of
 from fedloom.data.tables import MARKERS, Table, TableColumn, markers_of
 from fedloom.errors import ConfigError, DataError, NoSamples, nearest
@@ -71,8 +71,10 @@ class TableSource(FileSource):
         BeforeValidator(agreement_of),
         WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}], "default": None}),
     ] = Field(default=None, description="document on the meaning of the columns at every site: a path, or its keys")
-    factors: dict[str, float] = Field(
-        default={}, description="numbers by which columns are multiplied, to be in the units that were agreed on"
+    factors: dict[str, float | dict[str, float]] = Field(
+        default={},
+        description="numbers by which columns are multiplied, to be in the units that were agreed on; or, where users "
+        "is set, tables of them by client",
     )
 
     @field_validator("label", mode="before")
@@ -85,6 +87,13 @@ class TableSource(FileSource):
                 "names the time and event the event; for several targets, take an experiment for each"
             )
         return label
+
+    @model_validator(mode="after")
+    def _factors_by_client(self) -> TableSource:
+        """Refuse factors by client where no column names the client of a row."""
+        if self.users is None and (columns := [c for c, factor in self.factors.items() if isinstance(factor, dict)]):
+            raise ValueError(f"factors of {columns[0]!r} are by client; users names the column of clients")
+        return self
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -169,7 +178,7 @@ class _Reading:
             if self.label in {column.name for column in agreement.column}:
                 raise ConfigError(f"{where}: {self.label!r} is a feature of the agreement; name the target in label")
             self.agreed = {
-                c.name: Agreed(c, agreement.impute, cure, spec.factors.get(c.name, 1.0))
+                c.name: Agreed(c, agreement.impute, cure, factor_of(spec.factors, c.name))
                 for c in agreement.table.columns
             }
             self.features = list(self.agreed)
@@ -208,7 +217,7 @@ class _Reading:
             rows[:, self.place[column]] = self.agreed[column].read(piece, missing, self.problems)
         elif column in self.numeric:
             values = numbers(piece, missing, self.problems)
-            rows[:, self.place[column]] = values * self.spec.factors.get(column, 1.0)
+            rows[:, self.place[column]] = values * factor_of(self.spec.factors, column)
         if column in self.measured and self.numeric_label:
             self.measured[column].at(start, len(block))[:] = numbers(piece, missing, self.problems)
 
@@ -240,6 +249,8 @@ class _Reading:
             raise NoSamples(f"{where}: no rows below the header; an empty table")
         coded = {column: codes.done() if codes.rows else (np.empty(0), ()) for column, codes in self.codes.items()}
         label, classes = coded[self.label]
+        if spec.users in coded:
+            self._convert(*coded[spec.users])
         if agreement is None:
             task, wrong = _task(self.task, self.label, classes, bool(sentences))
         else:
@@ -285,6 +296,13 @@ class _Reading:
                 notes=self._notes(),
             )
 
+    def _convert(self, codes: NDArray[np.float64], clients: tuple[str, ...]) -> None:
+        """Multiply the columns that have factors by client; a client without one has a factor of 1."""
+        values, row_clients = self.x.done(), np.nan_to_num(codes, nan=len(clients)).astype(int)
+        for column, factors in factors_by_client(self.spec.factors, [*clients, MISSING]):
+            if column in self.place:
+                values[:, self.place[column]] *= factors[row_clients]
+
     def _impossible(self) -> list[str]:
         """Times and events that cannot be, column by column."""
         assert self.event is not None
@@ -328,6 +346,8 @@ class _Reading:
     def _notes(self) -> tuple[str, ...]:
         """Sentences on markers that no cell has, and on cells that the agreement fills."""
         notes = [f"missing: no cell of {self.name} is {text!r}" for text in self.unmatched]
+        clients = self.codes.get(self.spec.users or "")
+        notes += unapplied(self.spec.factors, self.spec.users, None if clients is None else clients.levels)
         notes += [
             f"column {c!r}: {one.filled} cells without an agreed value are filled"
             for c, one in self.agreed.items() if one.filled and not one.column.flag

@@ -1,0 +1,93 @@
+"""Targets that are no classes: times to an event, and counts, by what a table's columns hold and are called."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+import numpy as np
+
+from fedloom.data.survey.columns import TARGETS, Survey
+from fedloom.data.survey.facts import ColumnProfile
+from fedloom.errors import ConfigError
+
+TIME = re.compile(
+    r"follow.?up|surviv|time.?to|(^|_)(time|days|weeks?|months|hours|duration|tte|futime|rfstime|stop)(_|$)",
+    re.IGNORECASE,
+)
+"""Names of times to an event."""
+EVENT = re.compile(r"event|status|died|dead|death|deceased|relapse|recur|arrest|fail|progress", re.IGNORECASE)
+"""Names of columns with 1 for an event; one of `cens` may have either meaning, so people name it."""
+COUNT = re.compile(
+    r"(^|_)(n|num|number|count|counts|no)_|_(n|count|counts)$|visits|admissions|admits|episodes|falls|seizures|attacks|claims",
+    re.IGNORECASE,
+)
+"""Names of counts."""
+
+
+class Timed(NamedTuple):
+    """A time and the column that has 1 where it ended by an event, 0 where it is censored."""
+
+    time: ColumnProfile
+    event: ColumnProfile
+
+
+def is_event(column: ColumnProfile) -> bool:
+    """Whether a column holds 0 and 1 only, both of them."""
+    numbers = column.values[~np.isnan(column.values)] if column.kind == "number" else np.empty(0)
+    return set(numbers.tolist()) == {0.0, 1.0}
+
+
+def is_time(column: ColumnProfile) -> bool:
+    """Whether a column holds times: numbers above 0, more than two, by that name."""
+    numbers = column.values[~np.isnan(column.values)] if column.kind == "number" else np.empty(0)
+    return bool(TIME.search(column.name)) and len(set(numbers.tolist())) > 2 and bool((numbers > 0).all())
+
+
+def is_count(column: ColumnProfile) -> bool:
+    """Whether a column holds counts: whole numbers from 0 on, more than two, by that name."""
+    numbers = column.values[~np.isnan(column.values)]
+    return column.whole and bool(COUNT.search(column.name)) and len(set(numbers.tolist())) > 2 and numbers.min() == 0
+
+
+def timed(survey: Survey, target: str | None, event: str | None) -> tuple[Timed | None, str]:
+    """The time to an event that a table is drafted for, and the one that it could be drafted for.
+
+    It is drafted where `event` or a time is asked for, and where a time stands beside a column that is called an event
+    and nothing else; one called as a class is, such as ``died``, is only named.
+
+    Args:
+        survey: of the table.
+        target: column that is asked for; None: none.
+        event: column that is asked for; None: found out; empty: there is none.
+
+    Returns:
+        The draft's; None for another task. Then a sentence on the other choice, or "".
+
+    Raises:
+        ConfigError: the event that is asked for holds something else, or no column is a time.
+    """
+    if event == "":
+        return None, ""
+    times = [c for c in survey.columns.values() if is_time(c)]
+    if event:
+        chosen = survey.column(event, "--event")
+        if not is_event(chosen):
+            held = ", ".join(map(repr, [*chosen.levels][:4]))
+            raise ConfigError(f"{survey.path}: --event {event} holds {held}; it must be 1 for an event, 0 for none")
+        if target is None and not times:
+            raise ConfigError(f"{survey.path}: no column looks like the time of --event {event}; name it by --target")
+        return Timed(times[0] if target is None else survey.column(target, "--target"), chosen), ""
+    events = [c for c in survey.columns.values() if EVENT.search(c.name) and is_event(c) and c.name != target]
+    if target is not None:
+        times = [c for c in times if c.name == target]
+    if not times or not events:
+        return None, ""
+    found = Timed(times[0], events[0])
+    asked = f"--target {found.time.name} --event"
+    if target is not None or events[0].name.lower() not in TARGETS:
+        return found, f"{asked} '' drafts it without the event"
+    return (
+        None,
+        f"{found.time.name!r} with the event {found.event.name!r} is a time to event: {asked} {found.event.name}",
+    )
