@@ -24,9 +24,9 @@ from typing import Any
 import pytest
 
 import fedloom as fl
-from fedloom.algorithms import REGISTRY
+from fedloom.algorithms import REGISTRY, upload_fields
 from fedloom.experiment.cards import text
-from fedloom.report.comparison.family import TestedDifference
+from fedloom.report.comparison import family
 from fedloom.values import fields_of
 from tests.commands import end, fork
 
@@ -204,7 +204,7 @@ def test_what_a_comparison_of_the_gallery_decides() -> None:
         (0.5, 2.0, False, 5, "not decided"),
         (0.5, 1.0, False, 4, "not decided"),
     ):
-        compared = TestedDifference(mean, half, 0.5, 0.5, significant, seeds)
+        compared = family.TestedDifference(mean, half, 0.5, 0.5, significant, seeds)
         assert outcome_of(compared, 2.0, higher=True) == outcome
         flipped = {"better": "worse", "worse": "better"}.get(outcome, outcome)
         assert outcome_of(compared, 2.0, higher=False) == flipped
@@ -217,6 +217,15 @@ def test_an_entry_of_the_gallery_is_what_its_experiment_gives(tmp_path: Path, mo
     script = runpy.run_path(str(ROOT / "studies" / "scripts" / "gallery"), run_name="gallery")
     for name in ("fair", "attack"):
         documents.assert_alike(script["made"](name, tmp_path, tmp_path), script["kept"]()[name], name)
+
+
+def test_the_page_on_deployment_names_every_method_whose_server_keeps_single_rows() -> None:
+    page = (ROOT / "docs" / "deployment.md").read_text()
+    listed = set(re.findall(r"[a-z]+", page.split("- **Kept rows**")[1].split(")")[0].lower()))
+    algorithms = {name: getattr(entry, "algorithm", entry) for name, entry in REGISTRY.items()}
+    kept = [name for name, algorithm in algorithms.items() if any(f.keeps for f in upload_fields(algorithm).values())]
+    assert len(kept) > 10
+    assert [name for name in kept if not set(name.split("-")) <= listed] == []
 
 
 def test_the_site_needs_no_network(site: Path) -> None:

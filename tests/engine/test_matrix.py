@@ -15,6 +15,7 @@ from __future__ import annotations
 import datetime
 import os
 from collections import Counter
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -330,6 +331,12 @@ COLUMNS = (
     ("compressors", "channel", "top-k"),
 )
 
+
+def named(declared: Callable[[Algorithm], object]) -> str:
+    """The methods that declare something, in words."""
+    return ", ".join(sorted(name for name in REGISTRY if declared(composed(name).algorithm)))
+
+
 INTRODUCTION = """# What goes with what
 
 Any method runs with any sampler, weigher, mixer, aggregator, attack and channel, unless the pair makes no sense; then
@@ -370,8 +377,9 @@ Further rules:
 - Channels act on the change to the model that a client received, whatever the method uploads; compressors feed back
   what they leave out of it.
 - Of a part of the model that does not travel (personal layers), nothing is compressed, noised or counted.
-- Methods whose mathematics needs plain SGD refuse momentum and other optimisers (`[local] optimizer`); FedNova,
-  GIFAIR-FL and the composite FedADMM take momentum, but no other optimiser.
+- Methods whose mathematics needs plain SGD refuse momentum and other optimisers (`[local] optimizer`):
+  {named(lambda method: method.plain_sgd)}.
+  {named(lambda method: method.needs_sgd and not method.plain_sgd)} take momentum, but no other optimiser.
 - `delta` of `gaussian-noise` or `private-mean` refuses weighers and samplers to whom clients answer without noise.
 """
 
