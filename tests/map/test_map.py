@@ -452,6 +452,12 @@ def test_a_method_of_a_user_gets_its_row_beside_the_recorded_ones(here: Path) ->
     own(here, **{"Half a step": "Another word"})
     called("--method", "mine:Half", "--space", "space.toml", "--setup", "iid")
     assert RECORDS.read_bytes() == before
+    own(here, **{"down.x)), rows": "down.x) * 1), rows"})  # other code, the same figures: a seed confirms the record
+    called("--method", "mine:Half", "--space", "space.toml", "--setup", "iid")
+    confirmed = read(RECORDS)["iid", "mine:Half"]
+    assert confirmed == replace(found["iid", "mine:Half"], source=confirmed.source)
+    assert confirmed.source != found["iid", "mine:Half"].source
+    before = RECORDS.read_bytes()
     own(here, "0.25")
     called("--page", "map.md")
     assert "stale: of another commit of the method" in Path("map/iid.md").read_text()

@@ -30,7 +30,9 @@ def map_command(
     again: Annotated[
         bool, typer.Option("--again", help="look again at recorded cells, with other seeds and what was chosen")
     ] = False,
-    stale: Annotated[bool, typer.Option("--stale", help="run stale cells anew, too")] = False,
+    stale: Annotated[
+        bool, typer.Option("--stale", help="also stale cells: confirm them by a seed, or run them anew")
+    ] = False,
     scale: Annotated[
         str, typer.Option(help="full, or smoke: two setups, one seed", autocompletion=one_of("smoke", "full"))
     ] = "full",
