@@ -12,9 +12,12 @@ import methods
 import notebooks
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[2]
 STUDIES = ROOT / "studies" / "pages"
+WIDE = 10
+"""Columns that a table has beside a table of contents."""
 
 
 def pages() -> Iterator[tuple[str, str]]:
@@ -35,11 +38,15 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     return config
 
 
-def on_page_markdown(markdown: str, **more: object) -> str:
+def on_page_markdown(markdown: str, page: Page | None = None, **more: object) -> str:
     """Links as they are on the site: ``docs`` and ``studies/pages`` are one folder, and a method's file is its page.
 
-    In the repository they lead to files that are there: ``docs``, ``studies/pages`` and the code of the methods.
+    In the repository they lead to files that are there: ``docs``, ``studies/pages`` and the code of the methods. A page
+    with a table of many columns has the room of the table of contents too.
     """
+    columns = [rule.count("|") - 1 for rule in re.findall(r"^\|(?:-+:?\|)+$", markdown, re.MULTILINE)]
+    if page is not None and max(columns, default=0) > WIDE:
+        page.meta.setdefault("hide", ["toc"])
     made = re.sub(r"\]\((?:\.\./studies/pages|\.\./\.\./docs|site)/", "](", markdown)
     made = re.sub(r"\]\(\.\./\.\./\.\./docs/", "](../", made)
     made = re.sub(r"\]\((?:\.\./)+src/fedloom/algorithms/(\w*)(?:\.py)?(?:#([\w-]+))?", methods.link, made)

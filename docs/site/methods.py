@@ -37,6 +37,7 @@ COLUMNS = ("mean, %", "over the better of local and FedAvg", "difference", "plac
 """Of `standing_table`."""
 FAMILIES = {
     "consensus": "One model for all",
+    "clustered": "A model for every cluster",
     "composite": "With a regulariser",
     "personalised": "A model for every client",
     "fair": "Fair",

@@ -133,3 +133,8 @@ def test_the_default_download_and_state_are_the_model() -> None:
     assert download_type(FedAvg) is Model
     assert FedAvg().global_model(server) is p.x0
     assert FedAvg().global_model(Hidden(p.x0)) is None
+
+
+def test_how_clients_train_is_no_option_of_a_method() -> None:
+    with pytest.raises(ConfigError, match=r"FedAvg: unknown key 'lr'; .* give local=\{'lr': 0.1\} of the run"):
+        FedAvg(lr=0.1)

@@ -253,6 +253,7 @@ def test_a_method_of_an_experiment_has_its_own_model_and_task() -> None:
         ({"seeds": [0, 0]}, "every seed once"),
         ({"seeds": 5}, "seeds must be several whole numbers"),
         ({"tune": {"trial": 3}}, "tune: unknown key 'trial'"),
+        ({"tune": "yes"}, "tune must be a number of trials"),
         ({"round": 3}, "unknown key 'round'"),
     ],
 )  # fmt: skip

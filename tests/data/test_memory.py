@@ -35,6 +35,13 @@ class Pairs(TorchDataset[Any]):
         return self._give(i)
 
 
+class Endless(TorchDataset[Any]):
+    """A data set that lacks its length."""
+
+    def __getitem__(self, index: int) -> Any:
+        return X[0], 0
+
+
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         return zip(X, Y, strict=True)
@@ -155,6 +162,7 @@ def test_options_of_arrays() -> None:
         (lambda: Dataset.of(types.SimpleNamespace(to_pandas=0)), ConfigError, r"give x.to_pandas\(\)"),
         (lambda: Dataset.of(Pairs(lambda i: (X[i][: i + 1], 0))), DataError, "sample 1 has shape .* one size only"),
         (lambda: Dataset.of(Pairs(lambda i: ("a", 0))), DataError, "only images and numbers work"),
+        (lambda: Dataset.of(Endless()), ConfigError, "Endless has no __len__; add one, or make it an IterableDataset"),
         (lambda: Dataset.of(Pairs(lambda i: (X[i], [][i]))), DataError, "sample 0 cannot be had: IndexError"),
         (lambda: partition.iid(clients=2)((X, 0 * Y)), DataError, "the target is the same in every row"),
         (lambda: Dataset.of(Y, Y), DataError, r"of a single feature give x\[:, None\]"),

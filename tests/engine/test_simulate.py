@@ -213,6 +213,11 @@ def test_resume_equals_the_uninterrupted_run(fed: Federation, tmp_path: Path, na
     assert same(again.table(), whole.table())
 
 
+def test_the_method_comes_first(fed: Federation) -> None:
+    with pytest.raises(ConfigError, match=r"the method comes first: fl\.simulate\(method, fed\)"):
+        simulate(fed, "fedavg")  # type: ignore[arg-type]
+
+
 def test_folder_of_another_run_is_refused(fed: Federation, tmp_path: Path) -> None:
     run(fed, folder=tmp_path)
     with pytest.raises(RunDirError, match="another"):

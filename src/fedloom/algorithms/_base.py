@@ -26,7 +26,7 @@ from fedloom.algorithms._messages import Sent as Sent
 from fedloom.algorithms._messages import download_type, upload_fields
 from fedloom.choose.mixers import Mixer
 from fedloom.errors import ConfigError, InvalidValue, Refused
-from fedloom.local import Ctx, Nothing, Work
+from fedloom.local import Ctx, LocalSGD, Nothing, Work
 from fedloom.rows.layout import Layout
 from fedloom.rows.prox import Prox
 from fedloom.values import FACTOR, Value, factor_of, or_derived
@@ -104,7 +104,13 @@ class Algorithm(Value, ABC):
     @model_validator(mode="before")
     @classmethod
     def _settings(cls, given: Any) -> Any:
-        if not isinstance(given, dict) or "settings" not in given or "settings" in cls.model_fields:
+        if not isinstance(given, dict):
+            return given
+        for key in given:
+            if key in LocalSGD.model_fields and key not in cls.model_fields:
+                place = f"local={ {key: given[key]}!r} of the run"
+                raise ValueError(f"unknown key {key!r}; how clients train is no option of a method: give {place}")
+        if "settings" not in given or "settings" in cls.model_fields:
             return given
         rest = {key: value for key, value in given.items() if key != "settings"}
         return {**chosen_settings(given["settings"], cls.paper), **rest}

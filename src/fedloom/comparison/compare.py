@@ -107,6 +107,8 @@ def compare(
     """
     if tune is not None and find_spec("optuna") is None:
         raise ConfigError("compare: tune needs Optuna: pip install 'fedloom[tune]'")
+    if not isinstance(tune, int | Mapping | None):
+        raise ConfigError(f"compare: tune must be a number of trials or the table [tune] of a file, got {tune!r:.80}")
     table = {"trials": tune} if isinstance(tune, int) else dict(tune or {})
     if models not in MODELS:
         raise unknown("choice", models, MODELS, "compare: models")

@@ -88,6 +88,8 @@ def simulate(
     """
     if isinstance(fed, list | Mapping) and not {"x", "train"} & {*(fed if isinstance(fed, Mapping) else ())}:
         fed = Federation.of(fed)
+    if isinstance(algorithm, Federation):
+        raise ConfigError("the method comes first: fl.simulate(method, fed)")
     if not isinstance(fed, Federation):
         raise ConfigError(
             f"fed must be a Federation, got {type(fed).__name__}; split the data among clients first, as in "

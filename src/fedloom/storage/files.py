@@ -137,7 +137,7 @@ def make_folder(folder: Path) -> None:
 def is_unused(folder: Path) -> bool:
     """Whether a folder is missing, or has nothing but hidden files; a `RunDirError` if it is no folder."""
     if folder.exists() and not folder.is_dir():
-        raise RunDirError(f"{folder} is a file; the output is a folder: choose another --out")
+        raise RunDirError(f"{folder} is a file, not a folder; choose another --out")
     return not folder.exists() or all(path.name.startswith(".") for path in folder.iterdir())
 
 

@@ -169,6 +169,8 @@ def _named(obj: Any) -> tuple[Any, Any] | None:
 def _samples(obj: TorchDataset[Any], name: str) -> Iterator[Any]:
     """The samples of a user's data set, whose code may fail."""
     count = 0
+    if not isinstance(obj, IterableDataset) and not hasattr(obj, "__len__"):
+        raise ConfigError(f"{name}: {type(obj).__name__} has no __len__; add one, or make it an IterableDataset")
     try:
         for sample in obj if isinstance(obj, IterableDataset) else (obj[i] for i in range(len(obj))):  # type: ignore[arg-type]
             yield sample
