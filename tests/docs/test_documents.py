@@ -24,9 +24,9 @@ from typing import Any
 import pytest
 
 import fedloom as fl
+from fedloom import report
 from fedloom.algorithms import REGISTRY, upload_fields
 from fedloom.experiment.cards import text
-from fedloom.report.comparison import family
 from fedloom.values import fields_of
 from tests.commands import end, fork
 
@@ -204,7 +204,7 @@ def test_what_a_comparison_of_the_gallery_decides() -> None:
         (0.5, 2.0, False, 5, "not decided"),
         (0.5, 1.0, False, 4, "not decided"),
     ):
-        compared = family.TestedDifference(mean, half, 0.5, 0.5, significant, seeds)
+        compared = report.TestedDifference(mean, half, 0.5, 0.5, significant, seeds)
         assert outcome_of(compared, 2.0, higher=True) == outcome
         flipped = {"better": "worse", "worse": "better"}.get(outcome, outcome)
         assert outcome_of(compared, 2.0, higher=False) == flipped
