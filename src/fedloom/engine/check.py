@@ -10,13 +10,14 @@ from fedloom.engine.setting import Setting
 from fedloom.errors import ConfigError, Refused
 from fedloom.local import Ctx, LocalSGD
 from fedloom.local.oracles import Network
+from fedloom.local.rows import Fields
 from fedloom.rows.aggregate import Aggregator, PrivateMean
 from fedloom.rows.attacks import Forgery
 from fedloom.rows.channel import Channel
 from fedloom.schedule import Deadline, Stream, Synchronous
 
 
-def check_width(method: Algorithm, upload: Any, weigher: Weigher, sampler: Sampler, d: int) -> None:
+def check_width(method: Algorithm, upload: Fields, weigher: Weigher, sampler: Sampler, d: int) -> None:
     """Refuse plug-ins that look at models if what the method uploads is not one.
 
     Raises:
@@ -129,7 +130,7 @@ def check_mixer(algorithm: Algorithm, mixer: Mixer, aggregator: Aggregator | Non
         )
 
 
-def check_mixed_width(method: Algorithm, down: Any, d: int) -> None:
+def check_mixed_width(method: Algorithm, down: Fields, d: int) -> None:
     """Refuse a mixer if what the server sends, the download ``down``, is not one model.
 
     Raises:
@@ -205,7 +206,7 @@ def check_schedule(setting: Setting, n: int) -> None:
             raise ConfigError(f"schedule.{key} must be at most the {n} clients of the federation, got {number}")
 
 
-def notes_of(setting: Setting, oracle: Network, server: Any, ctx: Ctx, fewest: int | None) -> list[str]:
+def notes_of(setting: Setting, oracle: Network, server: Fields, ctx: Ctx, fewest: int | None) -> list[str]:
     """Collect what is known of a run before its first round.
 
     Args:
@@ -253,7 +254,7 @@ def _unweighed(setting: Setting, unequal: bool) -> list[str]:
     return []
 
 
-def _normalised(setting: Setting, oracle: Network, server: Any) -> list[str]:
+def _normalised(setting: Setting, oracle: Network, server: Fields) -> list[str]:
     """The note on the statistics of normalisation layers, which are no parameters, where there is a global model."""
     if not oracle.normalisers or setting.method.global_model(server) is None:
         return []

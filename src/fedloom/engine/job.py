@@ -20,6 +20,7 @@ from fedloom.errors import ConfigError, attribute_error
 from fedloom.local import Ctx, Work
 from fedloom.local.optimizer import OptimizerStates
 from fedloom.local.oracles import Network
+from fedloom.local.rows import Fields
 from fedloom.processes.ranks import Ranks
 from fedloom.processes.row_locations import RowLocations
 from fedloom.replay import Replay
@@ -86,7 +87,7 @@ class Problem:
         alike = self.algorithm.uses_shares or weighed or (aggregator is not None and not aggregator.weighted)
         return torch.ones(self.n, 1, dtype=torch.float64) if alike else self.ctx(0).masses
 
-    def weights(self, up: Any) -> list[Tensor]:
+    def weights(self, up: Fields) -> list[Tensor]:
         """The fields ``[m, 1]`` of an upload that weight others in the mean of what clients keep."""
         named = {kind.weight for kind in self.fields.values() if kind.keeps and kind.weight is not None}
         return [getattr(up, name) for name in sorted(named)]
@@ -97,9 +98,10 @@ class Problem:
         return primary_field(type(self.algorithm))
 
     @cached_property
-    def upload(self) -> Any:
+    def upload(self) -> type[Fields]:
         """Type of the upload."""
-        return upload_type(type(self.algorithm))
+        upload: type[Fields] = upload_type(type(self.algorithm))
+        return upload
 
     @property
     def gathers(self) -> bool:
@@ -165,7 +167,7 @@ class Problem:
         """Clients have models of their own: the method's personal models, or what a mixer sends them."""
         return self.setting.mixer is not None or type(self.algorithm).personal is not Algorithm.personal
 
-    def personal(self, down: Any, rows: Any, work: Work) -> Tensor | None:
+    def personal(self, down: Fields, rows: Fields, work: Work) -> Tensor | None:
         """Personal models ``[m, d]``; of a method without any, the mixtures that clients receive."""
         if type(self.algorithm).personal is Algorithm.personal:
             received: Tensor = down[0]
@@ -235,15 +237,15 @@ class Job(Problem):
 
     workers: int
     ranks: Ranks
-    clients: Store[Any]
-    kept: Store[Any]
-    models: Store[Any]
-    summed: Store[Any]
-    residue: Store[Any]
-    optimizer: Store[Any]
+    clients: Store[Fields]
+    kept: Store[Fields]
+    models: Store[Fields]
+    summed: Store[Fields]
+    residue: Store[Fields]
+    optimizer: Store[Fields]
 
     @property
-    def stores(self) -> dict[str, Store[Any]]:
+    def stores(self) -> dict[str, Store[Fields]]:
         """Everything that is kept by client."""
         return {
             "clients": self.clients,
@@ -283,14 +285,14 @@ class Job(Problem):
             memory=memory,
         )
 
-    def changed_from(self, down: Any, up: Any, ids: Tensor) -> Tensor:
+    def changed_from(self, down: Fields, up: Fields, ids: Tensor) -> Tensor:
         """What an upload that is written as a change is a change to, as the server has it; see `Messages.tracks`."""
         if not self.messages.tracks:
             return self.algorithm.received(down, up)
         row: Tensor = getattr(self.kept.read(ids), self.primary)
         return row.to(self.oracle.device)
 
-    def down(self, server: Any, round: int, ids: Tensor | None = None) -> Any:
+    def down(self, server: Fields, round: int, ids: Tensor | None = None) -> Fields:
         """The download of a cohort; all clients when None."""
         ctx = self.ctx(round, ids)
         kept = self.kept.read(self.mixed(ctx.ids)) if self.algorithm.mixes else None
@@ -299,7 +301,7 @@ class Job(Problem):
         mixer = self.setting.mixer or (self.algorithm.mixer(round) if self.robust else None)
         return down if mixer is None else self._with_mixtures(mixer, down, ctx)
 
-    def _with_mixtures(self, mixer: Mixer, down: Any, ctx: Ctx) -> Any:
+    def _with_mixtures(self, mixer: Mixer, down: Fields, ctx: Ctx) -> Fields:
         """The download whose first field, the model, is the mixture of every client, of a part only what travels."""
         if not mixer.share:
             return down

@@ -13,6 +13,7 @@ from fedloom.algorithms import Algorithm, upload_fields
 from fedloom.algorithms._messages import Sent, encodings
 from fedloom.local import Ctx, Work
 from fedloom.local.oracles import Network
+from fedloom.local.rows import Fields, remade
 from fedloom.rows.channel import Channel
 from fedloom.rows.fields import Field
 from fedloom.rows.layout import Layout
@@ -94,7 +95,7 @@ class Messages:
     def _masks(self, parts: Mapping[str, str | None]) -> dict[str, Tensor]:
         return {n: self._algorithm.part(part, self._layout).to(self._device) for n, part in parts.items() if part}
 
-    def down(self, message: Any, server: Any) -> Letter:
+    def down(self, message: Fields, server: Fields) -> Letter:
         """How a download is written; ``server`` has the ranks of its matrices, which are measured without it."""
         ranks = {
             name: dict(zip(self._layout.matrix_shapes, getattr(server, sent.ranks).tolist(), strict=True))
@@ -103,7 +104,7 @@ class Messages:
         }
         return self._letter("down", message._asdict(), ranks)
 
-    def up(self, message: Any, answers: Mapping[str, Tensor] | None = None) -> Letter:
+    def up(self, message: Fields, answers: Mapping[str, Tensor] | None = None) -> Letter:
         """How an upload is written, what passes the channel as one field, and answers ``[m, k]`` that go with it."""
         values = message._asdict()
         if self._channel is not None and message:
@@ -145,20 +146,20 @@ class Messages:
         """
         return self.sends_change and upload_fields(type(self._algorithm))[self.changed].keeps
 
-    def change(self, up: Any, base: Tensor) -> Any:
+    def change(self, up: Fields, base: Tensor) -> Fields:
         """The upload with the change to the base ``[d]`` or ``[m, d]`` in place of an absolute model."""
         return up._replace(**{self.changed: getattr(up, self.changed) - base}) if self.changed else up
 
-    def absolute(self, up: Any, base: Tensor) -> Any:
+    def absolute(self, up: Fields, base: Tensor) -> Fields:
         """The upload whose `change` this is."""
         return up._replace(**{self.changed: getattr(up, self.changed) + base}) if self.changed else up
 
-    def update(self, up: Any) -> Tensor:
+    def update(self, up: Fields) -> Tensor:
         """What passes the channel of an upload ``[m, D]``: its fields side by side, of a part only what travels."""
         pieces = {name: getattr(up, name) for name in channel_fields(type(self._algorithm), self._channel)}
         return torch.cat([p[:, self.masks[n]] if n in self.masks else p for n, p in pieces.items()], 1)
 
-    def with_update(self, up: Any, update: Tensor) -> Any:
+    def with_update(self, up: Fields, update: Tensor) -> Fields:
         """The upload with other values in the place of those of `update`."""
         fields = {name: getattr(up, name) for name in channel_fields(type(self._algorithm), self._channel)}
         widths = [int(self.masks[n].sum()) if n in self.masks else f.shape[1] for n, f in fields.items()]
@@ -190,15 +191,16 @@ def channel_fields(algorithm: type[Algorithm], channel: Channel | None) -> list[
     ]
 
 
-def idle_upload(method: Algorithm, start: tuple[Any, Any, Any], oracle: Network, ctx: Ctx) -> Any:
+def idle_upload(method: Algorithm, start: tuple[Fields, Fields, Fields | None], oracle: Network, ctx: Ctx) -> Fields:
     """What one client uploads that takes no step: it shows the widths of the fields."""
     return first_upload(method, start, ctx, Work(oracle, ctx.ids[:1], ctx.weight[:1], ctx.local).idle())
 
 
-def first_upload(method: Algorithm, start: tuple[Any, Any, Any], ctx: Ctx, work: Work) -> Any:
+def first_upload(method: Algorithm, start: tuple[Fields, Fields, Fields | None], ctx: Ctx, work: Work) -> Fields:
     """What the first client uploads in a first round; nothing is kept of it."""
     server, template, kept = start
     one = ctx._replace(m=1, ids=ctx.ids[:1])
-    rows, count = type(template)(*[t[None] for t in template]), ctx.n if method.mixes_all else 1
-    down = method.down(server, kept and type(kept)(*[t.repeat(count, *[1] * t.dim()) for t in kept]), one)
-    return method.client(down, rows, work)[0]
+    rows, count = remade(template, [t[None] for t in template]), ctx.n if method.mixes_all else 1
+    down = method.down(server, kept and remade(kept, [t.repeat(count, *[1] * t.dim()) for t in kept]), one)
+    upload: Fields = method.client(down, rows, work)[0]
+    return upload

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fedloom.algorithms import Algorithm
@@ -18,7 +19,7 @@ from fedloom.engine.virtual.clock import FATE, ROUND, VERSION, Clock, Fate, use_
 from fedloom.errors import attribute_error
 from fedloom.local import Ctx
 from fedloom.local.oracles import chunk_count
-from fedloom.local.rows import rows_of, to_device
+from fedloom.local.rows import Fields, remade, rows_of, to_device
 from fedloom.metrics import mutual_information
 from fedloom.processes.clients import COUNTS, Clients, ScoreRequest, Scores
 from fedloom.schedule import Fleet
@@ -83,7 +84,9 @@ def records_of(job: Job, state: State, scores: Scores) -> Iterator[Record]:
     cost, scores = scores.get(COST, {}), {key: values for key, values in scores.items() if key != COST}
     benign = torch.where(job.malicious[scored], torch.nan, 1.0).double().numpy() if len(job.attackers) else None
     parts = job.setting.evaluate.parts
-    sizes: dict[str, Any] = {part: job.eval_fed.sizes(part).cpu()[scored].double().numpy() for part in parts}
+    sizes: dict[str, NDArray[np.float64]] = {
+        part: job.eval_fed.sizes(part).cpu()[scored].double().numpy() for part in parts
+    }
     yield from score_records(t, scores, sizes, benign)
     share = job.n / len(scored)
     for name, value in zip((*COUNTS, "dropped"), state.totals.tolist(), strict=True):
@@ -131,13 +134,13 @@ def diagnose(job: Job, state: State) -> dict[str, float]:
         return _figures(job, state, ctx, down)
 
 
-def _figures(job: Job, state: State, ctx: Ctx, down: Any) -> dict[str, float]:
-    total: Any = None
+def _figures(job: Job, state: State, ctx: Ctx, down: Fields) -> dict[str, float]:
+    total: Fields | None = None
     for ids in ctx.ids.tensor_split(chunk_count(ctx.m, job.chunk)):
         rows = to_device(job.clients.read(ids), job.oracle.device)
         work = job.work(max(state.round, 1), ids)
         part = job.algorithm.observe(to_device(rows_of(down, ids), job.oracle.device), rows, work)
         if part is not None:
             sums = [f.sum(0) for f in part]
-            total = type(part)(*(sums if total is None else [a + b for a, b in zip(total, sums, strict=True)]))
+            total = remade(part, sums if total is None else [a + b for a, b in zip(total, sums, strict=True)])
     return job.algorithm.diagnostics(state.server, total, ctx)

@@ -32,6 +32,7 @@ from fedloom.errors import ConfigError, Refused, attribute_error
 from fedloom.local import Ctx, Nothing, Work
 from fedloom.local.optimizer import OptimizerStates, slots_of
 from fedloom.local.oracles import Network, chunk_limit, make_oracle
+from fedloom.local.rows import Fields, remade
 from fedloom.processes.pool import cores
 from fedloom.processes.ranks import ALONE, Ranks
 from fedloom.replay import Replay
@@ -66,7 +67,7 @@ def make_job(
     folder: Path | None = None,
     ranks: Ranks = ALONE,
     replay: Replay = Replay(),  # noqa: B008  # frozen
-) -> tuple[Job, Any]:
+) -> tuple[Job, Fields]:
     """Make a job, and the server's state before the first round.
 
     Args:
@@ -83,8 +84,8 @@ def make_job(
     engine, samples = problem.setting.engine, int(problem.train_sizes.sum())
     workers = worker_count(engine, problem.setting.rounds, problem.oracle.layout.d, samples) if ranks.size == 1 else 1
 
-    def store(name: str, template: Any) -> Store[Any]:
-        on_cpu = type(template)(*[t.cpu() for t in template])
+    def store(name: str, template: Fields) -> Store[Fields]:
+        on_cpu = remade(template, [t.cpu() for t in template])
         path = None if folder is None or ranks.machines[ranks.rank] > 0 else folder / name
         memory = Forked() if workers > 1 else ranks.memory
         return Store(problem.n, on_cpu, path=path, budget=engine.store_budget << 20, memory=memory)
@@ -115,12 +116,12 @@ class Start(NamedTuple):
         summed: the rows of a client to which changes are added up for a robust rule; None if none are.
     """
 
-    server: Any
-    client: Any
-    kept: Any
-    residue: Any
+    server: Fields
+    client: Fields
+    kept: Fields | None
+    residue: Fields
     model: Tensor | None = None
-    summed: Any = None
+    summed: Fields | None = None
 
 
 def make_problem(
@@ -214,7 +215,7 @@ def make_problem(
     )
 
 
-def _summed(problem: Problem, client: Any) -> Any:
+def _summed(problem: Problem, client: Fields) -> Any:
     """The rows of a client's template to which the fields of `Problem.summed_fields` are changes; None without any."""
     names = problem.summed_fields
     rows = [getattr(client, problem.fields[name].base.removeprefix("rows.")) for name in names]
@@ -299,7 +300,9 @@ class Moments(NamedTuple):
     s: Tensor
 
 
-def _memory(method: Algorithm, start: tuple[Any, Any, Any], oracle: Network, ctx: Ctx) -> OptimizerStates | None:
+def _memory(
+    method: Algorithm, start: tuple[Fields, Fields, Fields | None], oracle: Network, ctx: Ctx
+) -> OptimizerStates | None:
     """How states of optimisers are kept; None where they are not. One client takes a step, which nobody sees.
 
     Raises:
@@ -321,7 +324,7 @@ def _memory(method: Algorithm, start: tuple[Any, Any, Any], oracle: Network, ctx
     return memory.of(memory.rows * 0) if local.optimizer_state == "kept" else None
 
 
-def _residue(channel: Channel | None, width: int, dtype: torch.dtype) -> Any:
+def _residue(channel: Channel | None, width: int, dtype: torch.dtype) -> Fields:
     """Template of the channel's memory at a client."""
     state = None if channel is None else channel.init(width, dtype)
     return Nothing() if state is None else Residue(state)

@@ -14,6 +14,7 @@ from fedloom.engine.job import Job
 from fedloom.engine.records import Records
 from fedloom.engine.uploads import first_sums
 from fedloom.engine.virtual.clock import Clock
+from fedloom.local.rows import F, Fields, remade
 from fedloom.processes.clients import COUNTS
 
 NEAR = 5
@@ -103,9 +104,9 @@ class State:
     """
 
     round: int
-    server: Any
-    sampler: Any
-    weigher: Any
+    server: Fields
+    sampler: Fields
+    weigher: Fields
     aggregator: dict[str, Tensor]
     sums: dict[str, Tensor]
     totals: Tensor
@@ -144,9 +145,9 @@ class State:
         def group(name: str) -> dict[str, Tensor]:
             return {k.partition(".")[2]: t for k, t in tensors.items() if k.partition(".")[0] == name}
 
-        def like(value: Any, name: str) -> Any:
+        def like(value: F, name: str) -> F:
             saved = group(name)
-            return type(value)(*[saved[f].to(t.device) for f, t in zip(value._fields, value, strict=True)])
+            return remade(value, [saved[f].to(t.device) for f, t in zip(value._fields, value, strict=True)])
 
         return State(
             round,
@@ -166,7 +167,7 @@ class State:
         )
 
 
-def initial_state(job: Job, server: Any) -> State:
+def initial_state(job: Job, server: Fields) -> State:
     """The state before the first round."""
     ctx = job.ctx(0)
     totals = torch.zeros(len(COUNTS) + 1, dtype=torch.long)

@@ -16,6 +16,7 @@ from fedloom import algorithms
 from fedloom.engine.job import Job
 from fedloom.errors import ConfigError, RunStopped, Stop, attribute_error
 from fedloom.local import Ctx
+from fedloom.local.rows import Fields
 from fedloom.processes.clients import COUNTS, SumResult, TrainResult
 
 SUMMED, AT = "summed.", "at."
@@ -37,7 +38,7 @@ class Rows:
         self.name, self.kind = name, kind
         self.parts = [] if before is None else [before.clone()]
 
-    def partial(self, up: Any, kept: Any, share: Tensor, mass: Tensor) -> Tensor:
+    def partial(self, up: Fields, kept: Fields | None, share: Tensor, mass: Tensor) -> Tensor:
         """What a chunk adds.
 
         Args:
@@ -70,7 +71,7 @@ class GatheredMean(Rows):
 class Mean(Rows):
     """A `fedloom.algorithms.Mean` field: partial sums ``[d]``, in double precision from the first on."""
 
-    def partial(self, up: Any, kept: Any, share: Tensor, mass: Tensor) -> Tensor:
+    def partial(self, up: Fields, kept: Fields | None, share: Tensor, mass: Tensor) -> Tensor:
         value: Tensor = getattr(up, self.name)
         share = mass if self.kind.accumulates else share
         if len(value) == 1:  # a large model's chunk
@@ -91,7 +92,8 @@ class Mean(Rows):
 class Kept(Rows):
     """A `fedloom.algorithms.Kept` field: changes ``[d]`` of the float64 sum over all clients."""
 
-    def partial(self, up: Any, kept: Any, share: Tensor, mass: Tensor) -> Tensor:
+    def partial(self, up: Fields, kept: Fields | None, share: Tensor, mass: Tensor) -> Tensor:
+        assert kept is not None
         now, old = (self.weighted(rows).cpu() for rows in (up, kept))
         return _sum(now, mass).sub_(_sum(old, mass))
 
@@ -102,7 +104,7 @@ class Kept(Rows):
         weight = self.kind.weight
         return self.parts[0] / (float(cohort.job.masses.sum()) if weight is None else cohort.sums[weight])
 
-    def weighted(self, rows: Any) -> Tensor:
+    def weighted(self, rows: Fields) -> Tensor:
         """The field, times its weight if it has one."""
         value: Tensor = getattr(rows, self.name)
         return value if self.kind.weight is None else value * getattr(rows, self.kind.weight)
@@ -115,7 +117,7 @@ def fields_of(job: Job, sums: Mapping[str, Tensor] | None = None) -> dict[str, R
     return {name: kinds[type(kind)](name, kind, (sums or {}).get(name)) for name, kind in job.fields.items()}
 
 
-def partials(job: Job, up: Any, ids: Tensor, share: Tensor) -> dict[str, Tensor]:
+def partials(job: Job, up: Fields, ids: Tensor, share: Tensor) -> dict[str, Tensor]:
     """What the accepted uploads of a chunk add, by field."""
     kept, mass = job.kept.read(ids), job.masses[ids]
     return {name: field.partial(up, kept, share, mass) for name, field in fields_of(job).items()}

@@ -181,7 +181,7 @@ class _Node:
         part = job.setting.evaluate.select_on
         if {("global", part), ("personal", part)} <= set(scores):
             scores |= hybrid_scores(scores, part)
-        row = personal_models(job, everyone, t, ids)[0] if job.has_personal else model
+        row = model if everyone is None else personal_models(job, everyone, t, ids)[0]
         if row is not None:
             model_state = _state_dict(self._run(context).local.model, job, row, ids)
             context.state[MODEL] = arrays_of(model_state)

@@ -43,6 +43,7 @@ from fedloom.flower.records import (
 )
 from fedloom.flower.samples import Signature, adapted
 from fedloom.local import Nothing
+from fedloom.local.rows import Fields
 from fedloom.storage.store import Store
 
 INSTEAD = {
@@ -263,7 +264,7 @@ class Strategy(FlowerStrategy):
         job, server = make_job(setting, federation_of(schema, torch.tensor(members.sizes)))
         start = (server, job.clients.template, job.kept.template if job.kept_fields else None)
         idle = idle_upload(job.algorithm, start, job.oracle, job.ctx(0, torch.tensor([0])))
-        none = Store(job.n, Nothing())
+        none: Store[Fields] = Store(job.n, Nothing())
         noisy = job.setting.with_(channel=released(job.setting.channel), aggregator=released(job.setting.aggregator))
         self._job = replace(job, setting=noisy, clients=none, residue=none, optimizer=none, memory=None)
         document = resolved_document(job.setting)

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 R = TypeVar("R")
+
+
+class Fields(Protocol):
+    """A NamedTuple of tensors: a download, an upload, rows of clients, or the state of a server."""
+
+    @property
+    def _fields(self) -> tuple[str, ...]: ...
+    def _replace(self, *args: Any, **changes: Any) -> Self: ...
+    def _asdict(self) -> dict[str, Any]: ...
+    def __iter__(self) -> Iterator[Any]: ...
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+F = TypeVar("F", bound=Fields)
 
 
 def map_rows(f: Callable[[Tensor], Tensor], rows: R) -> R:
@@ -19,6 +34,11 @@ def map_rows(f: Callable[[Tensor], Tensor], rows: R) -> R:
         parts = [map_rows(f, part) for part in rows]
         return type(rows)(*parts) if hasattr(rows, "_fields") else tuple(parts)  # type: ignore[return-value]
     return rows
+
+
+def select_rows(rows: R, mask: Tensor) -> R:
+    """The rows of some clients, a mask ``[m]`` or their places; None stays None."""
+    return map_rows(lambda field: field[mask], rows)
 
 
 def concat_rows(pieces: Sequence[R]) -> R:
@@ -42,11 +62,16 @@ def each_client(value: Tensor, m: int) -> Tensor:
     return value.expand(m, -1)
 
 
-def to_device(rows: Any, device: torch.device) -> Any:
+def remade(like: F, fields: Iterable[Any]) -> F:
+    """A NamedTuple of the same type with other fields."""
+    return type(like)(*fields)
+
+
+def to_device(rows: F, device: torch.device) -> F:
     """A NamedTuple of tensors on a device."""
-    return rows if device.type == "cpu" else type(rows)(*[r.to(device) for r in rows])
+    return rows if device.type == "cpu" else remade(rows, (r.to(device) for r in rows))
 
 
-def rows_of(message: Any, where: slice | Tensor) -> Any:
+def rows_of(message: F, where: slice | Tensor) -> F:
     """Some clients of a NamedTuple whose fields are ``[d]``, the same for all, or ``[m, .]``."""
-    return type(message)(*[f[where] if f.dim() > 1 else f for f in message])
+    return remade(message, (f[where] if f.dim() > 1 else f for f in message))

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from torch import Tensor
 
 from fedloom.local.oracles import chunk_count
+from fedloom.local.rows import Fields
 from fedloom.processes.pool import Workers
 
 T = TypeVar("T")
@@ -49,8 +50,8 @@ class TrainRequest(NamedTuple):
     place: Tensor
     ids: Tensor
     share: Tensor
-    down: Any
-    server: Any
+    down: Fields
+    server: Fields
     steps: Tensor | None = None
 
 
@@ -133,7 +134,7 @@ class ScoreRequest(NamedTuple):
     round: int
     ids: Tensor
     cohort: Tensor
-    down: Any
+    down: Fields | None
     model: Tensor | None
 
 

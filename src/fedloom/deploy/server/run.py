@@ -39,6 +39,7 @@ from fedloom.engine.state import State, initial_state
 from fedloom.errors import GivenUp, Refused, RunStopped, Stop
 from fedloom.experiment import Experiment
 from fedloom.local import Nothing
+from fedloom.local.rows import Fields
 from fedloom.rows.channel import GaussianNoise
 from fedloom.rundir import SUMMARY
 from fedloom.storage.checkpoint import Checkpoints
@@ -274,7 +275,7 @@ class _Run(Hooks):
         survivors = None if self._settings.secure is None else self._settings.secure.threshold
         noisy = {name: released(getattr(job.setting, name), survivors) for name in ("channel", "aggregator")}
         job = replace(job, setting=job.setting.with_(**noisy))
-        none = Store(job.n, Nothing())
+        none: Store[Fields] = Store(job.n, Nothing())
         return replace(job, clients=none, residue=none, optimizer=none, memory=None), server, forms
 
     def _line(self, state: State) -> str:

@@ -279,11 +279,10 @@ class Trainer:
         down, shared = self.forms.read_models([*models], global_there=common)
         everyone = None if down is None else _for_all(down, job.n)
         there = bool(part_sizes(self.fed, self._site.client)[0])
-        personal = there and down is not None
-        if personal or shared is not None:
-            row = personal_models(job, everyone, t, ids)[0] if personal else shared
-            assert row is not None
-            self._memory.keep_model(row.cpu(), job.oracle.layout.header(), t, "personal" if personal else "global")
+        personal = None if everyone is None or not there else personal_models(job, everyone, t, ids)[0]
+        row, kind = (shared, "global") if personal is None else (personal, "personal")
+        if row is not None:
+            self._memory.keep_model(row.cpu(), job.oracle.layout.header(), t, kind)
         if not there or self.scoring == "off":
             return {}
         scores: Scores = score_chunk(job, everyone, shared, ScoreTask(t, ids, ids, common=False))

@@ -13,7 +13,7 @@ from fedloom.engine.job import Job
 from fedloom.engine.uploads import partials
 from fedloom.errors import ClientError, FedloomError, Refused, attribute_error, cause_of
 from fedloom.local import Work
-from fedloom.local.rows import rows_of, to_device
+from fedloom.local.rows import Fields, remade, rows_of, select_rows, to_device
 from fedloom.processes.clients import Answers, AskTask, ChunkResult, TrainTask
 
 
@@ -26,13 +26,14 @@ class ClientState(NamedTuple):
         optimizer: states of the optimisers; None where they are not kept.
     """
 
-    rows: Any
-    residue: Any = None
-    optimizer: Any = None
+    rows: Fields
+    residue: Fields | None = None
+    optimizer: Fields | None = None
 
     def select(self, mask: Tensor) -> ClientState:
         """The state of some of the clients, a mask ``[m]``."""
-        return ClientState(*(_select(rows, mask) for rows in self))
+        rows, residue, optimizer = self
+        return ClientState(select_rows(rows, mask), select_rows(residue, mask), select_rows(optimizer, mask))
 
     def write(self, job: Job, ids: Tensor) -> None:
         """Store the state of the clients ``ids [m]``."""
@@ -54,31 +55,33 @@ class ClientOutput(NamedTuple):
         sent: the upload as it is written, where that has the change to the received model in place of an absolute one.
     """
 
-    upload: Any
+    upload: Fields
     state: ClientState
     work: Tensor
     weigher_answer: Tensor | None = None
     sampler_report: Tensor | None = None
     model: Tensor | None = None
-    sent: Any = None
+    sent: Fields | None = None
 
     def select(self, mask: Tensor) -> Self:
         """The output of some of the clients, a mask ``[m]``."""
-        upload, state, work, *rest = self
+        upload, state, work, weigher_answer, sampler_report, model, sent = self
+        weigher_answer, sampler_report, model = (select_rows(r, mask) for r in (weigher_answer, sampler_report, model))
+        sent = select_rows(sent, mask)
         return type(self)(
-            _select(upload, mask), state.select(mask), work[mask], *(_select(rows, mask) for rows in rest)
+            select_rows(upload, mask), state.select(mask), work[mask], weigher_answer, sampler_report, model, sent
         )
 
 
 class Inputs(NamedTuple):
     """The download of a chunk's clients, their rows, and the work."""
 
-    down: Any
-    rows: Any
+    down: Fields
+    rows: Fields
     work: Work
 
 
-def train_chunk(job: Job, down: Any, server: Any, task: TrainTask) -> ChunkResult:
+def train_chunk(job: Job, down: Fields, server: Fields, task: TrainTask) -> ChunkResult:
     """Train a chunk of honest clients and store the state of those whose upload is accepted.
 
     Raises:
@@ -97,12 +100,12 @@ class Computed(NamedTuple):
         counts: ``[m, 7]`` work and traffic, see `COUNTS`.
     """
 
-    down: Any
+    down: Fields
     output: ClientOutput
     counts: Tensor
 
 
-def compute_chunk(job: Job, down: Any, server: Any, task: TrainTask) -> Computed:
+def compute_chunk(job: Job, down: Fields, server: Fields, task: TrainTask) -> Computed:
     """Train a chunk of honest clients; nothing is stored.
 
     Raises:
@@ -112,7 +115,7 @@ def compute_chunk(job: Job, down: Any, server: Any, task: TrainTask) -> Computed
     return computed(job, server, task.ids, received, run_clients(job, received, task))
 
 
-def computed(job: Job, server: Any, ids: Tensor, down: Any, output: ClientOutput) -> Computed:
+def computed(job: Job, server: Fields, ids: Tensor, down: Fields, output: ClientOutput) -> Computed:
     """Count the work and traffic of a chunk's output."""
     rows = (output.weigher_answer, output.sampler_report)
     width = sum(answer.shape[1] for answer in rows if answer is not None)
@@ -122,7 +125,7 @@ def computed(job: Job, server: Any, ids: Tensor, down: Any, output: ClientOutput
     return Computed(down, output, _counts(job, server, output.work, down, sent, width))
 
 
-def run_clients(job: Job, down: Any, task: TrainTask) -> ClientOutput:
+def run_clients(job: Job, down: Fields, task: TrainTask) -> ClientOutput:
     """Train clients, have them answer, and pass their uploads through the channel. Nothing is stored.
 
     Args:
@@ -138,13 +141,13 @@ def run_clients(job: Job, down: Any, task: TrainTask) -> ClientOutput:
     return output_of(job, inputs, upload, rows)
 
 
-def inputs_of(job: Job, down: Any, task: TrainTask) -> Inputs:
+def inputs_of(job: Job, down: Fields, task: TrainTask) -> Inputs:
     """What a chunk's clients train from, with their download on the device."""
     rows = to_device(job.clients.read(task.ids), job.oracle.device)
     return Inputs(down, rows, job.work(task.round, task.ids, trains=True, steps=task.steps))
 
 
-def client_step(job: Job, inputs: Inputs, work: Work) -> tuple[Any, Any]:
+def client_step(job: Job, inputs: Inputs, work: Work) -> tuple[Fields, Fields]:
     """The upload and the new rows of the method's client step.
 
     Raises:
@@ -180,7 +183,7 @@ def _fault(job: Job, inputs: Inputs, returned: Any) -> str:
     return ""
 
 
-def output_of(job: Job, inputs: Inputs, upload: Any, rows: Any) -> ClientOutput:
+def output_of(job: Job, inputs: Inputs, upload: Fields, rows: Fields) -> ClientOutput:
     """Answer the weigher and the sampler, and pass the channel."""
     work, name = inputs.work, job.model_field
     upload = upload._replace(**{part: getattr(upload, part) * mask for part, mask in job.messages.masks.items()})
@@ -199,14 +202,14 @@ def output_of(job: Job, inputs: Inputs, upload: Any, rows: Any) -> ClientOutput:
             upload, left = apply_channel(job, upload, () if messages.tracks else residue, work.rng("channel"))
             sent = upload if messages.sends_change else None
             upload = messages.absolute(upload, base)
-            residue = type(residue)(getattr(upload, job.primary)) if messages.tracks else left
+            residue = remade(residue, [getattr(upload, job.primary)]) if messages.tracks else left
     if name:
         model = getattr(upload, name) + base_of(job.fields[name], inputs.down, inputs.rows)
     state = ClientState(rows, residue, _optimizer_states(job, work))
     return ClientOutput(upload, state, work_counts(work), answer, report, model, sent)
 
 
-def _optimizer_states(job: Job, work: Work) -> Any:
+def _optimizer_states(job: Job, work: Work) -> Fields | None:
     """The states of the clients' optimisers after their training; None where they are not kept.
 
     Raises:
@@ -220,17 +223,17 @@ def _optimizer_states(job: Job, work: Work) -> Any:
             f"{type(job.algorithm).__name__} trains by the stream {unknown[0]!r} in round {work.round}, which its "
             "first round had not, so there is no room for its optimiser; set local.optimizer_state = 'fresh'"
         )
-    return type(job.optimizer.template)(work.memory.rows)
+    return remade(job.optimizer.template, [work.memory.rows])
 
 
 def accept(
     job: Job,
-    server: Any,
+    server: Fields,
     task: TrainTask,
-    down: Any,
+    down: Fields,
     output: ClientOutput,
     counts: Tensor | None = None,
-    applied: Any = None,
+    applied: Fields | None = None,
 ) -> ChunkResult:
     """Check a chunk's uploads on the server's side, sum them up, and commit what is accepted.
 
@@ -251,7 +254,7 @@ def accept(
     everyone = bool(accepted.all())
     if not everyone:
         output, ids, share = output.select(accepted), ids[accepted], share[accepted]
-        applied = _select(applied, accepted)
+        applied = select_rows(applied, accepted)
     upload, state, _, answer, report, model, _ = output
     answers = {} if answer is None else {"weigher": answer}
     if job.sees_honest and model is not None:
@@ -263,27 +266,27 @@ def accept(
     if len(ids):
         state.write(job, ids)
         if job.kept_fields:
-            job.kept.write(ids, type(job.kept.template)(*[getattr(upload, name) for name in job.kept_fields]))
+            job.kept.write(ids, remade(job.kept.template, [getattr(upload, name) for name in job.kept_fields]))
         if job.summed_fields:
             before = job.summed.read(ids)
             changes = [getattr(upload, name).to(old) for name, old in zip(before._fields, before, strict=True)]
             sums = [old + change for old, change in zip(before, changes, strict=True)]
-            job.summed.write(ids, type(before)(*sums))
+            job.summed.write(ids, remade(before, sums))
         if job.models.template:
             row = getattr(upload, job.primary)
             is_change = job.fields[job.primary].base != "zero"
             received = down[0] if everyone or down[0].dim() == 1 else down[0][accepted]
-            job.models.write(ids, type(job.models.template)(row + received if is_change else row))
+            job.models.write(ids, remade(job.models.template, [row + received if is_change else row]))
     return ChunkResult(task.ids, task.share, accepted, parts, answers, float(share.sum()), counts)
 
 
-def apply_channel(job: Job, upload: Any, residue: Any, noise: Sequence[Generator]) -> tuple[Any, Any]:
+def apply_channel(job: Job, upload: Fields, residue: Any, noise: Sequence[Generator]) -> tuple[Fields, Fields]:
     """The upload after the channel, which acts on what a client sends, side by side, and the new residue."""
     assert job.setting.channel is not None
     update = job.messages.update(upload)
     state = to_device(residue, upload[0].device)[0] if residue else None
     sent, state = job.setting.channel.apply(state, update, noise)
-    return job.messages.with_update(upload, sent), type(residue)(*([] if state is None else [state]))
+    return job.messages.with_update(upload, sent), remade(residue, [] if state is None else [state])
 
 
 def ask_chunk(job: Job, model: Tensor, task: AskTask) -> Answers:
@@ -317,14 +320,7 @@ def usable(fields: tuple[Tensor, ...], m: int, bound: float | None, weights: Seq
     return accepted
 
 
-def _select(rows: Any, mask: Tensor) -> Any:
-    """Some rows of a tensor ``[m, .]``, or of each field of a tuple of them."""
-    if rows is None or isinstance(rows, Tensor):
-        return None if rows is None else rows[mask]
-    return type(rows)(*[field[mask] for field in rows])
-
-
-def _counts(job: Job, server: Any, work: Tensor, down: Any, up: Any, answer: int) -> Tensor:
+def _counts(job: Job, server: Fields, work: Tensor, down: Fields, up: Fields, answer: int) -> Tensor:
     up_bytes, up_paper = job.messages.up(up).lengths()
     down_bytes, down_paper = job.messages.down(down, server).lengths()
     traffic = (up_bytes + answer * job.oracle.dtype.itemsize, down_bytes, up_paper + 4 * answer, down_paper)

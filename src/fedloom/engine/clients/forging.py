@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from fedloom.algorithms._messages import base_of, primary_field
 from fedloom.engine.clients.chunk import ClientOutput, accept, client_step, inputs_of, output_of
 from fedloom.engine.job import Job
 from fedloom.errors import attribute_error
-from fedloom.local.rows import rows_of, to_device
+from fedloom.local.rows import Fields, rows_of, to_device
 from fedloom.processes.clients import ChunkResult, TrainTask
 from fedloom.rows.attacks import Forgery
 
 
-def forge(job: Job, down: Any, server: Any, task: TrainTask, honest: Tensor | None, m: int) -> ChunkResult:
+def forge(job: Job, down: Fields, server: Fields, task: TrainTask, honest: Tensor | None, m: int) -> ChunkResult:
     """Forge the uploads of a cohort's attackers, and accept them; see `forged`."""
     received, output = forged(job, down, task, honest, m)
     return accept(job, server, task, received, output)
 
 
-def forged(job: Job, down: Any, task: TrainTask, honest: Tensor | None, m: int) -> tuple[Any, ClientOutput]:
+def forged(job: Job, down: Fields, task: TrainTask, honest: Tensor | None, m: int) -> tuple[Fields, ClientOutput]:
     """Forge the uploads of a cohort's attackers; what they received, and what they send.
 
     The primary field is forged in absolute form; all else is what a client sends and keeps that takes no step. If the

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from fedloom.engine.clients.chunk import ClientOutput, accept, asked_counts
 from fedloom.engine.clients.scores import sizes_of
 from fedloom.engine.job import Job
 from fedloom.errors import ConfigError, RunStopped, Stop
-from fedloom.local.rows import rows_of
+from fedloom.local.rows import Fields, rows_of
 from fedloom.processes.clients import (
     COUNTS,
     Answers,
@@ -49,7 +49,7 @@ class RemoteClients(ABC):
         self.accepted = torch.zeros(job.n, dtype=torch.long)
 
     @abstractmethod
-    def train_each(self, request: TrainRequest, downloads: Mapping[int, Any]) -> dict[int, ClientOutput]:
+    def train_each(self, request: TrainRequest, downloads: Mapping[int, Fields]) -> dict[int, ClientOutput]:
         """Train clients on their downloads, fields ``[1, .]`` or ``[.]``; the model of an output is left out.
 
         Raises:
@@ -125,7 +125,7 @@ class RemoteClients(ABC):
             except ConfigError as error:
                 raise RunStopped(Stop.TOO_FEW, f"round {round}: {error}") from error
 
-    def _with_model(self, output: ClientOutput, down: Any) -> ClientOutput:
+    def _with_model(self, output: ClientOutput, down: Fields) -> ClientOutput:
         """The output with the client's model, if the server's side looks at it."""
         name = self._job.model_field
         if not name or self._job.fields[name].base.startswith("rows."):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from fedloom.engine.job import Job
 from fedloom.engine.state import State
 from fedloom.errors import ClientError, FedloomError, attribute_error, cause_of
 from fedloom.local.oracles import Network
-from fedloom.local.rows import rows_of, to_device
+from fedloom.local.rows import Fields, rows_of, to_device
 from fedloom.metrics import METRICS, leading
 from fedloom.processes.clients import COUNTS, Scores, ScoreTask
 from fedloom.rows.layout import Layout
@@ -53,13 +52,13 @@ def hybrid_scores(scores: Scores, select_on: str) -> Scores:
     }
 
 
-def score_chunk(job: Job, down: Any, global_model: Tensor | None, task: ScoreTask) -> Scores:
+def score_chunk(job: Job, down: Fields | None, global_model: Tensor | None, task: ScoreTask) -> Scores:
     """Scores of the global and the personal models of a chunk of clients."""
     with attribute_error("model", job.setting.model, f"round {task.round}"):
         return _scores(job, down, global_model, task)
 
 
-def _scores(job: Job, down: Any, global_model: Tensor | None, task: ScoreTask) -> Scores:
+def _scores(job: Job, down: Fields | None, global_model: Tensor | None, task: ScoreTask) -> Scores:
     scores: Scores = {}
     if global_model is not None:
         row = global_model.to(job.oracle.device)
@@ -75,6 +74,7 @@ def _scores(job: Job, down: Any, global_model: Tensor | None, task: ScoreTask) -
             scores["global", "common"] = _score_common(job, row)
             scores["global", ""] = sizes_of(job.algorithm, job.oracle.layout, row[None])
     if job.has_personal:
+        assert down is not None
         models, cost = _personal_models(job, down, task.round, task.ids)
         scores[COST] = dict(zip(COUNTS[:2], cost.double().T.contiguous(), strict=True))
         scores |= {("personal", part): values for part, values in _score_own(job, models, task.ids).items()}
@@ -85,7 +85,7 @@ def _scores(job: Job, down: Any, global_model: Tensor | None, task: ScoreTask) -
     return scores
 
 
-def personal_models(job: Job, down: Any, round: int, ids: Tensor) -> Tensor:
+def personal_models(job: Job, down: Fields, round: int, ids: Tensor) -> Tensor:
     """Personal models ``[m, d]``; a client never seen trains one from the template first, but for before round 1.
 
     Raises:
@@ -94,7 +94,7 @@ def personal_models(job: Job, down: Any, round: int, ids: Tensor) -> Tensor:
     return _personal_models(job, down, round, ids)[0]
 
 
-def _personal_models(job: Job, down: Any, round: int, ids: Tensor) -> tuple[Tensor, Tensor]:
+def _personal_models(job: Job, down: Fields, round: int, ids: Tensor) -> tuple[Tensor, Tensor]:
     """`personal_models`, and the work that they took ``[m, 2]``: samples backward and forward."""
     fresh = ~job.clients.occupied[ids]
     if not ((round > 0 or job.setting.evaluate.personal_at_start) and job.clients.template):
@@ -110,7 +110,7 @@ def _personal_models(job: Job, down: Any, round: int, ids: Tensor) -> tuple[Tens
     return models, cost
 
 
-def _personal(job: Job, down: Any, round: int, ids: Tensor, *, trains: bool) -> tuple[Tensor, Tensor]:
+def _personal(job: Job, down: Fields, round: int, ids: Tensor, *, trains: bool) -> tuple[Tensor, Tensor]:
     device = job.oracle.device
     rows = to_device(job.clients.read(ids), device)
     mine = to_device(rows_of(down, ids), device)

@@ -123,8 +123,8 @@ def gathered(job: Job, pieces: Sequence[Piece]) -> Computed:
         group("residue", type(job.residue.template)) if job.setting.channel is not None else None,
         group("optimizer", type(job.optimizer.template)) if has_optimizer else None,
     )
-    answers = (fields.get(name) for name in ("weigher", "sampler", "model"))
-    output = ClientOutput(group("upload", job.upload), state, fields["work"], *answers)
+    weigher, sampler, model = (fields.get(name) for name in ("weigher", "sampler", "model"))
+    output = ClientOutput(group("upload", job.upload), state, fields["work"], weigher, sampler, model)
     return Computed(group("received", download_type(type(job.algorithm))), output, fields["counts"])
 
 

@@ -7,14 +7,13 @@ for its sums must stay those of the clients' states; figures such as losses and 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from fedloom.algorithms import Algorithm, upload_fields
 from fedloom.algorithms._messages import Kind, base_of
 from fedloom.engine.job import Job
+from fedloom.local.rows import Fields
 from fedloom.schedule import Stream
 
 
@@ -28,7 +27,9 @@ def _is_change(kind: Kind) -> bool:
     return kind.averaged and kind.base.startswith("down.")
 
 
-def applied_now(job: Job, server: Any, t: int, ids: Tensor, upload: Any, received: Any, staleness: Tensor) -> Any:
+def applied_now(
+    job: Job, server: Fields, t: int, ids: Tensor, upload: Fields, received: Fields, staleness: Tensor
+) -> Fields:
     """The upload as the present server takes it; as it is where nobody is stale and no model is mixed in.
 
     Args:
