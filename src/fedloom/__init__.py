@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from fedloom.rows import attacks as attacks
     from fedloom.rows import channel as channel
     from fedloom.rows import prox as prox
+    from fedloom.trained.opened import open_model as open_model
 
 
 _WHERE = {
@@ -66,6 +67,7 @@ _WHERE = {
     "load": "fedloom.data.sources:load",
     "mixers": "fedloom.choose.mixers",
     "models": "fedloom.models",
+    "open_model": "fedloom.trained.opened:open_model",
     "open_run": "fedloom.experiment:open_run",
     "partition": "fedloom.data.partition",
     "prox": "fedloom.rows.prox",

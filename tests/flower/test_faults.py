@@ -11,12 +11,12 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.client.mod import secaggplus_mod
 from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import LocalDpMod, adaptiveclipping_mod, fixedclipping_mod
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+import fedloom as fl
 import fedloom.flower as ff
-from fedloom.errors import ConfigError
+from fedloom.errors import ConfigError, LayoutError
 from fedloom.flower.records import HEAD
 from tests.flower.app import App
 
@@ -77,12 +77,13 @@ def test_a_model_is_saved_in_the_folder_that_its_node_names(tmp_path: Path) -> N
     app = App(saving, 3)
     strategy, _ = run(app, rounds=4)
     for k, context in enumerate(app.contexts.values()):
-        model = Net()
-        model.load_state_dict(load_file(tmp_path / "models" / f"{context.node_id}.safetensors"))
+        model = fl.open_model(tmp_path / "models" / f"{context.node_id}.safetensors", Net())
         x, y = samples(10 + k)
-        loss = nn.functional.cross_entropy(model.eval()(x), y).item()
+        loss = nn.functional.cross_entropy(model(x), y).item()
         assert loss == pytest.approx(strategy.client_metrics[4][k]["personal/test/loss"], rel=1e-5)
         Net().load_state_dict(ff.personal_model(context))
+        with pytest.raises(LayoutError, match=r"'0.weight' has the shape none, that of the given module \[2, 8\]"):
+            fl.open_model(tmp_path / "models" / f"{context.node_id}.safetensors", nn.Sequential(nn.Linear(8, 2)))
 
 
 def test_a_node_whose_folder_cannot_be_takes_no_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -310,6 +310,14 @@ def test_an_adapted_model_is_written_and_read_with_its_normalisation(
     made = models.adapt(stranger, rounds=2)
     path = made.save(tmp_path / "deep" / "own.safetensors")
     again = Model.load(path, NORMALISED)
+    facts = again.recipe.facts
+    for architecture in (NORMALISED, NORMALISED.build(facts.shape, facts.outputs, 9, None)):
+        opened = fl.open_model(path, architecture)
+        assert not opened.training
+        assert all(torch.equal(a, b) for a, b in zip(opened.buffers(), again.module().buffers(), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(opened.parameters(), again.module().parameters(), strict=True))
+    with pytest.raises(LayoutError, match="another layout"):
+        fl.open_model(path, nn.Linear(2, 2))
     assert again.score(stranger) == made.score(stranger)
     with safe_open(path, "pt") as file:
         assert Layout.from_header(file.metadata()) == models.recipe.layout
@@ -319,6 +327,10 @@ def test_an_adapted_model_is_written_and_read_with_its_normalisation(
         models.save(tmp_path)
         with pytest.raises(LayoutError, match="no single model"):
             Model.load(tmp_path / f"{name}.safetensors", NORMALISED)
+    with pytest.raises(LayoutError, match=r"holds no single model; it has rows\.00000000"):
+        fl.open_model(tmp_path / "personal.safetensors", nn.Linear(2, 2))
+    with pytest.raises(LayoutError, match=r"a folder; name a file of one model in it \(global.safetensors"):
+        fl.open_model(tmp_path, NORMALISED)
     (tmp_path / "bad.safetensors").write_bytes(b"no model")
     with pytest.raises(LayoutError, match="no readable file"):
         Model.load(tmp_path / "bad.safetensors", NORMALISED)

@@ -1,0 +1,61 @@
+"""Open the file of one model as a module: what a run, a deployment or the node of a Flower app has saved."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+from torch import nn
+
+from fedloom.errors import LayoutError
+from fedloom.models import ModelSpec
+from fedloom.rows.layout import Layout
+from fedloom.trained.model import BASE, Model, check_layout, file_layout, open_tensors, running_statistics
+
+
+def open_model(path: Path | str, model: nn.Module | ModelSpec) -> nn.Module:
+    """Open the file of one model as a plain module in evaluation mode.
+
+    Args:
+        path: written by a node of a Flower app (``Local(..., folder=...)``), by ``fedloom deploy models``, or by the
+            method ``save`` of a model of a run.
+        model: the architecture, which no file of a model can choose: a module, of which a copy is filled, or of a model
+            of a run also a value such as ``fl.models.MLP(hidden=[64])``.
+
+    Raises:
+        LayoutError: no file of one model, or of another architecture.
+    """
+    path = Path(path)
+    if path.is_dir():
+        files = ", ".join(sorted(file.name for file in path.glob("*.safetensors"))) or "there are none"
+        raise LayoutError(f"{path}: a folder; name a file of one model in it ({files})")
+    with open_tensors(path) as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no dict
+    if any(name.startswith("rows.") or "/" in name for name in tensors):
+        raise LayoutError(f"{path}: holds no single model; it has {', '.join(sorted(tensors)[:5])}")
+    if isinstance(model, ModelSpec):
+        if "rows" not in tensors:
+            raise LayoutError(f"{path}: does not say what data its model takes; give the module itself")
+        return Model.load(path, model).module()
+    module = copy.deepcopy(model).cpu().eval()
+    if "rows" not in tensors:
+        wanted = module.state_dict()
+        for name in [*wanted, *tensors]:
+            got, want = (list(values[name].shape) if name in values else "none" for values in (tensors, wanted))
+            if got != want:
+                raise LayoutError(f"{path}: {name!r} has the shape {got}, that of the given module {want}")
+        dtype = next((t.dtype for t in tensors.values() if t.is_floating_point()), None)
+        module.to(dtype).load_state_dict(tensors)
+        return module
+    layout = Layout.of(module)
+    check_layout(file_layout(path), layout, path)
+    base = {name.removeprefix(BASE): value for name, value in tensors.items() if name.startswith(BASE)}
+    module.to(tensors["rows"].dtype)
+    if base:
+        module.load_state_dict(base)
+    layout.load(module, tensors["rows"])
+    places = running_statistics(module)
+    pieces = tensors["statistics"].split([place.numel() for place in places]) if places else ()
+    for place, values in zip(places, pieces, strict=True):
+        place.copy_(values.view_as(place))
+    return module
