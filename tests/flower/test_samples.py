@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, Context
+from flwr.app import ArrayRecord, Context, Message, RecordDict
 from torch import Tensor, nn
 from torch.utils.data import (
     DataLoader,
@@ -117,6 +117,22 @@ def text_outputs(module: nn.Module) -> tuple[Tensor, Tensor]:
     return module(**batch).logits, y
 
 
+def next_tokens() -> Tensor:
+    """The tokens after those of `codes`; -100 after the end of a text."""
+    tokens = codes(9, 5).roll(-1, 1)
+    return tokens.where(torch.arange(5) < torch.tensor(LENGTHS)[:, None] - 1, -100).index_fill(0, torch.tensor([4]), 3)
+
+
+def tags() -> Tensor:
+    """A label per position, at least one of which is 1."""
+    return (codes(4, 4) % 3).index_fill(1, torch.tensor([0]), 1)
+
+
+def of_sequences(outputs: Tensor, targets: Tensor) -> Tensor:
+    """The loss of the last position of every sequence."""
+    return nn.functional.cross_entropy(outputs[:, -1, :], targets[:, -1])
+
+
 def image_items(k: int) -> dict[str, Any]:
     return {"writer": k, "image": numbers(1, 4, 4)[k].numpy(), "character": int(codes(3)[k])}
 
@@ -164,6 +180,26 @@ CASES = {
     "counts": Case(
         lambda: nn.Linear(5, 1), lambda: (numbers(5), codes(9, 1)), nn.PoissonNLLLoss(),
         lambda m: (m(numbers(5)), codes(9, 1)),
+    ),
+    "next tokens": Case(
+        lambda: nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9)), lambda: (codes(9, 5), next_tokens()), None,
+        lambda m: (m(codes(9, 5)).transpose(1, 2), next_tokens()),
+    ),
+    "tags but of padding": Case(
+        lambda: nn.Linear(5, 3), lambda: (numbers(4, 5), tags()), nn.CrossEntropyLoss(ignore_index=2),
+        lambda m: (m(numbers(4, 5)).transpose(1, 2), tags()),
+    ),
+    "a loss of positions": Case(
+        lambda: nn.Linear(5, 3), lambda: (numbers(4, 5), codes(3, 4)), nn.CrossEntropyLoss(label_smoothing=0.1),
+        lambda m: (m(numbers(4, 5)).flatten(0, 1), codes(3, 4).flatten()),
+    ),
+    "a loss of whole sequences": Case(
+        lambda: nn.Linear(5, 3), lambda: (numbers(4, 5), codes(3, 4)), of_sequences,
+        lambda m: (m(numbers(4, 5)), codes(3, 4)),
+    ),
+    "arrays of numpy": Case(
+        lambda: nn.Linear(5, 3), lambda: (numbers(5).numpy(), codes(3).numpy()), None,
+        lambda m: (m(numbers(5)), codes(3)),
     ),
     "a stream": Case(
         lambda: nn.Linear(5, 3), lambda: DataLoader(Stream()), None, lambda m: (m(numbers(5)), codes(3)),
@@ -213,7 +249,8 @@ SENTENCES: dict[str, tuple[Callable[[], ff.Local], str]] = {
     ),
     "no target": (lambda: ff.Local(nn.Linear(5, 3), Items(lambda k: numbers(5)[k])), "a sample has no target: Tensor"),
     "no tensors": (
-        lambda: ff.Local(nn.Linear(5, 3), Items(lambda k: ("good", 1))), "'0' of the samples is tuple; give tensors",
+        lambda: ff.Local(nn.Linear(5, 3), Items(lambda k: ("good", 1))),
+        "'0' of the samples is no tensor and no number but tuple",
     ),
     "a sampler that weighs": (
         lambda: ff.Local(
@@ -236,6 +273,18 @@ SENTENCES: dict[str, tuple[Callable[[], ff.Local], str]] = {
     ),
     "large codes": (
         lambda: ff.Local(nn.EmbeddingBag(9, 3), (codes(9, 4) * 2**24, codes(3))), "whole numbers of 16777216 and more",
+    ),
+    "a loss of other shapes": (
+        lambda: ff.Local(nn.Linear(5, 3), (numbers(5), codes(3)), loss=lambda o, y: (o.view(7, 7) - y).mean()),
+        r"loss: <lambda> fails on outputs \[2, 3\] with targets \[2\] \(RuntimeError",
+    ),
+    "a loss that is not reduced": (
+        lambda: ff.Local(nn.Linear(5, 1), (numbers(5), numbers(1)), loss=nn.MSELoss(reduction="none")),
+        r"loss: MSELoss must give one number for a batch, their mean for one, got \[2, 1\]",
+    ),
+    "labels of an image": (
+        lambda: ff.Local(nn.Conv2d(1, 3, 3, padding=1), (numbers(1, 4, 4), codes(3, 4, 4))),
+        r"targets of the shape \[4, 4\] do not go with outputs of \[3, 4, 4\]",
     ),
     "labels beyond": (lambda: ff.Local(nn.Linear(5, 2), (numbers(5), codes(9))), "labels must be within 0..1"),
 }  # fmt: skip
@@ -263,6 +312,33 @@ def test_values_that_do_not_train_must_be_those_of_the_server(capsys: pytest.Cap
     assert strategy.state is not None
     assert len(strategy.state.uploads) == 2
     assert "node 101: '0.weight' does not train, and its values at the node are not those" in capsys.readouterr().err
+
+
+def test_models_of_text_are_personalised_and_scored_by_position() -> None:
+    texts, net = (codes(9, 5), next_tokens()), lambda: nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9))
+    app = App(lambda context: ff.Local(net(), texts, testset=texts), 2)
+    strategy = ff.Strategy("ditto", net(), local={"lr": 0.5, "batch_size": 2, "epochs": 2})
+    strategy.start(app.grid, ArrayRecord(net().state_dict()), num_rounds=2)
+    module = net()
+    module.load_state_dict(ff.personal_model(app.contexts[100]))
+    own = strategy.client_metrics[2][0]
+    outputs, y = module(texts[0]).transpose(1, 2), texts[1]
+    assert nn.functional.cross_entropy(outputs, y).item() == pytest.approx(own["personal/test/loss"], rel=1e-5)
+    right = (outputs.argmax(1) == y)[y >= 0].float().mean().item()
+    assert right == pytest.approx(own["personal/test/accuracy"], rel=1e-5)
+
+
+def test_a_strategy_of_flower_is_told_that_nodes_run_fedloom() -> None:
+    app = App(lambda context: ff.Local(nn.Linear(5, 3), (numbers(5), codes(3))), 2)
+    (reply, *_) = app.grid.send_and_receive(
+        [
+            Message(
+                RecordDict({"arrays": ArrayRecord(nn.Linear(5, 3).state_dict())}), dst_node_id=100, message_type="train"
+            )
+        ]
+    )
+    assert reply.has_error()
+    assert "use fedloom.flower.Strategy" in reply.error.reason
 
 
 def test_nodes_with_other_samples_take_no_part() -> None:

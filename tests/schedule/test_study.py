@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import runpy
 from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,3 +24,46 @@ def test_a_study_makes_the_runs_that_are_missing(tmp_path: Path) -> None:
     assert lines[0]["seconds_to_target"] > lines[1]["seconds_to_target"]
     main(["fedbuff", "--smoke", "--out", str(out)])
     assert len(out.read_text().splitlines()) == 3
+
+
+@pytest.fixture(scope="module")
+def script() -> dict[str, Any]:
+    return runpy.run_path(str(ROOT / "studies" / "scripts" / "time"))
+
+
+@pytest.fixture(scope="module")
+def record(script: dict[str, Any]) -> dict[str, Any]:
+    return json.loads(script["KEPT"].read_text())  # type: ignore[no-any-return]
+
+
+def test_the_page_of_speed_is_that_of_its_runs(script: dict[str, Any], record: dict[str, Any]) -> None:
+    lines, page = script["unpacked"](record), script["PAGE"].read_text()
+    assert page == script["text"](script["Speed"](record))
+    assert len({tuple(line[k] for k in script["KEYS"]) for line in lines}) == len(lines) == 10 * 4 * 2 * 5
+    common = {key: record[key] for key in ("data", "target", "lr")}
+    assert script["packed"]([line | common for line in lines]) == record
+    assert f"All methods share one step size, {record['lr']}," in page
+
+
+def test_the_finding_of_speed_follows_from_its_runs(script: dict[str, Any], record: dict[str, Any]) -> None:
+    lines, paragraphs = script["unpacked"](record), script["PAGE"].read_text().split("\n\n")
+    seconds = {tuple(line[k] for k in script["KEYS"]): line["seconds_to_target"] for line in lines}
+    for paragraph, schedule in zip(paragraphs[1:3], ("buffered", "over-selection"), strict=True):
+        gains, changes = [], []
+        for slow in script["DEVICES"]:
+            for method in script["METHODS"]:
+                both = [(seconds[method, "synchronous", slow, s], seconds[method, schedule, slow, s]) for s in range(5)]
+                if all(a and b for a, b in both):
+                    gains.append(math.prod(a / b for a, b in both) ** 0.2)
+            before, after = (
+                fmean(x["worst_tenth"]["slow"] for x in lines if (x["schedule"], x["slow"]) == (s, slow))
+                for s in ("synchronous", schedule)
+            )
+            changes.append(100 * (after - before))
+        assert f"{min(gains):.1f} to {max(gains):.1f} times" in paragraph
+        stated = [float(points) for points in re.findall(r"([+-][\d.]+) ±", paragraph)]
+        assert stated == pytest.approx(changes, abs=0.06)
+    missed = {s: sum(x["seconds_to_target"] is None for x in lines if x["schedule"] == s) for s in script["SCHEDULES"]}
+    assert f"{missed['over-selection']} with over-selection never reached" in paragraphs[2]
+    assert f"{missed['synchronous']} of synchronous and {missed['buffered']} of buffered" in paragraphs[2]
+    assert missed["buffered"] <= missed["synchronous"] < missed["over-selection"]

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedloom.data.text import wrong_labels, wrong_tokens
+from fedloom.data.text import wrong_labels, wrong_range, wrong_tokens
 from fedloom.errors import DataError, NoSamples, nearest
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ class Dataset:
         centre: what was subtracted from the targets of a regression.
         unit: what divided them after that; figures are in this unit.
         vocabulary: names of the tokens; empty where samples are numbers.
+        positions: of numbers that are classified, each position has a label: `y` is [N, length], -1 for none.
         notes: sentences on how the source was read, for the report.
 
     Raises:
@@ -95,6 +96,7 @@ class Dataset:
     centre: float = 0.0
     unit: float = 1.0
     vocabulary: tuple[str, ...] = ()
+    positions: bool = False
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -160,8 +162,8 @@ class Dataset:
 
     @property
     def tokens(self) -> tuple[int, bool] | None:
-        """Size of the vocabulary, and `each`; None where samples are numbers."""
-        return (len(self.vocabulary), self.each) if self.vocabulary else None
+        """Size of the vocabulary, and `each`; None where samples are numbers with one label."""
+        return (len(self.vocabulary), self.each) if self.vocabulary or self.each else None
 
     @property
     def labels(self) -> Tensor | None:
@@ -229,6 +231,8 @@ class Dataset:
                 yield f"a binary task has 2 classes, got {len(self.classes)}"
             if self.each and self.vocabulary:
                 yield from wrong_labels(self.x, self.y, len(self.classes))
+            elif self.each and self.positions:
+                yield from wrong_range(self.y, len(self.classes))
             else:
                 yield from _outside("labels", self.y, len(self.classes))
         elif self.y.ndim != 2 or not self.y.dtype.is_floating_point:

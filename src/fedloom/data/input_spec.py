@@ -83,7 +83,7 @@ class InputSpec(Value):
     @property
     def tokens(self) -> tuple[int, bool] | None:
         """As `Dataset.tokens`."""
-        return (len(self.vocabulary), self.each) if self.vocabulary else None
+        return (len(self.vocabulary), self.each) if self.vocabulary or self.each else None
 
     @property
     def outputs(self) -> int:

@@ -107,11 +107,16 @@ def wrong_labels(x: Tensor, y: Tensor, classes: int) -> Iterator[str]:
             "position a label, -1 where it has none"
         )
         return
+    yield from wrong_range(y, classes)
+    padded = ((y >= 0) & (x == 0)).any(1)
+    if bool(padded.any()):
+        yield f"sample {int(padded.nonzero()[0])} has a label on padding, token 0; give -1 there"
+
+
+def wrong_range(y: Tensor, classes: int) -> Iterator[str]:
+    """Sentences on labels of positions ``[N, length]`` that are no classes, and on samples without any."""
     if int(y.min()) < NO_LABEL or int(y.max()) >= classes:
         yield f"labels must be within 0..{classes - 1}, or -1 for none, got {int(y.min())}..{int(y.max())}"
-    for what, bad in (
-        ("has no label at any position; leave it out", (y < 0).all(1)),
-        ("has a label on padding, token 0; give -1 there", ((y >= 0) & (x == 0)).any(1)),
-    ):
-        if bool(bad.any()):
-            yield f"sample {int(bad.nonzero()[0])} {what}"
+    without = (y < 0).all(1)
+    if bool(without.any()):
+        yield f"sample {int(without.nonzero()[0])} has no label at any position; leave it out"

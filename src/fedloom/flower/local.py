@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +17,9 @@ from fedloom.data.dataset import Task
 from fedloom.errors import ConfigError
 from fedloom.flower.samples import Signature, adapted, fit, read
 from fedloom.tasks import Objective
+
+TRIED = 2
+"""Samples that a node tries its loss on."""
 
 
 @dataclass
@@ -31,7 +34,9 @@ class Local:
             of a loader, its data set and ``collate_fn`` count, and batches are drawn by the strategy's ``local``.
         loss: ``nn.CrossEntropyLoss()``, ``nn.BCEWithLogitsLoss()``, ``nn.MSELoss()``, or a function of a batch's
             outputs and targets, in the shapes that the model and the samples have; by default the cross-entropy of
-            whole-number targets, else the squared error.
+            whole-number targets, else the squared error. With a label per position ``[n, L]`` and outputs
+            ``[n, L, C]``, it is called with those of the labelled positions, ``[k, C]`` and ``[k]``; -100, or the
+            ``ignore_index`` of ``nn.CrossEntropyLoss``, is no label.
         testset: test samples, in any of these forms.
         valset: validation samples, in any of these forms.
         device: where the node computes.
@@ -68,20 +73,49 @@ class Local:
         inputs = {name: _joined(name, [values[name] for values, _ in parts.values()]) for name in parts["train"][0]}
         y = _joined("target", [targets for _, targets in parts.values()])
         x, signature = fit(self.model, inputs)
+        if _has_positions(y, signature.outputs):
+            return self._sequences(x, y, signature._replace(positions=True), parts)
         task, default = _task(self.loss, y, math.prod(signature.outputs))
-        splits, start = {}, 0
-        for part in PARTS:
-            count = len(parts[part][1]) if part in parts else 0
-            splits[part] = Split(torch.arange(start, start + count), torch.tensor([0, count]))
-            start += count
         if task == "regression":
             samples = Dataset("node", x, y.reshape(len(y), -1).float(), task)
         else:
             labels = y.reshape(len(y), -1).squeeze(1).long()
+            if labels.dim() > 1:
+                raise ConfigError(
+                    f"targets of the shape {[*y.shape[1:]]} do not go with outputs of {[*signature.outputs]}: a model "
+                    "gives a number per class, and with a label per position [L] a row of them for each, [L, C]"
+                )
             classes = range(2) if task == "binary" else range(math.prod(signature.outputs))
             samples = Dataset("node", x, labels, task, tuple(map(str, classes)))
-        objective = Objective() if default else Objective(loss=_own(self.loss, y, signature))
-        return NodeProblem(adapted(self.model, signature), signature, Federation(samples, splits, ("node",)), objective)
+        model, objective = adapted(self.model, signature), Objective()
+        if not default:
+            own = _own(self.loss, y[0], signature.outputs)
+            if fault := _fault(own, _outputs(model, x), samples.y[:TRIED]):
+                raise ConfigError(f"loss: {fault}")
+            objective = Objective(loss=own)
+        return NodeProblem(model, signature, Federation(samples, _splits(parts), ("node",)), objective)
+
+    def _sequences(self, x: Tensor, y: Tensor, signature: Signature, parts: Mapping[str, Any]) -> NodeProblem:
+        """The problem of samples with a label per position ``[n, L]``."""
+        ignored, classes = getattr(self.loss, "ignore_index", -100), tuple(map(str, range(signature.outputs[-1])))
+        labels = torch.where(y == ignored, -1, y.long())
+        samples = Dataset("node", x, labels, "classification", classes, positions=True)
+        plain = self.loss is None or (
+            type(self.loss) is nn.CrossEntropyLoss and _is_plain(self.loss, ("ignore_index",))
+        )
+        model, objective = adapted(self.model, signature), Objective()
+        if not plain:
+            outputs, targets = _outputs(model, x).flatten(0, 1), labels[:TRIED].flatten()
+            outputs, targets = outputs[targets >= 0], targets[targets >= 0]
+            own = _own(self.loss, y[0, 0], signature.outputs[-1:])
+            fault = _fault(own, outputs, targets)
+            if fault and bool((labels >= 0).all()):  # whole sequences, if all positions have a label
+                own = _own(self.loss, y[0], signature.outputs)
+                fault = _fault(own, outputs, targets)
+            if fault:
+                raise ConfigError(f"loss: {fault}; of a label per position it gets the labelled positions")
+            objective = Objective(loss=own)
+        return NodeProblem(model, signature, Federation(samples, _splits(parts), ("node",)), objective)
 
 
 class NodeProblem(NamedTuple):
@@ -98,6 +132,21 @@ class NodeProblem(NamedTuple):
     signature: Signature
     fed: Federation
     objective: Objective
+
+
+def _splits(parts: Mapping[str, Any]) -> dict[str, Split]:
+    """Places of the samples of every part, one part after another."""
+    splits, start = {}, 0
+    for part in PARTS:
+        count = len(parts[part][1]) if part in parts else 0
+        splits[part] = Split(torch.arange(start, start + count), torch.tensor([0, count]))
+        start += count
+    return splits
+
+
+def _has_positions(y: Tensor, outputs: tuple[int, ...]) -> bool:
+    """Whether targets ``[n, L]`` are labels of positions, for each of which a model gives a row ``[L, C]``."""
+    return not y.is_floating_point() and y.dim() == 2 and len(outputs) == 2 and y.shape[1] == outputs[0]
 
 
 def _joined(name: str, parts: list[Tensor]) -> Tensor:
@@ -125,17 +174,17 @@ def _task(loss: Any, y: Tensor, outputs: int) -> tuple[Task, bool]:
     return task, loss is None or (type(loss) is default and _is_plain(loss))
 
 
-def _is_plain(loss: nn.Module) -> bool:
-    """Whether no option of one of torch's losses is changed."""
+def _is_plain(loss: nn.Module, free: Sequence[str] = ()) -> bool:
+    """Whether no option of one of torch's losses is changed but those that are ``free``."""
     plain = type(loss)()
-    options = ("reduction", "label_smoothing", "ignore_index")
+    options = {"reduction", "label_smoothing", "ignore_index"}.difference(free)
     same = all(getattr(loss, name, None) == getattr(plain, name, None) for name in options)
     return same and getattr(loss, "weight", None) is None and getattr(loss, "pos_weight", None) is None
 
 
-def _own(loss: Any, y: Tensor, signature: Signature) -> Any:
-    """The loss of an app, which takes outputs and targets in the shapes that the app has them."""
-    shape, whole, moved = y.shape[1:], None if y.is_floating_point() else y.dtype, dict[Any, Any]()
+def _own(loss: Any, y: Tensor, outputs_shape: tuple[int, ...]) -> Any:
+    """The loss of an app, which takes outputs and targets in the shapes that the app has them; ``y`` is one target."""
+    shape, whole, moved = y.shape, None if y.is_floating_point() else y.dtype, dict[Any, Any]()
 
     def own(outputs: Tensor, targets: Tensor) -> Tensor:
         """The loss of the node's app."""
@@ -144,7 +193,32 @@ def _own(loss: Any, y: Tensor, signature: Signature) -> Any:
             moved[place] = copy.deepcopy(loss).to(*place) if isinstance(loss, nn.Module) else loss
         targets = targets.reshape(-1, *shape)
         targets = targets.to(outputs.dtype) if whole is None else targets.to(whole)
-        value: Tensor = moved[place](outputs.reshape(-1, *signature.outputs), targets)
+        value: Tensor = moved[place](outputs.reshape(-1, *outputs_shape), targets)
         return value
 
+    own.__name__ = getattr(loss, "__name__", type(loss).__name__)
     return own
+
+
+@torch.no_grad()
+def _outputs(model: nn.Module, x: Tensor) -> Tensor:
+    """What a module gives for the first samples, in evaluation mode."""
+    training, first = model.training, next((p for p in model.parameters() if p.is_floating_point()), x)
+    try:
+        outputs: Tensor = model.eval()(x[:TRIED].to(first))
+    finally:
+        model.train(training)
+    return outputs
+
+
+def _fault(loss: Any, outputs: Tensor, targets: Tensor) -> str:
+    """What is wrong with a loss on some outputs and targets; empty if it gives one number."""
+    shapes = f"outputs {[*outputs.shape]} with targets {[*targets.shape]}"
+    try:
+        value = loss(outputs, targets)
+    except Exception as error:
+        return f"{loss.__name__} fails on {shapes} ({type(error).__name__}: {str(error)[:150]})"
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        got = [*value.shape] if isinstance(value, Tensor) else type(value).__name__
+        return f"{loss.__name__} must give one number for a batch, their mean for one, got {got} for {shapes}"
+    return ""

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from flwr.app import Context, Message, MetricRecord, RecordDict
+from flwr.app import Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.common.constant import ErrorCode
 from torch import Tensor, nn
 
 from fedloom.data import PARTS, Federation, Split
@@ -111,6 +112,11 @@ class _Node:
         """A handler of Flower's whose failure is a sentence, here and at the server."""
 
         def handler(message: Message, context: Context) -> Message:
+            if HEAD not in message.content:
+                reason = (
+                    "this node runs fedloom.flower, and the message is of another strategy; use fedloom.flower.Strategy"
+                )
+                return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
             try:
                 values = head_of(message.content)
                 return Message(act(values, message, context), reply_to=message)

@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import (
@@ -51,11 +52,13 @@ class Signature(NamedTuple):
         inputs: what it takes, side by side in a row; none where a sample is its only input as it is.
         outputs: shape of what it gives for one sample.
         fields: whether it gives several fields, of which one is ``logits``.
+        positions: whether a sample has a label per position, of which ``outputs`` has a row each.
     """
 
     inputs: tuple[Input, ...]
     outputs: tuple[int, ...]
     fields: bool
+    positions: bool = False
 
     @property
     def widths(self) -> list[int]:
@@ -74,9 +77,9 @@ class Signature(NamedTuple):
             WireError: it is no signature.
         """
         try:
-            inputs, outputs, fields = json.loads(text)
+            inputs, outputs, fields, positions = json.loads(text)
             parts = tuple(Input(str(name), tuple(map(int, shape)), str(dtype)) for name, shape, dtype in inputs)
-            signature = cls(parts, tuple(map(int, outputs)), bool(fields))
+            signature = cls(parts, tuple(map(int, outputs)), bool(fields), bool(positions))
         except (TypeError, ValueError) as error:
             raise WireError("its signature of samples makes no sense") from error
         sizes = [*signature.outputs, *(size for part in signature.inputs for size in part.shape)]
@@ -109,14 +112,23 @@ def flat(_module: nn.Module, _args: Any, outputs: Any) -> Tensor:
     return rows
 
 
+def logits(_module: nn.Module, _args: Any, outputs: Any) -> Tensor:
+    """A hook after a module's call: its outputs as they are; the logits of an output of several fields."""
+    rows: Tensor = getattr(outputs, "logits", outputs)
+    return rows
+
+
 def adapted(module: nn.Module, signature: Signature) -> nn.Module:
-    """A module that takes a row per sample and gives ``[b, k]``: a copy, or the module itself if it is one."""
+    """A module that takes a row per sample and gives ``[b, k]``, or ``[b, L, k]`` with a label per position.
+
+    A copy, or the module itself if it is one.
+    """
     if signature.inputs or signature.fields or len(signature.outputs) != 1:
         module = copy.deepcopy(module)
     if signature.inputs:
         module.register_forward_pre_hook(Unpack(signature), with_kwargs=True)
     if signature.fields or len(signature.outputs) != 1:
-        module.register_forward_hook(flat)
+        module.register_forward_hook(logits if signature.positions else flat)
     return module
 
 
@@ -131,8 +143,8 @@ def read(part: str, samples: Any, keys: Sequence[str]) -> tuple[dict[str, Tensor
     Raises:
         ConfigError: they are no samples with a target.
     """
-    if isinstance(samples, tuple) and len(samples) == 2 and all(isinstance(value, Tensor) for value in samples):
-        batch: Any = samples
+    if isinstance(samples, tuple) and len(samples) == 2 and all(isinstance(v, Tensor | np.ndarray) for v in samples):
+        batch: Any = tuple(map(torch.as_tensor, samples))
     else:
         batch = _batch(part, samples)
     if isinstance(batch, Mapping):
@@ -149,7 +161,13 @@ def read(part: str, samples: Any, keys: Sequence[str]) -> tuple[dict[str, Tensor
     values = dict(zip(names, inputs, strict=True))
     for name, value in {**values, "target": y}.items():
         if not isinstance(value, Tensor):
-            raise ConfigError(f"{part}set: {name!r} of the samples is {type(value).__name__}; give tensors or numbers")
+            cure = (
+                ", or name the entries that count: Local(..., keys=('image', 'label'))" if type(batch) is dict else ""
+            )
+            raise ConfigError(
+                f"{part}set: {name!r} of the samples is no tensor and no number but {type(value).__name__}; leave it "
+                f"out{cure}"
+            )
     counts = {len(value) for value in (*inputs, y)}
     if counts == {0} or len(counts) > 1 or not inputs:
         raise ConfigError(

@@ -87,6 +87,8 @@ class Strategy(FlowerStrategy):
     ) -> None:  # fmt: skip
         for name in INSTEAD.keys() & choices.keys():
             raise ConfigError(f"{name} is an option of Flower's own strategies; use {INSTEAD[name]}")
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"model must be a module, such as Net(), got {model!r:.80}")
         options = {name: value for name, value in choices.items() if name not in WANTED}
         self._document = document_of(algorithm, options, {n: v for n, v in choices.items() if n in WANTED})
         self._name, self._model = algorithm, copy.deepcopy(model)
@@ -337,7 +339,15 @@ def _state_dict(arrays: ArrayRecord, module: nn.Module) -> dict[str, Tensor]:
     Raises:
         ConfigError: they are those of another module.
     """
-    values, expected = dict(arrays.to_torch_state_dict()), module.state_dict()
+    if not isinstance(arrays, ArrayRecord):
+        got = type(arrays).__name__
+        raise ConfigError(f"initial_arrays must be an ArrayRecord, got {got}; give ArrayRecord(model.state_dict())")
+    try:
+        values, expected = dict(arrays.to_torch_state_dict()), module.state_dict()
+    except Exception as error:
+        raise ConfigError(
+            f"initial_arrays: no values of torch ({error}); give ArrayRecord(model.state_dict())"
+        ) from error
     for name in [*expected, *values]:
         got, want = (list(s[name].shape) if name in s else "none" for s in (values, expected))
         if got != want:

@@ -62,6 +62,9 @@ class Held(ModelSpec):
     def sequence(self, length: int, outputs: int, vocabulary: int, each: bool) -> nn.Module:
         return self._build((length,), outputs, (vocabulary, each))
 
+    def labelled(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
+        return self._build(shape, outputs, (0, True))
+
     def _build(self, shape: tuple[int, ...], outputs: int, tokens: tuple[int, bool] | None) -> nn.Module:
         if not isinstance(self.held, nn.Module):
             return _build(self.held, {}, self.name, shape, outputs, tokens)
@@ -138,8 +141,8 @@ def try_out(
         ConfigError: it fails, or the shape is not that of `ModelSpec`.
     """
     training = module.training
-    samples = torch.zeros(2, *shape) if tokens is None else torch.ones(2, *shape, dtype=torch.int64)
-    wanted = (*shape, outputs) if tokens is not None and tokens[1] else (outputs,)
+    samples = torch.ones(2, *shape, dtype=torch.int64) if tokens and tokens[0] else torch.zeros(2, *shape)
+    wanted: tuple[int | str, ...] = (*shape, outputs) if tokens and tokens[1] else (outputs,)
     try:
         with torch.no_grad():
             output = module.eval()(samples)
@@ -148,6 +151,8 @@ def try_out(
     finally:
         module.train(training)
     got = list(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
+    if tokens and not tokens[0]:
+        wanted = (got[1] if isinstance(got, list) and len(got) == 3 else "length", outputs)
     if got != [2, *wanted]:
         must, cure = ", ".join(map(str, ("b", *wanted))), ""
         if isinstance(got, str):

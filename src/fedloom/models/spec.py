@@ -54,7 +54,8 @@ class ModelSpec(Value, ABC):
             shape: shape of one sample without the batch dimension, e.g. ``(3, 32, 32)``.
             outputs: number of outputs, `fedloom.tasks.Task.outputs`.
             seed: seed of the initial values.
-            tokens: of sequences the size of the vocabulary, and whether every position has a label.
+            tokens: of sequences the size of the vocabulary, 0 of numbers with a label per position, and whether every
+                position has a label.
 
         Raises:
             ConfigError: the model does not fit ``shape``, memory, its file of weights or its adapters.
@@ -72,9 +73,11 @@ class ModelSpec(Value, ABC):
             raise ConfigError(f"a model needs a sample shape and at least one output, got {tuple(shape)} and {outputs}")
         with as_global(generator(seed, purpose="model"), torch.device("cpu")):
             try:
-                return (
-                    self.module(tuple(shape), outputs) if tokens is None else self.sequence(shape[0], outputs, *tokens)
-                )
+                if tokens is None:
+                    return self.module(tuple(shape), outputs)
+                if not tokens[0]:
+                    return self.labelled(tuple(shape), outputs)
+                return self.sequence(shape[0], outputs, *tokens)
             except RuntimeError as error:
                 if "allocate memory" not in str(error):
                     raise
@@ -94,6 +97,17 @@ class ModelSpec(Value, ABC):
         """
         raise ConfigError(
             f"model {type(self).__name__} takes numbers, and these samples are tokens; use lstm or transformer"
+        )
+
+    def labelled(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
+        """The module for samples of numbers with a label per position ``[b, L, outputs]``, as `module`.
+
+        Raises:
+            ConfigError: the model gives one output per sample.
+        """
+        raise ConfigError(
+            f"model {type(self).__name__} gives one output per sample, and these have a label per position; give a "
+            "module of your own"
         )
 
 

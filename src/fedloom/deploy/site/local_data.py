@@ -77,7 +77,11 @@ def federation_of(samples: InputSpec, sizes: Tensor) -> Federation:
     if samples.vocabulary:
         x = torch.ones(1, *samples.shape, dtype=torch.int32)
         target = torch.zeros(1, *samples.shape, dtype=torch.long) if samples.each else target
-    blank = Dataset("blank", x, target, samples.task, samples.classes, vocabulary=samples.vocabulary)
+    positions = samples.each and not samples.vocabulary
+    blank = Dataset(
+        "blank", x, target[:, None] if positions else target, samples.task, samples.classes,
+        vocabulary=samples.vocabulary, positions=positions,
+    )  # fmt: skip
     counts = sizes.clamp(min=torch.tensor([1, 0, 0]))
     parts = {  # one number that stands for all: a site may claim as many samples as it likes
         part: Split(torch.zeros(1, dtype=torch.long).expand(int(column.sum())), _offsets(column))
