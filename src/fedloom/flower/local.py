@@ -89,10 +89,10 @@ class Local:
             samples = Dataset("node", x, labels, task, tuple(map(str, classes)))
         model, objective = adapted(self.model, signature), Objective()
         if not default:
-            own = _own(self.loss, y[0], signature.outputs)
-            if fault := _fault(own, _outputs(model, x), samples.y[:TRIED]):
+            loss = _own(self.loss, y[0], signature.outputs)
+            if fault := _fault(loss, _outputs(model, x), samples.y[:TRIED]):
                 raise ConfigError(f"loss: {fault}")
-            objective = Objective(loss=own)
+            objective = Objective(loss=loss)
         return NodeProblem(model, signature, Federation(samples, _splits(parts), ("node",)), objective)
 
     def _sequences(self, x: Tensor, y: Tensor, signature: Signature, parts: Mapping[str, Any]) -> NodeProblem:
@@ -107,14 +107,14 @@ class Local:
         if not plain:
             outputs, targets = _outputs(model, x).flatten(0, 1), labels[:TRIED].flatten()
             outputs, targets = outputs[targets >= 0], targets[targets >= 0]
-            own = _own(self.loss, y[0, 0], signature.outputs[-1:])
-            fault = _fault(own, outputs, targets)
+            loss = _own(self.loss, y[0, 0], signature.outputs[-1:])
+            fault = _fault(loss, outputs, targets)
             if fault and bool((labels >= 0).all()):  # whole sequences, if all positions have a label
-                own = _own(self.loss, y[0], signature.outputs)
-                fault = _fault(own, outputs, targets)
+                loss = _own(self.loss, y[0], signature.outputs)
+                fault = _fault(loss, outputs, targets)
             if fault:
                 raise ConfigError(f"loss: {fault}; of a label per position it gets the labelled positions")
-            objective = Objective(loss=own)
+            objective = Objective(loss=loss)
         return NodeProblem(model, signature, Federation(samples, _splits(parts), ("node",)), objective)
 
 
@@ -215,10 +215,10 @@ def _fault(loss: Any, outputs: Tensor, targets: Tensor) -> str:
     """What is wrong with a loss on some outputs and targets; empty if it gives one number."""
     shapes = f"outputs {[*outputs.shape]} with targets {[*targets.shape]}"
     try:
-        value = loss(outputs, targets)
+        mean = loss(outputs, targets)
     except Exception as error:
         return f"{loss.__name__} fails on {shapes} ({type(error).__name__}: {str(error)[:150]})"
-    if not isinstance(value, Tensor) or value.numel() != 1:
-        got = [*value.shape] if isinstance(value, Tensor) else type(value).__name__
+    if not isinstance(mean, Tensor) or mean.numel() != 1:
+        got = [*mean.shape] if isinstance(mean, Tensor) else type(mean).__name__
         return f"{loss.__name__} must give one number for a batch, their mean for one, got {got} for {shapes}"
     return ""
