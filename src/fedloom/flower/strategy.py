@@ -333,7 +333,7 @@ class _Configured(Exception):
     """The messages of a round are made; its replies come later."""
 
 
-def _state_dict(arrays: ArrayRecord, module: nn.Module) -> dict[str, Tensor]:
+def _state_dict(arrays: Any, module: nn.Module) -> dict[str, Tensor]:
     """The values of a module from a record.
 
     Raises:
