@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 
 import fedloom as fl
-from fedloom.algorithms import FLAME, Algorithm, Ditto, FedSLR, Local
+from fedloom.algorithms import FLAME, Algorithm, Ditto, FedSLR, LocalOnly
 from fedloom.data.dataset import Dataset
 from fedloom.data.federation import Federation, Split
 
@@ -23,7 +23,7 @@ METHODS: dict[str, Algorithm] = {
     "flame": FLAME(lam=1.0, rho=0.1),
     "ditto": Ditto(lam=1.0),
     "fedslr": FedSLR(lam=1e-3, mu=1e-3),
-    "local": Local(),
+    "local": LocalOnly(),
 }
 SPLITS = {
     "two labels per client": fl.partition.shards(clients=30, labels_per_client=2),

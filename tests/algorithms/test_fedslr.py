@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedloom.algorithms import LPGD, FedAvg, FedSLR, Model, encodings
-from fedloom.algorithms.fedslr import Seen
+from fedloom.algorithms.fedslr import Sparsity
 from fedloom.algorithms.lpgd import Client
 from fedloom.local import LocalSGD
 from fedloom.rows.fields import Field
@@ -50,7 +50,7 @@ def figures(method: FedSLR, p: Problem, state: ReferenceState) -> dict[str, floa
     fed, everyone = ReferenceFederation(p.oracle(), p.alpha, LocalSGD()), range(p.n)
     ctx = fed.ctx(state.round, everyone)
     seen = method.observe(method.down(state.server, None, ctx), state.rows, fed.work(state.round, everyone))
-    return method.diagnostics(state.server, Seen(seen.nonzeros.sum(0)), ctx)
+    return method.diagnostics(state.server, Sparsity(seen.nonzeros.sum(0)), ctx)
 
 
 def naive(p: Problem, eta_g: float, lam: float, cohorts: Any, divide: bool = False) -> Tensor:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from short_runs import PARTIAL, SEEDS, SGD, equal, models, run, steps_of
 
-from fedloom.algorithms import REGISTRY, SCAFFOLD, Ditto, FedAvg, FedDyn, FedProx, Local
+from fedloom.algorithms import REGISTRY, SCAFFOLD, Ditto, FedAvg, FedDyn, FedProx, LocalOnly
 from fedloom.choose import SamplesWeigher
 from fedloom.local import LocalSGD
 from fedloom.testing import Problem
@@ -68,7 +68,7 @@ def test_fedprox_with_an_infinite_pull_stays(seed: int) -> None:
 def test_local_is_descent_of_every_client_by_itself(seed: int) -> None:
     p = Problem.random(seed)
     rounds_of = torch.tensor([[sum(i in cohort for cohort in PARTIAL)] for i in range(p.n)])
-    end = run(Local(), p, noise=0.0, cohorts=PARTIAL)[-1]
+    end = run(LocalOnly(), p, noise=0.0, cohorts=PARTIAL)[-1]
     equal(end.rows.v, p.descent(p.x0, rounds_of * steps_of(p), 0.1))
 
 
@@ -211,7 +211,7 @@ def test_feddyn_with_everyone_is_fedpd(seed: int) -> None:
 @SEEDS
 def test_ditto_without_pull_is_local_training_beside_fedavg(seed: int) -> None:
     p = Problem.random(seed)
-    ditto, alone, fedavg = (run(a, p, cohorts=PARTIAL) for a in (Ditto(lam=0), Local(), FedAvg()))
+    ditto, alone, fedavg = (run(a, p, cohorts=PARTIAL) for a in (Ditto(lam=0), LocalOnly(), FedAvg()))
     equal(ditto[-1].rows.v, alone[-1].rows.v, 0)
     equal(models(ditto), models(fedavg), 0)
     equal(models(run(Ditto(lam=2.0), p, cohorts=PARTIAL)), models(fedavg), 0)
@@ -221,7 +221,7 @@ def test_ditto_without_pull_is_local_training_beside_fedavg(seed: int) -> None:
 def test_ditto_has_its_own_length_and_step_size(seed: int) -> None:
     p = Problem.random(seed)
     ditto = Ditto(lam=0, personal_epochs=3, personal_lr=0.02)
-    alone = run(Local(), p, local=LocalSGD(lr=0.02, batch_size=2, epochs=3))
+    alone = run(LocalOnly(), p, local=LocalSGD(lr=0.02, batch_size=2, epochs=3))
     equal(run(ditto, p)[-1].rows.v, alone[-1].rows.v, 0)
     frozen = run(Ditto(personal_epochs=0), p)[-1]
     equal(frozen.rows.v, p.x0.expand(p.n, -1), 0)

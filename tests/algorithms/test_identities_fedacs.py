@@ -8,7 +8,7 @@ import torch
 from short_runs import PARTIAL, SEEDS, equal
 from torch import Tensor
 
-from fedloom.algorithms import FedACS, Local
+from fedloom.algorithms import FedACS, LocalOnly
 from fedloom.choose.mixers import attention
 from fedloom.local import LocalSGD
 from fedloom.seeds import generator
@@ -54,7 +54,7 @@ def test_with_the_highest_threshold_it_is_local_training(seed: int) -> None:
     p = Problem.random(seed)
     options = {"local": SGD, "noise": 0.5, "cohorts": PARTIAL}
     got = federate(FedACS(quantile=1.0), p, 5, **options)
-    want = federate(Local(), p, 5, **options)
+    want = federate(LocalOnly(), p, 5, **options)
     for a, b in zip(got, want, strict=True):
         equal(a.rows.w, b.rows.v)
         equal(a.kept.w, b.rows.v)

@@ -11,7 +11,7 @@ import torch
 from short_runs import PARTIAL, equal, models
 from torch import Tensor
 
-from fedloom.algorithms import APFL, Algorithm, FedAMP, FedAvg, HeurFedAMP, Local, PerFedAvg, PFedMe
+from fedloom.algorithms import APFL, Algorithm, FedAMP, FedAvg, HeurFedAMP, LocalOnly, PerFedAvg, PFedMe
 from fedloom.algorithms.fedamp import Up
 from fedloom.local import Batch, LocalSGD, Work
 from fedloom.testing import Problem, ReferenceState, federate, personal_models
@@ -248,7 +248,7 @@ def test_apfl_with_alpha_0_never_moves_v(seed: int) -> None:
 def test_apfl_with_alpha_1_is_local_training(seed: int) -> None:
     p = Problem.random(seed)
     end = run(APFL(alpha=1.0), p, cohorts=PARTIAL)[-1]
-    equal(end.rows.v, run(Local(), p, cohorts=PARTIAL)[-1].rows.v)
+    equal(end.rows.v, run(LocalOnly(), p, cohorts=PARTIAL)[-1].rows.v)
     got = personal_models(APFL(alpha=1.0), ReferenceFederation(p.oracle(), p.alpha, SGD), end)
     assert got is not None
     equal(got, end.rows.v, 0)
@@ -318,7 +318,7 @@ def test_fedamp_without_neighbours_or_step_leaves_every_model(seed: int) -> None
 @pytest.mark.parametrize("kind", [FedAMP, HeurFedAMP])
 def test_fedamp_without_pull_is_local_training(seed: int, kind: type[FedAMP | HeurFedAMP]) -> None:
     p = Problem.random(seed)
-    local = run(Local(), p, cohorts=PARTIAL)[-1].rows.v
+    local = run(LocalOnly(), p, cohorts=PARTIAL)[-1].rows.v
     equal(run(kind(lam=0), p, cohorts=PARTIAL)[-1].rows.w, local, 0)
 
 

@@ -12,7 +12,7 @@ import torch
 from short_runs import PARTIAL, equal
 from torch import Tensor, nn
 
-from fedloom.algorithms import Algorithm, FedAvg, FedBN, FedPer, FedRep, FedSpa, LGFedAvg, Local, upload_fields
+from fedloom.algorithms import Algorithm, FedAvg, FedBN, FedPer, FedRep, FedSpa, LGFedAvg, LocalOnly, upload_fields
 from fedloom.errors import LayoutError, Refused
 from fedloom.local import LocalSGD
 from fedloom.models import spec_of
@@ -70,7 +70,7 @@ def test_uncoupled_parts_train_as_local_at_home_and_as_fedavg_away(
     p, mask = uncoupled(seed, *home)
     quiet = {"noise": 0.0 if isinstance(algorithm, FedRep) else 0.5}  # FedRep's head has batches of its own
     end = run(algorithm, p, **quiet)[-1]
-    shared, alone = run(FedAvg(), p, **quiet)[-1].server.x, run(Local(), p, **quiet)[-1].rows.v
+    shared, alone = run(FedAvg(), p, **quiet)[-1].server.x, run(LocalOnly(), p, **quiet)[-1].rows.v
     got = personal(algorithm, p, end)
     equal(got[:, mask], alone[:, mask])
     equal(got[:, ~mask], shared[~mask].expand(p.n, -1))
@@ -82,13 +82,13 @@ def test_uncoupled_parts_train_as_local_at_home_and_as_fedavg_away(
 @SEEDS
 def test_limits_of_the_split(seed: int) -> None:
     p = Problem.random(seed)
-    alone, together = run(Local(), p)[-1].rows.v, run(FedAvg(), p)[-1].server.x
+    alone, together = run(LocalOnly(), p)[-1].rows.v, run(FedAvg(), p)[-1].server.x
     for algorithm in (FedPer(head=ALL), FedBN(layers=ALL)):
         equal(personal(algorithm, p, run(algorithm, p)[-1]), alone, 0)
     equal(run(LGFedAvg(head=ALL), p)[-1].server.x, together, 0)
     equal(run(FedBN(), p)[-1].server.x, together, 0)
     one = {"noise": 0.0}
-    equal(run(FedRep(head=ALL, head_epochs=1), p, **one)[-1].rows.head, run(Local(), p, **one)[-1].rows.v, 1e-14)
+    equal(run(FedRep(head=ALL, head_epochs=1), p, **one)[-1].rows.head, run(LocalOnly(), p, **one)[-1].rows.v, 1e-14)
 
 
 @SEEDS
@@ -192,7 +192,7 @@ def test_fedbn_refuses_a_model_without_normalisation() -> None:
 def test_fedbn_keeps_the_normalisation_layers(seed: int) -> None:
     p, mask = uncoupled(seed, "norm", layout=DEEP)
     end = run(FedBN(), p)[-1]
-    equal(personal(FedBN(), p, end)[:, mask], run(Local(), p)[-1].rows.v[:, mask])
+    equal(personal(FedBN(), p, end)[:, mask], run(LocalOnly(), p)[-1].rows.v[:, mask])
     equal(end.server.x[~mask], run(FedAvg(), p)[-1].server.x[~mask])
 
 

@@ -10,7 +10,7 @@ import torch
 from short_runs import PARTIAL, equal
 from torch import Tensor
 
-from fedloom.algorithms import APFL, FLAME, ADMMLpProj, Algorithm, Local, LpProj, PerFedAvg, PFedMe
+from fedloom.algorithms import APFL, FLAME, ADMMLpProj, Algorithm, LocalOnly, LpProj, PerFedAvg, PFedMe
 from fedloom.choose import UniformWeigher
 from fedloom.engine.check import check_together
 from fedloom.errors import Refused
@@ -136,7 +136,7 @@ def test_lpproj_by_hand(seed: int, p_norm: float, dim: int | None) -> None:
 def test_lpproj_without_penalty_is_local_training(seed: int) -> None:
     p = Problem.random(seed)
     end = run(LpProj(lam=0, dim=3, local_rounds=2), p, noise=0.0)[-1]
-    twice = run(Local(), p, noise=0.0, local=SGD.with_(epochs=2))[-1]
+    twice = run(LocalOnly(), p, noise=0.0, local=SGD.with_(epochs=2))[-1]
     equal(end.rows.theta, twice.rows.v)
     equal(end.server.w, torch.zeros_like(end.server.w), 0)
 
@@ -221,7 +221,7 @@ def test_admmlpproj_by_hand(seed: int) -> None:
 def test_admmlpproj_with_a_vanishing_weight_is_local_training(seed: int) -> None:
     p = Problem.random(seed)
     end = run(ADMMLpProj(lam=1e-15, dim=3), p)[-1]
-    equal(end.rows.theta, run(Local(), p)[-1].rows.v)
+    equal(end.rows.theta, run(LocalOnly(), p)[-1].rows.v)
 
 
 def test_methods_with_steps_of_their_own_refuse_momentum() -> None:

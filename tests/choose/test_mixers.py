@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Generator, Tensor
 
-from fedloom.algorithms import FLAME, Ditto, FedACS, FedALA, FedAvg, FedAvgFT, FedRep, FedSLR, Local
+from fedloom.algorithms import FLAME, Ditto, FedACS, FedALA, FedAvg, FedAvgFT, FedRep, FedSLR, LocalOnly
 from fedloom.choose import MIXERS, Angles, Attention, ClusterMeans, Mixer, Proximity, Uniform
 from fedloom.choose.mixers import attention
 from fedloom.data.federation import Federation
@@ -175,7 +175,7 @@ def test_fedala_takes_the_mixture_for_the_server_s_model(fed: Federation) -> Non
 def test_without_collaboration_every_client_trains_alone(fed: Federation) -> None:
     """q = 1: FedAvg's clients start from their own last model, as those of `local` do."""
     options: dict[str, Any] = {"engine": {"dtype": "float64"}, "sampler": Uniform(fraction=1.0)}
-    alone = run(fed, Local(), **options).job.clients.read(torch.arange(6))[0]
+    alone = run(fed, LocalOnly(), **options).job.clients.read(torch.arange(6))[0]
     mixed = run(fed, FedAvg(), mixer=Attention(quantile=1.0, similarity="change"), **options)
     torch.testing.assert_close(mixed.job.models.read(torch.arange(6)).w, alone, rtol=0, atol=1e-12)
 

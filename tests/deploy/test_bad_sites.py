@@ -165,7 +165,7 @@ BAD: dict[str, tuple[str, Edit, str]] = {
         lambda here, client, _: (
             ACCUSES + secure.write({3: shares.accuse(session_of(here, client), client, 3, signing_key_of(client))})
         ),
-        "it says that the share of site-3 does not decrypt; it does",
+        "it claims that the share of site-3 does not decrypt; it does",
     ),
 }
 

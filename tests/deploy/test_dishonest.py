@@ -17,7 +17,7 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord
 
-from fedloom.deploy.protocol.envelope import ASKED, COMMON, PROTOCOL, Kind, digest_of, seal
+from fedloom.deploy.protocol.envelope import COMMON, PROTOCOL, REQUEST_FIELDS, Kind, digest_of, seal
 from fedloom.deploy.secure import integers, shares
 from fedloom.deploy.secure import protocol as secure
 from fedloom.deploy.secure.protocol import Broken
@@ -52,7 +52,7 @@ class Rogue:
     def ask(self, c: int, kind: Kind, *arrays: bytes, **fields: Any) -> bytes | None:
         """What a site answers; None if it refuses."""
         blank: dict[type, Any] = {int: 0, float: 0.0, bool: False, bytes: b"", str: "", list: []}
-        head = {name: blank[type_] for name, type_ in (COMMON | ASKED[kind]).items()}
+        head = {name: blank[type_] for name, type_ in (COMMON | REQUEST_FIELDS[kind]).items()}
         head |= {"protocol": PROTOCOL, "release": __version__, "experiment": self.here.server.fingerprint, "client": c}
         reply = self.sites[c].reply(seal(head | {"kind": kind, "digest": digest_of(arrays)} | fields, arrays))
         answer, data = reply["head"], reply["arrays"]
@@ -282,7 +282,7 @@ def test_the_same_model_again_without_a_site(rogue: Rogue, gone: list[int]) -> N
     assert honest(rogue, 2, download).told.keys() == {*ALL}
     assert not honest(rogue, 3, download, clients=rest).told
     assert len(rogue.refused) == len(rest)
-    assert all("differ; the two sums tell their difference" in reason for reason in rogue.refused)
+    assert all("differ; the two sums reveal their difference" in reason for reason in rogue.refused)
     assert honest(rogue, 3, rogue.download(0.1), clients=rest).told  # of another model the cohort may be another
     model = rogue.model()
     assert honest(rogue, 1, None, model).told.keys() == {*ALL}
@@ -311,7 +311,7 @@ def test_a_site_is_evicted_before_the_sum_is_opened(rogue: Rogue) -> None:
     for c in ALL:
         first.open(c)
     assert first.told.keys() == {4}  # which has heard of no other session: one share is no secret
-    with pytest.raises(Broken, match="1 sites said their shares, 3 are needed"):
+    with pytest.raises(Broken, match="1 sites gave their shares, 3 are needed"):
         first.total(terms)
 
 

@@ -13,7 +13,7 @@ from flwr.app import ConfigRecord
 from safetensors.torch import load_file
 
 from fedloom.deploy.audit import Audit, lines_of
-from fedloom.deploy.protocol.envelope import ASKED, COMMON, PROTOCOL, Kind, digest_of, seal
+from fedloom.deploy.protocol.envelope import COMMON, PROTOCOL, REQUEST_FIELDS, Kind, digest_of, seal
 from fedloom.deploy.site.client import SENT, Client
 from fedloom.deploy.site.ledger import Ledger, Spent
 from fedloom.deploy.site.state import MODEL, Generation, Rewound, SiteState
@@ -34,7 +34,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def ask(client: Client, kind: Kind, *arrays: bytes, **fields: Any) -> tuple[str, str]:
     """Status and reason of a site's answer to a message that is made up."""
     blank: dict[type, Any] = {int: 0, float: 1.0, bool: False, bytes: b"", str: "", list: []}
-    head = {name: blank[type_] for name, type_ in (COMMON | ASKED[kind]).items()}
+    head = {name: blank[type_] for name, type_ in (COMMON | REQUEST_FIELDS[kind]).items()}
     head |= {"protocol": PROTOCOL, "release": __version__, "experiment": client.site.fingerprint, "kind": kind}
     head |= {"client": client.site.client, "digest": digest_of(arrays)} | fields
     answer = client.reply(seal(head, arrays))["head"]
@@ -173,7 +173,7 @@ def test_a_damaged_ledger_gives_no_budget_anew(case: str, tmp_path: Path) -> Non
         file.write_bytes(DAMAGE[case](file.read_bytes()))
     client = here.clients()[0]
     before = files(site.state)
-    with pytest.raises(Spent, match="is damaged in line|releases, the state beside it knows of"):
+    with pytest.raises(Spent, match="is damaged in line|releases, the state beside it has"):
         client.trainer._ledger.release(4)
     assert files(site.state) == before
 
@@ -200,7 +200,7 @@ def test_a_damaged_ledger_of_the_server_ends_the_run(tmp_path: Path) -> None:
     assert here.serve(here.grid(losing({(3, "train"): range(3)}))) is Stop.TOO_FEW
     (here.server.checkpoints / "ledger.jsonl").write_bytes(b"")
     assert here.serve() is Stop.BUDGET
-    assert "the state beside it knows of 2" in here.summary()["detail"]
+    assert "the state beside it has 2" in here.summary()["detail"]
 
 
 @pytest.mark.parametrize("factor", [0.0, 0.01, 30.0, -50.0])

@@ -275,7 +275,7 @@ def test_a_damaged_state_of_a_site(what: str, tmp_path: Path) -> None:  # 23, 24
     assert here.serve() is Stop.DONE
     assert list(here.sites[LOST].state.glob("*/*.damaged"))
     notes = [r["reason"] for r in here.audit("accepted", client=LOST) if r.get("reason")]
-    assert any("set aside" in note and "goes on from round 1" in note for note in notes)
+    assert any("set aside" in note and "resumes from round 1" in note for note in notes)
 
 
 def test_checkpoints_that_cannot_be_used(tmp_path: Path) -> None:  # 24

@@ -25,7 +25,7 @@ from fedloom.algorithms import PRESETS, REGISTRY
 from fedloom.deploy.noise import SharedMean
 from fedloom.deploy.ops.check import check_site
 from fedloom.deploy.ops.status import lines, status_of
-from fedloom.deploy.protocol.envelope import ASKED, COMMON, PROTOCOL, Kind, digest_of, seal
+from fedloom.deploy.protocol.envelope import COMMON, PROTOCOL, REQUEST_FIELDS, Kind, digest_of, seal
 from fedloom.deploy.secure import integers, opened, shares
 from fedloom.deploy.secure import protocol as secure
 from fedloom.deploy.secure.member import check_maskable
@@ -247,7 +247,7 @@ def test_a_sum_that_is_never_told_is_given_up_after_some_attempts(tmp_path: Path
     assert here.serve() is Stop.DONE
     [line] = here.audit("given up")
     assert (line["round"], line["sites"]) == (2, [f"site-{k}" for k in range(5)])
-    assert "a sum of other sites would tell the difference" in line["reason"]
+    assert "a sum of other sites would reveal the difference" in line["reason"]
     assert status_of(here.server)["sites"][0]["accepted"] == 3
     assert [w for w in here.summary()["warnings"] if "round 2 was given up" in w]
     scored = figures(pq.read_table(here.server.results / "metrics.parquet"), total=True)
@@ -488,7 +488,7 @@ def test_sides_that_do_not_agree_refuse_each_other(tmp_path: Path) -> None:
     here = secured(tmp_path / "b", "fedavg")
     open_ = here._replace(sites=[s.with_(secure=None) for s in here.sites])
     assert open_.serve() is Stop.TOO_FEW
-    assert any("the agreement says no secure aggregation" in x["reason"] for x in here.audit("rejected"))
+    assert any("the agreement has no secure aggregation" in x["reason"] for x in here.audit("rejected"))
     here = secured(tmp_path / "c", "fedavg")
     assert here.server.secure is not None
     other = here._replace(server=here.server.with_(secure=here.server.secure.with_(threshold=4), quorum=4))
@@ -697,7 +697,7 @@ def refusal(name: str, **changes: Any) -> str:
 SINGLE = {
     **dict.fromkeys(("afl", "gifair-fl", "fiaelt", "ifca", "cfl", "fedas", "fedpac"), "the rows of single clients"),
     **dict.fromkeys(("fedacs", "fedamp", "heurfedamp", "fedskip", "fedfomo"), "mixes the kept rows of single clients"),
-    **dict.fromkeys(("equitable-fl", "fairfed"), "asks single clients"),
+    **dict.fromkeys(("equitable-fl", "fairfed"), "queries single clients"),
     **dict.fromkeys(("power-of-choice", "clustered-sampling"), "looks at single clients"),
     "centralized": "pools the data",
 }
@@ -890,7 +890,7 @@ REFUSED: dict[str, tuple[str, Any]] = {
 def told(here: Scene, kind: Kind, *arrays: bytes, **fields: Any) -> tuple[str, str]:
     """What a site answers to a message that its own server would not send."""
     blank: dict[type, Any] = {int: 0, float: 0.0, bool: False, bytes: b"", str: "", list: []}
-    head = {name: blank[type_] for name, type_ in (COMMON | ASKED[kind]).items()}
+    head = {name: blank[type_] for name, type_ in (COMMON | REQUEST_FIELDS[kind]).items()}
     head |= {"protocol": PROTOCOL, "release": __version__, "experiment": here.server.fingerprint, "kind": kind}
     message = Message(seal(head | {"digest": digest_of(arrays)} | fields, arrays), dst_node_id=1, message_type="query")
     answer = here.clients()[0].answer(message).content["head"]
@@ -901,7 +901,7 @@ def told(here: Scene, kind: Kind, *arrays: bytes, **fields: Any) -> tuple[str, s
 def test_a_site_under_masks_answers_no_plain_question(kind: Kind, five: Scene) -> None:
     assert told(five, kind) == (
         "refused",
-        f"site site-0 answers no message of the kind {kind}: the agreement says secure aggregation",
+        f"site site-0 answers no message of the kind {kind}: the agreement has secure aggregation",
     )
 
 

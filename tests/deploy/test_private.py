@@ -307,7 +307,7 @@ def test_errors_tell_the_server_no_value_of_a_sample(
     here = here._replace(sites=[broken, *here.sites[1:]])
     assert here.serve() is Stop.TOO_FEW
     [reason] = {r["reason"] for r in here.audit("rejected")}
-    assert reason == "the site says: site site-0 could not answer; its own log says why"
+    assert reason == "the site refuses: site site-0 could not answer; the reason is in its own log"
     assert secret not in here.server.audit.read_text() + json.dumps(here.summary())
     assert secret in capfd.readouterr().err
 

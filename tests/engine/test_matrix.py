@@ -91,8 +91,8 @@ REASONS = {
     ),
     "no difference": ("clips differences", "It uploads absolute values; what is clipped must be a difference."),
     "single": (
-        "also sees uploads of single",
-        "Its server also sees uploads of single clients, which noise on a mean does not protect.",
+        "also gets uploads of single",
+        "Its server also gets uploads of single clients, which noise on a mean does not protect.",
     ),
     "mixes itself": ("mixes single models for every", "Its server mixes single models for every client itself."),
     "several": ("sends several models", "Its server sends several models, of which a client chooses one."),
@@ -109,8 +109,8 @@ REASONS = {
         "What its server sends is no model, in whose place a mixture could be sent.",
     ),
     "no model": (
-        "asks clients about the global model",
-        "The sampler asks clients about the global model; it has none.",
+        "queries clients about the global model",
+        "The sampler queries clients about the global model; it has none.",
     ),
 }
 """Why a pair is refused: what the error says, and what the page says."""

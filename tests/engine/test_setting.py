@@ -12,7 +12,7 @@ import fedloom as fl
 from fedloom.algorithms import REGISTRY, Composition
 from fedloom.data.federation import Federation
 from fedloom.engine.setting import Choices, Engine, Evaluate, Setting
-from fedloom.engine.tables import Table
+from fedloom.engine.tables import SettingTable
 from fedloom.errors import ConfigError, RunDirError
 from fedloom.experiment import parse
 from fedloom.values import difference, flat
@@ -143,7 +143,7 @@ def test_a_folder_of_another_run_says_what_differs(fed: Federation, tmp_path: Pa
 
 def test_a_table_without_choice_is_none() -> None:
     table = Setting.tables()["channel"]
-    assert isinstance(table, Table)
+    assert isinstance(table, SettingTable)
     assert table.read({}) is table.read({"kind": "none"}) is table.read(None) is None
     with pytest.raises(ConfigError, match="kind is missing"):
         table.read({"bound": 1.0})

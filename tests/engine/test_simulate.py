@@ -19,7 +19,7 @@ from fedloom.algorithms import (
     FedAvg,
     FedDyn,
     FedSkip,
-    Local,
+    LocalOnly,
     Model,
     fedskip,
     upload_fields,
@@ -335,7 +335,7 @@ def test_refusals_follow_from_the_kinds() -> None:
         (FedDyn(), {"weigher": SamplesWeigher()}, "adds uploads up"),
         (composed("flame"), {"weigher": SamplesWeigher()}, "keeps every client"),
         (composed("fedskip"), {"aggregator": Median()}, "mixes single models"),
-        (Local(), {"aggregator": Median()}, "uploads nothing"),
+        (LocalOnly(), {"aggregator": Median()}, "uploads nothing"),
         (composed("scaffold"), {"local": LocalSGD(momentum=0.5)}, "momentum"),
         (FedAvg(), {"weigher": SIGNED, "aggregator": GeometricMedian()}, "gives negative weights"),
         (FedAvg(), {"weigher": SIGNED, "sampler": SizeWeighted(clients=3)}, "need not have a positive sum"),
@@ -502,4 +502,4 @@ def test_models_are_modules_that_predict(fed: Federation, tmp_path: Path) -> Non
         "server.safetensors",
     }
     with pytest.raises(ConfigError, match="no 'global' model"):
-        run(fed, Local()).models.rows("global")
+        run(fed, LocalOnly()).models.rows("global")

@@ -56,7 +56,7 @@ from fedloom.algorithms.gifair import GIFAIR as GIFAIR
 from fedloom.algorithms.heurfedamp import HeurFedAMP as HeurFedAMP
 from fedloom.algorithms.ifca import IFCA as IFCA
 from fedloom.algorithms.lgfedavg import LGFedAvg as LGFedAvg
-from fedloom.algorithms.local_only import Local as Local
+from fedloom.algorithms.local_only import LocalOnly as LocalOnly
 from fedloom.algorithms.lpgd import LPGD as LPGD
 from fedloom.algorithms.lpproj import LpProj as LpProj
 from fedloom.algorithms.moon import MOON as MOON
@@ -72,7 +72,7 @@ from fedloom.algorithms.scaffold import SCAFFOLD as SCAFFOLD
 ALGORITHMS: dict[str, type[Algorithm]] = {
     "fedavg": FedAvg,
     "fedprox": FedProx,
-    "local": Local,
+    "local": LocalOnly,
     "scaffold": SCAFFOLD,
     "feddyn": FedDyn,
     "fedpd": FedPD,

@@ -103,17 +103,17 @@ class Algorithm(Value, ABC):
 
     @model_validator(mode="before")
     @classmethod
-    def _settings(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        for key in given:
+    def _settings(cls, options: Any) -> Any:
+        if not isinstance(options, dict):
+            return options
+        for key in options:
             if key in LocalSGD.model_fields and key not in cls.model_fields:
-                place = f"local={ {key: given[key]}!r} of the run"
+                place = f"local={ {key: options[key]}!r} of the run"
                 raise ValueError(f"unknown key {key!r}; how clients train is no option of a method: give {place}")
-        if "settings" not in given or "settings" in cls.model_fields:
-            return given
-        rest = {key: value for key, value in given.items() if key != "settings"}
-        return {**chosen_settings(given["settings"], cls.paper), **rest}
+        if "settings" not in options or "settings" in cls.model_fields:
+            return options
+        rest = {key: value for key, value in options.items() if key != "settings"}
+        return {**chosen_settings(options["settings"], cls.paper), **rest}
 
     def derived(self, ctx: Ctx) -> dict[str, Any]:
         """Values of the options that are not given (None), from what is known before the first round."""
@@ -143,8 +143,8 @@ class Algorithm(Value, ABC):
             raise ConfigError(f"{where} cannot be derived from this run's steps; give a value") from None
         except KeyError as error:
             name = error.args[0]
-            said = f"{type(self).__name__}: {name} is not derived with these options, so it has no multiples"
-            raise ConfigError(f"{said}, got {getattr(self, name)!r}; give a number") from None
+            reason = f"{type(self).__name__}: {name} is not derived with these options, so it has no multiples"
+            raise ConfigError(f"{reason}, got {getattr(self, name)!r}; give a number") from None
 
     @property
     def mixes_all(self) -> bool:
@@ -162,7 +162,7 @@ class Algorithm(Value, ABC):
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """Keys of ``[local]`` that change nothing; a run says so of those that are not as by default.
+        """Keys of ``[local]`` that change nothing; a run notes those that are not at their default.
 
         By default those of the steps of local SGD, with an option ``solver`` that is "svrg" or "gd".
         """
@@ -238,7 +238,7 @@ class Algorithm(Value, ABC):
         Args:
             down: what the clients received.
             up: their uploads.
-            work: their local problems, of which the server knows sizes, steps and step size.
+            work: their local problems, of which the server has sizes, steps and step size.
         """
         return {}
 
@@ -294,6 +294,6 @@ class Algorithm(Value, ABC):
         """Refuse a model or setting that the method cannot work with; returns sentences of warning.
 
         Raises:
-            Refused: the combination makes no sense; the sentence says why.
+            Refused: the combination makes no sense; the message has the reason.
         """
         return []

@@ -40,7 +40,7 @@ class Kind:
 
     @property
     def single(self) -> bool:
-        """The server sees the rows of single clients."""
+        """The server receives the rows of single clients."""
         return self.keeps or not self.averaged
 
     @property
@@ -51,7 +51,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Mean(Kind):
-    """Arrives at the server as the run's aggregate over the cohort, ``[d]``: by shares, or as the weigher says."""
+    """Arrives at the server as the run's aggregate over the cohort, ``[d]``: by shares, or by the weigher."""
 
 
 @dataclass(frozen=True)
@@ -134,8 +134,8 @@ def _hint(algorithm: type[Value], function: str, name: str) -> Any:
         raise ConfigError(f"{algorithm.__name__}.{function}: its annotation cannot be read: {error}") from None
 
 
-def _fields(found: Any) -> bool:
-    return isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_fields")
+def _fields(hint: Any) -> bool:
+    return isinstance(hint, type) and issubclass(hint, tuple) and hasattr(hint, "_fields")
 
 
 def _returned(algorithm: type[Value], function: str, wanted: str) -> Any:
@@ -145,13 +145,13 @@ def _returned(algorithm: type[Value], function: str, wanted: str) -> Any:
         ConfigError: its annotation does not say.
     """
     hint = _hint(algorithm, function, "return")
-    found = next(iter(get_args(hint)), hint)
-    if not _fields(found):
+    returned = next(iter(get_args(hint)), hint)
+    if not _fields(returned):
         raise ConfigError(
             f"{algorithm.__name__}.{function} must be annotated with what it returns, -> {wanted}, whose fields say "
             f"how they travel; got {_annotated(algorithm, function, 'return').__annotations__['return']!r}"
         )
-    return found
+    return returned
 
 
 @cache
@@ -173,8 +173,8 @@ def download_type(algorithm: type[Value]) -> Any:
     """
     if _annotated(algorithm, "down", "return") is not _defined(algorithm, "down")[-1]:
         return _returned(algorithm, "down", "'Down' with a NamedTuple Down")
-    found = _hint(algorithm, "client", "down")
-    return found if _fields(found) else Model
+    hint = _hint(algorithm, "client", "down")
+    return hint if _fields(hint) else Model
 
 
 @cache
@@ -187,11 +187,11 @@ def upload_fields(algorithm: type[Value]) -> Mapping[str, Kind]:
     up, name = upload_type(algorithm), algorithm.__name__
     hints = get_type_hints(up, include_extras=True)
     kinds = {field: [a for a in get_args(hints[field]) if isinstance(a, Mean | Kept | Rows)] for field in up._fields}
-    for field, found in kinds.items():
-        if len(found) != 1:
+    for field, declared in kinds.items():
+        if len(declared) != 1:
             raise ConfigError(
                 f"{name}: the upload field {field!r} must say once how it travels, as Annotated[Tensor, Mean(...)], "
-                f"Kept(...) or Rows(...); it says so {len(found)} times"
+                f"Kept(...) or Rows(...); it has {len(declared)} of them"
             )
     primary = [field for field, (kind,) in kinds.items() if kind.primary]
     if kinds and len(primary) != 1:

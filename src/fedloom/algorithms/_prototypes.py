@@ -17,7 +17,7 @@ class Prototypes(NamedTuple):
     """The mean representation of every class ``[m, c, k]``, and 1 where there is one ``[m, c]``."""
 
     centre: Tensor
-    known: Tensor
+    has_prototype: Tensor
 
 
 def shape_of(layout: Layout) -> tuple[int, int]:
@@ -36,28 +36,28 @@ def require_bias(method: str, layout: Layout) -> None:
         raise Refused(f"{method} shifts the bias of the model's last layer, which has none: give it one")
 
 
-class Head(NamedTuple):
+class LastLayer(NamedTuple):
     """Views of a model's last layer: weight ``[..., c, k]``, bias ``[..., c]``."""
 
     weight: Tensor
     bias: Tensor
 
 
-def head_of(layout: Layout, models: Tensor) -> Head:
+def head_of(layout: Layout, models: Tensor) -> LastLayer:
     """The last layer of models ``[..., d]`` that have a bias there; writing to it writes to them."""
     name, tree = list(layout.matrix_shapes)[-1], layout.tree(models)
-    return Head(tree[name], tree[f"{name.rpartition('.')[0]}.bias"])
+    return LastLayer(tree[name], tree[f"{name.rpartition('.')[0]}.bias"])
 
 
 def distance(z: Tensor, _outputs: Tensor, y: Tensor, _anchors: Tensor, prototypes: Prototypes) -> Tensor:
     """Mean squared difference of features ``[b, k]`` to the prototypes of their classes, ``[b]``; 0 without one."""
-    return (z - prototypes.centre[y]).square().mean(1) * prototypes.known[y]
+    return (z - prototypes.centre[y]).square().mean(1) * prototypes.has_prototype[y]
 
 
-def towards(prototypes: Tensor, known: Tensor, weight: float, work: Work) -> Term:
-    """The term that draws features to the server's prototypes ``[c k]`` of the classes ``known [c]``."""
-    centre = prototypes.view(len(known), -1).expand(work.m, -1, -1)
-    return Term(distance, weight, argument=Prototypes(centre, known.expand(work.m, -1)))
+def towards(prototypes: Tensor, has_prototype: Tensor, weight: float, work: Work) -> Term:
+    """The term that draws features to the server's prototypes ``[c k]`` of the classes ``has_prototype [c]``."""
+    centre = prototypes.view(len(has_prototype), -1).expand(work.m, -1, -1)
+    return Term(distance, weight, argument=Prototypes(centre, has_prototype.expand(work.m, -1)))
 
 
 def shares(work: Work, like: Tensor) -> Tensor:
@@ -70,16 +70,18 @@ def share_range(share: Tensor, work: Work) -> tuple[Tensor, float]:
     return torch.where(share > 0, 1 / work.sizes.to(share), 0.0), 1.0
 
 
-def updated(prototypes: Tensor, known: Tensor, total: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
-    """The server's prototypes ``[c k]`` and the classes that it knows ``[c]`` after a round.
+def updated(prototypes: Tensor, has_prototype: Tensor, total: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
+    """The server's prototypes ``[c k]`` and the classes that have one ``[c]`` after a round.
 
     Args:
         prototypes: those before.
-        known: the classes before.
+        has_prototype: the classes before.
         total: mean over clients of a class's mean representation times its share of the client's samples, ``[c k]``.
         share: mean of that share, ``[c]``; where it is 0 a prototype stays.
     """
-    there = share > 0
-    mean = total.view(len(known), -1) / torch.where(there, share, 1)[:, None]
-    old = prototypes.view(len(known), -1)
-    return torch.where(there[:, None], mean.to(old), old).flatten(), torch.maximum(known, there.to(known))
+    has_samples = share > 0
+    mean = total.view(len(has_prototype), -1) / torch.where(has_samples, share, 1)[:, None]
+    old = prototypes.view(len(has_prototype), -1)
+    return torch.where(has_samples[:, None], mean.to(old), old).flatten(), torch.maximum(
+        has_prototype, has_samples.to(has_prototype)
+    )

@@ -75,5 +75,5 @@ Components = Literal["lr+s", "s+s", "s+lr", "lr+lr"]
 def penalties(components: Components, lam: float, mu: float) -> dict[str, Prox]:
     """The penalty of the global part with the weight lam, and of the personal part with mu, per FedSLR's components."""
     kinds: dict[str, type[L1 | Nuclear]] = {"lr": Nuclear, "s": L1}
-    shared, own = components.split("+")
-    return {"global": kinds[shared](c=lam), "personal": kinds[own](c=mu)}
+    shared, personal = components.split("+")
+    return {"global": kinds[shared](c=lam), "personal": kinds[personal](c=mu)}

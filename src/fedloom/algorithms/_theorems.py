@@ -1,4 +1,4 @@
-"""What the papers of methods prove of their runs, and with which parts beside the method it holds."""
+"""Theorems: what papers prove of their methods' runs, and the parts beside the method for which it holds."""
 
 from __future__ import annotations
 

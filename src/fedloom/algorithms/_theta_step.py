@@ -79,8 +79,8 @@ class ThetaStep(Algorithm):
         """
         if self.solver == "criterion":
             pull, zero = (self.lam, centre), torch.zeros_like(theta)
-            found = inexact(theta, work, pull, zero, "gd", self.smooth or self.lam / 5, self.r, self.iterations)
-            return found.w, eps
+            solution = inexact(theta, work, pull, zero, "gd", self.smooth or self.lam / 5, self.r, self.iterations)
+            return solution.w, eps
         if self.eps0 is None:
             return descend(theta, work, pull=((self.lam, centre),)), eps
         eps = self.shrink * eps  # Eq. 18

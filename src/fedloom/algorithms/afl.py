@@ -11,14 +11,15 @@ Reference: M. Mohri, G. Sivek, A. T. Suresh, "Agnostic Federated Learning", ICML
     gamma_w        local lr    step size of w
     gamma_lambda   lambda_lr   step size of lambda
 
-Kept by a client: nothing. Sent per round: d + 1 down (x, share), d + 2 up (dw, share, loss). The server sees losses of
+Kept by a client: nothing. Sent per round: d + 1 down (x, share), d + 2 up (dw, share, loss). The server receives losses
+    of
 single clients.
 
 Deviations: a client takes local steps instead of one, and its change counts in proportion to lam_i within the cohort;
 share is lam_i/alpha_i, 1 at the start, and the mean is by alpha_i. With everyone and one full-batch step this is the
 paper's step. The losses of a cohort, times n/m, are an unbiased estimate of all losses. The model is the last iterate,
-not the mean of all. What travels is the change times share, so the model that a weigher, a sampler or an attacker sees
-is x + dw.
+not the mean of all. What travels is the change times share, so the model that a weigher, a sampler or an attacker works
+on is x + dw.
 
 Defaults: gamma_lambda = 1/(n sqrt(rounds)), the step of projected ascent: a radius over sqrt(rounds) times the norm of
 a gradient. The radius is 1/sqrt(n), of mixtures that weigh clients from 0 to twice the mean; n losses of order one have

@@ -13,7 +13,8 @@ learning).
     eps_1/eps_2  ratio    a cluster may part where ||mean of its dw|| is below this times the longest dw
     g(alpha)     gap      least separation gap: smallest cosine within the two parts less the largest across
 
-Kept by a client: nothing; the server keeps its last dw and its cluster. Sent per round: d down, d up. The server sees
+Kept by a client: nothing; the server keeps its last dw and its cluster. Sent per round: d down, d up. The server
+    receives
 the changes of single clients: no secure aggregation and no robust rule.
 
 Deviations: the paper has two bounds, eps_1 on the mean and eps_2 on the longest change, whose values belong to a model
@@ -27,7 +28,7 @@ defines that clients fall into two groups, shows long before the mean change is 
 comes by chance in 40 % of clusters of 4, 7 % of 5 and 0.6 % of 6, so smaller ones stay; none parts in the first fifth
 of the rounds.
 
-Use it when clients fall into groups and nobody knows how many. With ratio = 0, or where they do not, it is FedAvg, of
+Use it when clients fall into groups whose number is unknown. With ratio = 0, or where they do not, it is FedAvg, of
 which a run warns.
 """
 
@@ -94,10 +95,10 @@ class CFL(Algorithm):
 
     def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
         state = Server(*[grown(t, ctx.n).clone() for t in server])
-        models, last, cluster, seen = *state[:2], state.cluster[:, 0], state.seen[:, 0]
+        models, last, cluster, has_upload = *state[:2], state.cluster[:, 0], state.seen[:, 0]
         share = ctx.weight[:, 0].to(models)
-        last[ctx.ids], seen[ctx.ids] = up.dw.to(models), 1.0
-        here = torch.zeros_like(seen)
+        last[ctx.ids], has_upload[ctx.ids] = up.dw.to(models), 1.0
+        here = torch.zeros_like(has_upload)
         here[ctx.ids] = 1.0
         for c in cluster.unique().long().tolist():
             members = (cluster == c).nonzero()[:, 0]
@@ -105,12 +106,12 @@ class CFL(Algorithm):
             if not bool(mass.any()):
                 continue
             models[c] += mean(mass, last[members])  # theta_c <- theta_c + mean of its clients' dw
-            if ctx.round <= self.first or len(members) < self.least or not bool(seen[members].all()):
+            if ctx.round <= self.first or len(members) < self.least or not bool(has_upload[members].all()):
                 continue
             if norm(mean(share[members], last[members])[None]) < self.ratio * norm(last[members]).max():
                 sides, gap = bipartition(last[members])
                 for part in [members[side] for side in sides] if gap > self.gap else []:
-                    models[part.min()], cluster[part], seen[part] = models[c].clone(), float(part.min()), 0.0
+                    models[part.min()], cluster[part], has_upload[part] = models[c].clone(), float(part.min()), 0.0
         return state
 
     def global_model(self, server: Server) -> None:

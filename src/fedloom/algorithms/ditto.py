@@ -15,7 +15,7 @@ Kept by a client: d (v). Sent per round: d down, d up.
 
 Deviations: the global solver is FedAvg with the run's aggregator (the paper allows any). Both branches see the same
 batches unless ``batches = "own"``; v has as many steps as w unless ``personal_epochs`` is given. ``branch = "own"`` is
-Ditto in FLAME's public code (zsk66/FLAME): the global branch goes on from the client's own w_k (d more are kept) and
+Ditto in FLAME's public code (zsk66/FLAME): the global branch continues from the client's own w_k (d more are kept) and
 takes one batch per epoch, so that the global model is a mean of purely local runs.
 
 Defaults: lam = 2/(reach sqrt(rounds)), reach the length of a round (lr times its mean number of steps): FLAME's pull,
@@ -72,8 +72,8 @@ class Ditto(Algorithm):
         return {"lam": 2 / (ctx.reach * ctx.rounds**0.5)}
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
-        told = "Ditto with personal_epochs = 0 leaves every personal model as it starts: set it to 1 or more"
-        return [] if self.personal_epochs != 0 else [told]
+        warning = "Ditto with personal_epochs = 0 leaves every personal model as it starts: set it to 1 or more"
+        return [] if self.personal_epochs != 0 else [warning]
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client | Both, None]:
         return Model(x0), Client(x0) if self.branch == "server" else Both(x0, x0), None

@@ -20,7 +20,7 @@ Deviations: u travels, not its difference to the last one; the server's mean ove
 starts at the client's own x_i, or with ``start = "server"`` at xbar.
 
 Defaults: eta = reach, the length of a round (lr times its mean number of steps), and local work starts at the server's
-model: on a steady gradient that moves by eta times it in a round, FedAvg's speed; local work that goes on from x_i
+model: on a steady gradient that moves by eta times it in a round, FedAvg's speed; local work that continues from x_i
 would reach 1 - 1/e of it. With an eta that is given it starts at x_i, as in the paper. No regulariser, as it belongs to
 the problem; models have no zeros then, of which a run warns.
 

@@ -121,8 +121,8 @@ class FedADMMInexact(Algorithm):
             step, before = s.residual / (s.r + s.sigma), s.residual.clone()
             s.w.sub_(step)  # x_i = (r x_i + sigma x - pi_i - g_i)/(r + sigma)
             residual_(s, work)
-            found = norm(before.sub_(s.residual).sub_(step * s.sigma)) / norm(step)  # ||g(w) - g(w')|| / ||w - w'||
-            return s if self.rho else s._replace(r=torch.where(found > 0, torch.maximum(found, s.r / 2), s.r))
+            slope = norm(before.sub_(s.residual).sub_(step * s.sigma)) / norm(step)  # ||g(w) - g(w')|| / ||w - w'||
+            return s if self.rho else s._replace(r=torch.where(slope > 0, torch.maximum(slope, s.r / 2), s.r))
 
         def residual_(s: _Solve, work: Work) -> Tensor:  # g_i + pi_i + sigma (x_i - x)
             return work.add_full_grad_(torch.addcmul(s.y, s.w, s.sigma, out=s.residual).sub_(s.towards), s.w)

@@ -46,7 +46,7 @@ class Client(NamedTuple):
 
 class _Mixed(NamedTuple):
     a: Tensor
-    own: Tensor
+    local: Tensor
     gap: Tensor
     x: Tensor
 
@@ -68,13 +68,13 @@ class FedALA(Algorithm):
         top = masks.head(work.layout, self.head).to(down.x.device)
 
         def step(s: _Mixed, work: Work, batch: Batch) -> _Mixed:
-            mixed = masks.joined(s.x, s.own + s.gap * s.a, top)  # Eq. 4: Theta_i + (Theta - Theta_i) * W_i
+            mixed = masks.joined(s.x, s.local + s.gap * s.a, top)  # Eq. 4: Theta_i + (Theta - Theta_i) * W_i
             slope = masks.part(work.clipped(mixed, batch), top) * s.gap
             return s._replace(a=(s.a - self.eta * slope).clamp(0, 1))  # Eq. 6
 
-        own = masks.part(rows.w, top)
+        local = masks.part(rows.w, top)
         mix, once = (
-            _Mixed(rows.a, own, down.x[..., top] - own, down.x.expand(work.m, -1)),
+            _Mixed(rows.a, local, down.x[..., top] - local, down.x.expand(work.m, -1)),
             (work.epochs(1) * self.share).ceil().long(),
         )
         differs = (mix.gap != 0).any(1, keepdim=True).cpu()
@@ -85,7 +85,7 @@ class FedALA(Algorithm):
             * (work.steps > 0).cpu()
         )
         mix = iterate(step, mix, work, steps, stream="weights")
-        start = masks.joined(down.x, own + mix.gap * mix.a, top) if self.eta else down.x
+        start = masks.joined(down.x, local + mix.gap * mix.a, top) if self.eta else down.x
         w = descend(start, work)
         return Delta(where_moved(work, w - down.x, torch.zeros_like(w))), Client(where_moved(work, w, rows.w), mix.a)
 

@@ -25,7 +25,7 @@ Defaults: alpha = reach sqrt(rounds)/2, reach the length of a round (lr times it
 lam/alpha is FLAME's, for its reasons; sigma = 2 (n - 1) alpha, by which xi_ii is at least 1/2.
 
 Use it with small models, whose distances mean something; for networks there is HeurFedAMP, which looks at angles. The
-server sees single models: no secure aggregation.
+server receives single models: no secure aggregation.
 """
 
 from __future__ import annotations

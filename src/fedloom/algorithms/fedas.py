@@ -11,7 +11,7 @@ Reference: X. Yang, W. Huang, M. Ye, "FedAS: Bridging Inconsistency in Personali
     p_i        means   mean representation of every class under the client's last body
     FIM trace  fisher  sum over an epoch's batches of the squared gradient of their mean loss
 
-Kept by a client: d (w). Sent per round: the body's parameters down, those and 1 up. The server sees the bodies of
+Kept by a client: d (w). Sent per round: the body's parameters down, those and 1 up. The server receives the bodies of
 single clients: no secure aggregation and no robust rule.
 
 Deviations: in the alignment every sample counts alike, in the public code every class of a batch. It has the round's

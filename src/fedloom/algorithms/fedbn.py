@@ -77,8 +77,8 @@ class FedBN(Algorithm):
     def client(self, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
         norm = masks.normalisation(work.layout, self.layers).to(down.x.device)
         w = descend(masks.joined(down.x, rows.norm, norm), work)
-        own = masks.part(w, norm)
-        return Up(masks.only_(w.sub_(down.x), ~norm)), Client(own)
+        w_norm = masks.part(w, norm)
+        return Up(masks.only_(w.sub_(down.x), ~norm)), Client(w_norm)
 
     def server(self, server: Model, up: Up, ctx: Ctx) -> Model:
         shared = self.part("shared", ctx.layout).to(server.x.device)

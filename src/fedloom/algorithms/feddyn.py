@@ -46,7 +46,7 @@ class Server(NamedTuple):
     h: Tensor
 
 
-class Scaled(NamedTuple):
+class ScaledModel(NamedTuple):
     """x ``[d]``, mean ``[1]``: samples of a client on average."""
 
     x: Tensor
@@ -85,12 +85,12 @@ class FedDyn(Algorithm):
             weighed_in_itself(self, "scaled", ctx)
         return []
 
-    def down(self, server: Server, kept: None, ctx: Ctx) -> Model | Scaled:
-        return Scaled(server.x, ctx.sizes.to(server.x).mean(0)) if self.scaled else Model(server.x)
+    def down(self, server: Server, kept: None, ctx: Ctx) -> Model | ScaledModel:
+        return ScaledModel(server.x, ctx.sizes.to(server.x).mean(0)) if self.scaled else Model(server.x)
 
-    def client(self, down: Model | Scaled, rows: Client, work: Work) -> tuple[Up, Client]:
+    def client(self, down: Model | ScaledModel, rows: Client, work: Work) -> tuple[Up, Client]:
         x, hi = down.x, rows.hi
-        alpha = self.alpha * down.mean / work.sizes.to(x) if isinstance(down, Scaled) else self.alpha
+        alpha = self.alpha * down.mean / work.sizes.to(x) if isinstance(down, ScaledModel) else self.alpha
         w = descend(x, work, pull=((alpha, x),), shift=-hi)  # Eq. 1: min L_k - <hi, w> + alpha/2 ||w - x||^2
         return Up(w - x), Client(hi - alpha * (w - x))  # grad L_k(theta_k^t), below Eq. 1
 

@@ -14,14 +14,14 @@ Model Optimization", ICLR 2021, arXiv:2012.08565 (public code: FedFomo in TsingZ
     epsilon     epsilon  probability of receiving models of clients drawn at random
 
 Kept by a client: nothing; the server has its w and its liking. Sent per round: (peers + 1) d + peers + n down, d + n
-up. The server sees the models of single clients: no secure aggregation.
+up. The server receives the models of single clients: no secure aggregation.
 
 Deviations: the held-out samples are a share of the training part, the same in every round. A client receives last
 models of any clients, absent ones included; with probability epsilon all of them are drawn, not those it likes best.
 
 Defaults: five models, a fifth of the samples held out, epsilon as in the paper 0.3 at first, 0.05 less every round.
 
-Use it when some clients are alike and nobody knows who; traffic grows with ``peers``. With peers = 0 it is Local.
+Use it when some clients are alike but it is unknown which; traffic grows with ``peers``. With peers = 0 it is Local.
 """
 
 from __future__ import annotations
@@ -87,14 +87,14 @@ class FedFomo(Algorithm):
     def client(self, down: Down, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
         if not down.peers.shape[1]:
             return Up(descend(down.w, work), down.liking), rows
-        others, (rest, held) = down.others.view(work.m, -1, work.layout.d), split(work, self.share)
-        weight, own = torch.zeros_like(down.peers), held.loss(down.w)
-        for n, other in enumerate(others.unbind(1)):
+        models, (rest, held) = down.others.view(work.m, -1, work.layout.d), split(work, self.share)
+        weight, loss = torch.zeros_like(down.peers), held.loss(down.w)
+        for n, other in enumerate(models.unbind(1)):
             apart = norm(other - down.w)
-            weight[:, n : n + 1] = (own - held.loss(other)).clamp(min=0) / torch.where(apart > 0, apart, 1)
+            weight[:, n : n + 1] = (loss - held.loss(other)).clamp(min=0) / torch.where(apart > 0, apart, 1)
         total = weight.sum(1, keepdim=True)
         weight = weight / torch.where(total > 0, total, 1) * (work.steps > 0).to(weight)
-        start = down.w + (weight[:, :, None] * (others - down.w[:, None])).sum(1)  # + sum w_n (theta_n - theta_i)
+        start = down.w + (weight[:, :, None] * (models - down.w[:, None])).sum(1)  # + sum w_n (theta_n - theta_i)
         liking = down.liking.scatter_add(1, down.peers.long(), weight)  # P_i <- P_i + w
         return Up(descend(start, rest), liking), rows
 

@@ -15,7 +15,7 @@ Collaboration", ICLR 2023, arXiv:2306.11867v1, Algorithm 1, Eqs. 4, 5 and 11 (pu
     alpha_ij     alpha         weight of client j's head at client i
 
 Kept by a client: nothing; the server has its head. Sent per round: body, head and prototypes down, body, head and two
-times c k features up, c classes. The server sees heads and moments of single clients: no secure aggregation.
+times c k features up, c classes. The server receives heads and moments of single clients: no secure aggregation.
 
 Deviations: the quadratic program of Eq. 11 is solved by projected gradient steps. A client that is absent keeps its
 head. The alignment is that of the public code: every sample to the prototype of its class, from the second round on.

@@ -21,7 +21,7 @@ has every client take part; a client that does not is counted with its last u. L
 x_i; with ``start = "server"`` at its copy of the server's model.
 
 Defaults: eta = reach, the length of a round (lr times its mean number of steps), and local work starts at the server's
-model: on a steady gradient that moves by eta times it in a round, FedAvg's speed; local work that goes on from x_i
+model: on a steady gradient that moves by eta times it in a round, FedAvg's speed; local work that continues from x_i
 would reach 1 - 1/e of it. With an eta that is given it starts at x_i, as in the paper.
 
 Use it like FedDyn or FedADMM, of which it is the variant with full participation (eta = 1/alpha = 1/rho); where most

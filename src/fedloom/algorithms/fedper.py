@@ -67,8 +67,8 @@ class FedPer(Algorithm):
     def client(self, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
         head = masks.head(work.layout, self.head).to(down.x.device)
         w = descend(masks.joined(down.x, rows.head, head), work)  # (W_B, W_P_j) <- SGD
-        own = masks.part(w, head)
-        return Up(masks.only_(w.sub_(down.x), ~head)), Client(own)
+        w_head = masks.part(w, head)
+        return Up(masks.only_(w.sub_(down.x), ~head)), Client(w_head)
 
     def server(self, server: Model, up: Up, ctx: Ctx) -> Model:
         body = self.part("body", ctx.layout).to(server.x.device)

@@ -16,7 +16,7 @@ Deviations: stragglers are not simulated (every client does its steps); clients 
 samples, where the paper draws with probability p_k and takes the uniform mean (sampler ``size-weighted``).
 
 Defaults: mu = 1/(3 reach), reach the length of a round (lr times its mean number of steps): with c = mu reach a round
-drifts (1 - exp(-c))/c of FedAvg's, 0.85 of it; more pull costs speed, less cannot be told from other batches.
+drifts (1 - exp(-c))/c of FedAvg's, 0.85 of it; more pull costs speed, less cannot be distinguished from other batches.
 
 Use it where local training drifts: few rounds, many local steps. It slows clients down as much as it steadies them.
 With one local step it is FedAvg, of which a run warns.

@@ -67,8 +67,10 @@ class FedRep(Algorithm):
         return ~masks.head(layout, self.head)
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
-        told = "FedRep with head_epochs = 0 leaves every head as it starts: set it to 1 or more"
-        return ([] if self.head_epochs else [told]) + masks.undivided("FedRep", masks.head(layout, self.head), "Local")
+        warning = "FedRep with head_epochs = 0 leaves every head as it starts: set it to 1 or more"
+        return ([] if self.head_epochs else [warning]) + masks.undivided(
+            "FedRep", masks.head(layout, self.head), "Local"
+        )
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, None]:
         return Model(x0), Client(x0[masks.head(ctx.layout, self.head)]), None
@@ -78,8 +80,8 @@ class FedRep(Algorithm):
         w = masks.joined(down.x, rows.head, head)
         w = descend(w, work, mask=head, steps=work.epochs(self.head_epochs), stream="head")  # h_i, tau epochs
         w = descend(w, work, mask=~head)  # phi_i, with the new head
-        own = masks.part(w, head)
-        return Up(masks.only_(w.sub_(down.x), ~head)), Client(own)
+        w_head = masks.part(w, head)
+        return Up(masks.only_(w.sub_(down.x), ~head)), Client(w_head)
 
     def server(self, server: Model, up: Up, ctx: Ctx) -> Model:
         body = self.part("body", ctx.layout).to(server.x.device)

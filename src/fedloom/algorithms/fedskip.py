@@ -16,7 +16,7 @@ the last model of every client.
 
 Deviations: the paper has every client take part; here the models of the cohort are permuted among the cohort, and the
 mean is over the last models of all clients that have taken part, by the samples that they have seen, whatever the
-run's ``weights``. The server sees single models: no secure aggregation.
+run's ``weights``. The server receives single models: no secure aggregation.
 
 Use it where clients may see each other's models. With ``skip`` 1 and everyone it is FedAvg weighted by samples.
 Where most clients are absent its model moves little, of which a run warns.
@@ -70,8 +70,8 @@ class FedSkip(Algorithm):
         return Up(descend(down.w, work), down.seen + work.sizes.to(down.seen)), rows
 
     def ranges(self, down: Down, up: Up, work: Work) -> dict[str, tuple[Tensor, Tensor]]:
-        seen = down.seen + work.sizes.to(down.seen)
-        return {"seen": (seen, seen)}
+        samples = down.seen + work.sizes.to(down.seen)
+        return {"seen": (samples, samples)}
 
     def server(self, server: Model, up: Up, ctx: Ctx) -> Model:
         return Model(up.w)  # mean of all local models, weighted by their samples

@@ -78,7 +78,7 @@ class Up(NamedTuple):
     dw: Annotated[Tensor, Mean(base="down.x", primary=True, accumulates=True)]
 
 
-class Seen(NamedTuple):
+class Sparsity(NamedTuple):
     """Parameters of p that are not zero, int64 ``[m, 1]``."""
 
     nonzeros: Tensor
@@ -140,9 +140,9 @@ class FedSLR(Algorithm):
     def personal(self, down: Down, rows: Client, work: Work) -> Tensor:
         return down.x + rows.p  # GKR + p_i
 
-    def observe(self, down: Down, rows: Client, work: Work) -> Seen:
-        return Seen((rows.p != 0).sum(1, keepdim=True))
+    def observe(self, down: Down, rows: Client, work: Work) -> Sparsity:
+        return Sparsity((rows.p != 0).sum(1, keepdim=True))
 
-    def diagnostics(self, server: Server, total: Seen, ctx: Ctx) -> dict[str, float]:
+    def diagnostics(self, server: Server, total: Sparsity, ctx: Ctx) -> dict[str, float]:
         figures = {"rank": float(server.ranks.sum()), "nonzeros": float(server.x.count_nonzero())}
         return {**figures, "personal_nonzeros": float(total.nonzeros) / ctx.n}

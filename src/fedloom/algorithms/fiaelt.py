@@ -19,7 +19,7 @@ Deviations: (9) needs the unknown minimiser; the check of `fedloom.local.inexact
 L is not given, the first round measures the cohort's and does nothing else; so does a later one where beta follows from
 L and most of a cohort use up their iterations. With beta <= L all iterations are taken, and the run warns. Local SGD
 repeats its steps until (9) holds; a deadline with partial work has each round of them shorter. The public code has no
-dual and no penalty. The server sees each client's L, and whether (9) holds.
+dual and no penalty. The server receives each client's L, and whether (9) holds.
 
 Defaults: beta = 1/(passes reach) for local SGD, reach lr times a round's mean number of steps, which balances penalty
 and data; (9) then takes L = beta/5. No regulariser, of which a run warns.
@@ -130,11 +130,11 @@ class FIAELT(Algorithm):
             return Up(x.new_zeros(x.shape), z.new_zeros(z.shape), none, none, smoothness(y, work)), rows
         smooth, most = smooth or beta / 5, self.passes if self.solver == "sgd" else self.iterations
         start = x if self.start == "own" else where_moved(work, y.expand_as(x), x)
-        new, taken, met = inexact(
+        new, steps, met = inexact(
             start, work, (beta, y), z, self.solver, smooth, self.r, most, self.inner, self.lr
         )  # Eq. 8
         dx, dz = new - x, self.tau * beta * (new - y) * (work.steps > 0)  # line 4
-        return Up(dx, dz, taken.to(x), met.to(x), none), Client(
+        return Up(dx, dz, steps.to(x), met.to(x), none), Client(
             new, z + dz, lyapunov_step(dx, dz, beta, smooth, self.tau, self.r)
         )
 

@@ -20,7 +20,7 @@ defence FLAME of Nguyen et al. (USENIX Security 2022).
 
 Kept by a client: 3d + 1 (theta, w, pi, eps). Sent per round: d down, d up; the server keeps the last u of every client.
 
-Deviations: the theta step starts at the client's theta and is pulled to its w_i^t as Eq. 11 says. The public code pulls
+Deviations: the theta step starts at the client's theta and is pulled to its w_i^t as in Eq. 11. The public code pulls
 to the received w (``centre = "received"``) and moves w_i and pi_i after every epoch (``dual = "epoch"``, the next epoch
 is then pulled to the new w_i). With ``eps0`` the theta step is gradient descent until the client's tolerance is met
 (Eqs. 17, 18), at most ``most`` steps; epochs and batch size of the run are not used then.
@@ -29,7 +29,7 @@ Defaults: lam = 4/(reach rounds), reach the length of a round (lr times its mean
 a personal model goes as far from the global one as local training in a quarter of the run, so that a client whose data
 suffice has time to learn from them; with lam = 1/(reach rounds) models would be held together only by the end. rho is
 lam/n, the mean lam alpha_i: w is then the mean of the theta_i, in every round where shares are equal. Theorem 1 also
-asks for (lam alpha_i/rho)^2 (1 + rho) < (lam alpha_i + rho)/2, which no small rho meets, nor the paper's own values.
+requires (lam alpha_i/rho)^2 (1 + rho) < (lam alpha_i + rho)/2, which no small rho meets, nor the paper's own values.
 
 Figures (``residuals``): the augmented Lagrangian, which falls in every round where lam and rho meet Lemma 1; the primal
 residual, the distance of all w_i from w; the dual one, that of all -alpha_i grad f_i(theta_i) from pi_i.

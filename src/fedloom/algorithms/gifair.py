@@ -12,7 +12,8 @@ Learning", INFORMS Journal on Data Science 2(1), 2023, arXiv:2108.02741, Algorit
     A_{s_k}   groups    the group of client k; d groups
     r_k       r         groups with a smaller loss, minus groups with a larger one
 
-Kept by a client: nothing. Sent per round: d + 1 down (x, scale), d + 1 up (dw, loss). The server sees losses of single
+Kept by a client: nothing. Sent per round: d + 1 down (x, scale), d + 1 up (dw, loss). The server receives losses of
+    single
 clients and keeps the last of each.
 
 Deviations: losses are those of the received model on the client's training part, so the order is one round old. Groups
@@ -81,11 +82,11 @@ class GIFAIR(Algorithm):
 
     def down(self, server: Server, kept: None, ctx: Ctx) -> Down:
         groups = self._groups(ctx)
-        seen = torch.bincount(groups, server.seen)
-        loss = torch.bincount(groups, server.loss * server.seen) / seen.clamp(min=1)  # L_a
-        known = loss[seen > 0].sort().values
-        r = torch.searchsorted(known, loss) + torch.searchsorted(known, loss, right=True) - len(known)
-        r = torch.where(seen > 0, r, 0)[groups].to(server.loss)  # r_k = sum over b of sign(L_{s_k} - L_b)
+        clients = torch.bincount(groups, server.seen)
+        loss = torch.bincount(groups, server.loss * server.seen) / clients.clamp(min=1)  # L_a
+        losses = loss[clients > 0].sort().values
+        r = torch.searchsorted(losses, loss) + torch.searchsorted(losses, loss, right=True) - len(losses)
+        r = torch.where(clients > 0, r, 0)[groups].to(server.loss)  # r_k = sum over b of sign(L_{s_k} - L_b)
         scale = 1 + self.lam * r / self._mass(ctx)  # 1 + lambda r_k / (p_k |A_{s_k}|)
         return Down(server.x, scale[ctx.ids, None])
 
@@ -94,9 +95,9 @@ class GIFAIR(Algorithm):
         return Up(w.sub_(down.x), work.loss(down.x)), rows
 
     def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
-        loss, seen = server.loss.clone(), server.seen.clone()
-        loss[ctx.ids], seen[ctx.ids] = up.loss[:, 0].to(loss), 1.0
-        return Server(server.x + up.dw, loss, seen)  # mean over the cohort
+        loss, has_loss = server.loss.clone(), server.seen.clone()
+        loss[ctx.ids], has_loss[ctx.ids] = up.loss[:, 0].to(loss), 1.0
+        return Server(server.x + up.dw, loss, has_loss)  # mean over the cohort
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
         if self.level == "group" and ctx.groups is None:

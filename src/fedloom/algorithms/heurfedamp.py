@@ -19,7 +19,7 @@ Kept by a client: d (w). Sent per round: d down (a different u to every client),
 Deviations: mixtures are over the cohort; in the paper everyone takes part. ``among`` and ``start`` as in FedAMP.
 
 Use it for networks, whose distances say little; FedAMP's mixture is a gradient step of a stated problem, this one is
-not. The server sees single models: no secure aggregation.
+not. The server receives single models: no secure aggregation.
 """
 
 from __future__ import annotations

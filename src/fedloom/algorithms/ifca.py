@@ -11,7 +11,8 @@ NeurIPS 2020, arXiv:2006.04088v3, Algorithm 1, option II (model averaging).
     k          clusters    number of models
     tau        local       local steps
 
-Kept by a client: nothing. Sent per round: k d down, d + 1 up. The server sees the models of single clients: no secure
+Kept by a client: nothing. Sent per round: k d down, d + 1 up. The server receives the models of single clients: no
+    secure
 aggregation and no robust rule.
 
 Deviations: a client is counted with its share alpha_i within its cluster; a model that no client of the cohort chooses
@@ -61,9 +62,9 @@ class IFCA(Algorithm):
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Nothing, None]:
         g, more = ctx.rng("clusters"), list[Tensor]()
         for _ in range(self.clusters - 1):
-            own = ctx.layout.tree(x0.clone())
+            views = ctx.layout.tree(x0.clone())
             more += [
-                value.flatten()[torch.randperm(value.numel(), generator=g).to(x0.device)] for value in own.values()
+                value.flatten()[torch.randperm(value.numel(), generator=g).to(x0.device)] for value in views.values()
             ]
         return Server(x0, torch.cat([x0[:0], *more])), Nothing(), None
 

@@ -69,8 +69,8 @@ class LGFedAvg(Algorithm):
     def client(self, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
         head = masks.head(work.layout, self.head).to(down.x.device)
         w = descend(masks.joined(down.x, rows.body, ~head), work)  # (theta_g, theta_m) <- SGD
-        own = masks.part(w, ~head)
-        return Up(masks.only_(w.sub_(down.x), head)), Client(own)
+        w_body = masks.part(w, ~head)
+        return Up(masks.only_(w.sub_(down.x), head)), Client(w_body)
 
     def server(self, server: Model, up: Up, ctx: Ctx) -> Model:
         head = self.part("head", ctx.layout).to(server.x.device)

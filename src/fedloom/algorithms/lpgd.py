@@ -17,7 +17,7 @@ Learning", TMLR 2023, Appendix A.2, Eqs. 18-19: the alternative that FedSLR is c
 Kept by a client: d (p). Sent per round: d down, since a mean of models of low rank is not of low rank; up the model
 itself, as factors U, V where they are shorter.
 
-Deviations: the paper counts dense uploads and says that factors are possible. p starts at zero.
+Deviations: the paper counts dense uploads and mentions factors as possible. p starts at zero.
 
 Use it to see the gain of FedSLR, or where uploads are dear. Its limit is biased: neither the problem's solution
 nor of low rank, unless all clients agree. Every step costs the singular values of every matrix.

@@ -125,8 +125,8 @@ class PFedFDA(Algorithm):
             for fold in (0, 1):
                 test = (order == fold) & (member.sum(0) > 1)[y]
                 if bool(test.any()):
-                    own = self._estimate(z[order != fold], y[order != fold], shared)
-                    weight, bias = shared.towards(own, BETAS.to(z)).head(pi)
+                    estimate = self._estimate(z[order != fold], y[order != fold], shared)
+                    weight, bias = shared.towards(estimate, BETAS.to(z)).head(pi)
                     outputs = z[test] @ weight.mT + bias[:, None]  # [betas, b, c]
                     losses += torch.stack([-out.log_softmax(1).gather(1, y[test][:, None]).mean() for out in outputs])
             best = BETAS[losses.argmin().cpu()].to(z).view(1)

@@ -66,13 +66,13 @@ class Preset:
         if "settings" in options:
             options = {**chosen_settings(options["settings"], self.paper), **options}
             del options["settings"]
-        given = {**self.defaults, **options}
-        for name in given:
+        chosen = {**self.defaults, **options}
+        for name in chosen:
             if name not in self.options:
                 raise unknown("option", name, self.options)
 
         def make(part: type[Any] | None) -> Any:
-            return None if part is None else part(**{n: v for n, v in given.items() if n in part.model_fields})
+            return None if part is None else part(**{n: v for n, v in chosen.items() if n in part.model_fields})
 
         return Composition(make(self.algorithm), make(self.sampler), make(self.weigher), self.pooled)
 
@@ -109,7 +109,7 @@ Reference: "Equitable Federated Learning with Activation Clustering", arXiv:2410
     C        clusters                number of clusters
     p_i      1/(C |cluster of i|)    weight of client i
 
-Kept by a client: nothing. Sent per round: d down, d and one activation vector up. The server sees activations of
+Kept by a client: nothing. Sent per round: d down, d and one activation vector up. The server receives activations of
 single clients: no secure aggregation.
 
 Deviations: C counts the clusters that are not empty, so that the weights sum to 1.
@@ -140,7 +140,8 @@ for Clients Selection in Federated Learning", ICML 2021, arXiv:2105.05883, Algor
     G_i          g                last change of the model by client i
     rho          distance         angle between the G_i; the tree is Ward's
 
-Kept by a client: nothing. Sent per round: d down, d up. The server keeps n d numbers and sees single uploads: no secure
+Kept by a client: nothing. Sent per round: d down, d up. The server keeps n d numbers and receives single uploads: no
+    secure
 aggregation.
 
 Deviations: a client drawn from two distributions trains once and counts twice. The size of the cohort is the run's
@@ -167,7 +168,7 @@ Reference: Y. J. Cho, J. Wang, G. Joshi, "Towards Understanding Biased Client Se
     F_k(w)     estimate      loss of the server's model at client k, or an estimate of it
 
 Kept by a client: nothing. Sent per round: d down, d up; before that, but for rpow-d, d
-down to every candidate and one loss up. The server sees losses of single clients.
+down to every candidate and one loss up. The server receives losses of single clients.
 
 Deviations: rpow-d remembers the loss of a client's trained model on its last mini-batch. The size of the cohort is the
 run's sampler's unless given; where everyone takes part there is no choice, of which a run warns.

@@ -45,7 +45,7 @@ class Weigher(Value, ABC):
     def apply(self, state: Any, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Any]:
         """Shares ``[m, 1]`` of the clients ``ctx.ids``; the engine divides by their sum."""
 
-    def settled(self, groups: Sequence[str]) -> Self:
+    def with_groups(self, groups: Sequence[str]) -> Self:
         """This weigher with what a run's groups ``[evaluate] groups`` make of its open options.
 
         Raises:
@@ -259,7 +259,7 @@ class FairFedWeigher(Weigher):
         n = ctx.sizes[:, 0].double()
         return Masses((n / n.sum()).to(ctx.weight.dtype))
 
-    def settled(self, groups: Sequence[str]) -> Self:
+    def with_groups(self, groups: Sequence[str]) -> Self:
         """The groups are the first of the run's, if the metric is of groups."""
         if self.metric in ("accuracy", "loss") or self.group is not None:
             return self

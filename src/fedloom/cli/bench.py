@@ -102,7 +102,7 @@ def _row(speed: Speed) -> dict[str, Any]:
         "picked": "yes" if speed.way.picked else "",
         "s/round": speed.seconds,
         "samples/s": round(speed.samples),
-        "busy cores": f"{fixed(speed.others, 2)}{' (unreliable)' if speed.disturbed else ''}",
+        "busy cores": f"{fixed(speed.other_cores, 2)}{' (unreliable)' if speed.disturbed else ''}",
     }
 
 

@@ -173,7 +173,7 @@ class GivenExperiment:
         if declared is None:  # plain local training, which others are measured by
             entry = REGISTRY["fedavg"]
             return Method("fedavg", "fedavg", {}, common.with_(algorithm="fedavg"), entry)
-        options = {k: v for k, v in table.items() if k not in ("algorithm", *BESIDE, *Setting.own)}
+        options = {k: v for k, v in table.items() if k not in ("algorithm", *BESIDE, *Setting.per_method)}
         value = declared.value
         if options:
             value = _with(declared, options, f"{where}: {declared.label}")
@@ -256,7 +256,7 @@ def _compared_method(label: Any, spec: Any) -> ComparedMethod:
     if "algorithm" not in table:
         raise ConfigError(f"{where}: algorithm is missing; give a method, as fl.algorithms.Ditto(lam=1.0), or its name")
     algorithm = table.pop("algorithm")
-    choices = {key: table.pop(key) for key in Setting.own if key in table}
+    choices = {key: table.pop(key) for key in Setting.per_method if key in table}
     choices = {
         key: Setting.tables()[key].read(v, f"{where}: {key}") if key in Setting.tables() else v
         for key, v in choices.items()
@@ -297,7 +297,9 @@ def _check_keys(options: Mapping[str, Any], entry: type[Algorithm] | Preset | No
     allowed = [*(fields_of(entry) if entry is not None else ()), "settings"]
     for key, value in options.items():
         if key not in allowed:
-            raise unknown("key", key, [*allowed, *Setting.own], where, cure=home_of(Setting.tables(), key, value, None))
+            raise unknown(
+                "key", key, [*allowed, *Setting.per_method], where, cure=home_of(Setting.tables(), key, value, None)
+            )
 
 
 def _refuse_options(choices: Mapping[str, Any], methods: Iterable[ComparedMethod]) -> None:

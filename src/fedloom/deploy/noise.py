@@ -11,11 +11,12 @@ row changes the sum of integers by at most t / sigma, replacing one by at most 2
 rho-concentrated with rho = sensitivity^2 / (2 t^2) (Theorem 14): 1 / (2 sigma^2) or 2 / sigma^2, in any dimension.
 All that comes after the integers is post-processing.
 
-Under secure aggregation nobody adds the noise of a sum: each site adds its share, of scale s = t (1 + 2^-20) / sqrt(T),
+Under secure aggregation no single party adds the noise of a sum: each site adds its share, of scale s = t (1 + 2^-20) /
+    sqrt(T),
 where T is the fewest sites whose sum is ever unmasked (`SharedMean`). The sum of T discrete Gaussians is close to one,
 not equal: it is rho-concentrated with rho = sensitivity^2 / (2 T s^2) + tau D / 4, tau = 10 sum_{k<T} exp(-2 pi^2 s^2
 k / (k + 1)) (Kairouz, Liu, Steinke, ICML 2021, Theorem 1). As s is at least 2^6, tau D is below 10^-17000, which the
-2^-20 covers: rho is at most that of the central noise. More survivors add more noise. Whoever knows the shares of c
+2^-20 covers: rho is at most that of the central noise. More survivors add more noise. Anyone with the shares of c
 sites is left with noise of T - c; epsilon is recorded for c = 0 and for c = T - 1 (`left_to_sites`).
 """
 

@@ -1,7 +1,7 @@
 """Settings of a deployed server and of a deployed site, as two small TOML files.
 
-Both name the same experiment file (one method, one seed) and carry its SHA-256, so that two sides can tell whether they
-mean the same experiment before anything is trained. Paths in a file are relative to the folder of that file.
+Both name the same experiment file (one method, one seed) and carry its SHA-256, so that two sides can check whether
+they mean the same experiment before anything is trained. Paths in a file are relative to the folder of that file.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def bound_of(bound: NormBound | None, field: str) -> float:
 
 
 class Secure(Value):
-    """Secure aggregation: the server sees masked sums (`fedloom.deploy.secure.protocol`)."""
+    """Secure aggregation: the server receives masked sums (`fedloom.deploy.secure.protocol`)."""
 
     threshold: int = Field(ge=FEWEST, description="sites without which no sum is unmasked; more than half of all")
     keys: tuple[PublicKey, ...] = Field(
@@ -84,12 +84,14 @@ class Shared(Value):
     version: str = Field(description="version of fedloom, the same on all machines")
     clients: int = Field(ge=1, description="sites of the experiment, taking part or not")
     samples: InputSpec = Field(description="what one sample looks like; of a table its columns, levels and flags")
-    fixed_data: bool = Field(False, description="a site whose samples change in a run is refused; else it is told")
+    fixed_data: bool = Field(
+        False, description="a site whose samples change in a run is refused; else the change is logged"
+    )
     code: dict[str, Digest] = Field({}, description="SHA-256 of the files of user code in the folder code, by path")
     installed: dict[str, Digest] = Field({}, description="SHA-256 of modules of user code that are installed, by name")
     versions: dict[str, str] = Field({}, description="versions of Python and of packages where the directory was made")
     start: Digest | None = Field(None, description="SHA-256 of weights.safetensors beside the settings: initial model")
-    secure: Secure | None = Field(None, description="secure aggregation; left out: the server sees single uploads")
+    secure: Secure | None = Field(None, description="secure aggregation; left out: the server receives single uploads")
 
     @property
     def digest(self) -> str:
@@ -155,7 +157,7 @@ class Site(Shared):
 
 
 class Member(Value):
-    """A site as the server knows it."""
+    """The server's record of a site."""
 
     site: Name = Field(description="name of the site")
     client: int = Field(ge=0, description="number of the site, from 0")
@@ -231,7 +233,7 @@ def read_site(path: Path) -> Site:
     """A site's TOML file; paths come back absolute, also those of its data.
 
     Raises:
-        ConfigError: the file is missing or says what cannot be.
+        ConfigError: the file is missing or has a value that cannot be.
     """
     site, folder = _read(Site, path, "site file"), path.parent.resolve()
     source = site.data["source"]
@@ -247,7 +249,7 @@ def read_server(path: Path) -> Server:
     """A server's TOML file; paths come back absolute.
 
     Raises:
-        ConfigError: the file is missing or says what cannot be.
+        ConfigError: the file is missing or has a value that cannot be.
     """
     return _read(Server, path, "server file")
 

@@ -21,7 +21,7 @@ def check_width(method: Algorithm, upload: Fields, weigher: Weigher, sampler: Sa
     """Refuse plug-ins that look at models if what the method uploads is not one.
 
     Raises:
-        Refused: the sentence says why.
+        Refused: the run makes no sense; the message has the reason.
     """
     if not upload or getattr(upload, primary_field(type(method))).shape[1] == d:
         return
@@ -41,7 +41,7 @@ def check_together(
     """Refuse combinations that make no sense; which do follows from the kinds of the upload's fields.
 
     Raises:
-        Refused: the sentence says why.
+        Refused: the run makes no sense; the message has the reason.
     """
     name = type(algorithm).__name__
     kinds = upload_fields(type(algorithm)).values()
@@ -101,7 +101,7 @@ def check_mixer(algorithm: Algorithm, mixer: Mixer, aggregator: Aggregator | Non
     """Refuse a mixer where a client cannot do with a model of its own in place of the server's.
 
     Raises:
-        Refused: the sentence says why.
+        Refused: the run makes no sense; the message has the reason.
     """
     name, what = type(algorithm).__name__, f"mixer {mixer.kind!r}"
     kinds = upload_fields(type(algorithm))
@@ -134,7 +134,7 @@ def check_mixed_width(method: Algorithm, down: Fields, d: int) -> None:
     """Refuse a mixer if what the server sends, the download ``down``, is not one model.
 
     Raises:
-        Refused: the sentence says why.
+        Refused: the run makes no sense; the message has the reason.
     """
     if down[0].shape != (d,):
         raise Refused(
@@ -147,7 +147,7 @@ def check_sampler(algorithm: Algorithm, sampler: Sampler, weigher: Weigher) -> N
     """Refuse a sampler that needs what the method does not have, or spoils the weigher's weights.
 
     Raises:
-        Refused: the sentence says why.
+        Refused: the run makes no sense; the message has the reason.
     """
     name = type(algorithm).__name__
     if sampler.learns and not upload_fields(type(algorithm)):
@@ -163,7 +163,7 @@ def check_schedule(setting: Setting, n: int) -> None:
     """Refuse a schedule that cannot be, or that the method or another part makes no sense with.
 
     Raises:
-        Refused: the sentence says why.
+        Refused: the run makes no sense; the message has the reason.
         ConfigError: more clients than there are.
     """
     schedule, method, sampler = setting.schedule, setting.method, setting.sampler
@@ -214,7 +214,7 @@ def notes_of(setting: Setting, oracle: Network, server: Fields, ctx: Ctx, fewest
         oracle: the local problems.
         server: the server's state before the first round.
         ctx: of all clients, before the first round.
-        fewest: fewest clients of a round; None where only the draws tell.
+        fewest: fewest clients of a round; None where that depends on the draws.
     """
     method, sampler = setting.method, setting.sampler
     notes = [*method.check(oracle.layout, ctx), *_counted_once(method, sampler), *sampler.remarks(ctx)]
@@ -258,10 +258,10 @@ def _normalised(setting: Setting, oracle: Network, server: Fields) -> list[str]:
     """The note on the statistics of normalisation layers, which are no parameters, where there is a global model."""
     if not oracle.normalisers or setting.method.global_model(server) is None:
         return []
-    whose = {"averaged": "averaged over the round's clients", "own": "the client's own"}[setting.evaluate.statistics]
+    origin = {"averaged": "averaged over the round's clients", "own": "the client's own"}[setting.evaluate.statistics]
     return [
         "normalisation layers: statistics do not travel; a global model is scored with those of training samples under "
-        f"this model, {whose} (evaluate.statistics)"
+        f"this model, {origin} (evaluate.statistics)"
     ]
 
 
@@ -290,8 +290,10 @@ def _idle(setting: Setting) -> list[str]:
             now = getattr(owner, field)
             if value.is_set(key) and not (now in values if values else owner.is_set(field)):
                 where = " or ".join(map(repr, values)) or f"not {now!r}"
-                said = f"{type(value).__name__}: {key} = {getattr(value, key)!r} changes nothing with {other} = {now!r}"
-                notes.append(f"{said}; it acts where {other} is {where}")
+                sentence = (
+                    f"{type(value).__name__}: {key} = {getattr(value, key)!r} changes nothing with {other} = {now!r}"
+                )
+                notes.append(f"{sentence}; it acts where {other} is {where}")
     return notes
 
 

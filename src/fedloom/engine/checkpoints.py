@@ -66,8 +66,8 @@ class RunCheckpoints:
         if ranks.size == 1:
             return resumed
         state, stop, detail, diverged, _ = resumed
-        mine = (state.round, state.tensors(), [*state.notes], stop and stop.name, detail, diverged)
-        round, tensors, notes, name, detail, diverged = ranks.share(mine)
+        local_state = (state.round, state.tensors(), [*state.notes], stop and stop.name, detail, diverged)
+        round, tensors, notes, name, detail, diverged = ranks.share(local_state)
         self._job.locations.begin()
         if ranks.rank > 0:
             state = start.restored(round, tensors, notes, start.times)
@@ -136,18 +136,18 @@ def fingerprint(job: Job) -> str:
 def _beyond(job: Job) -> dict[str, str]:
     """What a run has from elsewhere, as digests, mostly nothing: frozen parameters, a file of weights, of devices."""
     frozen = [p for p in job.oracle.module.parameters() if not p.requires_grad]
-    found = dict[str, str]()
+    digests = dict[str, str]()
     if isinstance(job.setting.devices, Trace):
         trace = Path(job.setting.devices.file).expanduser().read_bytes()
-        found["devices"] = hashlib.blake2b(trace, digest_size=16).hexdigest()
+        digests["devices"] = hashlib.blake2b(trace, digest_size=16).hexdigest()
     if not frozen and job.setting.model.weights is None:
-        return found
+        return digests
     digest = hashlib.blake2b(digest_size=16)
     for p in frozen:
         digest.update(p.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     if job.setting.model.weights is not None:
         digest.update(Path(job.setting.model.weights).expanduser().read_bytes())
-    return {**found, "base": digest.hexdigest()}
+    return {**digests, "base": digest.hexdigest()}
 
 
 def _user_code(setting: Setting) -> list[Any]:
@@ -163,17 +163,17 @@ def check_ranks(job: Job) -> None:
     """
     if job.ranks.size == 1:
         return
-    mine = {
+    local = {
         "the experiment, its code or data": fingerprint(job),
         "fedloom": __version__,
         "torch": torch.__version__,
         "the processor's instructions": torch.backends.cpu.get_cpu_capability(),
         "device": job.oracle.device.type,
     }
-    for rank, theirs in enumerate(job.ranks.gather(mine)):
-        for what, value in mine.items():
-            if value != theirs[what]:
+    for rank, remote in enumerate(job.ranks.gather(local)):
+        for what, value in local.items():
+            if value != remote[what]:
                 raise ConfigError(
-                    f"rank {rank} differs from rank {job.ranks.rank} in {what}: {theirs[what]} there, {value} here; "
+                    f"rank {rank} differs from rank {job.ranks.rank} in {what}: {remote[what]} there, {value} here; "
                     "give every machine the same files and installation"
                 )

@@ -1,4 +1,4 @@
-"""Job: what every process of a run knows, fixed before the first round."""
+"""Job: the facts of a run in every process, fixed before the first round."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from fedloom.storage.store import Store
 
 
 @dataclass(frozen=True, kw_only=True)
-class Problem:
+class RunProblem:
     """What a run computes: its choices, data and local problems, without any state.
 
     Attributes:
@@ -115,7 +115,7 @@ class Problem:
 
     @property
     def forges(self) -> bool:
-        """Attackers send other uploads than they should; nobody does where nothing is uploaded."""
+        """Attackers send other uploads than they should; none where nothing is uploaded."""
         return isinstance(self.setting.attack, Forgery) and bool(self.fields)
 
     @property
@@ -186,16 +186,16 @@ class Problem:
 
     @cached_property
     def everyone(self) -> Tensor:
-        """Ids ``[n]`` of all clients; nobody writes to it."""
+        """Ids ``[n]`` of all clients; never written to."""
         return torch.arange(self.n)
 
     def ctx(self, round: int, ids: Tensor | None = None) -> Ctx:
-        """What the server's side knows in a round with the cohort ``ids``; all clients when None."""
+        """The server's context in a round with the cohort ``ids``; all clients when None."""
         ids = self.everyone if ids is None else ids
         layout, sizes, groups = self.oracle.layout, self.train_sizes, self.fed.groups
         local, seed, rounds = self.setting.local, self.setting.seed, self.setting.rounds
-        given = self.replay.projection
-        return Ctx(round, self.n, len(ids), ids, layout, self.alpha, sizes, groups, local, seed, rounds, given)
+        projection = self.replay.projection
+        return Ctx(round, self.n, len(ids), ids, layout, self.alpha, sizes, groups, local, seed, rounds, projection)
 
     def mixed(self, ids: Tensor) -> Tensor:
         """Clients whose kept rows the download of a cohort is mixed from."""
@@ -221,7 +221,7 @@ class Problem:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job(Problem):
+class Job(RunProblem):
     """A problem with room for the clients' state, and the processes that compute it.
 
     Attributes:
@@ -325,13 +325,13 @@ class Job(Problem):
         aggregator, name = self.setting.aggregator, self.primary
         assert aggregator is not None
 
-        def rule(own: Tensor, models: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        def rule(last_model: Tensor, models: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
             ctx = self.ctx(round, ids)
             try:
                 combined, _ = aggregator.apply(aggregator.init(ctx), {name: models}, weights.double(), name, ctx)
             except ConfigError:
-                return own
-            return combined[name].to(own)
+                return last_model
+            return combined[name].to(last_model)
 
         return rule
 

@@ -60,7 +60,7 @@ class Hooks:
         return ()
 
     def diverges(self, state: State, sentence: str) -> None:
-        """Take note that a run diverges which goes on."""
+        """Take note that a run diverges and continues."""
 
     def given_up(self, state: State, error: GivenUp) -> None:
         """Take note of a round that changes nothing."""
@@ -82,7 +82,7 @@ def run_rounds(job: Job, clients: Clients, checkpoints: RunCheckpoints, hooks: H
     """Run the rounds that are left, and save the end.
 
     A round that fails changes nothing: the end has the state before it. If such an end can be resumed, no checkpoint is
-    written, and the run goes on from the newest one.
+    written, and the run resumes from the newest one.
 
     Raises:
         ClientError: code of the method failed.
@@ -134,14 +134,14 @@ class _Loop:
             if last:
                 return Stop.DONE, ""
             if self.state.round > self._begun:
-                told, asked, save = self._job.ranks.any(
+                stopped, interrupted, save = self._job.ranks.any(
                     sentence is not None, hooks.interrupted(), self._checkpoints.is_due()
                 )
-                if told:
+                if stopped:
                     if not self.state.is_scored:
                         self._evaluate()
                     return Stop.STOPPED, sentence or ""
-                if asked:
+                if interrupted:
                     return Stop.INTERRUPTED, ""
                 if save:
                     self._save()

@@ -52,8 +52,8 @@ class Letter(NamedTuple):
         Raises:
             WireError: the bytes are not such a message.
         """
-        found = self.codec.decode(message)
-        return {name: found[name].view(like.shape) for name, like in self.values.items()}
+        fields = self.codec.decode(message)
+        return {name: fields[name].view(like.shape) for name, like in self.values.items()}
 
 
 class Messages:
@@ -167,19 +167,21 @@ class Messages:
             fields[name] = torch.zeros_like(old).masked_scatter(self.masks[name], new) if name in self.masks else new
         return up._replace(**fields)
 
-    def _letter(self, which: Literal["down", "up"], values: Mapping[str, Tensor], ranks: Mapping[str, Any]) -> Letter:
-        key = (which, *((name, value.shape[-1], value.dtype) for name, value in values.items()))
+    def _letter(
+        self, direction: Literal["down", "up"], values: Mapping[str, Tensor], ranks: Mapping[str, Any]
+    ) -> Letter:
+        key = (direction, *((name, value.shape[-1], value.dtype) for name, value in values.items()))
         if key not in self._codecs:
-            fields = {name: self._field(which, name, value) for name, value in values.items()}
+            fields = {name: self._field(direction, name, value) for name, value in values.items()}
             self._codecs[key] = Codec(self._layout, fields)
         return Letter(self._codecs[key], values, ranks)
 
-    def _field(self, which: Literal["down", "up"], name: str, value: Tensor) -> Field:
+    def _field(self, direction: Literal["down", "up"], name: str, value: Tensor) -> Field:
         width, dtype = value.shape[-1], value.dtype
-        if which == "up" and self._channel is not None:
+        if direction == "up" and self._channel is not None:
             return self._channel.field(width, dtype) if name == UPDATE else Field((width,), dtype)
-        encoding = self._sent[which].get(name, Sent()).encoding
-        mask = (self._down_masks if which == "down" else self.masks).get(name)
+        encoding = self._sent[direction].get(name, Sent()).encoding
+        mask = (self._down_masks if direction == "down" else self.masks).get(name)
         return Field((width,), dtype, encoding, mask=mask, layout=self._layout if encoding == "lowrank" else None)
 
 

@@ -1,18 +1,18 @@
 """The guarantee of a channel's noise: epsilon for a given delta, by dp-accounting (extra ``privacy``).
 
 Noise of the channel is local: each client adds it before its upload leaves the device. The figure is then the
-client-level local differential privacy of all that one client has sent, against everyone who sees it, the server
+client-level local differential privacy of all that one client has sent, against everyone who receives it, the server
 included. Noise of the aggregator ``private-mean`` is central: the server adds it to the sum, and the figure holds
-against who sees the models that leave the server, not against the server. Both are the Gaussian mechanism composed
-over the rounds in which a client took part, for the client that took part most often: one Gaussian mechanism with
-multiplier / sqrt(rounds), whose epsilon is exact with ``pld``. No amplification by sampling is claimed.
+against those who receive the models that leave the server, not against the server. Both are the Gaussian mechanism
+composed over the rounds in which a client took part, for the client that took part most often: one Gaussian mechanism
+with multiplier / sqrt(rounds), whose epsilon is exact with ``pld``. No amplification by sampling is claimed.
 
-A simulation draws continuous noise from seeded generators and protects nobody; its figure is that of the same run with
-ideal Gaussian noise. A deployment adds discrete Gaussian noise on a grid (`fedloom.deploy.noise`) and always accounts
-by ``rdp``: the discrete Gaussian in any dimension is rho-concentrated with the rho of the continuous one (Canonne,
-Kamath, Steinke, NeurIPS 2020, Theorem 14), so its Renyi divergence of every order alpha > 1 is at most alpha * rho,
-which is what ``rdp`` composes and converts (Proposition 12). The exact epsilon of ``pld`` is proven for continuous
-noise only.
+A simulation draws continuous noise from seeded generators and protects no client; its figure is that of the same run
+with ideal Gaussian noise. A deployment adds discrete Gaussian noise on a grid (`fedloom.deploy.noise`) and always
+accounts by ``rdp``: the discrete Gaussian in any dimension is rho-concentrated with the rho of the continuous one
+(Canonne, Kamath, Steinke, NeurIPS 2020, Theorem 14), so its Renyi divergence of every order alpha > 1 is at most alpha
+* rho, which is what ``rdp`` composes and converts (Proposition 12). The exact epsilon of ``pld`` is proven for
+continuous noise only.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ Noise = GaussianNoise | PrivateMean
 
 def accounted(channel: Channel | None, aggregator: Aggregator | None = None) -> Noise | None:
     """What epsilon is recorded of: Gaussian noise with a delta, that of the clients first."""
-    found = [v for v in (channel, aggregator) if isinstance(v, Noise) and v.delta is not None]
-    return found[0] if found else None
+    noises = [v for v in (channel, aggregator) if isinstance(v, Noise) and v.delta is not None]
+    return noises[0] if noises else None
 
 
 def check_privacy(
@@ -58,7 +58,7 @@ def check_privacy(
             raise Refused(f"aggregator 'private-mean' clips differences, but {name} uploads absolute values")
         if any(k.single for k in fields):
             raise Refused(
-                f"aggregator 'private-mean' protects means only, but the server of {name} also sees uploads of single "
+                f"aggregator 'private-mean' protects means only, but the server of {name} also gets uploads of single "
                 "clients; use channel 'gaussian-noise'"
             )
     if accounted(channel, aggregator) is None:
@@ -67,7 +67,7 @@ def check_privacy(
         raise ConfigError("delta needs the extra privacy; run: pip install 'fedloom[privacy]'")
     if any(k.label for k in fields):
         raise Refused(
-            f"delta asks for epsilon, but clients of {name} also upload a label without noise, so none holds; "
+            f"delta requires epsilon, but clients of {name} also upload a label without noise, so none holds; "
             "leave delta out or take another method"
         )
     reports = type(sampler).report is not Sampler.report and sampler.learns
@@ -77,7 +77,7 @@ def check_privacy(
     ):
         if asks:
             raise Refused(
-                f"delta asks for epsilon, but {what} {kind!r} has clients answer without noise, so none holds; "
+                f"delta requires epsilon, but {what} {kind!r} has clients answer without noise, so none holds; "
                 "leave delta out or take another"
             )
 

@@ -80,8 +80,8 @@ class Records:
         """Columns round, client, model, part, metric, value; sorted."""
         items = sorted(self.items, key=lambda r: (*r[:4], not r.total))
         place = pa.array(np.repeat(np.arange(len(items)), [len(r.values) for r in items]))
-        own = None if self.ids is None else self.ids.numpy()
-        clients = [[TOTAL] if r.total else np.arange(len(r.values)) if own is None else own for r in items]
+        ids = None if self.ids is None else self.ids.numpy()
+        clients = [[TOTAL] if r.total else np.arange(len(r.values)) if ids is None else ids for r in items]
 
         def column(name: str, kind: pa.DataType) -> pa.Array:
             return pa.array([getattr(r, name) for r in items], kind).take(place)
@@ -106,11 +106,11 @@ class Records:
         """What a checkpoint keeps."""
         keys = json.dumps([[r.round, r.model, r.part, r.metric, r.total, len(r.values)] for r in self.items])
         values = np.concatenate([*(r.values for r in self.items), np.array([])])
-        found = {
+        columns = {
             "keys": torch.frombuffer(bytearray(keys.encode()), dtype=torch.uint8),
             "values": torch.from_numpy(values),
         }
-        return found if self.ids is None else {**found, "ids": self.ids}
+        return columns if self.ids is None else {**columns, "ids": self.ids}
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor]) -> Records:
@@ -150,7 +150,7 @@ def score_records(
 
 
 class Divergence:
-    """Whether a run diverges while its figures are finite; what it says follows from the records alone.
+    """Whether a run diverges while its figures are finite; the verdict follows from the records alone.
 
     The start is the largest training loss at the first evaluation, of any model. Without ``train`` among the parts that
     are evaluated nothing is found.
@@ -168,7 +168,7 @@ class Divergence:
         self._robust = robust
         self.round: int | None = None
         self.sentence = ""
-        self._seen, self._start, self._first = 0, 1.0, -1
+        self._records_read, self._start, self._first = 0, 1.0, -1
         self._beyond: dict[str, list[tuple[int, float]]] = {}
 
     def read(self, records: Records, *, ended: bool = False) -> str:
@@ -179,14 +179,14 @@ class Divergence:
             ended: there will be no further evaluation.
         """
         before = self.sentence
-        for record in records.items[self._seen :]:
+        for record in records.items[self._records_read :]:
             if (record.part, record.metric) != ("train", "loss" if self._robust else "loss/mean"):
                 continue
             if record.total and not self._robust:
                 self._take(record.round, record.model, float(record.values[0]))
             elif not record.total and self._robust and not np.isnan(record.values).all():
                 self._take(record.round, record.model, float(np.nanmedian(record.values)))
-        self._seen = len(records.items)
+        self._records_read = len(records.items)
         for model, beyond in self._beyond.items():
             every = ended and beyond and len({r.round for r in records.items if r.round > self._first}) == len(beyond)
             if every:
@@ -215,7 +215,7 @@ class Divergence:
             )
 
 
-def not_measured(model: str, metric: str, part: str, known: Iterable[tuple[str, str, str]]) -> ConfigError:
-    """The error for a figure that is not there; ``known`` are (model, part, metric)."""
-    there = ", ".join(sorted({"/".join(names) for names in known}))
-    return ConfigError(f"{model}/{part}/{metric} was not measured; there are: {there}")
+def not_measured(model: str, metric: str, part: str, measured: Iterable[tuple[str, str, str]]) -> ConfigError:
+    """The error for a figure that is not there; ``measured`` are (model, part, metric)."""
+    listing = ", ".join(sorted({"/".join(names) for names in measured}))
+    return ConfigError(f"{model}/{part}/{metric} was not measured; there are: {listing}")

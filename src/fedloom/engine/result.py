@@ -89,8 +89,8 @@ class Result:
         names = {r.metric for r in self.state.records.items if (r.model, r.part) == (model, part) and not r.total}
         metric = metric or ("accuracy" if "accuracy" in names else leading(names))
         if metric not in names:
-            known = ((r.model, r.part, r.metric) for r in self.state.records.items if not r.total)
-            raise not_measured(model, metric, part, known)
+            measured = ((r.model, r.part, r.metric) for r in self.state.records.items if not r.total)
+            raise not_measured(model, metric, part, measured)
         return metric, model
 
     @property
@@ -144,17 +144,17 @@ class Result:
         groups = {"all": torch.zeros(len(ids), dtype=torch.long), "client": torch.arange(len(ids))}
         member = groups.get(by, fleet.member[ids]).numpy()
         names = {"all": ["all"], "client": [str(i) for i in ids.tolist()]}.get(by, [*fleet.names])
-        found = dict.fromkeys((label for k, label in enumerate(names) if (member == k).any()), math.inf)
+        reached = dict.fromkeys((label for k, label in enumerate(names) if (member == k).any()), math.inf)
         for r in items:
             if (r.model, r.part, r.metric, r.total) != (wanted, part, name, False):
                 continue
             for k, label in enumerate(names):
-                mine = r.values[member == k]
-                if len(mine) and not np.isnan(mine).all() and math.isinf(found[label]):
-                    mean = float(np.nanmean(mine))
+                group_values = r.values[member == k]
+                if len(group_values) and not np.isnan(group_values).all() and math.isinf(reached[label]):
+                    mean = float(np.nanmean(group_values))
                     if mean >= target if facts(name).higher else mean <= target:
-                        found[label] = times[r.round]
-        return found
+                        reached[label] = times[r.round]
+        return reached
 
     def _clock(self) -> Clock:
         if self.state.clock is None:
@@ -205,10 +205,12 @@ class Live:
 
     def kinds(self) -> list[str]:
         shared = self._job.algorithm.global_model(self._state.server) is not None
-        own = self._job.has_personal
+        personal = self._job.has_personal
         evaluate, every = self._job.setting.evaluate, len(self._job.scored_ids) == len(self.names)
         chosen = evaluate.select_on in evaluate.parts and every
-        return [k for k, there in zip(KINDS, (shared, own, shared and own and chosen), strict=True) if there]
+        return [
+            k for k, exists in zip(KINDS, (shared, personal, shared and personal and chosen), strict=True) if exists
+        ]
 
     def shared(self) -> tuple[Tensor, Tensor]:
         row = self._job.algorithm.global_model(self._state.server)
@@ -265,5 +267,5 @@ class Live:
         """Running statistics ``[b]`` of a model, from the training parts of clients."""
         oracle = self._job.oracle
         oracle.set_statistics(row.to(oracle.device), ids)
-        found = [s.flatten() for s in running_statistics(oracle.module)]
-        return torch.cat([torch.zeros(0, dtype=oracle.dtype, device=oracle.device), *found]).cpu()
+        statistics = [s.flatten() for s in running_statistics(oracle.module)]
+        return torch.cat([torch.zeros(0, dtype=oracle.dtype, device=oracle.device), *statistics]).cpu()

@@ -25,7 +25,7 @@ def run_round(job: Job, clients: Clients, state: State) -> tuple[State, tuple[st
         RunStopped: too few uploads are usable, or the server's state is not finite.
     """
     t = state.round + 1
-    drawn, sampler, asked = sample(job, clients, state, t)
+    drawn, sampler, query_counts = sample(job, clients, state, t)
     cohort, times = drawn.unique(return_counts=True)
     order = longest_first(job, cohort)
     cohort, shares = cohort[order], times[order, None].double()
@@ -49,13 +49,13 @@ def run_round(job: Job, clients: Clients, state: State) -> tuple[State, tuple[st
         task = TrainTask(t, place, cohort[place], shares[place])
         honest, m = uploads.answers("models"), len(cohort)
         uploads.add(clients.on_one(task.ids, lambda: forge(job, down, state.server, task, honest, m)))
-    return take(job, state, t, cohort, sampler, asked, uploads)
+    return take(job, state, t, cohort, sampler, query_counts, uploads)
 
 
 def take(
-    job: Job, state: State, t: int, cohort: Tensor, sampler: Any, asked: Tensor, uploads: Uploads
+    job: Job, state: State, t: int, cohort: Tensor, sampler: Any, query_counts: Tensor, uploads: Uploads
 ) -> tuple[State, tuple[str, ...]]:
-    """Step the server on the uploads of a cohort ``[m]``, after a draw that left ``sampler`` and cost ``asked [7]``.
+    """Step the server on the uploads of a cohort ``[m]``, after a draw with ``sampler`` and ``query_counts [7]``.
 
     Raises:
         RunStopped: too few uploads are usable, or the server's state is not finite.
@@ -76,7 +76,7 @@ def take(
     if (report := uploads.answers("sampler")) is not None:
         with attribute_error("sampler", job.setting.sampler, f"round {t}"):
             sampler = job.setting.sampler.learn(sampler, report, accepted)
-    counts = torch.cat([uploads.counts + asked, torch.tensor([len(uploads.dropped)])])
+    counts = torch.cat([uploads.counts + query_counts, torch.tensor([len(uploads.dropped)])])
     return state.with_(
         round=t, server=server, sampler=sampler, weigher=weigher, aggregator=aggregator, sums=uploads.sums,
         totals=state.totals + counts, uploads=state.uploads.index_add(0, cohort, torch.ones_like(cohort)),

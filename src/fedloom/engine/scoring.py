@@ -111,13 +111,13 @@ def records_of(job: Job, state: State, scores: Scores) -> Iterator[Record]:
 def _time_records(t: int, clock: Clock, fleet: Fleet, scored: Tensor) -> Iterator[Record]:
     """Yield the virtual time of a round, how the clients used theirs until then, and whose uploads came."""
     use, log = use_of(clock, fleet), clock.history()
-    there = float((clock.now - use.absent).sum())
+    present = float((clock.now - use.absent).sum())
     yield Record.of_federation(t, "", "", "simulated_seconds", clock.now)
-    yield Record.of_federation(t, "", "", "idle_share", float(use.idle.sum()) / there if there > 0 else 0.0)
+    yield Record.of_federation(t, "", "", "idle_share", float(use.idle.sum()) / present if present > 0 else 0.0)
     yield Record.of_federation(t, "", "", "unheard", float(use.unheard.sum()))
-    taken = log[log[:, FATE] == Fate.TAKEN]
-    if len(taken):
-        staleness = taken[:, ROUND] - taken[:, VERSION] - 1
+    used = log[log[:, FATE] == Fate.USED]
+    if len(used):
+        staleness = used[:, ROUND] - used[:, VERSION] - 1
         yield Record.of_federation(t, "", "", "staleness/mean", float(staleness.mean()))
         yield Record.of_federation(t, "", "", "staleness/max", float(staleness.max()))
     for name in ("busy", "absent", "idle", "heard", "staleness"):

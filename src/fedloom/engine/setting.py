@@ -10,7 +10,7 @@ from torch import nn
 
 from fedloom.algorithms import REGISTRY, Algorithm, Composition
 from fedloom.choose import MIXERS, SAMPLERS, WEIGHERS, Mixer, Sampler, SharesWeigher, Uniform, UniformWeigher, Weigher
-from fedloom.engine.tables import Table, home_of
+from fedloom.engine.tables import SettingTable, home_of
 from fedloom.errors import ConfigError, unknown
 from fedloom.local import LocalSGD
 from fedloom.models import MODELS, PAPERS, Augment, ModelSpec, Softmax
@@ -98,14 +98,14 @@ class Engine(Value):
     norm_bound: float | None = Field(None, gt=0, description="largest norm of an accepted upload")
 
 
-def _method(given: Any) -> Algorithm | Composition:
+def _method(method: Any) -> Algorithm | Composition:
     """A method: itself, what a preset makes, or the defaults of a name of the registry."""
-    if isinstance(given, str):
-        entry: Any = choose("algorithm", REGISTRY, given, base=Algorithm)
+    if isinstance(method, str):
+        entry: Any = choose("algorithm", REGISTRY, method, base=Algorithm)
         return entry()  # type: ignore[no-any-return]
-    if not isinstance(given, Algorithm | Composition):
-        raise ConfigError(f"must be a method such as fl.algorithms.FedAvg() or its name, got {given!r}")
-    return given
+    if not isinstance(method, Algorithm | Composition):
+        raise ConfigError(f"must be a method such as fl.algorithms.FedAvg() or its name, got {method!r}")
+    return method
 
 
 CLUSTERS = r"clusters(-[1-9]\d*)?"
@@ -152,42 +152,44 @@ class Setting(Value):
     what a checkpoint must agree on and named where a directory holds another run.
     """
 
-    own: ClassVar[tuple[str, ...]] = (
+    per_method: ClassVar[tuple[str, ...]] = (
         "model", "task", "local", "sampler", "weigher", "mixer", "aggregator", "channel", "rounds", "weights",
         "schedule",
     )  # fmt: skip
     """What every method of an experiment may have for itself."""
 
     algorithm: Method = Field(description="a method, or what a preset makes")
-    model: Annotated[ModelSpec, Table(ModelSpec, {**MODELS, **PAPERS}, "softmax")] = Field(
+    model: Annotated[ModelSpec, SettingTable(ModelSpec, {**MODELS, **PAPERS}, "softmax")] = Field(
         default_factory=Softmax, description="a model's name, or its specification"
     )
     rounds: Rounds = 100
     seed: int = Field(0, description="seed of everything that is drawn")
-    task: Annotated[Objective, Table(Objective)] = Field(
+    task: Annotated[Objective, SettingTable(Objective)] = Field(
         default_factory=Objective, description="own loss, class weights and further metrics"
     )
-    local: Annotated[LocalSGD, Table(LocalSGD)] = Field(default_factory=LocalSGD, description="how clients train")
-    sampler: Annotated[Sampler, Table(Sampler, SAMPLERS, "uniform")] = Field(
+    local: Annotated[LocalSGD, SettingTable(LocalSGD)] = Field(
+        default_factory=LocalSGD, description="how clients train"
+    )
+    sampler: Annotated[Sampler, SettingTable(Sampler, SAMPLERS, "uniform")] = Field(
         default_factory=Uniform, description="who takes part"
     )
-    weigher: Annotated[Weigher, Table(Weigher, WEIGHERS, "shares")] = Field(
+    weigher: Annotated[Weigher, SettingTable(Weigher, WEIGHERS, "shares")] = Field(
         default_factory=SharesWeigher,
         description="what a client counts in the mean of the cohort's uploads: its share, or what a rule makes of it",
     )
-    mixer: Annotated[Mixer | None, Table(Mixer, MIXERS)] = Field(
+    mixer: Annotated[Mixer | None, SettingTable(Mixer, MIXERS)] = Field(
         None, description="what mixture of the clients' last models a client receives; the server's one model when None"
     )
-    aggregator: Annotated[Aggregator | None, Table(Aggregator, AGGREGATORS)] = Field(
+    aggregator: Annotated[Aggregator | None, SettingTable(Aggregator, AGGREGATORS)] = Field(
         None, description="how uploads become one; their weighted mean when None"
     )
-    attack: Annotated[Attack | None, Table(Attack, ATTACKS)] = Field(
+    attack: Annotated[Attack | None, SettingTable(Attack, ATTACKS)] = Field(
         None, description="what a part of the clients does instead of being honest"
     )
-    channel: Annotated[Channel | None, Table(Channel, CHANNELS)] = Field(
+    channel: Annotated[Channel | None, SettingTable(Channel, CHANNELS)] = Field(
         None, description="what a client's upload passes through"
     )
-    augment: Annotated[Augment, Table(Augment)] = Field(
+    augment: Annotated[Augment, SettingTable(Augment)] = Field(
         default_factory=Augment, description="random changes of training images"
     )
     weights: Shares = Field(
@@ -197,16 +199,16 @@ class Setting(Value):
         "recovered from activations before round 1 ('clusters-3', or 'clusters' where their number is sought), "
         "or a number for each client",
     )
-    devices: Annotated[Devices | None, Table(Devices, DEVICES)] = Field(
+    devices: Annotated[Devices | None, SettingTable(Devices, DEVICES)] = Field(
         None, description="how fast clients compute and send, and when they are there; None: a run has no clock"
     )
-    schedule: Annotated[Schedule, Table(Schedule, SCHEDULES, "synchronous")] = Field(
+    schedule: Annotated[Schedule, SettingTable(Schedule, SCHEDULES, "synchronous")] = Field(
         default_factory=Synchronous, description="which uploads make a step of the server, in virtual time"
     )
-    evaluate: Annotated[Evaluate, Table(Evaluate)] = Field(
+    evaluate: Annotated[Evaluate, SettingTable(Evaluate)] = Field(
         default_factory=Evaluate, description="when and on what models are scored"
     )
-    engine: Annotated[Engine, Table(Engine)] = Field(default_factory=Engine, description="how it is computed")
+    engine: Annotated[Engine, SettingTable(Engine)] = Field(default_factory=Engine, description="how it is computed")
 
     @classmethod
     def of(
@@ -238,10 +240,12 @@ class Setting(Value):
         return chosen
 
     @classmethod
-    def tables(cls) -> dict[str, Table]:
+    def tables(cls) -> dict[str, SettingTable]:
         """The fields that an experiment file has tables for."""
-        parts = {name: [m for m in field.metadata if isinstance(m, Table)] for name, field in cls.model_fields.items()}
-        return {name: found[0] for name, found in parts.items() if found}
+        parts = {
+            name: [m for m in field.metadata if isinstance(m, SettingTable)] for name, field in cls.model_fields.items()
+        }
+        return {name: matches[0] for name, matches in parts.items() if matches}
 
     @classmethod
     def plain(cls) -> list[str]:
@@ -250,24 +254,24 @@ class Setting(Value):
 
     def document(self) -> dict[str, Any]:
         """Every choice but the method and the seed as an experiment file has it, defaults filled in."""
-        tables, found = type(self).tables(), dict[str, Any]()
+        tables, entries = type(self).tables(), dict[str, Any]()
         for name in type(self).model_fields:
             value = getattr(self, name)
             if name in tables and value is not None:
-                found[name] = {**tables[name].kind(value), **dump(value)}
+                entries[name] = {**tables[name].kind(value), **dump(value)}
             elif name not in tables and name not in ("algorithm", "seed"):
-                found[name] = value
+                entries[name] = value
         if self.local.steps is not None:
-            found["local"].pop("epochs")
-        return found
+            entries["local"].pop("epochs")
+        return entries
 
     def numbers(self) -> dict[str, Any]:
         """What decides a run's numbers, by dotted key."""
         run = self.resolved()
         algorithm = {"class": type(run.algorithm).__qualname__, **dump(run.method)}
-        found = flat({**run.document(), "algorithm": algorithm, "seed": run.seed})
+        entries = flat({**run.document(), "algorithm": algorithm, "seed": run.seed})
         free = {f"{name}.{key}" for name, table in type(self).tables().items() for key in table.base.free}
-        return {key: value for key, value in found.items() if key not in free}
+        return {key: value for key, value in entries.items() if key not in free}
 
     @property
     def method(self) -> Algorithm:

@@ -24,7 +24,7 @@ from fedloom.engine.check import (
     check_width,
     notes_of,
 )
-from fedloom.engine.job import Job, Problem
+from fedloom.engine.job import Job, RunProblem
 from fedloom.engine.messages import Messages, first_upload, idle_upload
 from fedloom.engine.privacy import check_privacy
 from fedloom.engine.setting import Engine, Setting
@@ -130,7 +130,7 @@ def make_problem(
     replay: Replay = Replay(),  # noqa: B008  # frozen
     *,
     finds: bool = True,
-) -> tuple[Problem, Start]:
+) -> tuple[RunProblem, Start]:
     """Make what a run computes, without room for any client's state.
 
     Args:
@@ -170,7 +170,7 @@ def make_problem(
     setting = setting.with_(algorithm=method)
     if sampler.probes and method.global_model(server) is None:
         name = type(method).__name__
-        raise Refused(f"sampler {sampler.kind!r} asks clients about the global model, but {name} has none")
+        raise Refused(f"sampler {sampler.kind!r} queries clients about the global model, but {name} has none")
     fewest = sampler.smallest(fed.n) if replay.cohorts is None else min(len(set(map(int, c))) for c in replay.cohorts)
     if setting.mixer is not None:
         with attribute_error("method", method, "down"):
@@ -189,7 +189,7 @@ def make_problem(
                 messages.update(sample).shape[1],
                 getattr(kept, messages.changed) if messages.tracks else None,
             )
-    problem = Problem(
+    problem = RunProblem(
         setting=setting,
         oracle=oracle,
         fed=fed,
@@ -215,8 +215,8 @@ def make_problem(
     )
 
 
-def _summed(problem: Problem, client: Fields) -> Any:
-    """The rows of a client's template to which the fields of `Problem.summed_fields` are changes; None without any."""
+def _summed(problem: RunProblem, client: Fields) -> Any:
+    """The rows of a client's template that the fields of `RunProblem.summed_fields` change; None without any."""
     names = problem.summed_fields
     rows = [getattr(client, problem.fields[name].base.removeprefix("rows.")) for name in names]
     return namedtuple("Summed", names)(*rows) if names else None  # the method's fields are its own
@@ -247,7 +247,7 @@ def _checked(setting: Setting, n: int) -> tuple[Setting, list[str]]:
         ConfigError: values that cannot work, or (Refused) do not work together.
     """
     pooled, setting = setting.pooled, setting.resolved()
-    setting = setting.with_(weigher=setting.weigher.settled(setting.evaluate.groups))
+    setting = setting.with_(weigher=setting.weigher.with_groups(setting.evaluate.groups))
     check_together(setting.method, setting.local, setting.weigher, setting.aggregator, setting.channel)
     check_sampler(setting.method, setting.sampler, setting.weigher)
     notes = []
@@ -303,7 +303,7 @@ class Moments(NamedTuple):
 def _memory(
     method: Algorithm, start: tuple[Fields, Fields, Fields | None], oracle: Network, ctx: Ctx
 ) -> OptimizerStates | None:
-    """How states of optimisers are kept; None where they are not. One client takes a step, which nobody sees.
+    """How states of optimisers are kept; None where they are not. One client takes a step, without effect on the run.
 
     Raises:
         ConfigError: the optimiser does not work with this model, or (Refused) the method does not train by it.
@@ -335,9 +335,9 @@ def poisoned(fed: Federation, attack: Poison, attackers: Tensor, seed: int) -> F
     y, classes = fed.data.y.clone(), len(fed.data.classes)
     for i in attackers.tolist():
         index = fed.indices("train", i)
-        own = y[index].cpu()
-        wrong = attack.poison(own.clamp(min=0), classes, generator(seed, 0, i, "poison"))
-        y[index] = torch.where(own < 0, own, wrong).to(y.device)
+        labels = y[index].cpu()
+        wrong = attack.poison(labels.clamp(min=0), classes, generator(seed, 0, i, "poison"))
+        y[index] = torch.where(labels < 0, labels, wrong).to(y.device)
     return replace(fed, data=replace(fed.data, y=y))
 
 

@@ -59,8 +59,8 @@ def simulate(
         algorithm: a method or its name, what a preset makes, or a whole `fedloom.Setting`.
         fed: the clients and their data; or a list of clients, or a mapping by name, as `Federation.of` takes it.
         model: a name of `fedloom.models`, a specification, an `nn.Module` whose weights are the initial values, or a
-            class or function that makes one (`fedloom.models.Import` says how it is called); softmax when None.
-        folder: for checkpoints and client state; running again with the same arguments goes on from there.
+            class or function that makes one (called as in `fedloom.models.Import`); softmax when None.
+        folder: for checkpoints and client state; running again with the same arguments resumes from there.
             None keeps everything in memory.
         progress: called after every round; a sentence that one returns ends the run (`fedloom.callbacks`).
         advance: False only reads what the folder holds.
@@ -77,8 +77,8 @@ def simulate(
             ``schedule``, ``evaluate``, ``engine``; None leaves a default.
 
     Returns:
-        Metrics and models. A run that diverged or was interrupted says so in `Result.stop`; one whose training loss is
-        finite, but in three evaluations in a row more than ten times its start, has diverged and goes on to its end.
+        Metrics and models. `Result.stop` of a run that diverged or was interrupted has that; one whose training loss is
+        finite, but in three evaluations in a row more than ten times its start, has diverged and continues to its end.
 
     Raises:
         ConfigError: values that cannot work, or (Refused) do not work together.
@@ -171,7 +171,7 @@ def clients_of(job: Job) -> Iterator[LocalClients]:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """torch computes with one thread meanwhile: what a run says must not depend on the machine's cores."""
+    """torch computes with one thread meanwhile: a run's results must not depend on the machine's cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

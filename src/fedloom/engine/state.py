@@ -27,7 +27,7 @@ LATELY = 10
 class Times:
     """Seconds of a run, as measured.
 
-    A process's first round also pays for compilation, forks and page faults. These are told apart: what the round took
+    A process's first round also pays for compilation, forks and page faults. These are separate: what the round took
     beyond the median of those after it. A process with one round is compared with the rounds of the others; a run with
     one round has nothing to compare it with, and no one-off costs.
 

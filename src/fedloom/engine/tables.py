@@ -20,7 +20,7 @@ from fedloom.values import fields_of, make, make_kind
 
 
 @dataclass(frozen=True)
-class Table:
+class SettingTable:
     """How a field of `Setting` is given: as a value, or as in an experiment file, by a name or a table of options.
 
     Attributes:
@@ -44,29 +44,29 @@ class Table:
         kind = options.get(self.key, self.default) if self.kinds else ""
         return self.classes().get(kind) if isinstance(kind, str) else None
 
-    def read(self, given: Any, where: str = "") -> Any:
+    def read(self, choice: Any, where: str = "") -> Any:
         """The value of a table.
 
         Args:
-            given: a value, a kind, a table of options, or None.
+            choice: a value, a kind, a table of options, or None.
             where: file and table, for the message.
 
         Raises:
             ConfigError: an unknown kind or key, a wrong type or a value out of range.
         """
-        if given is None or isinstance(given, self.base):
-            return given
-        if self.base is ModelSpec and not isinstance(given, str | Mapping):
-            found = given_model(given)
-            if found is None:
+        if choice is None or isinstance(choice, self.base):
+            return choice
+        if self.base is ModelSpec and not isinstance(choice, str | Mapping):
+            model = given_model(choice)
+            if model is None:
                 raise ConfigError(
                     "model must be a name, an nn.Module, a class or function that makes one, or a specification of "
-                    f"fl.models, got {given!r}"
+                    f"fl.models, got {choice!r}"
                 )
-            return found
-        options = {"kind": given} if isinstance(given, str) and self.kinds else given
+            return model
+        options = {"kind": choice} if isinstance(choice, str) and self.kinds else choice
         if not isinstance(options, Mapping):
-            raise ConfigError(f"{where}{where and ': '}must be a {self.base.__name__} or a table, got {given!r}")
+            raise ConfigError(f"{where}{where and ': '}must be a {self.base.__name__} or a table, got {choice!r}")
         if not self.kinds:
             return make(self.base, options, where, self.base.model_fields)
         if self.default is None and (not options or options.get("kind") == "none"):
@@ -92,35 +92,35 @@ def _model(options: Mapping[str, Any], where: str) -> ModelSpec:
     kind = options.get("kind", "softmax")
     rest = {k: v for k, v in options.items() if k != "kind"}
     if is_path(kind):
-        found = find_maker(kind, "model", (nn.Module, ModelSpec), where)
-        if not (isinstance(found, type) and issubclass(found, ModelSpec)):
+        maker = find_maker(kind, "model", (nn.Module, ModelSpec), where)
+        if not (isinstance(maker, type) and issubclass(maker, ModelSpec)):
             common = {k: v for k, v in rest.items() if k in ModelSpec.model_fields}
-            own = {"path": kind, "options": {k: v for k, v in rest.items() if k not in common}}
-            return make(Import, {**own, **common}, where, fields_of(Import))
+            import_options = {"path": kind, "options": {k: v for k, v in rest.items() if k not in common}}
+            return make(Import, {**import_options, **common}, where, fields_of(Import))
         return make_kind("model", {}, options, where, base=ModelSpec)  # type: ignore[no-any-return]
     if kind not in (*MODELS, *PAPERS):
         raise unknown("model kind", kind, (*MODELS, *PAPERS), where)
     value = type(PAPERS[kind]) if kind in PAPERS else MODELS[kind]
-    return make(lambda **given: spec_of(kind, **given), rest, where, fields_of(value))
+    return make(lambda **options_of_kind: spec_of(kind, **options_of_kind), rest, where, fields_of(value))
 
 
-def _places(tables: Mapping[str, Table], key: str, value: Any) -> list[str]:
+def _places(tables: Mapping[str, SettingTable], key: str, value: Any) -> list[str]:
     """The tables and partitions that have a key, each as it is written with this value."""
     places = list[str]()
     for table, may in tables.items():
         classes = may.classes()
         fields = {kind: fields_of(classes[kind]) for kind in sorted(classes, key=lambda kind: kind != may.default)}
-        ours, having = homes_of(key, fields)
+        field_name, having = homes_of(key, fields)
         if having:
             kind = {} if having[0] in ("", may.default) else {"kind": having[0]}
-            places.append(f"{table}={ {**kind, ours: value}!r}")
-    ours, having = homes_of(key, {kind: fields_of(partition) for kind, partition in PARTITIONS.items()})
+            places.append(f"{table}={ {**kind, field_name: value}!r}")
+    field_name, having = homes_of(key, {kind: fields_of(partition) for kind, partition in PARTITIONS.items()})
     if having:
-        places.append(f"the partition, as fl.partition.{having[0].replace('-', '_')}({ours}={value!r})")
+        places.append(f"the partition, as fl.partition.{having[0].replace('-', '_')}({field_name}={value!r})")
     return places
 
 
-def home_of(tables: Mapping[str, Table], key: str, value: Any, algorithm: Any) -> str:
+def home_of(tables: Mapping[str, SettingTable], key: str, value: Any, algorithm: Any) -> str:
     """Where a keyword of something else belongs, as the end of a sentence; empty if nothing has it."""
     entry: Any = REGISTRY.get(algorithm) if isinstance(algorithm, str) else type(algorithm)
     if key in (fields_of(entry) if isinstance(entry, Preset) or hasattr(entry, "model_fields") else ()):

@@ -1,6 +1,6 @@
 """Uploads: how the fields of a cohort's uploads become what the server gets.
 
-Every kind of field says what a chunk of clients adds (``partial``), how the chunks become one, in their order
+Every kind of field defines what a chunk of clients adds (``partial``), how the chunks become one, in their order
 (``merge``), and what the server gets in the end (``finish``).
 """
 
@@ -25,7 +25,7 @@ PIECE = 1 << 16
 """Elements that are converted together: what is converted stays in the cache until it is added."""
 
 
-class Rows:
+class RowsField:
     """A `fedloom.algorithms.Rows` field: the accepted rows ``[m, .]``.
 
     Args:
@@ -59,7 +59,7 @@ class Rows:
         return torch.cat(self.parts)
 
 
-class GatheredMean(Rows):
+class GatheredMean(RowsField):
     """A `fedloom.algorithms.Mean` field whose rows are gathered: their weights, or a robust rule, need all of them."""
 
     def finish(self, cohort: Uploads) -> Tensor:
@@ -68,7 +68,7 @@ class GatheredMean(Rows):
         return ((weights / weights.sum()).T.to(rows.device, torch.float64) @ rows.double())[0]
 
 
-class Mean(Rows):
+class MeanField(RowsField):
     """A `fedloom.algorithms.Mean` field: partial sums ``[d]``, in double precision from the first on."""
 
     def partial(self, up: Fields, kept: Fields | None, share: Tensor, mass: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ class Mean(Rows):
         return self.parts[0] / (float(cohort.masses.sum()) if self.kind.accumulates else cohort.share)
 
 
-class Kept(Rows):
+class KeptField(RowsField):
     """A `fedloom.algorithms.Kept` field: changes ``[d]`` of the float64 sum over all clients."""
 
     def partial(self, up: Fields, kept: Fields | None, share: Tensor, mass: Tensor) -> Tensor:
@@ -110,10 +110,10 @@ class Kept(Rows):
         return value if self.kind.weight is None else value * getattr(rows, self.kind.weight)
 
 
-def fields_of(job: Job, sums: Mapping[str, Tensor] | None = None) -> dict[str, Rows]:
+def fields_of(job: Job, sums: Mapping[str, Tensor] | None = None) -> dict[str, RowsField]:
     """The upload's fields before anything has arrived."""
-    mean = GatheredMean if job.gathers else Mean
-    kinds = {algorithms.Mean: mean, algorithms.Kept: Kept, algorithms.Rows: Rows}
+    mean = GatheredMean if job.gathers else MeanField
+    kinds = {algorithms.Mean: mean, algorithms.Kept: KeptField, algorithms.Rows: RowsField}
     return {name: kinds[type(kind)](name, kind, (sums or {}).get(name)) for name, kind in job.fields.items()}
 
 
@@ -125,7 +125,7 @@ def partials(job: Job, up: Fields, ids: Tensor, share: Tensor) -> dict[str, Tens
 
 def first_sums(job: Job) -> dict[str, Tensor]:
     """Sums over all clients of what the server keeps before the first round."""
-    kept = (field for field in fields_of(job).values() if isinstance(field, Kept))
+    kept = (field for field in fields_of(job).values() if isinstance(field, KeptField))
     count = float(job.masses.sum())
     return {field.name: count * field.weighted(job.kept.template).double() for field in kept}
 
@@ -235,12 +235,12 @@ class Uploads:
             return combined, moved
         job.locations.replicate(torch.arange(job.n))
         ids = job.summed.occupied.nonzero()[:, 0]
-        own = {name.removeprefix(SUMMED): value for name, value in state.items() if name.startswith(SUMMED)}
-        before = {name: own.pop(AT + name, getattr(job.summed.template, name)) for name in summed}
-        value, own = self._combined(ctx, own, job.summed.read(ids)._asdict(), job.masses[ids], ids)
+        sums = {name.removeprefix(SUMMED): value for name, value in state.items() if name.startswith(SUMMED)}
+        before = {name: sums.pop(AT + name, getattr(job.summed.template, name)) for name in summed}
+        value, sums = self._combined(ctx, sums, job.summed.read(ids)._asdict(), job.masses[ids], ids)
         combined |= {name: (value[name] - before[name]) / ctx.part for name in summed}
-        own |= {AT + name: value[name] for name in summed}
-        return combined, moved | {SUMMED + name: value for name, value in own.items()}
+        sums |= {AT + name: value[name] for name in summed}
+        return combined, moved | {SUMMED + name: value for name, value in sums.items()}
 
     def _combined(
         self, ctx: Ctx, state: dict[str, Tensor], rows: dict[str, Tensor], weights: Tensor, ids: Tensor

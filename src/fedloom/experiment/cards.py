@@ -36,7 +36,7 @@ PARTS: Mapping[str, Mapping[str, Any]] = {
     "devices": DEVICES,
     "schedules": SCHEDULES,
 }
-"""What ``fedloom list`` knows beside methods, metrics and recipes."""
+"""The topics of ``fedloom list`` beside methods, metrics and recipes."""
 
 
 def parts(what: str) -> list[tuple[str, str]]:
@@ -100,22 +100,22 @@ def theory(name: str) -> list[str]:
 
 def loses(name: str) -> tuple[str, ...]:
     """Kinds of parts that a method takes and that its theorem does not cover."""
-    made: Any = REGISTRY[name]()
-    made = made if isinstance(made, Composition) else Composition(made)
+    method: Any = REGISTRY[name]()
+    method = method if isinstance(method, Composition) else Composition(method)
 
-    def taken(kind: str) -> bool:
-        if kind == "weigher" and made.weigher is not None:
+    def is_taken(kind: str) -> bool:
+        if kind == "weigher" and method.weigher is not None:
             return False
         try:
             if kind == "mixer":
-                check_mixer(made.algorithm, MIXERS["attention"](), None)
+                check_mixer(method.algorithm, MIXERS["attention"](), None)
             else:
-                check_together(made.algorithm, LocalSGD(), **{"weigher": SharesWeigher(), **LOSES[kind][1]})
+                check_together(method.algorithm, LocalSGD(), **{"weigher": SharesWeigher(), **LOSES[kind][1]})
         except Refused:
             return False
         return True
 
-    return tuple(kind for kind in LOSES if kind not in THEOREMS[name].covers and taken(kind))
+    return tuple(kind for kind in LOSES if kind not in THEOREMS[name].covers and is_taken(kind))
 
 
 def _paper(entry: Any) -> list[str]:

@@ -44,7 +44,7 @@ def json_schema() -> str:
     tables = {name: kinds(t.classes(), t.key) if t.kinds else one(t.base) for name, t in TABLES.items()}
     other = {"type": "object", "properties": {"source": {"type": "string", "pattern": "[/:.]"}}, "required": ["source"]}
     tables["data"]["anyOf"].append({**other, "title": "a path or hub:owner/name"})
-    overridable = {name: tables.pop(name) for name in Setting.own if name in tables}
+    overridable = {name: tables.pop(name) for name in Setting.per_method if name in tables}
     links = {name: {"$ref": f"#/$defs/{name}"} for name in overridable}
     words = {"enum": ["default", "paper"], "description": "constants of the options that are not given"}
     label = {"type": "string"}

@@ -14,7 +14,7 @@ from fedloom.engine.setting import Setting
 from fedloom.engine.state import State
 
 PAUSE = 0.2
-"""Seconds between two events of a run in another process that has nothing newly measured to tell."""
+"""Seconds between two events of a run in another process that has measured nothing new."""
 
 Figures = dict[str, float]
 """Figures of the whole federation by ``model/part/metric``."""
@@ -30,8 +30,8 @@ class Event(NamedTuple):
         round: rounds done.
         figures: what was measured since the last event, by round; in a run's first event everything so far.
         pace: seconds that a round takes lately, with its share of evaluation; None while that is not known.
-        diverged: the sentence of a run that is found to diverge now; it goes on.
-        status: how the run has ended, in a word; empty while it goes on.
+        diverged: the sentence of a run that is found to diverge now; it continues.
+        status: how the run has ended, in a word; empty during the run.
     """
 
     label: str
@@ -45,7 +45,7 @@ class Event(NamedTuple):
 
 
 Listener = Callable[[Event], object]
-"""Hears of every event; nothing that it gives back is looked at."""
+"""Receives every event; its return value is ignored."""
 
 
 class Emitter:
@@ -60,11 +60,11 @@ class Emitter:
 
     def __init__(self, listeners: tuple[Listener, ...], label: str, setting: Setting, pause: float = 0.0) -> None:
         self._listeners, self._label, self._setting, self._pause = listeners, label, setting, pause
-        self._seen, self._last, self._divergence = 0, 0.0, Divergence()
+        self._records_read, self._last, self._divergence = 0, 0.0, Divergence()
 
     def __call__(self, state: State) -> None:
         """An event after a round."""
-        if len(state.records.items) > self._seen or time.monotonic() - self._last >= self._pause:
+        if len(state.records.items) > self._records_read or time.monotonic() - self._last >= self._pause:
             self._emit(state, "")
 
     def end(self, state: State | None, status: str) -> None:
@@ -77,11 +77,11 @@ class Emitter:
 
     def _emit(self, state: State, status: str) -> None:
         figures: dict[int, Figures] = {}
-        for r in state.records.items[self._seen :]:
+        for r in state.records.items[self._records_read :]:
             if r.total:
                 name = "/".join(part for part in (r.model, r.part, r.metric) if part)
                 figures.setdefault(r.round, {})[name] = float(r.values[0])
-        self._seen, self._last = len(state.records.items), time.monotonic()
+        self._records_read, self._last = len(state.records.items), time.monotonic()
         setting, pace = self._setting, state.times.pace(self._setting.evaluate.every)
         diverged = self._divergence.read(state.records)
         for hear in self._listeners:
@@ -99,7 +99,7 @@ class Line:
         self._queue.put(event)
 
     @contextmanager
-    def heard(self, *listeners: Listener) -> Iterator[None]:
+    def listening(self, *listeners: Listener) -> Iterator[None]:
         """While it is open, a thread passes on every event."""
 
         def listen() -> None:

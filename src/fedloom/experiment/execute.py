@@ -27,7 +27,7 @@ from fedloom.experiment.events import PAUSE, Emitter, Event, Line, Listener
 from fedloom.experiment.file import difference_to_recorded
 from fedloom.experiment.inspection import check_inspection
 from fedloom.experiment.outputs import (
-    Live,
+    LiveFigures,
     Outcome,
     left_out_before,
     write_inspection,
@@ -146,7 +146,7 @@ class Plan:
         interrupted: bool = False,
         ended: Collection[tuple[str, int]] = (),
     ) -> list[Outcome]:
-        """The outcome of every run; of those that have ``ended`` the listeners have heard already."""
+        """The outcome of every run; the listeners have received those that have ``ended`` already."""
         outcomes = []
         with interruptible() as stop_requested:
             for method, seed in self.runs:
@@ -164,7 +164,7 @@ class Plan:
         emitter = Emitter(listeners, method.label, setting, 0.0 if alone else PAUSE)
         folder, fed = self._folder(CHECKPOINTS, method, seed), self.federations[seed]
         try:
-            live = [Live(self.out, method.label, seed, setting.rounds)] if self.ranks.rank == 0 else []
+            live = [LiveFigures(self.out, method.label, seed, setting.rounds)] if self.ranks.rank == 0 else []
             progress: list[Progress] = [emitter, *live]
             result = simulate(setting, fed, folder=folder, progress=progress, advance=advance, ranks=self.ranks)
             outcome = Outcome(method.label, method.algorithm, seed, result)
@@ -189,7 +189,7 @@ class Plan:
             if event.status:
                 ended.add((event.label, event.seed))
 
-        with WorkerPool([handle], processes) as pool, interruptible() as interrupted, line.heard(*listeners, note):
+        with WorkerPool([handle], processes) as pool, interruptible() as interrupted, line.listening(*listeners, note):
             for _ in pool.map(handle, None, range(len(self.runs)), interrupted):
                 pass
             return interrupted()

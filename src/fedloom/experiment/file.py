@@ -154,16 +154,19 @@ def _method(
     """Make the method of a table; the experiment's choice of constants holds where it has none."""
     name: Any = options.get("algorithm")
     entry = choose("algorithm", REGISTRY, name, where, Algorithm)
-    beside = ("label", "settings", *Setting.own)
+    beside = ("label", "settings", *Setting.per_method)
     fields = {**fields_of(entry), **dict.fromkeys(beside)}
     _refuse_unknown({key: value for key, value in options.items() if key != "algorithm"}, fields, where, "method")
     plain = {"label": label_of(options), **{key: options[key] for key in MethodKeys.model_fields if key in options}}
     constants = {} if settings == "default" else {"settings": settings}
-    parameters = {**constants, **{k: v for k, v in options.items() if k not in ("algorithm", "label", *Setting.own)}}
+    parameters = {
+        **constants,
+        **{k: v for k, v in options.items() if k not in ("algorithm", "label", *Setting.per_method)},
+    }
     label = make(MethodKeys, plain, where, MethodKeys.model_fields).label
     algorithm: Any = make(entry, parameters, where, fields)
     choices: dict[str, Any] = {"algorithm": algorithm}
-    for key in Setting.own:
+    for key in Setting.per_method:
         if key in options and key in TABLES:
             changes = table(options[key], f"{where}: {key}")
             choices[key] = _read_table(key, merged(local, changes) if key == "local" else changes, f"{where}: {key}")
@@ -223,7 +226,7 @@ def _home(key: str, value: Any, place: str) -> str:
         return f"it belongs at the top of the file, before any table: {line}"
     if owners:
         tables = " or ".join(f"[{home}]" for home in owners)
-        alone = place == "method" and owners[0] in Setting.own
+        alone = place == "method" and owners[0] in Setting.per_method
         return f"it belongs in {tables}: {line}" + (
             f"; for this method alone, {owners[0]} = {{ {line} }}" if alone else ""
         )

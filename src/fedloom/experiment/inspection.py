@@ -78,7 +78,7 @@ def confusion(result: Result) -> pa.Table:
 
 
 def tsne(result: Result, clients: tuple[int, ...]) -> tuple[pa.Table, list[str]]:
-    """t-SNE of what the head sees of clients' test samples: client, model, label, x, y; and notes on who is left out.
+    """t-SNE of the head's inputs for clients' test samples: client, model, label, x, y; and notes on who is left out.
 
     The model is the client's personal one, the global one where there is none (FedSLR, Fig. 4). Every client has a
     plane of its own, a function of the run's seed; a label is a class's code, NaN without classes.

@@ -126,7 +126,7 @@ def write_measured(
 
 
 def write_inspection(out: Path, evaluate: Evaluate, outcomes: Sequence[Outcome]) -> list[str]:
-    """What `Evaluate` asks for after the last round, of the runs that are complete, a file each; gives notes back."""
+    """Write the analyses of `Evaluate` after the last round, a file each for complete runs; notes are returned."""
     done = sorted(
         ((o, o.result) for o in outcomes if o.result is not None and o.complete),
         key=lambda pair: (pair[0].label, pair[0].seed),
@@ -290,8 +290,8 @@ def _labelled(table: pa.Table, label: str, seed: int) -> pa.Table:
     return table.add_column(1, "seed", pa.array([seed] * count, pa.int64()))
 
 
-class Live:
-    """A callback of `simulate` that writes a run's figures while it goes on, so that others can look; see `snapshot`.
+class LiveFigures:
+    """A callback of `simulate` that writes a run's figures in the meantime, so that others can look; see `snapshot`.
 
     Args:
         out: the run directory.
@@ -302,14 +302,14 @@ class Live:
 
     def __init__(self, out: Path, label: str, seed: int, rounds: int) -> None:
         self._folder, self._label, self._seed, self._rounds = out / LIVE, label, seed, rounds
-        self._last, self._seen = time.monotonic(), 0
+        self._last, self._records_written = time.monotonic(), 0
 
     def __call__(self, state: State) -> None:
         """After a round, where something was measured since the last file."""
         count, now = len(state.records.items), time.monotonic()
-        if count == self._seen or (now - self._last < PAUSE and state.round < self._rounds):
+        if count == self._records_written or (now - self._last < PAUSE and state.round < self._rounds):
             return
-        self._last, self._seen = now, count
+        self._last, self._records_written = now, count
         make_folder(self._folder)
         name = f"{file_name(self._label)}-{self._seed}.parquet"
         _write(self._folder / name, [_labelled(state.records.table(), self._label, self._seed)])
@@ -323,7 +323,7 @@ def newest(out: Path) -> dict[str, int]:
 
 
 def snapshot(out: Path, into: Path) -> Path:
-    """A run directory with the figures so far, for a report: `out` if no run goes on there, else a copy of its tables.
+    """A run directory with the figures so far, for a report: `out` of a finished run, else a copy of its tables.
 
     Args:
         out: the run directory.

@@ -30,7 +30,7 @@ def with_overrides(
         values: ``table.key=value``, ``key=value`` or ``method.LABEL.key=value``, the value as in TOML. Another ``kind``
             or ``source`` starts its table anew; epochs take the place of steps, and the other way round.
         methods: labels, or names of algorithms, of the methods that stay; all when empty.
-        rounds: of every method, whatever the file says.
+        rounds: of every method, in place of the file's.
 
     Raises:
         ConfigError: a text of another form, or a method that is not there; the message names the key.

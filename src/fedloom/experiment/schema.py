@@ -12,7 +12,7 @@ from fedloom.algorithms import REGISTRY, Algorithm, Preset
 from fedloom.data.partition import PARTITIONS, Partition
 from fedloom.data.sources import SOURCES, Source
 from fedloom.engine.setting import Rounds, Setting, Shares
-from fedloom.engine.tables import Table
+from fedloom.engine.tables import SettingTable
 from fedloom.experiment.tuning import Tune
 from fedloom.values import Value, choose, dump, fields_of
 
@@ -43,7 +43,7 @@ class Method:
     def settings(self) -> dict[str, Any]:
         """The method as a TOML table, defaults filled in."""
         fields, algorithm = fields_of(self.entry), dump(self.setting.method)
-        choices = {k: v for k, v in self.setting.document().items() if k in Setting.own}
+        choices = {k: v for k, v in self.setting.document().items() if k in Setting.per_method}
         named = {"algorithm": self.algorithm, "label": self.label}
         return {**named, **{k: v for k, v in algorithm.items() if k in fields}, **self.options, **choices}
 
@@ -95,11 +95,11 @@ class MethodKeys(Value):
 _plain: Any = {name: (field.annotation, field) for name, field in Setting.model_fields.items()}
 Top = create_model("Top", __base__=Head, **{name: _plain[name] for name in Setting.plain()})
 """All plain keys of an experiment file."""
-TABLES: dict[str, Table] = {
-    "data": Table(Source, SOURCES, key="source"),
-    "partition": Table(Partition, PARTITIONS, "iid"),
+TABLES: dict[str, SettingTable] = {
+    "data": SettingTable(Source, SOURCES, key="source"),
+    "partition": SettingTable(Partition, PARTITIONS, "iid"),
     **Setting.tables(),
-    "tune": Table(Tune),
+    "tune": SettingTable(Tune),
 }
 """The tables of an experiment file beside its methods."""
 SHARED = ("model", "task")
@@ -139,7 +139,7 @@ class Experiment:
         """The whole experiment as a TOML document, defaults filled in."""
         whole = self.common.document()
         shared = (*Setting.plain(), *SHARED)
-        common = {k: v for k, v in whole.items() if k in shared or k not in Setting.own}
+        common = {k: v for k, v in whole.items() if k in shared or k not in Setting.per_method}
         methods = [m.settings() for m in self.methods]
         return {
             **dump(self.head),

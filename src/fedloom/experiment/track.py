@@ -1,8 +1,8 @@
-"""Tracking: the figures of a run as it goes on, in TensorBoard, MLflow (extra ``track``) or W&B (extra ``wandb``).
+"""Tracking: the figures of a run in progress, in TensorBoard, MLflow (extra ``track``) or W&B (extra ``wandb``).
 
 Figures are those of the whole federation; what is logged is the same after a restart. The files of all are in the run
 directory's folder ``tracking``; with MLFLOW_TRACKING_URI set, MLflow logs there instead. W&B works offline unless
-WANDB_MODE says otherwise; ``wandb sync`` sends what it wrote.
+WANDB_MODE is set otherwise; ``wandb sync`` sends what it wrote.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Writer(Protocol):
         ...
 
     def close(self, status: str) -> None:
-        """Says how the run ended."""
+        """Record how the run ended."""
         ...
 
 
@@ -103,7 +103,7 @@ class TensorBoard:
 
 
 class MLflow:
-    """A run in MLflow; it is found again, and goes on after its last round, when it is resumed."""
+    """A run in MLflow; it is found again, and continued after its last round, when it is resumed."""
 
     ENDS: Mapping[str, str] = {"done": "FINISHED", "interrupted": "KILLED"}
 
@@ -237,7 +237,7 @@ TRACKERS: Mapping[str, Callable[[Experiment, Path], tuple[Make, str]]] = {
     "mlflow": _mlflow,
     "wandb": _wandb,
 }
-"""What ``fedloom run --track`` knows."""
+"""The trackers of ``fedloom run --track``."""
 NEEDED = {"tensorboard": ("tensorboard",), "mlflow": ("mlflow", "sqlalchemy", "alembic"), "wandb": ("wandb",)}
 """The packages of each; MLflow's database needs the last two."""
 

@@ -72,7 +72,7 @@ class Tune(Value):
     equal_work: bool = Field(
         True,
         description="give each trial, and each method in the tuned file, the rounds that cost what `rounds` of plain "
-        "training cost; false: `rounds` rounds, or those that the method's own table asks for",
+        "training cost; false: `rounds` rounds, or those in the method's own table",
     )
     seed: NonNegativeInt = Field(0, description="of the search itself")
     defaults: bool = Field(True, description="look for the settings of the default spaces too; false: of `space` only")

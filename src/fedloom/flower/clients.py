@@ -192,19 +192,19 @@ class Remembering:
     """Clients whose answers to a sampler are remembered, so that a round can be run again."""
 
     def __init__(self, clients: FlowerClients) -> None:
-        self._clients, self._asked = clients, dict[int, Any]()
+        self._clients, self._answers = clients, dict[int, Any]()
         self.score, self.on_one = clients.score, clients.on_one
 
     def replaying(self, clients: FlowerClients) -> Remembering:
         """The same answers, and the trainings of other clients."""
         other = Remembering(clients)
-        other._asked = self._asked
+        other._answers = self._answers
         return other
 
     def ask(self, request: Any) -> Iterator[Any]:
-        if request.round not in self._asked:
-            self._asked[request.round] = list(self._clients.ask(request))
-        yield from self._asked[request.round]
+        if request.round not in self._answers:
+            self._answers[request.round] = list(self._clients.ask(request))
+        yield from self._answers[request.round]
 
     def train(self, request: TrainRequest) -> Iterator[TrainResult]:
         return self._clients.train(request)

@@ -89,7 +89,7 @@ class Local:
             samples = Dataset("node", x, labels, task, tuple(map(str, classes)))
         model, objective = adapted(self.model, signature), Objective()
         if not default:
-            loss = _own(self.loss, y[0], signature.outputs)
+            loss = _loss_of_app(self.loss, y[0], signature.outputs)
             if fault := _fault(loss, _outputs(model, x), samples.y[:TRIED]):
                 raise ConfigError(f"loss: {fault}")
             objective = Objective(loss=loss)
@@ -107,10 +107,10 @@ class Local:
         if not plain:
             outputs, targets = _outputs(model, x).flatten(0, 1), labels[:TRIED].flatten()
             outputs, targets = outputs[targets >= 0], targets[targets >= 0]
-            loss = _own(self.loss, y[0, 0], signature.outputs[-1:])
+            loss = _loss_of_app(self.loss, y[0, 0], signature.outputs[-1:])
             fault = _fault(loss, outputs, targets)
             if fault and bool((labels >= 0).all()):  # whole sequences, if all positions have a label
-                loss = _own(self.loss, y[0], signature.outputs)
+                loss = _loss_of_app(self.loss, y[0], signature.outputs)
                 fault = _fault(loss, outputs, targets)
             if fault:
                 raise ConfigError(f"loss: {fault}; of a label per position it gets the labelled positions")
@@ -182,11 +182,11 @@ def _is_plain(loss: nn.Module, free: Sequence[str] = ()) -> bool:
     return same and getattr(loss, "weight", None) is None and getattr(loss, "pos_weight", None) is None
 
 
-def _own(loss: Any, y: Tensor, outputs_shape: tuple[int, ...]) -> Any:
+def _loss_of_app(loss: Any, y: Tensor, outputs_shape: tuple[int, ...]) -> Any:
     """The loss of an app, which takes outputs and targets in the shapes that the app has them; ``y`` is one target."""
     shape, whole, moved = y.shape, None if y.is_floating_point() else y.dtype, dict[Any, Any]()
 
-    def own(outputs: Tensor, targets: Tensor) -> Tensor:
+    def wrapped(outputs: Tensor, targets: Tensor) -> Tensor:
         """The loss of the node's app."""
         place = outputs.device, outputs.dtype
         if place not in moved:
@@ -196,8 +196,8 @@ def _own(loss: Any, y: Tensor, outputs_shape: tuple[int, ...]) -> Any:
         value: Tensor = moved[place](outputs.reshape(-1, *outputs_shape), targets)
         return value
 
-    own.__name__ = getattr(loss, "__name__", type(loss).__name__)
-    return own
+    wrapped.__name__ = getattr(loss, "__name__", type(loss).__name__)
+    return wrapped
 
 
 @torch.no_grad()

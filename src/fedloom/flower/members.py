@@ -49,7 +49,7 @@ def introduction(reply: Message) -> Introduction:
     """Read what a node has.
 
     Raises:
-        FedloomError: the node cannot take part; the sentence says why.
+        FedloomError: the node cannot take part; the message has the reason.
     """
     if reply.has_error():
         cure = f"; {MODS}" if reply.error.code == ErrorCode.MOD_FAILED_PRECONDITION else ""

@@ -48,14 +48,14 @@ def array_of(tensor: Tensor) -> Array:
     return Array(tensor.detach().cpu().contiguous().numpy())
 
 
-def arrays_of(tensors: Mapping[str, Tensor], written: Mapping[str, Array] = MappingProxyType({})) -> ArrayRecord:
+def arrays_of(tensors: Mapping[str, Tensor], encoded: Mapping[str, Array] = MappingProxyType({})) -> ArrayRecord:
     """Write tensors as a record.
 
     Args:
         tensors: by name.
-        written: those that are written already.
+        encoded: those that are written already.
     """
-    return ArrayRecord({name: written.get(name) or array_of(tensor) for name, tensor in tensors.items()})
+    return ArrayRecord({name: encoded.get(name) or array_of(tensor) for name, tensor in tensors.items()})
 
 
 def array_of_each(down: Any) -> dict[str, Array]:

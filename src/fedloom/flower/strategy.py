@@ -285,7 +285,7 @@ class Strategy(FlowerStrategy):
         here, before = set(grid.get_node_ids()), self._clients.reachable
         self._clients.reachable = {node for node in self._members if node in here}
         for node in sorted(before - here):
-            log(WARNING, "fedloom: node %s has left; the run goes on without it until it is back", node)
+            log(WARNING, "fedloom: node %s has left; the run continues without it until it is back", node)
 
     def _save(self) -> None:
         """Write a checkpoint, if the run has a folder."""

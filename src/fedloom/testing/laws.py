@@ -207,10 +207,12 @@ def check_law(
     Raises:
         AssertionError: law, method and what differed.
     """
-    method, own = (algorithm.algorithm, algorithm.weigher) if isinstance(algorithm, Composition) else (algorithm, None)
+    method, own_weigher = (
+        (algorithm.algorithm, algorithm.weigher) if isinstance(algorithm, Composition) else (algorithm, None)
+    )
     where = "" if on is None else " on a network"
     try:
-        LAWS[law](Subject(method, weigher or own, on or law_problem(layout)).with_derived_options())
+        LAWS[law](Subject(method, weigher or own_weigher, on or law_problem(layout)).with_derived_options())
     except Exception as broken:
         what = str(broken) if isinstance(broken, AssertionError) else f"stopped with {type(broken).__name__}: {broken}"
         cure = NAMED if isinstance(broken, FedloomError) else CURES[law]

@@ -19,7 +19,7 @@ from pydantic import Field
 
 from fedloom.callbacks import VirtualTime
 from fedloom.data.federation import Federation, Split
-from fedloom.engine.job import Problem
+from fedloom.engine.job import RunProblem
 from fedloom.engine.records import Records
 from fedloom.engine.setting import Evaluate, Setting
 from fedloom.engine.setup import make_problem
@@ -192,7 +192,7 @@ def scored_models(
     return models, metric_name, facts(metric_name).higher
 
 
-def _defined(problem: Problem) -> set[str]:
+def _defined(problem: RunProblem) -> set[str]:
     """Metrics that some client's validation part defines: AUROC needs both classes."""
     fed, task = problem.eval_fed, problem.oracle.task
     owner, y = fed.owner(PART), fed.targets(fed.parts[PART].index)

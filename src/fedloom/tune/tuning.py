@@ -144,7 +144,10 @@ class Tuning:
             def handle(_shared: None, k: int) -> None:
                 self._tune(self.studies[k], on_trial, emitter, interrupted, workers if processes == 1 else 1)
 
-            with WorkerPool([handle], processes) as pool, line.heard(*listeners) if processes > 1 else nullcontext():
+            with (
+                WorkerPool([handle], processes) as pool,
+                line.listening(*listeners) if processes > 1 else nullcontext(),
+            ):
                 for _ in pool.map(handle, None, range(len(self.studies)), interrupted):
                     pass
             findings = [self._result_of(study) for study in self.studies]

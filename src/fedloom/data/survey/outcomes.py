@@ -83,11 +83,11 @@ def timed(survey: Survey, target: str | None, event: str | None) -> tuple[Timed 
         times = [c for c in times if c.name == target]
     if not times or not events:
         return None, ""
-    found = Timed(times[0], events[0])
-    asked = f"--target {found.time.name} --event"
+    outcome = Timed(times[0], events[0])
+    flag = f"--target {outcome.time.name} --event"
     if target is not None or events[0].name.lower() not in TARGETS:
-        return found, f"{asked} '' drafts it without the event"
+        return outcome, f"{flag} '' drafts it without the event"
     return (
         None,
-        f"{found.time.name!r} with the event {found.event.name!r} is a time to event: {asked} {found.event.name}",
+        f"{outcome.time.name!r} with the event {outcome.event.name!r} is a time to event: {flag} {outcome.event.name}",
     )

@@ -68,13 +68,13 @@ def check_site(site: Site, *, offline: bool = False) -> Iterator[Finding]:
     checks: tuple[Check, ...] = (_versions, _experiment, _data, _keys, _authority, _disk, _port)
     findings: set[Finding] = set()
     for check in checks if offline else (*checks, _server):
-        for finding in _found(check, site):
+        for finding in _findings_of(check, site):
             if finding not in findings:
                 findings.add(finding)
                 yield finding
 
 
-def _found(check: Check, site: Site) -> Iterator[Finding]:
+def _findings_of(check: Check, site: Site) -> Iterator[Finding]:
     try:
         yield from check(site)
     except FedloomError as error:
@@ -228,7 +228,7 @@ def _disk(site: Site) -> Iterator[Finding]:
         return
     free = shutil.disk_usage(folder).free >> 20
     if free < site.free_disk:
-        yield Finding("refused", f"{free} MB are free at {folder}, free_disk asks for {site.free_disk} MB; make room")
+        yield Finding("refused", f"{free} MB are free at {folder}, free_disk requires {site.free_disk} MB; make room")
     else:
         yield Finding("ok", f"disk: {free} MB are free at {folder}")
 
@@ -243,7 +243,7 @@ def _server(site: Site) -> Iterator[Finding]:
     try:
         context = ssl.create_default_context(cafile=os.fspath(site.ca))
     except OSError:
-        return  # said already, of the authority's certificate
+        return  # reported already, for the authority's certificate
     yield from _greet(HTTPSConnection(host.strip("[]"), int(port), timeout=10, context=context), site.server)
 
 

@@ -131,10 +131,10 @@ def site_unit(site: Site, place: Location) -> str:
 def _commands(of: Server | Site, place: Location) -> dict[str, list[str]]:
     """The command lines of a side's processes, by name."""
     home, programs = place.home / ("server" if isinstance(of, Server) else "site"), place.programs
-    there = placed(of, home)
+    location = placed(of, home)
     if isinstance(of, Site):
-        return {"site": command("supernode", there, programs, file=home / "site.toml")}
-    commands = {name: command(name, there, programs) for name in ("superlink", "superexec")}
+        return {"site": command("supernode", location, programs, file=home / "site.toml")}
+    commands = {name: command(name, location, programs) for name in ("superlink", "superexec")}
     file = home / "server.toml"
     run = command("run", None, programs, app=home / APP, file=file)
     return commands | {"run": [*command("serve", None, programs, file=file), *run]}

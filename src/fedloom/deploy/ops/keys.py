@@ -68,7 +68,7 @@ class ServerCertificate(NamedTuple):
 
 
 def key_pair(kind: Literal["connection", "signing"]) -> KeyPair:
-    """A new key pair of a site: ECDSA P-384 for its connection, as Flower asks for, or Ed25519 for its replies."""
+    """A new key pair of a site: ECDSA P-384 for its connection, as Flower requires, or Ed25519 for its replies."""
     key = ec.generate_private_key(ec.SECP384R1()) if kind == "connection" else ed25519.Ed25519PrivateKey.generate()
     return KeyPair(
         key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()),

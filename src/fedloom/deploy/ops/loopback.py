@@ -109,7 +109,7 @@ class Loopback:
         """
         serving, sites = self._processes.started[:2], self._processes.started[2:]
         words = command("run", app=self.folder / "server" / APP, file=self._server_file)
-        (self.work / "run.log").unlink(missing_ok=True)  # what an earlier run of this server said
+        (self.work / "run.log").unlink(missing_ok=True)  # the log of an earlier run of this server
         stream = self._start("run", words)
         with stream.log.open() as log:
 

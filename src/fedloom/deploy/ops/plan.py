@@ -90,7 +90,7 @@ def plan(
     """What is deployed of an experiment.
 
     Args:
-        experiment: the comparison; its data must be there, since it says what a sample looks like.
+        experiment: the comparison; its data must be there, since they define what a sample looks like.
         sites: number of sites; None: the clients of the partition, or as many as there are names.
         names: of the sites; none: those of the clients, or site-0, site-1, ...
         method: label of the method; None: the only one.
@@ -98,7 +98,7 @@ def plan(
         rounds: None: the method's.
         data_dir: folder of data sets.
         own_data: every site has data of its own, in place of a share of the experiment's.
-        fixed_data: a site whose samples change in the run is refused; otherwise the change is told.
+        fixed_data: a site whose samples change in the run is refused; otherwise the change is logged.
         norm_bound: longest difference that the server accepts from a site (L2); None: `MARGIN` times the longest of the
             first round, which is simulated for it.
         most_samples: of any part of a site; None: the largest client's, and not known where sites have their own data.
@@ -118,7 +118,7 @@ def plan(
     sites = len(names) if names and sites is None else sites
     if sites is None and own_data:
         raise ConfigError("with data of their own the number of sites is open: say it with --sites or --names")
-    if agreement is not None and own_data:  # it says all that the coordinator needs to know
+    if agreement is not None and own_data:  # it has all that the coordinator needs
         samples = InputSpec.agreed(agreement)
         fed = federation_of(samples, torch.ones(sites or 1, len(PARTS), dtype=torch.long))
     else:
@@ -145,7 +145,7 @@ def plan(
         experiment=tomli_w.dumps(agreed),
         sites=_named(names, sites or fed.n) if names else _names(range(sites or fed.n) if own_data else fed.names),
         samples=samples,
-        data=_own(one) if own_data else _absolute(_labelled(one)),
+        data=_own_data_table(one) if own_data else _absolute(_labelled(one)),
         data_dir=None if folder is None or own_data else folder.resolve(),
         share="all" if own_data else "partition",
         fixed_data=fixed_data,
@@ -243,7 +243,7 @@ def _named(names: Sequence[str], count: int) -> tuple[str, ...]:
 
 
 def _labelled(one: Experiment) -> dict[str, Any]:
-    """The table [data], without what an agreement says instead."""
+    """The table [data], without the keys that an agreement replaces."""
     agreed = getattr(one.source, "agreement", None) is not None
     return {k: v for k, v in one.source_options.items() if not agreed or k not in AGREED}
 
@@ -262,7 +262,7 @@ def _placeless(one: Experiment) -> dict[str, Any]:
     return rest if named else {**rest, "source": next(name for name, one in SOURCES.items() if one is kind)}
 
 
-def _own(one: Experiment) -> dict[str, Any]:
+def _own_data_table(one: Experiment) -> dict[str, Any]:
     """The table [data] of a site with data of its own: a file of the same name, beside the site's settings."""
     path, options = getattr(one.source, "path", None), _placeless(one)
     if isinstance(one.source, TableSource):  # what its columns mean was agreed on, and signs are found out

@@ -14,7 +14,7 @@ GRACE = 10.0
 
 
 def reap(lines: Iterable[str], grace: float = GRACE) -> None:
-    """Read until the pipe is closed, then end what has not ended: last begun, first told."""
+    """Read until the pipe is closed, then end what has not ended: last begun, first ended."""
     groups = [group for group in reversed([int(line) for line in lines]) if _tell(group, signal.SIGTERM)]
     end = time.monotonic() + grace
     while groups and time.monotonic() < end:
@@ -25,7 +25,7 @@ def reap(lines: Iterable[str], grace: float = GRACE) -> None:
 
 
 def _tell(group: int, number: int) -> bool:
-    """Whether the group was there to be told."""
+    """Whether the group was there to be ended."""
     try:
         os.killpg(group, number)
     except ProcessLookupError:

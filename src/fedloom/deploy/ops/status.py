@@ -59,7 +59,7 @@ def server_file(folder: Path) -> Path:
 
 
 def tallies(log: Sequence[Mapping[str, Any]], members: Mapping[int, str], rounds: int) -> dict[int, dict[str, Any]]:
-    """What the audit log says of every site, by client.
+    """The audit log's facts on every site, by client.
 
     Args:
         log: its lines.

@@ -64,11 +64,11 @@ class Rejected(FedloomError):
         super().__init__(f"step {step}: {self.reason}")
 
 
-class Late(Rejected):
+class LateReply(Rejected):
     """A sound reply to a message that is not waited for any more."""
 
     def __init__(self) -> None:
-        super().__init__(1, "too late, its round goes on without it")
+        super().__init__(1, "too late, its round continues without it")
 
 
 class _Draft(NamedTuple):
@@ -76,7 +76,7 @@ class _Draft(NamedTuple):
 
     message: Message
     pending: Pending
-    late: bool = False
+    is_late: bool = False
     answered: Collection[int] = ()
     envelope: Envelope = Envelope({}, [], {})
     value: Any = None
@@ -98,7 +98,7 @@ class Checks:
 
     Args:
         settings: of the server.
-        job: the run; None before the sites have said what they hold.
+        job: the run; None before the sites have sent their sizes.
         forms: of its messages.
         keys: of the sites, by client.
         sizes: ``[n, 3]`` samples that the sites declared.
@@ -118,23 +118,23 @@ class Checks:
         self._settings, self._keys, self._job, self._forms, self._sizes = settings, keys, job, forms, sizes
 
     def check(
-        self, message: Message, pending: Pending | None, *, late: bool = False, answered: Collection[int] = ()
+        self, message: Message, pending: Pending | None, *, is_late: bool = False, answered: Collection[int] = ()
     ) -> Reply:
         """The reply, if all holds.
 
         Args:
             message: from a node.
             pending: the message that it answers; None: none that is open.
-            late: whether that message is not waited for any more.
+            is_late: whether that message is not waited for any more.
             answered: clients of which a reply counts already.
 
         Raises:
-            Late: all holds, but for the time.
+            LateReply: all holds, but for the time.
             Rejected: what does not; no other error is possible.
         """
         if pending is None:
             raise Rejected(1, "answers no open message")
-        draft = _Draft(message, pending, late, answered)
+        draft = _Draft(message, pending, is_late, answered)
         try:
             for _, _, step in self.STEPS:
                 draft = step(self, draft)
@@ -211,7 +211,7 @@ class Checks:
 
     def _no_refusal(self, draft: _Draft) -> _Draft:
         if draft.head["status"] != "ok":
-            raise Rejected(2, f"the site says: {draft.head['reason']}")
+            raise Rejected(2, f"the site refuses: {draft.head['reason']}")
         return draft
 
     def _data(self, draft: _Draft) -> _Draft:
@@ -254,7 +254,7 @@ class Checks:
     def _finite(self, draft: _Draft) -> _Draft:
         value = draft.value
         if draft.is_round and value is not None:
-            parts = (*value.up, value.info, value.told) if isinstance(value, Upload) else (value,)
+            parts = (*value.up, value.info, value.sampler_report) if isinstance(value, Upload) else (value,)
             if not all(bool(torch.isfinite(part).all()) for part in parts if part is not None):
                 raise Rejected(8, "NaN or infinite numbers in the arrays")
         return draft
@@ -322,13 +322,13 @@ class Checks:
                     raise Rejected(11, f"{name} is {number:.4g}, it can be {low:.4g} to {high:.4g}")
 
     def _in_time(self, draft: _Draft) -> _Draft:
-        if draft.late and draft.pending.kind != "hello":
-            raise Late
+        if draft.is_late and draft.pending.kind != "hello":
+            raise LateReply
         return draft
 
     def _once(self, draft: _Draft) -> _Draft:
         client = draft.head["client"]
-        if not draft.late and client in draft.answered:
+        if not draft.is_late and client in draft.answered:
             raise Rejected(12, f"client {client} has answered already")
         return draft
 

@@ -36,7 +36,7 @@ COMMON = {
     "protocol": int, "release": str, "experiment": str, "kind": str, "round": int, "client": int, "nonce": bytes,
     "digest": str,
 }  # fmt: skip
-ASKED: Mapping[str, Mapping[str, type]] = {
+REQUEST_FIELDS: Mapping[str, Mapping[str, type]] = {
     "hello": {},
     "ask": {},
     "train": {"accepted": int, "weight": float, "scored": int, "global": bool},
@@ -109,8 +109,8 @@ class Pending(NamedTuple):
         node: Flower's number of the node.
         nonce: of this message.
         down: what a client received, for the length of the difference.
-        read: reads the array of a step of secure aggregation, which nobody else can judge.
-        most: most bytes of the reply, all told.
+        read: reads the array of a step of secure aggregation, which only the caller can judge.
+        most: most bytes of the whole reply.
     """
 
     kind: Kind

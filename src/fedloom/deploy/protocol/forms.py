@@ -20,7 +20,7 @@ from fedloom.local.rows import rows_of
 
 SLACK = 1 << 16
 """Bytes of a message of the codec beside its numbers, at most."""
-INFO, TOLD, MODEL = "answer to the weigher", "answer to the sampler", "model"
+INFO, SAMPLER_REPORT, MODEL = "answer to the weigher", "answer to the sampler", "model"
 """Names of what is no field of the method."""
 
 
@@ -79,7 +79,7 @@ class Forms:
             WireError: the bytes are not an upload of this run.
         """
         fields = self._upload.decode(message)
-        info, report, update = (fields.pop(name, None) for name in (INFO, TOLD, UPDATE))
+        info, report, update = (fields.pop(name, None) for name in (INFO, SAMPLER_REPORT, UPDATE))
         up = self.idle._replace(**fields)
         up = up if update is None else self._messages.with_update(up, update)
         if self._messages.sends_change and down is not None:
@@ -102,7 +102,7 @@ class Forms:
 
     def write_answer(self, answer: Tensor) -> bytes:
         """A candidate's answer ``[1, k]`` to the sampler."""
-        return self._messages.vector(TOLD, answer).encode()
+        return self._messages.vector(SAMPLER_REPORT, answer).encode()
 
     def read_answer(self, message: bytes) -> Tensor:
         """A candidate's answer ``[1, k]``.
@@ -110,7 +110,7 @@ class Forms:
         Raises:
             WireError: the bytes are not one.
         """
-        return self._messages.vector(TOLD, self._answer).decode(message)[TOLD]
+        return self._messages.vector(SAMPLER_REPORT, self._answer).decode(message)[SAMPLER_REPORT]
 
     # ----------------------------------------------------------------------------------------------- evaluation
 
@@ -158,8 +158,8 @@ class Forms:
         return self._messages.up(self.idle, _answers(info, report))
 
 
-def _answers(info: Tensor | None, told: Tensor | None) -> dict[str, Tensor]:
-    return {name: rows for name, rows in ((INFO, info), (TOLD, told)) if rows is not None}
+def _answers(info: Tensor | None, sampler_report: Tensor | None) -> dict[str, Tensor]:
+    return {name: rows for name, rows in ((INFO, info), (SAMPLER_REPORT, sampler_report)) if rows is not None}
 
 
 def score_names(job: Job) -> list[tuple[str, str, str]]:
@@ -176,7 +176,7 @@ class Upload(NamedTuple):
 
     up: Any
     info: Tensor | None
-    told: Tensor | None
+    sampler_report: Tensor | None
 
 
 def is_common(down: Any) -> bool:
@@ -191,4 +191,4 @@ def for_client(down: Any, place: int) -> Any:
 
 def output_of(sent: Upload, work: Tensor) -> ClientOutput:
     """The output of a client on the server's side; its state stays at the client."""
-    return ClientOutput(sent.up, ClientState(Nothing()), work, sent.info, sent.told)
+    return ClientOutput(sent.up, ClientState(Nothing()), work, sent.info, sent.sampler_report)

@@ -2,7 +2,7 @@
 
 A site keeps the secrets of one session, the newest, on its own disk, in a folder that only it reads, and forgets them
 with the answer of the last step. A message that comes again gets the same answer; another one in its place is refused,
-since two vectors under one mask tell their difference. A damaged file ends its session and nothing else.
+since two vectors under one mask reveal their difference. A damaged file ends its session and nothing else.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def check_maskable(setting: Setting) -> None:
     elif not isinstance(setting.aggregator, PrivateMean | None) and not setting.aggregator.linear:
         why = f"aggregator {type(setting.aggregator).__name__} compares single uploads"
     elif setting.weigher.probes:
-        why = f"weigher {setting.weigher.kind!r} asks single clients"
+        why = f"weigher {setting.weigher.kind!r} queries single clients"
     elif setting.sampler.probes or setting.sampler.learns:
         why = f"sampler {setting.sampler.kind!r} looks at single clients"
     elif setting.sampler.repeats:
@@ -57,7 +57,9 @@ def check_maskable(setting: Setting) -> None:
     elif isinstance(setting.aggregator, PrivateMean) and 0 < released(setting.aggregator, MOST).scale < FINEST:
         why = f"aggregator 'private-mean' with sigma {setting.aggregator.sigma:g} has too little noise to be shared"
     if why:
-        raise Refused(f"{why}, but under secure aggregation the server sees sums only; choose another, or leave it out")
+        raise Refused(
+            f"{why}, but under secure aggregation the server receives sums only; choose another, or leave it out"
+        )
 
 
 class SessionMember:
@@ -117,7 +119,7 @@ class SessionMember:
         self._once(record, "inbox", message.hex())
         self._once(record, "terms", terms.digest.hex())
         self._once(record, "sums", terms.sums)
-        self._once(record, "asked", terms.asked)
+        self._once(record, "asked", terms.model_digests)
         if "held" not in record and "accuses" not in record:
             session, secrets = self._agreed_by(record), _secrets(record)
             sealed = _read(message, shares.SEALED)
@@ -211,12 +213,12 @@ class SessionMember:
         return record
 
     def _once(self, record: dict[str, Any], name: str, value: Any) -> None:
-        """Whatever was said once in a session stays."""
+        """An answer once given in a session stays."""
         if record.setdefault(name, value) != value:
             raise Broken(f"the {name} of a session cannot change")
 
     def _agreed_by(self, record: dict[str, Any], message: bytes | None = None) -> secure.Session:
-        """The session, of those that advertised; checked when they are heard of for the first time."""
+        """The session, of those that advertised; checked when they arrive for the first time."""
         adverts = _adverts(bytes.fromhex(record["adverts"]) if message is None else message)
         name = bytes.fromhex(record["name"])
         if message is not None:

@@ -1,4 +1,4 @@
-"""Opened: the sums that a site has given shares for, so that no second one tells the difference between the two.
+"""Opened: the sums that a site has given shares for, so that no second one reveals the difference between the two.
 
 Of a round there is one sum, of one set of sites. Of the same models asked for in another round, as after a round that
 was lost, the sites are the same, or so many differ that their difference is a sum of enough sites itself.
@@ -46,34 +46,36 @@ class OpenedSums:
             record["past"] = [*record["past"], before][-REMEMBERED:]
         write_checked(self._path, record)
 
-    def reveal(self, sums: Mapping[str, int], asked: Mapping[str, str], arrived: Sequence[int], threshold: int) -> None:
-        """Enter a sum before a share of it is said.
+    def reveal(
+        self, sums: Mapping[str, int], models: Mapping[str, str], arrived: Sequence[int], threshold: int
+    ) -> None:
+        """Enter a sum before a share of it is given.
 
         Args:
             sums: the round of what is summed, by what that is.
-            asked: digest of the models that it is of, by what it is; empty for none.
+            models: digest of the models that it is of, by what it is; empty for none.
             arrived: its sites.
             threshold: fewest sites of a sum.
 
         Raises:
-            Broken: it would tell a difference that is of too few sites.
+            Broken: it would reveal a difference that is of too few sites.
         """
         record = self._load()
         for what, t in sums.items():
             opened: dict[str, Any] = record["opened"].setdefault(what, {})
             if t <= record["forgotten"].get(what, -1):
                 raise Broken(f"round {t} is too long ago to know whether its {what} were summed already")
-            new = {"sites": [*arrived], "models": asked[what]}
+            new = {"sites": [*arrived], "models": models[what]}
             if opened.setdefault(str(t), new)["sites"] != new["sites"]:
                 raise Broken(
-                    f"the {what} of round {t} were summed already, of other sites; the two sums tell their difference"
+                    f"the {what} of round {t} were summed already, of other sites; the two sums reveal their difference"
                 )
             for other in opened.values():
                 apart = len({*arrived} ^ {*other["sites"]})
-                if asked[what] and other["models"] == asked[what] and 0 < apart < threshold:
+                if models[what] and other["models"] == models[what] and 0 < apart < threshold:
                     raise Broken(
                         f"the {what} on these models were summed already, in another round, of sites of which {apart} "
-                        "differ; the two sums tell their difference"
+                        "differ; the two sums reveal their difference"
                     )
             while len(opened) > REMEMBERED:
                 oldest = min(opened, key=int)

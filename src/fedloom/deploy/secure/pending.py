@@ -1,7 +1,7 @@
-"""Unmasked: the sums that the server asked for, kept on its disk, so that each is told of one set of sites only.
+"""Unmasked: the sums that the server asked for, kept on its disk, so that each is revealed for one set of sites only.
 
-A sum that was asked for is asked for again in the same session, of all its sites that are there, until enough have said
-their shares. Then the sum itself is kept, and no site is asked any more.
+A sum that was asked for is asked for again in the same session, of all its sites that are there, until enough have
+given their shares. Then the sum itself is kept, and no site is asked any more.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class PendingSum(NamedTuple):
         signed: signatures of its sites that the sum is of them.
         sums: the round of what is summed, by what that is.
         models: digest of the models that it is of, by what is summed.
-        total: the sum, under masks until it is told.
+        total: the sum, under masks until it is revealed.
         attempts: how often it was asked for.
         told: whether the masks are off.
     """
@@ -77,20 +77,20 @@ class PendingSums:
 
     def of(self, sums: Mapping[str, int]) -> PendingSum | None:
         """The sum of any of these, by kind and round."""
-        matches = (asked for what, t in sums.items() if (asked := self.newest(what)) and asked.sums[what] == t)
+        matches = (pending for what, t in sums.items() if (pending := self.newest(what)) and pending.sums[what] == t)
         return next(matches, None)
 
-    def keep(self, asked: PendingSum) -> None:
+    def keep(self, pending: PendingSum) -> None:
         """Make it last; it takes the place of the one before of its kind."""
         make_folder(self._folder)
-        name = f"{asked.nonce.hex()}.{'sum' if asked.told else 'masked'}"
+        name = f"{pending.nonce.hex()}.{'sum' if pending.told else 'masked'}"
         if not (self._folder / name).exists():
-            write_atomic(self._folder / name, asked.total.astype("<u8", copy=False).tobytes())
-        entry = {**asked._asdict(), "file": name}
+            write_atomic(self._folder / name, pending.total.astype("<u8", copy=False).tobytes())
+        entry = {**pending._asdict(), "file": name}
         entry |= {key: entry[key].hex() for key in ("nonce", "adverts", "question")}
-        entry["signed"] = {c: signature.hex() for c, signature in asked.signed.items()}
+        entry["signed"] = {c: signature.hex() for c, signature in pending.signed.items()}
         del entry["total"]
-        entries = self._read() | dict.fromkeys(asked.sums, entry)
+        entries = self._read() | dict.fromkeys(pending.sums, entry)
         write_atomic(self._folder / NAME, json.dumps(entries).encode())
         kept = {one["file"] for one in entries.values()}
         old = [path for end in ("sum", "masked") for path in self._folder.glob(f"*.{end}") if path.name not in kept]

@@ -7,7 +7,7 @@ attempt at a round, has four steps, and a fifth where a site drops out on the wa
 1. Every site makes two X25519 key pairs and a seed, and signs both public keys and a commitment to the seed, with the
    session, with its signing key.
 2. Every site cuts its seed and its masking key into Shamir shares, any ``threshold`` of which give them back, and
-   encrypts to every other site its share of each. It signs each of these, so nobody else can have made a bad one.
+   encrypts to every other site its share of each. It signs each of these, so no other site can have made a bad one.
 3. Every site adds a mask from its seed, and for every other site one from their common key, which the two add with
    opposite signs. Numbers are integers modulo 2^64 (`integers`), so a masked vector is uniform whatever is in it. The
    masks depend on all that the sites were asked and on who shared with whom (`bound_to`), so they cancel between sites
@@ -138,7 +138,7 @@ def check_adverts(session: bytes, adverts: Collection[Advert], keys: Mapping[int
     """That every advertisement is a site's own, of this session.
 
     Raises:
-        Broken: one is forged, of another session, of nobody, or there twice.
+        Broken: one is forged, of another session, without an owner, or there twice.
     """
     if len({a.client for a in adverts}) != len(adverts):
         raise Broken("a site's keys are advertised twice")

@@ -195,14 +195,14 @@ def restored(
         session: all agree on.
         peers: sites that have masks with each other.
         arrived: those of them whose vector arrived, whose seeds are restored; of the others it is the masking key.
-        answers: by the site that says them, shares by owner (`tell`).
+        answers: by the site that gives them, shares by owner (`tell`).
 
     Raises:
         Broken: there are fewer than ``threshold`` answers.
         Undecided: shares do not give a secret that its owner is committed to.
     """
     if len(answers) < session.threshold:
-        raise Broken(f"{len(answers)} sites said their shares, {session.threshold} are needed")
+        raise Broken(f"{len(answers)} sites gave their shares, {session.threshold} are needed")
     place = {c: k + 1 for k, c in enumerate(session.adverts)}
     secrets, wrong = dict[int, bytes](), set[int]()
     for owner in peers:

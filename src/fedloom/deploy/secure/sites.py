@@ -92,7 +92,7 @@ class MaskedSites(Sites):
         yield SumResult(request.ids[summed], request.ids[~summed], parts, total, counts)
 
     def _scores_in_same_session(self, t: int, cohort: Collection[int]) -> tuple[int, dict[int, Request]]:
-        """The round whose models are scored with the training, and what asks for it: where all sites train.
+        """The round whose models are scored with the training, and its request: where all sites train.
 
         Otherwise, or if these scores were asked for already, they have a session of their own, which comes first. A
         sum of the training that was asked for already has the scores or has them not.
@@ -121,7 +121,7 @@ class MaskedSites(Sites):
         yield self.global_sizes(request)
 
     def _tally(self, request: ScoreRequest) -> None:
-        """Sum the scores of all sites that are there, in a session of its own; without a sum the run goes on."""
+        """Sum the scores of all sites that are there, in a session of its own; without a sum the run continues."""
         t, asks = request.round, self._score_letters(request)
         terms = self._terms(t, asks, asks, t)
 

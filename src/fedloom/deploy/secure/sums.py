@@ -30,7 +30,7 @@ ATTEMPTS = 3
 """How often the shares of a sum are asked for before it is given up."""
 
 Ask = Callable[[int, bytes], Request]
-"""(client, sealed shares of the others) -> what asks the client for its vector."""
+"""(client, sealed shares of the others) -> the request for the client's vector."""
 
 
 class Sum(NamedTuple):
@@ -42,7 +42,7 @@ class Sum(NamedTuple):
 
 
 class _Course(NamedTuple):
-    """A session that goes on: its round, its nonce, and how far it has come."""
+    """A session in progress: its round, its nonce, and how far it has come."""
 
     round: int
     nonce: bytes
@@ -70,11 +70,11 @@ class SecureSums:
         return self._unmasked.of(sums)
 
     def sum(self, terms: Terms, request: Ask, length: int, read: Callable[[Integers, int], Any]) -> Sum:
-        """The sum of the sites' vectors; one that was asked for before a stop is told now.
+        """The sum of the sites' vectors; one that was asked for before a stop is revealed now.
 
         Args:
             terms: what the sites are asked.
-            request: asks a client for its vector; takes the shares of the others too.
+            request: makes the request for a client's vector; takes the shares of the others too.
             length: of a vector.
             read: what a sum of so many vectors is; Refused where it makes no sense.
 
@@ -83,7 +83,7 @@ class SecureSums:
             GivenUp: it was asked for too often, or one of the vectors is wrong.
         """
         pending = self._unmasked.of(terms.sums) or self._collected(terms, request, length)
-        pending = pending if pending.told else self._told(pending, read)
+        pending = pending if pending.told else self._revealed(pending, read)
         n, part = len(secure.read_adverts(pending.adverts)), 4 + shares.SEALED
         up = len(pending.adverts) // n + n * part + SIGNATURE + 8 * length + n * (4 + secure.KEY)
         down = len(pending.adverts) + n * (part + 4 + SIGNATURE) + len(terms.encode())
@@ -92,7 +92,7 @@ class SecureSums:
     # --------------------------------------------------------------------------------------- until shares are asked for
 
     def _collected(self, terms: Terms, request: Ask, length: int) -> PendingSum:
-        """The steps before the last: the sum under its masks. Until the last, nobody can tell anything."""
+        """The steps before the last: the sum under its masks. Until the last, nothing is revealed."""
         while True:
             cohort = self._apart(terms, [c for c in terms.cohort if c not in self._out])
             self._check_count(terms.round, len(cohort))
@@ -126,7 +126,7 @@ class SecureSums:
             return None
         vectors: dict[int, tuple[bytes, Integers]] = {c: a for c, a in answers.items() if c not in accusations}
         if self._apart(terms, [*vectors]) != [*vectors]:
-            raise RunStopped(Stop.TOO_FEW, f"round {t}: another sum would tell what a single site sent")
+            raise RunStopped(Stop.TOO_FEW, f"round {t}: another sum would reveal what a single site sent")
         self._check_count(t, len(vectors))
         total: Integers = np.sum([vector for _, vector in vectors.values()], axis=0, dtype=np.uint64)
         signed = {c: signature for c, (signature, _) in vectors.items()}
@@ -136,7 +136,16 @@ class SecureSums:
             ask = {c: Request("agree", c, [arrived]) for c in vectors}
             _, signed = self._step(course, "agree", ask, lambda c, m: read_signature(m, text, public[c]))
         return PendingSum(
-            t, course.nonce, everyone, terms.digest, [*sealed], [*vectors], signed, terms.sums, terms.asked, total
+            t,
+            course.nonce,
+            everyone,
+            terms.digest,
+            [*sealed],
+            [*vectors],
+            signed,
+            terms.sums,
+            terms.model_digests,
+            total,
         )
 
     def _judge(
@@ -180,7 +189,7 @@ class SecureSums:
                 self._leave_out(
                     course.round,
                     accuser,
-                    f"it says that the share of {self._names([accused])} does not decrypt; it does",
+                    f"it claims that the share of {self._names([accused])} does not decrypt; it does",
                 )
         return len(self._out) > before
 
@@ -197,8 +206,8 @@ class SecureSums:
             if (
                 before is None
                 or before.sums[what] == t
-                or not terms.asked[what]
-                or (before.models.get(what) != terms.asked[what])
+                or not terms.model_digests[what]
+                or (before.models.get(what) != terms.model_digests[what])
             ):
                 continue
             apart = {*clients} ^ {*before.clients}
@@ -209,55 +218,55 @@ class SecureSums:
                 raise RunStopped(
                     Stop.TOO_FEW,
                     f"round {terms.round}: a sum without {self._names(missing)} and that of round {before.round}, on "
-                    "the same models, would tell what it sent; the run goes on when it is back",
+                    "the same models, would reveal what it sent; the run continues when it is back",
                 )
             clients = [c for c in clients if c in before.clients]
         return [*clients]
 
     # ------------------------------------------------------------------------------------------------- the last step
 
-    def _told(self, asked: PendingSum, read: Callable[[Integers, int], Any]) -> PendingSum:
+    def _revealed(self, pending: PendingSum, read: Callable[[Integers, int], Any]) -> PendingSum:
         """The last step: any threshold of the sites of a sum take its masks off; it is kept once it makes sense."""
-        t, why = asked.round, "it was never told"
-        while asked.attempts < ATTEMPTS:
-            self._unmasked.keep(asked := asked._replace(attempts=asked.attempts + 1))
+        t, why = pending.round, "it was never revealed"
+        while pending.attempts < ATTEMPTS:
+            self._unmasked.keep(pending := pending._replace(attempts=pending.attempts + 1))
             try:
-                total = self._open(asked)
+                total = self._open(pending)
             except Broken as error:
                 why = str(error)
-                self._transport.note("wrong shares", t, asked.clients, f"round {t}: {error}")
+                self._transport.note("wrong shares", t, pending.clients, f"round {t}: {error}")
                 continue
             try:
-                read(total, len(asked.clients))
+                read(total, len(pending.clients))
             except Refused as error:
                 why = f"{error}; which site's vector is wrong cannot be known from a sum"
-                self._unmasked.keep(asked := asked._replace(attempts=ATTEMPTS))
+                self._unmasked.keep(pending := pending._replace(attempts=ATTEMPTS))
                 continue
-            self._unmasked.keep(asked := asked._replace(total=total, told=True))
-            return asked
+            self._unmasked.keep(pending := pending._replace(total=total, told=True))
+            return pending
         raise GivenUp(
-            f"round {t}: the sum was asked for in vain: {why}; a sum of other sites would tell the difference",
-            asked.clients,
+            f"round {t}: the sum was asked for in vain: {why}; a sum of other sites would reveal the difference",
+            pending.clients,
         )
 
-    def _open(self, asked: PendingSum) -> Integers:
+    def _open(self, pending: PendingSum) -> Integers:
         """The sum without its masks.
 
         Raises:
             RunStopped: fewer than the threshold answer.
             Broken: their shares do not give the secrets that their owners are committed to.
         """
-        name = secure.session_name(self._agreement, asked.round, asked.nonce)
-        session = secure.session_of(name, self._agreed.threshold, secure.read_adverts(asked.adverts))
-        bound = secure.bound_to(session, asked.question, asked.shared)
-        arrived = secure.write({c: asked.signed.get(c, bytes(SIGNATURE)) for c in asked.clients})
-        ask = {c: Request("unmask", c, [arrived]) for c in asked.clients}
-        course = _Course(asked.round, asked.nonce, Progress(Stage.MASKED))
-        _, answers = self._step(course, "unmask", ask, lambda _, m: read_shares(m, asked.shared))
-        secrets, wrong = shares.restored(session, asked.shared, asked.clients, answers)
+        name = secure.session_name(self._agreement, pending.round, pending.nonce)
+        session = secure.session_of(name, self._agreed.threshold, secure.read_adverts(pending.adverts))
+        bound = secure.bound_to(session, pending.question, pending.shared)
+        arrived = secure.write({c: pending.signed.get(c, bytes(SIGNATURE)) for c in pending.clients})
+        ask = {c: Request("unmask", c, [arrived]) for c in pending.clients}
+        course = _Course(pending.round, pending.nonce, Progress(Stage.MASKED))
+        _, answers = self._step(course, "unmask", ask, lambda _, m: read_shares(m, pending.shared))
+        secrets, wrong = shares.restored(session, pending.shared, pending.clients, answers)
         for client in sorted(wrong):
-            self._leave_out(asked.round, client, "its shares of the others' secrets are wrong")
-        return secure.unmasked(session, bound, asked.clients, asked.total, secrets)
+            self._leave_out(pending.round, client, "its shares of the others' secrets are wrong")
+        return secure.unmasked(session, bound, pending.clients, pending.total, secrets)
 
     # ---------------------------------------------------------------------------------------------------------- inside
 

@@ -56,7 +56,7 @@ class Terms(Value):
         return rounds | ({"scores": self.scored} if self.scored >= 0 else {})
 
     @property
-    def asked(self) -> dict[str, str]:
+    def model_digests(self) -> dict[str, str]:
         """Digest of the models of what is summed, by what that is; empty where none is received."""
         digests = {"uploads": self.download, "scores": " ".join(self.models)}
         return {what: digests[what] for what in self.sums}

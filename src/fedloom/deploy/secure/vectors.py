@@ -20,7 +20,7 @@ from fedloom.deploy.secure import protocol as secure
 from fedloom.deploy.secure.protocol import Broken, Integers
 from fedloom.engine.clients.chunk import ClientOutput
 from fedloom.engine.job import Job
-from fedloom.engine.uploads import Kept, fields_of
+from fedloom.engine.uploads import KeptField, fields_of
 
 WORK = 3
 """Counts of work at the end of an upload."""
@@ -69,7 +69,7 @@ class UploadVector:
         old = self.first(mass) if before is None else before
         weights = [torch.full((1, 1), factor, dtype=torch.float64) for factor in (share, mass)]
         for name, field in self._fields.items():
-            if isinstance(field, Kept):
+            if isinstance(field, KeptField):
                 steps, cut = integers.encode(mass * self._some(name, field.weighted(output.upload)[0]))
                 rows[name] = torch.from_numpy(steps.view(np.int64))
                 parts.append(steps - old[name].numpy().view(np.uint64))
@@ -84,7 +84,7 @@ class UploadVector:
         """What the server's sum has of a client of this mass before its first upload, as integers."""
         template, start_rows = self._job.kept.template, dict[str, Tensor]()
         for name, field in self._fields.items():
-            if isinstance(field, Kept):
+            if isinstance(field, KeptField):
                 rows = type(template)(*[f[None] for f in template])
                 steps, _ = integers.encode(mass * self._some(name, field.weighted(rows)[0]))
                 start_rows[name] = torch.from_numpy(steps.view(np.int64))
@@ -109,7 +109,7 @@ class UploadVector:
         sums = {}
         values = torch.from_numpy(numbers).split([*self._widths.values()])
         for (name, field), value in zip(self._fields.items(), values, strict=True):
-            if noise is None and not isinstance(field, Kept) and not field.kind.accumulates:
+            if noise is None and not isinstance(field, KeptField) and not field.kind.accumulates:
                 value = value * scale
             mask = self._job.messages.masks.get(name)
             if mask is not None:
@@ -171,10 +171,10 @@ class ScoreVector:
         columns, wanted = [], {key for key, of_enough in zip(self.figures, summed, strict=True) if of_enough}
         for model, part, name in self._names:
             value = float(scores.get((model, part), {}).get(name, torch.tensor(torch.nan)))
-            there = (not part or (part, name) in wanted) and np.isfinite(value)
+            has_score = (not part or (part, name) in wanted) and np.isfinite(value)
             samples = self._samples(part, sizes)
-            numbers, _ = integers.encode(np.array([value, value * samples * UNIT] if there else [0.0, 0.0]))
-            columns += [numbers, np.array([1, samples] if there else [0, 0], dtype=np.uint64)]
+            numbers, _ = integers.encode(np.array([value, value * samples * UNIT] if has_score else [0.0, 0.0]))
+            columns += [numbers, np.array([1, samples] if has_score else [0, 0], dtype=np.uint64)]
         return np.concatenate(columns)
 
     def decode(self, total: Integers, count: int) -> dict[tuple[str, str, str], tuple[float, float, int]]:

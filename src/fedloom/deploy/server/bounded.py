@@ -46,11 +46,11 @@ def pull(grid: Grid, limits: Mapping[str, int]) -> list[Message]:
     answer = client.PullMessages(PullAppMessagesRequest(message_ids=[*limits]))
     replies = []
     for header, tree in zip(answer.messages_list, answer.message_object_trees, strict=True):
-        id_, asked = header.metadata.message_id, header.metadata.reply_to_message_id
+        id_, request_id = header.metadata.message_id, header.metadata.reply_to_message_id
         try:
-            replies.append(_inflated(id_, tree, fetch, limits.get(asked, 0)))
+            replies.append(_inflated(id_, tree, fetch, limits.get(request_id, 0)))
         except (TooLong, ObjectPullError) as error:
-            replies.append(_error(run_id, node.node_id, asked, str(error)))
+            replies.append(_error(run_id, node.node_id, request_id, str(error)))
         client.ConfirmMessageReceived(ConfirmMessageReceivedRequest(node=node, run_id=run_id, message_object_id=id_))
     return replies
 
@@ -80,9 +80,9 @@ def _inflated(id_: str, tree: Any, fetch: Callable[[str], bytes], limit: int) ->
     return message
 
 
-def _error(run_id: int, node: int, asked: str, reason: str) -> Message:
+def _error(run_id: int, node: int, request_id: str, reason: str) -> Message:
     metadata = Metadata(
         run_id=run_id, message_id="", src_node_id=node, dst_node_id=node, message_type=SYSTEM_MESSAGE_TYPE, group_id="",
-        ttl=0, reply_to_message_id=asked, created_at=now().timestamp(),
+        ttl=0, reply_to_message_id=request_id, created_at=now().timestamp(),
     )  # fmt: skip
     return make_message(metadata=metadata, error=Error(code=ErrorCode.MESSAGE_UNAVAILABLE, reason=reason))

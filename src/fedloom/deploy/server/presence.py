@@ -1,9 +1,10 @@
 """Presence: which node is which site, and which of the nodes that Flower calls online really answer.
 
-A node that lets a deadline pass, or whose message Flower reports as lost, is mute: it is asked as before, but nobody
+A node that lets a deadline pass, or whose message Flower reports as lost, is mute: it is asked as before, but no round
 waits for it until it answers something. Where that happens twice without an answer in time between, it is waited for as
 long as others need, times `SLOW`, until it is in time once. A site that was asked in vain in so many rounds counts as
-absent until it says who it is: it gets greetings, one at a time, and no models. A node that was refused is left alone
+absent until it answers a greeting: it gets greetings, one at a time, and no models. A node that was refused is left
+    alone
 for the patience.
 """
 
@@ -19,8 +20,8 @@ from fedloom.deploy.protocol.checks import Rejected
 from fedloom.deploy.settings import Member
 
 SLOW = 3.0
-"""How many times the usual seconds of an answer a node is waited for that was late `LATE` times in a row."""
-LATE = 2
+"""How many times the usual seconds of an answer a node is waited for that was late `MISSES` times in a row."""
+MISSES = 2
 
 
 class NodePresence:
@@ -35,20 +36,20 @@ class NodePresence:
 
     Attributes:
         nodes: Flower's number of the node of every site that is there, by client.
-        sizes: ``[n, 3]`` training, validation and test samples of every site; 0 where it has not said.
+        sizes: ``[n, 3]`` training, validation and test samples of every site; 0 before its first answer.
         round: of the run, the latest that a message was of.
     """
 
     def __init__(
-        self, members: Mapping[int, Member], clients: int, patience: float, rounds: int, known: Mapping[int, int]
+        self, members: Mapping[int, Member], clients: int, patience: float, rounds: int, client_of: Mapping[int, int]
     ) -> None:
-        self._members, self._patience, self._rounds, self._who = members, patience, rounds, dict(known)
+        self._members, self._patience, self._rounds, self._who = members, patience, rounds, dict(client_of)
         self.round = 0
         self.nodes: dict[int, int] = {}
         self.sizes = torch.zeros(clients, 3, dtype=torch.long)
         self._refused: dict[int, tuple[str, float]] = {}
         self._mute: dict[int, int] = {}
-        self._late: dict[int, int] = {}
+        self._misses: dict[int, int] = {}
         self._seconds: dict[str, list[float]] = {}
         self._fixed = False
 
@@ -56,9 +57,9 @@ class NodePresence:
         """From here on, a site with other numbers of samples than it had is refused."""
         self._fixed = True
 
-    def strangers(self, there: Iterable[int]) -> list[int]:
+    def strangers(self, nodes: Iterable[int]) -> list[int]:
         """The nodes to greet, of those that are there; what has gone or was asked in vain too often is forgotten."""
-        here, now = set(there), time.monotonic()
+        here, now = set(nodes), time.monotonic()
         self._refused = {n: r for n, r in self._refused.items() if n in here and now < r[1]}
         self._mute = {n: since for n, since in self._mute.items() if n in here}
         absent = {n for n, since in self._mute.items() if self.round - since >= self._rounds}
@@ -69,7 +70,7 @@ class NodePresence:
         """Remember which node a site has.
 
         Raises:
-            Rejected: another node that answers has said so first, or the site's samples are others than before.
+            Rejected: another node that answers was first, or the site's samples are others than before.
         """
         other = self.nodes.get(client, node)
         if other != node and other not in self._mute:
@@ -88,13 +89,13 @@ class NodePresence:
         """Wait for a node again, which has answered something; for the deadline if it was in time."""
         self._mute.pop(node, None)
         if in_time:
-            self._late.pop(self._site(node), None)
+            self._misses.pop(self._site(node), None)
 
     def silent(self, node: int) -> bool:
         """Wait no more for a node that has not answered in time; whether it did before."""
         new = node not in self._mute
         self._mute.setdefault(node, self.round)
-        self._late[self._site(node)] = self._late.get(self._site(node), 0) + 1
+        self._misses[self._site(node)] = self._misses.get(self._site(node), 0) + 1
         return new
 
     def took(self, kind: str, seconds: float) -> None:
@@ -106,7 +107,7 @@ class NodePresence:
         if node in self._mute:
             return False
         usual = self._seconds.get(kind)
-        return usual is None or self._late.get(self._site(node), 0) < LATE or seconds <= SLOW * median(usual)
+        return usual is None or self._misses.get(self._site(node), 0) < MISSES or seconds <= SLOW * median(usual)
 
     def _site(self, node: int) -> int:
         """What stays the same when a site comes back as another node: its number, below 0 for a stranger."""
@@ -114,11 +115,11 @@ class NodePresence:
         return -1 - node if client is None else client
 
     def client(self, node: int) -> int | None:
-        """The client that the node is, or was when it last said so."""
+        """The client that the node is, or was by its last answer."""
         return self._who.get(node)
 
     def name(self, node: int) -> str:
-        """The site at a node, or the node's number where it never said."""
+        """The site at a node, or the node's number where it never answered."""
         client = self.client(node)
         return f"node {node}" if client is None or client not in self._members else self._members[client].site
 

@@ -37,7 +37,7 @@ class Results:
         self._rounds, self._notes = 0, tuple[str, ...]()
 
     def tell(self, job: Job, state: State) -> None:
-        """Remember what the summary says, however the run ends."""
+        """Keep the facts of the summary, however the run ends."""
         self._job, self._rounds, self._notes = job, state.round, state.notes
 
     def tables(self, job: Job, state: State) -> None:

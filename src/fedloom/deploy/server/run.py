@@ -50,12 +50,12 @@ from fedloom.version import __version__
 Say = Callable[[str], None]
 
 STOPS = "fedloom: stops: "
-"""How the line begins that says why a run ended early."""
+"""Begin of the line with the reason why a run ended early."""
 FINISHED = "all rounds are done; for more of them, deploy an experiment with more rounds"
 
 
 def serve(grid: Grid, settings: Server, say: Say = print) -> Stop:
-    """Train at the sites until all rounds are done; after a stop or a crash, the same call goes on.
+    """Train at the sites until all rounds are done; after a stop or a crash, the same call resumes.
 
     Args:
         grid: Flower's.
@@ -108,7 +108,7 @@ def check_deployable(experiment: Experiment, *, masked: bool = False, start: boo
         start: whether the file of the initial model is agreed on by its digest.
 
     Raises:
-        Refused: the sentence says why.
+        Refused: the run makes no sense; the message has the reason.
     """
     method = experiment.methods[0]
     if experiment.common.attack is not None:
@@ -187,7 +187,7 @@ class _Run(Hooks):
         state, stop, detail, diverged, extras = checkpoints.resume(initial_state(job, server))
         if extras:
             sites.accepted = torch.tensor(extras["accepted"])
-            self._say(f"fedloom: goes on after round {state.round}")
+            self._say(f"fedloom: resumes after round {state.round}")
         for note in job.notes:
             self._say(f"fedloom: {note}")
         audit.write("start", round=state.round, release=__version__, sites=sorted(self._transport.nodes))
@@ -227,7 +227,7 @@ class _Run(Hooks):
         return state, ""
 
     def diverges(self, state: State, sentence: str) -> None:
-        self._say(f"fedloom: diverges: {sentence}; the run goes on")
+        self._say(f"fedloom: diverges: {sentence}; the run continues")
         self._audit.write("diverges", round=state.round, reason=sentence)
 
     def trained(self, state: State) -> tuple[str, ...]:
@@ -260,7 +260,7 @@ class _Run(Hooks):
         self._transport.gather(by if sizes is None else "")
 
     def _known_sizes(self) -> Tensor | None:
-        """What the newest checkpoint says."""
+        """The facts of the newest checkpoint."""
         loaded = Checkpoints(self._settings.checkpoints).load(self._settings.fingerprint[:16])
         return None if loaded is None or not loaded.meta["more"] else torch.tensor(loaded.meta["more"]["sizes"])
 

@@ -1,8 +1,8 @@
 """Post: messages to the sites over Flower's grid, and their replies, each matched by the message that it answers.
 
 A message goes to a site with its own nonce and an explicit time to live. A round of messages closes when all are
-answered, or at the soft deadline if there are enough replies that count; with these, nobody waits for a mute node
-(`fedloom.deploy.server.presence`). A greeting that is answered after its deadline still counts.
+answered, or at the soft deadline if there are enough replies that count; with these, the server does not wait for a
+mute node (`fedloom.deploy.server.presence`). A greeting that is answered after its deadline still counts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from flwr.serverapp import Grid
 from torch import Tensor
 
 from fedloom.deploy.audit import Audit
-from fedloom.deploy.protocol.checks import Checks, Late, Rejected, plain
+from fedloom.deploy.protocol.checks import Checks, LateReply, Rejected, plain
 from fedloom.deploy.protocol.envelope import PROTOCOL, TYPES, Kind, Pending, Reply, digest_of, seal
 from fedloom.deploy.protocol.forms import Forms
 from fedloom.deploy.protocol.identity import new_nonce, verifying_key
@@ -83,10 +83,10 @@ class Transport:
         self.presence = NodePresence(
             self.members, settings.clients, settings.patience, settings.absent_after, self._met()
         )
-        self._late: dict[str, tuple[Pending, float]] = {}
+        self._overdue: dict[str, tuple[Pending, float]] = {}
 
     def _met(self) -> dict[int, int]:
-        """The client of every node that the log has a reply of, so that a site is named before it says who it is."""
+        """The client of every node that the log has a reply of, so that a site is named before its first answer."""
         lines = [x for x in self._audit.lines() if x.get("what") == "accepted"]
         names: dict[Any, str] = {c: m.site for c, m in self.members.items()}
         return {x["node"]: x["client"] for x in lines if names.get(x.get("client")) == x.get("site") and "node" in x}
@@ -98,7 +98,7 @@ class Transport:
 
     @property
     def sizes(self) -> Tensor:
-        """``[n, 3]`` training, validation and test samples of every site; 0 where it has not said."""
+        """``[n, 3]`` training, validation and test samples of every site; 0 before its first answer."""
         return self.presence.sizes
 
     def begin(self, job: Job, forms: Forms) -> None:
@@ -143,14 +143,14 @@ class Transport:
         """Ask nodes that are not known who they are, each once at a time, and forget those that have gone."""
         nodes = list(self._patiently(self._grid.get_node_ids))
         self._collect({}, {}, set())
-        greeted = {pending.node for pending, _ in self._late.values() if pending.kind == "hello"}
+        greeted = {pending.node for pending, _ in self._overdue.values() if pending.kind == "hello"}
         new = [node for node in self.presence.strangers(nodes) if node not in greeted]
         self.exchange(0, [Request("hello", None, node=node) for node in new], 0, self._settings.deadline)
 
     def until(self, round: int, requests: dict[int, Request], need: int) -> dict[int, Reply]:
         """Accepted replies by client; those that did not answer are asked again until ``need`` is there.
 
-        A reply to a request that asks for scores only does not count to ``need``.
+        A reply to a request for scores only does not count to ``need``.
         """
         end = time.monotonic() + self._settings.patience
         self.presence.round = max(self.presence.round, round)
@@ -180,75 +180,80 @@ class Transport:
         Returns:
             Accepted replies, and the clients whose reply was rejected.
         """
-        asked: dict[str, Pending] = {}
+        open_requests: dict[str, Pending] = {}
         start = time.monotonic()
         messages = [self._message(request, round) for request in requests]
         pushed = self._patiently(lambda: list(self._grid.push_messages([m for m, _ in messages]))) if messages else []
         for id_, (_, pending) in zip(pushed, messages, strict=True):
             if id_:
-                asked[id_] = pending
+                open_requests[id_] = pending
         good: dict[int, Reply] = {}
         bad: set[int] = set()
         latest: float | None = None
-        kinds = {pending.kind for pending in asked.values()}
-        while asked:
-            arrived = self._collect(asked, good, bad)
+        kinds = {pending.kind for pending in open_requests.values()}
+        while open_requests:
+            arrived = self._collect(open_requests, good, bad)
             waited = time.monotonic() - start
             if arrived and good:
                 latest = waited
-            idle = not any(self.presence.is_awaited(pending.node, pending.kind, waited) for pending in asked.values())
+            idle = not any(
+                self.presence.is_awaited(pending.node, pending.kind, waited) for pending in open_requests.values()
+            )
             if waited > self._settings.ttl or ((waited > deadline or idle) and _counting(good) >= need):
                 break
-            if asked and not arrived:
+            if open_requests and not arrived:
                 time.sleep(POLL)
         for kind in kinds if latest is not None else ():
             self.presence.took(kind, latest or 0.0)
-        for id_, pending in asked.items():
-            self._late[id_] = pending, start + self._settings.ttl
+        for id_, pending in open_requests.items():
+            self._overdue[id_] = pending, start + self._settings.ttl
             self._miss(pending, f"no answer within {time.monotonic() - start:.0f} s")
         return good, bad
 
-    def _collect(self, asked: dict[str, Pending], good: dict[int, Reply], bad: set[int]) -> int:
+    def _collect(self, open_requests: dict[str, Pending], good: dict[int, Reply], bad: set[int]) -> int:
         """Judge what has arrived, also to messages that are not waited for any more; how many replies there were."""
         now = time.monotonic()
-        self._late = {id_: late for id_, late in self._late.items() if now <= late[1]}
+        self._overdue = {id_: overdue for id_, overdue in self._overdue.items() if now <= overdue[1]}
         limits = {
-            id_: pending.most for id_, pending in [*asked.items(), *((k, late) for k, (late, _) in self._late.items())]
+            id_: pending.most
+            for id_, pending in [*open_requests.items(), *((k, overdue) for k, (overdue, _) in self._overdue.items())]
         }
         arrived = list(self._patiently(lambda: pull(self._grid, limits))) if limits else []
         for reply in arrived:
-            self._take(reply, asked, good, bad)
+            self._take(reply, open_requests, good, bad)
         return len(arrived)
 
     def _miss(self, pending: Pending, why: str) -> None:
-        """A node has not answered in time, or its answer was lost: from now on nobody waits for it."""
+        """A node has not answered in time, or its answer was lost: from now on the server does not wait for it."""
         if self.presence.silent(pending.node):
             name = self.presence.name(pending.node)
-            self._say(f"fedloom: {name} is mute ({pending.kind}: {why}); nobody waits for it until it answers")
+            self._say(
+                f"fedloom: {name} is mute ({pending.kind}: {why}); the server does not wait for it until it answers"
+            )
             self._audit.write("mute", reason=why, **self._facts(pending))
 
     def _facts(self, pending: Pending) -> dict[str, Any]:
-        """What the log says of a message: its site, if only from what its node said before."""
+        """The log's facts on a message: its site, if only from the node's earlier answers."""
         client = self.presence.client(pending.node) if pending.client is None else pending.client
         site = self.members[client].site if client in self.members else None
         return {"kind": pending.kind, "round": pending.round, "client": client, "site": site, "node": pending.node}
 
-    def _take(self, reply: Message, asked: dict[str, Pending], good: dict[int, Reply], bad: set[int]) -> None:
+    def _take(self, reply: Message, open_requests: dict[str, Pending], good: dict[int, Reply], bad: set[int]) -> None:
         """Check one reply, and log what became of it."""
         id_ = reply.metadata.reply_to_message_id
-        late, _ = self._late.pop(id_, (None, 0.0))
-        pending = asked.pop(id_, late)
+        overdue, _ = self._overdue.pop(id_, (None, 0.0))
+        pending = open_requests.pop(id_, overdue)
         try:
-            accepted = self.checks.check(reply, pending, late=late is not None, answered=good)
+            accepted = self.checks.check(reply, pending, is_late=overdue is not None, answered=good)
             assert pending is not None
             if pending.kind == "hello":
                 self.presence.welcome(accepted.client, pending.node, accepted.head["sizes"])
                 self.figures[accepted.client] = accepted.head["figures"]
         except Rejected as error:
-            bad |= self._reject(error, id_, pending, late is not None, reply.has_error())
+            bad |= self._reject(error, id_, pending, overdue is not None, reply.has_error())
             return
-        self.presence.answered(pending.node, in_time=late is None and pending.kind != "hello")
-        if late is None:
+        self.presence.answered(pending.node, in_time=overdue is None and pending.kind != "hello")
+        if overdue is None:
             good[accepted.client] = accepted
         note = plain(accepted.head["reason"])
         if note:
@@ -258,13 +263,13 @@ class Transport:
             **self._facts(pending._replace(client=accepted.client)),
         )  # fmt: skip
 
-    def _reject(self, error: Rejected, id_: str, pending: Pending | None, late: bool, lost: bool) -> set[int]:
+    def _reject(self, error: Rejected, id_: str, pending: Pending | None, is_late: bool, lost: bool) -> set[int]:
         """Log a reply that does not count; its client, if it is not asked again in this round."""
         facts: dict[str, Any] = {"step": error.step, "reason": error.reason, "message": plain(id_)}
         if pending is None:
             self._audit.write("rejected", **facts)
             return set()
-        if isinstance(error, Late):
+        if isinstance(error, LateReply):
             self.presence.answered(pending.node)
         if pending.kind == "hello" and not lost:
             self.presence.refuse(pending.node, error.reason)
@@ -272,7 +277,7 @@ class Transport:
         self._audit.write("rejected", **facts, **self._facts(pending))
         if lost:
             self._miss(pending, error.reason)
-        return set() if pending.client is None or lost or late else {pending.client}
+        return set() if pending.client is None or lost or is_late else {pending.client}
 
     def _message(self, request: Request, round: int) -> tuple[Message, Pending]:
         nonce, round = new_nonce(), round if request.round is None else request.round
@@ -300,7 +305,7 @@ class Transport:
         )
 
     def _patiently(self, call: Callable[[], Iterable[Any]]) -> Iterable[Any]:
-        """What Flower's server says; while it does not answer, it is asked again, up to the life of a message."""
+        """The answer of Flower's server; while there is none, it is asked again, up to the life of a message."""
         end, pause = time.monotonic() + self._settings.ttl, POLL
         while True:
             try:

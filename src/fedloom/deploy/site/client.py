@@ -10,7 +10,7 @@ from flwr.app import Message, RecordDict
 
 from fedloom.data.input_spec import compared
 from fedloom.deploy.audit import Audit
-from fedloom.deploy.protocol.envelope import ASKED, PROTOCOL, REASON, Envelope, digest_of, seal, unseal
+from fedloom.deploy.protocol.envelope import PROTOCOL, REASON, REQUEST_FIELDS, Envelope, digest_of, seal, unseal
 from fedloom.deploy.protocol.identity import sign, signing_key
 from fedloom.deploy.secure.protocol import Broken
 from fedloom.deploy.secure.site import MaskedAnswers
@@ -20,7 +20,7 @@ from fedloom.deploy.site.ledger import Spent
 from fedloom.deploy.site.local_data import part_sizes
 from fedloom.deploy.site.plain import Answer, PlainAnswers
 from fedloom.deploy.site.state import Rewound, SiteState
-from fedloom.deploy.site.trainer import PLAIN, Trainer, said
+from fedloom.deploy.site.trainer import PLAIN, Trainer, describe_error
 from fedloom.errors import CheckpointError, Refused, RunDirError, WireError
 from fedloom.version import __version__
 
@@ -55,7 +55,7 @@ class Client:
         )
 
     def prepare(self) -> None:
-        """Read the data and make the run, before a message asks for it.
+        """Read the data and make the run, before a message needs it.
 
         Raises:
             FedloomError: one of them cannot be.
@@ -67,15 +67,15 @@ class Client:
         return Message(self.reply(message.content), reply_to=message)
 
     def reply(self, content: RecordDict) -> RecordDict:
-        """The signed reply to the content of any message from the server; a refusal says why.
+        """The signed reply to the content of any message from the server; a refusal has the reason.
 
         It does so only where the reason has no value of a sample and, under differential privacy or secure aggregation,
-        where it holds nothing of the samples at all; else the site's own log says it.
+        where it holds nothing of the samples at all; else it is in the site's own log.
         """
         head: dict[str, Any] = {}
         secret = False
         try:
-            envelope = unseal(content, ASKED, {}, self.site.message_limit)
+            envelope = unseal(content, REQUEST_FIELDS, {}, self.site.message_limit)
             head = envelope.head
             self._check(envelope)
             secret = self.trainer.private or self.site.secure is not None
@@ -83,8 +83,8 @@ class Client:
                 self._watch_samples()
                 more, arrays, metrics = self._act(envelope)
             more |= {"status": "ok", "reason": "; ".join(self._memory.notes)[:REASON]}
-        except Exception as error:  # the server is told, and logs it
-            reason = said(error)
+        except Exception as error:  # the server gets the sentence, and logs it
+            reason = describe_error(error)
             if not isinstance(error, SAFE if secret else PLAIN):
                 reason = self.trainer.withheld(reason)
             more, arrays, metrics = {"status": "refused", "reason": reason[:REASON]}, [], None
@@ -147,7 +147,7 @@ class Client:
         kind = head["kind"]
         if kind not in ("hello", *self.answers.kinds):
             agreed = "no secure aggregation" if site.secure is None else "secure aggregation"
-            raise Refused(f"site {site.site} answers no message of the kind {kind}: the agreement says {agreed}")
+            raise Refused(f"site {site.site} answers no message of the kind {kind}: the agreement has {agreed}")
         if kind != "hello":
             check_approved(site)
         self._check_round(head)
@@ -169,7 +169,7 @@ class Client:
             raise Rewound(f"round {t} is over: round {behind} was accepted here")
 
     def _watch_samples(self) -> None:
-        """Tell, or refuse where the agreement says so, samples that are not those of the message before.
+        """Report, or refuse by the agreement, samples that are not those of the message before.
 
         Raises:
             Refused: they are others, and they are not to change.
@@ -179,17 +179,17 @@ class Client:
             return
         what = f"the samples of {self.site.site} are not those that it began with"
         if self.site.fixed_data:
-            raise Refused(f"{what}, and fixed_data says that they stay; put the data back, or begin a new experiment")
+            raise Refused(f"{what}, and by fixed_data they must stay; put the data back, or begin a new experiment")
         self._memory.note_samples(self.trainer.samples)
         if self.trainer.private:
             self.trainer.withheld(what)
         else:
-            self._memory.notes.append(f"{what}; the run goes on with the new ones")
+            self._memory.notes.append(f"{what}; the run continues with the new ones")
 
     def _act(self, envelope: Envelope) -> Answer:
         torch.set_num_threads(self.site.threads)
         if envelope.head["kind"] == "hello":
             described = compared(self.trainer.fed.data)
-            own = {"sizes": part_sizes(self.trainer.fed, self.site.client), "figures": self.answers.figures}
-            return described | own, [], None
+            facts = {"sizes": part_sizes(self.trainer.fed, self.site.client), "figures": self.answers.figures}
+            return described | facts, [], None
         return self.answers.answer(envelope)

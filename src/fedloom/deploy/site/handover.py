@@ -31,7 +31,7 @@ SOCKET, LOCK, LOG = "warm.sock", "warm.lock", "warm.log"
 LONGEST = 100
 """Most bytes of the path of a Unix socket; systems take 104 and more."""
 MAGIC = b"fedloom1"
-MINE, OTHER, ANSWER, ERROR = b"y", b"n", b"a", b"e"
+SAME_SITE, OTHER, ANSWER, ERROR = b"y", b"n", b"a", b"e"
 OWNER = "FEDLOOM_SITE_PROCESS"
 """Variable of the environment with the id of the site's network process, which all that it starts have."""
 PATIENCE = 10.0
@@ -68,7 +68,7 @@ def hand_over(site_file: Path, content: bytes, owner: int | None = None) -> byte
                 if _is_taken(line, key):
                     return _exchanged(line, content, begin)
         if time.monotonic() > end:
-            raise NoAnswer(f"the process of the site cannot be started; {state / LOG} says why")
+            raise NoAnswer(f"the process of the site cannot be started; {state / LOG} has the reason")
         if line is None:
             begin.attempt()
         time.sleep(PAUSE)
@@ -84,7 +84,7 @@ def main(words: list[str]) -> None:
     try:
         file = Path(words[0]).resolve()
         _Begin(file, folder_of(file), os.getpid()).attempt(wait=PATIENCE)
-    except (FedloomError, OSError) as error:  # the first message says it too
+    except (FedloomError, OSError) as error:  # the first message reports it too
         sys.stderr.write(f"fedloom: {error}\n")
     if SECRET in words:
         start_executor(words[1:], folder_of(Path(words[0]).resolve()))
@@ -112,7 +112,7 @@ def key_of(site_file: Path) -> bytes:
 
 
 def is_own(line: socket.socket) -> bool:
-    """Whether the other side is a process of this user, where the system says it; elsewhere the socket's mode does."""
+    """Whether the other side is a process of this user, by the system's report; elsewhere the socket's mode decides."""
     if not hasattr(socket, "SO_PEERCRED"):
         return True
     user: int = struct.unpack("3i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))[1]
@@ -224,7 +224,7 @@ def _locked(fd: int) -> bool:
 
 
 def _connected(path: Path) -> socket.socket | None:
-    """A line to the process, None where nobody listens."""
+    """A line to the process, None without a listener."""
     line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         line.connect(str(path))
@@ -241,7 +241,7 @@ def _is_taken(line: socket.socket, key: bytes) -> bool:
     """Whether the process takes a message of these settings; one that has others, or ends, does not."""
     try:
         line.sendall(MAGIC + key)
-        return line.recv(1) == MINE
+        return line.recv(1) == SAME_SITE
     except OSError:
         return False
 

@@ -37,7 +37,7 @@ class Ledger:
         noise: what is accounted for; None without a delta.
         limit: epsilon that is never exceeded; None: none.
         who: whose budget it is, for messages.
-        least: releases that the state beside the ledger knows of.
+        least: releases in the state beside the ledger.
     """
 
     def __init__(self, folder: Path, noise: Noise | None, limit: float | None, who: str, least: int = 0) -> None:
@@ -70,7 +70,7 @@ class Ledger:
                 )
         if len(lines) < self._least:
             raise Spent(
-                f"the ledger of {self._who}, {self._path}, has {len(lines)} releases, the state beside it knows of "
+                f"the ledger of {self._who}, {self._path}, has {len(lines)} releases, the state beside it has "
                 f"{self._least}; put back the newest copy of it, or begin a new experiment"
             )
         return lines

@@ -1,4 +1,4 @@
-"""The samples of one site, as client i of a federation of n; and that federation as the server sees it, without any."""
+"""The samples of one site, as client i of a federation of n; and that federation at the server, without any."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def site_federation(experiment: Experiment, site: Site) -> Federation:
     A site whose source has no sample at all gets a federation without samples: it trains nothing, and gets the model.
 
     Raises:
-        DataError: the data cannot be read, or a sample is not what the experiment says.
+        DataError: the data cannot be read, or a sample is not as in the experiment.
         ConfigError: the source has an option that is not known, or the partition does not give this client.
     """
     local = parse({**experiment.settings(), "data": options_of(experiment, site)}, f"{site.site}: the site file")
@@ -54,7 +54,7 @@ def site_federation(experiment: Experiment, site: Site) -> Federation:
         if fed.n != site.clients:
             raise ConfigError(
                 f"{site.site}: the partition gives {fed.n} clients, but the experiment has {site.clients} sites; with "
-                'data of its own, a site says share = "all"'
+                'data of its own, a site has share = "all"'
             )
     else:
         fields = {name: getattr(cut, name) for name in CUTS if name in cut.model_fields_set}
@@ -94,7 +94,7 @@ def check_samples(site: Site, data: Dataset) -> None:
     """Refuse data other than the experiment's.
 
     Raises:
-        DataError: what the data is, and what the experiment says, are both named.
+        DataError: the data contradict the experiment; both are named.
         Refused: the same, of what holds no value of a sample, so that the server may read it.
     """
     here = compared(data)
@@ -108,7 +108,7 @@ def check_samples(site: Site, data: Dataset) -> None:
 
 
 def options_of(experiment: Experiment, site: Site) -> dict[str, Any]:
-    """The table ``[data]`` of a site, which says where its samples are; what columns mean was agreed on."""
+    """The table ``[data]`` of a site, with the place of its samples; what columns mean was agreed on."""
     agreed = getattr(experiment.source, "agreement", None) or site.samples.agreement
     if agreed is None:
         return site.data
@@ -137,7 +137,7 @@ def part_sizes(fed: Federation, client: int) -> list[int]:
 
 
 def samples_digest(fed: Federation, client: int) -> str:
-    """SHA-256 of a client's samples, part by part in their order, as the training sees them."""
+    """SHA-256 of a client's samples, part by part in their order, as the training reads them."""
     digest = hashlib.sha256()
     for part in PARTS:
         index = [] if fed.data.name == "blank" else fed.indices(part, client).split(CHUNK)

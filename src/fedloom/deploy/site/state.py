@@ -1,8 +1,8 @@
 """Memory: what a site keeps on its own disk between rounds; every file is written whole, with its checksum.
 
 A generation is the state after one round, with the reply that was sent: ``round-000012.state``. It is pending until
-the server's next message names it as accepted; ``accepted.json`` says which generation that is and which one was
-before, so that the site follows a server that went back by one. A message that asks for a round again gets the reply
+the server's next message names it as accepted; ``accepted.json`` has which generation that is and which one was
+before, so that the site follows a server that went back by one. A second request for a round gets the reply
 that is kept, so nothing is trained, noised or released twice.
 """
 
@@ -89,7 +89,7 @@ class SiteState:
         Raises:
             Rewound: the server went back by more than the round before.
         """
-        current, previous, held = self._settled()
+        current, previous, held = self._accepted_rounds()
         if accepted < current and accepted != previous:
             raise Rewound(
                 f"round {current} was accepted here, the server names {accepted}, which is too far back to follow; the "
@@ -98,7 +98,7 @@ class SiteState:
         state = self.read(accepted) if accepted else None
         if accepted and state is None:
             state = next((s for r in (held, current, previous) if 0 < r < accepted and (s := self.read(r))), None)
-            instead = "begins anew" if state is None else f"goes on from round {state.round}"
+            instead = "begins anew" if state is None else f"resumes from round {state.round}"
             self.notes.append(f"the state of round {accepted} is not on this disk: the site {instead}")
             if state is None:
                 self._set_model_aside()
@@ -114,15 +114,15 @@ class SiteState:
 
     def accepted(self) -> tuple[int, int]:
         """The last accepted round, and the one before; 0 is none."""
-        return self._settled()[:2]
+        return self._accepted_rounds()[:2]
 
     def releases(self) -> int:
-        """Releases under differential privacy that the newest generation knows of."""
+        """Releases under differential privacy in the newest generation."""
         newest = max((int(p.stem.partition("-")[2]) for p in self.folder.glob("round-*.state")), default=None)
         state = None if newest is None else self.read(newest)
         return 0 if state is None else int(state.reply.get("releases", 0))
 
-    def _settled(self) -> tuple[int, int, int]:
+    def _accepted_rounds(self) -> tuple[int, int, int]:
         """The last accepted round, the one before, and the last of which a state was there; 0 is none."""
         try:
             entry = json.loads((self.folder / "accepted.json").read_bytes())
@@ -171,7 +171,7 @@ class SiteState:
             file.write(hashlib.sha256(data).digest())
 
         write_atomic(self._path(new.round), fill)
-        keep = {self._path(r).name for r in (new.round, *self._settled())}
+        keep = {self._path(r).name for r in (new.round, *self._accepted_rounds())}
         discard(*(p for p in self.folder.glob("round-*.state") if p.name not in keep))
 
     def read(self, round: int) -> Generation | None:
@@ -244,7 +244,7 @@ def models(state: Path) -> list[SiteModel]:
 
 
 def _about(path: Path, data: bytes) -> dict[str, Any] | None:
-    """What a state file says of itself: the safetensors header is JSON behind its length."""
+    """The metadata of a state file: the safetensors header is JSON behind its length."""
     try:
         length = int.from_bytes(data[:8], "little")
         about: dict[str, Any] = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["about"])

@@ -39,7 +39,7 @@ Send = Callable[[Job, Generation | None, ClientOutput, Any], dict[str, Tensor]]
 """(run, state, output, download) -> tensors of the next generation: `reply`, the bytes of an upload; rows to keep."""
 
 PLAIN = (CheckpointError, ConfigError, LayoutError, RunDirError, WireError)
-"""Errors whose sentence has no value of a sample; others may quote a cell, or what code of the user's says of one."""
+"""Errors whose sentence has no value of a sample; others may quote a cell, or a text of the user's code on one."""
 
 
 class Trainer:
@@ -93,7 +93,7 @@ class Trainer:
 
     @property
     def job(self) -> Job:
-        """The run as this site knows it."""
+        """The run at this site."""
         return self._run[0]
 
     @cached_property
@@ -241,7 +241,7 @@ class Trainer:
         except Exception as error:
             if self.noise is None:
                 raise
-            self.withheld(said(error))
+            self.withheld(describe_error(error))
             return self._noise_alone(job, down)
         return output
 
@@ -265,10 +265,12 @@ class Trainer:
         """
         try:
             return self._score(job, models, t, common) if t >= 0 else {}
-        except Exception as error:  # under a delta, that it fails may tell of the samples
+        except Exception as error:  # under a delta, the failure may reveal samples
             what = f"round {t} cannot be scored"
-            sentence = f"{what}: {error}" if isinstance(error, PLAIN) else f"{what}; the site's own log says why"
-            self.withheld(f"{what}: {said(error)}")
+            sentence = (
+                f"{what}: {error}" if isinstance(error, PLAIN) else f"{what}; the reason is in the site's own log"
+            )
+            self.withheld(f"{what}: {describe_error(error)}")
             if not self.private and self._site.secure is None:
                 self._memory.notes.append(sentence)
             return {}
@@ -278,12 +280,12 @@ class Trainer:
         ids = self.ids
         down, shared = self.forms.read_models([*models], global_there=common)
         everyone = None if down is None else _for_all(down, job.n)
-        there = bool(part_sizes(self.fed, self._site.client)[0])
-        personal = None if everyone is None or not there else personal_models(job, everyone, t, ids)[0]
+        has_samples = bool(part_sizes(self.fed, self._site.client)[0])
+        personal = None if everyone is None or not has_samples else personal_models(job, everyone, t, ids)[0]
         row, kind = (shared, "global") if personal is None else (personal, "personal")
         if row is not None:
             self._memory.keep_model(row.cpu(), job.oracle.layout.header(), t, kind)
-        if not there or self.scoring == "off":
+        if not has_samples or self.scoring == "off":
             return {}
         scores: Scores = score_chunk(job, everyone, shared, ScoreTask(t, ids, ids, common=False))
         part = job.setting.evaluate.select_on
@@ -298,9 +300,9 @@ class Trainer:
         return "per-site" if self._site.secure is None else self._site.secure.scores
 
     def withheld(self, reason: str) -> str:
-        """The sentence for the server in the place of one that may tell of the samples; that goes to the site's log."""
+        """The sentence for the server in the place of one that may reveal samples; that goes to the site's log."""
         sys.stderr.write(f"fedloom: site {self._site.site}: {reason}\n")
-        return f"site {self._site.site} could not answer; its own log says why"
+        return f"site {self._site.site} could not answer; the reason is in its own log"
 
 
 def _digest(download: bytes, weights: Sequence[float]) -> str:
@@ -308,7 +310,7 @@ def _digest(download: bytes, weights: Sequence[float]) -> str:
     return digest_of([download, *([repr(tuple(weights)).encode()] if weights else [])])
 
 
-def said(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """An error as a sentence."""
     return str(error) if isinstance(error, FedloomError) else f"{type(error).__name__}: {error}"
 

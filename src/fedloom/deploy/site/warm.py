@@ -1,6 +1,6 @@
 """The process of a site that stays: it answers messages one after the other and keeps data and model between them.
 
-`handover` starts it with a listening socket and the lock that says there is no other. It ends with the
+`handover` starts it with a listening socket and the lock that excludes another. It ends with the
 process that owns it, or when the site's settings or the version change; a kill at any moment loses nothing, since all
 that counts is on the disk before an answer leaves. What it has read is read anew once a file of it has changed.
 """
@@ -31,9 +31,9 @@ from fedloom.deploy.site.handover import (
     ANSWER,
     ERROR,
     MAGIC,
-    MINE,
     OTHER,
     PATIENCE,
+    SAME_SITE,
     is_own,
     key_of,
     receive,
@@ -74,7 +74,7 @@ class Warm:
         return reply
 
     def prepare(self) -> None:
-        """Read and make what every answer needs; what is wrong is said in the first answer."""
+        """Read and make what every answer needs; an error is in the first answer."""
         with suppress(Exception):
             self._fresh().prepare()
 
@@ -83,8 +83,8 @@ class Warm:
         now, at = stamp(self._site), time.time_ns()
         if self._client is None or now is None or now != self._read:
             self._client = Client(self._site)
-        settled = now is not None and all(at - max(times) > FRESH for *_, times in now)
-        self._read = now if settled else None
+        unchanged = now is not None and all(at - max(times) > FRESH for *_, times in now)
+        self._read = now if unchanged else None
         return self._client
 
 
@@ -139,10 +139,10 @@ def serve(listener: socket.socket, site_file: Path) -> None:
                 if receive(line, len(key)) != key:
                     line.sendall(OTHER)
                     return
-                line.sendall(MINE)
+                line.sendall(SAME_SITE)
                 _answer(line, warm, site.message_limit + HEADS)
             except OSError:
-                continue  # whoever asked has gone, and asks again
+                continue  # the caller has gone, and will call again
 
 
 def _answer(line: socket.socket, warm: Warm, limit: int) -> None:
@@ -153,7 +153,7 @@ def _answer(line: socket.socket, warm: Warm, limit: int) -> None:
     content = receive(line, size)
     try:
         kind, answer = ANSWER, warm.answer(content)
-    except Exception as error:  # whoever asked is told, and the process stays
+    except Exception as error:  # the caller gets the error, and the process stays
         kind, answer = ERROR, f"{type(error).__name__}: {error}".encode()
     send_sized(line, answer, kind)
 

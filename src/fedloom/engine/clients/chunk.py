@@ -49,7 +49,7 @@ class ClientOutput(NamedTuple):
         upload: the upload, after the channel.
         state: the clients' new state; of it only what is kept on this side.
         work: ``[m, 3]`` samples backward and forward, and steps.
-        weigher_answer: answers ``[m, k]`` to the weigher, if it asks.
+        weigher_answer: answers ``[m, k]`` to the weigher's query, if it has one.
         sampler_report: what a sampler learns from the clients' reports ``[m, k]``, if they report.
         model: the primary field as it is sent, absolute ``[m, d]``, if the server's side looks at it.
         sent: the upload as it is written, where that has the change to the received model in place of an absolute one.

@@ -111,7 +111,7 @@ class RemoteClients(ABC):
         return call()
 
     def global_sizes(self, request: ScoreRequest) -> Scores:
-        """Sizes of the global model of a composite method, which the server knows itself."""
+        """Sizes of the global model of a composite method, which the server computes itself."""
         if request.model is None:
             return {}
         return {("global", ""): sizes_of(self._job.algorithm, self._job.oracle.layout, request.model[None])}

@@ -64,8 +64,8 @@ def _scores(job: Job, down: Fields | None, global_model: Tensor | None, task: Sc
         row = global_model.to(job.oracle.device)
         job.oracle.set_statistics(row, task.cohort)
         if job.oracle.normalisers and job.setting.evaluate.statistics == "own":
-            own = _score_own(job, row.expand(len(task.ids), -1), task.ids)
-            scores |= {("global", part): values for part, values in own.items()}
+            local_statistics = _score_own(job, row.expand(len(task.ids), -1), task.ids)
+            scores |= {("global", part): values for part, values in local_statistics.items()}
             job.oracle.set_statistics(row, task.cohort)
         else:
             shared = _score_shared(job, row, task.ids)
@@ -80,8 +80,8 @@ def _scores(job: Job, down: Fields | None, global_model: Tensor | None, task: Sc
         scores |= {("personal", part): values for part, values in _score_own(job, models, task.ids).items()}
         scores["personal", ""] = sizes_of(job.algorithm, job.oracle.layout, models)
         if job.setting.evaluate.personal_on_common:
-            found = [_score_common(job, row) for row in models]
-            scores["personal", "common"] = {name: torch.cat([f[name] for f in found]) for name in found[0]}
+            common = [_score_common(job, row) for row in models]
+            scores["personal", "common"] = {name: torch.cat([f[name] for f in common]) for name in common[0]}
     return scores
 
 
@@ -104,21 +104,21 @@ def _personal_models(job: Job, down: Fields, round: int, ids: Tensor) -> tuple[T
     models = torch.empty(len(ids), job.oracle.layout.d, dtype=job.oracle.dtype, device=job.oracle.device)
     cost = torch.zeros(len(ids), 2, dtype=torch.long)
     for trains in (False, True):
-        which = (fresh == trains).nonzero()[:, 0]
-        some, cost[which] = _personal(job, down, round, ids[which], trains=trains)
-        models.index_copy_(0, which.to(models.device), some)
+        places = (fresh == trains).nonzero()[:, 0]
+        some, cost[places] = _personal(job, down, round, ids[places], trains=trains)
+        models.index_copy_(0, places.to(models.device), some)
     return models, cost
 
 
 def _personal(job: Job, down: Fields, round: int, ids: Tensor, *, trains: bool) -> tuple[Tensor, Tensor]:
     device = job.oracle.device
     rows = to_device(job.clients.read(ids), device)
-    mine = to_device(rows_of(down, ids), device)
+    download = to_device(rows_of(down, ids), device)
     work = job.work(round, ids)
     try:
         if trains:
-            _, rows = job.algorithm.client(mine, rows, work)
-        models = job.personal(mine, rows, work)
+            _, rows = job.algorithm.client(download, rows, work)
+        models = job.personal(download, rows, work)
         if models is None or models.shape != (len(ids), job.oracle.layout.d):
             got = None if models is None else [*models.shape]
             raise ValueError(f"personal must return [{len(ids)}, {job.oracle.layout.d}], got {got}")
@@ -168,10 +168,10 @@ def _by_part(job: Job, outputs: Callable[[str], Pass]) -> dict[str, dict[str, Te
     line = None if fitted is None else line_of(job, outputs(fitted))
     scores = dict[str, dict[str, Tensor]]()
     for part in job.setting.evaluate.parts:
-        made, index, sizes = outputs(part)
+        predictions, index, sizes = outputs(part)
         if line is not None:
-            made = recalibrated(made, line.repeat_interleave(sizes.cpu(), 0))
-        scores[part] = _metrics(job, made, index, sizes)
+            predictions = recalibrated(predictions, line.repeat_interleave(sizes.cpu(), 0))
+        scores[part] = _metrics(job, predictions, index, sizes)
     return scores
 
 
@@ -200,11 +200,11 @@ def final_outputs(job: Job, state: State, kind: str, part: str = "test") -> Pass
     else:
         empty = torch.zeros(0, dtype=torch.long)
         return torch.zeros(0, job.oracle.task.outputs), empty, torch.zeros(len(ids), dtype=torch.long)
-    made, index, sizes = outputs(part)
+    predictions, index, sizes = outputs(part)
     if fitted is None:
-        return made, index, sizes
+        return predictions, index, sizes
     line = line_of(job, outputs(fitted))
-    return recalibrated(made, line.repeat_interleave(sizes.cpu(), 0)), index, sizes
+    return recalibrated(predictions, line.repeat_interleave(sizes.cpu(), 0)), index, sizes
 
 
 def line_of(job: Job, fitted: Pass) -> Tensor:
@@ -219,9 +219,9 @@ def _score_common(job: Job, row: Tensor) -> dict[str, Tensor]:
     return _metrics(job, torch.cat([*_outputs(job.oracle, row, index)]), index, torch.tensor([len(index)]))
 
 
-def common_test(fed: Federation, judged: Tensor) -> Tensor:
-    """The source's test set if the federation keeps one, else the test parts of the clients ``judged`` together."""
-    return fed.gather("test", judged)[0] if fed.test is None else fed.test
+def common_test(fed: Federation, scored: Tensor) -> Tensor:
+    """The source's test set if the federation keeps one, else the test parts of the clients ``scored`` together."""
+    return fed.gather("test", scored)[0] if fed.test is None else fed.test
 
 
 def _metrics(job: Job, outputs: Tensor, index: Tensor, sizes: Tensor) -> dict[str, Tensor]:
@@ -250,8 +250,8 @@ def sizes_of(algorithm: Algorithm, layout: Layout, rows: Tensor) -> dict[str, Te
     shapes = torch.tensor(list(layout.matrix_shapes.values())).reshape(-1, 2)
     cost = 10 * len(rows) * float((shapes.prod(1) * shapes.amin(1)).sum())
     if "lowrank" in forms and cost <= WORTH:
-        found = torch.stack([layout.ranks(row) for row in rows]).cpu()
+        ranks = torch.stack([layout.ranks(row) for row in rows]).cpu()
         dense = shapes.prod(1)
-        figures["rank"] = found.sum(1).double()
-        figures["factorised"] = (layout.d - dense.sum() + (found * shapes.sum(1)).minimum(dense).sum(1)).double()
+        figures["rank"] = ranks.sum(1).double()
+        figures["factorised"] = (layout.d - dense.sum() + (ranks * shapes.sum(1)).minimum(dense).sum(1)).double()
     return figures

@@ -24,7 +24,7 @@ Rows = NDArray[np.float64]
 class Fate(IntEnum):
     """What became of the work of a client."""
 
-    TAKEN = 0
+    USED = 0
     """Its upload is part of a step."""
     UNUSABLE = 1
     """Its upload was not finite or out of bounds."""
@@ -32,7 +32,7 @@ class Fate(IntEnum):
     """The round ended before it answered."""
     LOST = 3
     """It was given up after the time-out."""
-    ASKED = 4
+    QUERIED = 4
     """It answered a question of the sampler."""
 
 
@@ -202,12 +202,12 @@ class Clock:
         for number in sorted({int(name.partition(".")[0]) for name in tensors if name[0].isdigit()}):
             head = f"{number}.fields."
             fields = {name.removeprefix(head): t for name, t in tensors.items() if name.startswith(head)}
-            version, ids, times, places, gone = (
+            version, ids, times, places, landed_places = (
                 tensors[f"{number}.{name}"] for name in ("version", "ids", "times", "places", "back")
             )
             flights[number] = Flight(int(version), ids, times, places.numpy(), fields)
-            if len(gone):
-                back[number] = tuple(gone.tolist())
+            if len(landed_places):
+                back[number] = tuple(landed_places.tolist())
         log = tensors["log"].numpy()
         pieces = (log,) if len(log) else ()
         queue = tuple(
@@ -228,11 +228,11 @@ class Clock:
 
     def landed(self, number: int, places: list[int], flights: dict[int, Flight], back: dict[int, Any]) -> None:
         """Note in ``flights`` and ``back`` that clients of a flight need no room any longer."""
-        gone = (*back.pop(number, ()), *places)
-        if 2 * len(gone) < len(flights[number].places):
-            back[number] = gone
+        landed_places = (*back.pop(number, ()), *places)
+        if 2 * len(landed_places) < len(flights[number].places):
+            back[number] = landed_places
             return
-        left = flights[number].without(np.array(sorted(gone)))
+        left = flights[number].without(np.array(sorted(landed_places)))
         if left is None:
             del flights[number]
         else:
@@ -266,9 +266,9 @@ def use_of(clock: Clock, fleet: Fleet) -> Use:
     for end, _, client, _, _, start, whole, _ in clock.queue:
         so_far = fleet.worked(client, start, min(end, clock.now)) if clock.now > start else 0.0
         busy[client] += min(so_far, whole) if math.isfinite(whole) else so_far
-    taken, lost = log[log[:, FATE] == Fate.TAKEN], log[(log[:, FATE] >= Fate.UNUSABLE) & (log[:, FATE] <= Fate.LOST)]
-    heard, unheard = (np.bincount(some[:, CLIENT].astype(int), minlength=n) for some in (taken, lost))
-    stale = np.bincount(taken[:, CLIENT].astype(int), taken[:, ROUND] - taken[:, VERSION] - 1, n)
+    used, lost = log[log[:, FATE] == Fate.USED], log[(log[:, FATE] >= Fate.UNUSABLE) & (log[:, FATE] <= Fate.LOST)]
+    heard, unheard = (np.bincount(some[:, CLIENT].astype(int), minlength=n) for some in (used, lost))
+    stale = np.bincount(used[:, CLIENT].astype(int), used[:, ROUND] - used[:, VERSION] - 1, n)
     with np.errstate(invalid="ignore", divide="ignore"):
         mean = stale / np.where(heard, heard, np.nan)
     absent = fleet.absent(clock.now)

@@ -33,7 +33,7 @@ def log_rows(fleet: Fleet, ids: Tensor, counts: Tensor, version: int, round: int
     busy = fleet.busy(ids, counts)
     same = torch.ones(len(ids), dtype=torch.float64)
     ends = fleet.ends(ids, start, busy)
-    columns = (ids.double(), version * same, round * same, start * same, ends, busy, Fate.TAKEN * same)
+    columns = (ids.double(), version * same, round * same, start * same, ends, busy, Fate.USED * same)
     return torch.stack(columns, 1).numpy()
 
 
@@ -78,7 +78,7 @@ def compute(
 
 
 def step_on(
-    job: Job, clients: LocalClients, state: State, t: int, pieces: Sequence[Piece], sampler: Any, asked: Tensor
+    job: Job, clients: LocalClients, state: State, t: int, pieces: Sequence[Piece], sampler: Any, query_counts: Tensor
 ) -> tuple[State, tuple[str, ...], NDArray[np.int64]]:
     """Step the server on uploads that have arrived; the clients whose uploads were used come with it."""
     cohort = torch.cat([flight.ids[torch.from_numpy(places)] for flight, places in pieces])
@@ -103,7 +103,7 @@ def step_on(
             return accept(job, state.server, task, down, output, counts, applied)
 
         uploads.add(clients.on_one(task.ids, arrive))
-    new, events = take(job, state, t, cohort, sampler, asked, uploads)
+    new, events = take(job, state, t, cohort, sampler, query_counts, uploads)
     return new, events, torch.cat(uploads.ids).numpy()
 
 
@@ -111,7 +111,7 @@ def _together(job: Job, pieces: Sequence[Piece], t: int) -> list[list[Piece]]:
     """Pieces that are taken together, of at most a chunk's clients.
 
     Whole chunks of the present version are taken as a round takes them, one by one, to the bit; so are pieces of a
-    method that knows of a single download what its client started from.
+    method that needs a single download to know its client's start.
     """
     whole = all(flight.version == t - 1 and len(places) == len(flight.ids) for flight, places in pieces)
     if whole or type(job.algorithm).received is not Algorithm.received:

@@ -57,7 +57,7 @@ def cut_round(job: Job, clients: LocalClients, state: State) -> tuple[State, tup
     assert state.clock is not None
     assert job.fleet is not None
     t, clock, schedule, observed = state.round + 1, state.clock, job.setting.schedule, Observed(clients)
-    drawn, sampler, asked = sample(job, observed, state, t)
+    drawn, sampler, query_counts = sample(job, observed, state, t)
     start, asking = observed.answered(job, state)
     cohort, times = drawn.unique(return_counts=True)
     steps = None
@@ -79,28 +79,28 @@ def cut_round(job: Job, clients: LocalClients, state: State) -> tuple[State, tup
         now = float(log[first, END].max())
         if math.isinf(now):
             raise RunStopped(Stop.UNUSABLE, f"round {t}: fewer than {len(first)} of {len(log)} clients ever answer")
-    late = ~in_time
-    log[late, FATE], log[late, END] = Fate.LATE, now
-    log[late, 5] = [job.fleet.worked(int(client), start, now) for client in log[late, CLIENT]]
-    lost = torch.from_numpy(log[late, CLIENT].astype(np.int64))
+    overdue = ~in_time
+    log[overdue, FATE], log[overdue, END] = Fate.LATE, now
+    log[overdue, 5] = [job.fleet.worked(int(client), start, now) for client in log[overdue, CLIENT]]
+    lost = torch.from_numpy(log[overdue, CLIENT].astype(np.int64))
     before = state.with_(uploads=state.uploads.index_add(0, lost, torch.ones_like(lost)))
     events: tuple[str, ...] = ()
-    if late.any():
-        events = (f"round {t}: {int(late.sum())} of {len(log)} clients were late, among them {lost[:8].tolist()}",)
+    if overdue.any():
+        events = (f"round {t}: {int(overdue.sum())} of {len(log)} clients were late, among them {lost[:8].tolist()}",)
     pieces, first_row = list[Piece](), 0
     for flight in flights:
-        mine = in_time[first_row : first_row + len(flight.ids)]
+        used_rows = in_time[first_row : first_row + len(flight.ids)]
         first_row += len(flight.ids)
-        if mine.any():
-            pieces.append((flight, np.flatnonzero(mine)))
+        if used_rows.any():
+            pieces.append((flight, np.flatnonzero(used_rows)))
     if not pieces:
         waited = clock.logged(np.concatenate([*asking, log]))
-        counts = torch.cat([asked, torch.zeros(1, dtype=torch.long)])
+        counts = torch.cat([query_counts, torch.zeros(1, dtype=torch.long)])
         new = before.with_(
             round=t, sampler=sampler, totals=state.totals + counts, clock=Clock(now, clock.queue, log=waited)
         )
         return new, events
-    new, more, used = step_on(job, clients, before, t, pieces, sampler, asked)
+    new, more, used = step_on(job, clients, before, t, pieces, sampler, query_counts)
     log[in_time & ~np.isin(log[:, CLIENT], used), FATE] = Fate.UNUSABLE
     done = Clock(now, clock.queue, log=clock.logged(np.concatenate([*asking, log])))
     return new.with_(clock=done), (*events, *more)
@@ -128,7 +128,7 @@ class Observed:
 
     def __init__(self, clients: LocalClients) -> None:
         self._clients = clients
-        self.asked: list[tuple[Tensor, Tensor]] = []
+        self.queries: list[tuple[Tensor, Tensor]] = []
         self.trained: list[ChunkResult] = []
 
     def train(self, request: TrainRequest) -> Iterator[TrainResult]:
@@ -138,7 +138,7 @@ class Observed:
 
     def ask(self, request: AskRequest) -> Iterator[Answers]:
         answers = list(self._clients.ask(request))
-        self.asked.append((request.ids, torch.cat([answer.counts for answer in answers])))
+        self.queries.append((request.ids, torch.cat([answer.counts for answer in answers])))
         return iter(answers)
 
     def score(self, request: ScoreRequest) -> Iterator[Scores]:
@@ -158,9 +158,9 @@ class Observed:
         assert state.clock is not None
         assert job.fleet is not None
         now, log = state.clock.now, list[Rows]()
-        for ids, counts in self.asked:
+        for ids, counts in self.queries:
             rows = log_rows(job.fleet, ids, counts, state.round, state.round + 1, now)
-            rows[:, FATE] = Fate.ASKED
+            rows[:, FATE] = Fate.QUERIED
             now = max(now, float(rows[:, END].max()))
             log.append(rows)
         return now, log

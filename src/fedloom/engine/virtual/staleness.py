@@ -30,7 +30,7 @@ def _is_change(kind: Kind) -> bool:
 def applied_now(
     job: Job, server: Fields, t: int, ids: Tensor, upload: Fields, received: Fields, staleness: Tensor
 ) -> Fields:
-    """The upload as the present server takes it; as it is where nobody is stale and no model is mixed in.
+    """The upload as the present server takes it; as it is where no upload is stale and no model is mixed in.
 
     Args:
         job: the run, whose schedule is a `Stream`.

@@ -27,7 +27,7 @@ DRAWS = 16
 """Draws of the sampler at one version before a place stays free until the next event."""
 
 WAITS = 1000
-"""Times that all places are free and nobody who is drawn is there, or that a client is given up, in a row, before a run
+"""Times that all places are free and no drawn client is there, or that a client is given up, in a row, before a run
 ends; of the latter, and once for every client."""
 
 
@@ -129,8 +129,8 @@ class Version:
             self._dispatch(i)
 
     def _is_free(self, client: int) -> bool:
-        there = self._fleet.presence is None or self._fleet.next(client, self._now) <= self._now
-        return there and client not in self._away
+        present = self._fleet.presence is None or self._fleet.next(client, self._now) <= self._now
+        return present and client not in self._away
 
     def _choose(self, count: int) -> list[tuple[int, int]]:
         """Take the next clients that are free and there from the pool, with how often they were drawn.
@@ -152,8 +152,8 @@ class Version:
         pool.extendleft(reversed(absent))
         return chosen
 
-    def _draw(self, taken: set[int]) -> None:
-        """Draw another cohort; its clients wait in the pool, in an order drawn for it, unless they are ``taken``."""
+    def _draw(self, excluded: set[int]) -> None:
+        """Draw another cohort; its clients wait in the pool, in an order drawn for it, unless they are ``excluded``."""
         job, t, k = self._job, self._state.round + 1, self._draws
         ctx = job.ctx(t)
         if k:
@@ -163,7 +163,7 @@ class Version:
         ids, times = checked_ids(drawn, job.n).unique(return_counts=True)
         order = torch.randperm(len(ids), generator=generator(job.setting.seed, t, purpose=("dispatch", k)))
         pairs = zip(ids[order].tolist(), times[order].tolist(), strict=True)
-        self._pool += [pair for pair in pairs if pair[0] not in taken]
+        self._pool += [pair for pair in pairs if pair[0] not in excluded]
         self._draws, self._left = k + 1, self._left - 1
 
     def _compute(self, pairs: list[tuple[int, int]]) -> None:
@@ -200,16 +200,16 @@ class Version:
         pieces = [(self._flights[number], np.array(sorted(places[number]))) for number in sorted(places)]
         lost = torch.tensor([event[2] for event in self._lost], dtype=torch.long)
         before = state.with_(uploads=state.uploads.index_add(0, lost, torch.ones_like(lost))) if len(lost) else state
-        asked = torch.zeros(len(COUNTS), dtype=torch.long)
-        new, events, used = step_on(job, self._clients, before, t, pieces, self._sampler, asked)
+        query_counts = torch.zeros(len(COUNTS), dtype=torch.long)
+        new, events, used = step_on(job, self._clients, before, t, pieces, self._sampler, query_counts)
         return new.with_(clock=self._after(set(used.tolist()), places)), events
 
     def _after(self, used: set[int], places: dict[int, list[int]]) -> Clock:
         """The clock after the step."""
         t, log = self._state.round + 1, list[tuple[float, ...]]()
         for event in (*self._waiting, *self._lost):
-            end, _, client, number, _, start, busy, gone = event
-            fate = Fate.LOST if gone else Fate.TAKEN if client in used else Fate.UNUSABLE
+            end, _, client, number, _, start, busy, lost = event
+            fate = Fate.LOST if lost else Fate.USED if client in used else Fate.UNUSABLE
             log.append((client, self._flights[number].version, t, start, end, busy, fate))
         for event in self._lost:
             places.setdefault(event[3], []).append(event[4])

@@ -53,12 +53,12 @@ class Speed(NamedTuple):
     way: Way
     seconds: float
     samples: float
-    others: float
+    other_cores: float
 
     @property
     def disturbed(self) -> bool:
         """Whether other processes used more than `fedloom.processes.machine_load.QUIET` cores."""
-        return self.others > QUIET
+        return self.other_cores > QUIET
 
 
 class Bench:
@@ -102,13 +102,13 @@ class Bench:
             for method in self.experiment.methods:
                 for way in self.ways[method.label]:
                     wait_for_quiet(patience)
-                    with watch_others() as others:
+                    with watch_others() as other_processes:
                         rounds_measured = measure_rounds(
                             self._setting(method, way.oracle, way.workers), self.federation, self.rounds + 1
                         )
                     times = [_seconds(cost) for cost in rounds_measured.rounds[1:]]
                     samples = sum(cost.samples for cost in rounds_measured.rounds[1:]) / sum(times)
-                    yield Speed(method.label, way, statistics.median(times), samples, others.cores)
+                    yield Speed(method.label, way, statistics.median(times), samples, other_processes.cores)
         finally:
             gc.unfreeze()
 
@@ -147,7 +147,7 @@ class Bench:
 def costs_of(setting: Setting, fed: Federation, rounds: int) -> Costs:
     """Constants of a setting with one worker, from rounds in this process; one more is played, and left out."""
     job, _ = make_job(setting, fed)
-    measured = _watched(setting, fed, rounds)
+    measured = _measured_rounds(setting, fed, rounds)
     row = sum(t.numel() * t.element_size() for store in job.stores.values() for t in store.template)
     cohort = round(statistics.fmean(w.clients for _, w in measured))
     client = _per_client(setting, fed, rounds, cohort, row)
@@ -174,7 +174,7 @@ def _share_in_a_crowd(setting: Setting, fed: Federation, rounds: int) -> float:
         together.wait(timeout=PATIENCE)
 
     def shares(_shared: None, _task: int) -> list[float]:
-        return [w.work / w.clients for _, w in _watched(setting, fed, rounds, wait)]
+        return [w.work / w.clients for _, w in _measured_rounds(setting, fed, rounds, wait)]
 
     with WorkerPool([shares], cores()) as pool:
         shares_by_core: list[list[float]] = list(pool.map(shares, None, range(cores())))
@@ -182,7 +182,7 @@ def _share_in_a_crowd(setting: Setting, fed: Federation, rounds: int) -> float:
     return statistics.median(slowest)
 
 
-def _watched(
+def _measured_rounds(
     setting: Setting, fed: Federation, rounds: int, before: Callable[[], None] = lambda: None
 ) -> list[tuple[float, MeasuredWorkers]]:
     """Rounds without the first: seconds outside chunks, and what was seen of these; ``before`` is called in each."""
@@ -208,7 +208,7 @@ def _per_client(setting: Setting, fed: Federation, rounds: int, cohort: int, row
     if many < 2 * few:
         return 0.0
     small, large = (
-        statistics.median(rest for rest, _ in _watched(setting, _crowd(fed, n), rounds)) for n in (few, many)
+        statistics.median(rest for rest, _ in _measured_rounds(setting, _crowd(fed, n), rounds)) for n in (few, many)
     )
     return max(0.0, (large - small) / (many - few))
 

@@ -32,7 +32,7 @@ class RoundCost(NamedTuple):
     """What a round takes, over its clients.
 
     Attributes:
-        seconds: of the round; None where too few rounds were played to tell.
+        seconds: of the round; None after too few rounds.
         clients: that sent something.
         steps: local steps.
         samples: samples whose gradient is taken.
