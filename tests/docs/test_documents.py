@@ -228,6 +228,27 @@ def test_the_page_on_deployment_names_every_method_whose_server_keeps_single_row
     assert [name for name in kept if not set(name.split("-")) <= listed] == []
 
 
+def test_sentences_on_adapters_follow_from_the_table_of_their_page() -> None:
+    text = (ROOT / "studies" / "pages" / "adapters.md").read_text()
+    rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in text.splitlines() if line[:2] == "| "]
+    (base,) = (float(number) for number in re.findall(r"The base alone has an accuracy of ([\d.]+) %", text))
+    gains: dict[str, dict[str, float]] = {}
+    for method, kind, parameters, _, accuracy, _, sent, state in rows[1:]:
+        size = 4 * int(parameters.replace(",", ""))  # bytes of a row
+        gains.setdefault(method, {})[kind] = float(accuracy) - base
+        assert size / 1e3 - 0.05 <= float(sent) <= size / 1e3 + 0.1  # a message has a header
+        kept = {"fedavg": 0, "ditto": 1, "fedslr": 2, "flame": 4}[method]  # rows of a client, as the cards have them
+        assert float(state) == pytest.approx(kept * size * 100 / 1e6, abs=0.0051)
+    shares = {name: float(share) for share, name in re.findall(r"([\d.]+)% with (\w+)", text)}
+    assert shares.keys() == gains.keys()
+    for method, share in shares.items():
+        part = gains[method]["adapters"] / gains[method]["full"]
+        assert share == pytest.approx(100 * part, abs=0.5 + 10 * (1 + part) / gains[method]["full"])  # rounded cells
+    largest = max(float(row[3]) for row in rows[1:])
+    at_it = sum(float(row[3]) == largest for row in rows[1:])
+    assert f"{at_it} of {len(rows) - 1} rows chose the largest step size" in text
+
+
 def test_the_site_needs_no_network(site: Path) -> None:
     for page in site.rglob("*.html"):
         found = re.findall(r'<(?:script|link|img|iframe)[^>]+(?:src|href)="(https?:[^"]+)"', page.read_text())
