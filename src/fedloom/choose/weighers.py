@@ -298,7 +298,8 @@ class FairFedWeigher(Weigher):
         groups = counts.unflatten(1, (2, 4))
         rows, predicted, positives, hits = groups.unbind(2)
         rates = hits / positives if self.metric == "equal-opportunity" else predicted / rows
-        return rates[:, :1] - rates[:, 1:]
+        difference: Tensor = rates[:, :1] - rates[:, 1:]
+        return difference
 
 
 WEIGHERS: dict[str, type[Weigher]] = {

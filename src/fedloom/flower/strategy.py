@@ -349,7 +349,7 @@ def _state_dict(arrays: Any, module: nn.Module) -> dict[str, Tensor]:
             f"initial_arrays: no values of torch ({error}); give ArrayRecord(model.state_dict())"
         ) from error
     for name in [*expected, *values]:
-        got, want = (list(s[name].shape) if name in s else "none" for s in (values, expected))
-        if got != want:
-            raise ConfigError(f"initial_arrays: {name!r} has the shape {got}, the model's has {want}")
+        shape, expected_shape = ([*s[name].shape] if name in s else "none" for s in (values, expected))
+        if shape != expected_shape:
+            raise ConfigError(f"initial_arrays: {name!r} has the shape {shape}, the model's has {expected_shape}")
     return values

@@ -11,6 +11,7 @@ from fedloom.algorithms import primary_field, upload_fields
 from fedloom.algorithms._messages import base_of
 from fedloom.local.rows import map_rows
 from fedloom.testing.federate import ReferenceFederation, ReferenceState, begin, mixed, personal_models
+from fedloom.testing.problems import Problem
 from fedloom.testing.scene import COHORT, HISTORY, SETTINGS, TIGHT, Scene, Subject, agree, demand
 from fedloom.testing.trees import difference, named, picked, plus
 
@@ -146,6 +147,7 @@ def idle_is_zero(s: Subject) -> None:
 def translation(s: Subject) -> None:
     """Seen from another origin, models and absolute messages move with it; differences, duals and variates stay."""
     scene = Scene(s)
+    assert isinstance(scene.problem, Problem)
     a, t = s.algorithm, torch.linspace(-2, 3, scene.problem.d, dtype=torch.float64)
     translated = scene.problem.moved(t)
     fed = scene.fed._replace(oracle=translated.oracle(noise=0.5))

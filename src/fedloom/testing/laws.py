@@ -248,7 +248,9 @@ def check_algorithm(
     for law in laws_of(algorithm, without):
         check_law(law, algorithm, weigher, names)
     if layout is None or shape is not None:
-        check_network(algorithm, weigher, without, Classifier.of() if shape is None else Classifier.of(layout, shape))
+        module = layout if isinstance(layout, nn.Module) else None
+        network = Classifier.of() if shape is None else Classifier.of(module, shape)
+        check_network(algorithm, weigher, without, network)
 
 
 def check_network(

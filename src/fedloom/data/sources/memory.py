@@ -172,7 +172,7 @@ def _samples(obj: TorchDataset[Any], name: str) -> Iterator[Any]:
     if not isinstance(obj, IterableDataset) and not hasattr(obj, "__len__"):
         raise ConfigError(f"{name}: {type(obj).__name__} has no __len__; add one, or make it an IterableDataset")
     try:
-        for sample in obj if isinstance(obj, IterableDataset) else (obj[i] for i in range(len(obj))):  # type: ignore[arg-type]
+        for sample in obj if isinstance(obj, IterableDataset) else (obj[i] for i in range(len(obj))):
             yield sample
             count += 1
     except Exception as error:

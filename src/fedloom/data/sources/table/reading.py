@@ -298,7 +298,8 @@ class _Reading:
 
     def _convert(self, codes: NDArray[np.float64], clients: tuple[str, ...]) -> None:
         """Multiply the columns that have factors by client; a client without one has a factor of 1."""
-        values, row_clients = self.x.done(), np.nan_to_num(codes, nan=len(clients)).astype(int)
+        values = cast("NDArray[np.float64]", self.x.done())
+        row_clients = np.nan_to_num(codes, nan=len(clients)).astype(int)
         for column, factors in factors_by_client(self.spec.factors, [*clients, MISSING]):
             if column in self.place:
                 values[:, self.place[column]] *= factors[row_clients]
