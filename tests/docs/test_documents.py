@@ -190,6 +190,31 @@ def test_the_answers_of_the_gallery_follow_from_their_differences() -> None:
                 assert group == decided, text
 
 
+def test_what_entries_of_the_gallery_say_of_their_experiments_is_so() -> None:
+    folder = ROOT / "studies" / "gallery"
+    number = {"three": 3, "five": 5, "seven": 7, "ten": 10, "twenty": 20, "fifty": 50}
+    seen = dict.fromkeys(("seeds", "test", "attack", "clients"), 0)
+    for name, entry in tomllib.loads((folder / "entries.toml").read_text()).items():
+        document, by = tomllib.loads((folder / f"{name}.toml").read_text()), entry["by"]
+        text, clients = " ".join(entry["text"].lower().split()), document["partition"].get("clients")
+        for word, things in re.findall(r"(?:over|on) (\w+) (seeds|folds)", by):
+            assert len(document["seeds"]) == number[word], (name, things)
+            seen["seeds"] += 1
+        for share in re.findall(r"(\d+) % of each", by):
+            assert 100 * document["partition"].get("test", 0.2) == float(share), name
+            seen["test"] += 1
+        for part, total in re.findall(r"(\w+) of (?!the)(\w+) clients", text):
+            assert number[total] == clients, name
+            assert document["attack"]["fraction"] * clients == pytest.approx(number[part]), name
+            seen["attack"] += 1
+        for honest in re.findall(r"the (\w+) honest clients", text):
+            assert clients - round(document["attack"]["fraction"] * clients) == number[honest], name
+        for word in re.findall(r"^(\w+) clients[:,]", text):
+            assert number[word] == clients, name
+            seen["clients"] += 1
+    assert min(seen.values()) >= 2
+
+
 def same(one: str, other: str) -> bool:
     """Whether two clauses are the same but for a capital at the start of a sentence."""
     return one.lower() == other.lower()
