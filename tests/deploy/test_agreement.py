@@ -15,6 +15,7 @@ import onnxruntime
 import pytest
 import tomli_w
 
+from fedloom.data.new_data import NewData
 from fedloom.data.survey.agreement import Agreement
 from fedloom.deploy.server.run import serve
 from fedloom.deploy.settings import read_server, read_site
@@ -54,12 +55,13 @@ NOTED = (
 )
 
 
-def journey(folder: Path, task: str = "binary") -> Path:
+def journey(folder: Path, task: str = "binary", sites: tuple[str, ...] = tuple(hospitals.SITES)) -> Path:
     """The deployment of the five hospitals, from their tables on; each file is edited once, as in docs/deployment.md.
 
     Args:
         folder: to work in.
         task: binary, or survival.
+        sites: hospitals that take part.
     """
     hospitals.main(folder / "tables")
     survival = ("--target", "followup_days") if task == "survival" else ()
@@ -73,9 +75,11 @@ def journey(folder: Path, task: str = "binary") -> Path:
         if column["name"] in UNITS:
             column |= {"unit": UNITS[column["name"]], "range": RANGES[column["name"]]}
     agreement.write_text(tomli_w.dumps(document | {"patients": LEAST}))
-    words = ["deploy", "init", folder / "all.toml", "--own-data", "--names", ",".join(NAMES), "--method", "ditto"]
-    assert "no norm_bound, for want of data here" in call(*words, "--rounds", 3, "--out", folder / "made")
-    for site in hospitals.SITES:
+    words = ["deploy", "init", folder / "all.toml", "--own-data", "--names", ",".join(sites).lower()]
+    assert "no norm_bound, for want of data here" in call(
+        *words, "--method", "ditto", "--rounds", 3, "--out", folder / "made"
+    )
+    for site in sites:
         home = folder / "made" / "sites" / site.lower()
         hospitals.own_table(home / "ward.csv", site, own_rows(site))
         text = (home / "site.toml").read_text().replace('path = "all.csv"', 'path = "ward.csv"')
@@ -155,6 +159,31 @@ def test_all_five_hospitals_can_take_part_train_and_use_their_models(agreed: Pat
     assert "models are at its sites" in call("models", agreed / "server" / "results", code=2)
 
 
+def test_times_to_an_event_are_learned_and_used_at_every_site(tmp_path: Path) -> None:
+    """Training, scores, predictions and the exported graph of a deployed survival model, two units among the sites."""
+    outside_flower()
+    sites = ("Amsel", "Celle")
+    made = journey(tmp_path, "survival", sites)
+    clients = [Client(read_site(made / "sites" / site.lower() / "site.toml")) for site in sites]
+    grid = FakeGrid({FIRST + c.site.client: c.answer for c in clients})
+    said: list[str] = []
+    assert serve(grid, read_server(made / "server" / "server.toml"), said.append) is Stop.DONE
+    assert any("round 3/3: 2 of 2 accepted" in line for line in said), said
+    for site in sites:
+        home, rows = made / "sites" / site.lower(), hospitals.patients(site, seed=5)
+        new, out = hospitals.own_table(tmp_path / f"{site}.csv", site, rows), tmp_path / f"{site}.predictions.csv"
+        call("deploy", "predict", home, new, "--out", out)
+        with out.open(newline="") as file:
+            risks = np.array([float(row["prediction"]) for row in csv.DictReader(file)])
+        time, died = (np.array([row[name] for row in rows]) for name in ("followup_days", "died"))
+        pairs = [(a, b) for a in np.flatnonzero(died) for b in range(len(rows)) if time[b] > time[a]]
+        agree = np.mean([(risks[a] > risks[b]) + 0.5 * (risks[a] == risks[b]) for a, b in pairs])
+        assert agree > 0.6
+        figures = call("deploy", "evaluate", home, new)
+        assert f"{agree:.4g}" in figures, (agree, figures)
+        same_as_graph(home, site, rows, risks, tmp_path)
+
+
 def same_as_graph(home: Path, site: str, rows: list[hospitals.Row], scores: np.ndarray, folder: Path) -> None:
     """The exported graph says of raw rows in the agreed units what the site's own command says."""
     if site not in ("Amsel", "Esche"):
@@ -167,7 +196,16 @@ def same_as_graph(home: Path, site: str, rows: list[hospitals.Row], scores: np.n
         "numbers": np.array([[np.nan if row[n] in gone else row[n] for n in names["numbers"]] for row in rows], float),
         "texts": np.array([[row[n] for n in names["texts"]] for row in rows], object),
     }
-    np.testing.assert_allclose(graph.run(["probabilities"], feed)[0][:, 1], scores, atol=1e-6)
+    np.testing.assert_allclose(graph.run(None, feed)[0][:, -1], scores, atol=1e-6)
+
+
+def test_new_rows_are_judged_by_the_target_of_the_agreement(agreed: Path, tmp_path: Path) -> None:
+    site = read_site(agreed / "sites" / "amsel" / "site.toml")
+    agreement = tomllib.loads(site.experiment.read_text())["data"]["agreement"]
+    rows = own_rows("Amsel")[:50]
+    file = hospitals.write(tmp_path / "new.csv", rows, names=("died", *hospitals.COLUMNS[:-1]))  # not the last column
+    labelled = NewData({"source": str(file), "agreement": agreement}).labelled(site.samples, file)
+    assert labelled.y.tolist() == [row["died"] for row in rows]
 
 
 FAULTS = [

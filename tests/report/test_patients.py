@@ -13,7 +13,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sklearn.metrics import log_loss, roc_auc_score
+from sklearn.metrics import (
+    log_loss,
+    mean_absolute_error,
+    mean_poisson_deviance,
+    r2_score,
+    roc_auc_score,
+    root_mean_squared_error,
+)
 from statsmodels.stats.proportion import proportion_confint
 
 import fedloom as fl
@@ -23,8 +30,10 @@ from fedloom.experiment.analyses.importance import check_importance, importance
 from fedloom.experiment.analyses.left_out import scores_of_new, without
 from fedloom.experiment.analyses.references import check_references, references
 from fedloom.report.charts.calibrated import curve, point, wilson
+from fedloom.report.comparison.bootstrap import standard_error, weighted
 from fedloom.report.comparison.by_patient import delong
 from fedloom.report.patients import Predicted
+from fedloom.tasks.survival import SurvivalRows, concordance
 from tests.commands import call
 from tests.hospitals import COLUMNS, SITES, cell, patients
 
@@ -171,6 +180,44 @@ def test_delong_is_the_paper_pair_by_pair(seed: int, cases: int, controls: int, 
     np.testing.assert_allclose(areas, expected, atol=1e-12)
     np.testing.assert_allclose(covariance, spread, atol=1e-12)
     assert areas[0] == pytest.approx(roc_auc_score(target, scores[0]))
+
+
+def timed(seed: int, rows: int) -> tuple[Predicted, Predicted]:
+    """Two models' predictions of the same targets, times of which some are censored."""
+    rng = np.random.default_rng(seed)
+    target, event = rng.integers(1, 30, rows).astype(float), (rng.random(rows) < 0.6).astype(float)
+    first = Predicted(np.zeros(rows, int), np.arange(rows), target, rng.random(rows).round(1) + 0.1, event)
+    return first, first._replace(prediction=(first.prediction + rng.random(rows) / target).round(2))
+
+
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 10**6), rows=st.integers(8, 40))
+def test_metrics_of_weighted_samples_are_those_of_repeated_ones(seed: int, rows: int) -> None:
+    """Weights 0, 1, 2 are samples left out, taken once and twice; one draw alone is what the tasks score."""
+    samples, rng = timed(seed, rows)[0], np.random.default_rng(seed)
+    times = rng.integers(0, 3, rows)
+    times[:2] = 1
+    repeated = np.repeat(np.arange(rows), times)
+    y, mu = samples.target[repeated], samples.prediction[repeated]
+    expected = {
+        "rmse": root_mean_squared_error(y, mu), "mae": mean_absolute_error(y, mu), "r2": r2_score(y, mu),
+        "deviance": mean_poisson_deviance(y, mu),
+    }  # fmt: skip
+    for name, value in expected.items():
+        assert weighted(name, times[None].astype(float), samples)[0] == pytest.approx(value), name
+    assert samples.event is not None
+    several = concordance(SurvivalRows(mu, y, samples.event[repeated]))
+    assert weighted("c_index", times[None].astype(float), samples)[0] == pytest.approx(several, nan_ok=True)
+
+
+def test_the_bootstrap_is_the_textbook_error_of_a_mean_and_pairs_the_patients() -> None:
+    """The difference of two mean absolute errors is a mean: its standard error has a formula, and pairing lowers it."""
+    first, second = timed(1, 400)
+    apart = np.abs(second.prediction - second.target) - np.abs(first.prediction - first.target)
+    assert standard_error("mae", first, second) == pytest.approx(apart.std(ddof=1) / 20, rel=0.1)
+    assert standard_error("rmse", first, first) == 0
+    own = [standard_error("c_index", first._replace(prediction=np.ones(400)), model) for model in (first, second)]
+    assert standard_error("c_index", first, second) < math.hypot(*own)
 
 
 def sampled(seed: int, rows: int) -> Predicted:

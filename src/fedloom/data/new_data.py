@@ -16,6 +16,7 @@ from fedloom.data.sources.images import ImageFolder
 from fedloom.data.sources.leaf import Leaf
 from fedloom.data.sources.table.reading import TableSource
 from fedloom.data.sources.texts import Sent140, Shakespeare, Texts
+from fedloom.data.survey.agreement import agreement_of
 from fedloom.errors import DataError, NoSamples
 from fedloom.values import fields_of
 
@@ -85,6 +86,8 @@ class NewData(NamedTuple):
         tables = issubclass(kind, TableSource) and (named is None or issubclass(named, TableSource))
         chosen = {k: v for k, v in options.items() if k in fields_of(kind) and v not in SIGNS.get(k, ())}
         if tables and facts.table is not None:
+            if "label" not in chosen and (agreed := agreement_of(options.get("agreement"))) is not None:
+                chosen |= {"label": agreed.target, "event": agreed.event}
             chosen = {k: v for k, v in chosen.items() if k not in AGREED} | {"agreement": facts.agreement}
         return kind(**{**(chosen if tables or named in (None, kind) else {}), "path": str(data)})
 

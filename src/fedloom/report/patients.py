@@ -24,19 +24,21 @@ class Predicted(NamedTuple):
         target: ``[N]`` its target.
         prediction: ``[N]`` mean prediction over the seeds that tested it; of a binary task the probability of the
             second class.
+        event: ``[N]`` 1 where the target is the time of an event, 0 where it is censored; None of other tasks.
     """
 
     client: NDArray[np.int64]
     row: NDArray[np.int64]
     target: Numbers
     prediction: Numbers
+    event: Numbers | None = None
 
     def at(self, client: int | None) -> Predicted:
         """Those of one client; None: all."""
         if client is None:
             return self
         here = self.client == client
-        return Predicted(*(values[here] for values in self))
+        return Predicted(*(None if values is None else values[here] for values in self))
 
 
 def tested(run: Run, method: str, model: str) -> Predicted | None:
@@ -45,18 +47,20 @@ def tested(run: Run, method: str, model: str) -> Predicted | None:
     if not path.exists():
         return None
     names = ("method", "seed", "client", "model", "row", "target", "prediction")
-    if "prediction" not in pq.read_schema(path).names:
+    columns = pq.read_schema(path).names
+    if "prediction" not in columns:
         return None
-    table = read_table(path, names)
+    measured = ["target", "prediction", *(["event"] if "event" in columns else [])]
+    table = read_table(path, (*names, *measured[2:]))
     hostile = {seed: run.attackers(method, seed) for seed in set(table["seed"].to_pylist())}
     table = table.filter(pc.and_(pc.equal(table["method"], method), pc.equal(table["model"], model)))
     seeds, clients = table["seed"].to_numpy(), table["client"].to_numpy()
     benign = np.array([c not in hostile[s] for s, c in zip(seeds.tolist(), clients.tolist(), strict=True)], bool)
     table = table.filter(pa.array(benign))
-    means = table.group_by(["client", "row"]).aggregate([("target", "mean"), ("prediction", "mean")])
+    means = table.group_by(["client", "row"]).aggregate([(name, "mean") for name in measured])
     means = means.sort_by([("client", "ascending"), ("row", "ascending")])
-    columns = (means[name].to_numpy() for name in ("client", "row", "target_mean", "prediction_mean"))
-    return Predicted(*columns) if len(means) else None
+    values = [means[name].to_numpy() for name in ("client", "row", *(f"{name}_mean" for name in measured))]
+    return Predicted(*values) if len(means) else None
 
 
 def is_binary(run: Run, samples: Predicted) -> bool:

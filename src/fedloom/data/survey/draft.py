@@ -370,7 +370,7 @@ class Draft:
             data |= {"centre": _rounded(float(self._values.mean()))}
             data |= {"unit": _rounded(float(self._values.std())) or 1.0}
         if agreement is not None:
-            agreed = ("task", "event", "categorical", "drop", "missing", "impute", "centre", "unit")
+            agreed = ("task", "categorical", "drop", "missing", "impute", "centre", "unit")
             data = {k: v for k, v in data.items() if k not in agreed} | {"agreement": str(agreement)}
         return data
 

@@ -267,7 +267,8 @@ def _own_data_table(one: Experiment) -> dict[str, Any]:
     path, options = getattr(one.source, "path", None), _placeless(one)
     if isinstance(one.source, TableSource):  # what its columns mean was agreed on, and signs are found out
         options = {k: v for k, v in options.items() if k not in (*AGREED, *SIGNS, "users", "factors")}
-        if one.source.label is None and one.source.agreement is None:
+        options |= one.source.targets
+        if "label" not in options:
             with one.source.open() as raw:
                 options["label"] = raw.names[-1]
     return options | ({} if path is None else {"path": Path(path).name})

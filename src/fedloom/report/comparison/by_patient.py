@@ -1,4 +1,6 @@
-"""Gains over test samples: AUROC of a site alone and together, and DeLong's interval of the difference.
+"""Gains over test samples: the metric of a site alone and together, and an interval of the difference.
+
+The interval of AUROC is DeLong's, that of another metric has the standard error of a bootstrap.
 
 Reference: E. R. DeLong et al., "Comparing the areas under two or more correlated receiver operating characteristic
 curves", Biometrics 1988, Eq. 5 to 8; by mid-ranks as X. Sun and W. Xu, IEEE Signal Process. Lett. 2014.
@@ -15,20 +17,25 @@ import numpy as np
 from scipy.stats import norm, rankdata
 
 from fedloom.formats import DASH, fixed, p_value, pair
+from fedloom.report.comparison.bootstrap import standard_error, weighted
 from fedloom.report.comparison.gains import SiteGains
 from fedloom.report.csv_files import csv_of
+from fedloom.report.naming import figure, metric
 from fedloom.report.numbers import run_of
 from fedloom.report.patients import Predicted, is_binary, tested
 from fedloom.report.run import Numbers, Run
 from fedloom.report.tables import scrolling
 
 LEVEL = 0.95
+BOOTSTRAPPED = ("c_index", "r2", "rmse", "mae", "deviance")
+"""Metrics whose interval is a bootstrap's."""
 LEAST = 2
 """Test samples of each class from which a difference has an interval."""
 
 ABOUT = (
     "The same, patient by patient: every test sample with the mean of its predictions over the seeds that tested it, "
-    "and DeLong's 95 % interval of the difference in AUROC: how the gain would vary over new patients of a site. "
+    "and a 95 % interval of the difference (DeLong's of AUROC, else by a bootstrap over patients): how the gain would "
+    "vary over new patients of a site. Errors are in units of the label. "
     "With folds every patient is tested once."
 )
 
@@ -39,16 +46,18 @@ class SiteDifference(NamedTuple):
     Attributes:
         site: its name.
         samples: test samples.
-        events: of the second class.
-        alone: AUROC of the site's own model.
-        together: AUROC of the federated one.
+        metric: that is compared.
+        events: of the second class, or of times; None of other tasks.
+        alone: of the site's own model.
+        together: of the federated one.
         half: half the width of the interval of their difference; nan where there is none.
         p: two-sided, of no difference.
     """
 
     site: str
     samples: int
-    events: int
+    metric: str
+    events: int | None
     alone: float
     together: float
     half: float
@@ -71,24 +80,34 @@ def delong(scores: Numbers, target: Numbers) -> tuple[Numbers, Numbers]:
 
 
 def differences(run: Run, table: SiteGains) -> list[SiteDifference]:
-    """A line per site and one over all of them; none where predictions were not kept, or are no probabilities."""
+    """A line per site and one over all of them; none where predictions were not kept, or have no such metric."""
     alone, shared = (tested(run, row.method, row.model) for row in (table.alone, table.together))
-    if alone is None or shared is None or not is_binary(run, alone) or not np.array_equal(alone[:2], shared[:2]):
+    if alone is None or shared is None or not np.array_equal(alone[:2], shared[:2]):
+        return []
+    lead = "auroc" if is_binary(run, alone) else table.metric
+    if lead not in ("auroc", *BOOTSTRAPPED) or (lead == "c_index" and alone.event is None):
         return []
     places: list[tuple[str, int | None]] = [(run.client(k), k) for k in range(run.clients)]
-    return [_difference(name, alone.at(place), shared.at(place)) for name, place in (*places, ("All", None))]
+    return [_difference(name, lead, alone.at(place), shared.at(place)) for name, place in (*places, ("All", None))]
 
 
-def _difference(name: str, alone: Predicted, shared: Predicted) -> SiteDifference:
-    events = int(alone.target.sum())
-    if min(events, len(alone.target) - events) < LEAST:
-        return SiteDifference(name, len(alone.target), events, math.nan, math.nan, math.nan, math.nan)
-    areas, covariance = delong(np.stack([alone.prediction, shared.prediction]), alone.target)
-    se = math.sqrt(max(0.0, covariance[0, 0] + covariance[1, 1] - 2 * covariance[0, 1]))
-    gain = float(areas[1] - areas[0])
-    p = float(2 * norm.sf(abs(gain) / se)) if se > 0 else 1.0 if gain == 0 else math.nan
-    half = float(norm.ppf(0.5 + LEVEL / 2)) * se
-    return SiteDifference(name, len(alone.target), events, float(areas[0]), float(areas[1]), half, p)
+def _difference(name: str, lead: str, alone: Predicted, shared: Predicted) -> SiteDifference:
+    count = len(alone.target)
+    if lead == "auroc":
+        events = int(alone.target.sum())
+        if min(events, count - events) < LEAST:
+            return SiteDifference(name, count, lead, events, math.nan, math.nan, math.nan, math.nan)
+        areas, covariance = delong(np.stack([alone.prediction, shared.prediction]), alone.target)
+        values = (float(areas[0]), float(areas[1]))
+        se = math.sqrt(max(0.0, covariance[0, 0] + covariance[1, 1] - 2 * covariance[0, 1]))
+    else:
+        events = None if alone.event is None else int(alone.event.sum())
+        once = np.ones((1, count))
+        values = (float(weighted(lead, once, alone)[0]), float(weighted(lead, once, shared)[0]))
+        se = standard_error(lead, alone, shared)
+    change = values[1] - values[0]
+    p = float(2 * norm.sf(abs(change) / se)) if se > 0 else 1.0 if change == 0 else math.nan
+    return SiteDifference(name, count, lead, events, *values, float(norm.ppf(0.5 + LEVEL / 2)) * se, p)
 
 
 def by_patients(runs: list[Run], by_site: Sequence[SiteGains]) -> list[tuple[str, list[SiteDifference]]]:
@@ -101,17 +120,21 @@ def differences_html(tables: Sequence[tuple[str, Sequence[SiteDifference]]]) -> 
     """A table per run, by its label."""
     text = ""
     for label, lines in tables:
-        cells = [[escape(line.site), str(line.samples), str(line.events), *_words(line)] for line in lines]
-        heads = ("Site", "Patients tested", "Events", "AUROC alone", "Together", "Gain", "p (DeLong)")
+        cells = [
+            [escape(line.site), str(line.samples), DASH if line.events is None else str(line.events), *_words(line)]
+            for line in lines
+        ]
+        title = figure(lines[0].metric).title
+        heads = ("Site", "Patients tested", "Events", f"{title} alone", "Together", "Gain", "p")
         text += f"<h3>{escape(label)}</h3>" * bool(label) + scrolling(f"Gains by patient {label}".strip(), heads, cells)
     return f'<p class="lead">{ABOUT}</p>{text}' if text else ""
 
 
 def _words(line: SiteDifference) -> list[str]:
-    if math.isnan(line.alone):
+    if math.isnan(line.alone) or math.isnan(line.together):
         return [DASH] * 4
-    gain = line.together - line.alone
-    difference = pair(fixed(gain, 3, signed=True), fixed(line.half, 3))
+    gain = (line.together - line.alone) * (1 if metric(line.metric).higher else -1)
+    difference = pair(fixed(gain, 3, signed=True), fixed(line.half, 3)) if line.half == line.half else DASH
     return [fixed(line.alone, 3), fixed(line.together, 3), difference, p_value(line.p)]
 
 

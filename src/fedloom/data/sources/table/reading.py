@@ -101,6 +101,14 @@ class TableSource(FileSource):
         agreed = () if self.agreement is None else self.agreement.missing
         return tuple(dict.fromkeys((*MARKERS, *agreed, *self.missing)))
 
+    @property
+    def targets(self) -> dict[str, str]:
+        """The columns ``label`` and ``event`` by name, where they or the agreement have one."""
+        agreement = self.agreement
+        label = self.label or (None if agreement is None else agreement.target)
+        event = self.event or (None if agreement is None else agreement.event)
+        return {key: name for key, name in (("label", label), ("event", event)) if name is not None}
+
     @abstractmethod
     def open(self, data_dir: str | Path | None = None) -> AbstractContextManager[Raw]:
         """The table before its columns have roles; its cells are read within the context.
@@ -146,11 +154,9 @@ class _Reading:
             raise NoSamples(f"{where}: empty; a table needs a header row and rows below it")
         self.spec, self.name, self.problems = spec, name, problems
         agreement, optional = spec.agreement, {*spec.drop, *spec.columns, *([spec.users] if spec.users else [])}
-        target = None if agreement is None else agreement.target
-        self.label = spec.label or target or names[-1]
+        self.label, self.event = spec.targets.get("label", names[-1]), spec.targets.get("event")
         self.task = "survival" if spec.event and spec.task == "auto" else spec.task
         self.task = self.task if agreement is None else agreement.task
-        self.event = spec.event or (None if agreement is None else agreement.event)
         _check_event(spec, where, self.task, self.event, self.label)
         self.special = [*spec.columns, *([spec.users] if spec.users else [])]
         wanted = {self.label, *([self.event] if self.event else []), *spec.factors, *spec.kept}
