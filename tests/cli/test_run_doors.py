@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from fedloom.cli import app
 from fedloom.cli.facts import KINDS
 from fedloom.errors import ConfigError
-from fedloom.experiment import parse, read
+from fedloom.experiment import open_run, parse, read
 from fedloom.experiment.cards import PARTS, parts
 from fedloom.experiment.overrides import with_overrides
 from fedloom_studies.reproduce.recipe import names
@@ -219,3 +219,39 @@ def test_a_run_says_what_is_known_of_a_method_before_its_first_round(file: Path,
     assert "one local step" not in after
     assert "round 1" not in noted
     assert "one local step" not in call("run", *given, "--force").output
+
+
+def test_a_refit_trains_on_all_samples_after_cross_validation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What folds and groups ask for is left out or has nothing to score; every row is in training."""
+    monkeypatch.chdir(tmp_path)
+    rows = "".join(f"{k % 7},{'fm'[k % 2]},{'ab'[k % 3 > 0]},{int(k % 5 > 2)}\n" for k in range(60))
+    (tmp_path / "t.csv").write_text(f"x,sex,site,y\n{rows}")
+    document = """
+        rounds = 1
+        seeds = [0, 1]
+        [data]
+        source = "t.csv"
+        users = "site"
+        drop = ["sex"]
+        [partition]
+        kind = "writers"
+        folds = 2
+        leave = "each"
+        [evaluate]
+        groups = ["sex"]
+        predictions = true
+        [[method]]
+        algorithm = "local"
+        [[method]]
+        algorithm = "ditto"
+    """
+    (tmp_path / "cv.toml").write_text(document)
+    done = call("run", "cv.toml", "--refit", "--method", "ditto")
+    assert done.exit_code == 0, done.output
+    experiment = read(tmp_path / "cv.toml", methods=["ditto"], refit=True)
+    assert experiment.head.seeds == (0,)
+    federation = experiment.partition(experiment.source.read(None), 0)
+    assert {part: int(federation.sizes(part).sum()) for part in federation.parts} == {
+        "train": 60, "validation": 0, "test": 0,
+    }  # fmt: skip
+    assert len(open_run(tmp_path / "runs" / "cv-refit").predict(tmp_path / "t.csv", "ditto").scores) == 60

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 @app.command()
 def run(
     file: FileArgument,
-    out: Annotated[Path | None, typer.Option(help="run directory; runs/<name of the file> by default")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="run directory; runs/<name of the file> by default, with -refit after --refit")
+    ] = None,
     workers: Annotated[str | None, typer.Option(help="processes, or 'auto'; replaces [engine] workers")] = None,
     data_dir: DataDir = None,
     force: Annotated[
@@ -51,6 +53,12 @@ def run(
         list[str] | None, typer.Option(help="run this method only, by label or algorithm; may be repeated")
     ] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="communication rounds of every method")] = None,
+    refit: Annotated[
+        bool,
+        typer.Option(
+            "--refit", help="train on all samples with the first seed, as after cross-validation: no test part"
+        ),
+    ] = False,
     trust: Trust = False,
 ) -> None:
     """Run an experiment: all its methods and seeds.
@@ -70,14 +78,14 @@ def run(
             count = int(workers)
         from fedloom.experiment import read
 
-        experiment = read(file, values or (), method or (), rounds, trust=trust, workers=count)
+        experiment = read(file, values or (), method or (), rounds, trust=trust, refit=refit, workers=count)
         from fedloom.experiment import Plan
         from fedloom.experiment.track import Tracker, check_tracker
         from fedloom.processes.distributed import joined
         from fedloom.progress import shown
 
         with joined() as ranks:
-            where = out or Path("runs") / file.stem
+            where = out or Path("runs") / (f"{file.stem}-refit" if refit else file.stem)
             check_tracker(track)
             plan = Plan(experiment, where, data_dir, force=force, partly=bool(method), dry=dry_run, ranks=ranks)
             labels = dict[str, list[str]]()

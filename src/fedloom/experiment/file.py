@@ -32,6 +32,7 @@ def read(
     rounds: int | None = None,
     *,
     trust: bool = False,
+    refit: bool = False,
     **engine: Any,
 ) -> Experiment:
     """Read the experiment of a TOML file, with the changes of `fedloom.experiment.overrides.with_overrides`.
@@ -42,6 +43,7 @@ def read(
         methods: the methods that stay; all when empty.
         rounds: of every method.
         trust: run the code that it names by import path, though it is another user's.
+        refit: train on all samples with the first seed.
         engine: replaces keys of its [engine], where it is not None.
 
     Raises:
@@ -49,7 +51,7 @@ def read(
     """
     content = {key: value for key, value in read_toml(path, "experiment file").items() if key != "resolved"}
     check_document(content, path, trust=trust)
-    document = with_overrides(content, str(path), values, methods, rounds)
+    document = with_overrides(content, str(path), values, methods, rounds, refit=refit)
     replaced = {key: value for key, value in engine.items() if value is not None}
     if replaced:
         document["engine"] = {**table(document.get("engine", {}), f"{path}: [engine]"), **replaced}

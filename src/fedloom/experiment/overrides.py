@@ -14,6 +14,9 @@ from fedloom.values import FACTOR, table
 WORD = re.compile(rf"[A-Za-z_][\w./:-]*|{FACTOR}")
 """Text that needs no quotes, for the shell takes them away."""
 
+TESTED = ("predictions", "importance", "references", "confusion", "tsne")
+"""Keys of [evaluate] that look at test samples."""
+
 
 def with_overrides(
     document: Mapping[str, Any],
@@ -21,6 +24,8 @@ def with_overrides(
     values: Sequence[str] = (),
     methods: Sequence[str] = (),
     rounds: int | None = None,
+    *,
+    refit: bool = False,
 ) -> dict[str, Any]:
     """Apply the changes of the command line to a document; `fedloom.experiment.parse` checks the outcome.
 
@@ -31,6 +36,7 @@ def with_overrides(
             or ``source`` starts its table anew; epochs take the place of steps, and the other way round.
         methods: labels, or names of algorithms, of the methods that stay; all when empty.
         rounds: of every method, in place of the file's.
+        refit: train on all samples with the first seed, as after a cross-validation: there is nothing to test on.
 
     Raises:
         ConfigError: a text of another form, or a method that is not there; the message names the key.
@@ -55,7 +61,19 @@ def with_overrides(
         changed["rounds"] = rounds
         for m in named:
             m.pop("rounds", None)
-    return changed
+    return _refitted(changed, where) if refit else changed
+
+
+def _refitted(document: dict[str, Any], where: str) -> dict[str, Any]:
+    """The experiment without test samples, and without validation ones unless models are recalibrated on them."""
+    tables = {name: table(document.get(name, {}), f"{where}: [{name}]") for name in ("partition", "evaluate", "task")}
+    partition = {k: v for k, v in tables["partition"].items() if k not in ("folds", "leave")} | {"test": 0.0}
+    if not tables["task"].get("calibrate"):
+        partition["validation"] = 0.0
+    evaluate = {k: v for k, v in tables["evaluate"].items() if k not in TESTED}
+    seeds = document.get("seeds", [0])
+    first = seeds[:1] if isinstance(seeds, list) else seeds
+    return {**document, "partition": partition, "evaluate": evaluate, "seeds": first}
 
 
 def _set(document: dict[str, Any], text: str, where: str) -> None:
