@@ -38,7 +38,8 @@ class Predicted(NamedTuple):
         if client is None:
             return self
         here = self.client == client
-        return Predicted(*(None if values is None else values[here] for values in self))
+        event = None if self.event is None else self.event[here]
+        return Predicted(self.client[here], self.row[here], self.target[here], self.prediction[here], event)
 
 
 def tested(run: Run, method: str, model: str) -> Predicted | None:

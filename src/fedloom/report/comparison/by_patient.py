@@ -94,9 +94,10 @@ def differences(run: Run, table: SiteGains) -> list[SiteDifference]:
 def _difference(name: str, lead: str, alone: Predicted, shared: Predicted) -> SiteDifference:
     count = len(alone.target)
     if lead == "auroc":
-        events = int(alone.target.sum())
-        if min(events, count - events) < LEAST:
-            return SiteDifference(name, count, lead, events, math.nan, math.nan, math.nan, math.nan)
+        cases = int(alone.target.sum())
+        events: int | None = cases
+        if min(cases, count - cases) < LEAST:
+            return SiteDifference(name, count, lead, cases, math.nan, math.nan, math.nan, math.nan)
         areas, covariance = delong(np.stack([alone.prediction, shared.prediction]), alone.target)
         values = (float(areas[0]), float(areas[1]))
         se = math.sqrt(max(0.0, covariance[0, 0] + covariance[1, 1] - 2 * covariance[0, 1]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -103,6 +104,7 @@ class Agreed:
     Attributes:
         column: the column.
         filled: cells so far that are missing, or of an unknown level, and will be filled.
+        unknown: levels of such cells, with their number.
 
     Args:
         column: the column.
@@ -114,6 +116,13 @@ class Agreed:
     def __init__(self, column: TableColumn, impute: bool, cure: str, factor: float = 1.0) -> None:
         self.column, self.filled, self._impute, self._cure, self._factor = column, 0, impute, cure, factor
         self._codes = {name: code for code, name in enumerate(column.names)}
+        self.unknown = Counter[str]()
+
+    @property
+    def shown(self) -> str:
+        """The most frequent unknown levels, and those that were agreed on."""
+        unknown = ", ".join(shortened(name) for name, _ in self.unknown.most_common(4))
+        return f"{unknown}; agreed are {', '.join(self.column.names[:20])}"
 
     def read(self, piece: Piece, missing: NDArray[np.bool_], problems: Problems) -> NDArray[np.float64]:
         """A piece of the column, NaN where it is missing or of an unknown level.
@@ -145,6 +154,7 @@ class Agreed:
             cells = [cell for cell, odd in zip(piece.cells, strange, strict=True) if odd]
             problems.add("level", name, what, cells, self._cure)
         self.filled += int(strange.sum())
+        self.unknown.update(level(cell) for cell, odd in zip(piece.cells, strange, strict=True) if odd)
         return np.where(out < 0, np.nan, out)
 
 

@@ -15,14 +15,15 @@ from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, model_validator
 from torch import Tensor
 
-from fedloom.data.dataset import CLASSED, MISSING, MOST_CLASSES, TOO_MANY, Dataset, Task, refuse
+from fedloom.data.dataset import CLASSED, MISSING, MOST_CLASSES, TOO_MANY, Dataset, refuse
 from fedloom.data.sources._base import FileSource, naming_file_in_errors
 from fedloom.data.sources.archive import GrowingRows
-from fedloom.data.sources.table.cells import LEVELS, Piece, Problems, is_missing, numbers
-from fedloom.data.sources.table.levels import Agreed, Codes, factor_of, factors_by_client, natural, unapplied
+from fedloom.data.sources.table.cells import Piece, Problems, is_missing, numbers
+from fedloom.data.sources.table.levels import Agreed, Codes, factor_of, factors_by_client, unapplied
+from fedloom.data.sources.table.targets import absence, agreed_classes, check_event, task_of_levels
 from fedloom.data.survey.agreement import Agreement, agreement_of
 from fedloom.data.tables import MARKERS, Table, TableColumn, markers_of
-from fedloom.errors import ConfigError, DataError, NoSamples, nearest
+from fedloom.errors import ConfigError, DataError, NoSamples
 
 MOST_COLUMNS = 100_000
 """Columns of a table; of so many an array is read in a small part of the time."""
@@ -157,7 +158,7 @@ class _Reading:
         self.label, self.event = spec.targets.get("label", names[-1]), spec.targets.get("event")
         self.task = "survival" if spec.event and spec.task == "auto" else spec.task
         self.task = self.task if agreement is None else agreement.task
-        _check_event(spec, where, self.task, self.event, self.label)
+        check_event(where, self.task, self.event, self.label, scaled=(spec.centre, spec.unit) != (0.0, 1.0))
         self.special = [*spec.columns, *([spec.users] if spec.users else [])]
         wanted = {self.label, *([self.event] if self.event else []), *spec.factors, *spec.kept}
         if agreement is None:
@@ -165,11 +166,6 @@ class _Reading:
         else:
             wanted |= {column.name for column in agreement.column}
             self.special = [column for column in self.special if column in names]
-        if absent := sorted(wanted - set(names)):
-            cure = "" if agreement is None else " (the agreement names it)"
-            raise ConfigError(
-                f"{where}: " + "; ".join(f"no column {column!r}{cure}; {nearest(column, names)}" for column in absent)
-            )
         if len(names) > MOST_COLUMNS:
             raise DataError(
                 f"{where}: {len(names):,} columns, at most {MOST_COLUMNS:,} are read; check the separator, or give the "
@@ -177,6 +173,8 @@ class _Reading:
             )
         if twice := sorted(column for column, count in Counter(names).items() if count > 1):
             raise DataError(f"{where}: two columns have the same name, {', '.join(map(repr, twice))}; rename one")
+        if absent := sorted(wanted - set(names)):
+            raise ConfigError(f"{where}: {absence(absent, names, agreed=agreement is not None)}")
         self.agreed: dict[str, Agreed] = {}
         self.features = [c for c in names if c not in {self.label, self.event, spec.users, *spec.drop}]
         if agreement is not None:
@@ -258,10 +256,11 @@ class _Reading:
         if spec.users in coded:
             self._convert(*coded[spec.users])
         if agreement is None:
-            task, wrong = _task(self.task, self.label, classes, bool(sentences))
+            task, wrong = task_of_levels(self.task, self.label, classes, bool(sentences))
         else:
             task = agreement.task
-            label, classes, wrong = _agreed_classes(agreement, self.label, label, classes)
+            label, classes, wrong = agreed_classes(agreement, self.label, label, classes)
+            wrong += self._unknown_levels()
         if task == "survival" and agreement is None and self.event and not np.nansum(self.measured[self.event].done()):
             wrong.append(f"the event {self.event!r} is 0 in every row; nothing can be learned from it")
         if task == "survival":
@@ -304,8 +303,7 @@ class _Reading:
 
     def _convert(self, codes: NDArray[np.float64], clients: tuple[str, ...]) -> None:
         """Multiply the columns that have factors by client; a client without one has a factor of 1."""
-        values = cast("NDArray[np.float64]", self.x.done())
-        row_clients = np.nan_to_num(codes, nan=len(clients)).astype(int)
+        values, row_clients = self._numbers, np.nan_to_num(codes, nan=len(clients)).astype(int)
         for column, factors in factors_by_client(self.spec.factors, [*clients, MISSING]):
             if column in self.place:
                 values[:, self.place[column]] *= factors[row_clients]
@@ -333,8 +331,36 @@ class _Reading:
         if table is None or not self.x.size:
             return []
         nothing = torch.full((len(table.columns), 1), torch.nan, dtype=torch.float64)
-        cure = "; convert it by factors = { NAME = FACTOR } in [data], or agree on another range"
+        cure = " Convert it by factors = { NAME = FACTOR }, name its marker in missing, or agree on another range"
         return [sentence + cure for sentence in table.strange(torch.from_numpy(self.x.done()), nothing)]
+
+    @property
+    def _numbers(self) -> NDArray[np.float64]:
+        """The features ``[N, p]`` so far, to be changed in place."""
+        return cast("NDArray[np.float64]", self.x.done())
+
+    def _unknown_levels(self) -> list[str]:
+        """Agreed columns of which most cells have no agreed level, as where they are written in another way."""
+        rows = len(self.x.done())
+        return [
+            f"column {name!r}: {column.unknown.total()} of {rows} cells have no agreed level ({column.shown}); write "
+            "them so, or agree on these too"
+            for name, column in self.agreed.items()
+            if column.unknown.total() > rows / 2
+        ]
+
+    def _beyond(self) -> Iterator[str]:
+        """Notes on agreed columns of which some numbers lie beyond the range, as a marker of gaps that is not named."""
+        for name, agreed in self.agreed.items():
+            if agreed.column.range is not None:
+                low, high = agreed.column.range
+                values = self._numbers[:, self.place[name]]
+                far = values[(values < low) | (values > high)]
+                if len(far):
+                    yield (
+                        f"column {name!r}: {len(far)} of {len(values)} numbers lie beyond {low:g} to {high:g}, as "
+                        f"{far[0]:g} does; if they mean missing, name them in missing"
+                    )
 
     def _table(self, values: Tensor, coded: Mapping[str, tuple[NDArray[np.float64], tuple[str, ...]]]) -> Table:
         """The agreed table, or one whose levels and gaps are those of the file."""
@@ -355,57 +381,11 @@ class _Reading:
         notes = [f"missing: no cell of {self.name} is {text!r}" for text in self.unmatched]
         clients = self.codes.get(self.spec.users or "")
         notes += unapplied(self.spec.factors, self.spec.users, None if clients is None else clients.levels)
-        notes += [
-            f"column {c!r}: {one.filled} cells without an agreed value are filled"
-            for c, one in self.agreed.items() if one.filled and not one.column.flag
-        ]  # fmt: skip
+        for name, agreed in self.agreed.items():
+            unknown = agreed.unknown.total()
+            if unknown:
+                notes.append(f"column {name!r}: {unknown} cells of other levels than agreed are filled: {agreed.shown}")
+            if agreed.filled > unknown and not agreed.column.flag:
+                notes.append(f"column {name!r}: {agreed.filled - unknown} cells are missing and filled; none was to be")
+        notes += self._beyond()
         return tuple(notes)
-
-
-def _check_event(spec: TableSource, where: str, task: str, event: str | None, label: str) -> None:
-    """Refuse an event without a time, a time without an event, and other units of either.
-
-    Raises:
-        ConfigError: which of them it is.
-    """
-    if task == "survival" and event is None:
-        raise ConfigError(f"{where}: task = 'survival' needs event, the column with 1 for an event and 0 for none")
-    if task != "survival" and event is not None:
-        raise ConfigError(f"{where}: event = {event!r} makes the task survival, but task is {task!r}; leave out one")
-    if event == label:
-        raise ConfigError(f"{where}: {label!r} is both label and event; label names the column of times")
-    if task in ("survival", "count") and (spec.centre, spec.unit) != (0.0, 1.0):
-        raise ConfigError(f"{where}: centre and unit are of a regression, the task is {task}; leave them out")
-
-
-def _agreed_classes(
-    agreement: Agreement, label: str, codes: NDArray[np.float64], levels: tuple[str, ...]
-) -> tuple[NDArray[np.float64], tuple[str, ...], list[str]]:
-    """Codes of the agreed classes, these classes, and what is wrong with the levels of the label."""
-    if agreement.task not in CLASSED:
-        return codes, (), []
-    strange = [level for level in levels if level not in agreement.classes]
-    if strange:
-        what = f"{', '.join(map(repr, strange[:LEVELS]))}{' and more' if len(strange) > LEVELS else ''}"
-        return codes, levels, [f"the label {label!r} is {what}, allowed are {', '.join(agreement.classes)}"]
-    place = np.array([*(agreement.classes.index(level) for level in levels), np.nan])
-    return place[np.nan_to_num(codes, nan=len(levels)).astype(int)], agreement.classes, []
-
-
-def _task(task_wanted: str, label: str, levels: tuple[str, ...], doubtful: bool) -> tuple[Task, list[str]]:
-    """The task that the label's levels make, and what is wrong with them.
-
-    One level alone is no error, since a trained model may be tried on such a table; a `doubtful` one is noted.
-    """
-    wrong: list[str] = []
-    if doubtful and len(levels) == 1:
-        wrong.append(
-            f"the label {label!r} is {levels[0]!r} in every row that can be read; nothing can be learned from it"
-        )
-    if task_wanted in ("regression", "survival", "count"):
-        return cast("Task", task_wanted), wrong
-    if task_wanted == "auto" and any(np.isfinite(v := natural(level)[0]) and v != np.floor(v) for level in levels):
-        wrong.append("the label has fractions; set task = 'regression', or 'classification' if they are names")
-    if task_wanted == "binary" and len(levels) != 2:
-        wrong.append(f"task = 'binary', but the label has {len(levels)} values; use classification")
-    return "binary" if task_wanted != "classification" and len(levels) == 2 else "classification", wrong

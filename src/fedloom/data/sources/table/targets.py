@@ -1,0 +1,81 @@
+"""Sentences on the columns of a table that are not there, and on targets that do not fit their task."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedloom.data.dataset import CLASSED, Task
+from fedloom.data.sources.table.cells import LEVELS
+from fedloom.data.sources.table.levels import natural
+from fedloom.data.survey.agreement import Agreement
+from fedloom.errors import ConfigError, nearest
+
+
+def absence(absent: list[str], names: list[str], *, agreed: bool) -> str:
+    """The sentence on columns that are not there."""
+    if len(absent) == 1:
+        cure = " (the agreement names it)" if agreed else ""
+        return f"no column {absent[0]!r}{cure}; {nearest(absent[0], names)}"
+    cure = " (the agreement names them)" if agreed else ""
+    header = f"the header has {', '.join(names[:20])}{', ...' if len(names) > 20 else ''}"
+    return f"no columns {', '.join(map(repr, absent))}{cure}; {header}: is it a row, or is the separator another?"
+
+
+def check_event(where: str, task: str, event: str | None, label: str, *, scaled: bool) -> None:
+    """Refuse an event without a time, a time without an event, and other units of either.
+
+    Raises:
+        ConfigError: which of them it is.
+    """
+    if task == "survival" and event is None:
+        raise ConfigError(f"{where}: task = 'survival' needs event, the column with 1 for an event and 0 for none")
+    if task != "survival" and event is not None:
+        raise ConfigError(f"{where}: event = {event!r} makes the task survival, but task is {task!r}; leave out one")
+    if event == label:
+        raise ConfigError(f"{where}: {label!r} is both label and event; label names the column of times")
+    if task in ("survival", "count") and scaled:
+        raise ConfigError(f"{where}: centre and unit are of a regression, the task is {task}; leave them out")
+
+
+def agreed_classes(
+    agreement: Agreement, label: str, codes: NDArray[np.float64], levels: tuple[str, ...]
+) -> tuple[NDArray[np.float64], tuple[str, ...], list[str]]:
+    """Codes of the agreed classes, these classes, and what is wrong with the levels of the label."""
+    if agreement.task not in CLASSED:
+        return codes, (), []
+    strange = [level for level in levels if level not in agreement.classes]
+    if strange:
+        what = f"{', '.join(map(repr, strange[:LEVELS]))}{' and more' if len(strange) > LEVELS else ''}"
+        rows = int(np.isin(codes, [levels.index(level) for level in strange]).sum())
+        return (
+            codes,
+            levels,
+            [
+                f"the label {label!r} is {what}, allowed are {', '.join(agreement.classes)} ({rows} such rows); write "
+                "them so, or name a marker in missing, with unlabelled = 'drop'"
+            ],
+        )
+    place = np.array([*(agreement.classes.index(level) for level in levels), np.nan])
+    return place[np.nan_to_num(codes, nan=len(levels)).astype(int)], agreement.classes, []
+
+
+def task_of_levels(task_wanted: str, label: str, levels: tuple[str, ...], doubtful: bool) -> tuple[Task, list[str]]:
+    """The task that the label's levels make, and what is wrong with them.
+
+    One level alone is no error, since a trained model may be tried on such a table; a `doubtful` one is noted.
+    """
+    wrong: list[str] = []
+    if doubtful and len(levels) == 1:
+        wrong.append(
+            f"the label {label!r} is {levels[0]!r} in every row that can be read; nothing can be learned from it"
+        )
+    if task_wanted in ("regression", "survival", "count"):
+        return cast("Task", task_wanted), wrong
+    if task_wanted == "auto" and any(np.isfinite(v := natural(level)[0]) and v != np.floor(v) for level in levels):
+        wrong.append("the label has fractions; set task = 'regression', or 'classification' if they are names")
+    if task_wanted == "binary" and len(levels) != 2:
+        wrong.append(f"task = 'binary', but the label has {len(levels)} values; use classification")
+    return "binary" if task_wanted != "classification" and len(levels) == 2 else "classification", wrong
