@@ -160,7 +160,7 @@ def _taker(path, key):
     def take():
         line, _ = listener.accept()
         assert line.recv(len(MAGIC) + len(key)) == MAGIC + key
-        line.sendall(handover.MINE)
+        line.sendall(handover.SAME_SITE)
         line.recv(8)
         line.close()
         listener.close()
@@ -286,7 +286,7 @@ def test_only_whole_messages_within_the_limit_from_this_user(tmp_path, owner, mo
     with socket.socket(socket.AF_UNIX) as line:
         line.connect(str(path))
         line.sendall(MAGIC + key_of(file) + (1 << 62).to_bytes(8, "big"))
-        assert handover.receive(line, 2) == handover.MINE + handover.ERROR
+        assert handover.receive(line, 2) == handover.SAME_SITE + handover.ERROR
         assert b"at most" in handover.receive_sized(line)
     assert head(hand_over(file, content, owner.pid))["status"] == "ok"
     assert len(processes(file)) == 1

@@ -12,7 +12,7 @@ from fedloom.algorithms import REGISTRY
 from fedloom.data import load
 from fedloom.data.federation import Federation
 from fedloom.data.partition import Iid
-from fedloom.engine import scoring as counts
+from fedloom.engine.clients import scores as counts
 from fedloom.engine.setting import Engine, Evaluate
 from fedloom.engine.simulate import simulate
 from fedloom.local import LocalSGD

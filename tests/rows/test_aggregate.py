@@ -78,7 +78,7 @@ def run(rule, rows, weights=None, state=None, ids=None):
 
 M = 11
 RULES = [
-    A.Mean(),
+    A.WeightedMean(),
     A.Median(),
     A.TrimmedMean(f=2),
     A.GeometricMedian(),
@@ -89,9 +89,9 @@ RULES = [
     A.Bulyan(f=2),
     A.MDA(f=2),
     A.FLTrust(root=4),
-    A.Mean(pre=(A.Clip(bound=1.0),)),
+    A.WeightedMean(pre=(A.ClipRows(bound=1.0),)),
     A.Krum(f=2, pre=(A.NNM(f=2),)),
-    A.TrimmedMean(f=1, pre=(A.Clip(bound=3.0), A.NNM(f=2))),
+    A.TrimmedMean(f=1, pre=(A.ClipRows(bound=3.0), A.NNM(f=2))),
 ]
 SEEDS = st.integers(0, 2**20)
 
@@ -183,9 +183,9 @@ def test_other_rules_act_on_every_field_by_itself(rule):
         (A.MultiKrum(f=0), "mean"),
         (A.MDA(f=0), "mean"),
         (A.CenteredClipping(tau=1e9), "mean"),
-        (A.Mean(pre=(A.Bucketing(s=3),)), "mean"),
-        (A.Mean(pre=(A.NNM(f=0),)), "mean"),
-        (A.Mean(pre=(A.Clip(bound=1e9),)), "mean"),
+        (A.WeightedMean(pre=(A.Bucketing(s=3),)), "mean"),
+        (A.WeightedMean(pre=(A.NNM(f=0),)), "mean"),
+        (A.WeightedMean(pre=(A.ClipRows(bound=1e9),)), "mean"),
         (A.Bulyan(f=0), "mean"),
     ],
     ids=lambda v: v.kind if hasattr(v, "kind") else v,
@@ -205,7 +205,7 @@ def test_two_far_attackers_do_not_carry_the_result_away(rule):
     rows["w"][:2] = 1e6
     got = run(rule, rows)["w"]
     assert (got - honest.mean(0)).norm() < 3 * honest.std(0).norm()
-    assert (run(A.Mean(), rows)["w"] - honest.mean(0)).norm() > 1e4
+    assert (run(A.WeightedMean(), rows)["w"] - honest.mean(0)).norm() > 1e4
 
 
 # --------------------------------------------------------------------------------------------------------- definitions
@@ -216,7 +216,7 @@ def test_two_far_attackers_do_not_carry_the_result_away(rule):
 def test_mean_median_and_trimmed_mean_by_numpy(seed, m):
     rows, weights = cohort(m, seed), torch.rand(m, 1, generator=gen(seed), dtype=torch.float64) + 0.1
     x, w = rows["w"].numpy(), weights.numpy()[:, 0]
-    np.testing.assert_allclose(run(A.Mean(), rows, weights)["w"], np.average(x, axis=0, weights=w))
+    np.testing.assert_allclose(run(A.WeightedMean(), rows, weights)["w"], np.average(x, axis=0, weights=w))
     np.testing.assert_allclose(run(A.Median(), rows)["w"], np.median(x, axis=0))
     for f in range((m + 1) // 2):
         want = [np.mean(sorted(column)[f : m - f]) for column in x.T]
@@ -331,7 +331,7 @@ def test_steps_before_the_rule(seed, s):
         for n in rows:
             torch.testing.assert_close(near[n][i], rows[n][chosen].mean(0), rtol=0, atol=1e-14)
 
-    clipped, _ = A.Clip(bound=2.0).mix(rows, weights, "w", ctx(M))
+    clipped, _ = A.ClipRows(bound=2.0).mix(rows, weights, "w", ctx(M))
     whole, cut = torch.cat([rows["w"], rows["c"]], 1), torch.cat([clipped["w"], clipped["c"]], 1)
     for i in range(M):
         torch.testing.assert_close(cut[i], whole[i] * min(1.0, 2.0 / float(whole[i].norm())))
@@ -413,7 +413,7 @@ def test_flower_agrees(flower, seed):
         (A.Krum(f=2), flower.aggregate_krum(results, 2, 0)),
         (A.MultiKrum(f=2, k=5), flower.aggregate_krum(results, 2, 5)),
         (A.Bulyan(f=3), flower.aggregate_bulyan(list(results), 3, flower.aggregate_krum, to_keep=0)),
-        (A.Mean(), flower.aggregate(results)),
+        (A.WeightedMean(), flower.aggregate(results)),
     ]:
         np.testing.assert_allclose(run(rule, {"w": x})["w"], theirs[0], err_msg=rule.kind)
 
@@ -423,7 +423,7 @@ def test_byzfl_agrees(byzfl, seed):
     x = cohort(M, seed)["w"]
     zeros = {"w": torch.zeros(6, dtype=torch.float64)}
     for rule, theirs in [
-        (A.Mean(), byzfl.Average()),
+        (A.WeightedMean(), byzfl.Average()),
         (A.Median(), byzfl.Median()),
         (A.TrimmedMean(f=2), byzfl.TrMean(f=2)),
         (A.GeometricMedian(nu=0.1, iterations=500, tolerance=0.0), byzfl.GeometricMedian(nu=0.1, T=500)),
@@ -433,7 +433,7 @@ def test_byzfl_agrees(byzfl, seed):
         got = run(rule, {"w": x}, state=zeros)["w"]
         np.testing.assert_allclose(got, theirs(x.numpy()), rtol=1e-6, err_msg=rule.kind)
     np.testing.assert_allclose(A.NNM(f=2).mix({"w": x}, uniform(M), "w", ctx(M))[0]["w"], byzfl.NNM(f=2)(x.numpy()))
-    np.testing.assert_allclose(A.Clip(bound=2.0).mix({"w": x}, uniform(M), "w", ctx(M))[0]["w"],
+    np.testing.assert_allclose(A.ClipRows(bound=2.0).mix({"w": x}, uniform(M), "w", ctx(M))[0]["w"],
                                byzfl.Clipping(c=2.0)(x.numpy()))  # fmt: skip
 
 
@@ -451,7 +451,7 @@ def test_byzfl_agrees(byzfl, seed):
         (A.MDA(f=2), 4, 5),
         (A.FLTrust(), 1, 2),
         (A.Krum(f=1, pre=(A.Bucketing(s=2),)), 8, 9),
-        (A.Mean(pre=(A.NNM(f=3),)), 3, 4),
+        (A.WeightedMean(pre=(A.NNM(f=3),)), 3, 4),
     ],
     ids=lambda v: name(v) if hasattr(v, "kind") else str(v),
 )
