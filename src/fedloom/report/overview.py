@@ -255,8 +255,8 @@ def _work(run_rows: list[Row]) -> str:
         return ""
     algorithms = {row.algorithm: row.method for row in reversed(run_rows) if row.method in work}
     least = algorithms.get("fedavg") or min(work, key=work.__getitem__)
-    beyond = [f"{m} {percent(w / work[least])}" for m, w in work.items() if w > BEYOND * work[least]]
-    named = f"; of the gradients of {least} took: {', '.join(beyond)}" if work[least] and beyond else ""
+    beyond = [f"{m} has {percent(w / work[least])}" for m, w in work.items() if w > BEYOND * work[least]]
+    named = f" ({', '.join(beyond)} of the gradients of {least})" if work[least] and beyond else ""
     return (
         f"The methods did not do equal work: {total(min(work.values()))} to {total(max(work.values()))} samples "
         f"backward{named}. Compare them by gradients of samples too."

@@ -242,13 +242,13 @@ def check_algorithm(
         AssertionError: at the first law that is broken: law, method, what differed, and what usually cures it.
         ConfigError: the module does not take such samples, or ``shape`` comes without a module.
     """
-    if shape is not None and not isinstance(layout, nn.Module):
+    module = layout if isinstance(layout, nn.Module) else None
+    if shape is not None and module is None:
         raise ConfigError("shape is that of the samples of a module; give layout=MODULE too")
-    names = Layout.of(layout) if isinstance(layout, nn.Module) else layout or LAYOUT
+    names = layout if isinstance(layout, Layout) else LAYOUT if module is None else Layout.of(module)
     for law in laws_of(algorithm, without):
         check_law(law, algorithm, weigher, names)
     if layout is None or shape is not None:
-        module = layout if isinstance(layout, nn.Module) else None
         network = Classifier.of() if shape is None else Classifier.of(module, shape)
         check_network(algorithm, weigher, without, network)
 
