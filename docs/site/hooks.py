@@ -54,11 +54,12 @@ def on_page_markdown(markdown: str, page: Page | None = None, **more: object) ->
 
 
 def on_page_content(html: str, **more: object) -> str:
-    """Tables scroll by the keyboard too, on a phone charts of the gallery as well; a head without a word is a cell."""
+    """Tables and code scroll by the keyboard too, on a phone charts of the gallery; a head without a word is a cell."""
     count, charts = itertools.count(1), itertools.count(1)
     begin = '<div class="scrolls" tabindex="0" role="region" aria-label="Table {}"><table>'
     chart = '<span class="scrolls chart" tabindex="0" role="region" aria-label="Chart {}">{}</span>'
     html = re.sub(r'<img [^>]*src="gallery/[^>]*>', lambda found: chart.format(next(charts), found[0]), html)
+    html = html.replace("<pre><span></span><code>", '<pre><span></span><code tabindex="0">')
     html = re.sub("<table>", lambda _: begin.format(next(count)), html.replace("<th></th>", "<td></td>"))
     return html.replace("</table>", "</table></div>")
 
