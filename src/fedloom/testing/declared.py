@@ -149,7 +149,6 @@ def translation(s: Subject) -> None:
     scene = Scene(s)
     assert isinstance(scene.problem, Problem)
     a, t = s.algorithm, torch.linspace(-2, 3, scene.problem.d, dtype=torch.float64)
-    assert isinstance(scene.problem, Problem), "a network has no other origin"
     translated = scene.problem.moved(t)
     fed = scene.fed._replace(oracle=translated.oracle(noise=0.5))
     here, moved = begin(a, scene.fed, scene.problem.x0), begin(a, fed, translated.x0)
