@@ -168,7 +168,19 @@ def test_a_covering_array_covers() -> None:
 @pytest.mark.slow
 def test_every_three_choices_run_or_two_of_them_are_refused(fed: Federation) -> None:
     """Triples of method, parts and shares: none fails, and none is refused for what two of them are not."""
-    names = [*sorted(QUICK), "ditto", "fedacs", "scaffold", "ifca", "local", "fedrep", "lp-proj"]  # one of every kind
+    names = [
+        *sorted(QUICK),
+        "ditto",
+        "fedacs",
+        "scaffold",
+        "ifca",
+        "local",
+        "fedrep",
+        "lp-proj",
+        "fedfomo",
+        "pfedfda",
+        "cfl",
+    ]  # one of every kind
     for row in covering([len(names), *map(len, LEVELS.values())], 3, np.random.default_rng(0)):
         name, chosen = names[row[0]], [LEVELS[part][k] for part, k in zip(LEVELS, row[1:], strict=True)]
         parts = [part for part in chosen if part]
