@@ -343,7 +343,7 @@ Any method runs with any sampler, weigher, mixer, aggregator, attack and channel
 the run is refused before it starts, with a sentence. Which pairs make sense follows from what the method uploads, never
 from a list.
 Each method runs with each plug-in in `tests/engine/test_matrix.py`, which also writes this page.
-[What each part is worth](../studies/pages/system.md) is measured on three federations.
+[What each part is worth](../studies/pages/system.md) has what was measured of the parts on three federations so far.
 
 """
 
