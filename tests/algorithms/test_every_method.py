@@ -151,13 +151,49 @@ def one_class_each() -> Federation:
     return made(rng.normal(size=(40, 4)), np.arange(40) // 10, np.arange(40) // 10)
 
 
-@pytest.mark.parametrize("fed", [one_sample_each, one_client, constant_features, one_class_each])
-@pytest.mark.parametrize("name", REGISTRY)
-def test_an_odd_federation_is_trained_on_or_refused_with_what_to_do(name: str, fed: Callable[[], Federation]) -> None:
+def two_clients() -> Federation:
+    rng = np.random.default_rng(0)
+    return made(rng.normal(size=(20, 4)), np.arange(20) % 3, np.arange(20) // 19)  # one has 19 samples, one has one
+
+
+def two_classes() -> Federation:
+    """Labels of which a network has one output."""
+    rng = np.random.default_rng(0)
+    return made(rng.normal(size=(40, 4)), np.arange(40) % 2, np.arange(40) // 10)
+
+
+def numbers() -> Federation:
+    rng = np.random.default_rng(0)
+    return made(rng.normal(size=(40, 4)), rng.normal(size=40).astype(np.float32), np.arange(40) // 10)
+
+
+def trains_or_names_the_cure(name: str, fed: Federation, **more: Any) -> None:
     results = []
-    said = refusal(lambda: results.append(run(name, fed())))
-    assert not said or any(word in said for word in ("give ", "set ", "use ", "take ", "must be ")), said
+    refused = refusal(lambda: results.append(run(name, fed, **more)))
+    assert not refused or any(word in refused for word in ("give ", "set ", "use ", "take ", "must be ")), refused
     for result in results:
         assert result.stop is Stop.DONE, result.detail
         losses = [r.values for r in result.state.records.items if (r.part, r.metric) == ("train", "loss")]
         assert all(np.isfinite(values).all() for values in losses)
+
+
+ODD = (one_sample_each, one_client, constant_features, one_class_each, two_clients, two_classes, numbers)
+
+
+@pytest.mark.parametrize("fed", ODD)
+@pytest.mark.parametrize("name", REGISTRY)
+def test_an_odd_federation_is_trained_on_or_refused_with_what_to_do(name: str, fed: Callable[[], Federation]) -> None:
+    trains_or_names_the_cure(name, fed(), weights="samples")
+
+
+EDGES: dict[str, dict[str, Any]] = {
+    "a cohort of one": {"sampler": {"kind": "uniform", "clients": 1}},
+    "one round of a batch larger than the data": {"rounds": 1, "local": {"lr": 0.1, "batch_size": 1000}},
+    "no epoch": {"local": {"lr": 0.1, "epochs": 0}},
+}
+
+
+@pytest.mark.parametrize("edge", EDGES)
+@pytest.mark.parametrize("name", REGISTRY)
+def test_settings_at_their_edge_are_run_or_refused_with_what_to_do(name: str, edge: str) -> None:
+    trains_or_names_the_cure(name, two_clients(), **EDGES[edge])
