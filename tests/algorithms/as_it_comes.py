@@ -53,6 +53,7 @@ EXCUSED = {
     "fedproto": ({"apart"}, "FedProto on a model that is all head"),
     "fednova": ({"apart"}, "FedNova on clients with equally many steps"),
     "cfl": ({"apart"}, "CFL parts clients that fall into groups"),
+    "fedem": ({"apart"}, "FedEM on a model without a mixture is FedAvg"),
     "fedas": ({"apart"}, "FedAS on a model that is all head"),
     "fedper": ({"apart"}, "FedPer on a model that is all head"),
     "lg-fedavg": ({"apart"}, "LGFedAvg on a model that is all head"),

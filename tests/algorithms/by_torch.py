@@ -41,17 +41,20 @@ def federation() -> Federation:
     return fl.partition.writers(validation=0.0, test=0.0)(data, seed=0).to(dtype=torch.float64)
 
 
-def run(method: Any, rounds: int = ROUNDS, cohorts: Any = COHORTS, **options: Any) -> Result:
+def run(
+    method: Any, rounds: int = ROUNDS, cohorts: Any = COHORTS, mixture: int | None = None, **options: Any
+) -> Result:
     """The method in fedloom, float64."""
+    model = Net(mixture=mixture)
     settings = {"local": {"lr": LR, "batch_size": BATCH}, "engine": {"dtype": "float64"}, "cohorts": cohorts[:rounds]}
     evaluate = {"every": rounds, "parts": ("train",)}
-    given = {**settings, "evaluate": evaluate, "initial": dict(network().named_parameters()), **options}
-    return fl.simulate(method, federation(), Net(), rounds=rounds, **given)
+    given = {**settings, "evaluate": evaluate, "initial": dict(network(mixture).named_parameters()), **options}
+    return fl.simulate(method, federation(), model, rounds=rounds, **given)
 
 
-def network() -> nn.Module:
+def network(mixture: int | None = None) -> nn.Module:
     """The initial model."""
-    return Net().build((6,), CLASSES, 3).double()
+    return Net(mixture=mixture).build((6,), CLASSES, 3).double()
 
 
 def samples(i: int) -> tuple[Tensor, Tensor]:

@@ -56,6 +56,7 @@ PAPERS: dict[str, dict[str, tuple[Any, str]]] = {
         "memory": (True, OPTION),
     },
     "fedas": {"align": (1, "FedAS in PFLlib: one epoch"), "lr": (None, "a step size of its own there")},
+    "fedem": {},
     "pfedfda": {"ridge": (1.0, "cj-mclaughlin/pFedFDA: the identity")},
     "fedfomo": {
         "peers": (ANY, "Zhang et al. 2021: by experiment"),

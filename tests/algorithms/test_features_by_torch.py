@@ -30,9 +30,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import fedloom as fl
-from fedloom.algorithms import CFL, DBE, FedAS, FedAvg, FedFomo, PFedFDA
+from fedloom.algorithms import CFL, DBE, FedAS, FedAvg, FedEM, FedFomo, PFedFDA
 from fedloom.algorithms.cfl import bipartition
 from fedloom.data.order import plan
+from fedloom.errors import Refused
+from fedloom.models import MLP, Softmax
 from fedloom.seeds import generator
 
 N, HEAD = len(SIZES), 18
@@ -199,6 +201,83 @@ def test_pfedfda_trains_the_body_under_heads_that_follow_from_distributions() ->
     torch.testing.assert_close(
         result.models.rows("personal"), torch.stack([vector(w) for w in want]), rtol=1e-9, atol=1e-9
     )
+
+
+# --- FedEM
+
+
+def likelihoods(nets: list[nn.Module], x: Tensor, y: Tensor) -> Tensor:
+    """Probability of its label by component ``[b, M]``."""
+    return torch.stack([net(x).softmax(1)[torch.arange(len(y)), y] for net in nets], 1)
+
+
+def test_fedem_takes_an_expectation_and_trains_every_component_on_its_share() -> None:
+    result, nets = run(FedEM(), mixture=2), list(network(2).components)
+    pi = torch.full((N, 2), 0.5, dtype=torch.float64)
+    for t, cohort in enumerate(COHORTS, start=1):
+        ends: dict[int, list[Tensor]] = {}
+        old = pi.clone()
+        for i in cohort:
+            own = copy.deepcopy(nets)
+            joint = old[i] * likelihoods(nets, *samples(i)).detach()
+            pi[i] = (joint / joint.sum(1, keepdim=True)).mean(0)
+            optimizer = torch.optim.SGD([p for net in own for p in net.parameters()], LR)
+            for x, y in batches(t, i):
+                joint = old[i] * likelihoods(nets, x, y).detach()
+                share = joint / joint.sum(1, keepdim=True)
+                optimizer.zero_grad()
+                (-share * likelihoods(own, x, y).log()).sum(1).mean().backward()
+                optimizer.step()
+            ends[i] = [vector(net) for net in own]
+        nets = [put(net, mean([ends[i][m] for i in cohort], cohort)) for m, net in enumerate(nets)]
+    want = torch.cat([vector(net) for net in nets])
+    models = result.models.rows("personal")
+    same(models[:, 2:], want.expand(N, -1))
+    same(models[:, :2].softmax(1), pi)
+    x, y = samples(0)
+    mixed = sum(p * net(x).softmax(1) for p, net in zip(pi[0], nets, strict=True))
+    same(put(network(2), models[0])(x).softmax(1), mixed)
+
+
+def test_fedem_without_a_mixture_is_fedavg() -> None:
+    one, plain = run(FedEM()), run(FedAvg())
+    assert torch.equal(one.models.rows("personal"), plain.models.rows("global").expand(N, -1))
+    assert any("without a mixture is FedAvg" in note for note in one.job.notes)
+
+
+def test_fedem_finds_who_has_which_labels() -> None:
+    """Two of four clients have the labels of the others exchanged: each pair has a component, and FedAvg guesses."""
+    rng = np.random.default_rng(0)
+    x, owner = rng.normal(size=(120, 3)), np.arange(120) // 30
+    data = fl.Dataset.of(x.astype(np.float32), ((x[:, 0] > 0) ^ (owner < 2)).astype(int), users=owner)
+    fed, settings = fl.partition.writers(test=0.0)(data, seed=0), {"rounds": 15, "local": {"lr": 0.5, "batch_size": 10}}
+    accuracy = {}
+    for method, kind in ((FedEM(), "personal"), (FedAvg(), "global")):
+        evaluate = {"every": 15, "parts": ("train",)}
+        result = fl.simulate(method, fed, Softmax(mixture=2), evaluate=evaluate, **settings)
+        values = result.state.records.last(kind, "train", "accuracy")
+        assert values is not None
+        accuracy[kind] = float(values.mean())
+    assert accuracy["personal"] > 0.9 > 0.7 > accuracy["global"]
+
+
+def test_a_mixture_has_the_mean_probabilities_also_of_two_classes_with_one_output() -> None:
+    for outputs in (1, 3):
+        net, x = MLP(hidden=(4,), mixture=3).build((5,), outputs, 0), torch.randn(7, 5)
+        net.mixing.data = torch.tensor([0.3, -1.0, 2.0])
+        each = torch.stack([c(x).softmax(1) if outputs > 1 else c(x).sigmoid() for c in net.components])
+        want = (net.mixing.softmax(0)[:, None, None] * each).sum(0)
+        torch.testing.assert_close(net(x).softmax(1) if outputs > 1 else net(x).sigmoid(), want)
+        assert not torch.equal(*(next(c.parameters()) for c in list(net.components)[:2]))
+
+
+def test_a_mixture_is_refused_where_it_has_no_probabilities() -> None:
+    rng = np.random.default_rng(0)
+    data = fl.Dataset.of(rng.normal(size=(20, 3)).astype(np.float32), rng.normal(size=20).astype(np.float32))
+    with pytest.raises(Refused, match=r"model.mixture mixes probabilities of classes"):
+        fl.simulate("fedem", fl.partition.iid(clients=2)(data, seed=0), MLP(hidden=(3,), mixture=2), rounds=1)
+    with pytest.raises(Refused, match="leave task.class_weights out"):
+        run(FedEM(), mixture=2, task={"class_weights": "balanced"})
 
 
 # --- CFL

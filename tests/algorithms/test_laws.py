@@ -453,6 +453,7 @@ ROWS: dict[str, Row] = {
         variants=({"clusters": 1}, {"clusters": 3}),
         without={"translation": "its further models have the entries of the first in another order"},
     ),
+    "fedem": Row(lambda p, end: {"personal": mean_of_descents(p).expand(p.n, -1)}),
     "cfl": Row(
         ifca,
         problem=two_groups,

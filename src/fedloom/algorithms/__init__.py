@@ -35,6 +35,7 @@ from fedloom.algorithms.fedbn import FedBN as FedBN
 from fedloom.algorithms.feddr import FedDR as FedDR
 from fedloom.algorithms.feddualavg import FedDualAvg as FedDualAvg
 from fedloom.algorithms.feddyn import FedDyn as FedDyn
+from fedloom.algorithms.fedem import FedEM as FedEM
 from fedloom.algorithms.fedfomo import FedFomo as FedFomo
 from fedloom.algorithms.fedmid import FedMiD as FedMiD
 from fedloom.algorithms.fednova import FedNova as FedNova
@@ -103,6 +104,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "fedrod": FedRoD,
     "ifca": IFCA,
     "cfl": CFL,
+    "fedem": FedEM,
     "moon": MOON,
     "fedproto": FedProto,
     "fedfomo": FedFomo,

@@ -143,6 +143,21 @@ def check_mixed_width(method: Algorithm, down: Fields, d: int) -> None:
         )
 
 
+def check_mixture(setting: Setting, *, classed: bool) -> None:
+    """Refuse a mixture of networks where the losses of its components are not those of the task.
+
+    Raises:
+        Refused: the task has no classes, or other losses than their probabilities'.
+    """
+    if not setting.model.mixture:
+        return
+    if not classed:
+        raise Refused("model.mixture mixes probabilities of classes, and this task has none; leave it out")
+    for key in ("class_weights", "loss"):
+        if getattr(setting.task, key) is not None:
+            raise Refused(f"model.mixture takes -log of probabilities as its loss; leave task.{key} out")
+
+
 def check_sampler(algorithm: Algorithm, sampler: Sampler, weigher: Weigher) -> None:
     """Refuse a sampler that needs what the method does not have, or spoils the weigher's weights.
 

@@ -11,6 +11,7 @@ from fedloom.models.dropout import Dropout
 from fedloom.models.factors import Factorised, factorise, thin
 from fedloom.models.hub import Hub
 from fedloom.models.imported import Import
+from fedloom.models.mixture import MIXING, Mixture, log_probabilities
 from fedloom.models.nets import CNN, MLP, Softmax
 from fedloom.models.papers import PAPERS
 from fedloom.models.parts import head, penultimate
@@ -53,6 +54,7 @@ def spec_of(kind: str, **options: Any) -> ModelSpec:
 __all__ = [
     "CNN",
     "LSTM",
+    "MIXING",
     "MLP",
     "MODELS",
     "PAPERS",
@@ -62,6 +64,7 @@ __all__ = [
     "Factorised",
     "Hub",
     "Import",
+    "Mixture",
     "ModelSpec",
     "ResNet18",
     "Softmax",
@@ -69,6 +72,7 @@ __all__ = [
     "adapted",
     "factorise",
     "head",
+    "log_probabilities",
     "merged",
     "penultimate",
     "spec_of",

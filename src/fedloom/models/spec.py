@@ -13,6 +13,7 @@ from torch import nn
 
 from fedloom.errors import ConfigError
 from fedloom.models.adapters import Adapters, adapted
+from fedloom.models.mixture import Mixture
 from fedloom.seeds import as_global, generator
 from fedloom.values import Value
 
@@ -38,6 +39,11 @@ class ModelSpec(Value, ABC):
     weights: str | None = Field(
         None,
         description="safetensors file of the initial values, as `fedloom export` writes it; None: drawn by the seed",
+    )
+    mixture: int | None = Field(
+        None,
+        ge=2,
+        description="copies of the network, drawn apart, whose probabilities of the classes are mixed (FedEM)",
     )
     adapters: Adapters | None = Field(
         None, description="low-rank adapters that train in place of the layers: a table with rank, on, scale, head"
@@ -73,17 +79,21 @@ class ModelSpec(Value, ABC):
             raise ConfigError(f"a model needs a sample shape and at least one output, got {tuple(shape)} and {outputs}")
         with as_global(generator(seed, purpose="model"), torch.device("cpu")):
             try:
-                if tokens is None:
-                    return self.module(tuple(shape), outputs)
-                if not tokens[0]:
-                    return self.labelled(tuple(shape), outputs)
-                return self.sequence(shape[0], outputs, *tokens)
+                components = [self._network(tuple(shape), outputs, tokens) for _ in range(self.mixture or 1)]
+                return Mixture(components) if self.mixture else components[0]
             except RuntimeError as error:
                 if "allocate memory" not in str(error):
                     raise
                 raise ConfigError(
                     f"the model is larger than the memory of this machine; make it smaller: {self!r}"
                 ) from None
+
+    def _network(self, shape: tuple[int, ...], outputs: int, tokens: tuple[int, bool] | None) -> nn.Module:
+        if tokens is None:
+            return self.module(shape, outputs)
+        if not tokens[0]:
+            return self.labelled(shape, outputs)
+        return self.sequence(shape[0], outputs, *tokens)
 
     @abstractmethod
     def module(self, shape: tuple[int, ...], outputs: int) -> nn.Module:

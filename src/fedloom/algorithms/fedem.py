@@ -1,0 +1,106 @@
+"""FedEM: every client's model is a mixture of a few networks that all clients train, with weights of its own.
+
+Problem: min over x_1..x_M and pi_1..pi_n of sum_i alpha_i (mean over the samples of i of
+-log sum_m pi_im p(y | x_m)).
+
+Reference: O. Marfoq, G. Neglia, A. Bellet, L. Kameni, R. Vidal, "Federated Multi-Task Learning under a Mixture of
+Distributions", NeurIPS 2021, arXiv:2108.10252v4, Algorithm 1 with Eqs. 7 to 9.
+
+    paper       here          meaning
+    theta_m     x             component m of the mixture, on the server
+    pi_tm       pi            weights of client t, in the model's parameter ``mixing`` as logarithms
+    q_t(z = m)  share         share of component m in a sample: pi_m p(y | theta_m), with the sum 1
+
+Kept by a client: M (pi). Sent per round: d down, d up, d the parameters of all M components.
+
+Deviations: none. A step is on sum_m q_m (-log p(y | theta_m)) with the q of the round's start (Eq. 9), as the loss of
+the mixture plus a term. The paper's server has no model for clients that it does not know; the components with equal
+weights are none either. A new client's pi takes one expectation over its samples.
+
+Use it when clients mix a few kinds of data in other proportions; set ``mixture`` in [model] to the number of kinds, 3
+in the paper. FedEM on a model without a mixture is FedAvg, of which a run warns. It needs classes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedloom.algorithms._base import Algorithm, Delta, Model
+from fedloom.local import Ctx, Term, Work, descend, where_moved
+from fedloom.models.mixture import MIXING, log_probabilities
+from fedloom.rows import masks
+from fedloom.rows.layout import Layout
+
+LEAST = 1e-12
+"""The smallest weight of a component, so that its logarithm stays finite."""
+
+
+class Client(NamedTuple):
+    """pi ``[m, M]``."""
+
+    pi: Tensor
+
+
+class FedEM(Algorithm):
+    """FedEM (Marfoq et al. 2021, Algorithm 1)."""
+
+    family: ClassVar[str] = "personalised"
+
+    def check(self, layout: Layout, ctx: Ctx) -> list[str]:
+        plain = "FedEM on a model without a mixture is FedAvg: set mixture in [model] to a number of components"
+        return [] if components(layout) > 1 else [plain]
+
+    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, None]:
+        count = components(ctx.layout)
+        return Model(x0), Client(x0.new_full((count,), 1 / count)), None
+
+    def client(self, down: Model, rows: Client, work: Work) -> tuple[Delta, Client]:
+        if components(work.layout) == 1:
+            return Delta(descend(down.x, work) - down.x), rows
+        term = Term(surrogate, anchors=(down.x,), given=rows.pi.log())
+        w = descend(down.x, work, terms=(term,), mask=~work.layout.mask(MIXING).to(down.x.device))
+        return Delta(w - down.x), Client(where_moved(work, self._expected(down, rows, work), rows.pi))
+
+    def server(self, server: Model, up: Delta, ctx: Ctx) -> Model:
+        return Model(server.x + up.dw)
+
+    def global_model(self, server: Model) -> None:
+        return None
+
+    def personal(self, down: Model, rows: Client, work: Work) -> Tensor:
+        if components(work.layout) == 1:
+            return down.x.expand(work.m, -1).clone()
+        mixing = work.layout.mask(MIXING).to(down.x.device)
+        return masks.joined(down.x, rows.pi.log(), mixing)
+
+    def _expected(self, down: Model, rows: Client, work: Work) -> Tensor:
+        """The mean of q over every client's samples ``[m, M]`` (Eq. 8)."""
+        count, means = rows.pi.shape[1], list[Tensor]()
+        for (z, y), pi in zip(work.features(down.x), rows.pi, strict=True):
+            means.append(shares(losses(z, y, count), pi.log()).mean(0))
+        return torch.stack(means).clamp(min=LEAST)
+
+
+def components(layout: Layout) -> int:
+    """M, the components of a model; 1 where it is no mixture."""
+    return layout.shapes[layout.names.index(MIXING)][0] if MIXING in layout.names else 1
+
+
+def losses(logits: Tensor, y: Tensor, count: int) -> Tensor:
+    """-log p(y) ``[b, M]`` by component, from the logits of all of them ``[b, M c]``."""
+    logs = log_probabilities(logits.unflatten(1, (count, -1)))
+    return -logs.gather(2, y.long().view(-1, 1, 1).expand(-1, count, 1))[:, :, 0]
+
+
+def shares(loss: Tensor, log_pi: Tensor) -> Tensor:
+    """q ``[b, M]`` of samples with the losses ``[b, M]`` (Eq. 7)."""
+    return (log_pi - loss).softmax(1)
+
+
+def surrogate(z: Tensor, outputs: Tensor, y: Tensor, anchors: Tensor, log_pi: Any) -> Tensor:
+    """Eq. 9 less the loss of the mixture itself, by sample."""
+    share = shares(losses(anchors[0], y, len(log_pi)), log_pi)
+    return (share * losses(z, y, len(log_pi))).sum(1) - losses(outputs, y, 1)[:, 0]

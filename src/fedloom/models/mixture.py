@@ -1,0 +1,46 @@
+"""Mixture: several networks of one architecture whose probabilities of the classes are mixed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import logsigmoid
+
+MIXING = "mixing"
+"""Name of the parameter with the logarithms of a mixture's weights, up to a constant."""
+
+
+def log_probabilities(logits: Tensor) -> Tensor:
+    """Logarithms of the probabilities of the classes ``[..., c]``; one output ``[..., 1]`` is two classes."""
+    if logits.shape[-1] > 1:
+        return logits.log_softmax(-1)
+    return torch.cat([logsigmoid(-logits), logsigmoid(logits)], -1)
+
+
+class Mixture(nn.Module):
+    """Networks whose probabilities are mixed with the same weights for all samples.
+
+    Its outputs are the logits of the mixed probabilities, so that it is scored, saved and exported as any network.
+
+    Attributes:
+        mixing: ``[M]``, 0 at the start: weights are its softmax.
+        components: the M networks.
+        penultimate: the layer that is the representation: the logits of all components, ``[b, M c]`` when flat.
+    """
+
+    penultimate = "logits"
+
+    def __init__(self, components: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.mixing = nn.Parameter(torch.zeros(len(components)))
+        self.components = nn.ModuleList(components)
+        self.logits = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits ``[b, ..., c]``."""
+        logits: Tensor = self.logits(torch.stack([component(x) for component in self.components], 1))
+        weights = self.mixing.log_softmax(0).view(-1, *[1] * (logits.dim() - 2))
+        mixed = (log_probabilities(logits) + weights).logsumexp(1)
+        return mixed if logits.shape[-1] > 1 else mixed[..., 1:] - mixed[..., :1]
