@@ -30,6 +30,9 @@ def map_command(
     again: Annotated[
         bool, typer.Option("--again", help="look again at recorded cells, with other seeds and what was chosen")
     ] = False,
+    references: Annotated[
+        bool, typer.Option("--references", help="fit scikit-learn's models where data are a table, and nothing else")
+    ] = False,
     stale: Annotated[
         bool, typer.Option("--stale", help="also stale cells: confirm them by a seed, or run them anew")
     ] = False,
@@ -62,7 +65,8 @@ def map_command(
         from fedloom_studies.map.judge import judge
         from fedloom_studies.map.measure import due, estimates, measure_all
         from fedloom_studies.map.page import FOLDER, pages, standing_table
-        from fedloom_studies.map.records import read
+        from fedloom_studies.map.records import read, write
+        from fedloom_studies.map.references import measure
         from fedloom_studies.map.setups import Cell, Scale, setups, space_from
         from fedloom_studies.reproduce import TimeBudget
         from fedloom_studies.store import folder_of
@@ -71,9 +75,16 @@ def map_command(
         every, recorded = setups(choose("scale", scales, scale)), folder_of(results) / f"map-{scale}.jsonl"
         wanted = [choose("setup", every, name) for name in setup or every]
         methods, records = method or [], read(recorded)
+        beside = recorded.with_name(f"map-{scale}-references.jsonl")
         if page is not None:
-            write_pages(page, FOLDER, pages(every, records))
+            write_pages(page, FOLDER, pages(every, records, read(beside)))
             say(f"page: {page}")
+            return
+        if references:
+            for one in (one for one in wanted if one.references):
+                for record in measure(one, data_dir):
+                    write(record, beside)
+                    say(f"{record.method} in {one.name}: {record.status}")
             return
         own_space = space_from(space, methods[0]) if space is not None else {}
         for name in methods:

@@ -96,14 +96,14 @@ def judge(setup: Setup, records: Mapping[tuple[str, str], CellRecord]) -> SetupV
     """A setup with the records of it, and every difference that is stated of it as one family of tests."""
     cells = {method: record for (name, method), record in records.items() if name == setup.name}
     done = {method: record for method, record in cells.items() if record.status == DONE}
-    means = {method: _last(record.seeds) for method, record in done.items()}
+    means = {method: last(record.seeds) for method, record in done.items()}
     order = sorted(done, key=lambda method: -means[method].mean)
     reference = next((m for m in order if m in MARKS[:2]), "") if {*MARKS[:2]} <= done.keys() else ""
     top = next((m for m in order if m != POOLED), "")
     pairs = [(m, reference) for m in order if reference and m != reference]
     pairs += [(top, m) for m in order if top != reference and m not in (top, reference, POOLED)]
     tests = family({(a, b): differences(means[a], means[b]) for a, b in pairs})
-    again = {m: _last(record.again) for m, record in done.items()}
+    again = {m: last(record.again) for m, record in done.items()}
     look = family({m: differences(again[m], again[reference]) for m in order if reference and again[m].by_seed})
 
     def lead(method: str) -> TestedDifference | None:
@@ -124,7 +124,8 @@ def judge(setup: Setup, records: Mapping[tuple[str, str], CellRecord]) -> SetupV
     return SetupVerdict(setup, reference, standings, cells)
 
 
-def _last(seeds: Mapping[str, Series]) -> Estimate:
+def last(seeds: Mapping[str, Series]) -> Estimate:
+    """The mean over clients after the last round, by seed."""
     return Estimate({int(seed): float(np.nanmean(_array(one.clients))) for seed, one in seeds.items()})
 
 

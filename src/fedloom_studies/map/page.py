@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,12 +16,14 @@ from fedloom.report import ENOUGH, LEVEL, Estimate, TestedDifference, csv_of_tab
 from fedloom_studies.map.judge import Overall, SetupVerdict, Standing, judge, overall
 from fedloom_studies.map.pictures import SIGNS, ladder, overview
 from fedloom_studies.map.records import NOT_RUN, CellRecord, stale
+from fedloom_studies.map.references import References, lines
 from fedloom_studies.map.setups import MARKS, POOLED, Cell, Setup
 
 FOLDER = "map"
 """Beside the page: a page and pictures per setup, and the table."""
 MOST = 15
 """Rows of the first table."""
+NO_REFERENCES: References = MappingProxyType({})
 NONE = TestedDifference(math.nan, math.nan, math.nan, math.nan, significant=False, seeds=0)
 """The comparison of methods without a result."""
 COLUMNS = {
@@ -64,7 +67,7 @@ own with [one command](own-algorithm.md#on-the-map)."""
 
 
 def pages(
-    setups: Mapping[str, Setup], records: Mapping[tuple[str, str], CellRecord]
+    setups: Mapping[str, Setup], records: Mapping[tuple[str, str], CellRecord], references: References = NO_REFERENCES
 ) -> Iterator[tuple[str, str | bytes]]:
     """Name and content of every file: "" for the page of the map, the others go into `FOLDER`.
 
@@ -81,7 +84,7 @@ def pages(
         title = f"mean rank over {len(together.setups)} setups"
         yield "ranks.svg", ladder(together.methods, together.ranks, halves, title, groups=together.groups).encode()
     for j in verdicts:
-        yield f"{j.setup.name}.md", "\n".join(_setup(j))
+        yield f"{j.setup.name}.md", "\n".join(_setup(j, references))
         if j.standings:
             figures = [s.figures["mean"] for s in j.standings]
             names, percent = [s.method for s in j.standings], [(100 * f.mean, 100 * f.half) for f in figures]
@@ -218,7 +221,7 @@ def _pooled(standing: Standing | None) -> str:
     return f" One model on the pooled data reaches {_percent(standing.figures['mean'])}." if standing else ""
 
 
-def _setup(j: SetupVerdict) -> Iterator[str]:
+def _setup(j: SetupVerdict, references: References) -> Iterator[str]:
     setup = j.setup
     about = f"{setup.says}. {setup.training}. [The map](../map.md)"
     yield from (f"# {setup.title[:1].upper()}{setup.title[1:]}", "", about, "")
@@ -245,6 +248,7 @@ def _setup(j: SetupVerdict) -> Iterator[str]:
         costs = [total(figures["gradients"].mean), significant(figures["bytes"].mean / 1e6, 3), reached]
         cells = [*shown, " / ".join(shares), significant(figures["variance"].mean, 2), *costs, _settings(s.record)]
         yield f"| {s.method} | {s.record.model} | {' | '.join(cells)} | {_notes(setup, s.record, s)} |"
+    yield from lines(j, references)
     rest = [record for record in j.records.values() if j.of(record.method) is None]
     yield ""
     for record in rest:

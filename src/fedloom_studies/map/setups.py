@@ -44,6 +44,7 @@ class Setup:
         again: seeds for a second look.
         space: of every method, on top of the default spaces.
         document: the experiment, without methods.
+        references: whether models of scikit-learn are fitted beside its methods (`fedloom_studies.map.references`).
     """
 
     name: str
@@ -56,6 +57,7 @@ class Setup:
     again: tuple[int, ...]
     space: dict[str, Any]
     document: dict[str, Any]
+    references: bool = False
 
     @property
     def ranks(self) -> bool:
@@ -81,7 +83,10 @@ def setups(scale: Scale) -> dict[str, Setup]:
         declared_setup = merged({**declared["base"], **declared["protocol"]}, merged(declared["setup"][name], change))
         plain: dict[str, Any] = {key: declared_setup.pop(key) for key in ("title", "says", "share", "trials")}
         seeds: dict[str, Any] = {key: tuple(declared_setup.pop(key)) for key in ("tuning", "seeds", "again")}
-        by_name[name] = Setup(name, **plain, **seeds, space=declared["space"], document=declared_setup)
+        by_name[name] = Setup(
+            name, **plain, **seeds, space=declared["space"], references=declared_setup.pop("references", False),
+            document=declared_setup,
+        )  # fmt: skip
     return by_name
 
 

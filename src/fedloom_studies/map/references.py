@@ -1,0 +1,121 @@
+"""Reference models of scikit-learn on the map's own parts and metric, where data are a table: no network, no rounds."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedloom.data import Federation
+from fedloom.experiment import parse
+from fedloom.formats import fixed, pair
+from fedloom.metrics import leading
+from fedloom.report import Estimate, differences
+from fedloom.tasks import task_of
+from fedloom_studies.map.judge import SetupVerdict, last
+from fedloom_studies.map.records import DONE, CellRecord, Series, made
+from fedloom_studies.map.setups import Cell, Setup
+
+MODELS = {"logistic": "logistic regression", "forest": "random forest"}
+PER_CLIENT, POOLED = "per client", "pooled"
+References = Mapping[tuple[str, str], CellRecord]
+
+
+def names() -> Iterator[tuple[str, str, str]]:
+    """Yield the name of every reference, its kind of model, and whether a client or all of them train it."""
+    for kind, words in MODELS.items():
+        for whose in (PER_CLIENT, POOLED):
+            yield f"{words}, {whose}", kind, whose
+
+
+def measure(setup: Setup, data_dir: Path | None) -> Iterator[CellRecord]:
+    """Fit every reference on the training parts of every seed as scikit-learn has it by default, and score test parts.
+
+    Raises:
+        DataError: the data are not here.
+    """
+    plan = parse({**setup.document, "method": [{"algorithm": "fedavg"}]}, setup.name)
+    data, setting = plan.source.read(data_dir), plan.methods[0].setting
+    feds = {seed: plan.partition(data, seed) for seed in setup.seeds}
+    for name, kind, whose in names():
+        begin, seeds, metric = time.process_time(), dict[str, Series](), ""
+        for seed, fed in feds.items():
+            scores = task_of(fed.data, setting.task).metrics(*_outputs(fed, kind, whose, seed), fed.n)
+            metric = metric or leading(scores)
+            clients = scores[metric].tolist()
+            seeds[str(seed)] = Series(clients, [0], [float(np.nanmean(clients))], [0.0], [0.0])
+        minutes, model = (time.process_time() - begin) / 60, "personal" if whose == PER_CLIENT else "global"
+        record = made(Cell(setup, "local"), DONE, "", minutes, metric=metric, model=model, seeds=seeds)
+        yield CellRecord(**{**record.__dict__, "method": name, "source": kind, "protocol": whose})
+
+
+def _outputs(fed: Federation, kind: str, whose: str, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs of the models on the clients' test parts, the targets, and whose they are."""
+    parts = {part: [fed.indices(part, i) for i in range(fed.n)] for part in ("train", "test")}
+    trained = parts["train"] if whose == PER_CLIENT else [torch.cat(parts["train"])] * fed.n
+    outputs = []
+    fitted = None
+    for train, test in zip(trained, parts["test"], strict=True):
+        fitted = _fit(fed, kind, train, seed) if fitted is None or whose == PER_CLIENT else fitted
+        outputs.append(_logits(fed, fitted, test))
+    owner = torch.repeat_interleave(torch.arange(fed.n), torch.tensor([len(test) for test in parts["test"]]))
+    return torch.cat(outputs), fed.targets(torch.cat(parts["test"])), owner
+
+
+def _fit(fed: Federation, kind: str, index: Tensor, seed: int) -> Any:
+    from sklearn.dummy import DummyClassifier
+    from sklearn.ensemble import RandomForestClassifier
+    from sklearn.linear_model import LogisticRegression
+
+    x, y = fed.fetch(index).flatten(1).numpy(), fed.targets(index).flatten().numpy().astype(int)
+    if len(set(y.tolist())) == 1:
+        return DummyClassifier().fit(x, y)
+    made = LogisticRegression() if kind == "logistic" else RandomForestClassifier(random_state=seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that its default of 100 iterations does not converge
+        return made.fit(x, y)
+
+
+def _logits(fed: Federation, fitted: Any, index: Tensor) -> Tensor:
+    """Logarithms of probabilities as the task takes them: of all classes, or the log odds of the second of two."""
+    found = fitted.predict_proba(fed.fetch(index).flatten(1).numpy())
+    shares = np.full((len(found), max(2, len(fed.data.classes))), 1e-9)
+    shares[:, fitted.classes_] = found.clip(1e-9)
+    logs = torch.from_numpy(np.log(shares))
+    return logs[:, 1:] - logs[:, :1] if fed.data.task == "binary" else logs
+
+
+def lines(j: SetupVerdict, references: References) -> Iterator[str]:
+    """Lines of the page of a setup: every reference, and the gain of methods over the best model of a client alone."""
+    rows = {
+        name: last(references[j.setup.name, name].seeds) for name, *_ in names() if (j.setup.name, name) in references
+    }
+    local = j.of("local")
+    if not j.setup.references:
+        return
+    if not rows or local is None:
+        yield from ("", f"Reference models: not run. Command: `fedloom map --references --setup {j.setup.name}`")
+        return
+    alone = {name: rows[name] for name, _, whose in names() if whose == PER_CLIENT} | {"local": local.figures["mean"]}
+    best = max(alone, key=lambda name: alone[name].mean)
+    yield from (
+        "",
+        "Reference models of scikit-learn by default on the same parts, and methods over the best model of a",
+    )
+    yield f"client alone, which is {best}; ± is half of the 95 % interval over seeds, in points."
+    yield from ("", f"| model | {j.standings[0].record.metric} | over {best} |", "|---|---|---|")
+    methods = [s for s in (*j.rivals[:3], j.of("fedavg")) if s is not None and s.method != "local"]
+    shown = rows | {s.method: s.figures["mean"] for s in methods} | {"local": alone["local"]}
+    for name, figure in sorted(shown.items(), key=lambda item: -item[1].mean):
+        gain = "-" if name == best else _points(Estimate(differences(figure, alone[best])), sign="+")
+        yield f"| {name} | {_points(figure)} | {gain} |"
+
+
+def _points(figure: Estimate, sign: str = "") -> str:
+    return (sign if figure.mean > 0 else "") + pair(fixed(100 * figure.mean, 1), fixed(100 * figure.half, 1))
