@@ -20,6 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
+from sklearn.linear_model import LogisticRegression
 from statsmodels.stats.multitest import multipletests
 from typer.testing import CliRunner
 
@@ -27,6 +28,7 @@ from fedloom.algorithms import REGISTRY
 from fedloom.cli import app
 from fedloom.errors import DataError
 from fedloom.experiment import Plan, parse
+from fedloom_studies.map import references
 from fedloom_studies.map.judge import SetupVerdict, groups, judge, overall, ranked
 from fedloom_studies.map.measure import due, estimates
 from fedloom_studies.map.page import pages, sentences, tabled
@@ -387,6 +389,46 @@ def test_the_table_has_a_row_per_run_and_the_reason_of_a_cell_without_one(tmp_pa
     assert {"commit", "versions", "gain_local", "gainers_fedavg", "worst10"} <= set(table.column_names)
     assert "- fedbn: not applicable: no norms" in files["iid.md"]
     assert tabled([judge(setup, records)]).equals(table)
+
+
+# --- reference models
+
+
+def test_references_are_fitted_on_training_parts_and_scored_on_test_parts_by_client() -> None:
+    """Digits stand in for a table; scikit-learn alone gives the same accuracy."""
+    small = {
+        "data": {"source": "digits"},
+        "partition": {"kind": "shards", "clients": 4, "labels_per_client": 2, "keep": 30},
+    }
+    document = {**FULL["hospitals"].document, **small}
+    setup = replace(FULL["hospitals"], name="small", document=document, seeds=(3,))
+    fitted = {record.method: record for record in references.measure(setup, None)}
+    assert list(fitted) == [name for name, *_ in references.names()]
+    plan = parse({**document, "method": [{"algorithm": "fedavg"}]})
+    fed = plan.partition(plan.source.read(None), 3)
+    x, y = fed.data.x.flatten(1).numpy() / 16, fed.data.y.numpy()
+    parts = [(fed.indices("train", i).numpy(), fed.indices("test", i).numpy()) for i in range(4)]
+    every = np.concatenate([train for train, _ in parts])
+    for name, trained in (("per client", [t for t, _ in parts]), ("pooled", [every] * 4)):
+        record = fitted[f"logistic regression, {name}"]
+        models = [LogisticRegression(max_iter=2000).fit(x[t], y[t]) for t in trained]
+        want = [m.score(x[test], y[test]) for m, (_, test) in zip(models, parts, strict=True)]
+        assert record.metric == "accuracy"
+        np.testing.assert_allclose(record.seeds["3"].clients, want, atol=0.05)  # its inputs are scaled another way
+
+
+def test_the_page_of_a_table_has_references_and_gains_over_the_best_local_model() -> None:
+    setup = FULL["hospitals"]
+    means = {"local": [0.5, 0.51, 0.52, 0.5, 0.51], "fedavg": [0.7, 0.72, 0.71, 0.7, 0.73]}
+    records = {("hospitals", m): record(setup, m, mean) for m, mean in means.items()}
+    assert "Reference models: not run" in dict(pages({"hospitals": setup}, records))["hospitals.md"]
+    names = [name for name, *_ in references.names()]
+    beside = {("hospitals", name): record(setup, name, [0.6 + k / 100] * 5) for k, name in enumerate(names)}
+    page = dict(pages({"hospitals": setup}, records, beside))["hospitals.md"]
+    assert "client alone, which is random forest, per client" in page
+    assert "| fedavg | 71.2 ± 1.6 | +9.2 ± 1.6 |" in page
+    assert "| local | 50.8 ± 1.0 | -11.2 ± 1.0 |" in page
+    assert "Reference models" not in dict(pages({"iid": FULL["iid"]}, {}))["iid.md"]
 
 
 # --- running
