@@ -60,7 +60,7 @@ class FedEM(Algorithm):
     def client(self, down: Model, rows: Client, work: Work) -> tuple[Delta, Client]:
         if components(work.layout) == 1:
             return Delta(descend(down.x, work) - down.x), rows
-        term = Term(surrogate, anchors=(down.x,), given=rows.pi.log())
+        term = Term(surrogate, anchors=(down.x,), argument=rows.pi.log())
         w = descend(down.x, work, terms=(term,), mask=~work.layout.mask(MIXING).to(down.x.device))
         return Delta(w - down.x), Client(where_moved(work, self._expected(down, rows, work), rows.pi))
 
