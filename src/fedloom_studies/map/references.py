@@ -19,7 +19,7 @@ from fedloom.metrics import leading
 from fedloom.report import Estimate, differences
 from fedloom.tasks import task_of
 from fedloom_studies.map.judge import SetupVerdict, last
-from fedloom_studies.map.records import DONE, CellRecord, Series, made
+from fedloom_studies.map.records import DONE, CellRecord, Series, new_record
 from fedloom_studies.map.setups import Cell, Setup
 
 MODELS = {"logistic": "logistic regression", "forest": "random forest"}
@@ -51,7 +51,7 @@ def measure(setup: Setup, data_dir: Path | None) -> Iterator[CellRecord]:
             clients = scores[metric].tolist()
             seeds[str(seed)] = Series(clients, [0], [float(np.nanmean(clients))], [0.0], [0.0])
         minutes, model = (time.process_time() - begin) / 60, "personal" if whose == PER_CLIENT else "global"
-        record = made(Cell(setup, "local"), DONE, "", minutes, metric=metric, model=model, seeds=seeds)
+        record = new_record(Cell(setup, "local"), DONE, "", minutes, metric=metric, model=model, seeds=seeds)
         yield CellRecord(**{**record.__dict__, "method": name, "source": kind, "protocol": whose})
 
 
@@ -76,17 +76,17 @@ def _fit(fed: Federation, kind: str, index: Tensor, seed: int) -> Any:
     x, y = fed.fetch(index).flatten(1).numpy(), fed.targets(index).flatten().numpy().astype(int)
     if len(set(y.tolist())) == 1:
         return DummyClassifier().fit(x, y)
-    made = LogisticRegression() if kind == "logistic" else RandomForestClassifier(random_state=seed)
+    model = LogisticRegression() if kind == "logistic" else RandomForestClassifier(random_state=seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that its default of 100 iterations does not converge
-        return made.fit(x, y)
+        return model.fit(x, y)
 
 
 def _logits(fed: Federation, fitted: Any, index: Tensor) -> Tensor:
     """Logarithms of probabilities as the task takes them: of all classes, or the log odds of the second of two."""
-    found = fitted.predict_proba(fed.fetch(index).flatten(1).numpy())
-    shares = np.full((len(found), max(2, len(fed.data.classes))), 1e-9)
-    shares[:, fitted.classes_] = found.clip(1e-9)
+    probabilities = fitted.predict_proba(fed.fetch(index).flatten(1).numpy())
+    shares = np.full((len(probabilities), max(2, len(fed.data.classes))), 1e-9)
+    shares[:, fitted.classes_] = probabilities.clip(1e-9)
     logs = torch.from_numpy(np.log(shares))
     return logs[:, 1:] - logs[:, :1] if fed.data.task == "binary" else logs
 
