@@ -135,6 +135,22 @@ def test_what_it_gives(whole: Any, tmp_path: Path) -> None:
     assert len(fl.open_run(whole.folder)) == 20
 
 
+def test_what_it_has_not_is_named(whole: Any) -> None:
+    with pytest.raises(
+        ConfigError, match=r"no result of 'fedavg'; give a label and a seed, as comparison\['fedavg', 0\]"
+    ):
+        whole["fedavg"]
+    for ask in (whole.plot, lambda name: whole.significance(figure=name)):
+        with pytest.raises(ConfigError, match="unknown figure 'acuracy'; did you mean 'accuracy'"):
+            ask("acuracy")
+
+
+def test_a_note_on_the_data_is_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
+    x = np.random.default_rng(0).normal(size=(400, 3)).astype(np.float32)
+    fl.compare(["fedavg", "local"], (x, 1 + (x[:, 0] > 0)), partition=CUT, seeds=[0], rounds=1)
+    assert capsys.readouterr().err.count("data: the data have no sample of 1 of their 3 classes ('0')") == 1
+
+
 def test_the_same_call_goes_on_and_another_is_refused(tmp_path: Path) -> None:
     small: dict[str, Any] = {"data": "digits", "partition": CUT, "seeds": range(2), "folder": tmp_path / "run", **SHORT}
     first = fl.compare({"fedavg": "fedavg"}, **small)

@@ -88,12 +88,8 @@ def run(
             where = out or Path("runs") / (f"{file.stem}-refit" if refit else file.stem)
             check_tracker(track)
             plan = Plan(experiment, where, data_dir, force=force, partly=bool(method), dry=dry_run, ranks=ranks)
-            labels = dict[str, list[str]]()
-            for label, notes in plan.notes.items() if ranks.rank == 0 else ():
-                for note in notes:
-                    labels.setdefault(note, []).append(label)
-            for note, who in labels.items():
-                say(f"{', '.join(who)}: {note}", err=True)
+            for remark in plan.remarks if ranks.rank == 0 else ():
+                say(remark, err=True)
             if dry_run:
                 if ranks.rank == 0:
                     _preview(plan)

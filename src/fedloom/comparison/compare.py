@@ -54,6 +54,9 @@ class Comparison(RecordedComparison):
         return "\n  ".join([super().__repr__(), *lines])
 
     def __getitem__(self, key: tuple[str, int]) -> Result:
+        if key not in self.results:
+            there = ", ".join(map(str, self.results))
+            raise ConfigError(f"no result of {key!r}; give a label and a seed, as comparison['fedavg', 0], of {there}")
         return self.results[key]
 
 
@@ -139,9 +142,8 @@ def _compared(
     except RunDirError as error:
         what, flag, _ = str(error).partition("; choose another --out")
         raise RunDirError(f"{what}; give another folder, or remove this one" if flag else what) from None
-    for label, notes in plan.notes.items() if progress else ():
-        for note in notes:
-            sys.stderr.write(f"{label}: {note}\n")
+    for remark in plan.remarks if progress else ():
+        sys.stderr.write(f"{remark}\n")
     with shown(plan) if progress else nullcontext(_silent) as hear:
         outcomes = plan.run(hear, page=False)
     if any(one.status == "interrupted" for one in outcomes):

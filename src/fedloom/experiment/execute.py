@@ -104,6 +104,16 @@ class Plan:
             make_folder(out)
 
     @property
+    def remarks(self) -> list[str]:
+        """Notes on the clients of the first seed and on the methods, each once with the labels that it is about."""
+        labels = dict[str, list[str]]()
+        for label, notes in self.notes.items():
+            for note in notes:
+                labels.setdefault(note, []).append(label)
+        fed = self.federations[self.experiment.head.seeds[0]]
+        return [f"data: {note}" for note in fed.notes] + [f"{', '.join(m)}: {note}" for note, m in labels.items()]
+
+    @property
     def rounds(self) -> dict[str, int]:
         """Rounds of all seeds of every method together, by its label."""
         return {m.label: m.setting.rounds * len(self.experiment.head.seeds) for m in self.experiment.methods}

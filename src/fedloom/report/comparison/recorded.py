@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from fedloom.errors import unknown
 from fedloom.formats import interval, p_value, pair
 from fedloom.report import notebook as display
 from fedloom.report.comparison.contenders import Models, contenders, reference
@@ -100,10 +101,15 @@ class RecordedComparison:
 
         Args:
             name: the figure; the leading metric when None.
+
+        Raises:
+            ConfigError: there is no such figure.
         """
         chosen = name or self._lead
         estimates = {r.method: r.figures[chosen] for r in contenders(self._runs, self._rows, self.models)
                      if chosen in r.figures}  # fmt: skip
+        if not estimates:
+            raise unknown("figure", chosen, {name: None for row in self._rows for name in row.figures})
         return display.comparison_chart(estimates, chosen)
 
     def to_pandas(self) -> Any:
