@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Generator, Tensor
 
-from fedloom.algorithms import REGISTRY, Composition
+from fedloom.algorithms import REGISTRY, Composition, upload_fields
 from fedloom.data.federation import Federation
 from fedloom.engine.setting import Setting
 from fedloom.engine.setup import check
@@ -127,6 +127,26 @@ def test_every_part_has_a_neutral_setting_and_others_that_act(fed: Federation, n
             assert same(neutral, bare, 0.0 if part in EXACT else 1e-9), part
         if not refused(fed, name, OTHER[part]) and part not in UNMOVED.get(name, set()):
             assert not same(models(fed, name, OTHER[part]), bare, 1e-9), part
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in REGISTRY if n != "centralized"]
+)
+def test_a_part_that_is_what_a_method_does_anyway_changes_no_bit(fed: Federation, name: str) -> None:
+    bare, made = models(fed, name, {}), method(name)
+    parts: list[dict[str, Any]] = [{"aggregator": "mean"}, {"channel": {"kind": "top-k", "fraction": 1.0}}]
+    if not isinstance(made, Composition) or made.weigher is None:
+        parts.append({"weigher": "shares"})
+    for part in parts:
+        if not refused(fed, name, part):
+            within = 1e-9 if "channel" in part and uploads_models(made) else 0.0
+            assert same(models(fed, name, part), bare, within), part
+
+
+def uploads_models(made: Any) -> bool:
+    """Whether a channel takes what the client received from the upload, and adds it again, which rounds."""
+    algorithm = made.algorithm if isinstance(made, Composition) else made
+    return any(field.primary and field.base == "zero" for field in upload_fields(type(algorithm)).values())
 
 
 LEVELS: dict[str, list[dict[str, Any]]] = {
