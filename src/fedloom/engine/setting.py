@@ -259,7 +259,7 @@ class Setting(Value):
             value = getattr(self, name)
             if name in tables and value is not None:
                 entries[name] = {**tables[name].kind(value), **dump(value)}
-            elif name not in tables and name not in ("algorithm", "seed"):
+            elif name not in tables and name not in ("algorithm", "seed") and value is not None:
                 entries[name] = value
         if self.local.steps is not None:
             entries["local"].pop("epochs")

@@ -23,20 +23,12 @@ from fedloom.version import __version__
 
 HEAD = "fedloom"
 """Name of the record that has the plain values of a message, and of a reply."""
-WANTED = (
-    "local",
-    "sampler",
-    "weigher",
-    "mixer",
-    "aggregator",
-    "channel",
-    "weights",
-    "seed",
-    "augment",
-    "evaluate",
-    "engine",
-)
-"""Fields of a setting that a strategy takes."""
+WANTED = [
+    name
+    for name in Setting.model_fields
+    if name not in ("algorithm", "model", "rounds", "task", "attack", "devices", "schedule")
+]
+"""Fields of a setting that a strategy takes: all but the app's own, and those of simulations."""
 NEAR = 1e-3
 """Difference of means and spreads from which values that do not train are not the same."""
 log = logging.getLogger("flwr").log
@@ -138,7 +130,7 @@ def document_of(algorithm: str, options: Mapping[str, Any], choices: Mapping[str
 def resolved_document(setting: Setting) -> str:
     """Write the setting of a job for its nodes, with all that follows from the federation made a number."""
     name = next(name for name, kind in ALGORITHMS.items() if kind is type(setting.method))
-    parts = ("sampler", "weigher", "mixer", "channel", "local", "augment", "evaluate", "engine", "seed")
+    parts = [name for name in WANTED if name not in ("aggregator", "weights")]  # which the server has for itself
     choices = {part: value for part in parts if (value := getattr(setting, part)) is not None}
     return json.dumps({"algorithm": name, "options": dump(setting.method), "choices": _plain(choices)})
 
