@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -106,3 +107,33 @@ def test_a_damaged_adapted_model_is_refused(run: Path, tmp_path: Path) -> None:
     flip(path, 8 * (path.stat().st_size - 2))
     with pytest.raises(LayoutError, match="damaged"):
         opened.load(path)
+
+
+@pytest.mark.parametrize("name", ["global", "personal", "hybrid", "server"])
+def test_a_pipe_in_the_place_of_models_is_not_waited_for(name: str, run: Path) -> None:
+    path = run / f"models/ditto-0/{name}.safetensors"
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(LayoutError, match="is no regular file"):
+        open_tensors(path)
+    for words in (
+        ("models",),
+        ("export", "--out", f"{run.parent}/x.safetensors", "--method", "ditto", "--client", "0"),
+    ):
+        result = CliRunner().invoke(app, [words[0], str(run), *words[1:]])
+        assert isinstance(result.exception, SystemExit | None)
+
+
+@pytest.mark.parametrize("name", ["personal", "hybrid", "server"])
+def test_models_of_another_shape_in_their_place_get_a_sentence(name: str, run: Path) -> None:
+    """The digest of each file is right: the files are those of other models."""
+    folder = run / "models/ditto-0"
+    shutil.copy(
+        folder / ("global.safetensors" if name != "hybrid" else "server.safetensors"), folder / f"{name}.safetensors"
+    )
+    words = ["export", str(run), "--out", f"{run.parent}/x.safetensors", "--method", "ditto", "--client", "0"]
+    for more in (["--model", "personal"], ["--model", "hybrid"], []):
+        result = CliRunner().invoke(app, [*words, *more])
+        assert isinstance(result.exception, SystemExit | None), result.exception
+    adapt = CliRunner().invoke(app, ["adapt", str(run), "--data", "digits", "--method", "ditto"])
+    assert isinstance(adapt.exception, SystemExit | None), adapt.exception

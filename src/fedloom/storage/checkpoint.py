@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from fedloom.errors import CheckpointError, DamagedCheckpoint, LayoutError, RunDirError
-from fedloom.storage.files import discard, make_folder, write_atomic
+from fedloom.storage.files import discard, make_folder, regular, write_atomic
 from fedloom.storage.journal import raw
 from fedloom.values import difference
 
@@ -112,7 +112,7 @@ def check_digest(path: Path) -> None:
     Raises:
         LayoutError: it is damaged, or no such file.
     """
-    with suppress(OSError, ValueError, AttributeError, RecursionError), path.open("rb") as file:
+    with suppress(OSError, ValueError, AttributeError, RecursionError), regular(path).open("rb") as file:
         length = file.read(8)
         text = file.read(min(int.from_bytes(length, "little"), _LONGEST_HEADER))
         recorded = json.loads(text).get("__metadata__", {}).get(_DIGEST)
@@ -228,7 +228,7 @@ class Checkpoints:
         """The description of the newest generation, without its tensors; safe while another process saves."""
         for generation in reversed(self.generations()):
             try:
-                content = json.loads(self._paths(generation)[1].read_bytes())
+                content = json.loads(regular(self._paths(generation)[1]).read_bytes())
                 if content["sha256"] == _digest(content["body"]):
                     meta: dict[str, Any] = content["body"]["meta"]
                     return meta
@@ -271,9 +271,9 @@ class Checkpoints:
         """Body and tensors of a generation, None when either is damaged."""
         data, text = self._paths(generation)
         try:
-            content: dict[str, Any] = json.loads(text.read_bytes())
+            content: dict[str, Any] = json.loads(regular(text).read_bytes())
             body: dict[str, Any] = content["body"]
-            with data.open("rb") as file:
+            with regular(data).open("rb") as file:
                 sums = (_digest(body), hashlib.file_digest(file, "sha256").hexdigest())
             intact = sums == (content["sha256"], body["sha256"]) and body["generation"] == generation
             return (body, load_file(data)) if intact else None

@@ -124,6 +124,17 @@ class Sink(io.RawIOBase):
         _write(self._fd, self._path, _bytes(data), at)
 
 
+def regular(path: Path) -> Path:
+    """The path of a regular file, or of none.
+
+    Raises:
+        OSError: it is a pipe, a socket, a device or a folder: to open a pipe would wait for who writes to it.
+    """
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "is no regular file", str(path))
+    return path
+
+
 def make_folder(folder: Path) -> None:
     """Creates a folder and its parents, and makes their names last; a `CheckpointError` when the disk refuses."""
     missing = [f for f in (folder, *folder.parents) if not f.exists()]

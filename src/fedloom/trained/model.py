@@ -24,7 +24,7 @@ from fedloom.local.oracles.network import BATCH_STATISTICS, evaluated_together
 from fedloom.models import ModelSpec
 from fedloom.rows.layout import Layout
 from fedloom.storage.checkpoint import check_digest, save_tensors
-from fedloom.storage.files import make_folder
+from fedloom.storage.files import make_folder, regular
 from fedloom.tasks import Objective, task_of
 from fedloom.tasks.calibration import recalibrated
 from fedloom.trained.raw import RawModel, labels_of
@@ -292,7 +292,7 @@ def open_tensors(path: Path, *, check: bool = True) -> Any:
         LayoutError: there is none, or it is damaged.
     """
     try:
-        file = safe_open(path, "pt")
+        file = safe_open(regular(path), "pt")
         if check:
             check_digest(path)
         return file

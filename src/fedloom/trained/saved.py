@@ -180,11 +180,13 @@ class SavedModels:
     def fitted(self) -> Tensor | None:
         if not self._path("scaling").is_file():
             return None
-        return self._read("scaling")["fitted"]
+        tensors = self._read("scaling")
+        return self._shaped("scaling", "fitted", tensors.get("fitted"), len(self.names))
 
     def shared(self) -> tuple[Tensor, Tensor]:
         tensors = self._read("global")
-        return tensors["rows"], tensors.get("statistics", torch.zeros(0, dtype=self.recipe.dtype))
+        row = self._shaped("global", "rows", tensors.get("rows"), self.recipe.layout.d)
+        return row, tensors.get("statistics", torch.zeros(0, dtype=self.recipe.dtype))
 
     def personal(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         client_rows = []
@@ -196,13 +198,14 @@ class SavedModels:
                 for k, i in enumerate(ids.tolist() if has_part else ()):
                     client_rows[-1][k] = file.get_slice(f"{part}.{i // PIECE * PIECE:08d}")[i % PIECE]
         rows, statistics = client_rows
-        return rows, statistics
+        return self._shaped("personal", "rows", rows, len(ids), self.recipe.layout.d), statistics
 
     def calibration(self, kind: str) -> Tensor | None:
-        return self._read("calibration").get(kind) if self._path("calibration").is_file() else None
+        lines = self._read("calibration").get(kind) if self._path("calibration").is_file() else None
+        return None if lines is None else self._shaped("calibration", kind, lines, len(self.names), 2)
 
     def takes_global(self) -> Tensor:
-        return self._read("hybrid")["takes_global"]
+        return self._shaped("hybrid", "takes_global", self._read("hybrid").get("takes_global"), len(self.names))
 
     def server(self) -> ServerSide:
         algorithm, recipe = self._algorithm, self.recipe
@@ -211,8 +214,9 @@ class SavedModels:
                 f"{self.about['method']} ({type(algorithm).__name__}) has no personal models: every client uses its "
                 "global model"
             )
-        tensors = self._read("server")
-        n = len(tensors["weight"])
+        tensors, n = self._read("server"), len(self.names)
+        for name in ("weight", "sizes"):
+            self._shaped("server", name, tensors.get(name), n)
         ids, shares, sizes, rounds = torch.arange(n), tensors["weight"], tensors["sizes"], int(self.about["rounds"])
         ctx = Ctx(0, n, n, ids, recipe.layout, shares, sizes, None, self._local, recipe.seed, rounds)
         algorithm = algorithm.with_derived_options(ctx)
@@ -228,6 +232,19 @@ class SavedModels:
         return ServerSide(
             algorithm, self._local, server_fields["server"], server_fields["kept"], shares, sizes, rounds, recipe.seed
         )
+
+    def _shaped(self, file: str, name: str, tensor: Tensor | None, *shape: int) -> Tensor:
+        """A tensor of a file whose shape begins so.
+
+        Raises:
+            LayoutError: it is not there, or has another shape: the file may be that of another run.
+        """
+        if tensor is None or tuple(tensor.shape[: len(shape)]) != shape:
+            got = "nothing" if tensor is None else [*tensor.shape]
+            raise LayoutError(
+                f"{self._path(file)}: {name} must have the shape {[*shape]}, got {got}; is it of this run?"
+            )
+        return tensor
 
     def _path(self, name: str) -> Path:
         return self._folder / f"{name}.safetensors"

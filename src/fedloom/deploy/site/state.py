@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fedloom.errors import CheckpointError
 from fedloom.storage.checkpoint import save_tensors
-from fedloom.storage.files import discard, lock, make_folder, write_atomic
+from fedloom.storage.files import discard, lock, make_folder, regular, write_atomic
 
 DIGEST = hashlib.sha256().digest_size
 MODEL = "model.safetensors"
@@ -235,7 +235,7 @@ def models(state: Path) -> list[SiteModel]:
     newest = []
     for path in sorted(state.glob(f"*/{MODEL}")):
         try:
-            with safe_open(path, framework="pt") as file:
+            with safe_open(regular(path), framework="pt") as file:
                 about = json.loads(file.metadata()["about"])
             newest.append(SiteModel(about["experiment"], about["client"], about["round"], about["kind"], path))
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
