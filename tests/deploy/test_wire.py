@@ -143,7 +143,7 @@ def long_head(records):
 def test_messages_of_20_mb_take_little_memory_of_the_server(experiment, tmp_path):
     """Bombs by declared sizes in the place of a greeting, an upload and scores, and a head of 20 MB.
 
-    Round 1 is honest: what the server's processes have after it is what they idle at, and the peak is 300 MB more at most.
+    After round 1, which is honest, the server's processes idle at what they have; the peak is 300 MB more at most.
     """
     folder, kinds = tmp_path / "try", {}
     write(plan(experiment("fedavg", rounds=3, clients=5, weights="uniform"), 5), folder, Location(quorum=2))
