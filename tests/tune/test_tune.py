@@ -97,6 +97,24 @@ def test_a_stopped_trial_has_done_less_and_was_below_the_median(finished: Path, 
     assert all(t.state == "complete" for t in found.trials[:2])
 
 
+def test_a_trial_ends_after_so_many_simulated_seconds(tmp_path: Path) -> None:
+    text = TWO.replace("trials = 4", "trials = 1\nsimulated_seconds = 6.0").replace("rounds = 4", "rounds = 50")
+    text = text.replace("seeds = [0, 1]", "seeds = [0]")
+    with pytest.raises(ConfigError, match=r"\[tune\] simulated_seconds is of virtual time; give \[devices\]"):
+        tuning(text, tmp_path / "none")
+    text = text.replace("[local]", '[devices]\nkind = "lognormal"\nspeed = 300\n[local]')
+    text += 'schedule = {kind = "buffered", buffer = 2}\n'
+    search = tuning(text, tmp_path / "out")
+    for result, method in zip(search.run(), search.experiment.methods, strict=True):
+        (trial,) = result.trials
+        clock = fl.simulate(method.setting.with_(rounds=trial.rounds), search.federations[0]).state.clock
+        assert clock is not None
+        newest = clock.history()[:, 2] == trial.rounds
+        assert trial.state == "complete"
+        assert trial.rounds < 50
+        assert clock.now >= 6.0 > clock.history()[~newest, 4].max(initial=0.0)
+
+
 def test_the_tuned_file_is_complete_and_gives_the_score_that_was_found(finished: Path) -> None:
     document = tomllib.loads((finished / "tuned.toml").read_text())
     experiment = parse(document, "tuned.toml")
