@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, NamedTuple, Self
@@ -144,7 +145,7 @@ def _rows_of(flight: Flight, places: NDArray[np.int64], *, spread: bool) -> dict
 
 @dataclass(frozen=True)
 class Clock:
-    """The virtual time of a run between two steps of the server.
+    """The virtual time of a run between two steps of the server. Nobody writes to its collections.
 
     Attributes:
         now: seconds since the beginning.
@@ -158,13 +159,13 @@ class Clock:
     """
 
     now: float = 0.0
-    queue: tuple[Event, ...] = ()
+    queue: Sequence[Event] = ()
     flights: Mapping[int, Flight] = field(default_factory=dict)
     back: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     serial: int = 0
     log: tuple[Rows, ...] = ()
-    pool: tuple[tuple[int, int], ...] = ()
-    away: frozenset[int] = frozenset()
+    pool: Sequence[tuple[int, int]] = ()
+    away: AbstractSet[int] = frozenset()
 
     def logged(self, rows: Rows) -> tuple[Rows, ...]:
         """The log with more rows."""
@@ -182,8 +183,8 @@ class Clock:
         """Everything by name, for a checkpoint."""
         named = {
             "now": torch.tensor(self.now, dtype=torch.float64), "serial": torch.tensor(self.serial),
-            "queue": torch.tensor(self.queue, dtype=torch.float64).reshape(-1, 8),
-            "pool": torch.tensor(self.pool, dtype=torch.long).reshape(-1, 2), "log": torch.from_numpy(self.history()),
+            "queue": torch.tensor(list(self.queue), dtype=torch.float64).reshape(-1, 8),
+            "pool": torch.tensor(list(self.pool), dtype=torch.long).reshape(-1, 2), "log": torch.from_numpy(self.history()),
         }  # fmt: skip
         for number, flight in self.flights.items():
             facts = {

@@ -217,7 +217,6 @@ class Version:
             places.setdefault(number, []).append(place)
         for number, some in places.items():
             self._clock.landed(number, some, self._flights, self._back)
-        queue, rows = tuple(self._queue[self._next :]), self._clock.logged(np.array(log))
+        queue, rows = self._queue[self._next :], self._clock.logged(np.array(log, dtype=np.float64))
         self._away.difference_update([event[2] for event in self._waiting])
-        pool = tuple(self._pool)
-        return Clock(self._now, queue, self._flights, self._back, self._serial, rows, pool, frozenset(self._away))
+        return Clock(self._now, queue, self._flights, self._back, self._serial, rows, self._pool, self._away)
