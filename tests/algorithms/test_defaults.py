@@ -188,6 +188,7 @@ PAPERS: dict[str, dict[str, tuple[Any, str]]] = {
         "decay": (1.0, "0.1 in the experiments"),
         "every": (30, "experiments: 30 rounds"),
         "start": ("own", OPTION),
+        "among": ("cohort", OPTION),
     },
     "heurfedamp": {
         "lam": (1.0, "PFLlib: 1"),
@@ -195,6 +196,7 @@ PAPERS: dict[str, dict[str, tuple[Any, str]]] = {
         "sigma": (25.0, "flgo, not by the authors: 25"),
         "self_weight": (None, "flgo: 1/n"),
         "start": ("own", OPTION),
+        "among": ("cohort", OPTION),
     },
     "fedrep": {"head": ((), OPTION), "head_epochs": (10, "Collins et al. 2021, public code: 10")},
     "fedper": {"head": ((), OPTION)},
