@@ -40,8 +40,9 @@ def test_the_page_of_speed_is_that_of_its_runs(script: dict[str, Any], record: d
     lines, page = script["unpacked"](record), script["PAGE"].read_text()
     assert page == script["text"](script["Speed"](record))
     assert len({tuple(line[k] for k in script["KEYS"]) for line in lines}) == len(lines) == 10 * 4 * 2 * 5
-    common = {key: record[key] for key in ("data", "target", "lr")}
-    assert script["packed"]([line | common for line in lines]) == record
+    for part in (record["fedbuff"], {key: value for key, value in record.items() if key != "fedbuff"}):
+        common = {key: part[key] for key in ("data", "target", "lr")}
+        assert script["packed"]([line | common for line in script["unpacked"](part)]) == part
     assert f"All methods share one step size, {record['lr']}," in page
 
 
@@ -66,4 +67,12 @@ def test_the_finding_of_speed_follows_from_its_runs(script: dict[str, Any], reco
     missed = {s: sum(x["seconds_to_target"] is None for x in lines if x["schedule"] == s) for s in script["SCHEDULES"]}
     assert f"{missed['over-selection']} with over-selection never reached" in paragraphs[2]
     assert f"{missed['synchronous']} of synchronous and {missed['buffered']} of buffered" in paragraphs[2]
+    runs = script["unpacked"](record["fedbuff"])
+    seconds, uploads = (
+        [fmean(x[figure] for x in runs if x["schedule"] == s) for s in ("synchronous", "buffered")]
+        for figure in ("seconds_to_target", "uploads_to_target")
+    )
+    (paragraph,) = [p for p in paragraphs if p.startswith("FedAvg, 105 writers")]
+    assert f"{seconds[0] / seconds[1]:.1f} times as soon" in paragraph
+    assert f"{uploads[0] / uploads[1]:.1f} times fewer" in paragraph
     assert missed["buffered"] <= missed["synchronous"] < missed["over-selection"]

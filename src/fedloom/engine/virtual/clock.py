@@ -145,7 +145,7 @@ def _rows_of(flight: Flight, places: NDArray[np.int64], *, spread: bool) -> dict
 
 @dataclass(frozen=True)
 class Clock:
-    """The virtual time of a run between two steps of the server. Nobody writes to its collections.
+    """The virtual time of a run between two steps of the server. No code writes to its collections.
 
     Attributes:
         now: seconds since the beginning.
