@@ -184,7 +184,8 @@ class Clock:
         named = {
             "now": torch.tensor(self.now, dtype=torch.float64), "serial": torch.tensor(self.serial),
             "queue": torch.tensor(list(self.queue), dtype=torch.float64).reshape(-1, 8),
-            "pool": torch.tensor(list(self.pool), dtype=torch.long).reshape(-1, 2), "log": torch.from_numpy(self.history()),
+            "pool": torch.tensor(list(self.pool), dtype=torch.long).reshape(-1, 2),
+            "log": torch.from_numpy(self.history()),
         }  # fmt: skip
         for number, flight in self.flights.items():
             facts = {
