@@ -57,3 +57,8 @@ def test_a_link_to_a_file_of_methods_is_one_to_a_page_on_the_site(monkeypatch: p
         "tuning.md": "tuning.md",
     }.items():
         assert hooks.on_page_markdown(f"[x]({link})") == f"[x]({want})"
+
+
+def test_pages_are_few_and_the_first_is_short() -> None:
+    assert len(list((ROOT / "docs").glob("*.md"))) <= 25
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
