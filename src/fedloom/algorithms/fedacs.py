@@ -27,41 +27,14 @@ collaboration: 1 is Local.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, NamedTuple
-
 from pydantic import Field
-from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Kept
+from fedloom.algorithms._mixture import Client, Down, Mixed, Up
 from fedloom.choose.mixers import Among, Attention
-from fedloom.local import Ctx, Work, descend
+from fedloom.local import Work, descend
 
 
-class Server(NamedTuple):
-    """start ``[d]``: what a client never seen has."""
-
-    start: Tensor
-
-
-class Down(NamedTuple):
-    """u ``[m, d]``."""
-
-    u: Tensor
-
-
-class Client(NamedTuple):
-    """w ``[m, d]``."""
-
-    w: Tensor
-
-
-class Up(NamedTuple):
-    """w ``[m, d]``."""
-
-    w: Annotated[Tensor, Kept(primary=True)]
-
-
-class FedACS(Algorithm):
+class FedACS(Mixed):
     """FedACS (Algorithm 1)."""
 
     quantile: float = Field(
@@ -77,28 +50,9 @@ class FedACS(Algorithm):
         None, gt=0, le=1, description="cosine from which on models are copies, all of which count as one; None: no cap"
     )
 
-    mixes: ClassVar[bool] = True
-    family: ClassVar[str] = "personalised"
-
     def mixer(self, round: int) -> Attention:
         return Attention(quantile=self.quantile, among=self.among, lam=self.lam, copies=self.copies)
-
-    @property
-    def mixes_all(self) -> bool:
-        return self.among != "cohort"
-
-    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Client, Up]:
-        return Server(x0), Client(x0), Up(x0)
-
-    def down(self, server: Server, kept: Up, ctx: Ctx) -> Down:
-        return Down(self.mixer(ctx.round).mix(kept.w, server.start, ctx))
 
     def client(self, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
         w = descend(down.u, work)  # Eq. 5: steps on F_i only, from u_i
         return Up(w), Client(w)
-
-    def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
-        return server
-
-    def personal(self, down: Down, rows: Client, work: Work) -> Tensor:
-        return rows.w

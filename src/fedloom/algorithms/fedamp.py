@@ -31,42 +31,18 @@ server receives single models: no secure aggregation.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
-from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Derived, Kept, by_rule
+from fedloom.algorithms._base import Derived, by_rule
+from fedloom.algorithms._mixture import Client, Down, Mixed, Up
 from fedloom.choose.mixers import Among, Proximity
 from fedloom.local import Ctx, Work, descend
 from fedloom.rows.layout import Layout
 
 
-class Server(NamedTuple):
-    """start ``[d]``: what a client never seen has."""
-
-    start: Tensor
-
-
-class Down(NamedTuple):
-    """u ``[m, d]``."""
-
-    u: Tensor
-
-
-class Client(NamedTuple):
-    """w ``[m, d]``."""
-
-    w: Tensor
-
-
-class Up(NamedTuple):
-    """w ``[m, d]``."""
-
-    w: Annotated[Tensor, Kept(primary=True)]
-
-
-class FedAMP(Algorithm):
+class FedAMP(Mixed):
     """FedAMP (Huang et al. 2021, Algorithm 1)."""
 
     lam: float = Field(1.0, ge=0, description="lambda, weight of the attraction")
@@ -83,8 +59,6 @@ class FedAMP(Algorithm):
         "cohort", description="whose models are mixed: the round's cohort, or also all clients seen so far, or all"
     )
 
-    mixes: ClassVar[bool] = True
-    family: ClassVar[str] = "personalised"
     paper: ClassVar[Mapping[str, Any]] = {"alpha": 1.0, "sigma": 1.0}
 
     def derived(self, ctx: Ctx) -> dict[str, Any]:
@@ -110,23 +84,7 @@ class FedAMP(Algorithm):
     def mixer(self, round: int) -> Proximity:
         return Proximity(alpha=self._alpha(round), sigma=self.sigma, among=self.among)
 
-    @property
-    def mixes_all(self) -> bool:
-        return self.among != "cohort"
-
-    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Client, Up]:
-        return Server(x0), Client(x0), Up(x0)
-
-    def down(self, server: Server, kept: Up, ctx: Ctx) -> Down:
-        return Down(self.mixer(ctx.round).mix(kept.w, server.start, ctx))
-
     def client(self, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
         pull = ((self.lam / self._alpha(work.round), down.u),)
         w = descend(rows.w if self.start == "own" else down.u, work, pull)  # argmin f_i + lam/(2 alpha_k) ||w - u_i||^2
         return Up(w), Client(w)
-
-    def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
-        return server
-
-    def personal(self, down: Down, rows: Client, work: Work) -> Tensor:
-        return rows.w

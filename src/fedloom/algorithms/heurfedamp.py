@@ -24,41 +24,16 @@ not. The server receives single models: no secure aggregation.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import Literal
 
 from pydantic import Field
-from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Kept
+from fedloom.algorithms._mixture import Client, Down, Mixed, Up
 from fedloom.choose.mixers import Among, Angles
-from fedloom.local import Ctx, Work, descend
+from fedloom.local import Work, descend
 
 
-class Server(NamedTuple):
-    """start ``[d]``: what a client never seen has."""
-
-    start: Tensor
-
-
-class Down(NamedTuple):
-    """u ``[m, d]``."""
-
-    u: Tensor
-
-
-class Client(NamedTuple):
-    """w ``[m, d]``."""
-
-    w: Tensor
-
-
-class Up(NamedTuple):
-    """w ``[m, d]``."""
-
-    w: Annotated[Tensor, Kept(primary=True)]
-
-
-class HeurFedAMP(Algorithm):
+class HeurFedAMP(Mixed):
     """HeurFedAMP (Huang et al. 2021, Sec. 5)."""
 
     lam: float = Field(1.0, ge=0, description="lambda, weight of the attraction")
@@ -72,28 +47,9 @@ class HeurFedAMP(Algorithm):
         "cohort", description="whose models are mixed: the round's cohort, or also all clients seen so far, or all"
     )
 
-    mixes: ClassVar[bool] = True
-    family: ClassVar[str] = "personalised"
-
     def mixer(self, round: int) -> Angles:
         return Angles(sigma=self.sigma, self_weight=self.self_weight, among=self.among)
-
-    @property
-    def mixes_all(self) -> bool:
-        return self.among != "cohort"
-
-    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Client, Up]:
-        return Server(x0), Client(x0), Up(x0)
-
-    def down(self, server: Server, kept: Up, ctx: Ctx) -> Down:
-        return Down(self.mixer(ctx.round).mix(kept.w, server.start, ctx))
 
     def client(self, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
         w = descend(rows.w if self.start == "own" else down.u, work, pull=((self.lam / self.alpha, down.u),))
         return Up(w), Client(w)
-
-    def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
-        return server
-
-    def personal(self, down: Down, rows: Client, work: Work) -> Tensor:
-        return rows.w
