@@ -324,7 +324,7 @@ class _Unsaid(FedAvg):
         ("client", "tuple[dict, dict]", "tuple\\[Up, Client\\]"),
         ("client", "tuple[Nowhere, Nothing]", "'Nowhere' is not defined"),
         ("down", "Tensor", r"down must be annotated"),
-        ("client", "tuple[_Plain, None]", r"'dw' must say once how it travels, as Annotated.* 0 times"),
+        ("client", "tuple[_Plain, None]", r"'dw' must say once how it travels, as Annotated.* it has 0 of them"),
         ("client", "tuple[_Twice, None]", "must carry the model.* got dw and dv"),
         ("client", "tuple[_NoModel, None]", "must carry the model.* got none"),
         ("client", "tuple[_Elsewhere, None]", "base of 'dw' is 'down.xs'; did you mean 'x'"),
