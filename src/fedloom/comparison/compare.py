@@ -55,8 +55,8 @@ class Comparison(RecordedComparison):
 
     def __getitem__(self, key: tuple[str, int]) -> Result:
         if key not in self.results:
-            there = ", ".join(map(str, self.results))
-            raise ConfigError(f"no result of {key!r}; give a label and a seed, as comparison['fedavg', 0], of {there}")
+            keys = ", ".join(map(str, self.results))
+            raise ConfigError(f"no result of {key!r}; give a label and a seed, as comparison['fedavg', 0], of {keys}")
         return self.results[key]
 
 

@@ -30,8 +30,8 @@ References = Mapping[tuple[str, str], CellRecord]
 def names() -> Iterator[tuple[str, str, str]]:
     """Yield the name of every reference, its kind of model, and whether a client or all of them train it."""
     for kind, words in MODELS.items():
-        for whose in (PER_CLIENT, POOLED):
-            yield f"{words}, {whose}", kind, whose
+        for protocol in (PER_CLIENT, POOLED):
+            yield f"{words}, {protocol}", kind, protocol
 
 
 def measure(setup: Setup, data_dir: Path | None) -> Iterator[CellRecord]:
@@ -43,26 +43,26 @@ def measure(setup: Setup, data_dir: Path | None) -> Iterator[CellRecord]:
     plan = parse({**setup.document, "method": [{"algorithm": "fedavg"}]}, setup.name)
     data, setting = plan.source.read(data_dir), plan.methods[0].setting
     feds = {seed: plan.partition(data, seed) for seed in setup.seeds}
-    for name, kind, whose in names():
+    for name, kind, protocol in names():
         begin, seeds, metric = time.process_time(), dict[str, Series](), ""
         for seed, fed in feds.items():
-            scores = task_of(fed.data, setting.task).metrics(*_outputs(fed, kind, whose, seed), fed.n)
+            scores = task_of(fed.data, setting.task).metrics(*_outputs(fed, kind, protocol, seed), fed.n)
             metric = metric or leading(scores)
             clients = scores[metric].tolist()
             seeds[str(seed)] = Series(clients, [0], [float(np.nanmean(clients))], [0.0], [0.0])
-        minutes, model = (time.process_time() - begin) / 60, "personal" if whose == PER_CLIENT else "global"
+        minutes, model = (time.process_time() - begin) / 60, "personal" if protocol == PER_CLIENT else "global"
         record = new_record(Cell(setup, "local"), DONE, "", minutes, metric=metric, model=model, seeds=seeds)
-        yield CellRecord(**{**record.__dict__, "method": name, "source": kind, "protocol": whose})
+        yield CellRecord(**{**record.__dict__, "method": name, "source": kind, "protocol": protocol})
 
 
-def _outputs(fed: Federation, kind: str, whose: str, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+def _outputs(fed: Federation, kind: str, protocol: str, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs of the models on the clients' test parts, the targets, and whose they are."""
     parts = {part: [fed.indices(part, i) for i in range(fed.n)] for part in ("train", "test")}
-    trained = parts["train"] if whose == PER_CLIENT else [torch.cat(parts["train"])] * fed.n
+    trained = parts["train"] if protocol == PER_CLIENT else [torch.cat(parts["train"])] * fed.n
     outputs = []
     fitted = None
     for train, test in zip(trained, parts["test"], strict=True):
-        fitted = _fit(fed, kind, train, seed) if fitted is None or whose == PER_CLIENT else fitted
+        fitted = _fit(fed, kind, train, seed) if fitted is None or protocol == PER_CLIENT else fitted
         outputs.append(_logits(fed, fitted, test))
     owner = torch.repeat_interleave(torch.arange(fed.n), torch.tensor([len(test) for test in parts["test"]]))
     return torch.cat(outputs), fed.targets(torch.cat(parts["test"])), owner
@@ -102,7 +102,9 @@ def lines(j: SetupVerdict, references: References) -> Iterator[str]:
     if not rows or local is None:
         yield from ("", f"Reference models: not run. Command: `fedloom map --references --setup {j.setup.name}`")
         return
-    alone = {name: rows[name] for name, _, whose in names() if whose == PER_CLIENT} | {"local": local.figures["mean"]}
+    alone = {name: rows[name] for name, _, protocol in names() if protocol == PER_CLIENT} | {
+        "local": local.figures["mean"]
+    }
     best = max(alone, key=lambda name: alone[name].mean)
     yield from (
         "",
