@@ -519,7 +519,7 @@ VARIANTS = [
     FedDR(start="server"),
     FedADMMComposite(start="server"),
     FedADMM(start="own"),
-    FIAELT(start="server", beta=5.0, inner=5, iterations=3),
+    FIAELT(start="server", beta=5.0, smooth=1.0, inner=5, iterations=3),  # differences of a network measure L by dtype
 ]
 
 
