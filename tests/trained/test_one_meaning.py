@@ -67,7 +67,9 @@ def write(folder: Path, rows: list[hospitals.Row]) -> dict[str, Path]:
     """The rows by every kind of file, with labels; and as CSV without, in another order of columns."""
     frame = pd.DataFrame(rows).drop(columns=["troponin_hs"])
     frame.to_parquet(folder / "rows.parquet")
-    frame[["died", "extra", *reversed(frame.columns[:-2])]].to_csv(folder / "turned.csv", index=False)
+    frame[["died", "extra", *reversed(frame.columns.drop(["died", "extra"]))]].to_csv(
+        folder / "turned.csv", index=False
+    )
     hospitals.write(folder / "rows.csv", rows)
     hospitals.write(folder / "comma.csv", rows, separator=";", comma=True)
     hospitals.write(folder / "bare.csv", rows, drop=("died", hospitals.LEAK, "patient_id"))
