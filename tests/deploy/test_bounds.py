@@ -16,7 +16,6 @@ from fedloom.algorithms import PRESETS, REGISTRY
 from fedloom.algorithms._base import Delta
 from fedloom.algorithms._messages import Model, primary_field, upload_type
 from fedloom.algorithms._prototypes import updated
-from fedloom.algorithms.pfedfda import lifted
 from fedloom.algorithms.qffl import Up
 from fedloom.choose.mixers import MIXERS
 from fedloom.data.input_spec import compared
@@ -27,6 +26,7 @@ from fedloom.engine.setup import make_job
 from fedloom.errors import Stop
 from fedloom.experiment import parse
 from fedloom.local.smoothness import largest
+from fedloom.rows.algebra import lifted
 from tests.deploy.scene import FIRST, Scene, changed, document, scene
 from tests.deploy.sessions import arrays_of, kind_of
 

@@ -12,23 +12,21 @@ Reference: S. Zhou, G. Y. Li, "Federated Learning via Inexact ADMM", IEEE TPAMI 
     z_i          u                 x_i + pi_i/sigma_i
     r_i          r                 curvature of the linearised step
     k_0          iterations        dual steps between two communications
-    epsilon_i    eps               tolerance of a local problem
-    nu_i         shrink            eps <- nu eps in every dual step
+    eps_i, nu_i  eps, shrink       tolerance of a local problem; eps <- nu eps in every dual step
 
 Kept by a client: 2d + 2 (w, y, eps, r), by the server its last u and r. Sent per round: d + 1 down, d + 1 up.
 
 Deviations: the paper's 1/n is divided out of duals, penalty, gradients and eps (n^2); shares weigh the mean. Its r_i is
-that of linear models; here it is measured: ||change of the gradient|| / ||change of w|| in the last step (Malitsky and
-Mishchenko, arXiv:1910.09529, without their factor 2), or half of what it was if that is more; at first 1/lr. It is sent
-within e^-10/lr to e^10/lr, so that one client of weight w moves sigma by e^(20 w) at most. One sigma is for all: r0
-times the geometric mean of the r_i, moved where this is below half or above twice of what it was, as u of absent
-clients has an older one; with ``rho`` it is fixed, and so is r_i = 1/lr. Steps use full gradients: epochs, steps, batch
-size, and without ``rho`` the schedule, are not used.
+that of linear models; here it is ||change of the gradient|| / ||change of w|| in the last step (Malitsky, Mishchenko,
+arXiv:1910.09529, without their factor 2), or half of what it was if that is more; at first 1/lr. It is sent within
+e^-10/lr to e^10/lr: a client of weight w moves sigma by e^(20 w) at most. One sigma is for all: r0 times the geometric
+mean of the r_i, moved where this is below half or above twice of what it was, as u of absent clients has an older one;
+with ``rho`` both are fixed, r_i = 1/lr. Epochs, steps, batch size, and without ``rho`` the schedule, are not used.
 
 Defaults: one dual step after at most five linearised ones (six times FedAvg's gradients), and r0 = 1/inner: five steps
 go 0.6 of the way to a local solution. Neither depends on local.lr, on the clients' sizes or on the number of rounds.
 
-Use it where full gradients are cheap. On plateaus (networks of convolutions) steps become too long: give ``rho`` there.
+Use it where full gradients are cheap. Where curvature varies much (networks of convolutions) steps stall: give ``rho``.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
-from pydantic import Field
+from pydantic import Field, PositiveFloat
 from torch import Tensor
 
 from fedloom.algorithms._base import Algorithm, Derived, Kept, by_rule
@@ -87,9 +85,7 @@ class FedADMMInexact(Algorithm):
     rho: float | None = Field(None, gt=0, description="penalty of all clients in place of r0 r_i; r_i is 1/lr then")
     iterations: int = Field(1, ge=1, description="k_0, dual steps between two communications; 5 and more in the paper")
     inner: int = Field(5, ge=1, description="most linearised steps per dual step; 3 in the MATLAB code")
-    eps0: Annotated[float, Field(gt=0)] | Literal["matlab"] = Field(
-        1e-6, description="first tolerance; 'matlab': (n k_0)^2"
-    )
+    eps0: PositiveFloat | Literal["matlab"] = Field(1e-6, description="first tolerance; 'matlab': (n k_0)^2")
     shrink: float = Field(0.95, ge=0.5, lt=1, description="nu, factor of the tolerance per dual step (MATLAB code)")
 
     plain_sgd: ClassVar[str | None] = "its local steps are linearised ADMM steps, which have no momentum"
@@ -109,10 +105,8 @@ class FedADMMInexact(Algorithm):
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Client, Up]:
         eps = x0.new_tensor([(ctx.n * self.iterations) ** 2 if self.eps0 == "matlab" else self.eps0])
-        r, sigma = (
-            x0.new_tensor([value])
-            for value in (1 / ctx.local.lr, self.rho or (self.r0 or 1 / self.inner) / ctx.local.lr)
-        )
+        penalty = self.rho or (self.r0 or 1 / self.inner) / ctx.local.lr
+        r, sigma = x0.new_tensor([1 / ctx.local.lr]), x0.new_tensor([penalty])
         return Server(x0, sigma), Client(x0, torch.zeros_like(x0), eps, r), Up(x0, torch.zeros_like(r))
 
     def client(self, down: Server, rows: Client, work: Work) -> tuple[Up, Client]:

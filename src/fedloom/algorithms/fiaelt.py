@@ -6,8 +6,7 @@ Reference: "Inexact Alternating Direction Method of Multipliers with Efficient L
 Cross-Silo Federated Learning", anonymous, under review at TMLR 2024, Algorithm 1.
 
     paper         here          meaning
-    y             y             server's model
-    x_i           x             local model
+    y, x_i        y, x          server's model, local model
     z_i           z             dual of x_i = y; its fixed point is -grad f_i(y)
     beta, tau     beta, tau     penalty, dual step
     r_i           r             tolerance of criterion (9)
@@ -18,8 +17,7 @@ Kept by a client: 2d + 1 (x, z, moved). Sent per round: d + 2 down (y as sparse 
 Deviations: (9) needs the unknown minimiser; the check of `fedloom.local.inexact` implies it. Where it is looked at and
 L is not given, the first round measures the cohort's and does nothing else; so does a later one where beta follows from
 L and most of a cohort use up their iterations. With beta <= L all iterations are taken, and the run warns. Local SGD
-repeats its steps until (9) holds; a deadline with partial work has each round of them shorter. The public code has no
-dual and no penalty. The server receives each client's L, and whether (9) holds.
+repeats its steps until (9) holds. The public code has no dual and no penalty. The server receives each L.
 
 Defaults: beta = 1/(passes reach) for local SGD, reach lr times a round's mean number of steps, which balances penalty
 and data; (9) then takes L = beta/5. No regulariser, of which a run warns.
@@ -29,7 +27,6 @@ Use it for composite problems on a few clients that all take part.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
@@ -99,7 +96,7 @@ class FIAELT(Algorithm):
 
     weighs_partial: ClassVar[bool] = True
     family: ClassVar[str] = "composite"
-    paper: ClassVar[Mapping[str, Any]] = {"solver": "svrg"}
+    paper: ClassVar[dict[str, Any]] = {"solver": "svrg"}
     needs: ClassVar[dict[str, str]] = {"passes": "solver sgd", "iterations": "solver svrg gd", "inner": "solver svrg"}
 
     def derived(self, ctx: Ctx) -> dict[str, Any]:
@@ -130,13 +127,11 @@ class FIAELT(Algorithm):
             return Up(x.new_zeros(x.shape), z.new_zeros(z.shape), none, none, smoothness(y, work)), rows
         smooth, most = smooth or beta / 5, self.passes if self.solver == "sgd" else self.iterations
         start = x if self.start == "own" else where_moved(work, y.expand_as(x), x)
-        new, steps, met = inexact(
-            start, work, (beta, y), z, self.solver, smooth, self.r, most, self.inner, self.lr
-        )  # Eq. 8
+        how = self.solver, smooth, self.r, most, self.inner, self.lr
+        new, steps, met = inexact(start, work, (beta, y), z, *how)  # Eq. 8
         dx, dz = new - x, self.tau * beta * (new - y) * (work.steps > 0)  # line 4
-        return Up(dx, dz, steps.to(x), met.to(x), none), Client(
-            new, z + dz, lyapunov_step(dx, dz, beta, smooth, self.tau, self.r)
-        )
+        moved = lyapunov_step(dx, dz, beta, smooth, self.tau, self.r)
+        return Up(dx, dz, steps.to(x), met.to(x), none), Client(new, z + dz, moved)
 
     def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
         _, xbar, zbar, beta, smooth, before, *_ = server

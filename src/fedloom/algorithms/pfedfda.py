@@ -6,24 +6,21 @@ Reference: C. McLaughlin, L. Su, "Personalized Federated Learning via Feature Di
 
     paper          here          meaning
     phi            x             body, on the server
-    mu_g, Sigma_g  means, cov    means of classes, and the covariance that they share, on the server
-    mu_i, Sigma_i  estimate      those of a client's own features
+    mu, Sigma      means, cov    means of classes and the covariance they share: g the server's, i of a client's features
     pi_i           prior         shares of classes among the client's samples
     beta_i         beta          weight of the client's own estimate in its mixture with the server's
 
 Kept by a client: nothing. Sent per round: the body's parameters and c k + k^2 down and up, c classes and k features.
 
 Deviations: one beta for means and covariance, the best of 0, 0.1, ..., 1 by the loss in a two-fold cross-validation;
-the public code takes two by L-BFGS. Folds take every other sample of a class. Features are those after local training;
-the public code takes them as the body moves. The server lifts eigenvalues below min(ridge, 1)/2, which no client's own
-has, so that noise or one wrong client makes no singular covariance.
+the public code takes two by L-BFGS. Folds take every other sample of a class. Features are those after local training,
+there while the body moves. The server lifts eigenvalues below min(ridge, 1)/2: no noise makes covariances singular.
 
 Use it when clients have few samples and classes look differently from client to client. The head needs a bias.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Annotated, ClassVar, NamedTuple
 
 import torch
@@ -34,6 +31,7 @@ from fedloom.algorithms._base import Algorithm, Mean, Sent
 from fedloom.algorithms._prototypes import head_of, require_bias, shape_of, shares
 from fedloom.local import Ctx, Nothing, Work, descend
 from fedloom.rows import masks
+from fedloom.rows.algebra import lifted
 from fedloom.rows.layout import Layout
 
 LEAST, BETAS = 3, torch.linspace(0, 1, 11, dtype=torch.float64)
@@ -61,8 +59,7 @@ class Gauss(NamedTuple):
     means: Tensor
     cov: Tensor
 
-    def towards(self, other: Gauss, beta: Tensor) -> Gauss:
-        """``[b, ...]``: 1 - beta of this and ``beta [b]`` of the other."""
+    def towards(self, other: Gauss, beta: Tensor) -> Gauss:  # [b, ...]: 1 - beta of this and beta [b] of the other
         return Gauss(*(torch.lerp(a, b, beta[:, None, None]) for a, b in zip(self, other, strict=True)))
 
     def head(self, prior: Tensor) -> tuple[Tensor, Tensor]:
@@ -140,13 +137,6 @@ class PFedFDA(Algorithm):
         means = torch.where(count >= LEAST, member.T @ z / count.clamp(min=1), shared.means)
         gap, eye = z - means[y], torch.eye(z.shape[1], dtype=z.dtype, device=z.device)
         return Gauss(means, gap.T @ gap / max(len(z) - 1, 1) + self.ridge * eye)
-
-
-def lifted(cov: Tensor, least: float) -> Tensor:
-    """The nearest covariance ``[k k]`` whose eigenvalues are at least ``least``; as it is where they are."""
-    square = cov.double().view(math.isqrt(len(cov)), -1)
-    values, vectors = torch.linalg.eigh((square + square.mT) / 2)
-    return cov if bool(values.min() >= least) else ((vectors * values.clamp(min=least)) @ vectors.mT).flatten().to(cov)
 
 
 def under(distributions: list[Gauss], prior: Tensor, x: Tensor, work: Work) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -64,6 +65,13 @@ def on_spectrum(matrices: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
 def on_grid(scale: Tensor, codes: Tensor, levels: int) -> Tensor:
     """Value of the integers `codes` in -levels..levels on a grid of width `scale`, as a message carries it."""
     return scale * (codes.to(scale.dtype) / levels)
+
+
+def lifted(cov: Tensor, least: float) -> Tensor:
+    """The nearest covariance ``[k k]`` whose eigenvalues are at least ``least``; as it is where they are."""
+    square = cov.double().view(math.isqrt(len(cov)), -1)
+    values, vectors = torch.linalg.eigh((square + square.mT) / 2)
+    return cov if bool(values.min() >= least) else ((vectors * values.clamp(min=least)) @ vectors.mT).flatten().to(cov)
 
 
 def ranks(matrices: Tensor) -> Tensor:
