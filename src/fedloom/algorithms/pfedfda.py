@@ -6,7 +6,7 @@ Reference: C. McLaughlin, L. Su, "Personalized Federated Learning via Feature Di
 
     paper          here          meaning
     phi            x             body, on the server
-    mu, Sigma      means, cov    means of classes and the covariance they share: g the server's, i of a client's features
+    mu, Sigma      means, cov    means of classes, and their covariance: g on the server, i of a client's features
     pi_i           prior         shares of classes among the client's samples
     beta_i         beta          weight of the client's own estimate in its mixture with the server's
 
