@@ -75,6 +75,7 @@ NOTHING = {
     ("Evaluate", "personal_on_common"): "acts where there is a common test set",
     ("Evaluate", "select_on"): "acts where the parts choose otherwise",
     ("Evaluate", "statistics"): "acts on batch normalisation; tests/engine/test_scoring.py",
+    ("FairFedWeigher", "group"): "acts on columns of a table; tests/choose/test_weighers.py",
     ("GIFAIR", "level"): "groups are the partition's, and asked for",
 }
 """Fields that a small run cannot show, and why."""
@@ -149,13 +150,12 @@ def tells(
 
 def mute(make: Any, run: Callable[..., Any], base: Mapping[str, Any]) -> list[str]:
     """The fields of a class, or of a preset, whose change nobody notices."""
-    found, named, plain = [], getattr(make, "__name__", ""), run(make(**base))
+    found, plain = [], run(make(**base))
+    owners = (getattr(make, "__name__", ""), *(part.__name__ for part in getattr(make, "parts", ())))
     for name, field in fields_of(make).items():
-        if name in ("kind", *getattr(make, "free", ()), *base) or (named, name) in NOTHING:
+        if name in ("kind", *getattr(make, "free", ()), *base) or any((owner, name) in NOTHING for owner in owners):
             continue
-        owner = next(
-            (n for n, f in BESIDE if f == name and n in (named, *(p.__name__ for p in getattr(make, "parts", ())))), ""
-        )
+        owner = next((n for n, f in BESIDE if f == name and n in owners), "")
         given = {**base, **BESIDE.get((owner, name), {})}
         every, one = others(name, field)
         start = plain if given == base else run(make(**given))

@@ -333,7 +333,7 @@ def test_a_stranger_is_told_that_the_app_is_not_fedlooms() -> None:
     message = Message(RecordDict({"x": ConfigRecord({"a": 1})}), dst_node_id=100, message_type="train")
     message.metadata.__dict__["_message_id"] = "m"
     reply = app.apps[100](message, app.contexts[100])
-    assert "does not run fedloom.flower" in str(reply.content[HEAD]["error"])
+    assert "this node runs fedloom.flower" in reply.error.reason
 
 
 def with_mods(mods: list[Any]) -> App:

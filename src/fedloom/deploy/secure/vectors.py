@@ -21,6 +21,7 @@ from fedloom.deploy.secure.protocol import Broken, Integers
 from fedloom.engine.clients.chunk import ClientOutput
 from fedloom.engine.job import Job
 from fedloom.engine.uploads import KeptField, fields_of
+from fedloom.seeds import generator
 
 WORK = 3
 """Counts of work at the end of an upload."""
@@ -147,7 +148,7 @@ class ScoreVector:
         for part in self._parts:
             index, _ = job.eval_fed.gather(part, torch.tensor([client]))
             targets, owner = job.eval_fed.targets(index), torch.zeros(len(index), dtype=torch.long)
-            draws = torch.Generator().manual_seed(0)
+            draws = generator(0, purpose="definable")
             first = torch.rand(len(targets), task.outputs, generator=draws, dtype=torch.float64)
             last = first.clone()
             first[:, 0] += APART if task.outputs > 1 else -APART

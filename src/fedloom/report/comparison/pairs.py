@@ -90,7 +90,7 @@ def pairs(
         label = against or reference(shown)
         row = next((row for row in shown if label in (row.method, row.name)), None)
         comparisons += _family(shown, row, lead) if row else []
-    if not everyone:
+    if not everyone and name is not None:
         raise unknown("figure", lead, {shown: None for row in rows for shown in row.figures})
     if against is not None and not any(against in (row.method, row.name) for row in everyone):
         raise unknown("method to compare with", against, dict.fromkeys(row.name for row in everyone))
