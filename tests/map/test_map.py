@@ -120,6 +120,18 @@ def judged(**means: list[float]) -> SetupVerdict:
     return judge(setup, {(setup.name, m): record(setup, m, values) for m, values in means.items()})
 
 
+def test_a_method_that_has_no_result_within_the_work_of_fedavg_has_no_figure_of_it() -> None:
+    setup = FULL["iid"]
+    cells = {(setup.name, m): record(setup, m, [0.8] * 5) for m in ("local", "fedavg", "fedavg-ft")}
+    one = cells[setup.name, "fedavg-ft"]  # its fine-tuning before the first round costs more than all rounds of FedAvg
+    costly = {seed: series._replace(gradients=[900.0, 1300.0, 1700.0]) for seed, series in one.seeds.items()}
+    cells[setup.name, "fedavg-ft"] = replace(one, seeds=costly)
+    standing = judge(setup, cells).of("fedavg-ft")
+    assert standing is not None
+    assert math.isnan(standing.figures["mean_at_fedavg_work"].mean)
+    assert "nan" not in dict(pages({"iid": setup}, cells))["iid.md"]
+
+
 def test_figures_of_a_method_by_their_definitions() -> None:
     found = judged(local=[0.5] * 5, fedavg=[0.8] * 5, ditto=[0.6, 0.7, 0.6, 0.7, 0.6]).of("ditto")
     assert found is not None

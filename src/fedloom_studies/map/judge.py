@@ -37,8 +37,8 @@ class Standing:
             ``gain_local`` and ``gain_fedavg``, the mean over clients of the difference to that method's model, and
             ``gainers_local`` and ``gainers_fedavg``, the share of clients for which it is above 0;
             ``mean_at_fedavg_work``, the mean at the last evaluated round with no more gradients than FedAvg took in
-            all; ``gradients`` of samples and ``bytes`` of the whole run; ``rounds_to_95``, the first evaluated round
-            with 95 % of the setup's best mean, nan where it is not reached.
+            all, nan where there is none; ``gradients`` of samples and ``bytes`` of the whole run; ``rounds_to_95``, the
+            first evaluated round with 95 % of the setup's best mean, nan where it is not reached.
         gain: of ``mean`` over the better of local and FedAvg; None for that one, and where these are not both done.
         lead: of the best method over this one; None for the best, and for pooled data, which are no rival.
         confirmed: whether the gain is significant with the seeds of the second look too; None without one.
@@ -151,7 +151,8 @@ def _figures(record: CellRecord, done: Mapping[str, CellRecord], best: float) ->
             if of_mark is None:
                 continue
             if mark == "fedavg":
-                row["mean_at_fedavg_work"] = float(mean[_array(one.gradients) <= of_mark.gradients[-1]][-1])
+                within = mean[_array(one.gradients) <= of_mark.gradients[-1]]
+                row["mean_at_fedavg_work"] = float(within[-1]) if len(within) else math.nan
             difference = clients - _array(of_mark.clients)
             difference = difference[np.isfinite(difference)]
             row |= {f"gain_{mark}": float(difference.mean()), f"gainers_{mark}": float((difference > 0).mean())}
