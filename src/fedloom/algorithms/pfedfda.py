@@ -7,14 +7,13 @@ Reference: C. McLaughlin, L. Su, "Personalized Federated Learning via Feature Di
     paper          here          meaning
     phi            x             body, on the server
     mu, Sigma      means, cov    means of classes, and their covariance: g on the server, i of a client's features
-    pi_i           prior         shares of classes among the client's samples
-    beta_i         beta          weight of the client's own estimate in its mixture with the server's
+    pi_i, beta_i   prior, beta   shares of a client's classes; weight of its own estimate beside the server's
 
 Kept by a client: nothing. Sent per round: the body's parameters and c k + k^2 down and up, c classes and k features.
 
-Deviations: one beta for means and covariance, the best of 0, 0.1, ..., 1 by the loss in a two-fold cross-validation;
-the public code takes two by L-BFGS. Folds take every other sample of a class. Features are those after local training,
-there while the body moves. The server lifts eigenvalues below min(ridge, 1)/2: no noise makes covariances singular.
+Deviations: one beta for means and covariance, the best of 0, 0.1, ..., 1 by the loss in a two-fold cross-validation
+(every other sample of a class); two by L-BFGS in the public code. Features are those after local training, there while
+the body moves. The server lifts eigenvalues below min(ridge, 1)/2: no noise makes covariances singular.
 
 Use it when clients have few samples and classes look differently from client to client. The head needs a bias.
 """
@@ -59,7 +58,8 @@ class Gauss(NamedTuple):
     means: Tensor
     cov: Tensor
 
-    def towards(self, other: Gauss, beta: Tensor) -> Gauss:  # [b, ...]: 1 - beta of this and beta [b] of the other
+    def towards(self, other: Gauss, beta: Tensor) -> Gauss:
+        """``[b, ...]``: 1 - beta of this and ``beta [b]`` of the other."""
         return Gauss(*(torch.lerp(a, b, beta[:, None, None]) for a, b in zip(self, other, strict=True)))
 
     def head(self, prior: Tensor) -> tuple[Tensor, Tensor]:
