@@ -63,13 +63,15 @@ def test_the_comparison_of_the_first_page_prints_what_is_shown(
         assert float(here) == pytest.approx(float(there), abs=1), "processors differ by less than a point"
 
 
-def test_the_first_page_counts_laws_methods_and_federations() -> None:
+def test_the_first_page_counts_laws_methods_federations_and_pairs() -> None:
     text = (ROOT / "README.md").read_text()
     assert f"**Laws**: {len(fl.testing.LAWS)} laws and a known optimum hold each of the {len(REGISTRY)} methods" in text
     with (ROOT / "studies" / "pages" / "map" / "map.csv").open() as file:
         measured = {(row["method"], row["setup"]) for row in csv.DictReader(file)}
     methods, setups = ({pair[k] for pair in measured} for k in (0, 1))
     assert f"has {len(methods)} methods in {len(setups)} federations" in text
+    cells = re.findall(r"\| (yes|no \(\w\)) (?=\|)", (ROOT / "docs" / "combinations.md").read_text())
+    assert f"{cells.count('yes')} of {len(cells)} pairs of a method and a kind of plug-in run" in text
 
 
 def test_blocks_that_do_not_run_say_so_and_are_few() -> None:
