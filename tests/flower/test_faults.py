@@ -296,6 +296,18 @@ def test_a_node_with_another_model_takes_no_part(capsys: pytest.CaptureFixture[s
         run(app, "fedavg", min_nodes=3)
 
 
+def test_a_first_node_with_other_samples_does_not_turn_the_others_away(caplog: pytest.LogCaptureFixture) -> None:
+    def mixed(context: Context) -> ff.Local:
+        k = int(context.node_config["partition-id"])
+        x, y = samples(k)
+        return ff.Local(Net(), (x, torch.nn.functional.one_hot(y, 3).float())) if k == 0 else ff.Local(Net(), (x, y))
+
+    strategy, _ = run(App(mixed, 4), "fedavg", rounds=1)
+    assert strategy.state is not None
+    assert len(strategy.state.uploads) == 3
+    assert "node 100 takes no part: its samples are" in caplog.text
+
+
 def test_too_few_nodes() -> None:
     with pytest.raises(ConfigError, match="1 nodes are there and fit, 2 are needed"):
         run(App(local, 1))

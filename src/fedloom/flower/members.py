@@ -132,19 +132,24 @@ def introductions(
             introduced[node] = introduction(reply)
         except FedloomError as error:
             reasons[node] = str(error)
-    first = next((introduced[node] for node in nodes if node in introduced), None)
+    most = _most_common([introduced[node] for node in nodes if node in introduced])
     for node, other in list(introduced.items()):
-        like = first if saved is None else saved.introduction(node)
+        like = most if saved is None else saved.introduction(node)
         if like and (other[:2] != like[:2] or (saved and other.sizes != like.sizes)):
-            where = "those of the first node" if saved is None else "before they were"
+            where = "those of most nodes" if saved is None else "before they were"
             reasons[node] = f"its samples are {other.text(saved is not None)}, {where} {like.text(saved is not None)}"
             del introduced[node]
     for node, reason in reasons.items():
         log(WARNING, "fedloom: node %s takes no part: %s", node, reason)
-    if first is None or len(introduced) < min_nodes:
+    if most is None or len(introduced) < min_nodes:
         why = "".join(f"; node {node}: {reason}" for node, reason in list(reasons.items())[:3])
         raise ConfigError(f"{len(introduced)} nodes are there and fit, {min_nodes} are needed{why}")
     return {node: introduced[node] for node in nodes if node in introduced}
+
+
+def _most_common(introduced: list[Introduction]) -> Introduction | None:
+    """The samples that most nodes have, those of an earlier node where as many have others; None without nodes."""
+    return max(introduced, key=lambda one: sum(one[:2] == other[:2] for other in introduced), default=None)
 
 
 def _awaited(grid: Grid, saved: SavedRun | None) -> list[int]:
