@@ -348,25 +348,27 @@ def test_cfl_finds_the_groups_without_their_number_and_leaves_clients_alike_toge
 def test_fedfomo_moves_towards_models_that_fit_held_out_samples() -> None:
     cohorts = COHORTS[:3]
     result = run(FedFomo(peers=N - 1, share=0.3), rounds=3, cohorts=cohorts)
-    own, helped = [network()] * N, 0
+    own, starts, helped = [network()] * N, [network()] * N, 0
     for t, cohort in enumerate(cohorts, start=1):
         ends = list(own)
         for i in cohort:
+            before = starts[i]
             order = torch.randperm(SIZES[i], generator=generator(0, client=i, purpose="split"))
             count = round(0.3 * SIZES[i])
             x, y = samples(i)
             rest, held = order[count:], order[:count]
             loss = [float(cross_entropy(net(x[held]), y[held]).detach()) for net in own]
-            apart = [float((vector(net) - vector(own[i])).norm()) for net in own]
+            apart = [float((vector(net) - vector(before)).norm()) for net in own]
+            first = float(cross_entropy(before(x[held]), y[held]).detach())
             weight = torch.tensor(
-                [max(loss[i] - a, 0) / b if b else 0.0 for a, b in zip(loss, apart, strict=True)], dtype=torch.float64
+                [max(first - a, 0) / b if b else 0.0 for a, b in zip(loss, apart, strict=True)], dtype=torch.float64
             )
             weight = weight / weight.sum() if weight.sum() else weight
-            helped += int(weight.any())
-            start = vector(own[i]) + sum(
-                (w * (vector(net) - vector(own[i])) for w, net in zip(weight, own, strict=True)), torch.zeros(1)
+            helped += int((weight[torch.arange(N) != i] > 0).any())
+            start = vector(before) + sum(
+                (w * (vector(net) - vector(before)) for w, net in zip(weight, own, strict=True)), torch.zeros(1)
             )
-            local = put(network(), start)
+            starts[i], local = put(network(), start), put(network(), start)
             optimizer = torch.optim.SGD(local.parameters(), LR)
             for position in plan(len(rest), BATCH, -(-len(rest) // BATCH), generator(0, t, i, "local")):
                 chosen = rest[position[position >= 0]]
@@ -386,7 +388,8 @@ def test_fedfomo_without_peers_is_local() -> None:
 def test_clients_receive_the_models_that_they_gave_weight_to() -> None:
     result = run(FedFomo(peers=1, epsilon=0))
     job, kept = result.job, result.job.kept.read(torch.arange(N))
-    liked = kept.liking.sum(1) > 0
+    others = kept.liking.fill_diagonal_(0)
+    liked = others.sum(1) > 0
     down = job.algorithm.down(None, kept, job.ctx(9, torch.arange(N)))
-    assert torch.equal(down.peers[liked, 0].long(), kept.liking[liked].argmax(1))
+    assert torch.equal(down.peers[liked, 0].long(), others[liked].argmax(1))
     assert federation().n == N

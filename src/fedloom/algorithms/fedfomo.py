@@ -3,21 +3,23 @@
 Problem: min over w_1..w_n of sum_i alpha_i f_i(w_i).
 
 Reference: M. Zhang, K. Sapra, S. Fidler, S. Yeung, J. M. Alvarez, "Personalized Federated Learning with First Order
-Model Optimization", ICLR 2021, arXiv:2012.08565 (public code: FedFomo in TsingZ0/PFLlib, not by the authors).
+Model Optimization", ICLR 2021, arXiv:2012.08565 (public code: NVlabs/FedFomo).
 
     paper       here     meaning
-    theta_i     w        client's model
-    w_n         weight   max(L_i(theta_i) - L_i(theta_n), 0) / ||theta_n - theta_i||, with the sum 1
+    theta_n^t   w        client's model after its training, its own among those it may take
+    theta_i^t-1 start    where its last training began
+    w_n         weight   max(L_i(theta_i^t-1) - L_i(theta_n^t), 0) / ||theta_n^t - theta_i^t-1||, with the sum 1
     L_i         held     loss on the samples that the client does not train on
     M           peers    models that a client receives
-    P_i         liking   sums of the weights that a client gave to the models of each other client
+    P_i         liking   sums of the weights that a client gave to the models of each client
     epsilon     epsilon  probability of receiving models of clients drawn at random
 
-Kept by a client: nothing; the server has its w and its liking. Sent per round: (peers + 1) d + peers + n down, d + n
+Kept by a client: d (start); the server has its w and its liking. Sent per round: (peers + 1) d + peers + n down, d + n
 up. The server receives the models of single clients: no secure aggregation.
 
 Deviations: the held-out samples are a share of the training part, the same in every round. A client receives last
 models of any clients, absent ones included; with probability epsilon all of them are drawn, not those it likes best.
+The public code draws each with it, takes means of groups of clients beside them, and likes by weights below zero, too.
 
 Defaults: five models, a fifth of the samples held out, epsilon as in the paper 0.3 at first, 0.05 less every round.
 
@@ -33,7 +35,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.algorithms._base import Algorithm, Kept
-from fedloom.local import Ctx, Nothing, Work, descend, split
+from fedloom.local import Ctx, Nothing, Work, descend, split, where_moved
 from fedloom.rows.algebra import norm
 from fedloom.seeds import generator
 
@@ -45,6 +47,12 @@ class Down(NamedTuple):
     others: Tensor
     peers: Tensor
     liking: Tensor
+
+
+class Client(NamedTuple):
+    """start ``[m, d]``."""
+
+    start: Tensor
 
 
 class Up(NamedTuple):
@@ -69,8 +77,8 @@ class FedFomo(Algorithm):
     def mixes_all(self) -> bool:
         return True
 
-    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Nothing, Nothing, Up]:
-        return Nothing(), Nothing(), Up(x0, x0.new_zeros(ctx.n))
+    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Nothing, Client, Up]:
+        return Nothing(), Client(x0), Up(x0, x0.new_zeros(ctx.n))
 
     def down(self, server: Nothing, kept: Up, ctx: Ctx) -> Down:
         chosen, liking = list[Tensor](), kept.liking[ctx.ids]
@@ -84,22 +92,26 @@ class FedFomo(Algorithm):
         peers = torch.stack(chosen).to(kept.w.device)
         return Down(kept.w[ctx.ids], kept.w[peers].flatten(1), peers.to(kept.w), liking)
 
-    def client(self, down: Down, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
+    def client(self, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
         if not down.peers.shape[1]:
             return Up(descend(down.w, work), down.liking), rows
-        models, (rest, held) = down.others.view(work.m, -1, work.layout.d), split(work, self.share)
-        weight, loss = torch.zeros_like(down.peers), held.loss(down.w)
+        peers = torch.cat([work.ids[:, None].to(down.peers), down.peers], 1)
+        models = torch.cat([down.w, down.others], 1).view(work.m, -1, work.layout.d)
+        (rest, held), weight = split(work, self.share), torch.zeros_like(peers)
+        loss = held.loss(rows.start)
         for n, other in enumerate(models.unbind(1)):
-            apart = norm(other - down.w)
+            apart = norm(other - rows.start)
             weight[:, n : n + 1] = (loss - held.loss(other)).clamp(min=0) / torch.where(apart > 0, apart, 1)
         total = weight.sum(1, keepdim=True)
         weight = weight / torch.where(total > 0, total, 1) * (work.steps > 0).to(weight)
-        start = down.w + (weight[:, :, None] * (models - down.w[:, None])).sum(1)  # + sum w_n (theta_n - theta_i)
-        liking = down.liking.scatter_add(1, down.peers.long(), weight)  # P_i <- P_i + w
-        return Up(descend(start, rest), liking), rows
+        # theta_i^t <- theta_i^t-1 + sum w_n (theta_n^t - theta_i^t-1)
+        start = rows.start + (weight[:, :, None] * (models - rows.start[:, None])).sum(1)
+        liking = down.liking.scatter_add(1, peers.long(), weight)  # P_i <- P_i + w
+        w = where_moved(work, descend(start, rest), down.w)
+        return Up(w, liking), Client(where_moved(work, start, rows.start))
 
     def server(self, server: Nothing, up: Up, ctx: Ctx) -> Nothing:
         return server
 
-    def personal(self, down: Down, rows: Nothing, work: Work) -> Tensor:
+    def personal(self, down: Down, rows: Client, work: Work) -> Tensor:
         return down.w.clone()
