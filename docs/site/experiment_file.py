@@ -91,7 +91,9 @@ def page() -> str:
         ),
         _values("[devices.classes.NAME]", "A class of devices.", DeviceClass),
         _kinds(
-            "[schedule]", "Which uploads make a step of the server; all but `synchronous` need `[devices]`.", SCHEDULES
+            "[schedule]",
+            "Which uploads make a step of the server; all but `synchronous` need `[devices]`, except at real sites.",
+            SCHEDULES,
         ),
         _values("[evaluate]", "", Evaluate),
         _values("[engine]", "How a run is computed.", Engine),

@@ -121,13 +121,17 @@ class Rejection(_Recorded):
 
 
 class SiteSummary(_Recorded):
-    """How a site of a deployment did: rounds that it took part in or missed, and its last accepted reply."""
+    """How a site of a deployment did: rounds that it took part in or missed, and its last accepted reply.
+
+    ``staleness`` is the mean of its uploads, of a buffered run.
+    """
 
     here: bool = True
     accepted: Whole = 0
     missed: Whole = 0
     last_reply: str | None = None
     mute: bool = False
+    staleness: float | None = None
     rejected: dict[str, Rejection] = {}
 
 

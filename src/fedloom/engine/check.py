@@ -181,7 +181,7 @@ def check_schedule(setting: Setting, n: int) -> None:
         Refused: the run makes no sense; the message has the reason.
         ConfigError: more clients than there are.
     """
-    schedule, method, sampler = setting.schedule, setting.method, setting.sampler
+    schedule, method = setting.schedule, setting.method
     if isinstance(schedule, Synchronous):
         return
     what, name = f"schedule {schedule.kind!r}", type(method).__name__
@@ -198,8 +198,24 @@ def check_schedule(setting: Setting, n: int) -> None:
             f"{what} with partial work cannot be used with {method.full_gradients}, whose iterations are not steps of "
             "local SGD; leave partial out, or take solver 'sgd'"
         )
+    check_stream(setting, n)
+
+
+def check_stream(setting: Setting, n: int | None) -> None:
+    """Refuse what a buffered or asynchronous schedule makes no sense with, in virtual time and at real sites.
+
+    Args:
+        setting: the run, presets resolved.
+        n: clients; None where they are not known yet.
+
+    Raises:
+        Refused: the run makes no sense; the message has the reason.
+        ConfigError: more clients than there are.
+    """
+    schedule, method, sampler = setting.schedule, setting.method, setting.sampler
     if not isinstance(schedule, Stream):
         return
+    what, name = f"schedule {schedule.kind!r}", type(method).__name__
     if sampler.probes:
         raise Refused(f"{what} has no rounds before which sampler {sampler.kind!r} could ask candidates; take another")
     mixer = setting.mixer
@@ -213,6 +229,8 @@ def check_schedule(setting: Setting, n: int) -> None:
         )
     if isinstance(setting.attack, Forgery) and setting.attack.sees_honest:
         raise Refused(f"{what} has no rounds whose honest uploads attack {_kind(setting.attack)!r} could look at")
+    if n is None:
+        return
     most = schedule.concurrency or sampler.smallest(n)
     if most is None:
         raise Refused(f"{what} needs schedule.concurrency with sampler {sampler.kind!r}, which draws varying numbers")

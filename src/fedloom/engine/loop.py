@@ -112,7 +112,7 @@ class _Loop:
         self._job, self._clients, self._checkpoints, self._hooks = job, clients, checkpoints, hooks
         self.state, self.divergence, self._begun = state, Divergence(robust=hooks.robust_losses), state.round
         self.divergence.read(state.records)
-        self._step = run_round if job.setting.devices is None else advance
+        self._step = run_round if state.clock is None else advance
 
     def run(self) -> tuple[Stop, str]:
         """Run to the end; why it ends, with the detail.

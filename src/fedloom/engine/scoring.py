@@ -15,7 +15,7 @@ from fedloom.engine.job import Job
 from fedloom.engine.privacy import accounted, spent
 from fedloom.engine.records import Record, score_records
 from fedloom.engine.state import State
-from fedloom.engine.virtual.clock import FATE, ROUND, VERSION, Clock, Fate, use_of
+from fedloom.engine.virtual.clock import FATE, ROUND, VERSION, Clock, Fate, heard_of, use_of
 from fedloom.errors import attribute_error
 from fedloom.local import Ctx
 from fedloom.local.oracles import chunk_count
@@ -92,8 +92,10 @@ def records_of(job: Job, state: State, scores: Scores) -> Iterator[Record]:
     for name, value in zip((*COUNTS, "dropped"), state.totals.tolist(), strict=True):
         scoring = float(cost[name].nansum()) if name in cost else 0.0
         yield Record.of_federation(t, "", "", name, value + round(scoring * share))
-    if state.clock is not None and job.fleet is not None:
-        yield from _time_records(t, state.clock, job.fleet, scored)
+    if state.clock is not None:
+        yield from _upload_records(t, state.clock, job.n, scored)
+        if job.fleet is not None:
+            yield from _time_records(t, state.clock, job.fleet, scored)
     noise = accounted(job.setting.channel, job.setting.aggregator)
     if noise is not None:
         yield Record.of_federation(t, "", "", "epsilon", spent(noise, job.setting.sampler, state.uploads, t))
@@ -109,21 +111,27 @@ def records_of(job: Job, state: State, scores: Scores) -> Iterator[Record]:
 
 
 def _time_records(t: int, clock: Clock, fleet: Fleet, scored: Tensor) -> Iterator[Record]:
-    """Yield the virtual time of a round, how the clients used theirs until then, and whose uploads came."""
-    use, log = use_of(clock, fleet), clock.history()
+    """Yield the virtual time of a round, and how the clients used theirs until then."""
+    use = use_of(clock, fleet)
     present = float((clock.now - use.absent).sum())
     yield Record.of_federation(t, "", "", "simulated_seconds", clock.now)
     yield Record.of_federation(t, "", "", "idle_share", float(use.idle.sum()) / present if present > 0 else 0.0)
-    yield Record.of_federation(t, "", "", "unheard", float(use.unheard.sum()))
+    for name in ("busy", "absent", "idle"):
+        yield Record.of_clients(t, "", "", f"{name}_seconds", getattr(use, name)[scored])
+    yield Record.of_clients(t, "", "", "device_class", fleet.member[scored])
+
+
+def _upload_records(t: int, clock: Clock, n: int, scored: Tensor) -> Iterator[Record]:
+    """Yield whose uploads came until a round, and how stale they were."""
+    log, heard = clock.history(), heard_of(clock, n)
+    yield Record.of_federation(t, "", "", "unheard", float(heard.unheard.sum()))
     used = log[log[:, FATE] == Fate.USED]
     if len(used):
         staleness = used[:, ROUND] - used[:, VERSION] - 1
         yield Record.of_federation(t, "", "", "staleness/mean", float(staleness.mean()))
         yield Record.of_federation(t, "", "", "staleness/max", float(staleness.max()))
-    for name in ("busy", "absent", "idle", "heard", "staleness"):
-        unit = "_seconds" if name in ("busy", "absent", "idle") else ""
-        yield Record.of_clients(t, "", "", f"{name}{unit}", getattr(use, name)[scored])
-    yield Record.of_clients(t, "", "", "device_class", fleet.member[scored])
+    for name in ("heard", "staleness"):
+        yield Record.of_clients(t, "", "", name, getattr(heard, name)[scored])
 
 
 def diagnose(job: Job, state: State) -> dict[str, float]:

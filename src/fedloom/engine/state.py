@@ -16,6 +16,7 @@ from fedloom.engine.uploads import first_sums
 from fedloom.engine.virtual.clock import Clock
 from fedloom.local.rows import F, Fields, remade
 from fedloom.processes.clients import COUNTS
+from fedloom.schedule import Stream
 
 NEAR = 5
 """Rounds after a process's first to which that is compared, for its one-off costs."""
@@ -100,7 +101,7 @@ class State:
         records: figures measured so far.
         notes: sentences on dropped clients and such.
         times: seconds of the rounds; no number depends on them.
-        clock: the virtual time, and what is under way in it; None without devices.
+        clock: the time, virtual or of real sites, and what is under way in it; None without devices or a stream.
     """
 
     round: int
@@ -188,5 +189,5 @@ def initial_state(job: Job, server: Fields) -> State:
         ctx.ids,
         records=records,
         notes=job.notes,
-        clock=None if job.setting.devices is None else Clock(),
+        clock=Clock() if job.setting.devices is not None or isinstance(job.setting.schedule, Stream) else None,
     )

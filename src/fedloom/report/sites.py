@@ -23,9 +23,13 @@ def site_tables(runs: list[Run]) -> str:
     for run in runs:
         rounds = max((record.rounds for record in run.summary.runs), default=0)
         lines = [_line(name, site, rounds) for name, site in run.summary.sites.items()]
+        stale = [site.staleness for site in run.summary.sites.values()]
         if lines:
             title = f"<h3>{escape(run.label)}</h3>" if len(runs) > 1 else ""
             heads = ("Site", "Rounds", "Share", "Missed", "Last reply", "Rejected", "Why, by step of the check")
+            if any(s is not None for s in stale):
+                heads = (*heads, "Mean staleness")
+                lines = [[*line, "" if s is None else f"{s:.1f}"] for line, s in zip(lines, stale, strict=True)]
             parts.append(title + scrolling(f"Sites of {run.label}", heads, lines, (4, 6)))
     return "".join(parts)
 

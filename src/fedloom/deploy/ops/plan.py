@@ -27,7 +27,9 @@ from fedloom.deploy.settings import NormBound
 from fedloom.deploy.site.local_data import federation_of
 from fedloom.engine.clients.chunk import run_clients
 from fedloom.engine.job import Job
+from fedloom.engine.check import check_stream
 from fedloom.engine.setup import make_job
+from fedloom.schedule import Synchronous
 from fedloom.errors import ConfigError, unknown
 from fedloom.experiment import Experiment, parse
 from fedloom.experiment.schema import Method
@@ -124,7 +126,8 @@ def plan(
     else:
         fed = one.partition(one.source.read(data_dir), seed)
         samples = InputSpec.of(fed.data)
-    job, start = make_job(one.methods[0].setting, fed)  # refuses what does not go together
+    check_stream(one.methods[0].setting.resolved(), fed.n)
+    job, start = make_job(one.methods[0].setting.with_(schedule=Synchronous()), fed)  # refuses what does not go together
     if sites is not None and sites != fed.n and not own_data:
         raise ConfigError(
             f"the partition of {experiment.head.name} gives {fed.n} clients, but {sites} sites were asked for; change "

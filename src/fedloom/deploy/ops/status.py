@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import pyarrow as pa
@@ -67,10 +67,16 @@ def tallies(log: Sequence[Mapping[str, Any]], members: Mapping[int, str], rounds
         rounds: rounds done; what was accepted for a later one has no effect yet.
 
     Returns:
-        ``accepted`` and ``missed`` rounds, ``last_reply`` (time, ISO 8601, or None), ``mute``, and ``rejected``: by
-        step of the check, how many replies and the newest ``reason``.
+        ``accepted`` and ``missed`` rounds, ``last_reply`` (time, ISO 8601, or None), ``mute``, ``staleness`` (the mean
+        of its uploads, None but in a buffered run), and ``rejected``: by step of the check, how many replies and the
+        newest ``reason``.
     """
     blank: dict[str, Any] = {"last_reply": None, "mute": False, "node": None}
+    stale: dict[str, list[int]] = {}
+    for line in log:
+        if line.get("what") == "step" and line["round"] <= rounds:
+            for site, staleness in line["staleness"].items():
+                stale.setdefault(site, []).append(staleness)
     rows = {c: {"accepted": 0, "missed": 0, **blank, "rejected": dict[str, Any]()} for c in sorted(members)}
     accepted: dict[int, set[int]] = {c: set() for c in rows}
     missed: dict[int, set[int]] = {c: set() for c in rows}
@@ -93,6 +99,7 @@ def tallies(log: Sequence[Mapping[str, Any]], members: Mapping[int, str], rounds
             step |= {"count": step["count"] + 1, "reason": line.get("reason", "")}
     for c, one in rows.items():
         one |= {"accepted": len(accepted[c] - lost), "missed": len(missed[c] - accepted[c])}
+        one["staleness"] = mean(stale[members[c]]) if members[c] in stale else None
     return rows
 
 
@@ -165,6 +172,7 @@ def table(status: Mapping[str, Any]) -> list[dict[str, Any]]:
             "last reply": last + (" (mute)" if site["mute"] else ""),
         }
         row |= {"rounds": site["accepted"], "share": f"{site['share']:.0%}", "missed": site["missed"]}
+        row |= {} if site["staleness"] is None else {"staleness": f"{site['staleness']:.1f}"}
         losses = {f"{one['model']} loss": one["loss"] for one in site["scores"] if "loss" in one}
         rows.append({**row, "rejected": rejected, **losses})
     return rows

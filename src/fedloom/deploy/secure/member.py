@@ -28,6 +28,7 @@ from fedloom.deploy.settings import Site
 from fedloom.engine.setting import Setting
 from fedloom.errors import Refused, WireError
 from fedloom.rows.aggregate import PrivateMean
+from fedloom.schedule import Stream
 
 
 def check_maskable(setting: Setting) -> None:
@@ -56,6 +57,11 @@ def check_maskable(setting: Setting) -> None:
         why = f"sampler {setting.sampler.kind!r} draws a client twice, which would make a sum mostly its own"
     elif isinstance(setting.aggregator, PrivateMean) and 0 < released(setting.aggregator, MOST).scale < FINEST:
         why = f"aggregator 'private-mean' with sigma {setting.aggregator.sigma:g} has too little noise to be shared"
+    if isinstance(setting.schedule, Stream):
+        raise Refused(
+            f"schedule {setting.schedule.kind!r} sends sites different models at different times, but a sum under masks "
+            "needs one download for all its sites; leave [schedule] or secure aggregation out"
+        )
     if why:
         raise Refused(
             f"{why}, but under secure aggregation the server receives sums only; choose another, or leave it out"

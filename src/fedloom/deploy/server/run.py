@@ -27,6 +27,7 @@ from fedloom.deploy.server.transport import Transport
 from fedloom.deploy.settings import Server, check_version
 from fedloom.deploy.site.ledger import Ledger
 from fedloom.deploy.site.local_data import federation_of
+from fedloom.engine.check import check_stream
 from fedloom.engine.checkpoints import RunCheckpoints
 from fedloom.engine.job import Job
 from fedloom.engine.loop import End, Hooks, run_rounds
@@ -36,12 +37,14 @@ from fedloom.engine.scoring import records_of, score_request, scores_of
 from fedloom.engine.setting import Setting
 from fedloom.engine.setup import make_job
 from fedloom.engine.state import State, initial_state
+from fedloom.engine.virtual.clock import CLIENT, VERSION
 from fedloom.errors import GivenUp, Refused, RunStopped, Stop
 from fedloom.experiment import Experiment
 from fedloom.local import Nothing
 from fedloom.local.rows import Fields
 from fedloom.rows.channel import GaussianNoise
 from fedloom.rundir import SUMMARY
+from fedloom.schedule import Stream, Synchronous
 from fedloom.storage.checkpoint import Checkpoints
 from fedloom.storage.files import lock
 from fedloom.storage.store import Store
@@ -72,7 +75,8 @@ def serve(grid: Grid, settings: Server, say: Say = print) -> Stop:
     """
     check_version(settings)
     experiment = read_agreed(settings, workers=1, chunk=1)
-    check_deployable(experiment, masked=settings.secure is not None, start=settings.start is not None)
+    masked, start = settings.secure is not None, settings.start is not None
+    check_deployable(experiment, masked=masked, start=start, clients=settings.clients)
     with lock(settings.checkpoints):
         ended = finished(settings)
         if ended is not None:
@@ -99,24 +103,31 @@ def finished(settings: Server) -> Stop | None:
     return stop if ended else None
 
 
-def check_deployable(experiment: Experiment, *, masked: bool = False, start: bool = False) -> None:
+def check_deployable(
+    experiment: Experiment, *, masked: bool = False, start: bool = False, clients: int | None = None
+) -> None:
     """Refuse what makes sense in a simulation only and, ``masked`` by secure aggregation, what needs single uploads.
 
     Args:
         experiment: to be deployed.
         masked: by secure aggregation.
         start: whether the file of the initial model is agreed on by its digest.
+        clients: sites of the experiment; None where they are not known yet.
 
     Raises:
         Refused: the run makes no sense; the message has the reason.
+        ConfigError: the schedule needs more sites than there are.
     """
     method = experiment.methods[0]
     if experiment.common.attack is not None:
         raise Refused("an attack is for simulation: leave the table [attack] out to deploy this experiment")
-    if experiment.common.devices is not None or method.setting.schedule.kind != "synchronous":
+    if method.setting.devices is not None:
+        raise Refused("[devices] are of virtual time, and real sites take their own: leave the table out to deploy")
+    schedule = method.setting.schedule
+    if not isinstance(schedule, Synchronous | Stream):
         raise Refused(
-            "[devices] and [schedule] are of virtual time, and real sites take their own: leave both out to deploy; "
-            "the server's file has the deadline of a round"
+            f"schedule {schedule.kind!r} is of virtual time: leave [schedule] out to deploy, the server's file has the "
+            "deadline of a round; or take schedule 'buffered'"
         )
     if experiment.common.evaluate.clients is not None:
         raise Refused("evaluate.clients is for simulation, every site scores models: leave it out to deploy")
@@ -133,6 +144,7 @@ def check_deployable(experiment: Experiment, *, masked: bool = False, start: boo
             "give a function of a package that every site has, [model] kind = 'package.module:function'"
         )
     setting = method.setting.resolved()
+    check_stream(setting, clients)
     fields, sampler = upload_fields(type(setting.method)), setting.sampler
     check_privacy(setting.method, setting.channel, setting.aggregator, sampler, setting.weigher)
     if sampler.learns and any(k.primary and k.base.startswith("rows.") for k in fields.values()):
@@ -159,7 +171,9 @@ class _Run(Hooks):
         self._transport = Transport(grid, settings, self._audit, say)
         self._results = Results(settings, experiment)
         secure, self.robust_losses = settings.secure, True
-        self.scores_with_training = secure is None or secure.scores != "per-site"  # for which a masked sum has no place
+        self._streams = isinstance(experiment.methods[0].setting.schedule, Stream)  # no round of messages to all
+        no_place = secure is not None and secure.scores == "per-site"  # in a masked sum
+        self.scores_with_training = not (no_place or self._streams)
 
     def go(self) -> Stop:
         """Begin or go on, to the end."""
@@ -231,7 +245,14 @@ class _Run(Hooks):
         self._audit.write("diverges", round=state.round, reason=sentence)
 
     def trained(self, state: State) -> tuple[str, ...]:
-        self._sites.accepted[state.cohort] = state.round
+        if state.clock is None:
+            self._sites.accepted[state.cohort] = state.round
+            return ()
+        log = state.clock.used_in(state.round)
+        clients, versions = (torch.from_numpy(log[:, k].astype("int64")) for k in (CLIENT, VERSION))
+        self._sites.accepted[clients] = versions + 1
+        staleness = dict(zip(clients.tolist(), (state.round - 1 - versions).tolist(), strict=True))
+        self._transport.step(state.round, staleness)
         return ()
 
     def given_up(self, state: State, error: GivenUp) -> None:
@@ -270,11 +291,12 @@ class _Run(Hooks):
         experiment = self._experiment
         setting = experiment.methods[0].setting
         setting = setting.with_(engine=setting.engine.with_(quorum=1e-9, device="cpu"))
-        job, server = make_job(setting, fed, folder=self._settings.checkpoints)
+        schedule = setting.schedule  # which is of real time; `check_deployable` has looked at it
+        job, server = make_job(setting.with_(schedule=Synchronous()), fed, folder=self._settings.checkpoints)
         forms = Forms(job, server)
         survivors = None if self._settings.secure is None else self._settings.secure.threshold
         noisy = {name: released(getattr(job.setting, name), survivors) for name in ("channel", "aggregator")}
-        job = replace(job, setting=job.setting.with_(**noisy))
+        job = replace(job, setting=job.setting.with_(schedule=schedule, **noisy))
         none: Store[Fields] = Store(job.n, Nothing())
         return replace(job, clients=none, residue=none, optimizer=none, memory=None), server, forms
 

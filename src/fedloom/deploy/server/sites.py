@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
@@ -13,13 +16,14 @@ from fedloom.deploy.protocol.forms import Forms, for_client, is_common, output_o
 from fedloom.deploy.server.transport import Request, Transport
 from fedloom.deploy.settings import Server
 from fedloom.engine.clients.chunk import ClientOutput
-from fedloom.engine.clients.remote import RemoteClients
+from fedloom.engine.clients.remote import StreamedClients
 from fedloom.engine.job import Job
+from fedloom.local.rows import Fields
 from fedloom.processes.clients import AskRequest, ScoreRequest, TrainRequest
 
 
-class Sites(RemoteClients):
-    """The sites of a run; see `RemoteClients`.
+class Sites(StreamedClients):
+    """The sites of a run; see `RemoteClients` and, of a buffered run, `StreamedClients`.
 
     Args:
         job: the run, as the server has it.
@@ -33,6 +37,7 @@ class Sites(RemoteClients):
         self._forms, self._transport, self._settings = forms, transport, settings
         self._pending: ScoreRequest | None = None
         self._scores: tuple[int, Mapping[int, dict[str, float]]] | None = None
+        self.patience, self.longest, self._start = settings.patience, settings.ttl, math.nan
         transport.begin(job, forms)
 
     def score_with_training(self, request: ScoreRequest) -> None:
@@ -70,10 +75,44 @@ class Sites(RemoteClients):
         replies = self._transport.until(request.round, {c: Request("ask", c, message) for c in clients}, 0)
         return {c: (reply.value, _work(reply)) for c, reply in replies.items()}
 
+    def begin_at(self, seconds: float) -> None:
+        if math.isnan(self._start):
+            self._start = self._transport.seconds() - seconds
+
+    def seconds(self) -> float:
+        return self._transport.seconds() - self._start
+
+    def pause(self) -> None:
+        self._transport.pause()
+
+    def there(self) -> AbstractSet[int]:
+        return {c for c in self._transport.nodes if self.can_train(c)}
+
+    def is_asked(self, client: int) -> bool:
+        return client in self._transport.asked
+
+    def ask_to_train(self, client: int, round: int, down: Fields, server: Fields | None) -> None:
+        more = self._place(client) | {"scored": -1, "global": False}
+        node, message = self._transport.nodes[client], self._forms.write_down(down, server)
+        self._transport.post(round, [Request("train", client, [message], more, down, node)])
+
+    def arrived(self) -> tuple[dict[int, ClientOutput], set[int]]:
+        replies, failed = self._transport.arrived()
+        return {c: output_of(reply.value, _work(reply)) for c, reply in replies.items()}, failed
+
+    def give_up(self, client: int) -> None:
+        self._transport.give_up(client)
+
     def score_each(self, request: ScoreRequest) -> Mapping[int, dict[str, float]]:
-        """Scores that came with the training, or else are asked for now."""
+        """Scores that came with the training, or else are asked for now; of a buffered run, from whom does not train.
+
+        After the last round, every site scores.
+        """
         if self._scores is None or self._scores[0] != request.round:
-            replies = self._transport.until(request.round, self._score_letters(request), 0)
+            letters, busy = self._score_letters(request), self._transport.asked
+            if busy and request.round < self._job.setting.rounds:
+                letters = {c: letter for c, letter in letters.items() if c not in busy}
+            replies = self._transport.until(request.round, letters, 0)
             self._scores = request.round, {c: reply.metrics for c, reply in replies.items()}
         return self._scores[1]
 

@@ -84,6 +84,7 @@ class Transport:
             self.members, settings.clients, settings.patience, settings.absent_after, self._met()
         )
         self._overdue: dict[str, tuple[Pending, float]] = {}
+        self._posted: dict[str, tuple[Pending, float]] = {}
 
     def _met(self) -> dict[int, int]:
         """The client of every node that the log has a reply of, so that a site is named before its first answer."""
@@ -139,13 +140,21 @@ class Transport:
         self._say(f"fedloom: {what}: {reason}")
         self._audit.write(what, round=round, sites=sites, reason=reason)
 
+    def step(self, round: int, staleness: Mapping[int, int]) -> None:
+        """Log whose uploads a step has taken, with the staleness of each."""
+        sites = {self.members[c].site: s for c, s in sorted(staleness.items())}
+        self._audit.write("step", round=round, staleness=sites)
+
     def greet(self) -> None:
         """Ask nodes that are not known who they are, each once at a time, and forget those that have gone."""
-        nodes = list(self._patiently(self._grid.get_node_ids))
         self._collect({}, {}, set())
-        greeted = {pending.node for pending, _ in self._overdue.values() if pending.kind == "hello"}
-        new = [node for node in self.presence.strangers(nodes) if node not in greeted]
-        self.exchange(0, [Request("hello", None, node=node) for node in new], 0, self._settings.deadline)
+        self.exchange(0, self._greetings(), 0, self._settings.deadline)
+
+    def _greetings(self) -> list[Request]:
+        """Requests to nodes that are not known and have no greeting to answer."""
+        nodes = list(self._patiently(self._grid.get_node_ids))
+        greeted = {p.node for p, _ in (*self._posted.values(), *self._overdue.values()) if p.kind == "hello"}
+        return [Request("hello", None, node=n) for n in self.presence.strangers(nodes) if n not in greeted]
 
     def until(self, round: int, requests: dict[int, Request], need: int) -> dict[int, Reply]:
         """Accepted replies by client; those that did not answer are asked again until ``need`` is there.
@@ -168,7 +177,7 @@ class Transport:
                 break
             time.sleep(min(5 * POLL, self._settings.patience / 10))
         for c in open_:
-            self._audit.write("missed", round=round, client=c, site=self.members[c].site if c in self.members else None)
+            self._missed(round, c)
         self.checks.quorum(round, _counting(replies), sum(r.kind != "score" for r in requests.values()), need)
         return replies
 
@@ -180,13 +189,8 @@ class Transport:
         Returns:
             Accepted replies, and the clients whose reply was rejected.
         """
-        open_requests: dict[str, Pending] = {}
         start = time.monotonic()
-        messages = [self._message(request, round) for request in requests]
-        pushed = self._patiently(lambda: list(self._grid.push_messages([m for m, _ in messages]))) if messages else []
-        for id_, (_, pending) in zip(pushed, messages, strict=True):
-            if id_:
-                open_requests[id_] = pending
+        open_requests = self._push(round, requests)
         good: dict[int, Reply] = {}
         bad: set[int] = set()
         latest: float | None = None
@@ -210,6 +214,65 @@ class Transport:
             self._miss(pending, f"no answer within {time.monotonic() - start:.0f} s")
         return good, bad
 
+    def _push(self, round: int, requests: Sequence[Request]) -> dict[str, Pending]:
+        """Send requests; what is open of them, by the message."""
+        messages = [self._message(request, round) for request in requests]
+        pushed = self._patiently(lambda: list(self._grid.push_messages([m for m, _ in messages]))) if messages else []
+        return {id_: pending for id_, (_, pending) in zip(pushed, messages, strict=True) if id_}
+
+    def post(self, round: int, requests: Sequence[Request]) -> None:
+        """Send requests whose replies are taken whenever they come, by `arrived`."""
+        self.presence.round, now = max(self.presence.round, round), time.monotonic()
+        self._posted |= {id_: (pending, now) for id_, pending in self._push(round, requests).items()}
+
+    @property
+    def asked(self) -> set[int]:
+        """Clients with a posted request that is open."""
+        return {pending.client for pending, _ in self._posted.values() if pending.client is not None}
+
+    def arrived(self) -> tuple[dict[int, Reply], set[int]]:
+        """The replies to posted requests since the last call, and the clients whose reply was rejected or lost.
+
+        New nodes are greeted; a greeting is waited for as long as any other, but holds nothing.
+        """
+        self.post(0, self._greetings())
+        replies, failed = dict[int, Reply](), set[int]()
+        for is_greeting in (True, False):
+            some = {id_: p for id_, (p, _) in self._posted.items() if (p.kind == "hello") is is_greeting}
+            open_requests, good = dict(some), dict[int, Reply]()
+            self._collect(open_requests, good, set())
+            ended = {id_: p for id_, p in some.items() if id_ not in open_requests}
+            self._posted = {id_: posted for id_, posted in self._posted.items() if id_ not in ended}
+            if not is_greeting:
+                replies, failed = good, {p.client for p in ended.values() if p.client is not None} - set(good)
+        self._give_up(None, self._settings.deadline)
+        return replies, failed
+
+    def give_up(self, client: int) -> None:
+        """Wait no more for the reply to a client's posted request."""
+        self._give_up(client, 0.0)
+
+    def _give_up(self, client: int | None, most: float) -> None:
+        """Wait no more for a client's reply, or a greeting's for None, that is out for ``most`` seconds."""
+        now = time.monotonic()
+        for id_, (pending, start) in [*self._posted.items()]:
+            if pending.client == client and now - start >= most:
+                del self._posted[id_]
+                self._overdue[id_] = pending, start + self._settings.ttl
+                self._miss(pending, f"no answer within {now - start:.0f} s")
+                if client is not None:
+                    self._missed(pending.round, client)
+
+    @staticmethod
+    def seconds() -> float:
+        """Seconds since some moment."""
+        return time.monotonic()
+
+    @staticmethod
+    def pause() -> None:
+        """Wait a moment."""
+        time.sleep(POLL)
+
     def _collect(self, open_requests: dict[str, Pending], good: dict[int, Reply], bad: set[int]) -> int:
         """Judge what has arrived, also to messages that are not waited for any more; how many replies there were."""
         now = time.monotonic()
@@ -222,6 +285,10 @@ class Transport:
         for reply in arrived:
             self._take(reply, open_requests, good, bad)
         return len(arrived)
+
+    def _missed(self, round: int, client: int) -> None:
+        site = self.members[client].site if client in self.members else None
+        self._audit.write("missed", round=round, client=client, site=site)
 
     def _miss(self, pending: Pending, why: str) -> None:
         """A node has not answered in time, or its answer was lost: from now on the server does not wait for it."""

@@ -29,6 +29,7 @@ from fedloom.engine.setup import make_job
 from fedloom.errors import CheckpointError, ConfigError, FedloomError, LayoutError, Refused, RunDirError, WireError
 from fedloom.experiment import Experiment
 from fedloom.processes.clients import Scores, ScoreTask, TrainTask
+from fedloom.schedule import Synchronous
 
 
 class RefusedModel(RunDirError):
@@ -84,7 +85,7 @@ class Trainer:
 
     @cached_property
     def _run(self) -> tuple[Job, Any]:
-        job, server = make_job(self._experiment.methods[0].setting, self.fed)
+        job, server = make_job(self._experiment.methods[0].setting.with_(schedule=Synchronous()), self.fed)
         survivors = None if self._site.secure is None else self._site.secure.threshold
         setting = job.setting.with_(
             channel=released(job.setting.channel), aggregator=released(job.setting.aggregator, survivors)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from typing import TypeVar
 
 import torch
@@ -81,7 +82,7 @@ class RemoteClients(ABC):
         for k, c in enumerate(request.ids.tolist()):
             task = TrainTask(request.round, *(row[k : k + 1] for row in (request.place, request.ids, request.share)))
             if c in outputs:
-                output = self._with_model(outputs.pop(c), received[c])
+                output = self.with_model(outputs.pop(c), received[c])
                 yield accept(self._job, request.server, task, received[c], output)
             else:
                 nothing = torch.zeros(1, len(COUNTS), dtype=torch.long)
@@ -125,9 +126,53 @@ class RemoteClients(ABC):
             except ConfigError as error:
                 raise RunStopped(Stop.TOO_FEW, f"round {round}: {error}") from error
 
-    def _with_model(self, output: ClientOutput, down: Fields) -> ClientOutput:
+    def with_model(self, output: ClientOutput, down: Fields) -> ClientOutput:
         """The output with the client's model, if the server's side looks at it."""
         name = self._job.model_field
         if not name or self._job.fields[name].base.startswith("rows."):
             return output
         return output._replace(model=getattr(output.upload, name) + base_of(self._job.fields[name], down, None))
+
+
+class StreamedClients(RemoteClients):
+    """Clients that are asked one by one and answer when they do; see `fedloom.engine.virtual.real`.
+
+    Attributes:
+        patience: seconds without a client to ask after which a run ends.
+        longest: seconds after which a client is given up at the latest.
+    """
+
+    patience: float
+    longest: float
+
+    @abstractmethod
+    def begin_at(self, seconds: float) -> None:
+        """Have so many seconds of the run passed now, unless they have begun to pass."""
+
+    @abstractmethod
+    def seconds(self) -> float:
+        """Seconds of the run, without those in which no server was up."""
+
+    @abstractmethod
+    def pause(self) -> None:
+        """Wait a moment."""
+
+    @abstractmethod
+    def there(self) -> AbstractSet[int]:
+        """The clients that can be asked to train."""
+
+    @abstractmethod
+    def is_asked(self, client: int) -> bool:
+        """Whether this process has asked a client that has not answered."""
+
+    @abstractmethod
+    def ask_to_train(self, client: int, round: int, down: Fields, server: Fields | None) -> None:
+        """Send a client its download, fields ``[1, .]`` or ``[.]``; ``server`` where it still has its ranks."""
+
+    @abstractmethod
+    def arrived(self) -> tuple[Mapping[int, ClientOutput], AbstractSet[int]]:
+        """What clients have sent since the last call, and those of whom nothing usable will come."""
+
+    @abstractmethod
+    def give_up(self, client: int) -> None:
+        """Wait no more for a client's answer."""

@@ -179,14 +179,20 @@ class Clock:
         """The log ``[u, 7]`` as one array."""
         return np.concatenate([np.zeros((0, len(LOG))), *self.log])
 
+    def used_in(self, round: int) -> Rows:
+        """The rows of the log ``[k, 7]`` whose uploads are part of the newest step, which is that of the round."""
+        newest = self.log[-1]
+        return newest[(newest[:, ROUND] == round) & (newest[:, FATE] == Fate.USED)]
+
     def tensors(self) -> dict[str, Tensor]:
-        """Everything by name, for a checkpoint."""
+        """Everything by name, for a checkpoint; what several flights have received alike is there once."""
         named = {
             "now": torch.tensor(self.now, dtype=torch.float64), "serial": torch.tensor(self.serial),
             "queue": torch.tensor(list(self.queue), dtype=torch.float64).reshape(-1, 8),
             "pool": torch.tensor(list(self.pool), dtype=torch.long).reshape(-1, 2),
             "log": torch.from_numpy(self.history()),
         }  # fmt: skip
+        once = dict[int, int]()
         for number, flight in self.flights.items():
             facts = {
                 "version": torch.tensor(flight.version), "ids": flight.ids, "times": flight.times,
@@ -194,7 +200,10 @@ class Clock:
                 "back": torch.tensor(self.back.get(number, ()), dtype=torch.long),
             }  # fmt: skip
             named |= {f"{number}.{name}": t for name, t in facts.items()}
-            named |= {f"{number}.fields.{name}": t for name, t in flight.fields.items()}
+            for name, t in flight.fields.items():
+                first = once.setdefault(id(t), number)
+                alike = first != number
+                named[f"{number}.{'alike' if alike else 'fields'}.{name}"] = torch.tensor(first) if alike else t
         return named
 
     @classmethod
@@ -204,6 +213,9 @@ class Clock:
         for number in sorted({int(name.partition(".")[0]) for name in tensors if name[0].isdigit()}):
             head = f"{number}.fields."
             fields = {name.removeprefix(head): t for name, t in tensors.items() if name.startswith(head)}
+            alike = f"{number}.alike."
+            for name in [name.removeprefix(alike) for name in tensors if name.startswith(alike)]:
+                fields[name] = flights[int(tensors[alike + name])].fields[name]
             version, ids, times, places, landed_places = (
                 tensors[f"{number}.{name}"] for name in ("version", "ids", "times", "places", "back")
             )
@@ -241,6 +253,31 @@ class Clock:
             flights[number] = left
 
 
+class Heard(NamedTuple):
+    """Whose uploads were part of a step.
+
+    Attributes:
+        heard: ``[n]`` uploads that are part of a step.
+        staleness: ``[n]`` their mean staleness; nan of a client without any.
+        unheard: ``[n]`` uploads that are part of none.
+    """
+
+    heard: Tensor
+    staleness: Tensor
+    unheard: Tensor
+
+
+def heard_of(clock: Clock, n: int) -> Heard:
+    """Count what the log has of every client's uploads."""
+    log = clock.history()
+    used, lost = log[log[:, FATE] == Fate.USED], log[(log[:, FATE] >= Fate.UNUSABLE) & (log[:, FATE] <= Fate.LOST)]
+    heard, unheard = (np.bincount(some[:, CLIENT].astype(int), minlength=n) for some in (used, lost))
+    stale = np.bincount(used[:, CLIENT].astype(int), used[:, ROUND] - used[:, VERSION] - 1, n)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        mean = stale / np.where(heard, heard, np.nan)
+    return Heard(*(torch.from_numpy(some).double() for some in (heard, mean, unheard)))
+
+
 class Use(NamedTuple):
     """How the clients' time was used until now.
 
@@ -248,17 +285,11 @@ class Use(NamedTuple):
         busy: ``[n]`` seconds of work and messages.
         absent: ``[n]`` seconds in which a client was not there.
         idle: ``[n]`` the rest.
-        heard: ``[n]`` uploads that are part of a step.
-        staleness: ``[n]`` their mean staleness; nan of a client without any.
-        unheard: ``[n]`` uploads that are part of none.
     """
 
     busy: Tensor
     absent: Tensor
     idle: Tensor
-    heard: Tensor
-    staleness: Tensor
-    unheard: Tensor
 
 
 def use_of(clock: Clock, fleet: Fleet) -> Use:
@@ -268,13 +299,5 @@ def use_of(clock: Clock, fleet: Fleet) -> Use:
     for end, _, client, _, _, start, whole, _ in clock.queue:
         so_far = fleet.worked(client, start, min(end, clock.now)) if clock.now > start else 0.0
         busy[client] += min(so_far, whole) if math.isfinite(whole) else so_far
-    used, lost = log[log[:, FATE] == Fate.USED], log[(log[:, FATE] >= Fate.UNUSABLE) & (log[:, FATE] <= Fate.LOST)]
-    heard, unheard = (np.bincount(some[:, CLIENT].astype(int), minlength=n) for some in (used, lost))
-    stale = np.bincount(used[:, CLIENT].astype(int), used[:, ROUND] - used[:, VERSION] - 1, n)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        mean = stale / np.where(heard, heard, np.nan)
-    absent = fleet.absent(clock.now)
-    work = torch.from_numpy(busy)
-    numbers = (torch.from_numpy(some).double() for some in (heard, mean, unheard))
-    counted, mean_staleness, missing = numbers
-    return Use(work, absent, clock.now - work - absent, counted, mean_staleness, missing)
+    absent, work = fleet.absent(clock.now), torch.from_numpy(busy)
+    return Use(work, absent, clock.now - work - absent)

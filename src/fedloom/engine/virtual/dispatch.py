@@ -21,6 +21,7 @@ from fedloom.engine.virtual.clock import Fate, Flight, Piece, Rows, flat, gather
 from fedloom.engine.virtual.staleness import applied_now
 from fedloom.processes.clients import (
     ChunkResult,
+    Clients,
     LocalClients,
     TrainRequest,
     TrainTask,
@@ -78,7 +79,7 @@ def compute(
 
 
 def step_on(
-    job: Job, clients: LocalClients, state: State, t: int, pieces: Sequence[Piece], sampler: Any, query_counts: Tensor
+    job: Job, clients: Clients, state: State, t: int, pieces: Sequence[Piece], sampler: Any, query_counts: Tensor
 ) -> tuple[State, tuple[str, ...], NDArray[np.int64]]:
     """Step the server on uploads that have arrived; the clients whose uploads were used come with it."""
     cohort = torch.cat([flight.ids[torch.from_numpy(places)] for flight, places in pieces])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from bisect import insort
 from collections import deque
 from itertools import islice
@@ -16,10 +17,7 @@ from fedloom.engine.state import State
 from fedloom.engine.virtual.clock import Clock, Event, Fate
 from fedloom.engine.virtual.dispatch import compute, step_on
 from fedloom.errors import RunStopped, Stop, attribute_error
-from fedloom.processes.clients import (
-    COUNTS,
-    LocalClients,
-)
+from fedloom.processes.clients import COUNTS, Clients, LocalClients
 from fedloom.schedule import Stream
 from fedloom.seeds import derive, generator
 
@@ -31,8 +29,11 @@ WAITS = 1000
 ends; of the latter, and once for every client."""
 
 
-class Version:
+class Version(ABC):
     """The time from one step of the server to the next, in which its state is one version.
+
+    A subclass has the time: who is there (`_is_there`), how a client's work is prepared and begins (`_compute`,
+    `_dispatch`), and what happens while no upload has arrived (`_wait`).
 
     Args:
         job: the run.
@@ -41,10 +42,9 @@ class Version:
         schedule: how many train, and how many uploads make a step.
     """
 
-    def __init__(self, job: Job, clients: LocalClients, state: State, schedule: Stream) -> None:
+    def __init__(self, job: Job, clients: Clients, state: State, schedule: Stream) -> None:
         assert state.clock is not None
-        assert job.fleet is not None
-        self._job, self._clients, self._state, self._fleet = job, clients, state, job.fleet
+        self._job, self._clients, self._state = job, clients, state
         self._most = schedule.concurrency or job.setting.sampler.smallest(job.n) or job.n
         self._size, self._timeout = schedule.size, schedule.timeout
         clock = self._clock = state.clock
@@ -54,7 +54,7 @@ class Version:
         self._away = set(clock.away)
         self._pool = deque(clock.pool)
         self._ready: dict[int, tuple[int, int, float]] = {}
-        self._sampler, self._draws, self._left, self._waits = state.sampler, 0, DRAWS, 0
+        self._sampler, self._draws, self._left = state.sampler, 0, DRAWS
         self._waiting: list[Event] = []
         self._lost: list[Event] = []
         self._silent = 0
@@ -98,23 +98,13 @@ class Version:
         free = self._most - self._under_way()
         self._fill(free, free + self._size - len(self._waiting) - 1)
 
+    @abstractmethod
     def _wait(self) -> None:
-        """Let the time pass until somebody is there."""
-        t, before = self._state.round + 1, self._under_way()
-        times = [self._fleet.next(i, self._now) for i in range(self._job.n) if i not in self._away]
-        soonest = min(times, default=math.inf)
-        self._waits, self._left = self._waits + 1, DRAWS
-        if self._waits <= WAITS and math.isfinite(soonest) and before < self._most:
-            self._now = max(self._now, soonest)
-            self._refill()
-            if self._under_way() > before:
-                return
-            later = min((time for time in times if time > self._now), default=math.inf)
-            if math.isfinite(later):
-                self._now = later
-                return
-        detail = f"round {t}: {len(self._waiting)} of {self._size} uploads have arrived and no more ever will"
-        raise RunStopped(Stop.UNUSABLE, f"{detail}; give [schedule] a timeout, or fewer uploads of a step")
+        """Let the time pass until an upload may arrive.
+
+        Raises:
+            RunStopped: no more ever will.
+        """
 
     def _fill(self, free: int, ahead: int) -> None:
         """Dispatch clients now, as many as places are free; compute those that may follow at this version with them."""
@@ -128,9 +118,12 @@ class Version:
         for i, _ in chosen:
             self._dispatch(i)
 
+    @abstractmethod
+    def _is_there(self, client: int) -> bool:
+        """Whether a client can be sent off now, unless it is away."""
+
     def _is_free(self, client: int) -> bool:
-        present = self._fleet.presence is None or self._fleet.next(client, self._now) <= self._now
-        return present and client not in self._away
+        return client not in self._away and self._is_there(client)
 
     def _choose(self, count: int) -> list[tuple[int, int]]:
         """Take the next clients that are free and there from the pool, with how often they were drawn.
@@ -166,30 +159,16 @@ class Version:
         self._pool += [pair for pair in pairs if pair[0] not in excluded]
         self._draws, self._left = k + 1, self._left - 1
 
+    @abstractmethod
     def _compute(self, pairs: list[tuple[int, int]]) -> None:
-        ids, times = (torch.tensor(column) for column in zip(*sorted(pairs), strict=True))
-        for flight in compute(self._job, self._clients, self._state, ids, times):
-            number = self._serial_of_flight()
-            self._flights[number] = flight
-            busy = self._fleet.busy(flight.ids, flight.fields["counts"]).tolist()
-            for place, (client, work) in enumerate(zip(flight.ids.tolist(), busy, strict=True)):
-                self._ready[client] = number, place, work
+        """Make clients ready to be dispatched at this version, each with how often it was drawn."""
 
     def _serial_of_flight(self) -> int:
         return next(reversed(self._flights), -1) + 1
 
+    @abstractmethod
     def _dispatch(self, client: int) -> None:
         """Send a client off now."""
-        number, place, busy = self._ready.pop(client)
-        presence, end, lost = self._fleet.presence, self._now + busy, False
-        if presence is not None:
-            end = presence.end(client, self._now, busy)
-        if self._timeout is not None and end > self._now + self._timeout:
-            end, lost = self._now + self._timeout, True
-            busy = self._fleet.worked(client, self._now, end)
-        insort(self._queue, (end, self._serial, client, number, place, self._now, busy, lost), lo=self._next)
-        self._away.add(client)
-        self._serial += 1
 
     def _finish(self) -> tuple[State, tuple[str, ...]]:
         """Step the server on the uploads that wait."""
@@ -220,3 +199,57 @@ class Version:
         queue, rows = self._queue[self._next :], self._clock.logged(np.array(log, dtype=np.float64))
         self._away.difference_update([event[2] for event in self._waiting])
         return Clock(self._now, queue, self._flights, self._back, self._serial, rows, self._pool, self._away)
+
+
+class VirtualVersion(Version):
+    """A version in virtual time, in which the devices say how long a client takes; see `Version`."""
+
+    _clients: LocalClients
+
+    def __init__(self, job: Job, clients: LocalClients, state: State, schedule: Stream) -> None:
+        super().__init__(job, clients, state, schedule)
+        assert job.fleet is not None
+        self._fleet, self._waits = job.fleet, 0
+
+    def _is_there(self, client: int) -> bool:
+        return self._fleet.presence is None or self._fleet.next(client, self._now) <= self._now
+
+    def _wait(self) -> None:
+        """Let the time pass until somebody is there."""
+        t, before = self._state.round + 1, self._under_way()
+        times = [self._fleet.next(i, self._now) for i in range(self._job.n) if i not in self._away]
+        soonest = min(times, default=math.inf)
+        self._waits, self._left = self._waits + 1, DRAWS
+        if self._waits <= WAITS and math.isfinite(soonest) and before < self._most:
+            self._now = max(self._now, soonest)
+            self._refill()
+            if self._under_way() > before:
+                return
+            later = min((time for time in times if time > self._now), default=math.inf)
+            if math.isfinite(later):
+                self._now = later
+                return
+        detail = f"round {t}: {len(self._waiting)} of {self._size} uploads have arrived and no more ever will"
+        raise RunStopped(Stop.UNUSABLE, f"{detail}; give [schedule] a timeout, or fewer uploads of a step")
+
+    def _compute(self, pairs: list[tuple[int, int]]) -> None:
+        ids, times = (torch.tensor(column) for column in zip(*sorted(pairs), strict=True))
+        for flight in compute(self._job, self._clients, self._state, ids, times):
+            number = self._serial_of_flight()
+            self._flights[number] = flight
+            busy = self._fleet.busy(flight.ids, flight.fields["counts"]).tolist()
+            for place, (client, work) in enumerate(zip(flight.ids.tolist(), busy, strict=True)):
+                self._ready[client] = number, place, work
+
+    def _dispatch(self, client: int) -> None:
+        """Send a client off now."""
+        number, place, busy = self._ready.pop(client)
+        presence, end, lost = self._fleet.presence, self._now + busy, False
+        if presence is not None:
+            end = presence.end(client, self._now, busy)
+        if self._timeout is not None and end > self._now + self._timeout:
+            end, lost = self._now + self._timeout, True
+            busy = self._fleet.worked(client, self._now, end)
+        insort(self._queue, (end, self._serial, client, number, place, self._now, busy, lost), lo=self._next)
+        self._away.add(client)
+        self._serial += 1

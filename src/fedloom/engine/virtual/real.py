@@ -1,0 +1,115 @@
+"""Streams of real sites: the steps of `fedloom.engine.virtual.stream`, with uploads that arrive when they do.
+
+A client that trains is an event without an end: until its upload arrives, its flight has what it received, from which a
+server that was killed sends the same message again.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+
+import torch
+
+from fedloom.algorithms._messages import download_type
+from fedloom.engine.clients.chunk import computed
+from fedloom.engine.clients.remote import StreamedClients
+from fedloom.engine.job import Job
+from fedloom.engine.round import longest_first
+from fedloom.engine.state import State
+from fedloom.engine.virtual.clock import Event, Flight, flat
+from fedloom.engine.virtual.stream import DRAWS, Version
+from fedloom.errors import RunStopped, Stop
+from fedloom.local.rows import Fields, rows_of
+from fedloom.schedule import Stream
+
+END, CLIENT, FLIGHT, START = 0, 2, 3, 5
+
+
+class RealVersion(Version):
+    """A version at real sites; see `Version`."""
+
+    _clients: StreamedClients
+
+    def __init__(self, job: Job, clients: StreamedClients, state: State, schedule: Stream) -> None:
+        super().__init__(job, clients, state, schedule)
+        clients.begin_at(self._now)
+        self._timeout = min(schedule.timeout or clients.longest, clients.longest)
+        self._there, self._unusable, self._stuck = clients.there(), set[int](), math.inf
+        for event in [e for e in self._queue if math.isinf(e[END]) and not clients.is_asked(e[CLIENT])]:
+            self._queue.remove(event)  # an earlier process of the server has asked
+            self._ask(event)
+
+    def _is_there(self, client: int) -> bool:
+        return client in self._there and client not in self._unusable
+
+    def _compute(self, pairs: list[tuple[int, int]]) -> None:
+        job, state = self._job, self._state
+        ids, times = (torch.tensor(column) for column in zip(*sorted(pairs), strict=True))
+        order = longest_first(job, ids)
+        ids, times = ids[order], times[order]
+        down = job.down(state.server, state.round + 1, ids)
+        for place in range(len(ids)):
+            one, number = slice(place, place + 1), self._serial_of_flight()
+            received = rows_of(down, one)
+            fields = {f"received.{name}": t for name, t in zip(received._fields, received, strict=True)}
+            self._flights[number] = Flight.of(state.round, ids[one], times[one], fields)
+            self._ready[int(ids[place])] = number, 0, 0.0
+
+    def _dispatch(self, client: int) -> None:
+        number, place, _ = self._ready.pop(client)
+        self._ask((math.inf, self._serial, client, number, place, 0.0, 0.0, False))
+        self._away.add(client)
+        self._serial += 1
+
+    def _ask(self, event: Event) -> None:
+        """Send a client what its flight has, now."""
+        flight = self._flights[event[FLIGHT]]
+        server = self._state.server if flight.version == self._state.round else None
+        self._clients.ask_to_train(event[CLIENT], flight.version + 1, self._received(flight), server)
+        now = self._clients.seconds()
+        insort(self._queue, (*event[:START], now, 0.0, False), lo=self._next)
+
+    def _received(self, flight: Flight) -> Fields:
+        kind = download_type(type(self._job.algorithm))
+        received: Fields = kind(*(flight.fields[f"received.{name}"] for name in kind._fields))
+        return received
+
+    def _wait(self) -> None:
+        clients, before = self._clients, self._there
+        outputs, failed = clients.arrived()
+        now, self._there = clients.seconds(), clients.there()
+        for event in [e for e in self._queue[self._next :] if math.isinf(e[END])]:
+            client, flight, start = event[CLIENT], self._flights[event[FLIGHT]], event[START]
+            if client in outputs:
+                received = self._received(flight)
+                output = clients.with_model(outputs[client], received)
+                server = self._state.server if flight.version == self._state.round else None
+                fields = flat(computed(self._job, server, flight.ids, received, output))
+                self._flights[event[FLIGHT]] = flight._replace(fields=fields)
+            elif client in failed:
+                self._unusable.add(client)
+            elif now - start >= self._timeout:
+                clients.give_up(client)
+            else:
+                continue
+            self._queue.remove(event)
+            ended = (now, *event[1:START], start, now - start, client not in outputs)
+            insort(self._queue, ended, lo=self._next)
+        if self._next < len(self._queue) and math.isfinite(self._queue[self._next][END]):
+            return
+        if self._there - before:
+            self._left = DRAWS
+            self._refill()
+        if self._under_way():
+            self._stuck = math.inf
+        elif math.isinf(self._stuck):
+            self._stuck = now
+        elif now - self._stuck > clients.patience:
+            t = self._state.round + 1
+            raise RunStopped(
+                Stop.TOO_FEW,
+                f"round {t}: {len(self._waiting)} of {self._size} uploads have arrived and no other site is free; the "
+                "state before the round is kept: run again to go on",
+            )
+        clients.pause()

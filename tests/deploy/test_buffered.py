@@ -1,0 +1,193 @@
+"""Buffered schedules at real sites: a step after K answers, by the engine's own streams."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from flwr.app import Message
+from safetensors.torch import load_file
+from torch import Tensor
+
+from fedloom.deploy.protocol.envelope import HEAD
+from fedloom.deploy.secure.member import check_maskable
+from fedloom.deploy.server import transport
+from fedloom.deploy.site.state import models
+from fedloom.engine.simulate import simulate
+from fedloom.errors import ConfigError, Refused, Stop
+from fedloom.schedule import Devices, Fleet
+from tests.deploy.grid import Clock, Delay, FakeGrid
+from tests.deploy.scene import FIRST, Scene, scene
+
+N = 4
+SMALL = {
+    "partition": {"kind": "iid", "clients": N, "keep": 24},
+    "local": {"lr": 0.05, "epochs": 1, "batch_size": 24},
+    "evaluate": {"every": 3},
+    "rounds": 3,
+    "weights": "uniform",
+}
+WAIT = {"deadline": 600.0, "ttl": 1200.0, "patience": 300.0}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda _fd: None)
+    monkeypatch.setattr(transport, "POLL", 1.0)
+
+
+def buffered(buffer: int, **more: Any) -> dict[str, Any]:
+    return {"schedule": {"kind": "buffered", "buffer": buffer, **more}}
+
+
+def seconds(times: Mapping[int, float], kind: str = "train") -> Delay:
+    """Sites answer messages of a kind after their times, and others at once."""
+    return lambda node, message: times.get(node - FIRST, 0.0) if message.content[HEAD]["kind"] == kind else 0.0
+
+
+def grid(here: Scene, clock: Clock, delay: Delay) -> FakeGrid:
+    return FakeGrid({FIRST + c.site.client: c.answer for c in here.clients()}, None, clock, delay)
+
+
+def steps(here: Scene) -> list[dict[str, int]]:
+    """Staleness of every upload of every step, by site."""
+    return [line["staleness"] for line in here.audit("step")]
+
+
+@pytest.mark.parametrize("method", ["fedavg", "flame", "scaffold"])
+def test_a_buffer_of_all_sites_that_answer_alike_is_the_synchronous_deployment(
+    method: str, tmp_path: Path, clock: Clock
+) -> None:
+    plain, stream = (scene(tmp_path / name, method, **SMALL, **more) for name, more in (("a", {}), ("b", buffered(N))))
+    for here in (plain, stream):
+        assert here.serve(grid(here, clock, seconds(dict.fromkeys(range(N), 5.0))), **WAIT) is Stop.DONE
+    assert torch.equal(plain.model(), stream.model())
+    assert steps(stream) == [{f"site-{i}": 0 for i in range(N)}] * 3
+    lines = [s.audit("accepted", kind="train") for s in (plain, stream)]
+    sent, asked = ({(x["round"], x["client"], x["digest"]) for x in some} for some in lines)
+    assert sent == asked
+
+
+TIMES = (31.0, 77.0, 113.0, 269.0)
+
+
+class Taking(Devices):
+    """Devices that answer after these seconds, whatever they do."""
+
+    kind: ClassVar[str] = "taking"
+
+    def fleet(self, n: int, seed: int, rarity: Tensor) -> Fleet:
+        free = torch.full((n,), math.inf, dtype=torch.float64)
+        half = torch.tensor(TIMES, dtype=torch.float64) / 2  # a message down and one up
+        return Fleet(0 * half, free, free, half, ("all",), torch.zeros(n, dtype=torch.long))
+
+
+@pytest.mark.parametrize(
+    ("method", "schedule"),
+    [
+        ("fedavg", buffered(2)),
+        ("flame", buffered(2)),
+        ("scaffold", buffered(1)),
+        ("fedavg", {"schedule": {"kind": "asynchronous"}}),
+        ({"algorithm": "fedamp", "among": "all"}, buffered(2, concurrency=3)),
+    ],
+    ids=["fedavg", "flame", "scaffold", "asynchronous", "fedamp"],
+)
+def test_a_deployed_stream_is_the_simulated_one_of_the_same_arrivals(
+    method: Any, schedule: dict[str, Any], tmp_path: Path, clock: Clock
+) -> None:
+    here = scene(tmp_path, method, **{**SMALL, "rounds": 8, "evaluate": {"every": 8}}, **schedule)
+    assert here.serve(grid(here, clock, seconds(dict(enumerate(TIMES)))), **WAIT) is Stop.DONE
+    stale = steps(here)
+    assert len(stale) == 8
+    assert max(s for step in stale for s in step.values()) > 0
+    fed = here.experiment.partition(here.experiment.source.load(), 0)
+    simulated = simulate(here.experiment.methods[0].setting.with_(devices=Taking()), fed)
+    log = simulated.uploads().to_pylist()
+    assert stale == [{f"site-{r['client']}": r["staleness"] for r in log if r["round"] == t} for t in range(1, 9)]
+    if "global" in simulated.models.kinds():
+        torch.testing.assert_close(here.model(), simulated.models.rows("global"), rtol=1e-10, atol=1e-10)
+    if "personal" in simulated.models.kinds():
+        for site in here.sites:
+            [mine] = models(site.state)
+            rows = simulated.models.rows("personal")[site.client]
+            torch.testing.assert_close(load_file(mine.path)["rows"][0], rows, rtol=1e-10, atol=1e-10)
+
+
+def test_a_slow_site_holds_no_step_and_a_mute_one_its_place_until_the_time_out(tmp_path: Path, clock: Clock) -> None:
+    """Site 3 takes 100 s and site 2 never answers, while two others make a step of two every 11 s."""
+    here = scene(tmp_path, "fedavg", **{**SMALL, "rounds": 20, "evaluate": {"every": 20}}, **buffered(2, timeout=150.0))
+    waited = seconds({0: 10.0, 1: 11.0, 2: math.inf, 3: 100.0})
+    assert here.serve(grid(here, clock, waited), **WAIT) is Stop.DONE
+    taken = steps(here)
+    late = [step["site-3"] for step in taken if "site-3" in step]
+    assert late[0] >= 8
+    assert clock.now < 20 * 12
+    assert "site-2" not in {site for step in taken for site in step}
+    [mute] = here.audit("mute")
+    assert (mute["site"], mute["reason"]) == ("site-2", "no answer within 150 s")
+    figures = pq.read_table(here.server.results / "metrics.parquet").to_pylist()
+    last = {f["client"]: f["value"] for f in figures if (f["round"], f["metric"]) == (20, "heard")}
+    assert last == {i: sum(f"site-{i}" in step for step in taken) for i in range(N)}
+
+
+def test_a_server_that_is_killed_goes_on_with_what_is_under_way(tmp_path: Path, clock: Clock) -> None:
+    """All sites have answered when it resumes; they send what they have kept, and train nothing twice."""
+    here = scene(tmp_path, "flame", **{**SMALL, "rounds": 6, "evaluate": {"every": 6}}, **buffered(2))
+    delay, count = seconds(dict(enumerate(TIMES))), [0]
+
+    class Killed(BaseException):
+        pass
+
+    first = grid(here, clock, delay)
+    pull = first.pull_messages
+
+    def killed(message_ids: Iterable[str]) -> list[Message]:
+        replies = pull(message_ids)
+        if len(steps(here)) == 3 and any(r.metadata.message_type == "train" for r in replies):
+            raise Killed
+        return replies
+
+    first.pull_messages = killed  # type: ignore[method-assign]
+    with pytest.raises(Killed):
+        here.serve(first, **WAIT)
+    asked = [(m.content[HEAD]["round"], m.metadata.dst_node_id) for m in first.sent if m.content[HEAD]["kind"] == "train"]
+    second = grid(here, clock, delay)
+    assert here.serve(second, **WAIT) is Stop.DONE
+    again = [(m.content[HEAD]["round"], m.metadata.dst_node_id) for m in second.sent if m.content[HEAD]["kind"] == "train"]
+    assert set(again[:2]) <= set(asked)
+    digests: dict[tuple[int, int], set[str]] = {}
+    for line in here.audit("accepted", kind="train"):
+        digests.setdefault((line["round"], line["client"]), set()).add(line["digest"])
+    assert all(len(d) == 1 for d in digests.values())
+    assert len(steps(here)) == 6
+
+
+def test_what_makes_no_sense_at_sites_is_refused(tmp_path: Path, clock: Clock) -> None:
+    few = scene(tmp_path / "few", "fedavg", **SMALL, **buffered(9))
+    with pytest.raises(ConfigError, match="schedule.buffer must be at most the 4 clients"):
+        few.serve()
+    with pytest.raises(Refused, match="needs one download for all its sites"):
+        check_maskable(few.experiment.methods[0].setting)
+    late = scene(tmp_path / "late", "fedavg", **SMALL, schedule={"kind": "deadline", "seconds": 3.0})
+    with pytest.raises(Refused, match="'deadline' is of virtual time: leave .schedule. out"):
+        late.serve()
+    device = scene(tmp_path / "device", "fedavg", **SMALL, devices={"kind": "equal"}, **buffered(2))
+    with pytest.raises(Refused, match="real sites take their own"):
+        device.serve()
+
+
+def test_a_buffer_that_too_few_sites_can_fill_is_a_stop_that_resumes(tmp_path: Path, clock: Clock) -> None:
+    here = scene(tmp_path, "fedavg", **SMALL, **buffered(3))
+    full = grid(here, clock, seconds({}))
+    two = FakeGrid({n: f for n, f in full.nodes.items() if n < FIRST + 2}, None, clock, seconds({}))
+    assert here.serve(two, **WAIT, quorum=2) is Stop.TOO_FEW
+    assert "2 of 3 uploads have arrived and no other site is free" in here.summary()["runs"][0]["reason"]
+    assert here.serve(full, **WAIT) is Stop.DONE
+    assert here.summary()["runs"][0]["rounds"] == 3
