@@ -140,7 +140,7 @@ def test_a_slow_site_holds_no_step_and_a_mute_one_its_place_until_the_time_out(t
 def test_a_server_that_is_killed_goes_on_with_what_is_under_way(tmp_path: Path, clock: Clock) -> None:
     """All sites have answered when it resumes; they send what they have kept, and train nothing twice."""
     here = scene(tmp_path, "flame", **{**SMALL, "rounds": 6, "evaluate": {"every": 6}}, **buffered(2))
-    delay, count = seconds(dict(enumerate(TIMES))), [0]
+    delay = seconds(dict(enumerate(TIMES)))
 
     class Killed(BaseException):
         pass
@@ -157,10 +157,14 @@ def test_a_server_that_is_killed_goes_on_with_what_is_under_way(tmp_path: Path, 
     first.pull_messages = killed  # type: ignore[method-assign]
     with pytest.raises(Killed):
         here.serve(first, **WAIT)
-    asked = [(m.content[HEAD]["round"], m.metadata.dst_node_id) for m in first.sent if m.content[HEAD]["kind"] == "train"]
+    asked = [
+        (m.content[HEAD]["round"], m.metadata.dst_node_id) for m in first.sent if m.content[HEAD]["kind"] == "train"
+    ]
     second = grid(here, clock, delay)
     assert here.serve(second, **WAIT) is Stop.DONE
-    again = [(m.content[HEAD]["round"], m.metadata.dst_node_id) for m in second.sent if m.content[HEAD]["kind"] == "train"]
+    again = [
+        (m.content[HEAD]["round"], m.metadata.dst_node_id) for m in second.sent if m.content[HEAD]["kind"] == "train"
+    ]
     assert set(again[:2]) <= set(asked)
     digests: dict[tuple[int, int], set[str]] = {}
     for line in here.audit("accepted", kind="train"):

@@ -25,11 +25,10 @@ from fedloom.deploy.secure.protocol import FEWEST, MOST, least_threshold, safe_t
 from fedloom.deploy.server.run import check_deployable, counts_samples
 from fedloom.deploy.settings import NormBound
 from fedloom.deploy.site.local_data import federation_of
+from fedloom.engine.check import check_stream
 from fedloom.engine.clients.chunk import run_clients
 from fedloom.engine.job import Job
-from fedloom.engine.check import check_stream
 from fedloom.engine.setup import make_job
-from fedloom.schedule import Synchronous
 from fedloom.errors import ConfigError, unknown
 from fedloom.experiment import Experiment, parse
 from fedloom.experiment.schema import Method
@@ -37,6 +36,7 @@ from fedloom.imports import is_path
 from fedloom.local.oracles import chunk_count
 from fedloom.local.rows import rows_of, to_device
 from fedloom.processes.clients import TrainTask
+from fedloom.schedule import Synchronous
 
 MARGIN = 10.0
 """How much longer than in the first round a difference may be. Over 20 rounds of the registry's methods the longest was
@@ -127,7 +127,9 @@ def plan(
         fed = one.partition(one.source.read(data_dir), seed)
         samples = InputSpec.of(fed.data)
     check_stream(one.methods[0].setting.resolved(), fed.n)
-    job, start = make_job(one.methods[0].setting.with_(schedule=Synchronous()), fed)  # refuses what does not go together
+    job, start = make_job(
+        one.methods[0].setting.with_(schedule=Synchronous()), fed
+    )  # refuses what does not go together
     if sites is not None and sites != fed.n and not own_data:
         raise ConfigError(
             f"the partition of {experiment.head.name} gives {fed.n} clients, but {sites} sites were asked for; change "

@@ -8,12 +8,12 @@ arrive when they do.
 
 from __future__ import annotations
 
+from fedloom.engine.clients.remote import StreamedClients
 from fedloom.engine.job import Job
 from fedloom.engine.state import State
+from fedloom.engine.virtual.real import RealVersion
 from fedloom.engine.virtual.rounds import cut_round, whole_round
 from fedloom.engine.virtual.stream import VirtualVersion
-from fedloom.engine.virtual.real import RealVersion
-from fedloom.engine.clients.remote import StreamedClients
 from fedloom.processes.clients import Clients, LocalClients
 from fedloom.schedule import Deadline, OverSelection, Stream
 
