@@ -59,8 +59,8 @@ def check_maskable(setting: Setting) -> None:
         why = f"aggregator 'private-mean' with sigma {setting.aggregator.sigma:g} has too little noise to be shared"
     if isinstance(setting.schedule, Stream):
         raise Refused(
-            f"schedule {setting.schedule.kind!r} sends sites different models at different times, but a sum under masks "
-            "needs one download for all its sites; leave [schedule] or secure aggregation out"
+            f"schedule {setting.schedule.kind!r} sends sites different models at different times, but a sum under "
+            "masks needs one download for all its sites; leave [schedule] or secure aggregation out"
         )
     if why:
         raise Refused(

@@ -1,9 +1,9 @@
 """Advance: the next step of the server in time, by the run's schedule.
 
-In virtual time, nothing sleeps. What a client computes is computed from the state at its dispatch, together with the clients that are
-dispatched at the same version, and its upload is held until the time at which it arrives. Between two steps of the
-server no state changes, so the clients that will be dispatched at a version can be computed before their turn. At real sites, which take their own time, a stream is the same with uploads that
-arrive when they do.
+In virtual time, nothing sleeps. What a client computes is computed from the state at its dispatch, together with the
+clients that are dispatched at the same version, and its upload is held until the time at which it arrives. Between two
+steps of the server no state changes, so the clients that will be dispatched at a version can be computed before their
+turn. At real sites, which take their own time, a stream is the same with uploads that arrive when they do.
 """
 
 from __future__ import annotations
