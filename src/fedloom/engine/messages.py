@@ -95,7 +95,7 @@ class Messages:
     def _masks(self, parts: Mapping[str, str | None]) -> dict[str, Tensor]:
         return {n: self._algorithm.part(part, self._layout).to(self._device) for n, part in parts.items() if part}
 
-    def down(self, message: Fields, server: Fields) -> Letter:
+    def down(self, message: Fields, server: Fields | None) -> Letter:
         """How a download is written; ``server`` has the ranks of its matrices, which are measured without it."""
         ranks = {
             name: dict(zip(self._layout.matrix_shapes, getattr(server, sent.ranks).tolist(), strict=True))

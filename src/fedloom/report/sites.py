@@ -26,7 +26,15 @@ def site_tables(runs: list[Run]) -> str:
         stale = [site.staleness for site in run.summary.sites.values()]
         if lines:
             title = f"<h3>{escape(run.label)}</h3>" if len(runs) > 1 else ""
-            heads = ("Site", "Rounds", "Share", "Missed", "Last reply", "Rejected", "Why, by step of the check")
+            heads: tuple[str, ...] = (
+                "Site",
+                "Rounds",
+                "Share",
+                "Missed",
+                "Last reply",
+                "Rejected",
+                "Why, by step of the check",
+            )
             if any(s is not None for s in stale):
                 heads = (*heads, "Mean staleness")
                 lines = [[*line, "" if s is None else f"{s:.1f}"] for line, s in zip(lines, stale, strict=True)]

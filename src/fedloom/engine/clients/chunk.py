@@ -115,8 +115,8 @@ def compute_chunk(job: Job, down: Fields, server: Fields, task: TrainTask) -> Co
     return computed(job, server, task.ids, received, run_clients(job, received, task))
 
 
-def computed(job: Job, server: Fields, ids: Tensor, down: Fields, output: ClientOutput) -> Computed:
-    """Count the work and traffic of a chunk's output."""
+def computed(job: Job, server: Fields | None, ids: Tensor, down: Fields, output: ClientOutput) -> Computed:
+    """Count the work and traffic of a chunk's output; ``server`` has the ranks of matrices."""
     rows = (output.weigher_answer, output.sampler_report)
     width = sum(answer.shape[1] for answer in rows if answer is not None)
     sent = output.sent or output.upload
@@ -320,7 +320,7 @@ def usable(fields: tuple[Tensor, ...], m: int, bound: float | None, weights: Seq
     return accepted
 
 
-def _counts(job: Job, server: Fields, work: Tensor, down: Fields, up: Fields, answer: int) -> Tensor:
+def _counts(job: Job, server: Fields | None, work: Tensor, down: Fields, up: Fields, answer: int) -> Tensor:
     up_bytes, up_paper = job.messages.up(up).lengths()
     down_bytes, down_paper = job.messages.down(down, server).lengths()
     traffic = (up_bytes + answer * job.oracle.dtype.itemsize, down_bytes, up_paper + 4 * answer, down_paper)

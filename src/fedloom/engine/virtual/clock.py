@@ -181,8 +181,9 @@ class Clock:
 
     def used_in(self, round: int) -> Rows:
         """The rows of the log ``[k, 7]`` whose uploads are part of the newest step, which is that of the round."""
-        newest = self.log[-1]
-        return newest[(newest[:, ROUND] == round) & (newest[:, FATE] == Fate.USED)]
+        newest: Rows = self.log[-1]
+        chosen: Rows = newest[(newest[:, ROUND] == round) & (newest[:, FATE] == Fate.USED)]
+        return chosen
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything by name, for a checkpoint; what several flights have received alike is there once."""

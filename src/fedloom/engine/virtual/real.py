@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import insort
+from typing import Final
 
 import torch
 
@@ -23,7 +24,9 @@ from fedloom.errors import RunStopped, Stop
 from fedloom.local.rows import Fields, rows_of
 from fedloom.schedule import Stream
 
-END, CLIENT, FLIGHT, START = 0, 2, 3, 5
+END: Final = 0
+CLIENT: Final = 2
+FLIGHT: Final = 3
 
 
 class RealVersion(Version):
@@ -34,7 +37,7 @@ class RealVersion(Version):
     def __init__(self, job: Job, clients: StreamedClients, state: State, schedule: Stream) -> None:
         super().__init__(job, clients, state, schedule)
         clients.begin_at(self._now)
-        self._timeout = min(schedule.timeout or clients.longest, clients.longest)
+        self._longest = self._timeout = min(schedule.timeout or clients.longest, clients.longest)
         self._there, self._unusable, self._stuck = clients.there(), set[int](), math.inf
         for event in [e for e in self._queue if math.isinf(e[END]) and not clients.is_asked(e[CLIENT])]:
             self._queue.remove(event)  # an earlier process of the server has asked
@@ -67,8 +70,8 @@ class RealVersion(Version):
         flight = self._flights[event[FLIGHT]]
         server = self._state.server if flight.version == self._state.round else None
         self._clients.ask_to_train(event[CLIENT], flight.version + 1, self._received(flight), server)
-        now = self._clients.seconds()
-        insort(self._queue, (*event[:START], now, 0.0, False), lo=self._next)
+        end, serial, client, number, place, *_ = event
+        insort(self._queue, (end, serial, client, number, place, self._clients.seconds(), 0.0, False), lo=self._next)
 
     def _received(self, flight: Flight) -> Fields:
         kind = download_type(type(self._job.algorithm))
@@ -80,21 +83,22 @@ class RealVersion(Version):
         outputs, failed = clients.arrived()
         now, self._there = clients.seconds(), clients.there()
         for event in [e for e in self._queue[self._next :] if math.isinf(e[END])]:
-            client, flight, start = event[CLIENT], self._flights[event[FLIGHT]], event[START]
+            _, serial, client, number, place, start, _, _ = event
+            flight = self._flights[number]
             if client in outputs:
                 received = self._received(flight)
                 output = clients.with_model(outputs[client], received)
                 server = self._state.server if flight.version == self._state.round else None
                 fields = flat(computed(self._job, server, flight.ids, received, output))
-                self._flights[event[FLIGHT]] = flight._replace(fields=fields)
+                self._flights[number] = flight._replace(fields=fields)
             elif client in failed:
                 self._unusable.add(client)
-            elif now - start >= self._timeout:
+            elif now - start >= self._longest:
                 clients.give_up(client)
             else:
                 continue
             self._queue.remove(event)
-            ended = (now, *event[1:START], start, now - start, client not in outputs)
+            ended = (now, serial, client, number, place, start, now - start, client not in outputs)
             insort(self._queue, ended, lo=self._next)
         if self._next < len(self._queue) and math.isfinite(self._queue[self._next][END]):
             return
