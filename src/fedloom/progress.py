@@ -1,28 +1,20 @@
-"""Show a running experiment on standard error, as bars in a terminal, else as lines; and print the result table."""
+"""Show a running experiment on standard error, as bars in a terminal, else as lines."""
 
 from __future__ import annotations
 
-import math
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import pyarrow as pa
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.table import Table
-from rich.text import Text
 
-from fedloom.errors import printable
 from fedloom.experiment import Plan
 from fedloom.experiment.events import Event, Listener
-from fedloom.formats import DASH, duration, option, pair, significant
+from fedloom.formats import duration, significant
 from fedloom.metrics import METRICS, leading
-from fedloom.report.naming import figure
-from fedloom.report.tables import column_of, headline, measured
 
 SECONDS_PER_LINE = 5.0
 """Time between two plain lines of one run."""
@@ -187,44 +179,3 @@ def _latest(event: Event) -> str:
             ]
             return f"{model} validation {', '.join(texts)}"
     return ""
-
-
-def print_table(table: pa.Table) -> None:
-    """The result table on standard output: mean over seeds with 95 % confidence interval, and the work it took."""
-    lead = leading(table.column_names)
-    titles = {name: figure(name).title for name in headline(lead) if column_of(name) in table.column_names}
-    titles |= {lead: f"test {lead}"} if lead in titles else {}
-    shown = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for title in ("method", "model", "seeds", *(title[:1].lower() + title[1:] for title in titles.values()), "status"):
-        shown.add_column(title, justify="left" if title in ("method", "model", "status") else "right")
-    for row in table.to_pylist():
-        figures = [_figure(name, row[column_of(name)], row[f"{column_of(name)}_ci95"]) for name in titles]
-        cells = [row["method"], row["model"], row["seeds"], *figures, row["status"]]
-        shown.add_row(*(Text(printable(cell)) for cell in cells))
-    console = Console()
-    if not console.is_terminal:
-        console.width = 160
-    console.print(shown)
-
-
-def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Rows of a table on standard output; the columns are the keys of all rows, in the order in which they come."""
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    shown = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for name in columns:
-        number = any(isinstance(row.get(name), int | float) for row in rows)
-        shown.add_column(name, justify="right" if number else "left", overflow="fold")
-    for row in rows:
-        shown.add_row(*(Text(printable(_cell(row.get(name)))) for name in columns))
-    console = Console()
-    if not console.is_terminal:
-        console.width = 200
-    console.print(shown)
-
-
-def _cell(value: Any) -> str:
-    return DASH if value is None else option(value)
-
-
-def _figure(name: str, mean: float | None, half: float | None) -> str:
-    return pair(*measured(name, math.nan if mean is None else mean, math.nan if half is None else half))

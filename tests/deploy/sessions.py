@@ -97,6 +97,6 @@ class Steps:
         text = secure.statement(secure.bound_to(self.session(), self.terms.digest, range(self.n)), survivors)
         return secure.write({c: signing_key_of(c).sign(text) if c in signers else bytes(64) for c in survivors})
 
-    def tell(self, c: int, survivors: Collection[int], signers: Collection[int] | None = None) -> bytes:
+    def reveal(self, c: int, survivors: Collection[int], signers: Collection[int] | None = None) -> bytes:
         message = self.agreed(survivors, survivors if signers is None else signers)
-        return self.sites[c].tell(1, self.nonce, message)
+        return self.sites[c].reveal(1, self.nonce, message)

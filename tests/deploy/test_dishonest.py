@@ -355,7 +355,7 @@ def split(tmp_path: Path, threshold: int, colluders: Collection[int]) -> tuple[s
             ("eight", range(8), [*signers, *colluders]),
         ):
             try:
-                steps.tell(c, survivors, signed)
+                steps.reveal(c, survivors, signed)
             except Broken:
                 continue
             opened[name] += 1

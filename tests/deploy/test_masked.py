@@ -835,23 +835,26 @@ REFUSED: dict[str, tuple[str, Any]] = {
         "cannot change",
         lambda s: (s.receive(0, range(5)), s.masked(0), s.masked(0, 8)),
     ),
-    "a sum before its vector": ("has not come to this step", lambda s: (s.receive(0, range(5)), s.tell(0, range(5)))),
-    "a sum of too few": ("the sum is of 2 sites", lambda s: (s.receive(0, range(5)), s.masked(0), s.tell(0, [0, 1]))),
-    "a sum without it": ("this one is missing", lambda s: (s.receive(0, range(5)), s.masked(0), s.tell(0, [1, 2, 3]))),
+    "a sum before its vector": ("has not come to this step", lambda s: (s.receive(0, range(5)), s.reveal(0, range(5)))),
+    "a sum of too few": ("the sum is of 2 sites", lambda s: (s.receive(0, range(5)), s.masked(0), s.reveal(0, [0, 1]))),
+    "a sum without it": (
+        "this one is missing",
+        lambda s: (s.receive(0, range(5)), s.masked(0), s.reveal(0, [1, 2, 3])),
+    ),
     "a sum of sites without masks": (
         "not among those that shared",
-        lambda s: (s.receive(0, range(4)), s.masked(0), s.tell(0, range(5))),
+        lambda s: (s.receive(0, range(4)), s.masked(0), s.reveal(0, range(5))),
     ),
     "a sum that too few have signed": (
         "2 sites have signed this sum, 3 must",
-        lambda s: (s.receive(0, range(5)), s.masked(0), s.tell(0, range(4), [0, 1])),
+        lambda s: (s.receive(0, range(5)), s.masked(0), s.reveal(0, range(4), [0, 1])),
     ),
     "a sum after another was signed": (
         "has signed that the sum is of other sites",
         lambda s: (
             *(s.receive(0, range(5)), s.masked(0)),
             s.sites[0].agree(1, s.nonce, secure.write(dict.fromkeys(range(4), b""))),
-            s.tell(0, range(5)),
+            s.reveal(0, range(5)),
         ),
     ),
     "a second list to sign": (
@@ -864,7 +867,7 @@ REFUSED: dict[str, tuple[str, Any]] = {
     "a list to sign after the shares were said": (
         "has not come to this step",
         lambda s: (
-            *(s.receive(0, range(5)), s.masked(0), s.tell(0, range(5))),
+            *(s.receive(0, range(5)), s.masked(0), s.reveal(0, range(5))),
             s.sites[0].agree(1, s.nonce, secure.write(dict.fromkeys(range(4), b""))),
         ),
     ),
@@ -874,7 +877,7 @@ REFUSED: dict[str, tuple[str, Any]] = {
     ),
     "a second sum": (
         "cannot change",
-        lambda s: (s.receive(0, range(5)), s.masked(0), s.tell(0, range(5)), s.tell(0, range(4))),
+        lambda s: (s.receive(0, range(5)), s.masked(0), s.reveal(0, range(5)), s.reveal(0, range(4))),
     ),
     "a session that is over": (
         "this session is over",
@@ -945,7 +948,7 @@ def test_the_steps_without_training_give_the_sum(five: Scene) -> None:
     for c in range(5):
         steps.receive(c, range(5))
     total = sum(np.frombuffer(steps.masked(c), dtype="<u8", offset=64) for c in range(4))
-    told = {c: secure.read(steps.tell(c, range(4)), secure.KEY) for c in range(3)}
+    told = {c: secure.read(steps.reveal(c, range(4)), secure.KEY) for c in range(3)}
     session, salt = steps.session(), secure.bound_to(steps.session(), TERMS.digest, range(5))
     secrets, wrong = shares.restored(session, range(5), range(4), told)
     assert not wrong

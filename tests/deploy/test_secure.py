@@ -58,7 +58,7 @@ def play(n, threshold, peers, arrived, answering, vectors):
     sites, session = ready(range(n), threshold)
     parts, salt = held(sites, session, peers), bound(session, peers)
     masked = [secure.masked(session, salt, c, sites[c].secrets, peers, vectors[c]) for c in arrived]
-    told = {c: shares.tell(parts[c], arrived) for c in answering}
+    told = {c: shares.reveal_shares(parts[c], arrived) for c in answering}
     secrets, wrong = shares.restored(session, peers, arrived, told)
     assert not wrong
     return secure.unmasked(session, salt, arrived, np.sum(masked, axis=0, dtype=np.uint64), secrets)
@@ -255,7 +255,7 @@ def test_who_is_to_blame_for_a_share_that_does_not_decrypt() -> None:
 
 def test_never_both_shares_of_a_site() -> None:
     both = {0: b"a" * 32 + b"b" * 32, 1: b"c" * 32 + b"d" * 32}
-    assert shares.tell(both, [0]) == {0: b"a" * 32, 1: b"d" * 32}
+    assert shares.reveal_shares(both, [0]) == {0: b"a" * 32, 1: b"d" * 32}
 
 
 @pytest.mark.parametrize("arrived", [range(7), range(6)], ids=["all", "one lost"])
@@ -269,7 +269,7 @@ def test_wrong_shares_are_found_and_the_sum_is_right(liars: list[int], arrived: 
     vectors = np.random.default_rng(1).integers(0, 2**64, (7, 5), dtype=np.uint64)
     masked = [secure.masked(session, salt, c, sites[c].secrets, range(7), vectors[c]) for c in arrived]
     for owners in ([2], range(7)):
-        told = {c: shares.tell(parts[c], arrived) for c in range(7)}
+        told = {c: shares.reveal_shares(parts[c], arrived) for c in range(7)}
         for c in liars:
             told[c] |= {owner: flipped(told[c][owner], 3 * c) for owner in owners}
         secrets, wrong = shares.restored(session, range(7), arrived, told)
@@ -282,7 +282,7 @@ def test_wrong_shares_are_found_and_the_sum_is_right(liars: list[int], arrived: 
 def test_shares_of_which_no_subset_fits_are_told_of_their_owner() -> None:
     sites, session = ready(range(4), 3)
     parts = held(sites, session, range(4))
-    told = {c: shares.tell(parts[c], range(3)) for c in range(3)}
+    told = {c: shares.reveal_shares(parts[c], range(3)) for c in range(3)}
     told[1][3] = bytes(32)
     with pytest.raises(shares.Undecided, match="client 3") as error:
         shares.restored(session, range(4), range(3), told)

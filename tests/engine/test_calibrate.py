@@ -104,7 +104,7 @@ def test_class_weights_spoil_probabilities_and_calibrate_mends_them(tmp_path: Pa
     in_use_as_recorded(found["true"], path, tmp_path)
 
 
-def in_use_as_recorded(opened: fl.experiment.Opened, path: Path, folder: Path) -> None:
+def in_use_as_recorded(opened: fl.experiment.RunDirectory, path: Path, folder: Path) -> None:
     """`predict`, `evaluate` and exports have the line of the client; a new client the medians over clients."""
     fed = fl.partition.writers(validation=0.4)(opened.read(path), seed=0)
     run = opened["ditto", 0]

@@ -16,7 +16,7 @@ from sklearn.metrics import log_loss, roc_auc_score
 
 import fedloom as fl
 from fedloom.experiment import Plan, parse
-from fedloom.experiment.opened import Opened
+from fedloom.experiment.opened import RunDirectory
 from fedloom.trained.export import export, load
 from tests import hospitals
 from tests.commands import call
@@ -51,7 +51,7 @@ NUMBERS = ("age", "systolic", "glucose", "creatinine")
 
 
 @pytest.fixture(scope="module")
-def opened(tmp_path_factory: pytest.TempPathFactory) -> Opened:
+def opened(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     folder = tmp_path_factory.mktemp("four")
     path = hospitals.everyone(folder / "four.csv", sites=TRAINED)
     outcomes = Plan(parse(tomllib.loads(EXPERIMENT.replace("PATH", str(path)))), folder / "out").run(page=False)
@@ -106,7 +106,7 @@ CHOICES += [
 
 @pytest.mark.parametrize(("method", "client", "kind"), CHOICES)
 def test_every_command_and_every_file_give_the_same_numbers(
-    opened: Opened, rows: list[hospitals.Row], tmp_path: Path, method: str, client: str | None, kind: str | None
+    opened: RunDirectory, rows: list[hospitals.Row], tmp_path: Path, method: str, client: str | None, kind: str | None
 ) -> None:
     places = write(tmp_path, rows)
     want = opened.predict(places["rows.csv"], method, client=client, kind=kind)
@@ -147,7 +147,7 @@ def predictions(path: Path) -> np.ndarray:
         return np.array([[float(row[f"probability of {c}"]) for c in "01"] for row in csv.DictReader(file)])
 
 
-def test_an_adapted_model_is_the_one_that_predicts(opened: Opened, tmp_path: Path) -> None:
+def test_an_adapted_model_is_the_one_that_predicts(opened: RunDirectory, tmp_path: Path) -> None:
     rows = [{**row, "hospital": "Linde"} for row in hospitals.patients("Birke", seed=2)]
     file = hospitals.write(tmp_path / "fifth.csv", rows)
     bare = hospitals.write(tmp_path / "bare.csv", rows, drop=("hospital", "died", hospitals.LEAK))
@@ -174,7 +174,7 @@ def test_an_adapted_model_is_the_one_that_predicts(opened: Opened, tmp_path: Pat
     assert "no readable file of models" in call("predict", opened.path, bare, "--model", tmp_path / "no", code=2)
 
 
-def test_a_new_hospital_is_scored_as_it_would_be_used(opened: Opened, tmp_path: Path) -> None:
+def test_a_new_hospital_is_scored_as_it_would_be_used(opened: RunDirectory, tmp_path: Path) -> None:
     """First the scaling that predict uses; that of the new rows is a second line, and needs no column of the site."""
     rows = hospitals.patients("Birke", seed=3)
     for drop in ((), ("hospital",)):
@@ -190,7 +190,9 @@ def test_a_new_hospital_is_scored_as_it_would_be_used(opened: Opened, tmp_path: 
     agree(fitted.metrics(), figures_of(fresh, rows), "rescaled")
 
 
-def test_columns_in_other_units_are_named_with_the_share_beyond_the_training(opened: Opened, tmp_path: Path) -> None:
+def test_columns_in_other_units_are_named_with_the_share_beyond_the_training(
+    opened: RunDirectory, tmp_path: Path
+) -> None:
     rows = hospitals.patients("Amsel", seed=4, si=True)
     file = hospitals.write(tmp_path / "si.csv", rows)
     said = call("predict", opened.path, file, "--method", "fedavg", "--client", "Amsel", "--out", tmp_path / "p.csv")
@@ -205,7 +207,7 @@ def test_columns_in_other_units_are_named_with_the_share_beyond_the_training(ope
     assert "lie beyond" not in call("predict", opened.path, usual, "--method", "fedavg", "--out", tmp_path / "p.csv")
 
 
-def test_predictions_carry_ids_and_are_decided_by_a_threshold(opened: Opened, tmp_path: Path) -> None:
+def test_predictions_carry_ids_and_are_decided_by_a_threshold(opened: RunDirectory, tmp_path: Path) -> None:
     rows = hospitals.patients("Amsel", seed=6)
     file, out = hospitals.write(tmp_path / "new.csv", rows), tmp_path / "p.csv"
     words = ("predict", opened.path, file, "--method", "fedavg", "--out", out)

@@ -21,7 +21,7 @@ from fedloom.data.new_rows import new_rows
 from fedloom.data.tables import Table, TableColumn
 from fedloom.errors import ConfigError, DataError
 from fedloom.experiment import Plan, parse
-from fedloom.experiment.opened import Opened
+from fedloom.experiment.opened import RunDirectory
 from fedloom.trained.export import export, load
 
 SITES = {"north": 0.0, "south": 1.0, "west": -1.0}
@@ -64,7 +64,7 @@ def patients(path: Path, sites: dict[str, float], rows: int, labels: bool = True
 
 
 @pytest.fixture(scope="module")
-def opened(tmp_path_factory: pytest.TempPathFactory) -> Opened:
+def opened(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     folder = tmp_path_factory.mktemp("patients")
     path = patients(folder / "all.csv", SITES, 40)
     outcomes = Plan(parse(tomllib.loads(EXPERIMENT.replace("PATH", str(path)))), folder / "out").run(page=False)
@@ -80,7 +80,7 @@ def columns(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     return {name: [row[name] for row in rows] for name in ("ward", "site", "pressure", "age")}
 
 
-def test_a_prediction_is_what_the_scores_of_the_same_rows_are_made_of(opened: Opened) -> None:
+def test_a_prediction_is_what_the_scores_of_the_same_rows_are_made_of(opened: RunDirectory) -> None:
     path = opened.path.parent / "all.csv"
     with path.open(newline="") as file:
         truth = np.array([row["ill"] for row in csv.DictReader(file)])
@@ -100,12 +100,12 @@ def _sites(path: Path) -> list[str]:
         return [row["site"] for row in csv.DictReader(file)]
 
 
-def _sizes(opened: Opened, part: str) -> np.ndarray:
+def _sizes(opened: RunDirectory, part: str) -> np.ndarray:
     data = fl.load(opened.path.parent / "all.csv", label="ill", users="site", categorical=("ward",), impute=True)
     return fl.partition.writers(validation=0.2)(data, seed=1).sizes(part).numpy()
 
 
-def test_every_row_goes_to_the_model_of_its_site(opened: Opened, columns: dict[str, list[Any]]) -> None:
+def test_every_row_goes_to_the_model_of_its_site(opened: RunDirectory, columns: dict[str, list[Any]]) -> None:
     found = opened.predict(columns, "ditto")
     assert list(found.models) == columns["site"]
     assert found.notes[0] == "ditto, seed 0"
@@ -125,14 +125,14 @@ def test_every_row_goes_to_the_model_of_its_site(opened: Opened, columns: dict[s
         opened.predict({**columns, "site": ["hill"] * 27}, "local")
 
 
-def test_a_row_is_predicted_alone_as_among_others(opened: Opened, columns: dict[str, list[Any]]) -> None:
+def test_a_row_is_predicted_alone_as_among_others(opened: RunDirectory, columns: dict[str, list[Any]]) -> None:
     whole = opened["fedavg", 0].models.predict_proba(columns)
     for k in (0, 5, 26):
         one = {name: cells[k : k + 1] for name, cells in columns.items()}
         np.testing.assert_allclose(opened["fedavg", 0].models.predict_proba(one), whole[k : k + 1], atol=1e-7)
 
 
-def test_the_best_method_on_validation_is_taken_and_named(opened: Opened, columns: dict[str, list[Any]]) -> None:
+def test_the_best_method_on_validation_is_taken_and_named(opened: RunDirectory, columns: dict[str, list[Any]]) -> None:
     def mean(method: str, kind: str) -> float:
         runs = opened.runs(method)
         return float(np.mean([run.final(kind, "auroc", "validation").nanmean() for run in runs]))
@@ -145,7 +145,7 @@ def test_the_best_method_on_validation_is_taken_and_named(opened: Opened, column
     assert opened.best(own=True, shared=True).method != "local"
 
 
-def test_the_command_writes_a_table(opened: Opened, tmp_path: Path) -> None:
+def test_the_command_writes_a_table(opened: RunDirectory, tmp_path: Path) -> None:
     rows = patients(tmp_path / "new.csv", {"west": 0.0, "hill": 1.0}, 4, labels=False)
     out = tmp_path / "deep" / "predictions.csv"
     said = CliRunner().invoke(app, ["predict", str(opened.path), str(rows), "--method", "ditto", "--out", str(out)])
@@ -160,7 +160,9 @@ def test_the_command_writes_a_table(opened: Opened, tmp_path: Path) -> None:
         assert row["prediction"] == max(p, key=lambda name: p[name])
 
 
-def test_what_cannot_be_predicted_is_a_sentence(opened: Opened, columns: dict[str, list[Any]], tmp_path: Path) -> None:
+def test_what_cannot_be_predicted_is_a_sentence(
+    opened: RunDirectory, columns: dict[str, list[Any]], tmp_path: Path
+) -> None:
     models = opened["ditto", 0].models
     with pytest.raises(DataError, match="lacks the columns 'pressure', 'ward'"):
         models.predict({"age": [1.0]})
@@ -213,7 +215,7 @@ def test_arrays_and_images_without_labels_are_predicted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("kind", "client"), [*(("personal", site) for site in SITES), ("global", None)])
 def test_exports_take_raw_rows(
-    opened: Opened, columns: dict[str, list[Any]], tmp_path: Path, kind: str, client: str | None
+    opened: RunDirectory, columns: dict[str, list[Any]], tmp_path: Path, kind: str, client: str | None
 ) -> None:
     model = opened["ditto", 0].models.ready(kind, client)
     want = model.predict_proba(columns)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from importlib.metadata import entry_points
 
-from fedloom.cli import bench, cox, deploy, deploy_members, facts, glm, init, models, runs, tune, watch
+from fedloom.cli import bench, cox, deploy, deploy_members, deploy_models, facts, glm, init, models, runs, tune, watch
 from fedloom.cli._app import DataDir, app, errors, say
 from fedloom.cli._complete import algorithms, offer, one_of
 
 __all__ = [
-    "DataDir", "algorithms", "app", "bench", "cox", "deploy", "deploy_members", "errors", "facts", "glm", "init",
-    "main", "models", "offer", "one_of", "runs", "say", "tune", "watch",
+    "DataDir", "algorithms", "app", "bench", "cox", "deploy", "deploy_members", "deploy_models", "errors", "facts",
+    "glm", "init", "main", "models", "offer", "one_of", "runs", "say", "tune", "watch",
 ]  # fmt: skip
 
 # A package of commands imports the names above, so it comes last.

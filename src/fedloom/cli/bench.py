@@ -60,11 +60,11 @@ def bench(
     Example: fedloom bench examples/quickstart.toml --workers 1 --workers 2 --rounds 5
     """
     with errors():
+        from fedloom.cli.tables import print_rows
         from fedloom.errors import ConfigError
         from fedloom.experiment import read
         from fedloom.experiment.measure.bench import Bench
         from fedloom.processes.costs import Link, Place
-        from fedloom.progress import print_rows
 
         elsewhere = {"--machines": machines, "--rate": rate, "--trip": trip, "--clients": clients, "--cohort": cohort}
         unread: dict[str, Any] = {"--workers": workers, "--oracle": oracle} if ranks else elsewhere

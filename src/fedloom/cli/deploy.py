@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from fedloom.cli._app import DataDir, FileArgument, Trust, app, errors, say
-from fedloom.cli.models import KeepOption, ThresholdOption
-from fedloom.formats import option, significant
+from fedloom.formats import significant
 
 deploy = typer.Typer(
     no_args_is_help=True,
@@ -188,7 +186,9 @@ def local(
             raise typer.Exit(130) from None
         rows = deployment.table()
         if rows:
-            _print_sites(rows, ("site", "model", "round"))
+            from fedloom.cli.tables import print_rows
+
+            print_rows(rows, ("site", "model", "round"), width=WIDE)
         else:  # no site's own scores reach the server: their means, or that there are none
             for line in lines(status_of(deployment.server)):
                 say(line)
@@ -215,6 +215,7 @@ def status(
     with errors():
         import json
 
+        from fedloom.cli.tables import print_rows
         from fedloom.deploy.ops.status import lines, server_of, status_of, table
 
         shown = status_of(server_of(folder))
@@ -223,134 +224,4 @@ def status(
             return
         for line in lines(shown):
             say(line)
-        _print_sites(table(shown), ("site",))
-
-
-@deploy.command()
-def models(
-    folder: Annotated[Path, typer.Argument(help="a site's folder, or a deployment's directory", show_default=False)],
-    out: Annotated[Path | None, typer.Option(help="folder to export to, one state dict per site")] = None,
-    test: Annotated[bool, typer.Option("--test", help="score each on its own site's test data")] = False,
-) -> None:
-    """List, score and export the models of sites.
-
-    Exports are state dicts for the plain PyTorch module.
-
-    Example: fedloom deploy models /srv/fedloom/site --out models
-    """
-    with errors():
-        from fedloom.deploy.site.models import export, figures, owned
-
-        models_there = owned(folder)
-        if not models_there:
-            say("no model yet: a site has one after the first round that it took part in")
-        for one in models_there:
-            path = one.model.path if out is None else export(one, out)
-            say(f"{one.site.site:<16}{one.model.kind:<10}round {one.model.round:<6}{path}")
-            if test:
-                say("  " + ", ".join(f"{name} {significant(value)}" for name, value in figures(one).items()))
-
-
-Kind = Annotated[str | None, typer.Option("--model", help="global, personal or hybrid; the site's own by default")]
-
-
-@deploy.command()
-def predict(
-    site: SiteFolder,
-    rows: Annotated[Path, typer.Argument(help="file of rows without labels", show_default=False)],
-    model: Kind = None,
-    out: Annotated[Path, typer.Option(help="CSV file to write")] = Path("predictions.csv"),
-    keep: KeepOption = None,
-    threshold: ThresholdOption = None,
-) -> None:
-    """Predict raw rows at a site by its own model.
-
-    Rows are scaled as the site scales them.
-
-    Example: fedloom deploy predict /srv/fedloom/site new.csv
-    """
-    with errors():
-        from fedloom.deploy.site.models import new_rows, used
-        from fedloom.report.csv_files import csv_of_table
-        from fedloom.storage.files import make_folder, write_atomic
-        from fedloom.trained.predictions import alone, predicted
-
-        trained = used(site, model)
-        inputs = new_rows(site).rows(trained.recipe.facts, rows, None, tuple(keep or ()))
-        predictions = predicted(inputs, alone(trained, inputs)).decided(threshold)
-        make_folder(out.parent)
-        write_atomic(out, csv_of_table(predictions.table()))
-        for note in predictions.notes:
-            say(note)
-        kind, owner = trained.about["kind"], predictions.models[0]
-        say(f"{len(predictions.scores)} predictions by the {kind} model of {owner}: {out}")
-
-
-@deploy.command()
-def evaluate(
-    site: SiteFolder,
-    rows: Annotated[Path, typer.Argument(help="file of rows with labels", show_default=False)],
-    model: Kind = None,
-) -> None:
-    """Score a site's model on new rows with labels.
-
-    Rows are predicted as the site predicts them.
-
-    Example: fedloom deploy evaluate /srv/fedloom/site last-month.csv
-    """
-    with errors():
-        from fedloom.data.new_rows import new_rows as taken
-        from fedloom.deploy.site.models import new_rows, used
-        from fedloom.progress import print_rows
-        from fedloom.trained.predictions import OWN_SCALE, Evaluated, alone
-
-        trained = used(site, model)
-        data = new_rows(site).labelled(trained.recipe.facts, rows)
-        inputs = taken(trained.recipe.facts, data)
-        scored = Evaluated(trained.about, trained.about["kind"], OWN_SCALE, alone(trained, inputs), inputs, data)
-        print_rows([scored.row()])
-        for note in (*inputs.notes, *scored.choice.strange(inputs.x)):
-            say(note)
-
-
-@deploy.command()
-def export(
-    site: SiteFolder,
-    out: Annotated[Path, typer.Option(help="file to write", show_default=False)],
-    model: Kind = None,
-    format: Annotated[str, typer.Option(help="onnx, torch or safetensors")] = "onnx",
-) -> None:
-    """Write a site's model for other programs.
-
-    It is an ONNX or torch graph that takes raw rows, with the site's scaling.
-
-    Example: fedloom deploy export /srv/fedloom/site --out model.onnx
-    """
-    with errors():
-        from fedloom.deploy.site.models import used
-        from fedloom.trained.export import export as write
-
-        trained = used(site, model)
-        write(trained, out, format)
-        say(f"{trained.about['kind']} model of {trained.about['client']}: {out}")
-
-
-def _print_sites(rows: Sequence[dict[str, Any]], first: Sequence[str]) -> None:
-    """Rows as a table on standard output; numbers with four digits."""
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    from fedloom.errors import printable
-
-    columns = [*first, *dict.fromkeys(key for row in rows for key in row if key not in first)]
-    shown = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        shown.add_column(column, justify="left" if column in ("site", "model") else "right")
-    for row in rows:
-        cells = [option(row.get(c, "")) for c in columns]
-        shown.add_row(*(Text(printable(cell)) for cell in cells))
-    console = Console()
-    console.width = console.width if console.is_terminal else WIDE
-    console.print(shown)
+        print_rows(table(shown), ("site",), width=WIDE)

@@ -12,8 +12,9 @@ from fedloom.cli._app import DataDir, Trust, app, errors, say
 from fedloom.errors import ConfigError
 
 if TYPE_CHECKING:
-    from fedloom.experiment import Opened, Recorded
+    from fedloom.experiment import RecordedRun, RunDirectory
     from fedloom.trained.model import Model
+    from fedloom.trained.predictions import Predictions
 
 RunArgument = Annotated[Path, typer.Argument(help="run directory of 'fedloom run'", show_default=False)]
 DataOption = Annotated[str, typer.Option("--data", help="new data: a file, a folder, or a name", show_default=False)]
@@ -52,8 +53,8 @@ def models_command(run: RunArgument) -> None:
     Example: fedloom models runs/quickstart
     """
     with errors():
+        from fedloom.cli.tables import print_rows
         from fedloom.experiment import listed, open_run
-        from fedloom.progress import print_rows
 
         print_rows(listed(open_run(run)))
 
@@ -76,8 +77,8 @@ def evaluate(
     Example: fedloom evaluate runs/quickstart --data new.csv --method flame --client 3
     """
     with errors():
+        from fedloom.cli.tables import print_rows
         from fedloom.experiment import open_run
-        from fedloom.progress import print_rows
 
         opened = open_run(run, trust=trust)
         fresh = opened.read(data, data_dir)
@@ -122,16 +123,22 @@ def predict(
     """
     with errors():
         from fedloom.experiment import open_run
-        from fedloom.report.csv_files import csv_of_table
-        from fedloom.storage.files import make_folder, write_atomic
 
         predictions = open_run(run, trust=trust).predict(data, method, seed, client, model, data_dir, tuple(keep or ()))
-        predictions = predictions.decided(threshold)
-        make_folder(out.parent)
-        write_atomic(out, csv_of_table(predictions.table()))
-        for note in predictions.notes:
-            say(note)
-        say(f"{len(predictions.scores)} predictions: {out}")
+        write_predictions(predictions, threshold, out)
+
+
+def write_predictions(predictions: Predictions, threshold: float | None, out: Path, by: str = "") -> None:
+    """Write predictions as CSV, decided at a threshold of the probability, and print their notes."""
+    from fedloom.report.csv_files import csv_of_table
+    from fedloom.storage.files import make_folder, write_atomic
+
+    predictions = predictions.decided(threshold)
+    make_folder(out.parent)
+    write_atomic(out, csv_of_table(predictions.table()))
+    for note in predictions.notes:
+        say(note)
+    say(f"{len(predictions.scores)} predictions{by}: {out}")
 
 
 @app.command()
@@ -156,8 +163,8 @@ def adapt(
     Example: fedloom adapt runs/quickstart --data new_client.csv --method flame --rounds 5
     """
     with errors():
+        from fedloom.cli.tables import print_rows
         from fedloom.experiment import open_run
-        from fedloom.progress import print_rows
         from fedloom.rundir import file_name
 
         opened = open_run(run, trust=trust)
@@ -231,7 +238,7 @@ def export(
         say(f"{best.about['kind']} model of {best.about['method']}: {out}")
 
 
-def _one(opened: Opened, method: str | None, seed: int | None) -> Recorded:
+def _one(opened: RunDirectory, method: str | None, seed: int | None) -> RecordedRun:
     """The run that is meant: the only method's, the first seed's."""
     runs = opened.runs(method, seed)
     methods = list(dict.fromkeys(r.method for r in runs))
@@ -240,7 +247,7 @@ def _one(opened: Opened, method: str | None, seed: int | None) -> Recorded:
     return runs[0]
 
 
-def _models(run: Recorded, client: str | None, model: str | None) -> list[Model]:
+def _models(run: RecordedRun, client: str | None, model: str | None) -> list[Model]:
     """The models of a run that are asked for: by kind, or the global one and those of the client."""
     kinds = run.models.kinds_for(None, client) if model is None else [model]
     if not kinds:

@@ -183,9 +183,9 @@ class Divergence:
             if (record.part, record.metric) != ("train", "loss" if self._robust else "loss/mean"):
                 continue
             if record.total and not self._robust:
-                self._take(record.round, record.model, float(record.values[0]))
+                self._include(record.round, record.model, float(record.values[0]))
             elif not record.total and self._robust and not np.isnan(record.values).all():
-                self._take(record.round, record.model, float(np.nanmedian(record.values)))
+                self._include(record.round, record.model, float(np.nanmedian(record.values)))
         self._records_read = len(records.items)
         for model, beyond in self._beyond.items():
             every = ended and beyond and len({r.round for r in records.items if r.round > self._first}) == len(beyond)
@@ -193,7 +193,7 @@ class Divergence:
                 self._tell(model)
         return self.sentence if self.sentence != before else ""
 
-    def _take(self, round: int, model: str, loss: float) -> None:
+    def _include(self, round: int, model: str, loss: float) -> None:
         self._first = round if self._first < 0 else self._first
         if round == self._first:
             self._start = max(self._start, loss if math.isfinite(loss) else 1.0)

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from fedloom.experiment.listing import listed as listed
     from fedloom.experiment.measure.cost import measure_rounds as measure_rounds
     from fedloom.experiment.measure.cost import samples_per_round as samples_per_round
-    from fedloom.experiment.opened import Opened as Opened
+    from fedloom.experiment.opened import RunDirectory as RunDirectory
     from fedloom.experiment.opened import open_run as open_run
     from fedloom.experiment.outputs import Outcome as Outcome
-    from fedloom.experiment.recorded import Recorded as Recorded
+    from fedloom.experiment.recorded import RecordedRun as RecordedRun
     from fedloom.experiment.schema import Experiment as Experiment
     from fedloom.experiment.schema import Method as Method
     from fedloom.experiment.tuning import Tune as Tune
@@ -32,10 +32,10 @@ _MODULES = {
     "Experiment": "schema",
     "Listener": "events",
     "Method": "schema",
-    "Opened": "opened",
+    "RunDirectory": "opened",
     "Outcome": "outputs",
     "Plan": "execute",
-    "Recorded": "recorded",
+    "RecordedRun": "recorded",
     "Tune": "tuning",
     "measure_rounds": "measure.cost",
     "samples_per_round": "measure.cost",

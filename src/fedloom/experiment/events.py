@@ -88,7 +88,7 @@ class Emitter:
             hear(Event(self._label, setting.seed, setting.rounds, state.round, figures, pace, diverged, status))
 
 
-class Line:
+class EventQueue:
     """Carries events of forked processes to this one."""
 
     def __init__(self) -> None:

@@ -23,7 +23,7 @@ from fedloom.experiment.analyses.importance import check_importance
 from fedloom.experiment.analyses.left_out import scores_of_new, without
 from fedloom.experiment.analyses.patients import keeping
 from fedloom.experiment.analyses.references import check_references
-from fedloom.experiment.events import PAUSE, Emitter, Event, Line, Listener
+from fedloom.experiment.events import PAUSE, Emitter, Event, EventQueue, Listener
 from fedloom.experiment.file import difference_to_recorded
 from fedloom.experiment.inspection import check_inspection
 from fedloom.experiment.outputs import (
@@ -190,7 +190,7 @@ class Plan:
 
     def _run_side_by_side(self, processes: int, listeners: tuple[Listener, ...], ended: set[tuple[str, int]]) -> bool:
         """Compute the runs in forked processes; their checkpoints hold the results. True if the user stopped it."""
-        line = Line()
+        line = EventQueue()
 
         def handle(_shared: None, k: int) -> None:
             self._run_one(*self.runs[k], (line.send,), alone=False)

@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.errors import LayoutError
-from fedloom.experiment.opened import Opened
-from fedloom.experiment.recorded import Recorded
+from fedloom.experiment.opened import RunDirectory
+from fedloom.experiment.recorded import RecordedRun
 from fedloom.metrics import leading, metric, worst
 from fedloom.rundir import ADAPTED, MODELS, folder_of
 from fedloom.trained.model import facts_of, open_tensors
 from fedloom.trained.model_source import KINDS
 
 
-def listed(opened: Opened) -> list[dict[str, Any]]:
+def listed(opened: RunDirectory) -> list[dict[str, Any]]:
     """A row for every model: method, seed, kind, how many, its leading metric, and its file.
 
     The metric is the mean over the clients' test parts after the last evaluated round, and the mean over the worst
@@ -26,7 +26,7 @@ def listed(opened: Opened) -> list[dict[str, Any]]:
     return rows + [_adapted(file, opened.path, lead) for file in sorted((opened.path / ADAPTED).glob("*.safetensors"))]
 
 
-def _rows(opened: Opened, run: Recorded, lead: str) -> list[dict[str, Any]]:
+def _rows(opened: RunDirectory, run: RecordedRun, lead: str) -> list[dict[str, Any]]:
     measured = run.measured()
     rows = []
     for kind in KINDS:

@@ -16,7 +16,7 @@ from fedloom.data.new_data import NewData
 from fedloom.data.new_rows import new_rows
 from fedloom.errors import ConfigError, RunDirError, nearest
 from fedloom.experiment.file import parse
-from fedloom.experiment.recorded import Recorded
+from fedloom.experiment.recorded import RecordedRun
 from fedloom.experiment.schema import Experiment, Method
 from fedloom.formats import option
 from fedloom.metrics import leading, metric
@@ -42,7 +42,7 @@ from fedloom.values import read_toml
 COLUMNS = ("method", "seed", "round", "client", "model", "part", "metric", "value")
 
 
-class Opened:
+class RunDirectory:
     """A run directory.
 
     Iterating gives its runs; ``opened["flame", 0]`` is the run of a method and a seed.
@@ -76,20 +76,20 @@ class Opened:
         if not self._runs:
             raise RunDirError(f"{path} holds no run yet; let 'fedloom run' finish first")
 
-    def __iter__(self) -> Iterator[Recorded]:
+    def __iter__(self) -> Iterator[RecordedRun]:
         return (self[key] for key in self._runs)
 
     def __len__(self) -> int:
         return len(self._runs)
 
-    def __getitem__(self, key: tuple[str, int]) -> Recorded:
+    def __getitem__(self, key: tuple[str, int]) -> RecordedRun:
         if key not in self._runs:
             runs = ", ".join(f"{method!r} with seed {seed}" for method, seed in self._runs)
             raise ConfigError(f"{self.path} has no run of {key[0]!r} with seed {key[1]}; it has {runs}")
         run = self._runs[key]
-        return Recorded(*key, run.status, run.reason, run.rounds, self.table, partial(self.shelf, *key))
+        return RecordedRun(*key, run.status, run.reason, run.rounds, self.table, partial(self.saved_models, *key))
 
-    def runs(self, method: str | None = None, seed: int | None = None) -> list[Recorded]:
+    def runs(self, method: str | None = None, seed: int | None = None) -> list[RecordedRun]:
         """The runs of a method, of a seed, of both, or all.
 
         Raises:
@@ -127,7 +127,7 @@ class Opened:
         document = {k: v for k, v in self._document.items() if k != "resolved"}
         return parse({**document, "data": {"source": "digits"}}, str(self.path / SETTINGS))
 
-    def shelf(self, method: str, seed: int) -> SavedModels:
+    def saved_models(self, method: str, seed: int) -> SavedModels:
         """The files of the models of a run."""
         chosen: Method = next(m for m in self.experiment.methods if m.label == method)
         folder = folder_of(self.path, MODELS, method, seed)
@@ -182,7 +182,7 @@ class Opened:
             return predicted(rows, alone(model, rows)._replace(notes=(f"the model of {kind} for all rows",)))
         if method is None:
             sites = set(rows.sites or ()) if client is None else {first.names[0]}
-            chosen = self.best(seed, own=bool(sites), shared=not sites or not sites <= set(first.names))
+            chosen = self.best(seed, personal=bool(sites), shared=not sites or not sites <= set(first.names))
         else:
             chosen = self.runs(method, seed)[0]
         predictions = predicted(rows, assigned(chosen.models, rows, kind, client))
@@ -233,12 +233,12 @@ class Opened:
             raise ConfigError(f"{path} was adapted to {run[0]}, seed {run[1]}")
         return model
 
-    def best(self, seed: int | None = None, own: bool = True, shared: bool = False) -> Recorded:
+    def best(self, seed: int | None = None, personal: bool = True, shared: bool = False) -> RecordedRun:
         """The run of the method whose models are best on validation after the last round, mean over clients and seeds.
 
         Args:
             seed: of the run; None: the first that is done.
-            own: the clients' own models count, where a method has them; else global models only.
+            personal: the clients' own models count, where a method has them; else global models only.
             shared: the method must have a global model.
 
         Raises:
@@ -253,7 +253,9 @@ class Opened:
             runs = [run for run in done if run.method == name]
             measured = runs[0].measured()
             metrics = {m for _, part, m in measured if part == "validation"}
-            kinds = [k for k in (MOST_PERSONAL_FIRST if own else ("global",)) if (k, "validation", "loss") in measured]
+            kinds = [
+                k for k in (MOST_PERSONAL_FIRST if personal else ("global",)) if (k, "validation", "loss") in measured
+            ]
             if kinds and metrics and (not shared or ("global", "validation", "loss") in measured):
                 lead = leading(metrics, "settings")
                 values = [float(run.final(kinds[0], lead, "validation").nanmean()) for run in runs]
@@ -281,7 +283,7 @@ class Opened:
         return display.html_table(list(heads.values()), shown)
 
     def __repr__(self) -> str:
-        return f"Opened({str(self.path)!r}, {len(self)} runs)"
+        return f"RunDirectory({str(self.path)!r}, {len(self)} runs)"
 
 
 def _deployed(path: Path) -> str:
@@ -295,7 +297,7 @@ def _deployed(path: Path) -> str:
     return ""
 
 
-def open_run(path: Path | str, *, trust: bool = False) -> Opened:
+def open_run(path: Path | str, *, trust: bool = False) -> RunDirectory:
     """A run directory that `fedloom run` wrote: its table, its runs, and their models; nothing is computed again.
 
     Only code that its ``experiment.toml`` names by import path is executed, and that when models are asked for; a file
@@ -308,4 +310,4 @@ def open_run(path: Path | str, *, trust: bool = False) -> Opened:
     Raises:
         RunDirError: it is not a run directory, or damaged.
     """
-    return Opened(path, trust=trust)
+    return RunDirectory(path, trust=trust)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RecordedRun:
     """One run of a directory: what `fedloom.engine.result.Result` was when it ended.
 
     Attributes:

@@ -64,7 +64,7 @@ class ChunkResult(NamedTuple):
         accepted: ``[m]`` bool: uploads that are finite and within the bound.
         parts: what the accepted add to every field of the upload (`fedloom.engine.uploads`).
         answers: rows of the accepted: ``weigher`` their answers to the weigher, ``models`` their models if an attacker
-            sees them, ``sampler`` what a sampler learns from them.
+            reads them, ``sampler`` what a sampler learns from them.
         total: the sum of the shares of the accepted.
         counts: ``[m, 7]`` work and traffic, see `COUNTS`.
     """

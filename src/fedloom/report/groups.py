@@ -11,11 +11,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from fedloom.formats import DASH, fixed
-from fedloom.report.comparison.contenders import contenders
+from fedloom.report.comparison.contenders import contenders_of
 from fedloom.report.comparison.gains import FEW, federated_leader
 from fedloom.report.csv_files import csv_of
 from fedloom.report.naming import figure, titled
-from fedloom.report.numbers import Row, run_of
+from fedloom.report.numbers import Row
 from fedloom.report.reading import read_table
 from fedloom.report.run import Run
 from fedloom.report.tables import scrolling
@@ -34,9 +34,7 @@ def group_tables(runs: list[Run], rows: list[Row], lead: str) -> str:
     """An HTML table per run whose groups were scored."""
     text = ""
     for run in runs:
-        compared = [
-            row for row in contenders([run], [r for r in rows if run_of(runs, r) is run]) if lead in row.figures
-        ]
+        compared = contenders_of(run, runs, rows, lead)
         best = federated_leader(compared, lead)
         table = None if best is None else group_cells(run, best, lead)
         if best is None or table is None:

@@ -9,11 +9,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from fedloom.formats import DASH, pair
-from fedloom.report.comparison.contenders import contenders
+from fedloom.report.comparison.contenders import contenders_of
 from fedloom.report.comparison.gains import federated_leader, site_estimate, values_by_seed
 from fedloom.report.csv_files import csv_of
 from fedloom.report.naming import figure, titled
-from fedloom.report.numbers import Estimate, Row, run_of
+from fedloom.report.numbers import Estimate, Row
 from fedloom.report.reading import read_table
 from fedloom.report.run import Run
 from fedloom.report.tables import cell, scrolling
@@ -36,7 +36,7 @@ def left_out_tables(runs: list[Run], rows: list[Row], lead: str) -> str:
         if not path.exists():
             continue
         table = read_table(path, NAMES)
-        shown = [row for row in contenders([run], [r for r in rows if run_of(runs, r) is run]) if lead in row.figures]
+        shown = contenders_of(run, runs, rows, lead)
         alone = next((row for row in shown if row.algorithm == "local"), None)
         best = federated_leader(shown, lead)
         methods = [row for row in shown if row.method in set(table["method"].to_pylist())]

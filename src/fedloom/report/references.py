@@ -8,10 +8,10 @@ import numpy as np
 import pyarrow.compute as pc
 
 from fedloom.formats import pair
-from fedloom.report.comparison.contenders import contenders
+from fedloom.report.comparison.contenders import contenders_of
 from fedloom.report.comparison.gains import federated_leader, site_estimate, values_by_seed
 from fedloom.report.naming import figure, titled
-from fedloom.report.numbers import Estimate, Row, run_of
+from fedloom.report.numbers import Estimate, Row
 from fedloom.report.reading import read_table
 from fedloom.report.run import Run
 from fedloom.report.tables import cell, scrolling
@@ -29,7 +29,7 @@ def reference_tables(runs: list[Run], rows: list[Row], lead: str) -> str:
             continue
         table = read_table(path, ("seed", "client", "model", "metric", "value"))
         table = table.filter(pc.equal(table["metric"], lead))
-        shown = [row for row in contenders([run], [r for r in rows if run_of(runs, r) is run]) if lead in row.figures]
+        shown = contenders_of(run, runs, rows, lead)
         methods = [next((row for row in shown if row.algorithm == "local"), None), federated_leader(shown, lead)]
         columns = {row.name: values_by_seed(run, row, lead) for row in methods if row is not None}
         for line in table.to_pylist():

@@ -27,6 +27,7 @@ HIDDEN = set(WORK) - set(COSTS)
 """Figures of the CSV that the table for people leaves out."""
 PRINTED = 6
 """Columns of the LaTeX table where none are chosen."""
+BOOKTABS = "% \\usepackage{booktabs}"
 TERMINAL = ("steps", "bytes_down")
 """Costs that a LaTeX table leaves out where no columns are chosen."""
 
@@ -170,25 +171,30 @@ def latex(
             else []
         ),
     ]
-    lines = [
-        "% \\usepackage{booktabs}",
-        "\\begin{table}",
-        "\\centering",
-        f"\\caption{{{'. '.join([tex(caption), ' '.join(legend)]) if legend else tex(caption)}}}",
-        f"\\begin{{tabular}}{{{'l' * (3 if several else 2)}{'r' * len(columns)}}}",
-        "\\toprule",
-        " & ".join(tex(title) for title in head) + " \\\\",
-        "\\midrule",
-    ]
+    lines = []
     for place, row in enumerate(rows):
         cells = [*([tex(row.run)] if several else []), tex(row.method), tex(row.model)]
         for name in columns:
             mark = marks.get(name, Marks())
             best, level = place in mark.best, place in mark.level
             cells.append(marked(*cell(name, row.figures.get(name)), best=best, level=level))
-        note = "" if row.done else f" % {row.status}"
-        lines.append(" & ".join(cells) + " \\\\" + note)
-    return "\n".join([*lines, "\\bottomrule", "\\end{tabular}", "\\end{table}", ""])
+        lines.append(" & ".join(cells) + " \\\\" + ("" if row.done else f" % {row.status}"))
+    words = ". ".join([tex(caption), *([" ".join(legend)] if legend else [])])
+    return "\n".join([BOOKTABS, *tabular(words, "l" * (3 if several else 2) + "r" * len(columns), head, lines), ""])
+
+
+def tabular(caption: str, columns: str, heads: Sequence[str], lines: Sequence[str]) -> list[str]:
+    """The lines of a LaTeX table.
+
+    Args:
+        caption: of the table, as LaTeX.
+        columns: a letter for each, as ``llr``.
+        heads: titles of the columns, as plain text.
+        lines: rows, as LaTeX.
+    """
+    head = " & ".join(map(tex, heads)) + " \\\\"
+    first = ["\\begin{table}", "\\centering", f"\\caption{{{caption}}}", f"\\begin{{tabular}}{{{columns}}}"]
+    return [*first, "\\toprule", head, "\\midrule", *lines, "\\bottomrule", "\\end{tabular}", "\\end{table}"]
 
 
 _TEX = {"\\": "\\textbackslash{}", "~": "\\textasciitilde{}", "^": "\\textasciicircum{}", "²": "$^2$", "·": "$\\cdot$"}

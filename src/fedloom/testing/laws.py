@@ -256,7 +256,7 @@ def check_algorithm(
 def check_network(
     algorithm: Algorithm | Composition, weigher: Weigher | None, without: Collection[str], network: Classifier
 ) -> None:
-    """Hold a method to the laws on a network: all but ``translation``, since a network knows its origin."""
+    """Hold a method to the laws on a network: all but ``translation``, since the origin matters to a network."""
     for law in laws_of(algorithm, {*without, "translation"}):
         check_law(law, algorithm, weigher, on=network)
 

@@ -27,7 +27,7 @@ SHAPE, CLASSES = (4,), 3
 
 @dataclass(frozen=True)
 class Classifier:
-    """A federation of a network that tells classes apart, in the place of `fedloom.testing.Problem` in the laws.
+    """A federation of a network that separates classes, in the place of `fedloom.testing.Problem` in the laws.
 
     Attributes:
         module: the network; its parameters are the initial model.

@@ -230,8 +230,10 @@ def attempt(
         watch = _watch(marks, place * POINTS, rounds, every, goal, trial if prune else None)
         chosen = for_scoring(method.setting, seed, every).with_(rounds=rounds)
         timed = [] if goal.time is None else [VirtualTime(seconds=goal.time)]
-        tell = emitter(f"{method.label}: {setting(trial.params)}", chosen)
-        result = simulate(chosen, federations[seed], folder=folder / f"{seed}-{rounds}", progress=[tell, watch, *timed])
+        figures = emitter(f"{method.label}: {setting(trial.params)}", chosen)
+        result = simulate(
+            chosen, federations[seed], folder=folder / f"{seed}-{rounds}", progress=[figures, watch, *timed]
+        )
         if result.stop is Stop.INTERRUPTED:
             raise Interrupted
         watch(result.state)  # a run that had ended before an interruption is not played again
@@ -285,7 +287,7 @@ def _watch(
 ) -> Callable[[State], None]:
     """A callback of `simulate` that notes the metric at the points of a trial, and stops a hopeless one if given."""
 
-    def tell(state: State) -> None:
+    def note(state: State) -> None:
         measured: dict[int, list[float]] = {}
         for record in state.records.items:
             wanted = record.model in goal.models and (record.part, record.metric) == (PART, goal.figure)
@@ -301,7 +303,7 @@ def _watch(
                 if trial.should_prune():
                     raise _PrunedTrial(state)
 
-    return tell
+    return note
 
 
 def _score(records: Records, goal: Goal) -> float:

@@ -16,7 +16,7 @@ from fedloom.data.federation import Federation
 from fedloom.engine.setting import Engine, Setting
 from fedloom.errors import ConfigError, RunDirError, RunStopped, Stop
 from fedloom.experiment import Experiment, parse
-from fedloom.experiment.events import PAUSE, Emitter, Line, Listener
+from fedloom.experiment.events import PAUSE, Emitter, EventQueue, Listener
 from fedloom.experiment.file import difference_to_recorded
 from fedloom.experiment.tuning import Dimension, Tune
 from fedloom.processes.distributed import check_alone
@@ -44,7 +44,7 @@ from fedloom.values import difference, dump, flat
 FREE = ("seeds", "name", "evaluate")
 """Parts of an experiment that no trial depends on."""
 
-Tell = Callable[[str, Trial], None]
+OnTrial = Callable[[str, Trial], None]
 """(label, trial): called after every trial."""
 
 
@@ -119,7 +119,7 @@ class Tuning:
         trials = [min(self.tune.trials, study.search.settings) * study.goal.rounds for study in self.studies]
         return int(sum(trials)) * len(self.goal.seeds)
 
-    def run(self, on_trial: Tell = lambda *_: None, *listeners: Listener, tuned: bool = True) -> list[SearchResult]:
+    def run(self, on_trial: OnTrial = lambda *_: None, *listeners: Listener, tuned: bool = True) -> list[SearchResult]:
         """Do the trials that are missing, and write every file.
 
         Args:
@@ -136,7 +136,7 @@ class Tuning:
             self._claim()
             workers = self._workers()
             processes = min(workers, len(self.studies))
-            line = Line()
+            line = EventQueue()
 
             def emitter(label: str, run: Setting) -> Emitter:
                 return Emitter((line.send,), label, run, PAUSE) if processes > 1 else Emitter(listeners, label, run)
@@ -167,7 +167,7 @@ class Tuning:
     def _tune(
         self,
         study: Study,
-        tell: Tell,
+        on_trial: OnTrial,
         emitter: Callable[[str, Setting], Emitter],
         interrupted: Callable[[], bool],
         workers: int,
@@ -188,7 +188,7 @@ class Tuning:
                 self._stopped = True
                 return
             journal.append(done, study.search.space)
-            tell(study.method.label, done)
+            on_trial(study.method.label, done)
         if study.search.ended(journal.trials):
             shutil.rmtree(folder, ignore_errors=True)
 

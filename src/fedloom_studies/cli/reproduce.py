@@ -122,7 +122,7 @@ def _run(
     if several and scale == "laptop" and recipe.budget(scale) is None:
         say(f"{recipe.name}: no laptop scale; left out")
         return True
-    say(f"{recipe.name}: {recipe.paper.title} ({recipe.says(scale)})")
+    say(f"{recipe.name}: {recipe.paper.title} ({recipe.sentence(scale)})")
     try:
         done = run(
             recipe, scale, out / recipe.name / scale, results=results, data_dir=data_dir, seeds=seeds, only=only,

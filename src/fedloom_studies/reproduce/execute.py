@@ -224,8 +224,8 @@ def verify(
     document = recipe.at(summary.scale, [seed], only)[variant]
     choices: dict[str, Any] = summary.choices.get(variant) or next(iter(summary.choices.values()), {})
     plan = Plan(experiment(chosen(document, choices), f"recipe {recipe.name}, {variant}", workers), folder, data_dir)
-    with show(plan.rounds) as tell:
-        plan.run(tell, page=False)
+    with show(plan.rounds) as listener:
+        plan.run(listener, page=False)
     now = summaries.numbers_of(recipe, document, read_runs([folder])[0])
     was, key = summary.numbers[variant], str(seed)
     return [Difference(ref, was[ref].get(key), by_seed.get(key)) for ref, by_seed in now.items() if ref in was]
@@ -240,8 +240,8 @@ def _variant(
 
     def run(document: Mapping[str, Any], *, page: bool = False) -> bool:
         plan = Plan(experiment(document, where, workers), folder, data_dir)
-        with show(plan.rounds) as tell:
-            return all(outcome.status != "interrupted" for outcome in plan.run(tell, *listeners, page=page))
+        with show(plan.rounds) as listener:
+            return all(outcome.status != "interrupted" for outcome in plan.run(listener, *listeners, page=page))
 
     def search(place: Path, searched: dict[str, Any]) -> bool:
         from fedloom.tune import Tuning
@@ -250,9 +250,9 @@ def _variant(
             return experiment(document, where, workers)
 
         tuning = Tuning(search_of(searched), where, place, data_dir, read=read)
-        with show(tuning.rounds) as tell:
+        with show(tuning.rounds) as listener:
             try:
-                write_choices(place, searched, tuning.run(lambda *_: None, tell, *listeners, tuned=False))
+                write_choices(place, searched, tuning.run(lambda *_: None, listener, *listeners, tuned=False))
             except RunStopped as stopped:
                 if stopped.reason is not Stop.INTERRUPTED:
                     raise

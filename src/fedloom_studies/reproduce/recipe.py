@@ -10,7 +10,7 @@ A recipe is an experiment file with more tables:
 - ``[variant.NAME]``: changes of the experiment, one run directory each; ``options.LABEL`` changes one method. Without
   variants there is one, called ``all``; ``variants = [...]`` keeps these and leaves out the base's others.
 - ``[scale.NAME]``: changes for smoke, laptop or full, on top of a variant's; ``variants`` and ``methods`` leave some
-  out, ``options.LABEL`` changes one method, ``budget`` is in core-minutes, ``says`` is the sentence for the report.
+  out, ``options.LABEL`` changes one method, ``budget`` is in core-minutes, its sentence for the report is `SENTENCE`.
 - ``choose = {KEY = [values]}`` in a ``[[method]]``: values of which one is chosen on validation data, by
   `fedloom.tune`; `choices`.
 """
@@ -35,6 +35,8 @@ from fedloom.values import Value, choose, make
 
 Scale = Literal["smoke", "laptop", "full"]
 SCALES: tuple[Scale, ...] = get_args(Scale)
+SENTENCE = "says"
+"""Key of a scale: how it differs from the protocol, as a sentence of the report."""
 ONLY = "all"
 """The variant of a recipe without variants."""
 SMOKE = {"data": {"source": "digits"}, "partition": {"min_size": 1, "keep": 20}, "rounds": 1, "evaluate": {"every": 1}}
@@ -164,12 +166,12 @@ class Recipe:
         """Core-minutes that a scale may take; None where none is stated."""
         return self.scales.get(scale, {}).get("budget")
 
-    def says(self, scale: Scale) -> str:
+    def sentence(self, scale: Scale) -> str:
         """How a scale differs from the protocol, for people."""
         if scale == "smoke":
             return "handwritten digits in place of the data, hardly any rounds: shows only that the recipe runs"
         plain = "as in the protocol" if self.paper.reduced is None else "as reduced"
-        return str(self.scales.get(scale, {}).get("says", plain))
+        return str(self.scales.get(scale, {}).get(SENTENCE, plain))
 
     def as_the_paper(self, scale: Scale, samples: Mapping[str, int]) -> bool:
         """Whether a scale is the protocol, but for seeds, and for variants or methods left out.
@@ -179,7 +181,7 @@ class Recipe:
             samples: of every source that was used; one that is not known, or smaller than the paper's, is not the
                 paper's.
         """
-        free = {"budget", "says", "seeds", "variants", "methods"}
+        free = {"budget", SENTENCE, "seeds", "variants", "methods"}
         if scale == "smoke" or self.paper.reduced is not None or set(self.scales.get(scale, {})) - free:
             return False
         used = {document["data"]["source"] for document in self.at(scale).values()}
@@ -209,7 +211,7 @@ class Recipe:
             ConfigError: a variant or method that the recipe does not have.
         """
         documents = {}
-        change = {k: v for k, v in self.scales.get(scale, {}).items() if k not in ("budget", "says")}
+        change = {k: v for k, v in self.scales.get(scale, {}).items() if k not in ("budget", SENTENCE)}
         for variant in change.pop("variants", list(self.variants)[: 1 if scale == "smoke" else None]):
             variant_options = dict(choose("variant", self.variants, variant, self.name))
             options = merged(variant_options.pop("options", {}), change.get("options", {}))

@@ -105,7 +105,7 @@ def summarise(
         return None
     some = next(iter(documents.values()))
     return RecipeSummary(
-        recipe.name, scale, recipe.protocol(scale), recipe.says(scale), command, datetime.date.today().isoformat(),
+        recipe.name, scale, recipe.protocol(scale), recipe.sentence(scale), command, datetime.date.today().isoformat(),
         machine(), versions, not missing, list(some["seeds"]), some["rounds"],
         round(sum(spent(out).values()) / 60, 2), chosen, failures, numbers, commit(), dict(samples),
     )  # fmt: skip

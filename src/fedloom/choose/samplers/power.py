@@ -23,7 +23,7 @@ class PowerOfChoice(SizedSampler):
     """Of d candidates, drawn without replacement with probabilities n_i / n, the m with the largest losses.
 
     Reference: Y. J. Cho, J. Wang, G. Joshi, "Towards Understanding Biased Client Selection in Federated Learning",
-    AISTATS 2022, arXiv:2010.01243, Section 4: pow-d asks for the loss of the global model over all samples
+    AISTATS 2022, arXiv:2010.01243, Section 4: pow-d computes the loss of the global model over all samples
     (``loss``), cpow-d over one mini-batch (``batch``), rpow-d remembers the last losses (``last``).
 
     Deviations: what rpow-d remembers is the loss of a client's trained model on its last mini-batch, not the mean over

@@ -25,7 +25,7 @@ from fedloom.storage.files import lock
 SPOKEN = "fedloom: "
 """How lines of the server's log begin that are meant for people."""
 
-Tell = Callable[[str], None]
+Print = Callable[[str], None]
 
 
 class Loopback:
@@ -98,11 +98,11 @@ class Loopback:
         file = self.site_file(name)
         return self._start(f"site-{name}", command("supernode", site, file=file), file.parent, site.threads)
 
-    def run(self, tell: Tell) -> None:
+    def run(self, show: Print) -> None:
         """Run the experiment to its end.
 
         Args:
-            tell: called with every line of the server's log.
+            show: called with every line of the server's log.
 
         Raises:
             ProcessError: the run stopped early or failed, or the server ended before it.
@@ -116,14 +116,14 @@ class Loopback:
             def pass_on() -> None:
                 for line in log.readlines():
                     if not line.startswith(STOPS):
-                        tell(line.rstrip("\n"))
+                        show(line.rstrip("\n"))
 
             while stream.alive():
                 for process in serving:
                     process.check()
                 for process in [p for p in sites if not p.alive()]:
-                    tell(f"{SPOKEN}{process.name} has ended, the others go on; the end of {process.log}:")
-                    tell(f"{SPOKEN}{process.tail(3)}")
+                    show(f"{SPOKEN}{process.name} has ended, the others go on; the end of {process.log}:")
+                    show(f"{SPOKEN}{process.tail(3)}")
                     sites.remove(process)
                 pass_on()
                 time.sleep(0.2)
@@ -180,12 +180,12 @@ class Loopback:
                 time.sleep(0.1)
 
 
-def run_all(folder: Path, tell: Tell, port: int | None = None) -> Loopback:
+def run_all(folder: Path, show: Print, port: int | None = None) -> Loopback:
     """Run a deployment's directory on this machine to the end of its experiment; nothing runs any more afterwards.
 
     Args:
         folder: the directory.
-        tell: called with what a person wants to see.
+        show: called with what a person wants to see.
         port: of the server; None: a free one.
 
     Raises:
@@ -197,20 +197,20 @@ def run_all(folder: Path, tell: Tell, port: int | None = None) -> Loopback:
 
     def say(line: str) -> None:
         if line.startswith(SPOKEN):
-            tell(line.removeprefix(SPOKEN))
+            show(line.removeprefix(SPOKEN))
 
     processes = Processes()
     here = Loopback(folder, processes, port)
     if finished(here.server):
-        tell(FINISHED)
+        show(FINISHED)
         return here
     for site in here.sites.values():
         site_federation(read_agreed(site), site)
     with lock(here.folder, wait=0), processes:
         here.start_server()
-        tell(f"the server answers on {here.address}, over TLS")
+        show(f"the server answers on {here.address}, over TLS")
         for name, node in here.register_all().items():
-            tell(f"site {name} is node {node}")
+            show(f"site {name} is node {node}")
             here.start_site(name)
         here.run(say)
     return here

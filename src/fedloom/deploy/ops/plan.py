@@ -52,7 +52,7 @@ class DeploymentPlan:
     site's samples are; data_dir: folder of data sets on this machine; share, fixed_data: see `Site`; code: what the
     experiment names by import path; norm_bound: longest difference that the server accepts, None for any;
     threshold: of secure aggregation, None without it; most_samples: of any part of a site, None where sites have their
-    own data and it is not said; start: file of the initial model, None for one drawn by the seed; sends: whether sites
+    own data and none is stated; start: file of the initial model, None for one drawn by the seed; sends: whether sites
     send anything; by_samples: whether a site counts by its samples.
     """
 

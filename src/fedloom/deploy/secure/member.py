@@ -22,7 +22,7 @@ from fedloom.deploy.secure import protocol as secure
 from fedloom.deploy.secure import shares
 from fedloom.deploy.secure.opened import OpenedSums, read_checked, write_checked
 from fedloom.deploy.secure.protocol import MOST, SIGNATURE, Broken, Integers
-from fedloom.deploy.secure.stages import Progress, Stage, progress_of
+from fedloom.deploy.secure.stages import REVEALED, Progress, Stage, progress_of
 from fedloom.deploy.secure.terms import Terms
 from fedloom.deploy.settings import Site
 from fedloom.engine.setting import Setting
@@ -176,22 +176,22 @@ class SessionMember:
         self._save(record)
         return self._key.sign(secure.statement(self._bound(record), arrived))
 
-    def tell(self, round: int, nonce: bytes, message: bytes) -> bytes:
+    def reveal(self, round: int, nonce: bytes, message: bytes) -> bytes:
         """Step 5: shares of the seeds of the sites whose vector arrived, of the masking keys of the others."""
         record = self._session(round, nonce, "unmask")
         signed = _read(message, SIGNATURE)
         survivors = secure.write(dict.fromkeys(signed, b"")).hex()
-        if "told" not in record:
+        if REVEALED not in record:
             arrived, held = self._arrived(record, signed), {int(c): bytes.fromhex(p) for c, p in record["held"].items()}
             if record.get("arrived", survivors) != survivors:
                 raise Broken("this site has signed that the sum is of other sites")
             secure.check_statement(self._agreed_by(record), self._bound(record), signed, self._public)
             self._opened.reveal(record["sums"], record["asked"], arrived, self._agreed.threshold)
-            answer = secure.write(shares.tell(held, arrived)).hex()
-            record = {"name": record["name"], "told": answer, "survivors": survivors}  # all secrets are gone
+            answer = secure.write(shares.reveal_shares(held, arrived)).hex()
+            record = {"name": record["name"], REVEALED: answer, "survivors": survivors}  # all secrets are gone
             self._save(record)
         self._once(record, "survivors", survivors)
-        return self._bytes(record, "told")
+        return self._bytes(record, REVEALED)
 
     # ---------------------------------------------------------------------------------------------------- inside
 

@@ -120,7 +120,7 @@ def _way(session: Session, common: bytes, sender: int, to: int) -> bytes:
     return derived(common, session.digest, use)
 
 
-def tell(shares: Mapping[int, bytes], survivors: Collection[int]) -> dict[int, bytes]:
+def reveal_shares(shares: Mapping[int, bytes], survivors: Collection[int]) -> dict[int, bytes]:
     """Of every site one share: of its seed where its vector arrived, of its masking key where it did not."""
     return {owner: both[:KEY] if owner in survivors else both[KEY:] for owner, both in shares.items()}
 
@@ -195,7 +195,7 @@ def restored(
         session: all agree on.
         peers: sites that have masks with each other.
         arrived: those of them whose vector arrived, whose seeds are restored; of the others it is the masking key.
-        answers: by the site that gives them, shares by owner (`tell`).
+        answers: by the site that gives them, shares by owner (`reveal_shares`).
 
     Raises:
         Broken: there are fewer than ``threshold`` answers.

@@ -72,13 +72,13 @@ class MaskedAnswers:
             raise WireError(f"{len(arrays)} arrays, {wanted} are expected")
         steps: dict[str, Callable[..., bytes]] = {
             "keys": member.keys, "shares": member.shares, "open": member.open, "agree": member.agree,
-            "unmask": member.tell,
+            "unmask": member.reveal,
         }  # fmt: skip
         return {}, [steps[kind](head["round"], head["session"], *arrays)], None
 
     def _scores(self, envelope: Envelope) -> Answer:
         head, trainer = envelope.head, self._trainer
-        job, _ = trainer.seated(head["accepted"], trainer.weighed(head["weight"]))
+        job, _ = trainer.with_local_data(head["accepted"], trainer.weighed(head["weight"]))
         scores = trainer.scores(job, envelope.arrays, head["round"], common=head["global"])
         return {"samples": part_sizes(trainer.fed, self._site.client)[0]}, [], metrics_of(scores)
 
@@ -98,7 +98,7 @@ class MaskedAnswers:
         accusations = self._member.receive(t, head["session"], inbox, terms)
         if accusations:
             return ACCUSES + accusations
-        job, state = trainer.seated(head["accepted"], terms.weighed(trainer.job, self._site.samples))
+        job, state = trainer.with_local_data(head["accepted"], terms.weighed(trainer.job, self._site.samples))
         vectors = []
         if terms.scored >= 0:
             scores = trainer.scores(job, models, terms.scored, common=terms.common)
@@ -130,7 +130,7 @@ class MaskedAnswers:
             before = None if state is None else state.group("kept")
             vector, rows, clipped = UploadVector(job, trainer.forms.idle).encode(output, *weights, before)
             if clipped:
-                trainer.withheld(f"{clipped} numbers of the upload are out of range and were clipped")
+                trainer.log_privately(f"{clipped} numbers of the upload are out of range and were clipped")
             return {"reply": torch.from_numpy(vector.view(np.int64)), **{f"kept.{n}": row for n, row in rows.items()}}
 
         return send

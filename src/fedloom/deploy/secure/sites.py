@@ -108,7 +108,7 @@ class MaskedSites(Sites):
         if self._tallies:
             self._tally(pending)
         else:
-            self._transport.until(pending.round, self._score_letters(pending), 0)
+            self._transport.collect_replies(pending.round, self._score_letters(pending), 0)
         return -1, {}
 
     def score(self, request: ScoreRequest) -> Iterator[Scores]:

@@ -45,9 +45,11 @@ MOVES: Mapping[Kind, tuple[Stage, Stage]] = {
 }
 """The earliest stage from which a message is answered, and the stage that it leads to."""
 
+REVEALED = "told"
+"""Entry of a site's record of a session: the shares that it has revealed."""
 ENTRIES = {
     "advert": Stage.ADVERTISED, "shares": Stage.SHARED, "held": Stage.RECEIVED, "vector": Stage.MASKED,
-    "arrived": Stage.AGREED, "told": Stage.REVEALED,
+    "arrived": Stage.AGREED, REVEALED: Stage.REVEALED,
 }  # fmt: skip
 """The stage that each entry of a site's record shows."""
 

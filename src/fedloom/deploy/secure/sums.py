@@ -291,7 +291,7 @@ class SecureSums:
         }
         last = kind in ("agree", "unmask")
         least = max(self._agreed.threshold, 1 if last else min(self._settings.quorum, len(requests)))
-        replies = self._transport.until(course.round, requests, least if need is None else need)
+        replies = self._transport.collect_replies(course.round, requests, least if need is None else need)
         return course._replace(progress=progress), {c: reply.value for c, reply in sorted(replies.items())}
 
     def _leave_out(self, t: int, client: int, why: str) -> None:

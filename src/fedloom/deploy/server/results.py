@@ -36,13 +36,13 @@ class Results:
         self._job: Job | None = None
         self._rounds, self._notes = 0, tuple[str, ...]()
 
-    def tell(self, job: Job, state: State) -> None:
+    def hold(self, job: Job, state: State) -> None:
         """Keep the facts of the summary, however the run ends."""
         self._job, self._rounds, self._notes = job, state.round, state.notes
 
     def tables(self, job: Job, state: State) -> None:
         """What was measured, the public sizes of the sites, and the global model."""
-        self.tell(job, state)
+        self.hold(job, state)
         out, method, seed = self._settings.results, self._experiment.methods[0], self._experiment.head.seeds[0]
         make_folder(out)
         write_settings(out, self._experiment)

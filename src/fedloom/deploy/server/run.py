@@ -212,7 +212,7 @@ class _Run(Hooks):
 
     def before_round(self, state: State) -> RunStopped | None:
         """Make sure that the next round stays within the budget, and enter it if the server adds the noise."""
-        self._results.tell(self._job, state)
+        self._results.hold(self._job, state)
         setting, t = self._job.setting, state.round + 1
         noise, limit = accounted(setting.channel, setting.aggregator), self._settings.epsilon
         try:

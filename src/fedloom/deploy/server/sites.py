@@ -65,13 +65,13 @@ class Sites(StreamedClients):
             message = common or forms.write_down(down, request.server)
             letters[c] = Request("train", c, [message, *parts], more, down)
         need = max(1, min(self._settings.quorum, len(letters)))
-        replies = self._transport.until(request.round, letters | asks, need)
+        replies = self._transport.collect_replies(request.round, letters | asks, need)
         self._scores = (scored, {c: reply.metrics for c, reply in replies.items()})
         return {c: output_of(reply.value, _work(reply)) for c, reply in replies.items() if c in letters}
 
     def ask_each(self, request: AskRequest, clients: list[int]) -> dict[int, tuple[Tensor, Tensor]]:
         message = [self._forms.write_model(request.model)]
-        replies = self._transport.until(request.round, {c: Request("ask", c, message) for c in clients}, 0)
+        replies = self._transport.collect_replies(request.round, {c: Request("ask", c, message) for c in clients}, 0)
         return {c: (reply.value, _work(reply)) for c, reply in replies.items()}
 
     def begin_at(self, seconds: float) -> None:
@@ -111,7 +111,7 @@ class Sites(StreamedClients):
             letters, busy = self._score_letters(request), self._transport.asked
             if busy and request.round < self._job.setting.rounds:
                 letters = {c: letter for c, letter in letters.items() if c not in busy}
-            replies = self._transport.until(request.round, letters, 0)
+            replies = self._transport.collect_replies(request.round, letters, 0)
             self._scores = request.round, {c: reply.metrics for c, reply in replies.items()}
         return self._scores[1]
 

@@ -71,7 +71,7 @@ class Transport:
     Attributes:
         members: the sites that may take part, by client.
         presence: which of them are there.
-        figures: that the samples of every site define, as it says; empty where scores are not summed.
+        figures: that the samples of every site define; empty where scores are not summed.
     """
 
     def __init__(self, grid: Grid, settings: Server, audit: Audit, say: Callable[[str], None]) -> None:
@@ -152,11 +152,11 @@ class Transport:
 
     def _greetings(self) -> list[Request]:
         """Requests to nodes that are not known and have no greeting to answer."""
-        nodes = list(self._patiently(self._grid.get_node_ids))
+        nodes = list(self._with_retry(self._grid.get_node_ids))
         greeted = {p.node for p, _ in (*self._posted.values(), *self._overdue.values()) if p.kind == "hello"}
         return [Request("hello", None, node=n) for n in self.presence.strangers(nodes) if n not in greeted]
 
-    def until(self, round: int, requests: dict[int, Request], need: int) -> dict[int, Reply]:
+    def collect_replies(self, round: int, requests: dict[int, Request], need: int) -> dict[int, Reply]:
         """Accepted replies by client; those that did not answer are asked again until ``need`` is there.
 
         A reply to a request for scores only does not count to ``need``.
@@ -211,13 +211,13 @@ class Transport:
             self.presence.took(kind, latest or 0.0)
         for id_, pending in open_requests.items():
             self._overdue[id_] = pending, start + self._settings.ttl
-            self._miss(pending, f"no answer within {time.monotonic() - start:.0f} s")
+            self._mark_mute(pending, f"no answer within {time.monotonic() - start:.0f} s")
         return good, bad
 
     def _push(self, round: int, requests: Sequence[Request]) -> dict[str, Pending]:
         """Send requests; what is open of them, by the message."""
         messages = [self._message(request, round) for request in requests]
-        pushed = self._patiently(lambda: list(self._grid.push_messages([m for m, _ in messages]))) if messages else []
+        pushed = self._with_retry(lambda: list(self._grid.push_messages([m for m, _ in messages]))) if messages else []
         return {id_: pending for id_, (_, pending) in zip(pushed, messages, strict=True) if id_}
 
     def post(self, round: int, requests: Sequence[Request]) -> None:
@@ -259,7 +259,7 @@ class Transport:
             if pending.client == client and now - start >= most:
                 del self._posted[id_]
                 self._overdue[id_] = pending, start + self._settings.ttl
-                self._miss(pending, f"no answer within {now - start:.0f} s")
+                self._mark_mute(pending, f"no answer within {now - start:.0f} s")
                 if client is not None:
                     self._missed(pending.round, client)
 
@@ -281,16 +281,16 @@ class Transport:
             id_: pending.most
             for id_, pending in [*open_requests.items(), *((k, overdue) for k, (overdue, _) in self._overdue.items())]
         }
-        arrived = list(self._patiently(lambda: pull(self._grid, limits))) if limits else []
+        arrived = list(self._with_retry(lambda: pull(self._grid, limits))) if limits else []
         for reply in arrived:
-            self._take(reply, open_requests, good, bad)
+            self._accept_or_reject(reply, open_requests, good, bad)
         return len(arrived)
 
     def _missed(self, round: int, client: int) -> None:
         site = self.members[client].site if client in self.members else None
         self._audit.write("missed", round=round, client=client, site=site)
 
-    def _miss(self, pending: Pending, why: str) -> None:
+    def _mark_mute(self, pending: Pending, why: str) -> None:
         """A node has not answered in time, or its answer was lost: from now on the server does not wait for it."""
         if self.presence.silent(pending.node):
             name = self.presence.name(pending.node)
@@ -305,7 +305,9 @@ class Transport:
         site = self.members[client].site if client in self.members else None
         return {"kind": pending.kind, "round": pending.round, "client": client, "site": site, "node": pending.node}
 
-    def _take(self, reply: Message, open_requests: dict[str, Pending], good: dict[int, Reply], bad: set[int]) -> None:
+    def _accept_or_reject(
+        self, reply: Message, open_requests: dict[str, Pending], good: dict[int, Reply], bad: set[int]
+    ) -> None:
         """Check one reply, and log what became of it."""
         id_ = reply.metadata.reply_to_message_id
         overdue, _ = self._overdue.pop(id_, (None, 0.0))
@@ -343,7 +345,7 @@ class Transport:
         self._say(f"fedloom: refuses {self.presence.name(pending.node)} ({pending.kind}): {error.reason}")
         self._audit.write("rejected", **facts, **self._facts(pending))
         if lost:
-            self._miss(pending, error.reason)
+            self._mark_mute(pending, error.reason)
         return set() if pending.client is None or lost or is_late else {pending.client}
 
     def _message(self, request: Request, round: int) -> tuple[Message, Pending]:
@@ -371,7 +373,7 @@ class Transport:
             request.kind, round, request.client, request.node, nonce, request.down, request.read, most
         )
 
-    def _patiently(self, call: Callable[[], Iterable[Any]]) -> Iterable[Any]:
+    def _with_retry(self, call: Callable[[], Iterable[Any]]) -> Iterable[Any]:
         """The answer of Flower's server; while there is none, it is asked again, up to the life of a message."""
         end, pause = time.monotonic() + self._settings.ttl, POLL
         while True:

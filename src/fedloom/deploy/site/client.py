@@ -86,7 +86,7 @@ class Client:
         except Exception as error:  # the server gets the sentence, and logs it
             reason = describe_error(error)
             if not isinstance(error, SAFE if secret else PLAIN):
-                reason = self.trainer.withheld(reason)
+                reason = self.trainer.log_privately(reason)
             more, arrays, metrics = {"status": "refused", "reason": reason[:REASON]}, [], None
         self._memory.notes.clear()
         try:
@@ -182,7 +182,7 @@ class Client:
             raise Refused(f"{what}, and by fixed_data they must stay; put the data back, or begin a new experiment")
         self._memory.note_samples(self.trainer.samples)
         if self.trainer.private:
-            self.trainer.withheld(what)
+            self.trainer.log_privately(what)
         else:
             self._memory.notes.append(f"{what}; the run continues with the new ones")
 

@@ -48,7 +48,7 @@ class PlainAnswers:
             task = AskTask(head["round"], trainer.ids)
             answer, counts = ask_chunk(trainer.job, trainer.forms.read_model(arrays[0]), task)
             return samples | {"work": counts[0, :3].tolist()}, [trainer.forms.write_answer(answer)], None
-        job, state = trainer.seated(head["accepted"], trainer.weighed(head["weight"]))
+        job, state = trainer.with_local_data(head["accepted"], trainer.weighed(head["weight"]))
         if head["kind"] == "train":
             scores = trainer.scores(job, arrays[1:], head["scored"], common=head["global"])
             new = trainer.train(job, state, head["round"], arrays[0], self._send)

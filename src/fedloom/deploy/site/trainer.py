@@ -117,7 +117,7 @@ class Trainer:
         """The run with the share of the objective that the server gives the site."""
         return replace(self.job, alpha=torch.full_like(self.job.alpha, share))
 
-    def seated(self, accepted: int, job: Job) -> tuple[Job, Generation | None]:
+    def with_local_data(self, accepted: int, job: Job) -> tuple[Job, Generation | None]:
         """The run, with its shares of the objective, with the state that the server names as accepted."""
         ids, state = self.ids, self._memory.settle(accepted)
         for name, store in (("rows", job.clients), ("residue", job.residue), ("optimizer", job.optimizer)):
@@ -139,7 +139,7 @@ class Trainer:
         """A round of training; one that was asked for before is answered with what is kept.
 
         Args:
-            job: the run, as `seated` gives it.
+            job: the run, as `with_local_data` gives it.
             state: of the site.
             t: round.
             download: message of the server.
@@ -242,7 +242,7 @@ class Trainer:
         except Exception as error:
             if self.noise is None:
                 raise
-            self.withheld(describe_error(error))
+            self.log_privately(describe_error(error))
             return self._noise_alone(job, down)
         return output
 
@@ -259,7 +259,7 @@ class Trainer:
         """The scores of round ``t``, none if it is below 0; where they cannot be found, that is a note.
 
         Args:
-            job: the run, as `seated` gives it.
+            job: the run, as `with_local_data` gives it.
             models: messages of the server.
             t: round.
             common: whether the global model is scored.
@@ -271,7 +271,7 @@ class Trainer:
             sentence = (
                 f"{what}: {error}" if isinstance(error, PLAIN) else f"{what}; the reason is in the site's own log"
             )
-            self.withheld(f"{what}: {describe_error(error)}")
+            self.log_privately(f"{what}: {describe_error(error)}")
             if not self.private and self._site.secure is None:
                 self._memory.notes.append(sentence)
             return {}
@@ -300,7 +300,7 @@ class Trainer:
             return "off"
         return "per-site" if self._site.secure is None else self._site.secure.scores
 
-    def withheld(self, reason: str) -> str:
+    def log_privately(self, reason: str) -> str:
         """The sentence for the server in the place of one that may reveal samples; that goes to the site's log."""
         sys.stderr.write(f"fedloom: site {self._site.site}: {reason}\n")
         return f"site {self._site.site} could not answer; the reason is in its own log"

@@ -10,10 +10,10 @@ import pyarrow.compute as pc
 from fedloom.formats import fixed, rounded
 from fedloom.report.charts import kit
 from fedloom.report.charts.kit import Figure, Rows
-from fedloom.report.comparison.contenders import contenders
+from fedloom.report.comparison.contenders import contenders_of
 from fedloom.report.comparison.gains import federated_leader
 from fedloom.report.naming import metric
-from fedloom.report.numbers import Row, run_of
+from fedloom.report.numbers import Row
 from fedloom.report.reading import read_table
 from fedloom.report.run import Run
 from fedloom.rundir import IMPORTANCE
@@ -28,9 +28,7 @@ def importances(runs: list[Run], rows: list[Row], lead: str) -> list[Figure]:
     figures = []
     for place, run in enumerate(runs, start=1):
         path = run.path / IMPORTANCE
-        compared = [
-            row for row in contenders([run], [r for r in rows if run_of(runs, r) is run]) if lead in row.figures
-        ]
+        compared = contenders_of(run, runs, rows, lead)
         best = federated_leader(compared, lead)
         if not path.exists() or best is None:
             continue

@@ -49,6 +49,11 @@ def contenders(runs: Sequence[Run], rows: Sequence[Row], models: Models = "used"
     return shown
 
 
+def contenders_of(run: Run, runs: list[Run], rows: Sequence[Row], lead: str) -> list[Row]:
+    """The rows of one of several runs that are compared and have the metric ``lead``."""
+    return [row for row in contenders([run], [r for r in rows if run_of(runs, r) is run]) if lead in row.figures]
+
+
 def reference(rows: Sequence[Row]) -> str | None:
     """The method that others are compared with unless one is named: the first `local`, else the first `fedavg`."""
     first = [row.name for name in ("local", "fedavg") for row in rows if row.algorithm == name]

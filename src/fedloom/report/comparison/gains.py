@@ -16,7 +16,7 @@ from fedloom.report.csv_files import csv_of
 from fedloom.report.naming import figure, metric, titled
 from fedloom.report.numbers import ENOUGH, Estimate, Row, run_of, test_metrics
 from fedloom.report.run import Key, Numbers, Run
-from fedloom.report.tables import cell, decimals, marked, scrolling, tex
+from fedloom.report.tables import BOOKTABS, cell, decimals, marked, scrolling, tabular, tex
 
 FEW = 20
 """Up to so many sites are listed one by one."""
@@ -268,23 +268,17 @@ def _words(table: SiteGains, line: Gain) -> list[str]:
 
 def gains_latex(tables: Sequence[SiteGains], caption: str) -> str:
     """The gains as LaTeX, a tabular per run; needs the package booktabs. Bold: the site gains."""
-    lines = ["% \\usepackage{booktabs}"]
+    text = [BOOKTABS]
     for table in tables:
-        about = f"{caption}, {table.run}" if table.run else caption
-        lines += [
-            "\\begin{table}",
-            "\\centering",
-            f"\\caption{{{tex(about)}: every site alone and together. Gains are paired over seeds; bold: the interval "
-            "is above 0 (paired t test, Holm, 5\\,\\%).}",
-            "\\begin{tabular}{lrrrrrl}",
-            "\\toprule",
-            " & ".join(map(tex, _heads(table))) + " \\\\",
-            "\\midrule",
-        ]
+        words = tex(f"{caption}, {table.run}" if table.run else caption) + (
+            ": every site alone and together. Gains are paired over seeds; bold: the interval is above 0 (paired t "
+            "test, Holm, 5\\,\\%)."
+        )
+        lines = []
         for line in table.lines:
             site, samples, events, *_, verdict = (tex(word).replace(DASH, "--") for word in _words(table, line))
             alone, together, gain = _numbers(table, line)
             cells = [marked(*alone), marked(*together), marked(*gain, best=line.verdict == "gains")]
             lines.append(" & ".join([site, samples, events, *cells, verdict]) + " \\\\")
-        lines += ["\\bottomrule", "\\end{tabular}", "\\end{table}"]
-    return "\n".join([*lines, ""])
+        text += tabular(words, "lrrrrrl", _heads(table), lines)
+    return "\n".join([*text, ""])

@@ -17,7 +17,7 @@ from fedloom.report.csv_files import csv_of
 from fedloom.report.naming import figure, titled
 from fedloom.report.numbers import Row, leading_metric
 from fedloom.report.run import Run
-from fedloom.report.tables import cell, decimals, marked, scrolling, tex
+from fedloom.report.tables import BOOKTABS, cell, decimals, marked, scrolling, tabular, tex
 
 HEADS = ("Method", "Model", "Mean", "Difference", "p", "Holm p", "Verdict")
 
@@ -118,18 +118,12 @@ def pairs_latex(comparisons: Sequence[Pair], caption: str) -> str:
     against = ", ".join(dict.fromkeys(pair.reference.name for pair in comparisons))
     unit = "points" if figure(lead).scale == 100 else ""
     heads = ["Method", "Model", titled(figure(lead)), f"Difference{f' ({unit})' if unit else ''}", "p", "Holm p"]
-    lines = [
-        "% \\usepackage{booktabs}",
-        "\\begin{table}",
-        "\\centering",
-        f"\\caption{{{tex(caption)}: every method against {tex(against)}, paired over seeds. Bold: significantly "
-        "better; $^{\\dagger}$: no significant difference (paired t test, Holm, 5\\,\\%). Intervals have the level of "
-        "their Holm step.}",
-        "\\begin{tabular}{llrrrr}",
-        "\\toprule",
-        " & ".join(map(tex, heads)) + " \\\\",
-        "\\midrule",
-    ]
+    words = (
+        f"{tex(caption)}: every method against {tex(against)}, paired over seeds. Bold: significantly better; "
+        "$^{\\dagger}$: no significant difference (paired t test, Holm, 5\\,\\%). Intervals have the level of their "
+        "Holm step."
+    )
+    lines = []
     for pair in comparisons:
         mean, difference, p, holm = _numbers(pair, unit)
         cells = [
@@ -140,7 +134,7 @@ def pairs_latex(comparisons: Sequence[Pair], caption: str) -> str:
             *(f"${text}$" if text != DASH else "--" for text in (p, holm)),
         ]
         lines.append(" & ".join(cells) + " \\\\")
-    return "\n".join([*lines, "\\bottomrule", "\\end{tabular}", "\\end{table}", ""])
+    return "\n".join([BOOKTABS, *tabular(words, "llrrrr", heads, lines), ""])
 
 
 def pairs_html(comparisons: Sequence[Pair]) -> str:

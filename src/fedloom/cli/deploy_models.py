@@ -1,0 +1,115 @@
+"""``fedloom deploy`` with the models of sites: ``models``, ``predict``, ``evaluate`` and ``export``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedloom.cli._app import errors, say
+from fedloom.cli.deploy import SiteFolder, deploy
+from fedloom.cli.models import KeepOption, ThresholdOption, write_predictions
+from fedloom.formats import significant
+
+Kind = Annotated[str | None, typer.Option("--model", help="global, personal or hybrid; the site's own by default")]
+
+
+@deploy.command()
+def models(
+    folder: Annotated[Path, typer.Argument(help="a site's folder, or a deployment's directory", show_default=False)],
+    out: Annotated[Path | None, typer.Option(help="folder to export to, one state dict per site")] = None,
+    test: Annotated[bool, typer.Option("--test", help="score each on its own site's test data")] = False,
+) -> None:
+    """List, score and export the models of sites.
+
+    Exports are state dicts for the plain PyTorch module.
+
+    Example: fedloom deploy models /srv/fedloom/site --out models
+    """
+    with errors():
+        from fedloom.deploy.site.models import export, figures, owned
+
+        models_there = owned(folder)
+        if not models_there:
+            say("no model yet: a site has one after the first round that it took part in")
+        for one in models_there:
+            path = one.model.path if out is None else export(one, out)
+            say(f"{one.site.site:<16}{one.model.kind:<10}round {one.model.round:<6}{path}")
+            if test:
+                say("  " + ", ".join(f"{name} {significant(value)}" for name, value in figures(one).items()))
+
+
+@deploy.command()
+def predict(
+    site: SiteFolder,
+    rows: Annotated[Path, typer.Argument(help="file of rows without labels", show_default=False)],
+    model: Kind = None,
+    out: Annotated[Path, typer.Option(help="CSV file to write")] = Path("predictions.csv"),
+    keep: KeepOption = None,
+    threshold: ThresholdOption = None,
+) -> None:
+    """Predict raw rows at a site by its own model.
+
+    Rows are scaled as the site scales them.
+
+    Example: fedloom deploy predict /srv/fedloom/site new.csv
+    """
+    with errors():
+        from fedloom.deploy.site.models import new_rows, used
+        from fedloom.trained.predictions import alone, predicted
+
+        trained = used(site, model)
+        inputs = new_rows(site).rows(trained.recipe.facts, rows, None, tuple(keep or ()))
+        predictions = predicted(inputs, alone(trained, inputs))
+        by = f" by the {trained.about['kind']} model of {predictions.models[0]}"
+        write_predictions(predictions, threshold, out, by)
+
+
+@deploy.command()
+def evaluate(
+    site: SiteFolder,
+    rows: Annotated[Path, typer.Argument(help="file of rows with labels", show_default=False)],
+    model: Kind = None,
+) -> None:
+    """Score a site's model on new rows with labels.
+
+    Rows are predicted as the site predicts them.
+
+    Example: fedloom deploy evaluate /srv/fedloom/site last-month.csv
+    """
+    with errors():
+        from fedloom.cli.tables import print_rows
+        from fedloom.data.new_rows import new_rows as taken
+        from fedloom.deploy.site.models import new_rows, used
+        from fedloom.trained.predictions import OWN_SCALE, Evaluated, alone
+
+        trained = used(site, model)
+        data = new_rows(site).labelled(trained.recipe.facts, rows)
+        inputs = taken(trained.recipe.facts, data)
+        scored = Evaluated(trained.about, trained.about["kind"], OWN_SCALE, alone(trained, inputs), inputs, data)
+        print_rows([scored.row()])
+        for note in (*inputs.notes, *scored.choice.strange(inputs.x)):
+            say(note)
+
+
+@deploy.command()
+def export(
+    site: SiteFolder,
+    out: Annotated[Path, typer.Option(help="file to write", show_default=False)],
+    model: Kind = None,
+    format: Annotated[str, typer.Option(help="onnx, torch or safetensors")] = "onnx",
+) -> None:
+    """Write a site's model for other programs.
+
+    It is an ONNX or torch graph that takes raw rows, with the site's scaling.
+
+    Example: fedloom deploy export /srv/fedloom/site --out model.onnx
+    """
+    with errors():
+        from fedloom.deploy.site.models import used
+        from fedloom.trained.export import export as write
+
+        trained = used(site, model)
+        write(trained, out, format)
+        say(f"{trained.about['kind']} model of {trained.about['client']}: {out}")
