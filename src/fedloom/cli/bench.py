@@ -60,10 +60,10 @@ def bench(
     Example: fedloom bench examples/quickstart.toml --workers 1 --workers 2 --rounds 5
     """
     with errors():
-        from fedloom.cli.tables import print_rows
         from fedloom.errors import ConfigError
         from fedloom.experiment import read
         from fedloom.experiment.measure.bench import Bench
+        from fedloom.printing import print_rows
         from fedloom.processes.costs import Link, Place
 
         elsewhere = {"--machines": machines, "--rate": rate, "--trip": trip, "--clients": clients, "--cohort": cohort}

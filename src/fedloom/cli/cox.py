@@ -42,10 +42,10 @@ def cox(
     with errors():
         import numpy as np
 
-        from fedloom.cli.tables import print_rows
         from fedloom.data.site_rows import survival_rows
         from fedloom.errors import ConfigError
         from fedloom.experiment import read
+        from fedloom.printing import print_rows
         from fedloom.tasks.cox import SurvivalSite, fit_cox
         from fedloom.tasks.secure_cox import agreement_on, fit_secure_cox
 

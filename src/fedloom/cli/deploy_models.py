@@ -79,9 +79,9 @@ def evaluate(
     Example: fedloom deploy evaluate /srv/fedloom/site last-month.csv
     """
     with errors():
-        from fedloom.cli.tables import print_rows
         from fedloom.data.new_rows import new_rows as taken
         from fedloom.deploy.site.models import new_rows, used
+        from fedloom.printing import print_rows
         from fedloom.trained.predictions import OWN_SCALE, Evaluated, alone
 
         trained = used(site, model)

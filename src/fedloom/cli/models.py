@@ -53,8 +53,8 @@ def models_command(run: RunArgument) -> None:
     Example: fedloom models runs/quickstart
     """
     with errors():
-        from fedloom.cli.tables import print_rows
         from fedloom.experiment import listed, open_run
+        from fedloom.printing import print_rows
 
         print_rows(listed(open_run(run)))
 
@@ -77,8 +77,8 @@ def evaluate(
     Example: fedloom evaluate runs/quickstart --data new.csv --method flame --client 3
     """
     with errors():
-        from fedloom.cli.tables import print_rows
         from fedloom.experiment import open_run
+        from fedloom.printing import print_rows
 
         opened = open_run(run, trust=trust)
         fresh = opened.read(data, data_dir)
@@ -163,8 +163,8 @@ def adapt(
     Example: fedloom adapt runs/quickstart --data new_client.csv --method flame --rounds 5
     """
     with errors():
-        from fedloom.cli.tables import print_rows
         from fedloom.experiment import open_run
+        from fedloom.printing import print_rows
         from fedloom.rundir import file_name
 
         opened = open_run(run, trust=trust)

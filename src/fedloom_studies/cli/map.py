@@ -59,7 +59,7 @@ def map_command(
     if space is not None and len(method or ()) != 1:
         raise typer.BadParameter("--space needs one --method")
     with errors():
-        from fedloom.cli.tables import print_rows
+        from fedloom.printing import print_rows
         from fedloom.progress import counted
         from fedloom.values import choose
         from fedloom_studies.appendices import write_pages
