@@ -140,9 +140,9 @@ def test_the_best_method_on_validation_is_taken_and_named(opened: RunDirectory, 
     own = {"fedavg": mean("fedavg", "global"), "ditto": mean("ditto", "hybrid"), "local": mean("local", "personal")}
     assert own[opened.best().method] == max(own.values())
     shared = {name: mean(name, "global") for name in ("fedavg", "ditto")}
-    assert shared[opened.best(own=False).method] == max(shared.values())
+    assert shared[opened.best(personal=False).method] == max(shared.values())
     assert opened.predict(columns).notes[0] == f"{opened.best().method}, seed 0, the best method on validation"
-    assert opened.best(own=True, shared=True).method != "local"
+    assert opened.best(personal=True, shared=True).method != "local"
 
 
 def test_the_command_writes_a_table(opened: RunDirectory, tmp_path: Path) -> None:
