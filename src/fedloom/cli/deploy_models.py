@@ -81,7 +81,7 @@ def evaluate(
     with errors():
         from fedloom.data.new_rows import new_rows as taken
         from fedloom.deploy.site.models import new_rows, used
-        from fedloom.printing import print_rows
+        from fedloom.progress import print_rows
         from fedloom.trained.predictions import OWN_SCALE, Evaluated, alone
 
         trained = used(site, model)

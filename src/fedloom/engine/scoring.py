@@ -15,7 +15,7 @@ from fedloom.engine.job import Job
 from fedloom.engine.privacy import accounted, spent
 from fedloom.engine.records import Record, score_records
 from fedloom.engine.state import State
-from fedloom.engine.virtual.clock import FATE, ROUND, VERSION, Clock, Fate, heard_of, use_of
+from fedloom.engine.virtual.clock import FATE, ROUND, VERSION, Clock, Fate, upload_counts, use_of
 from fedloom.errors import attribute_error
 from fedloom.local import Ctx
 from fedloom.local.oracles import chunk_count
@@ -123,15 +123,15 @@ def _time_records(t: int, clock: Clock, fleet: Fleet, scored: Tensor) -> Iterato
 
 def _upload_records(t: int, clock: Clock, n: int, scored: Tensor) -> Iterator[Record]:
     """Yield whose uploads came until a round, and how stale they were."""
-    log, heard = clock.history(), heard_of(clock, n)
-    yield Record.of_federation(t, "", "", "unheard", float(heard.unheard.sum()))
+    log, counts = clock.history(), upload_counts(clock, n)
+    yield Record.of_federation(t, "", "", "unheard", float(counts.unheard.sum()))
     used = log[log[:, FATE] == Fate.USED]
     if len(used):
         staleness = used[:, ROUND] - used[:, VERSION] - 1
         yield Record.of_federation(t, "", "", "staleness/mean", float(staleness.mean()))
         yield Record.of_federation(t, "", "", "staleness/max", float(staleness.max()))
-    for name in ("heard", "staleness"):
-        yield Record.of_clients(t, "", "", name, getattr(heard, name)[scored])
+    yield Record.of_clients(t, "", "", "heard", counts.used[scored])
+    yield Record.of_clients(t, "", "", "staleness", counts.staleness[scored])
 
 
 def diagnose(job: Job, state: State) -> dict[str, float]:

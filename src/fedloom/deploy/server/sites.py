@@ -84,11 +84,11 @@ class Sites(StreamedClients):
     def pause(self) -> None:
         self._transport.pause()
 
-    def there(self) -> AbstractSet[int]:
+    def present(self) -> AbstractSet[int]:
         return {c for c in self._transport.nodes if self.can_train(c)}
 
     def is_asked(self, client: int) -> bool:
-        return client in self._transport.asked
+        return client in self._transport.awaited
 
     def ask_to_train(self, client: int, round: int, down: Fields, server: Fields | None) -> None:
         more = self._place(client) | {"scored": -1, "global": False}
@@ -108,7 +108,7 @@ class Sites(StreamedClients):
         After the last round, every site scores.
         """
         if self._scores is None or self._scores[0] != request.round:
-            letters, busy = self._score_letters(request), self._transport.asked
+            letters, busy = self._score_letters(request), self._transport.awaited
             if busy and request.round < self._job.setting.rounds:
                 letters = {c: letter for c, letter in letters.items() if c not in busy}
             replies = self._transport.collect_replies(request.round, letters, 0)

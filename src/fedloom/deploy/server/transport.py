@@ -226,7 +226,7 @@ class Transport:
         self._posted |= {id_: (pending, now) for id_, pending in self._push(round, requests).items()}
 
     @property
-    def asked(self) -> set[int]:
+    def awaited(self) -> set[int]:
         """Clients with a posted request that is open."""
         return {pending.client for pending, _ in self._posted.values() if pending.client is not None}
 

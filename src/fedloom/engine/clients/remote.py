@@ -158,7 +158,7 @@ class StreamedClients(RemoteClients):
         """Wait a moment."""
 
     @abstractmethod
-    def there(self) -> AbstractSet[int]:
+    def present(self) -> AbstractSet[int]:
         """The clients that can be asked to train."""
 
     @abstractmethod

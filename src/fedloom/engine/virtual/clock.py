@@ -254,29 +254,29 @@ class Clock:
             flights[number] = left
 
 
-class Heard(NamedTuple):
-    """Whose uploads were part of a step.
+class UploadCounts(NamedTuple):
+    """Uploads of every client, by whether they were part of a step.
 
     Attributes:
-        heard: ``[n]`` uploads that are part of a step.
+        used: ``[n]`` uploads that are part of a step.
         staleness: ``[n]`` their mean staleness; nan of a client without any.
         unheard: ``[n]`` uploads that are part of none.
     """
 
-    heard: Tensor
+    used: Tensor
     staleness: Tensor
     unheard: Tensor
 
 
-def heard_of(clock: Clock, n: int) -> Heard:
+def upload_counts(clock: Clock, n: int) -> UploadCounts:
     """Count what the log has of every client's uploads."""
     log = clock.history()
-    used, lost = log[log[:, FATE] == Fate.USED], log[(log[:, FATE] >= Fate.UNUSABLE) & (log[:, FATE] <= Fate.LOST)]
-    heard, unheard = (np.bincount(some[:, CLIENT].astype(int), minlength=n) for some in (used, lost))
-    stale = np.bincount(used[:, CLIENT].astype(int), used[:, ROUND] - used[:, VERSION] - 1, n)
+    merged, lost = log[log[:, FATE] == Fate.USED], log[(log[:, FATE] >= Fate.UNUSABLE) & (log[:, FATE] <= Fate.LOST)]
+    used, unheard = (np.bincount(some[:, CLIENT].astype(int), minlength=n) for some in (merged, lost))
+    stale = np.bincount(merged[:, CLIENT].astype(int), merged[:, ROUND] - merged[:, VERSION] - 1, n)
     with np.errstate(invalid="ignore", divide="ignore"):
-        mean = stale / np.where(heard, heard, np.nan)
-    return Heard(*(torch.from_numpy(some).double() for some in (heard, mean, unheard)))
+        mean = stale / np.where(used, used, np.nan)
+    return UploadCounts(*(torch.from_numpy(some).double() for some in (used, mean, unheard)))
 
 
 class Use(NamedTuple):

@@ -38,7 +38,7 @@ class RealVersion(Version):
         super().__init__(job, clients, state, schedule)
         clients.begin_at(self._now)
         self._longest = self._timeout = min(schedule.timeout or clients.longest, clients.longest)
-        self._there, self._unusable, self._stuck = clients.there(), set[int](), math.inf
+        self._there, self._unusable, self._stuck = clients.present(), set[int](), math.inf
         for event in [e for e in self._queue if math.isinf(e[END]) and not clients.is_asked(e[CLIENT])]:
             self._queue.remove(event)  # an earlier process of the server has asked
             self._ask(event)
@@ -81,7 +81,7 @@ class RealVersion(Version):
     def _wait(self) -> None:
         clients, before = self._clients, self._there
         outputs, failed = clients.arrived()
-        now, self._there = clients.seconds(), clients.there()
+        now, self._there = clients.seconds(), clients.present()
         for event in [e for e in self._queue[self._next :] if math.isinf(e[END])]:
             _, serial, client, number, place, start, _, _ = event
             flight = self._flights[number]
