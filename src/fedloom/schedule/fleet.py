@@ -45,8 +45,8 @@ class Fleet:
 
     @cached_property
     def _columns(self) -> NDArray[np.float64]:
-        """``[4, n]`` seconds, up, down and latency."""
-        return torch.stack([self.seconds, self.up, self.down, self.latency]).numpy()
+        """``[n, 4]`` seconds, up, down and latency."""
+        return torch.stack([self.seconds, self.up, self.down, self.latency], 1).numpy()
 
     def busy(self, ids: Tensor, counts: Tensor) -> Tensor:
         """Seconds ``[m]`` that clients work and send.
@@ -56,11 +56,11 @@ class Fleet:
             counts: ``[m, .]`` samples backward and forward, steps, and bytes up and down, in this order.
         """
         backward, forward, _, up, down = counts.numpy()[:, :5].T
-        seconds, rate_up, rate_down, latency = self._columns[:, ids.numpy()]
+        seconds, rate_up, rate_down, latency = self._columns.take(ids.numpy(), 0).T
         samples = backward + FORWARD * forward
-        work = np.zeros(len(samples))
-        np.multiply(samples, seconds, out=work, where=samples > 0)  # no sample takes no time on any device
-        return torch.from_numpy(work + up / rate_up + down / rate_down + latency * ((up > 0) * 1.0 + (down > 0)))
+        work = np.multiply(samples, seconds, out=np.zeros(len(samples)), where=samples > 0)  # no sample takes no time
+        messages = (up > 0).astype(np.float64) + (down > 0)
+        return torch.from_numpy(work + up / rate_up + down / rate_down + latency * messages)
 
     def ends(self, ids: Tensor, start: float, busy: Tensor) -> Tensor:
         """When clients ``[m]`` that begin at ``start`` have worked ``busy [m]`` seconds, float64."""

@@ -29,6 +29,10 @@ WAITS = 1000
 ends; of the latter, and once for every client."""
 
 
+NO_QUERIES = torch.zeros(len(COUNTS), dtype=torch.long)
+"""What asking candidates costs where none are asked."""
+
+
 class Version(ABC):
     """The time from one step of the server to the next, in which its state is one version.
 
@@ -130,19 +134,18 @@ class Version(ABC):
 
         Clients that are under way leave the pool; those that are not there stay in their places.
         """
-        chosen, absent, pool = list[tuple[int, int]](), list[tuple[int, int]](), self._pool
+        chosen, absent, pool, away = list[tuple[int, int]](), list[tuple[int, int]](), self._pool, self._away
         while len(chosen) < count:
             if pool:
                 pair = pool.popleft()
-                if self._is_free(pair[0]):
-                    chosen.append(pair)
-                elif pair[0] not in self._away:
-                    absent.append(pair)
+                if pair[0] not in away:
+                    (chosen if self._is_there(pair[0]) else absent).append(pair)
                 continue
-            if not self._left or len(self._away) + len(chosen) >= self._job.n:
+            if not self._left or len(away) + len(chosen) >= self._job.n:
                 break
             self._draw({i for i, _ in (*chosen, *absent)})
-        pool.extendleft(reversed(absent))
+        if absent:
+            pool.extendleft(reversed(absent))
         return chosen
 
     def _draw(self, excluded: set[int]) -> None:
@@ -177,10 +180,11 @@ class Version(ABC):
         for event in self._waiting:
             places.setdefault(event[3], []).append(event[4])
         pieces = [(self._flights[number], np.array(sorted(places[number]))) for number in sorted(places)]
-        lost = torch.tensor([event[2] for event in self._lost], dtype=torch.long)
-        before = state.with_(uploads=state.uploads.index_add(0, lost, torch.ones_like(lost))) if len(lost) else state
-        query_counts = torch.zeros(len(COUNTS), dtype=torch.long)
-        new, events, used = step_on(job, self._clients, before, t, pieces, self._sampler, query_counts)
+        before = state
+        if self._lost:
+            lost = torch.tensor([event[2] for event in self._lost])
+            before = state.with_(uploads=state.uploads.index_add(0, lost, torch.ones_like(lost)))
+        new, events, used = step_on(job, self._clients, before, t, pieces, self._sampler, NO_QUERIES)
         return new.with_(clock=self._after(set(used.tolist()), places)), events
 
     def _after(self, used: set[int], places: dict[int, list[int]]) -> Clock:
