@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
 import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -104,6 +107,54 @@ def test_a_trace_is_read_and_refused(tmp_path: Path) -> None:
         Trace(file=str(file)).fleet(1, 0, NONE)
     with pytest.raises(DataError, match="cannot be read"):
         Trace(file=str(tmp_path / "none.parquet")).fleet(1, 0, NONE)
+
+
+SPANS = "client,speed,up,down,start,end\n"
+RATES = "client,speed,up,down\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (SPANS + "0,1,1,1,0,5\n0,1,1,1,3,8\n", r"row 2: client 0 is there in \[3, 8\) s, and until 5 s by an earlier"),
+        (SPANS + "0,1,1,1,5,2\n", r"row 1: client 0 is there in \[5, 2\) s; end must be after start"),
+        (SPANS + "0,1,1,1,-5,2\n", "start must be at least 0"),
+        (SPANS + "0,1,1,1,80000,90000\n", "within devices.period = 86400; split an interval at its end into two rows"),
+        (SPANS + "0,1,1,1,0,\n", "start and end must both be there or both be empty, got 0, nothing"),
+        (SPANS + "0,1,1,1,a,b\n", "column start must hold numbers, got 'a'"),
+        (SPANS + "0,1,1,1,0,3\n0,2,1,1,4,8\n", "row 2: client 0 has another speed than in row 1"),
+        (RATES + "0,1,1,1\n0,1,1,1\n", "row 2: client 0 has row 1 too, and no start"),
+        (RATES + "0,nan,1,1\n", "row 1: speed must be a number at least 0, got nothing"),
+        (RATES + "0,1,0,1\n", "up must be a number above 0, got 0"),
+        (RATES + "0.5,1,1,1\n", "client must be a whole number from 0, got 0.5"),
+        (RATES + "3,1,1,1\n", "client must count from 0 to 0, got 3 and not 0; number the clients anew"),
+        ("client,speed,speed,up,down\n0,1,2,1,1\n", "has the column speed 2 times"),
+        ("client,speed,up,down,start\n0,1,1,1,0\n", "has one of the columns start and end"),
+        ("", "cannot be read"),
+    ],
+)
+def test_a_wrong_trace_is_one_sentence(text: str, sentence: str, tmp_path: Path) -> None:
+    file = tmp_path / "trace.csv"
+    file.write_text(text)
+    with pytest.raises((ConfigError, DataError), match=sentence) as error:
+        Trace(file=str(file), period=86400.0).fleet(1, 0, NONE)
+    assert "\n" not in str(error.value)
+    assert str(file) in str(error.value)
+
+
+def test_an_odd_trace_is_read(tmp_path: Path) -> None:
+    packed, odd = tmp_path / "trace.csv.gz", tmp_path / "trace.parquet"
+    packed.write_bytes(gzip.compress((SPANS + "1,4,1,1,0,9\n0,2,1,1,6,8\n0,2,1,1,0,3\n").encode()))
+    fleet = Trace(file=str(packed)).fleet(2, 0, NONE)
+    assert fleet.seconds.tolist() == [0.5, 0.25]
+    assert fleet.presence is not None
+    assert [fleet.presence.worked(0, t) for t in (3.0, 6.0, 7.0)] == [3.0, 3.0, 4.0]
+    columns = {name: pa.array([0.0, 1.0]).dictionary_encode() for name in ("client", "speed")}
+    names = pa.array(["new", "old"]).dictionary_encode()
+    pq.write_table(pa.table({**columns, "up": [1, 1], "down": [1.0, 1.0], "class": names}), odd)
+    fleet = Trace(file=str(odd)).fleet(2, 0, NONE)
+    assert fleet.seconds.tolist() == [math.inf, 1.0]
+    assert fleet.names == ("new", "old")
 
 
 @pytest.mark.parametrize(

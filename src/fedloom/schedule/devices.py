@@ -11,9 +11,10 @@ import torch
 from pydantic import Field, field_validator, model_validator
 from torch import Tensor
 
-from fedloom.errors import ConfigError, DataError
+from fedloom.errors import ConfigError
 from fedloom.schedule.fleet import Fleet
 from fedloom.schedule.presence import Presence
+from fedloom.schedule.traces import read_trace
 from fedloom.seeds import generator, numpy_generator
 from fedloom.values import Value
 
@@ -159,65 +160,39 @@ class Trace(Devices):
     """
 
     kind: ClassVar[str] = "trace"
-    file: str = Field(description="Parquet or CSV file with the columns client, speed, up, down")
+    file: str = Field(description="Parquet or CSV file (also .csv.gz) with the columns client, speed, up, down")
     period: float | None = Field(None, gt=0, description="seconds after which the intervals begin again; None: never")
     draw: bool = Field(False, description="draw the clients' devices from a file that has more; else by number")
 
     @model_validator(mode="after")
     def _named(self) -> Self:
-        if Path(self.file).suffix not in (".parquet", ".csv"):
-            raise ValueError(f"file must end in .parquet or .csv, got {self.file!r}")
+        if not self.file.endswith((".parquet", ".csv", ".csv.gz")):
+            raise ValueError(f"file must end in .parquet, .csv or .csv.gz, got {self.file!r}")
         return self
 
     def fleet(self, n: int, seed: int, rarity: Tensor) -> Fleet:
         """A device of the file for every client."""
-        rows = self._rows()
+        period = math.inf if self.period is None else self.period
+        rows = read_trace(Path(self.file).expanduser(), period)
         if len(rows) < n or (len(rows) > n and not self.draw):
-            cure = "" if len(rows) < n else "; set devices.draw = true to draw from them"
-            raise ConfigError(f"devices.file {self.file} has {len(rows)} devices for {n} clients{cure}")
-        chosen = sorted(rows)
+            cure = "give a row for each, or fewer clients" if len(rows) < n else "set devices.draw = true to draw them"
+            raise ConfigError(f"devices.file {self.file} has {len(rows)} devices for {n} clients; {cure}")
+        chosen = list(rows)
         if self.draw:
             order = torch.randperm(len(rows), generator=generator(seed, purpose=("devices", "trace")))[:n]
             chosen = [chosen[k] for k in order.tolist()]
         elif chosen != list(range(n)):
-            raise ConfigError(f"devices.file {self.file}: client must count from 0 to {n - 1}, got {chosen[:8]}")
-        first = [rows[client][0] for client in chosen]
-        names = tuple(sorted({str(row.get("class") or "all") for row in first}))
-
-        def of(name: str) -> Tensor:
-            return torch.tensor([float(row.get(name) or 0.0) for row in first], dtype=torch.float64)
-
-        period = math.inf if self.period is None else self.period
-        spans = {
-            i: [(float(row["start"]), float(row["end"])) for row in rows[client]]
-            for i, client in enumerate(chosen)
-            if rows[client][0].get("start") is not None
-        }
-        member = torch.tensor([names.index(str(row.get("class") or "all")) for row in first])
-        presence = Presence(spans, period) if spans else None
-        return Fleet(1 / of("speed"), of("up"), of("down"), of("latency"), names, member, presence)
-
-    def _rows(self) -> dict[int, list[dict[str, float]]]:
-        """The rows of the file by client."""
-        import pyarrow as pa
-        from pyarrow import csv, parquet
-
-        path = Path(self.file).expanduser()
-        try:
-            table = parquet.read_table(path) if path.suffix == ".parquet" else csv.read_csv(path)
-        except (OSError, pa.ArrowInvalid) as error:
-            raise DataError(f"devices.file {path} cannot be read: {str(error).splitlines()[0]}") from None
-        if missing := [name for name in ("client", "speed", "up", "down") if name not in table.column_names]:
-            raise DataError(f"devices.file {path} lacks the columns {missing}; it has {table.column_names}")
-        rows_of_client = dict[int, list[dict[str, float]]]()
-        for row in table.to_pylist():
-            for name, least in (("speed", 0.0), ("up", 1e-300), ("down", 1e-300), ("latency", 0.0)):
-                number = row.get(name, 1.0)
-                if not isinstance(number, int | float) or not least <= number < math.inf:
-                    bound = "at least 0" if least == 0 else "above 0"
-                    raise DataError(f"devices.file {path}: {name} must be a number {bound}, got {number!r}")
-            rows_of_client.setdefault(int(row["client"]), []).append(row)
-        return rows_of_client
+            strange = next(client for k, client in enumerate(chosen) if client != k)
+            raise ConfigError(
+                f"devices.file {self.file}: client must count from 0 to {n - 1}, got {strange} and not "
+                f"{chosen.index(strange)}; number the clients anew, or set devices.draw = true"
+            )
+        devices = [rows[client] for client in chosen]
+        names = tuple(sorted({device.name for device in devices}))
+        speed, up, down, latency = torch.tensor([device[:4] for device in devices], dtype=torch.float64).T.contiguous()
+        spans = {i: device.intervals for i, device in enumerate(devices) if device.intervals}
+        member = torch.tensor([names.index(device.name) for device in devices])
+        return Fleet(1 / speed, up, down, latency, names, member, Presence(spans, period) if spans else None)
 
 
 def _to_rarest(slow_first: Tensor, rarity: Tensor) -> Tensor:
