@@ -267,7 +267,12 @@ def printable(text: object) -> str:
 
 ELSEWHERE = {
     "alpha": "beta", "learning_rate": "lr", "local_lr": "lr", "client_lr": "lr", "step_size": "lr",
-    "join_ratio": "fraction", "participation": "fraction", "global_rounds": "rounds",
+    "local_learning_rate": "lr", "local_epochs": "epochs", "num_epochs": "epochs", "local_ep": "epochs",
+    "local_bs": "batch_size", "local_batch_size": "batch_size", "wd": "weight_decay",
+    "join_ratio": "fraction", "participation": "fraction", "fraction_fit": "fraction", "fraction_train": "fraction",
+    "frac": "fraction", "client_fraction": "fraction", "eligible_perc": "fraction", "global_rounds": "rounds",
+    "num_rounds": "rounds", "n_rounds": "rounds", "comm_round": "rounds", "num_clients": "clients",
+    "n_clients": "clients", "num_partitions": "clients",
     "dir": "dirichlet", "pathological": "shards", "natural": "writers", "label_skew": "few",
 }  # fmt: skip
 """Names that papers and other libraries use, and ours."""

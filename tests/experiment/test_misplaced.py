@@ -20,6 +20,10 @@ DOCUMENT: dict[str, Any] = {"data": {"source": "digits"}, "method": [{"algorithm
     [
         ("fedavg", {"lr": 0.1}, "'lr'; it belongs in local={'lr': 0.1}"),
         ("fedavg", {"learning_rate": 0.1}, "'learning_rate'; it belongs in local={'lr': 0.1}"),
+        ("fedavg", {"local_epochs": 2}, "'local_epochs'; it belongs in local={'epochs': 2}"),
+        ("fedavg", {"fraction_fit": 0.5}, "it belongs in sampler={'fraction': 0.5}"),
+        ("fedavg", {"num_rounds": 3}, "did you mean 'rounds'?"),
+        ("fedavg", {"num_clients": 3}, "or the partition, as fl.partition.iid(clients=3)"),
         ("ditto", {"epochs": 2}, "it belongs in local={'epochs': 2}"),
         ("fedprox", {"mu": 0.1}, "give fl.algorithms.FedProx(mu=0.1) in its place"),
         (fl.algorithms.FedProx(), {"mu": 0.2}, "give fl.algorithms.FedProx(mu=0.2) in its place"),
