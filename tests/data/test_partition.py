@@ -368,6 +368,55 @@ def test_concept_exchanges_labels_by_group() -> None:
     assert torch.equal(fed.data.y[500:], data.y[500:])
 
 
+def pictures(n: int = 60, height: int = 4) -> Dataset:
+    x = torch.randint(3, 200, (n, 2, height, 4), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    return Dataset("pictures", x, torch.arange(n) % 3, classes=tuple("abc"), test=torch.arange(n - 6, n))
+
+
+@pytest.mark.parametrize(("turns", "inverted"), [(1, True), (2, False), (3, True), (4, True)])
+def test_rotated_turns_and_inverts_whole_clients(turns: int, inverted: bool) -> None:
+    data, views = pictures(), turns * (1 + inverted)
+    fed = PARTITIONS["rotated"](clients=2 * views, turns=turns, inverted=inverted)(data, 0)
+    plain = PARTITIONS["iid"](clients=2 * views)(data, 0)
+    assert fed.groups is not None
+    assert fed.groups.tolist() == [i // 2 for i in range(2 * views)]
+    quarter = {1: [0], 2: [0, 2], 3: [0, 1, 2], 4: [0, 1, 2, 3]}[turns]
+    for c in range(fed.n):
+        own = torch.tensor(held(fed)[c])
+        assert own.tolist() == held(plain)[c]
+        back = fed.data.x[own].int()
+        if int(fed.groups[c]) >= turns:
+            back = int(data.x.min()) + int(data.x.max()) - back
+        assert torch.equal(torch.rot90(back, -quarter[int(fed.groups[c]) % turns], (-2, -1)), data.x[own].int())
+    assert torch.equal(fed.data.x[-6:], data.x[-6:])
+    assert torch.equal(fed.data.y, data.y)
+
+
+def test_rotated_in_a_hybrid_leaves_the_other_half() -> None:
+    data = pictures()
+    fed = PARTITIONS["hybrid"](clients=4, first={"kind": "rotated", "turns": 2}, second={"kind": "iid"})(data, 0)
+    same = [torch.equal(fed.data.x[own], data.x[own]) for own in map(torch.tensor, held(fed))]
+    assert same == [True, False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("data", "fields", "sentence"),
+    [
+        (
+            Dataset("rows", torch.ones(9, 5), torch.arange(9) % 3, classes=tuple("abc")),
+            {},
+            r"needs images \[channels, height, width\]",
+        ),
+        (pictures(height=3), {}, "4 turns need square images, those of pictures are 3 x 4"),
+        (pictures(), {"clients": 7, "inverted": True}, "8 views need as many clients, got 7"),
+        (pictures(), {"test_from": "ratio", "test_count": 2}, "official test samples would not fit"),
+    ],
+)
+def test_rotated_refuses(data: Dataset, fields: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        PARTITIONS["rotated"](**{"clients": 8, **fields})(data, 0)
+
+
 def test_clusters_have_block_structure() -> None:
     data = toy(3000, classes=6)
     fed = PARTITIONS["clusters"](classes=(2, 3), sizes=(3, 2), per_class=(50, 80), test=0, validation=0)(data, 0)

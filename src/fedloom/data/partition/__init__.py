@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from fedloom.data.partition._base import Draw, Partition, Pool, Sized
 from fedloom.data.partition.groups import Clusters, Column, Writers
-from fedloom.data.partition.nested import PARTITIONS, Concept, Hybrid, Quality
+from fedloom.data.partition.nested import PARTITIONS, Concept, Hybrid, Quality, Rotated
 from fedloom.data.partition.skew import Dirichlet, Few, Iid, Quantity, Shards
 
 clusters, column, concept, dirichlet, few, hybrid = Clusters, Column, Concept, Dirichlet, Few, Hybrid
-iid, quality, quantity, shards, writers = Iid, Quality, Quantity, Shards, Writers
+iid, quality, quantity, rotated, shards, writers = Iid, Quality, Quantity, Rotated, Shards, Writers
 
 __all__ = [
     "PARTITIONS",
@@ -24,6 +24,7 @@ __all__ = [
     "Pool",
     "Quality",
     "Quantity",
+    "Rotated",
     "Shards",
     "Sized",
     "Writers",
@@ -36,6 +37,7 @@ __all__ = [
     "iid",
     "quality",
     "quantity",
+    "rotated",
     "shards",
     "writers",
 ]

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from fedloom.data.dataset import Dataset
 from fedloom.data.federation import Federation, Split
-from fedloom.data.partition.changes import add_noise, prepared, relabelled
+from fedloom.data.partition.changes import add_noise, prepared, relabelled, viewed
 from fedloom.data.partition.deal import Dealt, Ints, choose_each, distinct, owners, round_to_total
 from fedloom.data.partition.parts import cut_parts
 from fedloom.errors import ConfigError, DataError, PartitionError, Refused, attribute_error
@@ -64,6 +64,7 @@ class Draw(NamedTuple):
     noise: NDArray[np.float64] | None = None
     anew: NDArray[np.bool_] | None = None
     relabel: Ints | None = None
+    views: Ints | None = None
     groups: Ints | None = None
     names: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -150,6 +151,8 @@ class Partition(Value):
             cut["test"] = draw.test
         if draw.relabel is not None:
             data = relabelled(data, draw.dealt, draw.relabel)
+        if draw.views is not None:
+            data = viewed(data, draw.dealt, draw.views)
         if data.prepare is not None:
             data = prepared(data, draw.dealt, cut["train"], pool=self.pool)
         noise = None
@@ -196,12 +199,12 @@ class Partition(Value):
             )
         if self.test_from == "users" and draw.test is None:
             raise PartitionError(f"{self.kind}: test_from = 'users' works with writers and column only; use 'ratio'")
-        if self.test_from != "own" and (draw.noise is not None or draw.relabel is not None):
+        changes = any(change is not None for change in (draw.noise, draw.relabel, draw.views))
+        if self.test_from != "own" and changes:
             raise Refused(
                 f"{self.kind}: changes a client's samples, official test samples would not fit; use test_from = 'own'"
             )
-        changed = draw.noise is not None or draw.relabel is not None or data.prepare is not None
-        if changed and distinct(draw.dealt.index, len(data)) < len(draw.dealt.index):
+        if (changes or data.prepare is not None) and distinct(draw.dealt.index, len(data)) < len(draw.dealt.index):
             raise Refused(
                 f"{self.kind}: overlapping clients would need two versions of one sample; set overlap = false"
             )

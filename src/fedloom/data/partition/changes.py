@@ -1,4 +1,4 @@
-"""Changes of samples by partitions: noise, other labels, and scaling fitted per client."""
+"""Changes of samples by partitions: noise, other labels, views of images, and scaling fitted per client."""
 
 from __future__ import annotations
 
@@ -61,6 +61,17 @@ def relabelled(data: Dataset, dealt: Dealt, relabel: Ints) -> Dataset:
     index = torch.from_numpy(dealt.index)
     y[index] = torch.from_numpy(relabel[owners(dealt), data.y.numpy()[dealt.index]])
     return replace(data, y=y)
+
+
+def viewed(data: Dataset, dealt: Dealt, views: Ints) -> Dataset:
+    """Every client's images turned and inverted by its row of `views` [n, 2]; inverted within the data set's range."""
+    x, index, of_sample = data.x.clone(), torch.from_numpy(dealt.index), torch.from_numpy(views[owners(dealt)])
+    darkest, brightest = data.x.min(), data.x.max()
+    for turns, inverted in torch.unique(of_sample, dim=0).tolist():
+        chosen = index[(of_sample == torch.tensor([turns, inverted])).all(1)]
+        images = torch.rot90(data.x[chosen], turns, (-2, -1))
+        x[chosen] = brightest - (images - darkest) if inverted else images
+    return replace(data, x=x)
 
 
 def prepared(data: Dataset, dealt: Dealt, train: Dealt, *, pool: bool) -> Dataset:

@@ -1,4 +1,4 @@
-"""Partitions on top of others (hybrid, quality and concept skew), and every kind by name."""
+"""Partitions on top of others (hybrid, quality, concept and feature skew), and every kind by name."""
 
 from __future__ import annotations
 
@@ -85,6 +85,39 @@ class Concept(Sized):
         return drawn._replace(relabel=np.array(tables)[groups], groups=groups)
 
 
+class Rotated(Sized):
+    """Feature skew: clients see images turned, and inverted (as IFCA's Rotated MNIST).
+
+    Clients form a block for every view, all turns and then all turns inverted; the first keeps the images. A view holds
+    for all parts of a client. The common test set keeps the images as they are.
+    """
+
+    kind: ClassVar[str] = "rotated"
+    turns: int = Field(default=4, ge=1, le=4, description="quarter turns: 1 leaves images upright, 2 adds 180 degrees")
+    inverted: bool = Field(default=False, description="each turn also with light and dark exchanged")
+    base: dict[str, Any] = Field(
+        default_factory=lambda: {"kind": "iid"}, description="the partition below, a table with its kind"
+    )
+
+    def draw(self, pool: Pool, seed: int) -> Draw:
+        """The base's clients, each with the view of its group."""
+        shape, name = pool.data.shape, pool.data.name
+        if len(shape) != 3 or pool.data.vocabulary:
+            raise Refused(f"rotated: needs images [channels, height, width], and samples of {name} are {[*shape]}")
+        if self.turns > 2 and shape[1] != shape[2]:
+            raise Refused(
+                f"rotated: {self.turns} turns need square images, those of {name} are {shape[1]} x {shape[2]}"
+            )
+        drawn = nested(self.kind, self.base, self.clients, self.min_size).draw(pool, seed)
+        n = len(drawn.dealt.offsets) - 1
+        turns = np.array({1: [0], 2: [0, 2], 3: [0, 1, 2], 4: [0, 1, 2, 3]}[self.turns])
+        views = np.stack([np.tile(turns, 1 + self.inverted), np.repeat([0, 1][: 1 + self.inverted], len(turns))], 1)
+        if len(views) > n:
+            raise PartitionError(f"rotated: {len(views)} views need as many clients, got {n}; use fewer turns")
+        groups = np.arange(n) * len(views) // n
+        return drawn._replace(views=views[groups], groups=groups)
+
+
 class Hybrid(Sized):
     """Two kinds of skew in one federation (FLAME, section V-A: half the clients # label = 2, half quantity Dir(0.5)).
 
@@ -145,7 +178,7 @@ def _sub(pool: Pool, chosen: Ints) -> Pool:
 
 
 def _joined(draws: list[Draw], classes: int) -> Draw:
-    """Draws one after the other; a draw without noise or exchange of classes gets none."""
+    """Draws one after the other; a draw without noise, views or exchange of classes gets none."""
     sizes = [len(draw.dealt.offsets) - 1 for draw in draws]
     index = np.concatenate([draw.dealt.index for draw in draws])
     offsets = np.concatenate([[0], np.cumsum(np.concatenate([np.diff(draw.dealt.offsets) for draw in draws]))])
@@ -155,6 +188,7 @@ def _joined(draws: list[Draw], classes: int) -> Draw:
     ]
     same = np.arange(classes)
     relabel = [np.tile(same, (n, 1)) if d.relabel is None else d.relabel for d, n in zip(draws, sizes, strict=True)]
+    views = [np.zeros((n, 2), np.int64) if d.views is None else d.views for d, n in zip(draws, sizes, strict=True)]
     return Draw(
         Dealt(index, offsets),
         noise=np.concatenate(noise) if any(d.noise is not None for d in draws) else None,
@@ -162,6 +196,7 @@ def _joined(draws: list[Draw], classes: int) -> Draw:
             [np.zeros(n, bool) if d.anew is None else d.anew for d, n in zip(draws, sizes, strict=True)]
         ),
         relabel=np.concatenate(relabel) if any(d.relabel is not None for d in draws) else None,
+        views=np.concatenate(views) if any(d.views is not None for d in draws) else None,
         groups=np.repeat(np.arange(len(draws)), sizes),
         notes=tuple(note for draw in draws for note in draw.notes),
     )
@@ -177,6 +212,7 @@ PARTITIONS: dict[str, type[Partition]] = {
     "iid": Iid,
     "quality": Quality,
     "quantity": Quantity,
+    "rotated": Rotated,
     "shards": Shards,
     "writers": Writers,
 }
