@@ -116,8 +116,8 @@ def _places(tables: Mapping[str, SettingTable], key: str, value: Any) -> list[st
             places.append(f"{table}={ {**kind, field_name: value}!r}")
     field_name, having = homes_of(key, {kind: fields_of(partition) for kind, partition in PARTITIONS.items()})
     if having:
-        kind = "iid" if "iid" in having else having[0]
-        places.append(f"the partition, as fl.partition.{kind.replace('-', '_')}({field_name}={value!r})")
+        first = "iid" if "iid" in having else having[0]
+        places.append(f"the partition, as fl.partition.{first.replace('-', '_')}({field_name}={value!r})")
     return places
 
 
