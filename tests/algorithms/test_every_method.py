@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -197,3 +197,60 @@ EDGES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", REGISTRY)
 def test_settings_at_their_edge_are_run_or_refused_with_what_to_do(name: str, edge: str) -> None:
     trains_or_names_the_cure(name, two_clients(), **EDGES[edge])
+
+
+# --- work
+
+BACKWARD: list[int] = []
+"""Samples of every pass backward through a tallied layer."""
+
+
+class Tally(torch.autograd.Function):
+    """The identity, which notes how many samples a gradient passes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        BACKWARD.append(len(gradients[0]))
+        return gradients[0]
+
+
+class Tallied(torch.nn.Linear):
+    """A layer whose outputs are tallied."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Tally.apply(super().forward(x))  # type: ignore[no-untyped-call,no-any-return]
+
+
+class TalliedNetwork(ModelSpec):
+    """A network of two layers that tallies the gradients of the last one's outputs, or of the representation."""
+
+    of: Literal["logits", "representation"] = "logits"
+
+    def module(self, shape: tuple[int, ...], outputs: int) -> torch.nn.Module:
+        first, last = (Tallied if self.of == of else torch.nn.Linear for of in ("representation", "logits"))
+        return torch.nn.Sequential(torch.nn.Flatten(), first(int(np.prod(shape)), 4), torch.nn.Tanh(), last(4, outputs))
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_work_is_every_gradient_that_was_taken(name: str) -> None:
+    """Samples backward in the records are those of autograd: in rounds, in `personal` and after the last round."""
+    entry = REGISTRY[name]
+    method = entry(layers=("1.bias",)) if entry is FedBN else entry()
+    BACKWARD.clear()
+    settings: dict[str, Any] = {"local": {"lr": 0.05, "batch_size": 8}, "engine": {"oracle": "looped"}}
+    evaluate = {"every": 2, "parts": ("train",)}
+    model = TalliedNetwork(of="representation" if name == "fedas" else "logits")  # a term alone passes no logits
+    result = fl.simulate(method, small(), model, rounds=2, evaluate=evaluate, **settings)
+    work = {r.round: int(r.values[0]) for r in result.state.records.items if r.metric == "samples_backward"}
+    figures = 2 * int(small().sizes("train").sum()) if name == "fiaelt" else 0  # the full gradients of its figures
+    assert list(work) == [0, 2]
+    assert sum(work.values()) + figures == sum(BACKWARD)  # round 0: what the personal models of the start take
+
+
+@cache
+def small() -> Federation:
+    return fl.partition.iid(clients=3, keep=12)(fl.load("digits"), seed=0)
