@@ -47,7 +47,7 @@ Pale: not significant. {signs}.
 ## How it is measured
 
 - **Equal search.** Every method has {trials} trials in its [search space](tuning.md), scored on validation after all
-  rounds on seeds of their own, then runs with {seeds} fresh ones. A setup that would take more than its share of 12
+  rounds on seeds of their own, then runs with {seeds} fresh ones. A setup that would take more than its share of 12.5
   core-hours has fewer trials, the same number for every method. A setup with one trial is not tuned: every method runs
   as it comes, and the setup counts in no rank over all setups.
 - **Equal rounds.** The page of a setup also gives the result that a method has with no more gradients than FedAvg takes
