@@ -37,6 +37,17 @@ def in_the_name_of(reply, number):
     return reply
 
 
+def joined(folder, processes, stack):
+    """A running server, and its sites with their nodes on the wire and their clients in this process."""
+    here = Loopback(folder, processes)
+    here.start_server()
+    numbers = here.register_all()
+    sites = [read_site(here.site_file(name)) for name in here.sites]
+    nodes = [stack.enter_context(connected(site, here.address)) for site in sites]
+    assert [node.number for node in nodes] == list(numbers.values())
+    return here, sites, nodes, [Client(site) for site in sites]
+
+
 def test_no_site_answers_for_another_and_no_reply_counts_twice(experiment, tmp_path):
     """The worst case: the liar knows the message, with its nonce, that the victim has to answer, and is faster.
 
@@ -47,13 +58,7 @@ def test_no_site_answers_for_another_and_no_reply_counts_twice(experiment, tmp_p
     folder = tmp_path / "try"
     write(plan(experiment("fedavg", rounds=3, evaluate={"every": 3}), 3), folder, Location(quorum=2))
     with Processes() as processes, ExitStack() as stack:
-        here = Loopback(folder, processes)
-        here.start_server()
-        numbers = here.register_all()
-        sites = [read_site(here.site_file(name)) for name in here.sites]
-        nodes = [stack.enter_context(connected(site, here.address)) for site in sites]
-        assert [node.number for node in nodes] == list(numbers.values())
-        clients = [Client(site) for site in sites]
+        here, sites, nodes, clients = joined(folder, processes, stack)
         liar_as_victim = Client(sites[VICTIM].model_copy(update={"state": tmp_path / "liar"}))
         liar_as_victim._key = signing_key(sites[LIAR].signing_key)
         stream = here._start("run", command("run", app=folder / "server" / "app", file=here._server_file))
@@ -151,12 +156,7 @@ def test_messages_of_20_mb_take_little_memory_of_the_server(experiment, tmp_path
     settings.write_text(text_of(read_server(settings).with_(deadline=150.0, patience=20.0)))
     peak = Peak()
     with Processes() as processes, ExitStack() as stack:
-        here = Loopback(folder, processes)
-        here.start_server()
-        here.register_all()
-        sites = [read_site(here.site_file(name)) for name in here.sites]
-        nodes = [stack.enter_context(connected(site, here.address)) for site in sites]
-        clients = [Client(site) for site in sites]
+        here, _, nodes, clients = joined(folder, processes, stack)
         stream = here._start("run", command("run", app=folder / "server" / "app", file=here._server_file))
         stack.callback(peak.end)
         idle, end = 0, time.monotonic() + 550

@@ -58,6 +58,12 @@ LocalFunction = Callable[[Context], Local]
 def client(app: ClientApp) -> Callable[[LocalFunction], LocalFunction]:
     """Have an app's nodes train, answer and score for `fedloom.flower.Strategy`.
 
+    Args:
+        app: Flower's app of the nodes; its functions for training and evaluation are set.
+
+    Returns:
+        A decorator of the function that gives a node's `Local` from Flower's context.
+
     Example:
         >>> app = ClientApp()
         >>> @client(app)
@@ -77,9 +83,12 @@ def client(app: ClientApp) -> Callable[[LocalFunction], LocalFunction]:
 
 
 def personal_model(context: Context) -> dict[str, Tensor]:
-    """The state dict of the node's newest model, after an evaluation: the personal one, else the global one.
+    """Read the state dict of the node's newest model, after an evaluation: the personal one, else the global one.
 
     Statistics of normalisation layers are those of the node's training samples.
+
+    Args:
+        context: Flower's, of a node of the app.
 
     Raises:
         ConfigError: there is none yet.

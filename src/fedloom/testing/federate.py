@@ -232,7 +232,16 @@ def federate(
 
 
 def personal_models(algorithm: Algorithm, fed: ReferenceFederation, state: ReferenceState) -> Tensor | None:
-    """Personal models ``[n, d]`` of all clients after a round, from a download with the new server state."""
+    """Compute the personal models of all clients after a round, from a download with the new server state.
+
+    Args:
+        algorithm: the method.
+        fed: its local problems.
+        state: of the run after the round, as `federate` gives it.
+
+    Returns:
+        ``[n, d]``; None of a method without personal models.
+    """
     everyone = range(fed.n)
     down = algorithm.down(state.server, state.kept if algorithm.mixes else None, fed.ctx(state.round, everyone))
     return algorithm.personal(down, state.rows, fed.work(state.round, everyone))

@@ -262,7 +262,12 @@ def check_network(
 
 
 def laws_of(algorithm: Algorithm | Composition, without: Collection[str] = ()) -> list[str]:
-    """The laws that apply to a method."""
+    """Name the laws of `LAWS` that apply to a method.
+
+    Args:
+        algorithm: a method, or what a preset stands for.
+        without: laws to leave out, by name.
+    """
     method = algorithm.algorithm if isinstance(algorithm, Composition) else algorithm
     left_out = {*without, *(("translation",) if method.family == "composite" else ())}
     return [law for law in LAWS if law not in left_out]

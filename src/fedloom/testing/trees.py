@@ -24,7 +24,11 @@ def received(down: Any, clients: Index) -> Any:
 
 
 def named(tree: Any, prefix: str = "") -> dict[str, Tensor]:
-    """Every tensor of a NamedTuple (or a dict of them) by its dotted name.
+    """List every tensor of a NamedTuple, or of a dict of them, by its dotted name.
+
+    Args:
+        tree: a tensor, a NamedTuple, a dict of them, or None, which has no tensor.
+        prefix: begins every name.
 
     Raises:
         AssertionError: something else is in it.
@@ -67,7 +71,16 @@ def through_checkpoint(tree: Any) -> Any:
 
 
 def difference(got: Any, want: Any, tol: float = 0.0) -> str | None:
-    """Locate the first difference beyond ``tol`` (relative to the tensors' size), as a phrase; None without one."""
+    """Locate the first difference between two trees of tensors, as a phrase; None without one.
+
+    Args:
+        got: a tensor, a NamedTuple, or a dict of them, as `named` takes it.
+        want: the like with the same names.
+        tol: the largest difference that is none, at least 0 and relative to the tensors' size; 0: bit for bit.
+
+    Raises:
+        AssertionError: something that is no tensor is in one of them.
+    """
     a, b = named(got), named(want)
     if a.keys() != b.keys():
         return f"fields {sorted(a)} instead of {sorted(b)}"
