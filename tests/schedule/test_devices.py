@@ -17,11 +17,12 @@ import fedloom as fl
 from fedloom.algorithms import FIAELT, FedACS, FedAMP, HeurFedAMP
 from fedloom.data.federation import Federation
 from fedloom.errors import ConfigError, DataError, Refused
-from fedloom.schedule import Buffered, Classes, Deadline, Equal, LogNormal, Presence, Synchronous, Trace
+from fedloom.schedule import Buffered, Classes, Deadline, Equal, LogNormal, OverSelection, Presence, Synchronous, Trace
 from fedloom.testing import check_timing
 from fedloom.testing.timing import TIME_LAWS, N, Speeds, clock_of, federation, run
 
 NONE = torch.zeros(0)
+KRUM = {"kind": "multi-krum", "f": 1}
 
 
 @pytest.mark.parametrize("method", ["flame", "ifca", FedAMP(among="all")], ids=str)
@@ -163,6 +164,8 @@ def test_an_odd_trace_is_read(tmp_path: Path) -> None:
         ({"schedule": Buffered()}, r"needs the time that clients take: give \[devices\]"),
         ({"schedule": Buffered(buffer=9), "devices": "equal"}, "schedule.buffer must be at most the 8 clients"),
         ({"schedule": Deadline(seconds=1, partial=True), "devices": "equal"}, "take one of fednova, fedprox"),
+        ({"schedule": Buffered(buffer=2), "devices": "equal", "aggregator": KRUM}, r"multi-krum needs m >= 2 f \+ 3"),
+        ({"schedule": OverSelection(factor=4), "devices": "equal", "aggregator": KRUM}, r"got m = 2 rows"),
         ({"schedule": "asynchronous", "devices": "equal", "sampler": "power-of-choice"}, "could ask candidates"),
         ({"schedule": "asynchronous", "devices": "equal", "attack": "alie"}, "honest uploads attack"),
         ({"schedule": "asynchronous", "devices": "equal", "cohorts": [[0]] * 4}, "cohorts are those of rounds"),

@@ -14,7 +14,7 @@ from fedloom.local.rows import Fields
 from fedloom.rows.aggregate import Aggregator, PrivateMean
 from fedloom.rows.attacks import Forgery
 from fedloom.rows.channel import Channel
-from fedloom.schedule import Deadline, Stream, Synchronous
+from fedloom.schedule import Deadline, OverSelection, Stream, Synchronous
 
 
 def check_width(method: Algorithm, upload: Fields, weigher: Weigher, sampler: Sampler, d: int) -> None:
@@ -187,6 +187,9 @@ def check_schedule(setting: Setting, n: int) -> None:
     what, name = f"schedule {schedule.kind!r}", type(method).__name__
     if setting.devices is None:
         raise Refused(f"{what} needs the time that clients take: give [devices], as kind = 'lognormal'")
+    fewest = setting.sampler.smallest(n)
+    if isinstance(schedule, OverSelection) and setting.aggregator is not None and fewest is not None:
+        setting.aggregator.check(schedule.enough(fewest))
     if isinstance(schedule, Deadline) and schedule.partial and not method.weighs_partial:
         able = ", ".join(sorted(k for k, entry in REGISTRY.items() if getattr(entry, "weighs_partial", False)))
         raise Refused(
@@ -229,6 +232,8 @@ def check_stream(setting: Setting, n: int | None) -> None:
         )
     if isinstance(setting.attack, Forgery) and setting.attack.sees_honest:
         raise Refused(f"{what} has no rounds whose honest uploads attack {_kind(setting.attack)!r} could look at")
+    if setting.aggregator is not None:
+        setting.aggregator.check(schedule.size)
     if n is None:
         return
     most = schedule.concurrency or sampler.smallest(n)
