@@ -40,5 +40,28 @@ THEOREMS = {
         " their conditions and theta is found within eps",
         ("sampler",),
     ),
+    "feddr": Theorem(
+        "the model comes to a stationary point of the composite problem, with smooth local losses, a small enough eta,"
+        " solves whose errors are bounded by a summable sequence, and every client drawn with positive probability",
+        ("sampler",),
+    ),
+    "feddyn": Theorem(
+        "the model comes to a stationary point of the objective, for convex losses to its minimum, at the rate"
+        " 1/rounds, with exact local solves, a large enough alpha and cohorts drawn uniformly",
+        ("sampler",),
+    ),
+    "fedsplit": Theorem(
+        "the model comes linearly to the minimum of strongly convex smooth losses, up to the error of the local solves"
+    ),
+    "pfedme": Theorem(
+        "Theorems 1 and 2: the model of the envelope comes near the minimum (strongly convex) or a stationary point"
+        " (smooth, large enough lambda), up to the error of the local solves, with cohorts drawn uniformly",
+        ("sampler",),
+    ),
+    "scaffold": Theorem(
+        "Theorem III: the model comes to the minimum (convex) or a stationary point, however clients differ, with small"
+        " enough local steps and cohorts drawn uniformly",
+        ("sampler",),
+    ),
 }
-"""By name of the method; of the others the project's own tests hold fixed points and laws."""
+"""By name of the method; of the others none is stated, and the project's tests hold fixed points and laws."""

@@ -274,9 +274,16 @@ def _counts(cells: list[tuple[ClaimCell, ClaimCell]]) -> str:
     lines = []
     for mode, side in zip(("As published", "In a fair test"), zip(*cells, strict=True), strict=True):
         words = [cell.word for cell in side]
-        shown = ", ".join(f"{words.count(word)} {word}" for word in dict.fromkeys(words))
-        lines.append(f"{mode}: {len(words)} claims, {shown}.")
+        shown = ", ".join(_counted(words.count(word), word) for word in dict.fromkeys(words))
+        lines.append(f"{mode}: {len(words)} claim{'s' * (len(words) != 1)}, {shown}.")
     return " ".join(lines)
+
+
+def _counted(count: int, word: str) -> str:
+    """A number of claims with how they came out: "1 holds", "3 hold"."""
+    if count == 1:
+        return f"{count} {word}"
+    return f"{count} {word.replace('does not hold', 'do not hold').replace('holds', 'hold')}"
 
 
 def _verdicts(recipe: Recipe, summary: RecipeSummary | None) -> str:
@@ -286,7 +293,7 @@ def _verdicts(recipe: Recipe, summary: RecipeSummary | None) -> str:
     words = [
         one.verdict for one in judge.claims(recipe, summary.numbers) if one.measured and not one.claim.construction
     ]
-    shown = ", ".join(f"{words.count(word)} {word}" for word in judge.VERDICTS if word in words)
+    shown = ", ".join(_counted(words.count(word), word) for word in judge.VERDICTS if word in words)
     return f"; claims: {shown}" if shown else ""
 
 
