@@ -404,8 +404,8 @@ def theorems() -> str:
     """What the papers prove, and the parts that lose it."""
     lines = [
         "## Theorems\n",
-        "What a method's paper proves, and the parts that a run still works with and loses it. Cards have the same. Of other"
-        " methods no theorem is stated here, whatever their papers prove.\n",
+        "What a method's paper proves, and the parts that a run still works with and loses it. Cards have the same. Of"
+        " other methods no theorem is stated here, whatever their papers prove.\n",
         "| method | proved | lost with |\n|---|---|---|",
     ]
     for name, theorem in sorted(THEOREMS.items()):
