@@ -63,6 +63,7 @@ PAPERS: dict[str, dict[str, tuple[Any, str]]] = {
         "epsilon": (0.3, "Zhang et al. 2021: at first"),
         "decay": (0.05, "Zhang et al. 2021: per round"),
         "share": (ANY, "Zhang et al. 2021: a validation set of every client"),
+        "returns": (True, "Zhang et al. 2021: the sum of the update has no term"),
     },
     "ifca": {"clusters": (ANY, "Ghosh et al. 2020, Sec. 6: 2 to 4, by problem")},
     "local": {},

@@ -345,9 +345,10 @@ def test_cfl_finds_the_groups_without_their_number_and_leaves_clients_alike_toge
 # --- FedFomo
 
 
-def test_fedfomo_moves_towards_models_that_fit_held_out_samples() -> None:
+@pytest.mark.parametrize("returns", [False, True])
+def test_fedfomo_moves_towards_models_that_fit_held_out_samples(returns: bool) -> None:
     cohorts = COHORTS[:3]
-    result = run(FedFomo(peers=N - 1, share=0.3), rounds=3, cohorts=cohorts)
+    result = run(FedFomo(peers=N - 1, share=0.3, returns=returns), rounds=3, cohorts=cohorts)
     own, starts, helped = [network()] * N, [network()] * N, 0
     for t, cohort in enumerate(cohorts, start=1):
         ends = list(own)
@@ -368,6 +369,8 @@ def test_fedfomo_moves_towards_models_that_fit_held_out_samples() -> None:
             start = vector(before) + sum(
                 (w * (vector(net) - vector(before)) for w, net in zip(weight, own, strict=True)), torch.zeros(1)
             )
+            if not returns and not weight.any():
+                start = vector(own[i])
             starts[i], local = put(network(), start), put(network(), start)
             optimizer = torch.optim.SGD(local.parameters(), LR)
             for position in plan(len(rest), BATCH, -(-len(rest) // BATCH), generator(0, t, i, "local")):

@@ -19,16 +19,20 @@ up. The server receives the models of single clients: no secure aggregation.
 
 Deviations: the held-out samples are a share of the training part, the same in every round. A client receives last
 models of any clients, absent ones included; with probability epsilon all of them are drawn, not those it likes best.
-The public code draws each with it, takes means of groups of clients beside them, and likes by weights below zero, too.
+The public code draws each with it, takes means of groups of clients beside them, and likes by weights below zero, too;
+its distance is by default the sum of absolute differences.
 
-Defaults: five models, a fifth of the samples held out, epsilon as in the paper 0.3 at first, 0.05 less every round.
+Defaults: five models, a fifth of the samples held out, epsilon as in the paper 0.3 at first, 0.05 less every round. A
+client for which no model is better than where its training began keeps its trained one, as in PFLlib; with ``returns``
+it goes back there, as in the paper, which costs a round's work where steps rarely lower the loss on few samples.
 
 Use it when some clients are alike but it is unknown which; traffic grows with ``peers``. With peers = 0 it is Local.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, NamedTuple
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
 from pydantic import Field
@@ -69,9 +73,11 @@ class FedFomo(Algorithm):
     epsilon: float = Field(0.3, ge=0, le=1, description="probability of models drawn at random in the first round")
     decay: float = Field(0.05, ge=0, description="what epsilon loses every round")
     share: float = Field(0.2, gt=0, lt=1, description="part of the training samples that weights are measured on")
+    returns: bool = Field(False, description="a client that no model helps goes back to where its training began")
 
     mixes: ClassVar[bool] = True
     family: ClassVar[str] = "personalised"
+    paper: ClassVar[Mapping[str, Any]] = {"returns": True}
 
     @property
     def mixes_all(self) -> bool:
@@ -106,6 +112,7 @@ class FedFomo(Algorithm):
         weight = weight / torch.where(total > 0, total, 1) * (work.steps > 0).to(weight)
         # theta_i^t <- theta_i^t-1 + sum w_n (theta_n^t - theta_i^t-1)
         start = rows.start + (weight[:, :, None] * (models - rows.start[:, None])).sum(1)
+        start = start if self.returns else torch.where(total > 0, start, down.w)
         liking = down.liking.scatter_add(1, peers.long(), weight)  # P_i <- P_i + w
         w = where_moved(work, descend(start, rest), down.w)
         return Up(w, liking), Client(where_moved(work, start, rows.start))
