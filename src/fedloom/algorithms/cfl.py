@@ -19,9 +19,9 @@ the changes of single clients: no secure aggregation and no robust rule.
 
 Deviations: the paper has two bounds, eps_1 on the mean and eps_2 on the longest change, whose values belong to a model
 and a step size; here it is their ratio (0.4/1.6 in the public code). The best bipartition is the paper's; the public
-code clusters by complete linkage. A cluster may part once each member has taken part since it last did; absent members
-count with their last change. The bound on the noise of gradients is left out, as in the public code. Later clients
-join the first client's cluster.
+code clusters by complete linkage, and in that round its parts already take means of their own changes. A cluster may
+part once each member has taken part since it last did; absent members count with their last change. The bound on the
+noise of gradients is left out, as in the public code. Later clients join the first client's cluster.
 
 Defaults: a separation gap of 0.1 decides, with a large ratio of the paper's range: a positive gap, by which the paper
 defines that clients fall into two groups, shows long before the mean change is short. Of cosines that mean nothing it

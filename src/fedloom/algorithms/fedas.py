@@ -3,7 +3,7 @@
 Problem: min over x and h_1..h_n of sum_i alpha_i f_i(h_i, x).
 
 Reference: X. Yang, W. Huang, M. Ye, "FedAS: Bridging Inconsistency in Personalized Federated Learning", CVPR 2024
-(public code: FedAS in TsingZ0/PFLlib).
+(public code: xiyuanyang45/FedAS, and FedAS in TsingZ0/PFLlib).
 
     paper      here    meaning
     theta      x       body, on the server
@@ -15,8 +15,9 @@ Kept by a client: d (w). Sent per round: the body's parameters down, those and 1
 single clients: no secure aggregation and no robust rule.
 
 Deviations: in the alignment every sample counts alike, in the public code every class of a batch. It has the round's
-step size; 0.01 there. A client's Fisher information counts times its share alpha_i. Absent clients compute nothing. The
-personal model is the client's own after its training.
+step size; 0.01 there. In the authors' own code a client aligns what the client before it aligned. A client's Fisher
+information counts times its share alpha_i. Absent clients compute nothing. The personal model is the client's own after
+its training.
 
 Use it when heads are the clients' own and few take part in a round, so that bodies change between two turns. With no
 alignment and one client it is Local, as on a model that is all head, of which a run warns.

@@ -19,6 +19,7 @@ times c k features up, c classes. The server receives heads and moments of singl
 
 Deviations: the quadratic program of Eq. 11 is solved by projected gradient steps. A client that is absent keeps its
 head. The alignment is that of the public code: every sample to the prototype of its class, from the second round on.
+That code drops head weights below 0.001.
 
 Use it when labels are skewed and some clients are alike. With lam = 0 features are not aligned.
 """

@@ -15,7 +15,8 @@ Kept by a client: d (w). Sent per round: c k down and c (k + 1) up, c classes an
 
 Deviations: the distance is that of every sample to the prototype, as in the public code, in place of that of the
 client's means; squared, over k. All clients have one architecture and start from one model. A client predicts with its
-head, in place of the nearest prototype. A class without a prototype yet adds nothing.
+head, in place of the nearest prototype. Prototypes are those of the trained model, averaged by samples (Eq. 6); in the
+public code those of the last epoch's batches, over clients alike. A class without a prototype yet adds nothing.
 
 Use it where models must not leave the clients, or traffic is dear. With lam = 0 it is Local; on a model that is all
 head, too, of which a run warns.

@@ -13,7 +13,8 @@ Kept by a client: nothing. Sent per round: the body's parameters and c k + k^2 d
 
 Deviations: one beta for means and covariance, the best of 0, 0.1, ..., 1 by the loss in a two-fold cross-validation
 (every other sample of a class); two by L-BFGS in the public code. Features are those after local training, there while
-the body moves. The server lifts eigenvalues below min(ridge, 1)/2: no noise makes covariances singular.
+it moves, with classes of one sample, 1e-4 in all entries and shrinkage by 1e-4. The server lifts eigenvalues below
+min(ridge, 1)/2: no noise makes covariances singular.
 
 Use it when clients have few samples and classes look differently from client to client. The head needs a bias.
 """
@@ -131,7 +132,7 @@ class PFedFDA(Algorithm):
         return mixtures
 
     def _estimate(self, z: Tensor, y: Tensor, shared: Gauss) -> Gauss:
-        """Means of classes with `LEAST` samples (as in the public code), others' shared, and the covariance around."""
+        """Means of classes with `LEAST` samples, others' shared, and the covariance around."""
         member = torch.eye(len(shared.means), dtype=z.dtype, device=z.device)[y]
         count = member.sum(0)[:, None]
         means = torch.where(count >= LEAST, member.T @ z / count.clamp(min=1), shared.means)
