@@ -1,7 +1,10 @@
 """User code at real sites: copied with what it imports, compared before it runs, the same everywhere."""
 
+import py_compile
 import shutil
 import sys
+from importlib import import_module
+from importlib.util import cache_from_source
 from pathlib import Path
 
 import pytest
@@ -44,9 +47,9 @@ def folder(tmp_path, monkeypatch):
     (place / "pack_of_mine" / "deep" / "__init__.py").write_text("")
     (place / "pack_of_mine" / "deep" / "numbers.py").write_text("TWO = 2\n")
     (place / "not_asked_for.py").write_text("raise AssertionError\n")
-    path, modules = list(sys.path), set(sys.modules)
+    path, finders, modules = list(sys.path), list(sys.meta_path), set(sys.modules)
     yield place
-    sys.path[:] = path
+    sys.path[:], sys.meta_path[:] = path, finders
     for name in set(sys.modules) - modules:
         if "mine" in name:
             del sys.modules[name]
@@ -110,6 +113,44 @@ def test_other_code_is_refused_before_it_runs(deployed, how):
             call(site)
     assert any(f.level == "refused" and what in f.sentence for f in check_site(site, offline=True))
     check_code(read_site(deployed / "sites" / "site-1" / "site.toml"))
+
+
+HOSTILE = "raise SystemExit('it ran')\n"
+
+
+def test_nothing_of_the_folder_runs_but_what_was_agreed_on(deployed, tmp_path):
+    """A compiled file that is never compared with its source, and a module beside that takes an installed one's name."""
+    folder = deployed / "sites" / "site-0" / "code"
+    (folder / "hostile.py").write_text(HOSTILE)
+    compiled = Path(cache_from_source(str(folder / "helper_of_mine.py")))
+    unchecked = py_compile.PycInvalidationMode.UNCHECKED_HASH
+    py_compile.compile(str(folder / "hostile.py"), str(compiled), doraise=True, invalidation_mode=unchecked)
+    (folder / "colorsys.py").write_text(HOSTILE)
+    sys.modules.pop("colorsys", None)
+    read_agreed(read_site(deployed / "sites" / "site-0" / "site.toml"))
+    assert sys.modules["helper_of_mine"].FACTOR == 1.0
+    assert not import_module("colorsys").__file__.startswith(str(folder))
+    with pytest.raises(ModuleNotFoundError):
+        import_module("hostile")
+
+
+def test_a_file_that_changes_after_it_was_compared_does_not_run(deployed, monkeypatch):
+    site = read_site(deployed / "sites" / "site-0" / "site.toml")
+
+    def swap(shared):
+        check_code(shared)
+        (shared.experiment.parent / "code" / "helper_of_mine.py").write_text(HOSTILE)
+
+    monkeypatch.setattr(code, "check_code", swap)
+    with pytest.raises(ConfigError, match="is not the user code that was agreed on"):
+        read_agreed(site)
+
+
+@pytest.mark.parametrize("path", ["../mine.py", "/mine.py", "a/../../mine.py", ".py", "a//b.py", "mine.so"])
+def test_agreed_files_lie_below_the_folder(deployed, path):
+    site = read_site(deployed / "sites" / "site-0" / "site.toml")
+    with pytest.raises(ValueError, match="pattern"):
+        site.with_(code={path: "0" * 64})
 
 
 def test_what_is_installed_stays_there_and_is_compared(written):

@@ -275,3 +275,13 @@ def test_what_cannot_be_noted_does_not_leave(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(Audit, "write", full)
     assert ask(client, "hello") == ("refused", "no space left on the disk")
+
+
+@pytest.mark.parametrize(("kind", "accepted"), [("train", 4), ("train", 10**9), ("score", 5), ("score", -1)])
+def test_a_round_that_cannot_be_accepted_yet_is_refused(kind: Kind, accepted: int, done: Scene) -> None:
+    """A site that took it as accepted could follow no honest server any more."""
+    client = done.clients()[0]
+    before = files(client.site.state)
+    status, reason = ask(client, kind, download(client), round=4, accepted=accepted)
+    assert (status, f"names round {accepted} as accepted, and asks for round 4" in reason) == ("refused", True)
+    assert files(client.site.state) == before

@@ -23,7 +23,7 @@ from fedloom.deploy.ops.directory import Location, write
 from fedloom.deploy.ops.members import add, keys_digest, proposed, remove, revoke, take
 from fedloom.deploy.ops.plan import plan
 from fedloom.deploy.server.run import serve
-from fedloom.deploy.settings import Server, read_server, read_site
+from fedloom.deploy.settings import Server, Site, read_server, read_site
 from fedloom.deploy.site.client import SENT, Client
 from fedloom.errors import ConfigError, Refused, RunDirError, Stop
 from tests.deploy.conftest import make_experiment
@@ -126,6 +126,9 @@ BENT = {
     "the experiment file names other members": lambda c: edit(c, lambda p: p["members"][0].update(site="other")),
     "the agreement changes": lambda c: edit(c, lambda p: p["shared"].update(fixed_data=True)),
     "it is no change of this site's agreement": lambda c: edit(c, lambda p: p.update(before="0" * 64)),
+    "it changes settings of the site's own (epsilon, server)": lambda c: edit(
+        c, lambda p: p["shared"].update(epsilon=1e9, server="elsewhere:443")
+    ),
     "the members are not one more": lambda c: edit(c, lambda p: p["shared"].update(clients=9)),
 }
 
@@ -146,6 +149,20 @@ def test_a_site_approves_one_member_more_and_nothing_else(sentence: str, trained
     with pytest.raises(ConfigError, match=re.escape(sentence)):
         take(ready / "sites" / "site-0", change.folder / "approval", change.digest)
     assert (ready / "sites" / "site-0" / "site.toml").read_bytes() == before
+
+
+def test_a_site_takes_what_was_checked_and_not_what_came_after(
+    ready: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change, check = add(ready, "new", Location()), members.check_digest
+
+    def swap(site: Site, digest: str) -> None:
+        check(site, digest)
+        edit(change.folder / "approval", lambda p: p["shared"].update(fixed_data=True))
+        (change.folder / "approval" / "experiment.toml").write_text("name = 'other'\n")
+
+    monkeypatch.setattr(members, "check_digest", swap)
+    assert take(ready / "sites" / "site-0", change.folder / "approval", change.digest).digest == change.digest
 
 
 def test_a_new_member_is_refused_inside_a_secure_session(trained: tuple[Path, bool], tmp_path: Path) -> None:
@@ -169,7 +186,7 @@ def test_a_wrong_digest_approves_nothing(ready: Path) -> None:
     change = add(ready, "new", Location())
     with pytest.raises(ConfigError, match="the digest of the run is"):
         take(ready / "sites" / "site-0", change.folder / "approval", "0" * 64)
-    site, new = proposed(ready / "sites" / "site-0", change.folder / "approval")
+    site, new, _ = proposed(ready / "sites" / "site-0", change.folder / "approval")
     assert site.digest == change.digest
     assert [(m.site, keys_digest([m])) for m in new] == [("new", change.keys)]
 

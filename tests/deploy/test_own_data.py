@@ -156,3 +156,21 @@ def test_a_deployed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     here = run_all(made, said.append)
     assert any(line.startswith("round 2/2: 2 of 2 accepted") for line in said), said
     assert {row["site"] for row in here.table()} == {"site-0", "site-1"}
+
+
+def test_sites_read_a_table_of_scikit_learn(tmp_path: Path) -> None:
+    """It takes no agreement on columns: what they are is fixed."""
+    outside_flower()
+    file = tmp_path / "experiment.toml"
+    document = {
+        "rounds": 1,
+        "data": {"source": "sklearn", "set": "breast_cancer"},
+        "partition": {"kind": "iid", "clients": 2},
+        "method": [{"algorithm": "fedavg"}],
+    }
+    file.write_text(tomli_w.dumps(document))
+    done = CliRunner().invoke(app, ["deploy", "init", str(file), "--sites", "2", "--out", str(tmp_path / "d")])
+    assert done.exit_code == 0, done.output
+    for k in range(2):
+        code, text = check(tmp_path / "d" / "sites" / f"site-{k}")
+        assert code == 0, text

@@ -1,6 +1,8 @@
 """The table of sites, and the models on their disks, from files alone."""
 
 import math
+import os
+import shutil
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -13,9 +15,9 @@ from fedloom.cli import app
 from fedloom.deploy.ops.table import mean_table, site_table
 from fedloom.deploy.settings import read_site
 from fedloom.deploy.site.local_data import site_federation
-from fedloom.deploy.site.models import export, figures, module_of, owned
+from fedloom.deploy.site.models import export, figures, module_of, owned, used
 from fedloom.deploy.site.state import SiteState
-from fedloom.errors import CheckpointError, ConfigError
+from fedloom.errors import CheckpointError, ConfigError, LayoutError
 from fedloom.experiment import read
 from fedloom.rows.layout import Layout
 
@@ -118,3 +120,36 @@ def test_the_command(kept, tmp_path):
     assert wrong.exit_code == 2
     with pytest.raises(ConfigError, match="neither a site's folder"):
         owned(tmp_path)
+
+
+USES = {"figures": lambda one: figures(one), "module_of": module_of, "used": lambda one: used(one.site.state.parent)}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_damaged_model_of_a_site_is_refused_at_every_door(use, kept):
+    (one,) = owned(kept[0])
+    content = bytearray(one.model.path.read_bytes())
+    content[-3] ^= 64
+    one.model.path.write_bytes(content)
+    with pytest.raises(LayoutError, match="is damaged"):
+        USES[use](one)
+
+
+def test_the_model_of_another_site_is_not_this_ones(kept):
+    folder, *_ = kept
+    (one,) = owned(folder)
+    other = folder / "sites" / "site-2" / one.model.path.relative_to(one.site.state.parent)
+    other.parent.mkdir(parents=True)
+    shutil.copy(one.model.path, other)
+    assert [found.site.site for found in owned(folder)] == ["site-1"]
+
+
+@pytest.mark.timeout(60)
+def test_a_pipe_in_the_place_of_a_model_is_not_waited_for(kept):
+    (one,) = owned(kept[0])
+    one.model.path.unlink()
+    os.mkfifo(one.model.path)
+    with pytest.raises(CheckpointError, match="is no regular file"):
+        owned(kept[0])
+    with pytest.raises(LayoutError):
+        module_of(one)

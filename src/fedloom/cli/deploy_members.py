@@ -81,7 +81,7 @@ def approve(
         if change is None:
             agreed = read_site(site / "site.toml")
         else:
-            agreed, members = proposed(site, change)
+            agreed, members, _ = proposed(site, change)
         if digest:
             agreed = agreed if change is None else take(site, change, digest)
             approve_run(agreed, digest)

@@ -7,7 +7,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from fedloom.storage.files import append_synced, make_folder
+from fedloom.errors import RunDirError
+from fedloom.storage.files import append_synced, make_folder, regular
 
 
 class Audit:
@@ -37,11 +38,21 @@ class Audit:
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
-    """Everything in a log that may be written at this moment; a line that was cut short is left out."""
+    """Everything in a log that may be written at this moment; a line that was cut short is left out.
+
+    Raises:
+        RunDirError: it is no regular file, or cannot be read.
+    """
     entries = []
-    for line in path.read_bytes().splitlines() if path.exists() else ():
+    try:
+        content = regular(path).read_bytes() if path.exists() else b""
+    except OSError as error:
+        raise RunDirError(f"cannot read the log {path}: {error.strerror}") from None
+    for line in content.splitlines():
         try:
-            entries.append(json.loads(line))
-        except ValueError:
+            entry = json.loads(line)
+        except (ValueError, RecursionError):
             continue
+        if isinstance(entry, dict):
+            entries.append(entry)
     return entries

@@ -1,7 +1,8 @@
 """User code of a deployment: the modules that its experiment names by import path, the same on all machines.
 
 Modules of a folder are copied, with what they import from that folder, into a folder `code` beside the settings; a
-module of an installed package stays where it is. Of both the SHA-256 is agreed on, and compared before they run.
+module of an installed package stays where it is. Of both the SHA-256 is agreed on, and compared before they run. Of the
+folder nothing else is imported: no other file, and no compiled one.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.util import find_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from fedloom.deploy.settings import Shared, check_fingerprint
 from fedloom.errors import ConfigError
 from fedloom.experiment import Experiment, read
 from fedloom.imports import is_path
+from fedloom.storage.files import regular
 from fedloom.trust import is_installed, vouch
 from fedloom.values import read_toml
 
@@ -91,7 +94,7 @@ def check_code(shared: Shared) -> None:
     for path, wanted in shared.code.items():
         file = shared.experiment.parent / FOLDER / path
         try:
-            data = file.read_bytes()
+            data = regular(file).read_bytes()
         except OSError as error:
             raise ConfigError(f"cannot read the user code {file}: {error.strerror}; get it from the server") from None
         _compare(str(file), data, wanted, "get the file from the server again")
@@ -113,9 +116,9 @@ def read_agreed(shared: Shared, **engine: Any) -> Experiment:
     """
     check_fingerprint(shared)
     check_code(shared)
-    folder = str(shared.experiment.parent / FOLDER)
-    if shared.code and folder not in sys.path:
-        sys.path.insert(0, folder)
+    finder = _Finder(shared.experiment.parent / FOLDER, tuple(sorted(shared.code.items())))
+    if shared.code:  # in front of those of other deployments in this process
+        sys.meta_path[:] = [finder, *(other for other in sys.meta_path if other != finder)]
     agreed = {*shared.installed, *(module_of(path) for path in shared.code)}
     document = read_toml(shared.experiment, "experiment file")
     vouch(path for path in _paths(document) if path.partition(":")[0] in agreed)
@@ -125,6 +128,47 @@ def read_agreed(shared: Shared, **engine: Any) -> Experiment:
 def module_of(path: str) -> str:
     """The name of the module in a file of `FOLDER`."""
     return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+@dataclass(frozen=True)
+class _Finder:
+    """Find the agreed modules of a folder ``code``; files beside them are not looked at.
+
+    folder: which; code: path and SHA-256 of its files.
+    """
+
+    folder: Path
+    code: tuple[tuple[str, str], ...]
+
+    def find_spec(self, name: str, _path: object = None, _target: object = None) -> ModuleSpec | None:
+        """The module of a name, or None where it was not agreed on."""
+        stem, wanted = name.replace(".", "/"), dict(self.code)
+        for path in (f"{stem}/__init__.py", f"{stem}.py"):
+            if path in wanted:
+                file = str(self.folder / path)
+                return spec_from_file_location(name, file, loader=_Loader(name, file, wanted[path]))
+        if not any(path.startswith(f"{stem}/") for path in wanted):
+            return None
+        spec = ModuleSpec(name, None, is_package=True)
+        spec.submodule_search_locations = [str(self.folder / stem)]
+        return spec
+
+
+class _Loader(SourceFileLoader):
+    """Load a module from source of the agreed SHA-256, never from a compiled file, which may hold something else."""
+
+    def __init__(self, name: str, path: str, wanted: str) -> None:
+        super().__init__(name, path)
+        self._wanted = wanted
+
+    def path_stats(self, path: Any) -> Mapping[str, Any]:
+        raise OSError("compiled files are not looked at")
+
+    def get_data(self, path: Any) -> bytes:
+        data = super().get_data(path)
+        if str(path) == self.path:
+            _compare(self.path, data, self._wanted, "get the file from the server again")
+        return data
 
 
 def _start_of(shared: Shared) -> list[str]:
@@ -137,7 +181,7 @@ def _start_of(shared: Shared) -> list[str]:
         return []
     file = shared.experiment.parent / START
     try:
-        got = digest(file.read_bytes())
+        got = digest(regular(file).read_bytes())
     except OSError as error:
         raise ConfigError(f"cannot read the initial model {file}: {error.strerror}; get it from the server") from None
     if got != shared.start:

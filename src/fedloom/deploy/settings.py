@@ -20,6 +20,7 @@ from fedloom.data.sources import SOURCES
 from fedloom.deploy.secure.protocol import FEWEST, MOST, least_threshold
 from fedloom.errors import ConfigError
 from fedloom.imports import is_path
+from fedloom.storage.files import regular
 from fedloom.values import Value, fields_of, make, read_toml
 from fedloom.version import __version__
 
@@ -37,6 +38,8 @@ def _public_key(text: str) -> str:
 PublicKey = Annotated[str, AfterValidator(_public_key)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+CodePath = Annotated[str, Field(pattern=r"^\w[\w. -]*(/\w[\w. -]*)*\.py$")]
+"""A file below the folder of user code."""
 Port = Annotated[int, Field(ge=1, le=65535)]
 
 
@@ -87,7 +90,7 @@ class Shared(Value):
     fixed_data: bool = Field(
         False, description="a site whose samples change in a run is refused; else the change is logged"
     )
-    code: dict[str, Digest] = Field({}, description="SHA-256 of the files of user code in the folder code, by path")
+    code: dict[CodePath, Digest] = Field({}, description="SHA-256 of the files of user code in the folder code, by path")
     installed: dict[str, Digest] = Field({}, description="SHA-256 of modules of user code that are installed, by name")
     versions: dict[str, str] = Field({}, description="versions of Python and of packages where the directory was made")
     start: Digest | None = Field(None, description="SHA-256 of weights.safetensors beside the settings: initial model")
@@ -286,7 +289,7 @@ def fingerprint(experiment: Path) -> str:
         ConfigError: it cannot be read.
     """
     try:
-        return hashlib.sha256(experiment.read_bytes()).hexdigest()
+        return hashlib.sha256(regular(experiment).read_bytes()).hexdigest()
     except OSError as error:
         raise ConfigError(f"cannot read the experiment file {experiment}: {error.strerror}") from None
 

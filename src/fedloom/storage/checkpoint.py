@@ -232,7 +232,7 @@ class Checkpoints:
                 if content["sha256"] == _digest(content["body"]):
                     meta: dict[str, Any] = content["body"]["meta"]
                     return meta
-            except (OSError, ValueError, KeyError, TypeError):
+            except (OSError, ValueError, KeyError, TypeError, RecursionError):
                 continue
         return None
 

@@ -32,6 +32,7 @@ from fedloom.deploy.site.local_data import part_sizes, site_federation
 from fedloom.engine.privacy import accounted, epsilon
 from fedloom.errors import FedloomError
 from fedloom.experiment import Experiment
+from fedloom.storage.files import regular
 from fedloom.version import __version__
 
 FLOWER = ((1, 41), (1, 43))
@@ -176,7 +177,7 @@ def _keys(site: Site) -> Iterator[Finding]:
 
 def _key_faults(path: Path, kind: type, name: str) -> Iterator[str]:
     try:
-        mode, data = stat.S_IMODE(path.stat().st_mode), path.read_bytes()
+        mode, data = stat.S_IMODE(path.stat().st_mode), regular(path).read_bytes()
     except OSError as error:
         yield f"cannot read the private key {path}: {error.strerror}"
         return
@@ -193,7 +194,7 @@ def _key_faults(path: Path, kind: type, name: str) -> Iterator[str]:
 
 def _authority(site: Site) -> Iterator[Finding]:
     try:
-        certificate = x509.load_pem_x509_certificate(site.ca.read_bytes())
+        certificate = x509.load_pem_x509_certificate(regular(site.ca).read_bytes())
     except OSError as error:
         yield Finding("refused", f"cannot read the authority's certificate {site.ca}: {error.strerror}")
         return

@@ -34,7 +34,8 @@ from fedloom.deploy.site.ledger import NAME as LEDGER
 from fedloom.errors import ConfigError, Refused, RunDirError
 from fedloom.rows.layout import Layout
 from fedloom.storage.checkpoint import Checkpoints
-from fedloom.storage.files import lock, make_folder, write_atomic
+from fedloom.storage.checkpoint import check_digest as check_digest_of
+from fedloom.storage.files import lock, make_folder, regular, write_atomic
 from fedloom.values import fields_of, make
 
 CHANGE = "agreement.json"
@@ -136,8 +137,22 @@ def add(folder: Path, name: str, place: Location) -> Change:
     return Change(out, agreed.digest, keys_digest([member]))
 
 
-def proposed(folder: Path, change: Path) -> tuple[Site, list[Member]]:
-    """The settings of a site under a new agreement, and the members that are new to it.
+class Proposal(NamedTuple):
+    """A new agreement as a site would have it, from the bytes that were checked.
+
+    Attributes:
+        site: the settings under it.
+        new: members that are new to the site.
+        files: contents of the files that it brings, by name.
+    """
+
+    site: Site
+    new: list[Member]
+    files: dict[str, bytes]
+
+
+def proposed(folder: Path, change: Path) -> Proposal:
+    """Read a new agreement for a site, and refuse what the digest does not cover.
 
     Args:
         folder: of the site.
@@ -149,20 +164,23 @@ def proposed(folder: Path, change: Path) -> tuple[Site, list[Member]]:
     """
     site = read_site(folder / "site.toml")
     try:
-        proposal = json.loads((change / CHANGE).read_bytes())
-        experiment = (change / "experiment.toml").read_bytes()
+        proposal = json.loads(regular(change / CHANGE).read_bytes())
+        experiment = regular(change / "experiment.toml").read_bytes()
         members = [Member(**m) for m in proposal["members"]]
+        own = {*proposal["shared"]} - {*Shared.model_fields}
         settings = read_toml(folder / "site.toml") | proposal["shared"] | {"experiment": "experiment.toml"}
         new = make(Site, settings, str(change / CHANGE), fields_of(Site))
-    except (OSError, ValueError, KeyError, TypeError, ValidationError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, ValidationError) as error:
         raise ConfigError(f"{change} holds no new agreement: {str(error).splitlines()[0]}") from None
     document, before = tomllib.loads(experiment.decode()), read_toml(site.experiment)
     rounds = [int(d["method"][0].pop("rounds", d.get("rounds", 0))) for d in (document, before)]
     header = experiment.partition(b"\n")[0].decode(errors="replace")
-    start = None if new.start is None else hashlib.sha256(_content(change / START)).hexdigest()
+    files = {"experiment.toml": experiment} | ({} if new.start is None else {START: _content(change / START)})
+    start = hashlib.sha256(files[START]).hexdigest() if START in files else None
     wrong = [
         what
         for what, holds in {
+            f"it changes settings of the site's own ({', '.join(sorted(own))})": not own,
             "it is no change of this site's agreement": site.fingerprint in (proposal["before"], new.fingerprint),
             "the experiment file is another one": hashlib.sha256(experiment).hexdigest() == new.fingerprint,
             "the experiment file names other members": header.endswith(keys_digest(members)),
@@ -181,7 +199,8 @@ def proposed(folder: Path, change: Path) -> tuple[Site, list[Member]]:
     record = read_checked(site.state / site.fingerprint[:16] / "session" / "session.json") or {}
     if progress_of(record).stage in (Stage.MASKED, Stage.AGREED):
         raise RunDirError("a secure session is under way here; let its round come to its end, then approve")
-    return new, [m for m in members if m.client >= site.clients]
+    files["site.toml"] = tomli_w.dumps(settings).encode()
+    return Proposal(new, [m for m in members if m.client >= site.clients], files)
 
 
 def take(folder: Path, change: Path, digest: str) -> Site:
@@ -192,18 +211,14 @@ def take(folder: Path, change: Path, digest: str) -> Site:
         RunDirError: a secure session is under way.
     """
     before = read_site(folder / "site.toml")
-    new, _ = proposed(folder, change)
+    new, _, files = proposed(folder, change)
     check_digest(new, digest)
     ledger = before.state / before.fingerprint[:16] / LEDGER
     if ledger.exists():  # what was released stays released
         make_folder(before.state / new.fingerprint[:16])
         write_atomic(before.state / new.fingerprint[:16] / LEDGER, ledger.read_bytes())
-    if new.start is not None:
-        write_atomic(folder / START, _content(change / START))
-    settings = read_toml(folder / "site.toml")
-    settings |= json.loads((change / CHANGE).read_bytes())["shared"] | {"experiment": "experiment.toml"}
-    write_atomic(folder / "experiment.toml", _content(change / "experiment.toml"))
-    write_atomic(folder / "site.toml", tomli_w.dumps(settings).encode())
+    for name in sorted(files, key=lambda name: name == "site.toml"):  # which counts, last
+        write_atomic(folder / name, files[name])
     return read_site(folder / "site.toml")
 
 
@@ -252,8 +267,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         ConfigError: it cannot be read.
     """
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        return tomllib.loads(regular(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from None
 
 
@@ -306,12 +321,13 @@ def _last_model(server: Server) -> bytes | None:
     if spec.adapters is not None:
         raise Refused("the experiment trains adapters, which are no initial model; begin a new deployment")
     module = spec.build(samples.shape, samples.outputs, experiment.head.seeds[0], samples.tokens)
+    check_digest_of(file)
     Layout.of(module).load(module, load_file(file)["rows"].reshape(-1))
     return save({key: part.contiguous() for key, part in module.state_dict().items()})
 
 
 def _content(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return regular(path).read_bytes()
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None

@@ -21,10 +21,10 @@ from fedloom.deploy.audit import lines_of
 from fedloom.deploy.ops.keys import SOON
 from fedloom.deploy.ops.table import mean_table, site_table
 from fedloom.deploy.settings import Server, read_server
-from fedloom.errors import ConfigError, Stop
+from fedloom.errors import ConfigError, RunDirError, Stop
 from fedloom.metrics import SUMMARY
 from fedloom.storage.checkpoint import Checkpoints
-from fedloom.storage.files import in_use
+from fedloom.storage.files import in_use, regular
 
 ENDS = {stop.value: "stopped" if stop.resumable else stop.status for stop in Stop}
 """States of a run that ended, by the reason; one that is stopped can be resumed."""
@@ -113,7 +113,15 @@ def status_of(server: Server) -> dict[str, Any]:
     ``means``: newest figures of the federation, a row per model, see `mean_table`;
     ``certificates``: their ends (ISO 8601);
     ``disk``: bytes by what is there, and ``free``; ``last_event``: time of the log's last line.
+
+    Raises:
+        RunDirError: the files do not fit together.
     """
+    with _fitting():
+        return _status_of(server)
+
+
+def _status_of(server: Server) -> dict[str, Any]:
     log, meta = lines_of(server.audit), Checkpoints(server.checkpoints).meta() or {}
     rounds, seconds, more = meta.get("round", 0), meta.get("seconds", []), meta.get("more", {})
     members = {m.client: m.site for m in server.sites}
@@ -138,6 +146,11 @@ def status_of(server: Server) -> dict[str, Any]:
 
 def lines(status: Mapping[str, Any]) -> list[str]:
     """A status in a few lines of text; the sites are in `table`."""
+    with _fitting():
+        return _lines(status)
+
+
+def _lines(status: Mapping[str, Any]) -> list[str]:
     seconds, limit, disk = status["round_seconds"], status["epsilon_limit"], status["disk"]
     texts = [f"{status['name']}: {status['state']}{f', {why}' if (why := status['reason']) else ''}"]
     pace = f", {seconds['last']:.1f} s the last, {seconds['median']:.1f} s in the median" if seconds else ""
@@ -162,6 +175,11 @@ def lines(status: Mapping[str, Any]) -> list[str]:
 
 def table(status: Mapping[str, Any]) -> list[dict[str, Any]]:
     """A row per site, for people; losses are of the site's own test samples."""
+    with _fitting():
+        return _table(status)
+
+
+def _table(status: Mapping[str, Any]) -> list[dict[str, Any]]:
     rows = []
     for site in status["sites"]:
         rejected = sum(step["count"] for step in site["rejected"].values())
@@ -176,6 +194,16 @@ def table(status: Mapping[str, Any]) -> list[dict[str, Any]]:
         losses = {f"{one['model']} loss": one["loss"] for one in site["scores"] if "loss" in one}
         rows.append({**row, "rejected": rejected, **losses})
     return rows
+
+
+@contextmanager
+def _fitting() -> Iterator[None]:
+    """Explain files whose contents are not what a server writes."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise RunDirError(f"the server's log and checkpoints do not fit together ({what}); nothing was changed") from None
 
 
 @contextmanager
@@ -261,15 +289,15 @@ def _certificates(server: Server) -> dict[str, str]:
     ends = {}
     for name, path in (("server's certificate", server.certificate), ("authority's certificate", server.ca)):
         with suppress(OSError, ValueError):
-            ends[name] = x509.load_pem_x509_certificate(path.read_bytes()).not_valid_after_utc.isoformat()
+            ends[name] = x509.load_pem_x509_certificate(regular(path).read_bytes()).not_valid_after_utc.isoformat()
     return ends
 
 
 def _planned(experiment: Path) -> int | None:
     try:
-        document = tomllib.loads(experiment.read_text())
+        document = tomllib.loads(regular(experiment).read_text())
         return int(document["method"][0].get("rounds", document.get("rounds")))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
         return None
 
 

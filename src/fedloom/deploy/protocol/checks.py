@@ -35,7 +35,7 @@ from fedloom.deploy.protocol.envelope import (
 )
 from fedloom.deploy.protocol.forms import Forms, Upload, score_names
 from fedloom.deploy.protocol.identity import is_signed
-from fedloom.deploy.protocol.lengths import lengths
+from fedloom.deploy.protocol.lengths import lengths, out_of_range
 from fedloom.deploy.settings import Server, bound_of
 from fedloom.engine.clients.chunk import usable
 from fedloom.engine.clients.scores import COST
@@ -45,8 +45,6 @@ from fedloom.metrics import metric
 from fedloom.processes.clients import COUNTS
 from fedloom.version import __version__
 
-TINY = 1e-6
-"""What a number may be off beside its relative error."""
 MOST = 10**15
 """Largest count of work that is believed."""
 
@@ -313,13 +311,8 @@ class Checks:
         if job.setting.channel is not None or not up:
             return
         work = job.work(pending.round, torch.tensor([pending.client]))
-        slack = 1 + 1e-4
-        for name, limits in job.algorithm.ranges(pending.down, up, work).items():
-            values = getattr(up, name).double().flatten()
-            bounds = [torch.as_tensor(limit).double().flatten().expand(len(values)).tolist() for limit in limits]
-            for number, low, high in zip(values.tolist(), *bounds, strict=True):
-                if low - TINY > number * (slack if number >= 0 else 1 / slack) or number > high * slack + TINY:
-                    raise Rejected(11, f"{name} is {number:.4g}, it can be {low:.4g} to {high:.4g}")
+        for name, number, low, high in out_of_range(up, job.algorithm.ranges(pending.down, up, work)):
+            raise Rejected(11, f"{name} is {number:.4g}, it can be {low:.4g} to {high:.4g}")
 
     def _in_time(self, draft: _Draft) -> _Draft:
         if draft.is_late and draft.pending.kind != "hello":

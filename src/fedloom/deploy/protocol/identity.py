@@ -13,6 +13,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
 
 from fedloom.errors import ConfigError
+from fedloom.storage.files import regular
 
 NONCE = 16
 """Bytes of a nonce."""
@@ -30,7 +31,7 @@ def signing_key(path: Path) -> Ed25519PrivateKey:
         ConfigError: the file is missing, or not an Ed25519 key in OpenSSH form.
     """
     try:
-        key = load_ssh_private_key(path.read_bytes(), None)
+        key = load_ssh_private_key(regular(path).read_bytes(), None)
     except OSError as error:
         raise ConfigError(f"cannot read the signing key {path}: {error.strerror}") from None
     except (ValueError, UnsupportedAlgorithm) as error:

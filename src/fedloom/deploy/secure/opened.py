@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.deploy.secure.protocol import Broken
-from fedloom.storage.files import make_folder, write_atomic
+from fedloom.storage.files import make_folder, regular, write_atomic
 
 REMEMBERED = 64
 """Newest sums that a site remembers; it has no part in one of an older round."""
@@ -95,11 +95,11 @@ class OpenedSums:
 def read_checked(path: Path) -> dict[str, Any] | None:
     """The values of a file with its checksum; None where it is missing or damaged."""
     try:
-        text, _, digest = path.read_bytes().rpartition(b"\n")
+        text, _, digest = regular(path).read_bytes().rpartition(b"\n")
         if hashlib.sha256(text).hexdigest().encode() != digest:
             return None
         values: dict[str, Any] = json.loads(text)
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return values
 

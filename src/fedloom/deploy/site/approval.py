@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fedloom.deploy.settings import Site
 from fedloom.errors import ConfigError, Refused
-from fedloom.storage.files import make_folder, write_atomic
+from fedloom.storage.files import make_folder, regular, write_atomic
 
 NAME = "approved.json"
 
@@ -46,8 +46,8 @@ def check_approved(site: Site) -> None:
     if not site.approval:
         return
     try:
-        approved = json.loads(_path(site).read_bytes())["digest"]
-    except (OSError, ValueError, KeyError, TypeError):
+        approved = json.loads(regular(_path(site)).read_bytes())["digest"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         approved = None
     if approved != site.digest:
         raise Refused(

@@ -167,6 +167,9 @@ class Client:
             raise Rewound(f"round {t} is none of the agreed rounds 1 to {rounds}")
         if t < behind - (not trains):
             raise Rewound(f"round {t} is over: round {behind} was accepted here")
+        accepted = head.get("accepted", 0)
+        if not 0 <= accepted <= t - trains:
+            raise Rewound(f"the server names round {accepted} as accepted, and asks for round {t}")
 
     def _watch_samples(self) -> None:
         """Report, or refuse by the agreement, samples that are not those of the message before.

@@ -15,7 +15,7 @@ from fedloom.data import PARTS, Dataset, Federation, Split
 from fedloom.data.input_spec import InputSpec, compared
 from fedloom.data.new_data import AGREED
 from fedloom.data.partition import Iid
-from fedloom.data.sources import Source
+from fedloom.data.sources import SOURCES, Source
 from fedloom.data.text import UNKNOWN, recoded
 from fedloom.deploy.settings import Site
 from fedloom.errors import ConfigError, DataError, NoSamples, Refused
@@ -110,7 +110,8 @@ def check_samples(site: Site, data: Dataset) -> None:
 def options_of(experiment: Experiment, site: Site) -> dict[str, Any]:
     """The table ``[data]`` of a site, with the place of its samples; what columns mean was agreed on."""
     agreed = getattr(experiment.source, "agreement", None) or site.samples.agreement
-    if agreed is None:
+    kind = SOURCES.get(site.data["source"])
+    if agreed is None or (kind is not None and "agreement" not in kind.model_fields):
         return site.data
     options = {key: value for key, value in site.data.items() if key not in AGREED or key == "missing"}
     return {**options, "agreement": agreed.model_dump(mode="json", exclude_none=True)}

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 
 from fedloom.data.new_data import NewData
 from fedloom.deploy.code import read_agreed
@@ -45,7 +45,7 @@ def owned(folder: Path) -> list[Owned]:
     if not files:
         raise ConfigError(f"{folder} is neither a site's folder (site.toml) nor a deployment's directory (sites/)")
     sites = sorted((read_site(file) for file in files), key=lambda site: site.client)
-    return [Owned(s, m) for s in sites for m in models(s.state) if m.experiment == s.fingerprint]
+    return [Owned(s, m) for s in sites for m in models(s.state) if (m.experiment, m.client) == (s.fingerprint, s.client)]
 
 
 def used(folder: Path, kind: str | None = None) -> TrainedModel:
@@ -69,7 +69,7 @@ def used(folder: Path, kind: str | None = None) -> TrainedModel:
         raise unknown("model", chosen, models_there, str(folder))
     one = models_there[chosen]
     site, experiment = one.site, read_agreed(one.site)
-    row = load_file(one.model.path)["rows"][0]
+    row = _row(one)
     facts, scaling = site.samples, None
     if facts.table is not None:  # the site's own markers of gaps beside those that were agreed on
         markers = tuple(dict.fromkeys((*facts.table.missing, *site.data.get("missing", ()))))
@@ -95,6 +95,16 @@ def used(folder: Path, kind: str | None = None) -> TrainedModel:
     return replace(trained, calibration=recipe.objective.line(outputs, fed.targets(index), owner, 1)[0])
 
 
+def _row(one: Owned) -> Tensor:
+    """A site's model ``[d]``, from its disk.
+
+    Raises:
+        LayoutError: the file is damaged, or no regular file.
+    """
+    check_digest(one.model.path)
+    return load_file(one.model.path)["rows"][0]
+
+
 def new_rows(folder: Path) -> NewData:
     """How new rows at a site are read: as its own data are."""
     return NewData(read_site(folder / "site.toml").data)
@@ -106,8 +116,7 @@ def module_of(one: Owned) -> nn.Module:
     module = experiment.methods[0].setting.model.build(
         samples.shape, samples.outputs, experiment.head.seeds[0], samples.tokens
     )
-    check_digest(one.model.path)
-    Layout.of(module).load(module, load_file(one.model.path)["rows"][0])
+    Layout.of(module).load(module, _row(one))
     return module.eval()
 
 

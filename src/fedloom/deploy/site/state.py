@@ -178,7 +178,7 @@ class SiteState:
         """The generation of a round; None where there is none, or it is damaged or of another experiment."""
         path = self._path(round)
         try:
-            content = path.read_bytes()
+            content = regular(path).read_bytes()
         except FileNotFoundError:
             return None
         except OSError as error:

@@ -1,0 +1,107 @@
+"""Folders of a deployment that somebody else wrote: an answer or a sentence; no traceback, no wait, no odd character."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from fedloom.cli import app
+from fedloom.deploy.ops.status import lines, status_of, table
+from fedloom.deploy.server.run import serve
+from fedloom.deploy.settings import read_server
+from fedloom.errors import FedloomError, Stop
+from tests.deploy.conftest import make_experiment
+from tests.deploy.grid import outside_flower
+from tests.deploy.test_members import Location, grid, plan, read, write
+
+CONTENTS: dict[str, bytes | None] = {
+    "pipe": None, "folder": None, "empty": b"", "noise": bytes(range(256)), "deep": b"[" * 100_000,
+    "escape": b'{"what": "stop", "reason": "\\u001b[2J", "time": "\\u001b[2J", "detail": "\\u001b[2J"}\n', "list": b"[1]\n",
+}  # fmt: skip
+WRONG: tuple[Any, ...] = (None, True, -1, 2**70, float("nan"), "x", [], [[1]], {}, {"a": 1})
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    outside_flower()
+    folder = tmp_path_factory.mktemp("served") / "d"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _fd: None)
+        write(plan(make_experiment(rounds=1), 3), folder, Location())
+        assert serve(grid(folder, range(3)), read(folder), lambda _: None) is Stop.DONE
+    return folder
+
+
+@pytest.fixture
+def copy(served: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(served, tmp_path / "d")
+
+
+def put(path: Path, kind: str) -> None:
+    path.unlink(missing_ok=True)
+    content = CONTENTS[kind]
+    if content is not None:
+        path.write_bytes(content)
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.mkdir()
+
+
+def shown(words: list[str]) -> None:
+    done = CliRunner().invoke(app, words)
+    assert done.exception is None or isinstance(done.exception, SystemExit), (words, done.exception)
+    assert all(letter >= " " or letter in "\n\t" for letter in done.output), (words, done.output)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("kind", CONTENTS)
+def test_files_of_the_server_may_be_anything(kind: str, copy: Path) -> None:
+    server = copy / "server"
+    names = ("server.toml", "experiment.toml", "ca.crt", "results/metrics.parquet", "state/audit.jsonl")
+    paths = [*(server / name for name in names), *server.glob("state/checkpoints/checkpoint-*.json")]
+    for path in (path for path in paths if path.exists()):
+        content = path.read_bytes()
+        put(path, kind)
+        shown(["deploy", "status", str(copy)])
+        path.rmdir() if kind == "folder" else path.unlink()
+        path.write_bytes(content)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("kind", CONTENTS)
+def test_files_of_a_site_may_be_anything(kind: str, copy: Path) -> None:
+    site = copy / "sites" / "site-0"
+    for name in ("site.toml", "experiment.toml", "signing-key", "ca.crt"):
+        content = (site / name).read_bytes()
+        put(site / name, kind)
+        shown(["deploy", "models", str(site)])
+        shown(["deploy", "approve", str(site)])
+        shown(["deploy", "check", str(site), "--offline"])
+        (site / name).rmdir() if kind == "folder" else (site / name).unlink()
+        (site / name).write_bytes(content)
+
+
+def test_every_fact_of_the_log_may_be_another(copy: Path) -> None:
+    server, tried = read_server(copy / "server" / "server.toml"), 0
+    whole = [json.loads(line) for line in server.audit.read_text().splitlines()]
+    first = {line["what"]: k for k, line in enumerate(whole)}
+    for k in first.values():
+        for key in whole[k]:
+            for value in WRONG:
+                facts = [*whole[:k], {**whole[k], key: value}, *whole[k + 1 :]]
+                server.audit.write_text("".join(json.dumps(line) + "\n" for line in facts))
+                try:
+                    status = status_of(server)
+                    lines(status)
+                    table(status)
+                except FedloomError as error:
+                    assert "fit together" in str(error)
+                tried += 1
+    assert tried > 100
