@@ -151,9 +151,7 @@ def test_a_site_approves_one_member_more_and_nothing_else(sentence: str, trained
     assert (ready / "sites" / "site-0" / "site.toml").read_bytes() == before
 
 
-def test_a_site_takes_what_was_checked_and_not_what_came_after(
-    ready: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_site_takes_what_was_checked_and_not_what_came_after(ready: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     change, check = add(ready, "new", Location()), members.check_digest
 
     def swap(site: Site, digest: str) -> None:

@@ -90,7 +90,9 @@ class Shared(Value):
     fixed_data: bool = Field(
         False, description="a site whose samples change in a run is refused; else the change is logged"
     )
-    code: dict[CodePath, Digest] = Field({}, description="SHA-256 of the files of user code in the folder code, by path")
+    code: dict[CodePath, Digest] = Field(
+        {}, description="SHA-256 of the files of user code in the folder code, by path"
+    )
     installed: dict[str, Digest] = Field({}, description="SHA-256 of modules of user code that are installed, by name")
     versions: dict[str, str] = Field({}, description="versions of Python and of packages where the directory was made")
     start: Digest | None = Field(None, description="SHA-256 of weights.safetensors beside the settings: initial model")

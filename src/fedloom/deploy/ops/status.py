@@ -203,7 +203,9 @@ def _fitting() -> Iterator[None]:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         what = f"{type(error).__name__}: {error}"
-        raise RunDirError(f"the server's log and checkpoints do not fit together ({what}); nothing was changed") from None
+        raise RunDirError(
+            f"the server's log and checkpoints do not fit together ({what}); nothing was changed"
+        ) from None
 
 
 @contextmanager

@@ -45,7 +45,9 @@ def owned(folder: Path) -> list[Owned]:
     if not files:
         raise ConfigError(f"{folder} is neither a site's folder (site.toml) nor a deployment's directory (sites/)")
     sites = sorted((read_site(file) for file in files), key=lambda site: site.client)
-    return [Owned(s, m) for s in sites for m in models(s.state) if (m.experiment, m.client) == (s.fingerprint, s.client)]
+    return [
+        Owned(s, m) for s in sites for m in models(s.state) if (m.experiment, m.client) == (s.fingerprint, s.client)
+    ]
 
 
 def used(folder: Path, kind: str | None = None) -> TrainedModel:
