@@ -119,7 +119,7 @@ HOSTILE = "raise SystemExit('it ran')\n"
 
 
 def test_nothing_of_the_folder_runs_but_what_was_agreed_on(deployed, tmp_path):
-    """A compiled file that is never compared with its source, and a module beside that takes an installed one's name."""
+    """A compiled file that is never compared with its source, and a module that takes an installed one's name."""
     folder = deployed / "sites" / "site-0" / "code"
     (folder / "hostile.py").write_text(HOSTILE)
     compiled = Path(cache_from_source(str(folder / "helper_of_mine.py")))

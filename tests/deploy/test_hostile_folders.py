@@ -1,4 +1,4 @@
-"""Folders of a deployment that somebody else wrote: an answer or a sentence; no traceback, no wait, no odd character."""
+"""Deployment folders that somebody else wrote: an answer or a sentence; no traceback, wait or odd character."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from tests.deploy.test_members import Location, grid, plan, read, write
 
 CONTENTS: dict[str, bytes | None] = {
     "pipe": None, "folder": None, "empty": b"", "noise": bytes(range(256)), "deep": b"[" * 100_000,
-    "escape": b'{"what": "stop", "reason": "\\u001b[2J", "time": "\\u001b[2J", "detail": "\\u001b[2J"}\n', "list": b"[1]\n",
+    "escape": b'{"what": "stop", "reason": "\\u001b[2J", "time": "\\u001b[2J", "detail": "\\u001b[2J"}\n',
+    "list": b"[1]\n",
 }  # fmt: skip
 WRONG: tuple[Any, ...] = (None, True, -1, 2**70, float("nan"), "x", [], [[1]], {}, {"a": 1})
 
