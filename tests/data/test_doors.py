@@ -10,7 +10,7 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
@@ -100,6 +100,24 @@ def test_the_same_rows_by_any_door_are_the_same_bits(tmp_path_factory: pytest.Te
         assert torch.equal(data.y, first.y), door
         assert (data.classes, data.user_names, data.prepare) == (first.classes, first.user_names, table), door
         assert torch.equal(new_rows(spec, data).x.nan_to_num(-1e9), want.nan_to_num(-1e9)), door
+
+
+@settings(max_examples=12)
+@given(rows=ROWS)
+def test_converted_units_are_the_same_bits_by_any_door(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[Any]
+) -> None:
+    """A marker is compared before its cell is converted, and a client's factor is that of its rows."""
+    rows = [{name: row[name] for name in NAMES} for row in rows]
+    rows = [*rows, {**rows[0], "died": 0, "dose": 1.5, "site": "x"}, {**rows[0], "died": 1, "dose": 1.5, "site": "y"}]
+    by_client = {"x": 0.1, "y": 88.4}
+    converted = doors(rows, tmp_path_factory.mktemp("doors"), {**SPEC, "factors": {"dose": by_client, "count": 3.7}})
+    for door, data in converted.items():
+        for name, place, factors in (("dose", 0, by_client), ("count", 1, {"x": 3.7, "y": 3.7})):
+            cells = [-1e9 if row[name] in (None, -9, 999) else row[name] * factors[row["site"]] for row in rows]
+            assert torch.equal(data.x[:, place].nan_to_num(-1e9), torch.tensor(cells, dtype=data.x.dtype)), door
+        assert torch.equal(data.x.nan_to_num(-1e9), converted["plain"].x.nan_to_num(-1e9)), door
+        assert torch.equal(data.y, converted["plain"].y), door
 
 
 def test_a_data_set_made_without_the_markers_has_the_model_s_gaps() -> None:
