@@ -348,6 +348,25 @@ def test_a_stranger_is_told_that_the_app_is_not_fedlooms() -> None:
     assert "this node runs fedloom.flower" in reply.error.reason
 
 
+def answer(message: Message, context: Context) -> Message:
+    return Message(RecordDict(), reply_to=message)
+
+
+@pytest.mark.parametrize("kind", ["train", "evaluate", "query"])
+def test_functions_of_an_apps_own_stay_under_a_name_and_are_refused_without_one(kind: str) -> None:
+    app = ClientApp()
+    getattr(app, kind)()(answer)
+    with pytest.raises(ConfigError, match=r"has a function of its own.*remove it, or name it"):
+        ff.client(app)(local)
+    app = ClientApp()
+    getattr(app, kind)("mine")(answer)
+    ff.client(app)(local)
+    message = Message(RecordDict(), dst_node_id=100, message_type=f"{kind}.mine")
+    message.metadata.__dict__["_message_id"] = "m"
+    context = Context(run_id=1, node_id=100, node_config={}, state=RecordDict(), run_config={})
+    assert not app(message, context).has_error()
+
+
 def with_mods(mods: list[Any]) -> App:
     app = App(local, 3)
     for node in app.apps:

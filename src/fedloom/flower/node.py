@@ -69,14 +69,23 @@ def client(app: ClientApp) -> Callable[[LocalFunction], LocalFunction]:
         >>> @client(app)
         ... def local(context):
         ...     return Local(Net(), trainset, loss=nn.CrossEntropyLoss(), testset=testset)
+
+    Raises:
+        ConfigError: the app has a function of its own under one of these messages.
     """
 
     def decorate(function: LocalFunction) -> LocalFunction:
         node = _Node(function, app)
-        app.query()(node.answering(node.hello))
-        app.query("ask")(node.answering(node.ask))
-        app.train()(node.answering(node.train))
-        app.evaluate()(node.answering(node.evaluate))
+        try:
+            app.query()(node.answering(node.hello))
+            app.query("ask")(node.answering(node.ask))
+            app.train()(node.answering(node.train))
+            app.evaluate()(node.answering(node.evaluate))
+        except ValueError as error:
+            raise ConfigError(
+                f"@client(app): the app has a function of its own for a message that fedloom answers ({error}); remove "
+                "it, or name it, as in @app.evaluate('mine')"
+            ) from error
         return function
 
     return decorate
