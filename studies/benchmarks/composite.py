@@ -1,6 +1,7 @@
 """Composite methods where they are meant to be used: a nonsmooth regulariser, and an optimum that is known.
 
-    python studies/benchmarks/composite.py
+    python studies/benchmarks/composite.py                                      # prints the tables
+    python studies/benchmarks/composite.py --page studies/pages/composite.md    # writes the page
 
 Sparse logistic regression and low-rank regression (`fedloom.data.problems`), all clients in every round, one full
 gradient a local step. The optimum is that of accelerated proximal gradients, to 1e-10. Every method solves the same
@@ -12,7 +13,8 @@ the optimum; with L1, FedSLR's components are its S+S. Gradients are counted in 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +28,9 @@ from fedloom.rows.layout import Layout
 from fedloom.rows.prox import L1, Nuclear
 
 Penalty = type[L1] | type[Nuclear]
+STEPS = 0.03, 0.1, 0.3, 1.0
+REACHED = 1e-8
+"""Largest KKT residual of a method that has reached the optimum."""
 
 
 class Composite(NamedTuple):
@@ -88,18 +93,84 @@ def methods(g: Callable[[float], Any], n: int, lr: float, weight: float, shared:
     }
 
 
+class Row(NamedTuple):
+    """A method at the best of its steps.
+
+    Attributes:
+        method: its name in the tables.
+        step: of local gradient steps.
+        distance: of its model to the optimum, as a share of the optimum's norm.
+        support: the zeros and non-zeros that it shares with the optimum, or its rank beside the optimum's.
+        kkt: norm of the proximal gradient step over its size.
+        passes: over all training samples, of gradients.
+        sent: megabytes up, of all clients.
+    """
+
+    method: str
+    step: float
+    distance: float
+    support: str
+    kkt: float
+    passes: float
+    sent: float
+
+    def line(self) -> str:
+        """The row of a table."""
+        return (
+            f"| {self.method} | {self.step} | {self.distance:.1e} | {self.support} | {self.kkt:.1e} | "
+            f"{self.passes:,.0f} | {self.sent:.2f} |"
+        )
+
+
+def finding(problem: str, rows: Sequence[Row]) -> str:
+    """The sentence that opens a table: which methods reach the optimum, and how near the others come."""
+    there = [row.method for row in rows if row.kkt < REACHED]
+    near = [
+        f"{row.method} ({row.distance:.2g} after {row.passes:,.0f} passes)" for row in rows if not row.kkt < REACHED
+    ]
+    reached = ", ".join(there) if there else "none"
+    left = f" Not there, with their relative distance: {', '.join(near)}." if near else ""
+    return f"At the optimum of {problem} (KKT residual below {REACHED:g}): {reached}.{left}"
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """A table of a problem as lines of Markdown."""
+    head = ["| method | step | distance | support or rank | KKT | passes | MB up |", "|---|---|---|---|---|---|---|"]
+    return head + [row.line() for row in rows]
+
+
+def page(problems: Mapping[str, Sequence[Row]], rounds: int, clients: int) -> str:
+    """The page of all problems, as Markdown."""
+    lines = ["# Composite problems with a known optimum", ""]
+    lines += [f"- {finding(problem, rows)}" for problem, rows in problems.items()]
+    _, _, explanation = (__doc__ or "").partition("--page studies/pages/composite.md    # writes the page\n\n")
+    lines += [
+        "",
+        f"Made by `studies/benchmarks/composite.py --rounds {rounds} --page`; {clients} clients, {rounds} rounds.",
+    ]
+    lines += ["", explanation.strip(), ""]
+    for problem, rows in problems.items():
+        lines += [f"## {problem[0].upper()}{problem[1:]}", "", *table(rows), ""]
+    return "\n".join(lines)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=100)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=300)
+    parser.add_argument("--page", type=Path, help="write the page to this file")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    for title, source, penalty, shared in (
+    problems, clients = {}, 0
+    for problem, source, penalty, shared in (
         ("sparse logistic regression", SparseLogistic(penalty=0.02), L1, "s+s"),
         ("low-rank regression", LowRank(), Nuclear, "lr+lr"),
     ):
-        data = source.load()
-        fed = fl.partition.writers(validation=0.0, test=0.0)(data, seed=0)
-        rows(title, fed, penalty, source.penalty, shared, options.rounds)
+        fed = fl.partition.writers(validation=0.0, test=0.0)(source.load(), seed=0)
+        clients = fed.n
+        problems[problem] = rows_of(fed, penalty, source.penalty, shared, options.rounds)
+        print("\n".join(["", finding(problem, problems[problem]), "", *table(problems[problem])]))
+    if options.page:
+        options.page.write_text(page(problems, options.rounds, clients))
 
 
 def linear(fed: Federation) -> torch.nn.Linear:
@@ -110,35 +181,34 @@ def linear(fed: Federation) -> torch.nn.Linear:
     return model
 
 
-def rows(title: str, fed: Federation, penalty: Penalty, weight: float, shared: str, rounds: int) -> None:
-    """Print a table of a problem."""
-    print(f"\n{title}, {fed.n} clients, {rounds} rounds\n")
-    print("| method | step | distance | support or rank | KKT | passes | MB up |\n|---|---|---|---|---|---|---|")
-    problem = best = None
+def rows_of(fed: Federation, penalty: Penalty, weight: float, shared: str, rounds: int) -> list[Row]:
+    """The methods on a problem, each with the step of the smallest KKT residual."""
+    composite = optimum = None
+    rows = []
     for name in methods(lambda c: penalty(c=c), fed.n, 0.1, weight, shared):
-        found = []
-        for lr in (0.03, 0.1, 0.3, 1.0):
+        tried = []
+        for lr in STEPS:
             method = methods(lambda c: penalty(c=c), fed.n, lr, weight, shared)[name]
             local = fl.LocalSGD(lr=lr, batch_size="full", steps=5)
             run = fl.simulate(method, fed, linear(fed), rounds=rounds, local=local, weights="uniform",
                               evaluate=fl.Evaluate(every=rounds), engine=fl.Engine(dtype="float64"))  # fmt: skip
-            if problem is None:
+            if composite is None:
                 layout, x, y = run.job.oracle.layout, fed.data.x.double(), fed.data.y.double()
-                problem = Composite(x, y.reshape(len(y), -1), penalty, weight, layout)
-                best = problem.optimum(0.5)
-            assert best is not None
-            w = problem.matrix(method.global_model(run.state.server))
+                composite = Composite(x, y.reshape(len(y), -1), penalty, weight, layout)
+                optimum = composite.optimum(0.5)
+            assert optimum is not None
+            w = composite.matrix(method.global_model(run.state.server))
             totals = run.state.totals.tolist()
-            found.append((problem.kkt(w), lr, w, totals[0] / len(fed.data.x), totals[3] / 1e6))
-        kkt, lr, w, passes, sent = min(found, key=lambda f: f[0] if f[0] == f[0] else float("inf"))
-        distance = float((w - best).norm() / best.norm())
-        if penalty is L1:
-            shape = f"{float(((w != 0) == (best != 0)).double().mean()):.0%} of the support"
-        else:
-            shape = (
-                f"rank {int(torch.linalg.matrix_rank(w, tol=1e-6))} of {int(torch.linalg.matrix_rank(best, tol=1e-6))}"
-            )
-        print(f"| {name} | {lr} | {distance:.1e} | {shape} | {kkt:.1e} | {passes:,.0f} | {sent:.2f} |")
+            if penalty is L1:
+                support = f"{float(((w != 0) == (optimum != 0)).double().mean()):.0%} of the support"
+            else:
+                ranks = [int(torch.linalg.matrix_rank(matrix, tol=1e-6)) for matrix in (w, optimum)]
+                support = f"rank {ranks[0]} of {ranks[1]}"
+            distance = float((w - optimum).norm() / optimum.norm())
+            passes, sent = totals[0] / len(fed.data.x), totals[3] / 1e6
+            tried.append(Row(name, lr, distance, support, composite.kkt(w), passes, sent))
+        rows.append(min(tried, key=lambda row: row.kkt if row.kkt == row.kkt else float("inf")))
+    return rows
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from fedloom.data import Dataset, load, source
-from fedloom.data.partition import Iid, Writers
+from fedloom.data.partition import Iid
 from fedloom.data.sources import archive, arrays, embedded
 from fedloom.data.sources.detect import detect
 from fedloom.errors import ConfigError, DataError
@@ -559,18 +559,6 @@ def test_digits_are_those_of_scikit_learn(file: bool, monkeypatch: pytest.Monkey
     assert data.x.dtype == torch.uint8
     assert np.array_equal(data.y.numpy(), theirs.target)
     assert data.y.dtype == torch.int64
-
-
-def test_views_deal_the_digits_to_users_who_see_them_turned_and_inverted() -> None:
-    plain, seen = load("digits"), load("digits", views=10)
-    assert torch.equal(plain.y, seen.y)
-    assert set(torch.bincount(seen.users).tolist()) == {179, 180}
-    for image, other, k in zip(plain.x[:, 0].numpy(), seen.x[:, 0].numpy(), seen.users.tolist(), strict=True):
-        turned = np.rot90(image, k % 4)
-        assert np.array_equal(other, 16 - turned if k in range(4, 8) else turned)
-    assert seen.user_names[5] == "05: turned 90, inverted"
-    assert len(set(seen.user_names)) == 10
-    assert Writers()(seen, seed=0).n == 10
 
 
 def test_digits_need_no_file() -> None:

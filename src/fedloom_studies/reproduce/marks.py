@@ -28,3 +28,16 @@ def drawn() -> dict[str, str]:
         f"{_DISC.format(colour=colour)}{_STROKE.format(path=path)}</svg>\n"
         for name, (colour, path) in SHAPES.items()
     }
+
+
+def counted(count: int, word: str) -> str:
+    """Some claims and what became of them, as in "2 do not hold".
+
+    >>> counted(1, "holds in part"), counted(3, "needs a GPU"), counted(2, "undecided")
+    ('1 holds in part', '3 need a GPU', '2 are undecided')
+    """
+    plural = {"holds": "hold", "does": "do", "needs": "need"}
+    verb, _, rest = word.partition(" ")
+    if verb not in plural:
+        return f"{count} {'is' if count == 1 else 'are'} {word}"
+    return f"{count} {verb if count == 1 else plural[verb]} {rest}".rstrip()

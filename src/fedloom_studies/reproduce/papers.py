@@ -98,6 +98,7 @@ class Sheet(Value):
     claims: str = Field("", description="what it claims, in one line of plain words")
     number: str = Field("", description="start of the text of the headline claim with the most telling number")
     why: str = Field("", description="the reason, with measured differences in braces")
+    beside: str = Field("", description="where else the paper's methods were measured, as Markdown")
     changed: str = Field("", description="what was changed after a table had been seen")
     row: tuple[HeadlineClaim, ...] = ()
     corrected: tuple[Corrected, ...] = ()
@@ -167,8 +168,9 @@ def _section(
         yield f"| {row.text} | {_margin(recipes, row)} | {_shown(published)} | {_shown(fair)} |"
     yield from ("", "</div>", "")
     reason = filled(sheet.why, recipes, summaries)
-    if reason:
-        yield from (reason, "")
+    for paragraph in (reason, sheet.beside):
+        if paragraph:
+            yield from (paragraph, "")
     drawn = [
         cell.recipe
         for pair in cells
@@ -274,16 +276,9 @@ def _counts(cells: list[tuple[ClaimCell, ClaimCell]]) -> str:
     lines = []
     for mode, side in zip(("As published", "In a fair test"), zip(*cells, strict=True), strict=True):
         words = [cell.word for cell in side]
-        shown = ", ".join(_counted(words.count(word), word) for word in dict.fromkeys(words))
-        lines.append(f"{mode}: {len(words)} claim{'s' * (len(words) != 1)}, {shown}.")
+        shown = ", ".join(marks.counted(words.count(word), word) for word in dict.fromkeys(words))
+        lines.append(f"{mode}: of {len(words)} claims {shown}.")
     return " ".join(lines)
-
-
-def _counted(count: int, word: str) -> str:
-    """A number of claims with how they came out: "1 holds", "3 hold"."""
-    if count == 1:
-        return f"{count} {word}"
-    return f"{count} {word.replace('does not hold', 'do not hold').replace('holds', 'hold')}"
 
 
 def _verdicts(recipe: Recipe, summary: RecipeSummary | None) -> str:
@@ -293,8 +288,8 @@ def _verdicts(recipe: Recipe, summary: RecipeSummary | None) -> str:
     words = [
         one.verdict for one in judge.claims(recipe, summary.numbers) if one.measured and not one.claim.construction
     ]
-    shown = ", ".join(_counted(words.count(word), word) for word in judge.VERDICTS if word in words)
-    return f"; claims: {shown}" if shown else ""
+    shown = ", ".join(marks.counted(words.count(word), word) for word in judge.VERDICTS if word in words)
+    return f"; of {len(words)} claims {shown}" if shown else ""
 
 
 def _margin(recipes: Mapping[str, Recipe], row: HeadlineClaim) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +14,6 @@ from pydantic import Field
 from fedloom.data.dataset import Dataset
 from fedloom.data.sources._base import Source
 from fedloom.data.tables import Table
-from fedloom.seeds import generator
 
 Name = Literal["breast_cancer", "diabetes", "digits", "iris", "linnerud", "wine"]
 
@@ -23,33 +21,13 @@ Name = Literal["breast_cancer", "diabetes", "digits", "iris", "linnerud", "wine"
 class Digits(Source):
     """Digits: 1,797 handwritten digits, 8x8 grey with 17 levels (the test part of UCI optdigits)."""
 
-    views: int | None = Field(
-        default=None,
-        ge=1,
-        le=100,
-        description="users that the images are dealt to evenly, user k's turned by k mod 4 quarters, and inverted where"
-        " k mod 8 is 4 or more: feature shift for the partition writers; None: no users, images as they are",
-    )
-
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """All images as bytes 0..16, given to models as 0..1; there is no official test set."""
         table = _digits()
         x = torch.from_numpy(table[:, :-1].astype(np.uint8)).view(-1, 1, 8, 8)
         classes = tuple(str(digit) for digit in range(10))
         std = torch.tensor([16 / 255], dtype=torch.float64)
-        data = Dataset("digits", x, torch.from_numpy(table[:, -1].copy()), "classification", classes, std=std)
-        return data if self.views is None else _viewed(data, self.views)
-
-
-def _viewed(data: Dataset, views: int) -> Dataset:
-    """The images dealt to users, each of whom sees them turned, and perhaps inverted, in one way of eight."""
-    users = torch.randperm(len(data), generator=generator(0, purpose="views")) % views
-    x = torch.empty_like(data.x)
-    for k in range(views):
-        turned = data.x[users == k].rot90(k % 4, (2, 3))
-        x[users == k] = 16 - turned if k % 8 >= 4 else turned
-    names = tuple(f"{k:02d}: turned {90 * (k % 4)}{', inverted' if k % 8 >= 4 else ''}" for k in range(views))
-    return replace(data, x=x, users=users, user_names=names)
+        return Dataset("digits", x, torch.from_numpy(table[:, -1].copy()), "classification", classes, std=std)
 
 
 @cache
