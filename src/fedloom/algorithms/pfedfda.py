@@ -13,8 +13,7 @@ Kept by a client: nothing. Sent per round: the body's parameters and c k + k^2 d
 
 Deviations: one beta for means and covariance, the best of 0, 0.1, ..., 1 by the loss in a two-fold cross-validation
 (every other sample of a class); two by L-BFGS in the public code. Features are those after local training, there while
-it moves, with classes of one sample, 1e-4 in all entries and shrinkage by 1e-4. The server lifts eigenvalues below
-min(ridge, 1)/2: no noise makes covariances singular.
+it moves, with classes of one sample, and 1e-4 in all entries. The server lifts eigenvalues below min(ridge, 1)/2.
 
 Use it when clients have few samples and classes look differently from client to client. The head needs a bias.
 """

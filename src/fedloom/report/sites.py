@@ -6,7 +6,7 @@ from html import escape
 
 import numpy as np
 
-from fedloom.formats import percent, significant
+from fedloom.formats import fixed, percent, significant
 from fedloom.report.run import Run
 from fedloom.report.tables import scrolling
 from fedloom.rundir import SiteSummary
@@ -37,7 +37,7 @@ def site_tables(runs: list[Run]) -> str:
             )
             if any(s is not None for s in stale):
                 heads = (*heads, "Mean staleness")
-                lines = [[*line, "" if s is None else f"{s:.1f}"] for line, s in zip(lines, stale, strict=True)]
+                lines = [[*line, "" if s is None else fixed(s, 1)] for line, s in zip(lines, stale, strict=True)]
             parts.append(title + scrolling(f"Sites of {run.label}", heads, lines, (4, 6)))
     return "".join(parts)
 
