@@ -18,6 +18,7 @@ import fedloom as fl
 from fedloom.data import Dataset
 from fedloom.data.input_spec import InputSpec
 from fedloom.data.new_rows import new_rows
+from fedloom.data.tables import MARKERS
 from fedloom.errors import DataError
 from tests import hospitals
 
@@ -139,6 +140,19 @@ def test_markers_add_to_those_of_every_table_and_a_useless_one_is_named(tmp_path
     path.write_text("a,y\n1;5,0\n2,1\n")
     with pytest.raises(DataError, match="name it in missing"):
         fl.load(path)
+
+
+def test_cells_that_pandas_reads_as_missing_are_missing_but_none(tmp_path: Path) -> None:
+    """In numbers and in levels alike, None and the question mark apart."""
+    cells = [*MARKERS[1:], "None", "#N/A ", " n/a", "Na", "none", "0"]
+    path = tmp_path / "t.csv"
+    path.write_text("ward,y\n" + "".join(f"{cell},{k % 2}\n" for k, cell in enumerate(cells)))
+    data = fl.load(path, categorical=("ward",), impute=True)
+    frame = pd.read_csv(path, skipinitialspace=True)["ward"].str.strip()
+    gaps = frame.isna() | frame.isin(["?", "#N/A"])
+    assert data.x[:, 0].isnan().tolist() == gaps.mask(pd.Series(cells) == "None", False).tolist()
+    path.write_text("a,y\n1,0\n" + "".join(f"{cell},1\n" for cell in cells[: len(MARKERS) - 1]))
+    assert fl.load(path, impute=True).x.isnan().flatten().tolist() == [False] + [True] * (len(MARKERS) - 1)
 
 
 def test_a_decimal_comma_and_its_separator_are_found_at_every_door(tmp_path: Path) -> None:

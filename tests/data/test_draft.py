@@ -80,7 +80,7 @@ def test_everything_is_said_at_once(tmp_path: Path) -> None:
     head = ["id", "name", "age", "copy", "code", "smoker", "visit", "const", "none", "town", "lab", "hospital", "died"]
     rows = [
         [k, f'"D, J{k}"', f"{a:.1f}", f"{a:.1f}", ("a", "b")[y], ("yes", "no", "", "Yes")[k % 4],
-         f"2021-0{k % 9 + 1}-11", "x", "", f"t{k % 120}", "n/a" if k % 50 == 0 else k % 17,
+         f"2021-0{k % 9 + 1}-11", "x", "", f"t{k % 120}", "k.A." if k % 50 == 0 else k % 17,
          1 + k % 3 if k > 8 else 7, "" if k == 20 else y]
         for k, (a, y) in enumerate(zip(AGE, ILL, strict=True))
     ]  # fmt: skip
@@ -102,13 +102,13 @@ def test_everything_is_said_at_once(tmp_path: Path) -> None:
         "column 'const': the same in every row, 'x'; left out",
         "column 'none': empty; left out",
         "column 'town': text of 120 levels in 240 rows",
-        "column 'lab': numbers, but for 'n/a', which count as missing",
+        "column 'lab': numbers, but for 'k.A.', which count as missing",
     ):
         assert sentence in said, sentence
     data = drafted(path)["data"]
     assert data["drop"] == ["id", "name", "copy", "code", "visit", "const", "none", "town"]
     assert data["categorical"] == ["smoker"]
-    assert data["missing"][-1] == "n/a"
+    assert data["missing"][-1] == "k.A."
     assert (data["impute"], data["unlabelled"]) == (True, "drop")
     federation = runs(path).federations[0]
     assert sum(len(federation.indices(part, c)) for part in federation.parts for c in range(4)) == N - 1
@@ -223,10 +223,10 @@ def test_a_parquet_file_and_many_levels(tmp_path: Path) -> None:
 def test_a_level_that_may_mean_missing_is_named(tmp_path: Path) -> None:
     rows = [
         ["age", "smoker", "ill"],
-        *([a, ("yes", "no", "N/A")[k % 3], y] for k, (a, y) in enumerate(zip(AGE, ILL, strict=True))),
+        *([a, ("yes", "no", "None")[k % 3], y] for k, (a, y) in enumerate(zip(AGE, ILL, strict=True))),
     ]
     said = init(write(tmp_path / "marks.csv", rows))
-    assert "column 'smoker': 'N/A' may mean missing; name such cells in missing, with impute = true" in said
+    assert "column 'smoker': 'None' may mean missing; name such cells in missing, with impute = true" in said
 
 
 def test_a_separator_is_found_by_what_cuts_rows_alike(tmp_path: Path) -> None:
@@ -250,7 +250,7 @@ def test_a_separator_is_found_by_what_cuts_rows_alike(tmp_path: Path) -> None:
         (["3.4.2021", "12/11/21"], "date"),
         (["", ""], "empty"),
         (["1", "two"], "text"),
-        (["7", "unknown", "N/A"], "number"),
+        (["7", "unknown", "-"], "number"),
         ([*["5.1"] * 40, "<5"], "number"),
     ],
 )

@@ -15,8 +15,14 @@ from torch import Tensor, nn
 from fedloom.errors import DataError
 from fedloom.values import Value
 
-MARKERS = ("", "?", "NA", "NaN", "nan", "null")
-"""Cells that mean missing in every table, whatever other markers it has."""
+MARKERS = (
+    "", "?", "NA", "N/A", "n/a", "#N/A", "#N/A N/A", "#NA", "<NA>", "NaN", "nan", "-NaN", "-nan", "NULL", "null",
+    "1.#IND", "-1.#IND", "1.#QNAN", "-1.#QNAN",
+)  # fmt: skip
+"""Cells that mean missing in every table, whatever other markers it has: pandas' defaults but None, and "?".
+
+None is a level in many tables, as of a treatment; a table's own markers may name it.
+"""
 
 
 def is_number(cell: Any) -> bool:

@@ -383,7 +383,7 @@ class Draft:
             "users": "whose row it is",
             "categorical": "text: a feature per level",
             "drop": "; ".join(f"{_bare(name)}: {_bare(why)}" for name, why in list(self._drop.items())[:SHOWN]),
-            "missing": "cells that mean missing, beside empty ones and NA",
+            "missing": "cells that mean missing, beside empty ones, NA and the like",
             "impute": "missing cells are filled per client from its training rows, and flagged",
             "factors": "to the unit of the other sites, by ratios of medians: give the exact factors",
             "unlabelled": "rows without target or site are left out",

@@ -58,7 +58,7 @@ class TableSource(FileSource):
         default=(), description="columns kept for scoring by group; features too, unless they are in drop"
     )
     missing: tuple[str, ...] = Field(
-        default=(), description=f"cells that mean missing, by value, beside empty ones and {', '.join(MARKERS[1:])}"
+        default=(), description="cells that mean missing, by value, beside empty ones, ? and pandas' markers but None"
     )
     impute: bool = Field(default=False, description="allow missing cells: filled per client from its training part")
     unlabelled: Literal["refuse", "drop"] = Field(
