@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
@@ -26,7 +25,7 @@ CONTENTS: dict[str, bytes | None] = {
     "escape": b'{"what": "stop", "reason": "\\u001b[2J", "time": "\\u001b[2J", "detail": "\\u001b[2J"}\n',
     "list": b"[1]\n",
 }  # fmt: skip
-WRONG: tuple[Any, ...] = (None, True, -1, 2**70, float("nan"), "x", [], [[1]], {}, {"a": 1})
+WRONG: tuple[Any, ...] = (None, -1, 2**70, float("nan"), "x", [[1]], {"a": 1})
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +90,8 @@ def test_files_of_a_site_may_be_anything(kind: str, copy: Path) -> None:
 
 
 def test_every_fact_of_the_log_may_be_another(copy: Path) -> None:
-    server, tried = read_server(copy / "server" / "server.toml"), 0
+    server, tried, sentences = read_server(copy / "server" / "server.toml"), 0, list[str]()
+    (server.results / "metrics.parquet").unlink()  # scores are of no fact of the log
     whole = [json.loads(line) for line in server.audit.read_text().splitlines()]
     first = {line["what"]: k for k, line in enumerate(whole)}
     for k in first.values():
@@ -99,9 +99,12 @@ def test_every_fact_of_the_log_may_be_another(copy: Path) -> None:
             for value in WRONG:
                 facts = [*whole[:k], {**whole[k], key: value}, *whole[k + 1 :]]
                 server.audit.write_text("".join(json.dumps(line) + "\n" for line in facts))
-                with contextlib.suppress(FedloomError):
+                tried += 1
+                try:
                     status = status_of(server)
                     lines(status)
                     table(status)
-                tried += 1
-    assert tried > 100
+                except FedloomError as error:
+                    sentences.append(str(error))
+    assert tried > len(sentences) > 10
+    assert all("log and checkpoints do not fit together" in sentence for sentence in sentences)

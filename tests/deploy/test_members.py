@@ -153,14 +153,19 @@ def test_a_site_approves_one_member_more_and_nothing_else(sentence: str, trained
 
 def test_a_site_takes_what_was_checked_and_not_what_came_after(ready: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     change, check = add(ready, "new", Location()), members.check_digest
+    names = ("experiment.toml", "weights.safetensors")
+    sent = {name: (change.folder / "approval" / name).read_bytes() for name in names}
 
     def swap(site: Site, digest: str) -> None:
         check(site, digest)
         edit(change.folder / "approval", lambda p: p["shared"].update(fixed_data=True))
-        (change.folder / "approval" / "experiment.toml").write_text("name = 'other'\n")
+        for name in names:
+            (change.folder / "approval" / name).write_text("name = 'other'\n")
 
     monkeypatch.setattr(members, "check_digest", swap)
-    assert take(ready / "sites" / "site-0", change.folder / "approval", change.digest).digest == change.digest
+    site = ready / "sites" / "site-0"
+    assert take(site, change.folder / "approval", change.digest).digest == change.digest
+    assert {name: (site / name).read_bytes() for name in names} == sent
 
 
 def test_a_new_member_is_refused_inside_a_secure_session(trained: tuple[Path, bool], tmp_path: Path) -> None:
