@@ -233,12 +233,23 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
         kind = "is a folder" if path.is_dir() else "is a pipe, socket or device"
         raise ConfigError(f"cannot read the {what} {path}: it {kind}; give the path of a TOML file")
     try:
-        document = tomllib.loads(path.read_bytes().decode())
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read the {what} {path}: {error.strerror}; give the path of a TOML file") from None
+    return document_of(content, path)
+
+
+def document_of(content: bytes, path: Path) -> dict[str, Any]:
+    """The document in the bytes of a TOML file.
+
+    Raises:
+        ConfigError: they are not TOML; the message names the path.
+    """
+    try:
+        document = tomllib.loads(content.decode())
         if not _is_shallow(document):
             raise RecursionError
         return document
-    except OSError as error:
-        raise ConfigError(f"cannot read the {what} {path}: {error.strerror}; give the path of a TOML file") from None
     except RecursionError:
         raise ConfigError(f"{path} is not read: its arrays or tables are nested too deeply") from None
     except ValueError as error:  # of TOML, of UTF-8, or of a number with thousands of digits

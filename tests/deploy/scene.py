@@ -16,11 +16,12 @@ from torch import Tensor
 from fedloom import __version__
 from fedloom.data.input_spec import InputSpec
 from fedloom.deploy.audit import Audit
+from fedloom.deploy.code import digest
 from fedloom.deploy.ops.keys import key_pair
 from fedloom.deploy.protocol.envelope import digest_of, seal
 from fedloom.deploy.protocol.identity import sign
 from fedloom.deploy.server.run import serve
-from fedloom.deploy.settings import Member, Server, Site, fingerprint
+from fedloom.deploy.settings import Member, Server, Site
 from fedloom.deploy.site.client import Client
 from fedloom.engine.result import Result
 from fedloom.engine.simulate import simulate
@@ -104,7 +105,7 @@ def scene(folder: Path, method: dict[str, Any] | str, **changes: Any) -> Scene:
     shared: dict[str, Any] = {
         "name": "parity",
         "experiment": path,
-        "fingerprint": fingerprint(path),
+        "fingerprint": digest(path.read_bytes()),
         "clients": fed.n,
         "samples": InputSpec.of(fed.data),
         "version": __version__,

@@ -146,6 +146,13 @@ def test_a_file_that_changes_after_it_was_compared_does_not_run(deployed, monkey
         read_agreed(site)
 
 
+def test_an_experiment_file_that_changes_after_it_was_compared_is_not_read(deployed, monkeypatch):
+    site = read_site(deployed / "sites" / "site-0" / "site.toml")
+    name = read_agreed(site).head.name
+    monkeypatch.setattr(code, "check_code", lambda shared: shared.experiment.write_text('name = "other"\n'))
+    assert read_agreed(site).head.name == name
+
+
 @pytest.mark.parametrize("path", ["../mine.py", "/mine.py", "a/../../mine.py", ".py", "a//b.py", "mine.so"])
 def test_agreed_files_lie_below_the_folder(deployed, path):
     site = read_site(deployed / "sites" / "site-0" / "site.toml")

@@ -8,14 +8,19 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from fedloom.cli import app
 from fedloom.deploy.ops.status import lines, status_of, table
+from fedloom.deploy.secure.pending import PendingSum, PendingSums
 from fedloom.deploy.server.run import serve
 from fedloom.deploy.settings import read_server
-from fedloom.errors import FedloomError, Stop
+from fedloom.deploy.site.handover import LOCK, LOG, hand_over
+from fedloom.deploy.site.ledger import Ledger, Spent
+from fedloom.errors import ConfigError, FedloomError, Stop
+from fedloom.rows.channel import GaussianNoise
 from tests.deploy.conftest import make_experiment
 from tests.deploy.grid import outside_flower
 from tests.deploy.test_members import Location, grid, plan, read, write
@@ -25,6 +30,7 @@ CONTENTS: dict[str, bytes | None] = {
     "escape": b'{"what": "stop", "reason": "\\u001b[2J", "time": "\\u001b[2J", "detail": "\\u001b[2J"}\n',
     "list": b"[1]\n",
 }  # fmt: skip
+KEYS = {"nonce": bytes(16), "adverts": b"a", "question": b"q", "signed": {0: b"s"}}
 WRONG: tuple[Any, ...] = (None, -1, 2**70, float("nan"), "x", [[1]], {"a": 1})
 
 
@@ -87,6 +93,48 @@ def test_files_of_a_site_may_be_anything(kind: str, copy: Path) -> None:
         shown(["deploy", "check", str(site), "--offline"])
         (site / name).rmdir() if kind == "folder" else (site / name).unlink()
         (site / name).write_bytes(content)
+
+
+@pytest.mark.parametrize("kind", CONTENTS)
+def test_a_ledger_may_be_anything_and_releases_nothing_then(kind: str, tmp_path: Path) -> None:
+    put(tmp_path / "ledger.jsonl", kind)
+    book = Ledger(tmp_path, GaussianNoise(sigma=3.0, delta=1e-5), None, "a site", least=1)
+    for call in (book.releases, lambda: book.release(1)):
+        with pytest.raises(Spent, match="put back"):
+            call()
+
+
+@pytest.mark.parametrize("kind", CONTENTS)
+def test_what_is_kept_of_a_sum_may_be_anything(kind: str, tmp_path: Path) -> None:
+    numbers = {"round": 1, "shared": [0], "clients": [0], "sums": {"uploads": 1}, "models": {}}
+    total, sums = np.arange(3, dtype=np.uint64), PendingSums(tmp_path)
+    sums.keep(PendingSum(**numbers, **KEYS, total=total))
+    kept = sums.newest("uploads")
+    assert kept is not None
+    assert kept.total.tolist() == [0, 1, 2]
+    for path in [*tmp_path.glob("*.masked"), tmp_path / "unmasked.json"]:
+        put(path, kind)
+        again = sums.newest("uploads")
+        assert again is None or again.total.tolist() != [0, 1, 2]
+
+
+@pytest.mark.parametrize("kind", CONTENTS)
+def test_what_a_message_is_handed_over_by_may_be_anything(kind: str, tmp_path: Path) -> None:
+    file = tmp_path / "site.toml"
+    put(file, kind)
+    with pytest.raises(ConfigError, match="cannot read the site file"):
+        hand_over(file, b"", os.getpid())
+    file.rmdir() if kind == "folder" else file.unlink()
+    file.write_text('fingerprint = "ab"\n')
+    state = tmp_path / "state" / "ab"
+    state.mkdir(parents=True)
+    if CONTENTS[kind] is None:  # as a log or a lock, other contents do no harm
+        put(state / LOG, kind)
+        with pytest.raises(ConfigError, match=f"cannot write {state / LOG}"):
+            hand_over(file, b"", os.getpid())
+        put(state / LOCK, kind)
+        with pytest.raises(ConfigError, match=f"cannot write {state / LOCK}"):
+            hand_over(file, b"", os.getpid())
 
 
 def test_every_fact_of_the_log_may_be_another(copy: Path) -> None:

@@ -5,12 +5,12 @@ import tomllib
 import pytest
 
 from fedloom.data.input_spec import InputSpec
+from fedloom.deploy.code import digest
 from fedloom.deploy.settings import (
     Member,
     Server,
     Site,
     check_fingerprint,
-    fingerprint,
     read_server,
     read_site,
     text_of,
@@ -27,7 +27,7 @@ def shared(folder):
     return {
         "name": "try",
         "experiment": "experiment.toml",
-        "fingerprint": fingerprint(experiment),
+        "fingerprint": digest(experiment.read_bytes()),
         "version": "1.0",
         "clients": 2,
         "samples": InputSpec(**SCHEMA),
@@ -73,7 +73,7 @@ def test_another_experiment_file_is_refused_with_both_digests(tmp_path):
     with pytest.raises(ConfigError) as error:
         check_fingerprint(value)
     assert value.fingerprint[:16] in str(error.value)
-    assert fingerprint(value.experiment)[:16] in str(error.value)
+    assert digest(value.experiment.read_bytes())[:16] in str(error.value)
 
 
 @pytest.mark.parametrize(

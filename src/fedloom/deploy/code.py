@@ -24,7 +24,7 @@ from fedloom.experiment import Experiment, read
 from fedloom.imports import is_path
 from fedloom.storage.files import regular
 from fedloom.trust import is_installed, vouch
-from fedloom.values import read_toml
+from fedloom.values import document_of
 
 FOLDER = "code"
 START = "weights.safetensors"
@@ -114,15 +114,14 @@ def read_agreed(shared: Shared, **engine: Any) -> Experiment:
     Raises:
         ConfigError: it is not; or its user code does not import.
     """
-    check_fingerprint(shared)
+    document = document_of(check_fingerprint(shared), shared.experiment)
     check_code(shared)
     finder = _Finder(shared.experiment.parent / FOLDER, tuple(sorted(shared.code.items())))
     if shared.code:  # in front of those of other deployments in this process
         sys.meta_path[:] = [finder, *(other for other in sys.meta_path if other != finder)]
     agreed = {*shared.installed, *(module_of(path) for path in shared.code)}
-    document = read_toml(shared.experiment, "experiment file")
     vouch(path for path in _paths(document) if path.partition(":")[0] in agreed)
-    return read(shared.experiment, _start_of(shared), **engine)
+    return read(shared.experiment, _start_of(shared), document=document, **engine)
 
 
 def module_of(path: str) -> str:

@@ -284,30 +284,26 @@ def text_of(value: Value) -> str:
     return tomli_w.dumps({key: tables.pop(key) for key in ("data",) if key in tables} | tables)
 
 
-def fingerprint(experiment: Path) -> str:
-    """SHA-256 of an experiment file.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
-    try:
-        return hashlib.sha256(regular(experiment).read_bytes()).hexdigest()
-    except OSError as error:
-        raise ConfigError(f"cannot read the experiment file {experiment}: {error.strerror}") from None
-
-
-def check_fingerprint(shared: Shared) -> None:
+def check_fingerprint(shared: Shared) -> bytes:
     """Refuse an experiment file other than the one that was agreed on.
 
+    Returns:
+        Its content, as it was compared.
+
     Raises:
-        ConfigError: the digests differ; both are named.
+        ConfigError: it cannot be read, or the digests differ; both are named.
     """
-    got = fingerprint(shared.experiment)
+    try:
+        content = regular(shared.experiment).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read the experiment file {shared.experiment}: {error.strerror}") from None
+    got = hashlib.sha256(content).hexdigest()
     if got != shared.fingerprint:
         raise ConfigError(
             f"{shared.experiment} is not the experiment file that was agreed on: its SHA-256 is {got[:16]}..., agreed "
             f"was {shared.fingerprint[:16]}...; get the file from the server again"
         )
+    return content
 
 
 def _read(kind: type[V], path: Path, what: str) -> V:

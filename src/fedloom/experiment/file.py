@@ -33,6 +33,7 @@ def read(
     *,
     trust: bool = False,
     refit: bool = False,
+    document: Mapping[str, Any] | None = None,
     **engine: Any,
 ) -> Experiment:
     """Read the experiment of a TOML file, with the changes of `fedloom.experiment.overrides.with_overrides`.
@@ -44,12 +45,14 @@ def read(
         rounds: of every method.
         trust: run the code that it names by import path, though it is another user's.
         refit: train on all samples with the first seed.
+        document: of the file, where it has been read already; the file is not read again then.
         engine: replaces keys of its [engine], where it is not None.
 
     Raises:
         ConfigError: the file is missing, not TOML, holds what cannot be, or is another user's and names code.
     """
-    content = {key: value for key, value in read_toml(path, "experiment file").items() if key != "resolved"}
+    document = read_toml(path, "experiment file") if document is None else document
+    content = {key: value for key, value in document.items() if key != "resolved"}
     check_document(content, path, trust=trust)
     document = with_overrides(content, str(path), values, methods, rounds, refit=refit)
     replaced = {key: value for key, value in engine.items() if value is not None}

@@ -320,7 +320,7 @@ def lock(folder: Path, wait: float = 5.0) -> Iterator[None]:
 def in_use(folder: Path) -> bool:
     """Whether the process that locked a run directory last still lives, if on this machine; nothing is locked."""
     try:
-        pid, _, host = (folder / ".lock").read_text().partition(" ")
+        pid, _, host = regular(folder / ".lock").read_text().partition(" ")
         return host != socket.gethostname() or _alive(int(pid))
     except (OSError, ValueError):
         return False

@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from fedloom.metrics import SUMMARY
+from fedloom.storage.files import regular
 
 
 def site_table(metrics: Path, sites: Sequence[str], part: str = "test") -> list[dict[str, Any]]:
@@ -58,7 +59,7 @@ def mean_table(metrics: Path, part: str = "test") -> list[dict[str, Any]]:
 
 def _read(metrics: Path, part: str, names: Sequence[str]) -> list[dict[str, Any]]:
     """Figures of a part by their names, by round."""
-    table = pq.read_table(metrics)
+    table = pq.read_table(regular(metrics))
     mask = pc.and_(pc.equal(table["part"], part), pc.is_in(table["metric"], pa.array(names)))
     records: list[dict[str, Any]] = table.filter(mask).sort_by("round").to_pylist()
     return records

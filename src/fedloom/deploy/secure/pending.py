@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedloom.deploy.secure.protocol import Integers
-from fedloom.storage.files import discard, make_folder, write_atomic
+from fedloom.storage.files import discard, make_folder, regular, write_atomic
 
 NAME = "unmasked.json"
 
@@ -62,17 +62,17 @@ class PendingSums:
         self._folder = folder
 
     def newest(self, what: str) -> PendingSum | None:
-        """The sum of a kind that was asked for last; None where there was none, or its file is gone."""
+        """The sum of a kind that was asked for last; None where there was none, or its file is gone or damaged."""
         entry = self._read().get(what)
+        if entry is None:
+            return None
         try:
-            total = np.frombuffer((self._folder / entry["file"]).read_bytes(), dtype="<u8") if entry else None
-        except OSError:
+            total = np.frombuffer(regular(self._folder / entry["file"]).read_bytes(), dtype="<u8")
+            fields = {key: entry[key] for key in ("round", "shared", "clients", "sums", "models", "attempts", "told")}
+            fields |= {key: bytes.fromhex(entry[key]) for key in ("nonce", "adverts", "question")}
+            fields["signed"] = {int(c): bytes.fromhex(signature) for c, signature in entry["signed"].items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
-        if entry is None or total is None:
-            return None
-        fields = {key: entry[key] for key in ("round", "shared", "clients", "sums", "models", "attempts", "told")}
-        fields |= {key: bytes.fromhex(entry[key]) for key in ("nonce", "adverts", "question")}
-        fields["signed"] = {int(c): bytes.fromhex(signature) for c, signature in entry["signed"].items()}
         return PendingSum(**fields, total=total.astype(np.uint64, copy=False))
 
     def of(self, sums: Mapping[str, int]) -> PendingSum | None:
@@ -98,7 +98,7 @@ class PendingSums:
 
     def _read(self) -> dict[str, dict[str, Any]]:
         try:
-            entries: dict[str, dict[str, Any]] = json.loads((self._folder / NAME).read_bytes())
-        except (OSError, ValueError):
+            entries = json.loads(regular(self._folder / NAME).read_bytes())
+            return {what: entry for what, entry in entries.items() if isinstance(entry["file"], str)}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return {}
-        return entries

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from fedloom.deploy.site.pinned import SECRET, start_executor
 from fedloom.errors import ConfigError, FedloomError
+from fedloom.storage.files import regular
 from fedloom.version import __version__
 
 SOCKET, LOCK, LOG = "warm.sock", "warm.lock", "warm.log"
@@ -106,7 +107,7 @@ def key_of(site_file: Path) -> bytes:
         ConfigError: the settings cannot be read.
     """
     try:
-        return hashlib.sha256(__version__.encode() + b"\0" + site_file.read_bytes()).digest()
+        return hashlib.sha256(__version__.encode() + b"\0" + regular(site_file).read_bytes()).digest()
     except OSError as error:
         raise ConfigError(f"cannot read the site file {site_file}: {error.strerror}") from None
 
@@ -179,7 +180,7 @@ class _Begin:
     def attempt(self, wait: float = 0.0) -> None:
         """Start it, unless one is there or being started; its socket takes messages from this moment on."""
         end = time.monotonic() + wait
-        lock = os.open(self._state / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        lock = _opened(self._state / LOCK, os.O_RDWR)
         try:
             while not _locked(lock):
                 if time.monotonic() >= end:
@@ -202,7 +203,7 @@ class _Begin:
         with suppress(FileNotFoundError):
             if log.stat().st_size > FULL:
                 log.replace(log.with_suffix(".log.old"))
-        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        output = _opened(log, os.O_WRONLY | os.O_APPEND)
         words = [sys.executable, "-P", "-m", "fedloom.deploy.site.warm", str(self._file)]
         words += map(str, (listener, lock, self._owner))
         actions = [(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)]
@@ -213,6 +214,18 @@ class _Begin:
             os.posix_spawn(sys.executable, words, os.environ, file_actions=[*actions, *streams])
         finally:
             os.close(output)
+
+
+def _opened(path: Path, flags: int) -> int:
+    """The descriptor of a file of the state, made where it is missing.
+
+    Raises:
+        ConfigError: it is no regular file, or cannot be written.
+    """
+    try:
+        return os.open(regular(path), flags | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
 
 
 def _locked(fd: int) -> bool:
@@ -265,9 +278,9 @@ def folder_of(site_file: Path) -> Path:
         ConfigError: the settings cannot be read.
     """
     try:
-        site = tomllib.loads(site_file.read_text(encoding="utf-8"))
+        site = tomllib.loads(regular(site_file).read_text(encoding="utf-8"))
         return site_file.parent.resolve() / str(site.get("state", "state")) / str(site["fingerprint"])[:16]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"cannot read the site file {site_file}: {error}") from None
 
 

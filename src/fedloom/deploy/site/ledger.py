@@ -20,7 +20,7 @@ from typing import Any
 from fedloom.deploy.noise import left_to_sites
 from fedloom.engine.privacy import Noise, epsilon
 from fedloom.errors import Refused
-from fedloom.storage.files import append_synced, make_folder
+from fedloom.storage.files import append_synced, make_folder, regular
 
 NAME = "ledger.jsonl"
 
@@ -51,8 +51,17 @@ class Ledger:
         """
         return len(self._lines())
 
+    def _content(self) -> bytes:
+        try:
+            return regular(self._path).read_bytes() if self._path.exists() else b""
+        except OSError as error:
+            raise Spent(
+                f"the ledger of {self._who}, {self._path}, cannot be read ({error.strerror}), so what is spent "
+                "cannot be known; put back a copy of it, or begin a new experiment"
+            ) from None
+
     def _lines(self) -> list[bytes]:
-        content = self._path.read_bytes() if self._path.exists() else b""
+        content = self._content()
         lines = content.removesuffix(b"\n").split(b"\n") if content else []
         for k, line in enumerate(lines):
             entry = _entry(line)
@@ -112,7 +121,7 @@ class Ledger:
             entry["epsilon_sites"] = epsilon(alone, count)
         make_folder(self._path.parent)
         self._path.touch()
-        torn = bool(lines) and not self._path.read_bytes().endswith(b"\n")
+        torn = bool(lines) and not self._content().endswith(b"\n")
         append_synced(self._path, [b"\n" * torn + json.dumps(entry).encode() + b"\n"])
         return count
 
@@ -121,6 +130,6 @@ def _entry(line: bytes) -> dict[str, Any] | None:
     """The values of a line; None where it was cut short."""
     try:
         entry = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return entry if isinstance(entry, dict) else None

@@ -125,11 +125,11 @@ class SiteState:
     def _accepted_rounds(self) -> tuple[int, int, int]:
         """The last accepted round, the one before, and the last of which a state was there; 0 is none."""
         try:
-            entry = json.loads((self.folder / "accepted.json").read_bytes())
+            entry = json.loads(regular(self.folder / "accepted.json").read_bytes())
             if {k: entry[k] for k in self._key} != self._key:
                 return 0, 0, 0
             return int(entry["accepted"]), int(entry["previous"]), int(entry["held"])
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return 0, 0, 0
 
     def _set_model_aside(self) -> None:
@@ -142,9 +142,9 @@ class SiteState:
     def changed(self, samples: str) -> str | None:
         """The digest of the site's samples that was noted last, where it is another; the first is noted by itself."""
         try:
-            entry = json.loads(self._data.read_bytes())
+            entry = json.loads(regular(self._data).read_bytes())
             before = str(entry["samples"]) if {k: entry[k] for k in self._key} == self._key else None
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             before = None
         if before is None:
             self.note_samples(samples)
