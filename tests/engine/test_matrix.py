@@ -66,51 +66,51 @@ REASONS = {
     "nothing": ("uploads nothing", "The method uploads nothing: there is nothing to act on."),
     "adds": (
         "adds uploads up",
-        "Its server adds uploads up over rounds, which is right for the mean by the clients' shares and nothing else.",
+        "Its server adds uploads up over rounds, which is right only for the mean by the clients' shares.",
     ),
     "noise adds": (
         "noise of every round",
-        "Its server adds uploads up over rounds, and with them the noise of every round.",
+        "Its server adds uploads up over rounds, and the noise of all rounds with them.",
     ),
-    "mixes": ("mixes single models", "Its server mixes single models for every client: nothing is aggregated."),
+    "mixes": ("mixes single models", "Its server mixes the clients' models for every client and aggregates nothing."),
     "by itself": (
         "averages single models itself",
-        "Its server averages single models itself, by what they are: there is no mean that a rule could replace.",
+        "Its server averages the clients' models by a rule of its own, which no other rule can replace.",
     ),
     "exact": (
         "divides sums of features by shares",
-        "Its server divides sums of features by shares of classes: clipped alike they have the same quotient.",
+        "Its server divides sums of features by shares of classes, and clipping both alike changes no quotient.",
     ),
     "keeps": (
         "keeps every client's last upload",
-        "Its server keeps every client's last upload and takes the mean by their shares over all, seen or not.",
+        "Its server keeps every client's last upload and takes their mean by shares over all clients, seen or not.",
     ),
     "projected": (
         "uploads something smaller",
-        "Clients and server exchange projections of models, or means of features; the plug-in looks at models.",
+        "Clients and server exchange projections of models, or means of features, but the plug-in needs models.",
     ),
-    "no difference": ("clips differences", "It uploads absolute values; what is clipped must be a difference."),
+    "no difference": ("clips differences", "It uploads absolute values, and only a difference can be clipped."),
     "single": (
         "also gets uploads of single",
-        "Its server also gets uploads of single clients, which noise on a mean does not protect.",
+        "Its server also receives uploads of single clients, which noise on a mean does not protect.",
     ),
-    "mixes itself": ("mixes single models for every", "Its server mixes single models for every client itself."),
-    "several": ("sends several models", "Its server sends several models, of which a client chooses one."),
+    "mixes itself": ("mixes single models for every", "Its server already mixes the clients' models for every client."),
+    "several": ("sends several models", "Its server sends several models, and a client chooses one of them."),
     "consensus": (
         "towards one consensus",
-        "Its clients keep duals or controls towards one consensus, which models of their own would contradict.",
+        "Its clients keep duals or controls for one common model, which models of their own would contradict.",
     ),
     "prox": (
         "comes out of the server's prox",
-        "Its model comes out of the server's prox, which a mixture of clients' models does not pass.",
+        "Its model is the result of the server's prox, through which a mixture of clients' models does not pass.",
     ),
     "smaller": (
         "sends something smaller",
-        "What its server sends is no model, in whose place a mixture could be sent.",
+        "Its server does not send a model, so that a mixture of models cannot take its place.",
     ),
     "no model": (
         "queries clients about the global model",
-        "The sampler queries clients about the global model; it has none.",
+        "The sampler asks clients about the global model, and the method has none.",
     ),
 }
 """Why a pair is refused: what the error says, and what the page says."""
@@ -339,48 +339,46 @@ def named(declared: Callable[[Algorithm], object]) -> str:
 
 INTRODUCTION = """# What goes with what
 
-Any method runs with any sampler, weigher, mixer, aggregator, attack and channel, unless the pair makes no sense; then
-the run is refused before it starts, with a sentence. Which pairs make sense follows from what the method uploads, never
-from a list.
-Each method runs with each plug-in in `tests/engine/test_matrix.py`, which also writes this page.
-[What each part is worth](../studies/pages/system.md) has what was measured of the parts on three federations so far.
+Any method runs with any sampler, weigher, mixer, aggregator, attack and channel, unless the pair makes no sense. Such a
+run is refused before it starts, with the reason. Which pairs make sense follows from what the method uploads, not from
+a list. `tests/engine/test_matrix.py` runs each method with each plug-in and writes this page.
+[What each part is worth](../studies/pages/system.md) has measurements of the parts on three federations.
 
 """
 
 NOTES = f"""
-Always admitted: the aggregator `mean`, the weighers `shares` and `uniform`, and the channels `clip` and
-`gaussian-noise` (unless nothing is uploaded). So are all samplers but those that query clients
-({", ".join(sorted(ASKERS))}) or learn from uploads
-({", ".join(sorted(LEARNERS))}). Compressors are {", ".join(sorted(COMPRESSORS))}.
+Every method takes the weighers `shares` and `uniform`, and every sampler but those that ask clients
+({", ".join(sorted(ASKERS))}) or learn from uploads ({", ".join(sorted(LEARNERS))}). Every method that uploads takes the
+aggregator `mean` and, except for FedProto, all channels. The compressors are {", ".join(sorted(COMPRESSORS))}.
 
 Further rules:
 
-- A preset that brings a sampler or a weigher uses its own, and takes the cohort size of the experiment's sampler.
+- A preset with a sampler or a weigher keeps its own, and takes the cohort size of the experiment's sampler.
 - `centralized` has one client: samplers, weighers, aggregators, attacks and channels are left out.
-- `weights`, the clients' shares, reach every method. Samplers that draw by samples have them in their draws: their
-  cohorts count alike. FedSkip counts by the samples that a model has seen, whatever `weights`. `weights = "clusters-C"`
-  is Equitable-FL's objective for every method that has shares: clusters are found once, before round 1, from
-  activations of all clients. Forged activations buy a cluster of their own, 1/C of the model where C is given, here
-  and in weigher `equitable`; where C is sought, a client alone is no cluster.
+- The clients' shares, `weights`, apply to every method. A sampler that draws by samples has them in its draws, so that
+  the clients of its cohort count alike. FedSkip counts by the samples that a model has seen, whatever `weights` is.
+- With `weights = "clusters-C"` every method that has shares takes Equitable-FL's objective. Clusters are found once,
+  before round 1, from the activations of all clients. Forged activations can win a cluster of their own, 1/C of the
+  model, where C is given, here and in the weigher `equitable`. Where C is sought, a single client is no cluster.
 - Robust aggregators decide on the field that carries the model. If the server keeps every client's last upload, they
   decide among the clients seen so far. If it adds up changes to rows that clients keep (SCAFFOLD's controls, FedADMM,
   FIAELT), they decide on every client's sum, and the server follows their value. Each needs a least number of rows,
-  checked at the start.
-- Beside a mixer, a robust aggregator makes one model of those in each client's mixture too, in place of their weighted
-  mean; so it does in FedACS, FedAMP and HeurFedAMP. A mixture of fewer models than the rule needs is the client's own
-  last model.
-- A method without personal models has the mixtures that clients receive as such beside a mixer.
-- A mixer with `share = 0` changes no bit. Mixtures lose the theorems of a common problem: FLAME and FedSLR with one are
-  no longer ADMM for a sum of local problems.
-- An attacker forges the field that carries the model; its other fields are those of a client that takes no step.
-  `local` uploads nothing to forge: it runs as without the attack, and attackers count in none of its figures either.
-- Channels act on the change to the model that a client received, whatever the method uploads; compressors feed back
+  which is checked at the start.
+- Beside a mixer, a robust aggregator also takes the place of the weighted mean in each client's mixture. It does so in
+  FedACS, FedAMP and HeurFedAMP too. If a mixture has fewer models than the rule needs, the client keeps its own last
+  model.
+- Beside a mixer, the personal models of a method that has none are the mixtures that its clients receive.
+- A mixer with `share = 0` changes no bit. Any other mixture loses the theorems of a common problem: FLAME and FedSLR
+  are then no longer ADMM for a sum of local problems.
+- An attacker forges the field that carries the model. Its other fields are those of a client that takes no step.
+  `local` uploads nothing to forge: it runs as without the attack, and its figures leave the attackers out.
+- Channels act on the change to the model that a client received, whatever the method uploads. Compressors feed back
   what they leave out of it.
-- Of a part of the model that does not travel (personal layers), nothing is compressed, noised or counted.
+- A part of the model that does not travel (personal layers) is not compressed, noised or counted.
 - Methods whose mathematics needs plain SGD refuse momentum and other optimisers (`[local] optimizer`):
   {named(lambda method: method.plain_sgd)}.
   {named(lambda method: method.needs_sgd and not method.plain_sgd)} take momentum, but no other optimiser.
-- `delta` of `gaussian-noise` or `private-mean` refuses weighers and samplers to whom clients answer without noise.
+- With `delta`, `gaussian-noise` and `private-mean` refuse weighers and samplers to which clients answer without noise.
 """
 
 
@@ -395,21 +393,36 @@ def page() -> str:
     first, others = every_cell()
     counts = Counter(refusal(composed(m), kind, plugin) for m, kind, plugin in (*first, *others))
     admitted, every = counts[None], counts.total()
-    lines += [f"{every} pairs of a method and a plug-in by name: {admitted} run, {every - admitted} are refused.", ""]
+    lines += [f"Of {every} pairs of a method and a plug-in, {admitted} run and {every - admitted} are refused.", ""]
     lines += [f"- ({letters[r]}) {sentence} {counts[r]} pairs." for r, (_, sentence) in REASONS.items()]
     return "\n".join(lines) + "\n" + NOTES + "\n" + theorems()
 
 
+THEORY = """The table states what a paper proves of a method, on what conditions, and with which parts that is lost.
+With these parts the run still works, but the theorem does not apply. Cards have the same. The paper of a method that is
+not in the table may have a theorem too; it is not stated here.
+
+- No run checks a condition on the problem, such as convexity or L, the smoothness of the local losses. A network with
+  ReLU is not smooth.
+- Most methods take the run's local training for a local solve, and do not check its error.
+- Equal shares are `weights = "uniform"`, and equal steps are `local.steps`. By default clients count by their samples
+  and train for epochs, so that a default run meets neither where clients differ in size.
+- A gradient step is one of plain SGD, without momentum, clipping or another optimiser.
+- A uniform cohort is one of sampler `uniform`, of a fixed size.
+- "Among others" marks a theorem whose paper has further conditions.
+"""
+
+
 def theorems() -> str:
-    """What the papers prove, and the parts that lose it."""
+    """Write the table of what the papers prove, and of the parts that lose it."""
     lines = [
         "## Theorems\n",
-        "What a method's paper proves, and the parts that a run still works with and loses it. Cards have the same. Of"
-        " other methods no theorem is stated here, whatever their papers prove.\n",
-        "| method | proved | lost with |\n|---|---|---|",
+        THEORY,
+        "| method | theorem | needs | lost with |\n|---|---|---|---|",
     ]
     for name, theorem in sorted(THEOREMS.items()):
-        lines.append(f"| {name} | {theorem.text} | {', '.join(LOSES[kind][0] for kind in loses(name))} |")
+        needs = f"{theorem.needs}. {theorem.defaults}".removesuffix(". ")
+        lines.append(f"| {name} | {theorem.proves} | {needs} | {', '.join(LOSES[kind][0] for kind in loses(name))} |")
     return "\n".join(lines) + "\n"
 
 
@@ -419,9 +432,22 @@ def test_a_theorem_is_lost_by_the_parts_that_a_method_takes_and_its_paper_has_no
         taken = {k for k, plugin in (("weigher", "samples"), ("mixer", "attention"), ("aggregator", "median"),
                                      ("channel", "top-k")) if refusal(made, k, plugin) is None}  # fmt: skip
         taken -= {"weigher"} if made.weigher is not None else set()
-        assert lost == (taken | {"sampler", "attack"}) - {*theorem.covers}
+        assert lost == (taken | {"sampler", "schedule", "attack"}) - {*theorem.covers}
         assert all(LOSES[kind][0] in " ".join(card(name).split()) for kind in lost)
-    assert "Theory:" not in card("fedavg")
+    assert "Theory:" not in card("moon")
+
+
+def test_theorems_name_the_defaults_that_miss_their_conditions(fed: Federation) -> None:
+    job, _ = make_job(Setting.of(composed("flame"), model=MODEL, rounds=ROUNDS, local=LOCAL, weights="samples"), fed)
+    ctx, defaults = job.ctx(1), {name: composed(name).algorithm for name in THEOREMS}
+    lam, rho = (defaults["flame"].derived(ctx)[name] for name in ("lam", "rho"))
+    ratios = lam * ctx.weight.flatten().double() / rho  # lam alpha_i / rho
+    assert not ((ratios <= 1) & (ratios**2 * (1 + rho) < rho * (ratios + 1) / 2)).all()
+    assert defaults["pfedme"].derived(ctx)["eta"] * defaults["pfedme"].derived(ctx)["lam"] == pytest.approx(1)
+    assert (defaults["fedacs"].lam, defaults["fedadmm-inexact"].rho, defaults["fedsplit"].step) == (None, None, 1)
+    assert (defaults["fedopt"].optimiser, defaults["fedopt"].beta1, LocalSGD().schedule) == ("adam", None, "constant")
+    assert (defaults["fiaelt"].tau, defaults["fiaelt"].r, defaults["fiaelt"].solver) == (0.5, 0.005, "sgd")
+    assert (defaults["fedpd"].skip, defaults["fedadmm"].server_lr) == (0, "fraction")
 
 
 def test_page_is_up_to_date() -> None:

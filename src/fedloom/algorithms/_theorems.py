@@ -9,59 +9,150 @@ class Theorem(NamedTuple):
     """What a paper proves of a method's runs.
 
     Attributes:
-        text: the theorem, with its conditions on options, as a sentence.
+        proves: the theorem, in words that follow a colon.
+        needs: its conditions, in words that follow "It needs".
+        defaults: a sentence on a condition that fedloom's defaults do not meet; empty where there is none to name.
         covers: the kinds of parts with which it holds too: "sampler" where rounds may lack clients.
     """
 
-    text: str
+    proves: str
+    needs: str
+    defaults: str = ""
     covers: tuple[str, ...] = ()
 
 
+_DRAWN = "every client drawn with positive probability"
+
 THEOREMS = {
+    "ditto": Theorem(
+        "the personal models converge to the minima of their problems at the rate of the global model",
+        "among others strongly convex smooth losses, a global model that converges, and personal step sizes that follow"
+        " its rate",
+        "The default step size is constant.",
+        ("sampler",),
+    ),
     "equitable-fl": Theorem(
-        "Theorem 1: the mean squared gradient of the objective falls like 1/sqrt(rounds), where every cohort has a"
-        " client of every cluster",
+        "Theorem 1: the expected squared gradient of the objective falls like 1/sqrt(rounds), at a round drawn at"
+        " random",
+        "smooth losses that are at least 0, gradients of bounded variance, mu < 1, a step size of the order"
+        " 1/sqrt(rounds), and a client of every cluster in every cohort",
+        "A drawn cohort may lack a cluster.",
         ("sampler",),
     ),
     "fedacs": Theorem(
-        "Theorem 2.1: the least gradient of F_lambda over the rounds vanishes, with lambda, bounded gradients and step"
-        " sizes whose sum is infinite and whose squares' is not"
+        "Theorem 2.1: the least squared gradient of F_lambda over the rounds falls like 1/sqrt(rounds)",
+        "`lam`, one gradient step of size 1/sqrt(rounds) per round, and bounded Lipschitz gradients",
+        "By default `lam` is not set.",
     ),
-    "fedslr": Theorem(
-        "Theorems 1 and 2: the common model comes to a stationary point of (P1), where local steps are exact and"
-        " eta_g <= 1/(2L)"
+    "fedadmm": Theorem(
+        "the mean squared distance of the rounds from stationarity falls like 1/rounds, up to the errors of the local"
+        " solves",
+        "smooth losses that are bounded below, a large enough rho, `server_lr = 'fraction'`, equal shares, and"
+        f" {_DRAWN}",
+        covers=("sampler",),
     ),
-    "fiaelt": Theorem(
-        "Corollary 1, Theorems 1 and 2: the model comes to a stationary point of the problem, for beta >= 5 L,"
-        " r <= 0.01 and tau in [1/2, 1), where (9) is met"
+    "fedadmm-composite": Theorem(
+        "the mean squared gradient mapping of the rounds falls like 1/rounds",
+        "smooth losses, a convex g, an objective bounded below, a small enough eta, local errors of bounded"
+        f" sum, equal shares, and {_DRAWN}",
+        covers=("sampler",),
     ),
-    "flame": Theorem(
-        "Theorems 1 to 4: personal and global models come to a stationary point of the problem, where lam and rho meet"
-        " their conditions and theta is found within eps",
+    "fedadmm-inexact": Theorem(
+        "every accumulation point of the models is stationary, and the least squared gradient falls like 1/rounds",
+        "among others smooth losses, a large enough `rho`, local solves that meet their tolerance, equal shares, and"
+        " every client at least once in a fixed number of rounds",
+        "By default `rho` is not set, and the penalty moves.",
+        ("sampler",),
+    ),
+    "fedavg": Theorem(
+        "the expected objective comes to its minimum like 1/rounds (X. Li et al., ICLR 2020)",
+        "strongly convex smooth losses, bounded gradients, equal steps, and step sizes that fall like 1/rounds; all"
+        " clients, cohorts of sampler 'size-weighted', or uniform cohorts and equal shares",
+        "No `local.schedule` falls like 1/rounds. With a constant step size and several local steps the limit can be"
+        " biased, by the order of the step size.",
         ("sampler",),
     ),
     "feddr": Theorem(
-        "the model comes to a stationary point of the composite problem, with smooth local losses, a small enough eta,"
-        " solves whose errors are bounded by a summable sequence, and every client drawn with positive probability",
-        ("sampler",),
+        "the mean squared gradient mapping of the rounds falls like 1/rounds",
+        "smooth losses, a convex g, an objective bounded below, alpha and eta within the paper's bounds,"
+        f" local errors of bounded sum, equal shares, and {_DRAWN}",
+        covers=("sampler",),
+    ),
+    "feddualavg": Theorem(
+        "the objective at an average of the rounds' models comes to its minimum like 1/sqrt(rounds)",
+        "among others smooth convex losses, a small enough local step size, bounded gradients, equal shares, and equal"
+        " steps",
+        "A run has the last model, not the average.",
     ),
     "feddyn": Theorem(
-        "the model comes to a stationary point of the objective, for convex losses to its minimum, at the rate"
-        " 1/rounds, with exact local solves, a large enough alpha and cohorts drawn uniformly",
+        "the loss (convex) or the squared gradient (nonconvex) of the cohorts' mean models, averaged over the rounds,"
+        " comes to its least value like 1/rounds",
+        "smooth losses, exact local solves, a suitable alpha, equal shares, and uniform cohorts",
+        "The server's model differs from the cohort's mean.",
         ("sampler",),
     ),
+    "fednova": Theorem(
+        "the least squared gradient of the objective falls like 1/sqrt(rounds), with any numbers of local steps",
+        "smooth losses, gradients of bounded variance, clients of bounded dissimilarity, and a step size of the order"
+        " 1/sqrt(rounds)",
+        "The default step size does not depend on the rounds.",
+    ),
+    "fedopt": Theorem(
+        "Theorems 1 and 2: with optimiser 'adagrad' or 'adam' the least squared gradient falls like 1/sqrt(rounds)",
+        "among others smooth losses, bounded gradients and variances, `beta1 = 0`, small enough step sizes that follow"
+        " the number of rounds, equal shares, and equal steps",
+        "The default beta1 of 'adam' is 0.9.",
+    ),
+    "fedpd": Theorem(
+        "the mean squared gradient of the rounds falls like 1/rounds, up to the errors of the local solves",
+        "smooth losses that are bounded below, a small enough eta, `skip = 0`, and equal shares",
+    ),
+    "fedprox": Theorem(
+        "the expected objective falls by a multiple of its squared gradient in every round where that is at least 1/B^2"
+        " of the clients' mean squared gradient",
+        "smooth losses with Hessians bounded below, a mu that is large enough for these bounds and B, accurate enough"
+        " local solves, and sampler 'size-weighted'",
+        "The default mu is chosen for speed and may be too small.",
+        ("sampler",),
+    ),
+    "fedslr": Theorem(
+        "Theorems 1 and 2: the common model converges to a stationary point of (P1)",
+        "smooth losses, exact local solves, eta_g <= 1/(2L), equal shares, a cluster point, and the"
+        " Kurdyka-Lojasiewicz property",
+    ),
     "fedsplit": Theorem(
-        "the model comes linearly to the minimum of strongly convex smooth losses, up to the error of the local solves"
+        "Theorem 1: the model converges linearly to the minimum, up to the errors of the local solves",
+        "smooth strongly convex losses, equal shares, and `step` = 1/sqrt(l L) of the curvatures l and L",
+        "The default step is 1.",
+    ),
+    "fiaelt": Theorem(
+        "Corollary 2: the mean squared distance of the rounds from stationarity falls like 1/rounds",
+        "smooth losses, a convex g, an objective bounded below, beta = 5 L, r = 0.005, tau = 1/2, equal shares, and"
+        " criterion (9) in every local solve",
+        "With solver 'sgd' the default beta follows the step size, not L.",
+    ),
+    "flame": Theorem(
+        "Theorems 1 to 3: personal and global models come to stationary points, and the squared gradient of the"
+        " Lagrangian falls like 1/rounds in the mean, up to the tolerance",
+        "smooth coercive losses, g = 0, theta within its tolerance (`eps0`), and lam and rho within the bounds of"
+        " Theorem 1",
+        "The default rho = lam/n is outside the bounds for every lam.",
+        ("sampler",),
     ),
     "pfedme": Theorem(
-        "Theorems 1 and 2: the model of the envelope comes near the minimum (strongly convex) or a stationary point"
-        " (smooth, large enough lambda), up to the error of the local solves, with cohorts drawn uniformly",
+        "Theorems 1 and 2: the global model comes near the minimum (strongly convex) or a stationary point (nonconvex)"
+        " of the envelopes, up to the errors of the personal models",
+        "among others smooth losses, gradients of bounded variance, a large enough lam if nonconvex, an eta"
+        " small against 1/lam, beta >= 1, equal shares, equal steps, and uniform cohorts",
+        "The default eta is 1/lam.",
         ("sampler",),
     ),
     "scaffold": Theorem(
-        "Theorem III: the model comes to the minimum (convex) or a stationary point, however clients differ, with small"
-        " enough local steps and cohorts drawn uniformly",
-        ("sampler",),
+        "Theorem III: the expected loss (convex) or squared gradient (nonconvex) of an average or drawn model of the"
+        " rounds comes to its least value, however clients differ",
+        "smooth losses, gradients of bounded variance, server_lr >= 1, small enough local step sizes that follow the"
+        " number of rounds, equal shares, equal steps, and uniform cohorts",
+        covers=("sampler",),
     ),
 }
 """By name of the method; of the others none is stated, and the project's tests hold fixed points and laws."""

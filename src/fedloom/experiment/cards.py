@@ -79,7 +79,8 @@ def card(name: str) -> str:
 
 LOSES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "sampler": ("rounds without all clients", {}),
-    "weigher": ("a weigher", {"weigher": WEIGHERS["samples"]()}),
+    "schedule": ("a schedule other than 'synchronous'", {}),
+    "weigher": ("a weigher other than 'shares'", {"weigher": WEIGHERS["samples"]()}),
     "mixer": ("a mixer", {}),
     "aggregator": ("an aggregator other than 'mean'", {"aggregator": AGGREGATORS["median"]()}),
     "channel": ("a channel", {"channel": CHANNELS["top-k"]()}),
@@ -89,13 +90,14 @@ LOSES: Mapping[str, tuple[str, dict[str, Any]]] = {
 
 
 def theory(name: str) -> list[str]:
-    """Lines on what the method's paper proves, and which parts a run still works with and loses it; none without."""
+    """State what the method's paper proves, on what conditions, and which parts it does not cover; nothing without."""
     if name not in THEOREMS:
         return []
     theorem = THEOREMS[name]
     lost = [words for kind, (words, _) in LOSES.items() if kind in loses(name)]
-    sentence = f"Theory: {theorem.text}. Lost, while the run still works, with {', '.join(lost[:-1])} or {lost[-1]}."
-    return ["", *wrap(sentence, 120)]
+    sentences = [f"Theory: {theorem.proves}.", f"It needs {theorem.needs}.", theorem.defaults]
+    sentences += [f"The theorem is lost, while the run still works, with {', '.join(lost[:-1])} or {lost[-1]}."]
+    return ["", *wrap(" ".join(filter(None, sentences)), 120)]
 
 
 def loses(name: str) -> tuple[str, ...]:
