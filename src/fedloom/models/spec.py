@@ -81,8 +81,8 @@ class ModelSpec(Value, ABC):
             try:
                 components = [self._network(tuple(shape), outputs, tokens) for _ in range(self.mixture or 1)]
                 return Mixture(components) if self.mixture else components[0]
-            except RuntimeError as error:
-                if "allocate memory" not in str(error):
+            except (RuntimeError, TypeError) as error:  # of a size beyond 64 bits PyTorch raises a TypeError
+                if not any(cause in str(error) for cause in ("allocate memory", "Overflow", "overflowed")):
                     raise
                 raise ConfigError(
                     f"the model is larger than the memory of this machine; make it smaller: {self!r}"
