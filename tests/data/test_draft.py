@@ -96,7 +96,7 @@ def test_everything_is_said_at_once(tmp_path: Path) -> None:
         "column 'copy': the same as 'age'; left out",
         "column 'code': gives the target away by itself (AUROC 1.000 alone)",
         "column 'smoker': text of 3 levels, a feature for each",
-        "differ by capitals or spaces only: 'Yes' and 'yes'",
+        "column 'smoker' has levels that are alike: 'Yes' (60) = 'yes' (60)",
         "column 'smoker': 60 of 240 cells are missing (25%)",
         "column 'visit': dates",
         "column 'const': the same in every row, 'x'; left out",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,3 +88,79 @@ def test_what_is_read_all_the_same_is_noted(fault: str, tmp_path: Path) -> None:
     notes = write(tmp_path / "site.csv", rows).read(None).notes
     assert len(notes) == bool(note)
     assert notes == () or notes[0].startswith(note)
+
+
+PLAIN: dict[str, tuple[str, dict[str, Any], str]] = {
+    "truth in five ways": (
+        "died", {"levels": ("TRUE", "true", "1", "FALSE", "0")},
+        "the label 'died' has levels that are alike: '0' (8) = 'FALSE' (8), '1' (8) = 'TRUE' (8) = 'true' (8); write",
+    ),
+    "capitals": ("died", {"levels": ("Yes", "yes", "No")}, "alike: 'Yes' (14) = 'yes' (13); write them in one way, or"),
+    "letters": ("died", {"levels": ("y", "n", "no")}, "alike: 'n' (13) = 'no' (13)"),
+    "an encoding of a letter": ("died", {"levels": ("für", "fu\u0308r"), "task": "binary"}, "alike: "),
+    "absurd label": ("died", {"levels": ("1.5", "1e308", "2"), "task": "regression"}, "row 3, column 'died': expected"),
+    "absurd": ("age", {"levels": ("1.5", "-1e308", "2")}, "row 3, column 'age': expected a number of at most 3.4e+38"),
+}  # fmt: skip
+DOUBTS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "classes": (
+        "died", {"levels": ("a", "A", "b"), "task": "classification"},
+        "column 'died' has levels that are alike: 'A' (13) = 'a' (14); write them in one way",
+    ),
+    "category": ("ward", {"levels": ("Icu", "icu ", "ward"), "categorical": ("ward",)}, "column 'ward' has levels"),
+    "site": ("ward", {"levels": ("St  Anna", "St Anna", "b"), "users": "ward"}, "column 'ward' has levels"),
+    "constant": ("age", {"levels": ("5", "5.0")}, "column 'age': the same in every row, so nothing is learned from it"),
+    "constant level": ("ward", {"levels": ("a",), "categorical": ("ward",)}, "column 'ward': the same in every row"),
+    "empty": ("age", {"levels": ("NULL", "#N/A"), "impute": True}, "column 'age': every cell is missing"),
+    "one class": ("died", {"levels": ("1",)}, "the label 'died' is '1' in every row; nothing can be learned"),
+    "one number": ("died", {"levels": ("1",), "task": "regression"}, "column 'died': the same in every row"),
+    "far": ("age", {"levels": (*map(str, range(39)), "99999")}, "row 41, column 'age': 99999 lies absurdly far from"),
+    "far label": ("died", {"levels": (*"123456789", "-1e30"), "task": "regression"}, "row 11, column 'died': -1e+30"),
+}  # fmt: skip
+FINE: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("died", {"levels": ("f", "m", "n")}),
+    ("died", {"levels": ("0", "1", "no", "2")}),
+    ("died", {"levels": tuple("0123456789abcdefghijklmnopqrstuvwxyz")}),
+    ("age", {"levels": ("0", "0", "0", "0", "0", "7e6")}),
+    ("age", {"levels": tuple(str(10.0**k) for k in range(-4, 5))}),
+)
+
+
+def plain(path: Path, column: str, levels: Sequence[str], **options: Any) -> Csv:
+    """A table of 40 sound rows but for a column, which has the levels in turn."""
+    sound = {"age": "1234567", "bmi": ("21.5", "30", "27"), "died": "011", "ward": "ab"} | {column: levels}
+    names = [name for name in sound if name == column or name != "ward"]
+    rows = [",".join(sound[name][k % len(sound[name])] for name in names) for k in range(40)]
+    path.write_text("\n".join([",".join(names), *rows]) + "\n", "utf-8")
+    return Csv(path=str(path), label="died", **options)
+
+
+@pytest.mark.parametrize("fault", PLAIN)
+def test_levels_that_are_alike_and_absurd_numbers_are_refused(fault: str, tmp_path: Path) -> None:
+    column, options, words = PLAIN[fault]
+    with pytest.raises(FedloomError) as refused:
+        plain(tmp_path / "site.csv", column, **options).read(None)
+    sentence = str(refused.value)
+    assert sentence.startswith(str(tmp_path / "site.csv"))
+    assert words in sentence
+    assert "\n" not in sentence
+    assert len(sentence) < 400
+
+
+@pytest.mark.parametrize("fault", DOUBTS)
+def test_a_doubtful_column_is_noted_once(fault: str, tmp_path: Path) -> None:
+    column, options, words = DOUBTS[fault]
+    (note,) = plain(tmp_path / "site.csv", column, **options).read(None).notes
+    assert note.startswith(words)
+
+
+@pytest.mark.parametrize(("column", "options"), FINE)
+def test_a_sound_column_has_no_note(column: str, options: dict[str, Any], tmp_path: Path) -> None:
+    assert plain(tmp_path / "site.csv", column, **options).read(None).notes == ()
+
+
+def test_agreed_classes_without_a_row_are_noted(tmp_path: Path) -> None:
+    notes = write(tmp_path / "site.csv", every(1, died=0)).read(None).notes
+    assert notes == ("the label 'died' is '0' in every row; nothing can be learned from these rows alone",)
+    three = AGREED.with_(task="classification", classes=("0", "1", "2", "3"))
+    notes = write(tmp_path / "site.csv", ROWS).with_(agreement=three).read(None).notes
+    assert notes == ("the label 'died' is '2', '3' in no row",)

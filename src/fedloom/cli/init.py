@@ -51,6 +51,8 @@ def init(
             say(line)
         text = draft.text(place)
         data = _try(text, place)
+        for note in data.notes:
+            say(f"  {note}")
         make_folder(place.parent)
         if agree:
             write_atomic(document, draft.agreement(data).text().encode())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from numpy.typing import NDArray
 
 from fedloom.data import by_site
 from fedloom.data.dataset import Dataset
-from fedloom.data.sources.table.levels import level
+from fedloom.data.sources.table.levels import alike, level
+from fedloom.data.sources.table.targets import unlike
 from fedloom.data.survey import outcomes
 from fedloom.data.survey.agreement import Agreement
 from fedloom.data.survey.columns import Survey
@@ -98,7 +100,10 @@ class Draft:
         rows = survey.rows - target.missing
         if rows < LEAST:
             raise DataError(f"{survey.path}: {rows} rows with a target; a federation needs at least {LEAST}")
-        classes = {k: n for k, n in target.levels.items() if target.kind == "text" or k not in target.odd}
+        classes = Counter[str]()
+        for name, rows_of_name in target.levels.items():
+            if target.kind == "text" or name not in target.odd:
+                classes[level(name)] += rows_of_name
         count = target.kind == "number" and outcomes.is_count(target)
         measured = (
             count or self._event is not None or (target.kind == "number" and (not target.whole or len(classes) > FEW))
@@ -106,6 +111,8 @@ class Draft:
         self._task = "regression" if measured else "binary" if len(classes) == 2 else "classification"
         self._task = "survival" if self._event is not None else "count" if count else self._task
         self._values = target.values[~np.isnan(target.values)]
+        if not measured and (same := alike(classes)):
+            raise DataError(f"{survey.path}: {unlike(target.name, same)}")
         spread = ", ".join(f"{name} {count}" for name, count in list(classes.items())[:SHOWN])
         spread += f" and {len(classes) - SHOWN} more" if len(classes) > SHOWN else ""
         if measured:
@@ -120,7 +127,7 @@ class Draft:
             names = ", ".join(f"{name!r} ({count})" for name, count in list(rare.items())[:SHOWN])
             self._say(target, f"classes of fewer than {LEAST} rows: {names}; merge them, or leave them out")
         if not measured:
-            self._report_similar_names(target)
+            self._report_gaps(target)
 
     @staticmethod
     def _named(chosen: ColumnProfile, option: str | None, fit: list[str]) -> str:
@@ -174,7 +181,7 @@ class Draft:
         self._rows = {name: has_target & (site.cells == name) for name in names[keep].tolist()}
         if self._classes is not None:
             self._say_events(self._classes)
-        self._report_similar_names(site)
+        self._report_gaps(site)
 
     def _say_events(self, target: ColumnProfile) -> None:
         """The rows of the rarest class by site, and the sites with few of them."""
@@ -210,7 +217,7 @@ class Draft:
             if c.kind == "text":
                 self._categorical.append(c.name)
                 self._say(c, f"text of {len(c.levels)} levels, a feature for each: {_list(np.array(list(c.levels)))}")
-                self._report_similar_names(c)
+                self._report_gaps(c)
             elif c.odd:
                 self._odd += [odd for odd in c.odd if odd not in self._odd]
                 self._say(c, f"numbers, but for {_list(np.array(c.odd))}, which count as missing")
@@ -276,15 +283,10 @@ class Draft:
             self._say(c, "is known only later, by its name; leave it out unless it is known beforehand")
         return ""
 
-    def _report_similar_names(self, c: ColumnProfile) -> None:
-        """Levels that are written in several ways, or may mean missing."""
+    def _report_gaps(self, c: ColumnProfile) -> None:
+        """Levels that may mean missing."""
         if missing := [level for level in c.levels if level.strip().lower() in TOKENS]:
             self._say(c, f"{_list(np.array(missing))} may mean missing; name such cells in missing, with impute = true")
-        ways: dict[str, list[str]] = {}
-        for name in c.levels:
-            ways.setdefault(" ".join(name.lower().split()), []).append(name)
-        if same := [" and ".join(map(repr, names)) for names in ways.values() if len(names) > 1]:
-            self._say(c, f"levels that differ by capitals or spaces only: {', '.join(same[:4])}; write them alike")
 
     def agreement(self, data: Dataset) -> Agreement:
         """What sites would agree on, from the drafted data: units are left open, ranges are those of the table.

@@ -36,6 +36,8 @@ GROUPED = re.compile(r"[-+]?\d{1,3}(,\d{3})+")
 """A whole number with commas between thousands, or one with a decimal comma and three digits behind it."""
 HEAD = 2**18
 """Bytes of a CSV file from which its signs are found out."""
+LARGEST = float(np.finfo(np.float32).max)
+"""Largest number that a model can take."""
 Cells = Sequence[Any]
 TRUTH = {"true": 1.0, "false": 0.0}
 
@@ -227,19 +229,20 @@ def shortened(cell: Any) -> str:
 
 
 def numbers(piece: Piece, missing: NDArray[np.bool_], problems: Problems, cure: str = ROLES) -> NDArray[np.float64]:
-    """The cells as numbers, NaN where missing; any other cell is a problem."""
+    """The cells as numbers, NaN where missing; any other cell, and one beyond what a model can take, is a problem."""
     start, column, cells = piece
     out = np.full(len(cells), np.nan)
     some = [cell for cell, is_missing in zip(cells, missing, strict=True) if not is_missing]
     with suppress(ValueError, TypeError, OverflowError):
         out[~missing] = np.array(some, np.float64)
-    if not np.isfinite(out[~missing]).all():
+    if not (np.abs(out[~missing]) <= LARGEST).all():
         some = [TRUTH.get(cell.strip().lower(), cell) if isinstance(cell, str) else cell for cell in some]
         with suppress(ValueError, TypeError, OverflowError):
             out[~missing] = np.array(some, np.float64)
-    if not np.isfinite(out[~missing]).all():
+    if not (np.abs(out[~missing]) <= LARGEST).all():
         bad = [k for k, is_missing in enumerate(missing.tolist()) if not is_missing and not _readable(cells[k])]
-        what = f"row {problems.first + start + bad[0]}, column {column!r}: expected a finite number, got "
+        wanted = f"a number of at most {LARGEST:.3g}" if is_number(cells[bad[0]]) else "a finite number"
+        what = f"row {problems.first + start + bad[0]}, column {column!r}: expected {wanted}, got "
         if isinstance(cells[bad[0]], date | timedelta):
             cure = "drop the column, or give a number, such as days since a date"
         problems.add("number", column, what + shortened(cells[bad[0]]), [cells[k] for k in bad], cure)
@@ -247,5 +250,7 @@ def numbers(piece: Piece, missing: NDArray[np.bool_], problems: Problems, cure: 
 
 
 def _readable(cell: Any) -> bool:
-    """Whether a cell is a finite number, or true or false."""
-    return is_number(cell) or (isinstance(cell, str) and cell.strip().lower() in TRUTH)
+    """Whether a cell is a number that a model can take, or true or false."""
+    return (is_number(cell) and abs(float(cell)) <= LARGEST) or (
+        isinstance(cell, str) and cell.strip().lower() in TRUTH
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.data.sources.table.cells import Cells, Piece, Problems, numbers, shortened
+from fedloom.data.sources.table.cells import LEVELS, Cells, Piece, Problems, numbers, shortened
 from fedloom.data.tables import TableColumn
 from fedloom.errors import DataError
 
@@ -31,6 +32,41 @@ def level(cell: Any) -> str:
     text = str(cell).strip()
     whole = WHOLE.fullmatch(text)
     return text if whole is None else whole[1]
+
+
+TRUTHS = {
+    **dict.fromkeys(("true", "yes", "t", "y", "1"), "true"),
+    **dict.fromkeys(("false", "no", "f", "n", "0"), "false"),
+}
+"""Ways in which people write true and false, in lower case."""
+SHOWN = 4
+"""Most groups of levels in a sentence."""
+
+
+def alike(counts: Mapping[str, int]) -> str:
+    """The levels that are probably one, as ``'0' (3) = 'FALSE' (4)``; empty where there are none.
+
+    Alike are levels that differ only in capitals, spaces or the encoding of a letter, and ways to write true or false
+    in a column that has no other level.
+
+    Args:
+        counts: rows of every level.
+
+    >>> alike({"TRUE": 2, "true": 1, "1": 4, "0": 5})
+    "'TRUE' (2) = 'true' (1) = '1' (4)"
+    >>> alike({"f": 2, "m": 3, "F ": 1}), alike({"n": 2, "f": 3}), alike({"0": 2, "1": 3, "no": 4, "2": 5})
+    ("'f' (2) = 'F ' (1)", '', '')
+    """
+    plain = {name: " ".join(unicodedata.normalize("NFKC", name).casefold().split()) for name in counts}
+    texts = set(plain.values())
+    truths = {TRUTHS[text] for text in texts} if texts <= TRUTHS.keys() else set[str]()
+    if len(truths) > 1 or (truths and any(len(text) > 1 for text in texts)):
+        plain = {name: TRUTHS[text] for name, text in plain.items()}
+    groups: dict[str, list[str]] = {}
+    for name, text in plain.items():
+        groups.setdefault(text, []).append(f"{shortened(name)} ({counts[name]})")
+    several = [" = ".join(names[:LEVELS]) for names in groups.values() if len(names) > 1]
+    return ", ".join(several[:SHOWN]) + (f" and {len(several) - SHOWN} more" if len(several) > SHOWN else "")
 
 
 Factors = Mapping[str, float | Mapping[str, float]]

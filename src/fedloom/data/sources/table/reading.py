@@ -18,7 +18,9 @@ from torch import Tensor
 from fedloom.data.dataset import CLASSED, MISSING, MOST_CLASSES, TOO_MANY, Dataset, refuse
 from fedloom.data.sources._base import FileSource, naming_file_in_errors
 from fedloom.data.sources.archive import GrowingRows
+from fedloom.data.sources.table import checks
 from fedloom.data.sources.table.cells import Piece, Problems, is_missing, numbers
+from fedloom.data.sources.table.checks import Coded, rows_of_levels
 from fedloom.data.sources.table.levels import Agreed, Codes, factor_of, factors_by_client, unapplied
 from fedloom.data.sources.table.targets import absence, agreed_classes, check_event, task_of_levels
 from fedloom.data.survey.agreement import Agreement, agreement_of
@@ -256,16 +258,18 @@ class _Reading:
         if spec.users in coded:
             self._convert(*coded[spec.users])
         if agreement is None:
-            task, wrong = task_of_levels(self.task, self.label, classes, bool(sentences))
+            task, wrong = task_of_levels(self.task, self.label, rows_of_levels(coded[self.label]), bool(sentences))
         else:
             task = agreement.task
             label, classes, wrong = agreed_classes(agreement, self.label, label, classes)
-            wrong += self._unknown_levels()
+            wrong += checks.unknown_levels(self.agreed, len(self._numbers))
+            wrong += checks.out_of_range(agreement.table, self._numbers)
         if task == "survival" and agreement is None and self.event and not np.nansum(self.measured[self.event].done()):
             wrong.append(f"the event {self.event!r} is 0 in every row; nothing can be learned from it")
         if task == "survival":
-            wrong += self._impossible()
-        if sentences := [*sentences, *wrong, *self._out_of_range()]:
+            times, events = ((c, self.measured[c].done()) for c in (self.label, self.event) if c is not None)
+            wrong += checks.impossible(times, events, problems.first)
+        if sentences := [*sentences, *wrong]:
             refuse(where, sentences)
         regression = task == "regression"
         numeric = [rows.done() for rows in self.measured.values()] if self.numeric_label else [label]
@@ -298,7 +302,7 @@ class _Reading:
                 prepare=self._table(values, coded),
                 centre=centre if regression else 0.0,
                 unit=unit if regression else 1.0,
-                notes=self._notes(),
+                notes=tuple(self._notes(coded | {self.label: (label, classes)})),
             )
 
     def _convert(self, codes: NDArray[np.float64], clients: tuple[str, ...]) -> None:
@@ -308,61 +312,12 @@ class _Reading:
             if column in self.place:
                 values[:, self.place[column]] *= factors[row_clients]
 
-    def _impossible(self) -> list[str]:
-        """Times and events that cannot be, column by column."""
-        assert self.event is not None
-        sentences, first = [], self.problems.first
-        for column, wrong, allowed in (
-            (self.label, lambda v: v <= 0, "times must be above 0"),
-            (self.event, lambda v: ~np.isin(v, (0, 1)), "events must be 1, or 0 where the time is censored"),
-        ):
-            values = self.measured[column].done()
-            rows = np.nonzero(~np.isnan(values) & wrong(values))[0]
-            if len(rows):
-                sentences.append(
-                    f"row {first + int(rows[0])}, column {column!r}: {allowed}, got {values[rows[0]]:g} ({len(rows)} "
-                    "such rows); repair them, or name their marker in missing, with unlabelled = 'drop'"
-                )
-        return sentences
-
-    def _out_of_range(self) -> list[str]:
-        """Agreed columns whose rows lie beyond the agreed range, as those of another unit do."""
-        table = None if self.spec.agreement is None else self.spec.agreement.table
-        if table is None or not self.x.size:
-            return []
-        nothing = torch.full((len(table.columns), 1), torch.nan, dtype=torch.float64)
-        cure = " Convert it by factors = { NAME = FACTOR }, name its marker in missing, or agree on another range"
-        return [sentence + cure for sentence in table.strange(torch.from_numpy(self.x.done()), nothing)]
-
     @property
     def _numbers(self) -> NDArray[np.float64]:
         """The features ``[N, p]`` so far, to be changed in place."""
         return cast("NDArray[np.float64]", self.x.done())
 
-    def _unknown_levels(self) -> list[str]:
-        """Agreed columns of which most cells have no agreed level, as where they are written in another way."""
-        rows = len(self.x.done())
-        return [
-            f"column {name!r}: {column.unknown.total()} of {rows} cells have no agreed level ({column.shown}); write "
-            "them so, or agree on these too"
-            for name, column in self.agreed.items()
-            if column.unknown.total() > rows / 2
-        ]
-
-    def _beyond(self) -> Iterator[str]:
-        """Notes on agreed columns of which some numbers lie beyond the range, as a marker of gaps that is not named."""
-        for name, agreed in self.agreed.items():
-            if agreed.column.range is not None:
-                low, high = agreed.column.range
-                values = self._numbers[:, self.place[name]]
-                far = values[(values < low) | (values > high)]
-                if len(far):
-                    yield (
-                        f"column {name!r}: {len(far)} of {len(values)} numbers lie beyond {low:g} to {high:g}, as "
-                        f"{far[0]:g} does; if they mean missing, name them in missing"
-                    )
-
-    def _table(self, values: Tensor, coded: Mapping[str, tuple[NDArray[np.float64], tuple[str, ...]]]) -> Table:
+    def _table(self, values: Tensor, coded: Mapping[str, Coded]) -> Table:
         """The agreed table, or one whose levels and gaps are those of the file."""
         spec = self.spec
         if spec.agreement is not None:
@@ -376,16 +331,16 @@ class _Reading:
         )
         return Table(columns=columns, missing=self.markers, impute=spec.impute)
 
-    def _notes(self) -> tuple[str, ...]:
-        """Sentences on markers that no cell has, and on cells that the agreement fills."""
-        notes = [f"missing: no cell of {self.name} is {text!r}" for text in self.unmatched]
+    def _notes(self, coded: Mapping[str, Coded]) -> Iterator[str]:
+        """Sentences on markers that no cell has, on cells that the agreement fills, and on doubtful columns."""
         clients = self.codes.get(self.spec.users or "")
-        notes += unapplied(self.spec.factors, self.spec.users, None if clients is None else clients.levels)
-        for name, agreed in self.agreed.items():
-            unknown = agreed.unknown.total()
-            if unknown:
-                notes.append(f"column {name!r}: {unknown} cells of other levels than agreed are filled: {agreed.shown}")
-            if agreed.filled > unknown and not agreed.column.flag:
-                notes.append(f"column {name!r}: {agreed.filled - unknown} cells are missing and filled; none was to be")
-        notes += self._beyond()
-        return tuple(notes)
+        columns = {name: self._numbers[:, place] for name, place in self.place.items()}
+        agreed = {name for name, c in self.agreed.items() if not c.column.levels and c.column.range is None}
+        targets = {self.label: self.measured[self.label].done()} if self.numeric_label else {}
+        yield from (f"missing: no cell of {self.name} is {text!r}" for text in self.unmatched)
+        yield from unapplied(self.spec.factors, self.spec.users, None if clients is None else clients.levels)
+        yield from checks.filled(self.agreed)
+        yield from checks.beyond(self.agreed, columns)
+        yield from checks.doubtful({**columns, **targets}, {*self.numeric, *agreed, *targets}, self.problems.first)
+        coded = {name: column for name, column in coded.items() if name not in targets}
+        yield from checks.doubtful_levels(coded, self.label)

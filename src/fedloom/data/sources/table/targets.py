@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import cast
 
 import numpy as np
@@ -9,7 +10,7 @@ from numpy.typing import NDArray
 
 from fedloom.data.dataset import CLASSED, Task
 from fedloom.data.sources.table.cells import LEVELS
-from fedloom.data.sources.table.levels import natural
+from fedloom.data.sources.table.levels import alike, natural
 from fedloom.data.survey.agreement import Agreement
 from fedloom.errors import ConfigError, nearest
 
@@ -22,6 +23,14 @@ def absence(absent: list[str], names: list[str], *, agreed: bool) -> str:
     cure = " (the agreement names them)" if agreed else ""
     header = f"the header has {', '.join(names[:20])}{', ...' if len(names) > 20 else ''}"
     return f"no columns {', '.join(map(repr, absent))}{cure}; {header}: is it a row, or is the separator another?"
+
+
+def unlike(label: str, levels: str) -> str:
+    """The sentence on levels of a label that are alike, as `alike` shows them."""
+    return (
+        f"the label {label!r} has levels that are alike: {levels}; write them in one way, or set task = "
+        "'classification' if each is a class"
+    )
 
 
 def check_event(where: str, task: str, event: str | None, label: str, *, scaled: bool) -> None:
@@ -62,12 +71,19 @@ def agreed_classes(
     return place[np.nan_to_num(codes, nan=len(levels)).astype(int)], agreement.classes, []
 
 
-def task_of_levels(task_wanted: str, label: str, levels: tuple[str, ...], doubtful: bool) -> tuple[Task, list[str]]:
+def task_of_levels(task_wanted: str, label: str, counts: Mapping[str, int], doubtful: bool) -> tuple[Task, list[str]]:
     """The task that the label's levels make, and what is wrong with them.
 
-    One level alone is no error, since a trained model may be tried on such a table; a `doubtful` one is noted.
+    One level alone is no error, since a trained model may be tried on such a table; a `doubtful` one is noted. Levels
+    that are alike are classes only where the task is set to classification.
+
+    Args:
+        task_wanted: as the source has it.
+        label: name of the column.
+        counts: rows of every level.
+        doubtful: whether other faults were found.
     """
-    wrong: list[str] = []
+    wrong, levels = list[str](), tuple(counts)
     if doubtful and len(levels) == 1:
         wrong.append(
             f"the label {label!r} is {levels[0]!r} in every row that can be read; nothing can be learned from it"
@@ -76,6 +92,8 @@ def task_of_levels(task_wanted: str, label: str, levels: tuple[str, ...], doubtf
         return cast("Task", task_wanted), wrong
     if task_wanted == "auto" and any(np.isfinite(v := natural(level)[0]) and v != np.floor(v) for level in levels):
         wrong.append("the label has fractions; set task = 'regression', or 'classification' if they are names")
+    if task_wanted != "classification" and (same := alike(counts)):
+        return "classification", [*wrong, unlike(label, same)]
     if task_wanted == "binary" and len(levels) != 2:
         wrong.append(f"task = 'binary', but the label has {len(levels)} values; use classification")
     return "binary" if task_wanted != "classification" and len(levels) == 2 else "classification", wrong

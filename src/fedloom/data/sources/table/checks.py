@@ -1,0 +1,151 @@
+"""Checks of a table once all of its cells are read: what is refused then, and what is noted."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedloom.data.sources.table.cells import LEVELS, shortened
+from fedloom.data.sources.table.levels import Agreed, alike
+from fedloom.data.tables import Table
+
+ENOUGH = 10
+"""Rows from which a column is called constant, or a number far from the others."""
+FARTHEST = 1000
+"""Widths of the middle half of a column's numbers, from the nearer end of which a number is far beyond."""
+Coded = tuple[NDArray[np.float64], tuple[str, ...]]
+"""Codes of all rows ``[N]``, NaN where missing, and the levels."""
+
+
+def rows_of_levels(column: Coded) -> dict[str, int]:
+    """Rows of every level."""
+    codes, levels = column
+    counts = np.bincount(codes[~np.isnan(codes)].astype(int), minlength=len(levels))
+    return dict(zip(levels, counts.tolist(), strict=True))
+
+
+def impossible(
+    times: tuple[str, NDArray[np.float64]], events: tuple[str, NDArray[np.float64]], first: int
+) -> Iterator[str]:
+    """Times and events that cannot be, column by column.
+
+    Args:
+        times: name of the column and its numbers ``[N]``, NaN where missing.
+        events: likewise.
+        first: number of the first row.
+    """
+    for (column, values), wrong, allowed in (
+        (times, times[1] <= 0, "times must be above 0"),
+        (events, ~np.isin(events[1], (0, 1)), "events must be 1, or 0 where the time is censored"),
+    ):
+        rows = np.nonzero(~np.isnan(values) & wrong)[0]
+        if len(rows):
+            yield (
+                f"row {first + int(rows[0])}, column {column!r}: {allowed}, got {values[rows[0]]:g} ({len(rows)} "
+                "such rows); repair them, or name their marker in missing, with unlabelled = 'drop'"
+            )
+
+
+def out_of_range(table: Table, x: NDArray[np.float64]) -> list[str]:
+    """Agreed columns whose rows ``[N, p]`` lie beyond the agreed range, as those of another unit do."""
+    if not x.size:
+        return []
+    nothing = torch.full((len(table.columns), 1), torch.nan, dtype=torch.float64)
+    cure = " Convert it by factors = { NAME = FACTOR }, name its marker in missing, or agree on another range"
+    return [sentence + cure for sentence in table.strange(torch.from_numpy(x), nothing)]
+
+
+def unknown_levels(agreed: Mapping[str, Agreed], rows: int) -> list[str]:
+    """Agreed columns of which most cells have no agreed level, as where they are written in another way."""
+    return [
+        f"column {name!r}: {column.unknown.total()} of {rows} cells have no agreed level ({column.shown}); write "
+        "them so, or agree on these too"
+        for name, column in agreed.items()
+        if column.unknown.total() > rows / 2
+    ]
+
+
+def filled(agreed: Mapping[str, Agreed]) -> Iterator[str]:
+    """Notes on cells that the agreement fills though they were not expected."""
+    for name, column in agreed.items():
+        unknown = column.unknown.total()
+        if unknown:
+            yield f"column {name!r}: {unknown} cells of other levels than agreed are filled: {column.shown}"
+        if column.filled > unknown and not column.column.flag:
+            yield f"column {name!r}: {column.filled - unknown} cells are missing and filled; none was to be"
+
+
+def beyond(agreed: Mapping[str, Agreed], columns: Mapping[str, NDArray[np.float64]]) -> Iterator[str]:
+    """Notes on agreed columns of which some numbers lie beyond the range, as a marker of gaps that is not named."""
+    for name, column in agreed.items():
+        if column.column.range is not None:
+            (low, high), values = column.column.range, columns[name]
+            outside = values[(values < low) | (values > high)]
+            if len(outside):
+                yield (
+                    f"column {name!r}: {len(outside)} of {len(values)} numbers lie beyond {low:g} to {high:g}, as "
+                    f"{outside[0]:g} does; if they mean missing, name them in missing"
+                )
+
+
+def doubtful(columns: Mapping[str, NDArray[np.float64]], measured: Collection[str], first: int) -> Iterator[str]:
+    """Notes on columns that are empty or constant, and on numbers that lie absurdly far from the others.
+
+    Args:
+        columns: numbers or codes ``[N]`` by name, NaN where missing.
+        measured: names of the columns of which a far number is noted.
+        first: number of the first row.
+    """
+    empty, constant, notes = list[str](), list[str](), list[str]()
+    for name, values in columns.items():
+        ordered = np.sort(values)  # NaN last
+        count = len(ordered) - int(np.isnan(ordered).sum())
+        if len(ordered) < ENOUGH:
+            return
+        if not count:
+            empty.append(name)
+        elif ordered[0] == ordered[-1]:
+            constant.append(name)
+        elif name in measured and count >= ENOUGH:
+            low, high = ordered[count // 4], ordered[count - 1 - count // 4]
+            limits = low - FARTHEST * (high - low), high + FARTHEST * (high - low)
+            if low < high and not limits[0] <= ordered[0] <= ordered[count - 1] <= limits[1]:
+                rows = np.nonzero((values < limits[0]) | (values > limits[1]))[0]
+                more = f" ({len(rows)} such)" if len(rows) > 1 else ""
+                notes.append(
+                    f"row {first + int(rows[0])}, column {name!r}: {values[rows[0]]:g} lies absurdly far from the "
+                    f"others, half of which are within {low:g} to {high:g}{more}; repair it, or name it in missing"
+                )
+    for what, names in (("every cell is missing", empty), ("the same in every row", constant)):
+        if names:
+            yield f"{_columns(names)}: {what}, so nothing is learned from it; name it in drop"
+    yield from notes
+
+
+def doubtful_levels(coded: Mapping[str, Coded], label: str) -> Iterator[str]:
+    """Notes on levels that are alike, and on a label of one class or without rows of some.
+
+    Args:
+        coded: columns of levels, by name.
+        label: name of the label, which is one of them where it has classes.
+    """
+    for name, column in coded.items():
+        counts = rows_of_levels(column)
+        if same := alike(counts):
+            yield f"column {name!r} has levels that are alike: {same}; write them in one way"
+        absent = [level for level, count in counts.items() if not count] if name == label else []
+        if name == label and len(counts) - len(absent) == 1:
+            here = max(counts, key=lambda level: counts[level])
+            yield f"the label {name!r} is {shortened(here)} in every row; nothing can be learned from these rows alone"
+        elif absent:
+            more = " and more" if len(absent) > LEVELS else ""
+            yield f"the label {name!r} is {', '.join(map(shortened, absent[:LEVELS]))}{more} in no row"
+
+
+def _columns(names: Sequence[str]) -> str:
+    shown = ", ".join(map(shortened, names[:LEVELS]))
+    more = f" and {len(names) - LEVELS} more" if len(names) > LEVELS else ""
+    return f"column{'s'[: len(names) > 1]} {shown}{more}"
