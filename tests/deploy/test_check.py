@@ -284,6 +284,22 @@ def test_a_table_with_other_columns_levels_or_labels_both_sides_named(clinic, tm
     assert found == [] if sentence is None else sentence in found[0], found
 
 
+@pytest.mark.parametrize(
+    ("change", "level", "sentence"),
+    [
+        (("yes", "no"), "note", "the label 'disease' is 'no' in every row"),
+        ((",f,", ",m,"), "note", "column 'sex': the same in every row"),
+        (("48.5", "1e30"), "note", "row 10, column 'age': 1e+30 lies absurdly far from the others"),
+        (("48.5", "1e308"), "refused", "row 10, column 'age': expected a number of at most 3.4e+38, got '1e308'"),
+    ],
+)
+def test_doubtful_columns_are_named_where_they_are(clinic, tmp_path, change, level, sentence):
+    site = read_site(clinic / "try" / "sites" / "site-1" / "site.toml")
+    (tmp_path / "own.csv").write_text(TABLE.replace(*change))
+    own = changed(site, data={**site.data, "path": str(tmp_path / "own.csv")})
+    assert any(sentence in f.sentence for f in check_site(own, offline=True) if f.level == level)
+
+
 def test_every_version_that_a_result_can_depend_on_is_compared(site):
     here = check.versions()
     assert {"python", "torch", "numpy", "flwr", "cryptography", "pycryptodome", "opendp"} <= here.keys()

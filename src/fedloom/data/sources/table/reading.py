@@ -264,15 +264,15 @@ class _Reading:
             label, classes, wrong = agreed_classes(agreement, self.label, label, classes)
             wrong += checks.unknown_levels(self.agreed, len(self._numbers))
             wrong += checks.out_of_range(agreement.table, self._numbers)
-        if task == "survival" and agreement is None and self.event and not np.nansum(self.measured[self.event].done()):
+        if task == "survival" and agreement is None and self.event and not np.nansum(self._targets[self.event]):
             wrong.append(f"the event {self.event!r} is 0 in every row; nothing can be learned from it")
         if task == "survival":
-            times, events = ((c, self.measured[c].done()) for c in (self.label, self.event) if c is not None)
+            times, events = self._targets.items()
             wrong += checks.impossible(times, events, problems.first)
         if sentences := [*sentences, *wrong]:
             refuse(where, sentences)
         regression = task == "regression"
-        numeric = [rows.done() for rows in self.measured.values()] if self.numeric_label else [label]
+        numeric = [*self._targets.values()] or [label]
         keep = torch.from_numpy(~np.isnan([*numeric, *(coded[c][0] for c in self.special)]).any(0))
         values = torch.from_numpy(self.x.done())
         for column in () if self.agreed else spec.categorical:
@@ -317,6 +317,12 @@ class _Reading:
         """The features ``[N, p]`` so far, to be changed in place."""
         return cast("NDArray[np.float64]", self.x.done())
 
+    @property
+    def _targets(self) -> dict[str, NDArray[np.float64]]:
+        """The numbers ``[N]`` of the label and of the event by name; none where the label has classes."""
+        measured = self.measured if self.numeric_label else {}
+        return {name: cast("NDArray[np.float64]", rows.done()) for name, rows in measured.items()}
+
     def _table(self, values: Tensor, coded: Mapping[str, Coded]) -> Table:
         """The agreed table, or one whose levels and gaps are those of the file."""
         spec = self.spec
@@ -336,7 +342,7 @@ class _Reading:
         clients = self.codes.get(self.spec.users or "")
         columns = {name: self._numbers[:, place] for name, place in self.place.items()}
         agreed = {name for name, c in self.agreed.items() if not c.column.levels and c.column.range is None}
-        targets = {self.label: self.measured[self.label].done()} if self.numeric_label else {}
+        targets = {name: values for name, values in self._targets.items() if name != self.event}
         yield from (f"missing: no cell of {self.name} is {text!r}" for text in self.unmatched)
         yield from unapplied(self.spec.factors, self.spec.users, None if clients is None else clients.levels)
         yield from checks.filled(self.agreed)
