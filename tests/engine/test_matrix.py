@@ -342,7 +342,7 @@ INTRODUCTION = """# What goes with what
 Any method runs with any sampler, weigher, mixer, aggregator, attack and channel, unless the pair makes no sense. Such a
 run is refused before it starts, with the reason. Which pairs make sense follows from what the method uploads, not from
 a list. `tests/engine/test_matrix.py` runs each method with each plug-in and writes this page.
-[What each part is worth](../studies/pages/system.md) has measurements of the parts on three federations.
+[What each part is worth](../studies/pages/system.md) has what was measured of the parts so far.
 
 """
 
