@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -164,3 +165,30 @@ def test_agreed_classes_without_a_row_are_noted(tmp_path: Path) -> None:
     three = AGREED.with_(task="classification", classes=("0", "1", "2", "3"))
     notes = write(tmp_path / "site.csv", ROWS).with_(agreement=three).read(None).notes
     assert notes == ("the label 'died' is '2', '3' in no row",)
+
+
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+@pytest.mark.parametrize("rows", [1, 1500, 40_000])
+@pytest.mark.parametrize("end", [b"", b",1\n30,0\n"])
+def test_a_wrong_byte_is_named_with_its_line(
+    mark: bytes, pack: Callable[[bytes], bytes], rows: int, end: bytes, tmp_path: Path
+) -> None:
+    """In the part that the signs are found in, and far behind it; at the end of a file, and before it."""
+    before = mark + b"age,died\n" + "\u00e41,0\n".encode() * rows + b"4"
+    path = tmp_path / "latin.csv.gz"
+    path.write_bytes(pack(before + "\u00e4".encode("latin-1") + end))
+    with pytest.raises(FedloomError) as refused:
+        Csv(path=str(path), categorical=("age",)).read(None)
+    assert f"(byte 0xE4 at offset {len(before):,}, line {rows + 2:,}); save it as UTF-8, or" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "name", "byte"),
+    [("utf-16", "UTF-16", "0xFF at offset 0"), ("utf-16-le", "UTF-16LE", "0x00 at offset 1"),
+     ("utf-16-be", "UTF-16BE", "0x00 at offset 0")],
+)  # fmt: skip
+def test_a_file_in_16_bits_is_named(encoding: str, name: str, byte: str, tmp_path: Path) -> None:
+    (tmp_path / "wide.csv").write_bytes("age,died\n30,0\n31,1\n".encode(encoding))
+    with pytest.raises(FedloomError, match=f"byte {byte}, line 1.*iconv -f {name} -t UTF-8 wide.csv"):
+        Csv(path=str(tmp_path / "wide.csv")).read(None)

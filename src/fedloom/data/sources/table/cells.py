@@ -11,7 +11,7 @@ from contextlib import suppress
 from datetime import date, timedelta
 from itertools import repeat
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,16 +66,15 @@ def signs_of(head: bytes, where: object) -> Signs:
     Raises:
         DataError: no text in UTF-8.
     """
+    if (at := head[:2].find(0)) >= 0:
+        raise _not_utf8(where, at, 1, head[at:])
     try:
         text = head.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        if error.start < len(head) - 4:
-            encoding = "UTF-16" if head[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "WINDOWS-1252"
-            raise DataError(
-                f"{where}: not text in UTF-8 (byte {error.start}); save it as UTF-8, or convert it: "
-                f"iconv -f {encoding} -t UTF-8 {Path(str(where)).name} > utf8.csv"
-            ) from None
-        text = head[: error.start].decode("utf-8-sig")
+        at = len(head) - len(error.object) + error.start
+        if len(head) < HEAD or at < len(head) - 4:  # else a letter that is cut
+            raise _not_utf8(where, at, 1 + head[:at].count(b"\n"), head[at:]) from None
+        text = head[:at].decode("utf-8-sig")
     lines = text.splitlines(keepends=True)
     if len(head) >= HEAD:
         lines = lines[:-1] or lines  # the last one is cut
@@ -89,6 +88,19 @@ def signs_of(head: bytes, where: object) -> Signs:
                 best, most, table = sign, common, rows[1:]
     columns = list(zip(*(row for row in table if len(row) == most), strict=True))
     return Signs(best, "," if _commas(columns, best) else ".")
+
+
+def _not_utf8(where: object, at: int, line: int, rest: bytes) -> DataError:
+    """The error for a file with a byte that is none of UTF-8, counted from 0; `rest` begins with it."""
+    encoding = "WINDOWS-1252"
+    if rest[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) and at == 0:
+        encoding = "UTF-16"
+    elif rest[0] == 0:  # half of a letter in 16 bits
+        encoding = "UTF-16LE" if at else "UTF-16BE"
+    return DataError(
+        f"{where}: not text in UTF-8 (byte 0x{rest[0]:02X} at offset {at:,}, line {line:,}); save it as UTF-8, or "
+        f"convert it: iconv -f {encoding} -t UTF-8 {Path(str(where)).name} > utf8.csv"
+    )
 
 
 def _commas(columns: Sequence[Sequence[str]], separator: str) -> bool:
@@ -138,16 +150,40 @@ def csv_rows(entry: Entry, separator: str, comment: str | None = None) -> Iterat
     Raises:
         DataError: it is no such file.
     """
-    text = io.TextIOWrapper(cast("io.BufferedReader", entry.stream), "utf-8-sig", newline="")
+    stream = _Counted(entry.stream)
+    text = io.TextIOWrapper(cast("io.BufferedReader", stream), "utf-8-sig", newline="")
     lines = _Lines(text, entry.where)
     try:
         for row in csv.reader(lines, delimiter=separator, skipinitialspace=True, strict=True):
             lines.length = 0
             if comment is None or (row and not row[0].startswith(comment)):
                 yield row
-    except (csv.Error, UnicodeDecodeError) as error:
-        raise DataError(f"{entry.where}: not a CSV file in UTF-8 ({error}); check separator and encoding") from error
+    except UnicodeDecodeError as error:
+        rest = error.object[error.start :]
+        raise _not_utf8(entry.where, stream.size - len(rest), 1 + stream.lines - rest.count(b"\n"), rest) from None
+    except csv.Error as error:
+        raise DataError(f"{entry.where}: not a CSV file ({error}); check separator and quotes") from error
     text.detach()
+
+
+class _Counted(io.BufferedIOBase):
+    """A stream that counts what was read of it.
+
+    Attributes:
+        size: bytes.
+        lines: ends of lines among them.
+    """
+
+    def __init__(self, inner: BinaryIO) -> None:
+        self.size, self.lines, self._inner = 0, 0, cast("io.BufferedReader", inner)
+
+    def readable(self) -> bool:
+        return True
+
+    def read1(self, size: int = -1) -> bytes:
+        block = self._inner.read1(size)
+        self.size, self.lines = self.size + len(block), self.lines + block.count(b"\n")
+        return block
 
 
 class _Lines:

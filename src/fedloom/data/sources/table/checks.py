@@ -28,7 +28,7 @@ def rows_of_levels(column: Coded) -> dict[str, int]:
 
 
 def impossible(
-    times: tuple[str, NDArray[np.float64]], events: tuple[str, NDArray[np.float64]], first: int
+    times: tuple[str, NDArray[np.float64]], events: tuple[str, NDArray[np.float64]], first: int, *, eventless: bool
 ) -> Iterator[str]:
     """Times and events that cannot be, column by column.
 
@@ -36,7 +36,10 @@ def impossible(
         times: name of the column and its numbers ``[N]``, NaN where missing.
         events: likewise.
         first: number of the first row.
+        eventless: whether a table may be without an event, as one of several sites.
     """
+    if not eventless and not np.nansum(events[1]):
+        yield f"the event {events[0]!r} is 0 in every row; nothing can be learned from it"
     for (column, values), wrong, allowed in (
         (times, times[1] <= 0, "times must be above 0"),
         (events, ~np.isin(events[1], (0, 1)), "events must be 1, or 0 where the time is censored"),

@@ -264,13 +264,10 @@ class _Reading:
             label, classes, wrong = agreed_classes(agreement, self.label, label, classes)
             wrong += checks.unknown_levels(self.agreed, len(self._numbers))
             wrong += checks.out_of_range(agreement.table, self._numbers)
-        if task == "survival" and agreement is None and self.event and not np.nansum(self._targets[self.event]):
-            wrong.append(f"the event {self.event!r} is 0 in every row; nothing can be learned from it")
         if task == "survival":
             times, events = self._targets.items()
-            wrong += checks.impossible(times, events, problems.first)
-        if sentences := [*sentences, *wrong]:
-            refuse(where, sentences)
+            wrong += checks.impossible(times, events, problems.first, eventless=agreement is not None)
+        refuse(where, [*sentences, *wrong])
         regression = task == "regression"
         numeric = [*self._targets.values()] or [label]
         keep = torch.from_numpy(~np.isnan([*numeric, *(coded[c][0] for c in self.special)]).any(0))
