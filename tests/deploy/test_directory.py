@@ -1,6 +1,7 @@
 """`fedloom deploy init`: what is written, who may read it, and that it is what Flower, systemd, nginx and TLS take."""
 
 import math
+import os
 import re
 import shlex
 import shutil
@@ -187,6 +188,22 @@ def test_renew_makes_another_certificate_of_the_same_authority(ready):
     (ready / "authority" / "ca.key").unlink()
     with pytest.raises(ConfigError, match="has no authority"):
         renew(ready, "fl.example.org", 100)
+
+
+def test_a_damaged_authority_makes_no_certificate(ready):
+    signing = (ready / "sites" / "site-0" / "signing-key").read_bytes()
+    for path in (ready / "authority" / "ca.key", ready / "authority" / "ca.crt"):
+        content = path.read_bytes()
+        for odd in (b"", b"x", signing):
+            path.write_bytes(odd)
+            with pytest.raises(ConfigError, match=r"has a damaged ca\.key or ca\.crt"):
+                renew(ready, "fl.example.org", 100)
+        path.unlink()
+        os.mkfifo(path)
+        with pytest.raises(ConfigError, match="has no authority"):
+            renew(ready, "fl.example.org", 100)
+        path.unlink()
+        path.write_bytes(content)
 
 
 def test_ssh_keygen_reads_the_keys(written):

@@ -151,6 +151,21 @@ def test_a_site_approves_one_member_more_and_nothing_else(sentence: str, trained
     assert (ready / "sites" / "site-0" / "site.toml").read_bytes() == before
 
 
+ODD = (b"", b"\xff", b"[" * 100_000, b"[1]", b"null", b"{}", b"method = 3", b"method = []", b"[[method]]\nrounds = inf")
+
+
+def test_a_new_agreement_may_be_anything(ready: Path) -> None:
+    approval = add(ready, "new", Location()).folder / "approval"
+    for path in (approval / "experiment.toml", approval / members.CHANGE):
+        content = path.read_bytes()
+        for odd in ODD:
+            path.write_bytes(odd)
+            with pytest.raises(ConfigError):
+                proposed(ready / "sites" / "site-0", approval)
+        path.write_bytes(content)
+    assert proposed(ready / "sites" / "site-0", approval).new
+
+
 def test_a_site_takes_what_was_checked_and_not_what_came_after(ready: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     change, check = add(ready, "new", Location()), members.check_digest
     names = ("experiment.toml", "weights.safetensors")

@@ -16,6 +16,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
+from cryptography.exceptions import UnsupportedAlgorithm
 from pydantic import Field
 
 from fedloom.deploy.code import FOLDER, START
@@ -25,6 +26,7 @@ from fedloom.deploy.ops.commands import OPS, command, environment, filled, profi
 from fedloom.deploy.ops.plan import DeploymentPlan
 from fedloom.deploy.settings import Member, Secure, Server, Site, placed, text_of
 from fedloom.errors import ConfigError
+from fedloom.storage.files import regular
 from fedloom.values import Value, make
 from fedloom.version import __version__
 
@@ -94,11 +96,13 @@ def renew(folder: Path, host: str, days: int) -> Path:
     """
     here = folder / "authority"
     try:
-        ca = keys.Authority.load((here / "ca.key").read_bytes(), (here / "ca.crt").read_bytes())
+        ca = keys.Authority.load(regular(here / "ca.key").read_bytes(), regular(here / "ca.crt").read_bytes())
     except OSError as error:
         raise ConfigError(
             f"{here} has no authority ({error.strerror}); put its folder there for this command"
         ) from None
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        raise ConfigError(f"{here} has a damaged ca.key or ca.crt; put its folder there for this command") from None
     left = (ca.certificate.not_valid_after_utc - datetime.now(UTC)).days
     if left < days:
         raise ConfigError(f"the authority's own certificate ends in {left} days, so --days must be at most that")

@@ -46,9 +46,14 @@ class Authority(NamedTuple):
 
     @classmethod
     def load(cls, key: bytes, certificate: bytes) -> Authority:
-        """The authority of the two PEM files."""
+        """The authority of the two PEM files.
+
+        Raises:
+            ValueError, TypeError, UnsupportedAlgorithm: they are no certificate, or no such key.
+        """
         private = load_pem_private_key(key, password=None)
-        assert isinstance(private, ec.EllipticCurvePrivateKey)
+        if not isinstance(private, ec.EllipticCurvePrivateKey):
+            raise TypeError("the key is of another kind")
         return cls(private, x509.load_pem_x509_certificate(certificate))
 
     def pem(self) -> bytes:

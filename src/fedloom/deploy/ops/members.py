@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import tomli_w
-from pydantic import ValidationError
 from safetensors.torch import load_file, save
 
 from fedloom.deploy.audit import lines_of
@@ -36,7 +34,7 @@ from fedloom.rows.layout import Layout
 from fedloom.storage.checkpoint import Checkpoints
 from fedloom.storage.checkpoint import check_digest as check_digest_of
 from fedloom.storage.files import lock, make_folder, regular, write_atomic
-from fedloom.values import fields_of, make
+from fedloom.values import document_of, fields_of, make, read_toml
 
 CHANGE = "agreement.json"
 SAME = ("name", "version", "samples", "fixed_data", "code", "installed")
@@ -76,7 +74,7 @@ def add(folder: Path, name: str, place: Location) -> Change:
         raise ConfigError(f"{folder} has a site {name}; choose another name")
     if out.exists():
         raise ConfigError(f"{out} is there already; its keys are kept: use it, or delete it yourself")
-    templates = [read_toml(path) for path in sorted(folder.glob("sites/*/site.toml"))]
+    templates = [read_toml(path, "site file") for path in sorted(folder.glob("sites/*/site.toml"))]
     if any(site.get("share", "all") == "partition" for site in templates):
         raise ConfigError("the sites share the data of one partition, which a further site would cut anew")
     pairs = keys.key_pair("connection"), keys.key_pair("signing")
@@ -86,14 +84,14 @@ def add(folder: Path, name: str, place: Location) -> Change:
         "fedloom deploy add", Member.model_fields,
     )  # fmt: skip
     members = (*server.sites, member)
-    document, start = read_toml(server.experiment), _last_model(server)
+    document, start = read_toml(server.experiment, "experiment file"), _last_model(server)
     done = (Checkpoints(server.checkpoints).meta() or {}).get("round", 0)
     method = document["method"][0]
     method["rounds"] = max(1, int(method.get("rounds", document.get("rounds", 1))) - done)
     number = 2 + sum(f.name == CHANGE for f in folder.glob(f"changes/*/approval/{CHANGE}"))
     header = f"# agreement {number}, after {server.fingerprint}; members: SHA-256 {keys_digest(members)}\n"
     experiment = (header + tomli_w.dumps(document)).encode()
-    settings = read_toml(file)
+    settings = read_toml(file, "server file")
     new = {"clients": server.clients + 1, "fingerprint": hashlib.sha256(experiment).hexdigest()}
     if start is not None:
         new["start"] = hashlib.sha256(start).hexdigest()
@@ -115,9 +113,7 @@ def add(folder: Path, name: str, place: Location) -> Change:
         Site, {**shared, "site": name, "client": member.client, "data": data, "server": address}, name, fields_of(Site)
     )
     common: dict[str, str | bytes] = {"experiment.toml": experiment, **({} if start is None else {START: start})}
-    code: dict[str, str | bytes] = {
-        f"{FOLDER}/{path}": (file.parent / FOLDER / path).read_bytes() for path in server.code
-    }
+    code: dict[str, str | bytes] = {f"{FOLDER}/{path}": _content(file.parent / FOLDER / path) for path in server.code}
     proposal = {
         "before": server.fingerprint,
         "shared": agreed.model_dump(mode="json", include={*Shared.model_fields}, exclude_none=True),
@@ -130,7 +126,7 @@ def add(folder: Path, name: str, place: Location) -> Change:
         **site_files(site, *pairs, place),
         **common,
         **code,
-        "ca.crt": server.ca.read_bytes(),
+        "ca.crt": _content(server.ca),
     }
     write_files(out / "site", files)
     write_files(out / "approval", {**common, CHANGE: json.dumps(proposal, indent=1)})
@@ -166,14 +162,16 @@ def proposed(folder: Path, change: Path) -> Proposal:
     try:
         proposal = json.loads(regular(change / CHANGE).read_bytes())
         experiment = regular(change / "experiment.toml").read_bytes()
-        members = [Member(**m) for m in proposal["members"]]
+        members, former = [Member(**m) for m in proposal["members"]], proposal["before"]
         own = {*proposal["shared"]} - {*Shared.model_fields}
-        settings = read_toml(folder / "site.toml") | proposal["shared"] | {"experiment": "experiment.toml"}
+        settings = read_toml(folder / "site.toml", "site file") | proposal["shared"] | {"experiment": "experiment.toml"}
         new = make(Site, settings, str(change / CHANGE), fields_of(Site))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, ValidationError) as error:
-        raise ConfigError(f"{change} holds no new agreement: {str(error).splitlines()[0]}") from None
-    document, before = tomllib.loads(experiment.decode()), read_toml(site.experiment)
-    rounds = [int(d["method"][0].pop("rounds", d.get("rounds", 0))) for d in (document, before)]
+        document = document_of(experiment, change / "experiment.toml")
+        before = read_toml(site.experiment, "experiment file")
+        rounds = [int(d["method"][0].pop("rounds", d.get("rounds", 0))) for d in (document, before)]
+    except (OSError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
+        sentence = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ConfigError(f"{change} holds no new agreement: {sentence}") from None
     header = experiment.partition(b"\n")[0].decode(errors="replace")
     files = {"experiment.toml": experiment} | ({} if new.start is None else {START: _content(change / START)})
     start = hashlib.sha256(files[START]).hexdigest() if START in files else None
@@ -181,7 +179,7 @@ def proposed(folder: Path, change: Path) -> Proposal:
         what
         for what, holds in {
             f"it changes settings of the site's own ({', '.join(sorted(own))})": not own,
-            "it is no change of this site's agreement": site.fingerprint in (proposal["before"], new.fingerprint),
+            "it is no change of this site's agreement": site.fingerprint in (former, new.fingerprint),
             "the experiment file is another one": hashlib.sha256(experiment).hexdigest() == new.fingerprint,
             "the experiment file names other members": header.endswith(keys_digest(members)),
             "the experiment changes": document == before and rounds[0] <= rounds[1],
@@ -216,7 +214,7 @@ def take(folder: Path, change: Path, digest: str) -> Site:
     ledger = before.state / before.fingerprint[:16] / LEDGER
     if ledger.exists():  # what was released stays released
         make_folder(before.state / new.fingerprint[:16])
-        write_atomic(before.state / new.fingerprint[:16] / LEDGER, ledger.read_bytes())
+        write_atomic(before.state / new.fingerprint[:16] / LEDGER, _content(ledger))
     for name in sorted(files, key=lambda name: name == "site.toml"):  # which counts, last
         write_atomic(folder / name, files[name])
     return read_site(folder / "site.toml")
@@ -230,7 +228,7 @@ def remove(folder: Path, name: str) -> Server:
         RunDirError: a run is under way.
     """
     file = server_file(folder)
-    server, settings = read_server(file), read_toml(file)
+    server, settings = read_server(file), read_toml(file, "server file")
     _member(server, name)
     _check_idle(server)
     rest = [m for m in settings["sites"] if m["site"] != name]
@@ -258,18 +256,6 @@ def revoke(folder: Path, name: str, programs: Path = PROGRAMS) -> int:
         raise ConfigError(f"no node has answered as {name} yet; 'flwr supernode list' has the numbers of all")
     ask("unregister", file.parent / CLI, programs, node=node)
     return int(node)
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    """A TOML file as it is.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
-    try:
-        return tomllib.loads(regular(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from None
 
 
 def _member(server: Server, name: str) -> Member:
