@@ -138,6 +138,11 @@ def _by_column(
         if column in columns and users in names:
             columns[column] *= by_row
     notes = [f"column {n!r}: {one.filled} cells filled as in training" for n, one in agreed.items() if one.filled]
+    notes += [
+        f"column {n!r}: {one.unknown.total()} cells of other levels than in training: {one.shown}"
+        for n, one in agreed.items()
+        if one.unknown
+    ]
     x = torch.from_numpy(np.stack(list(columns.values()), 1))
     notes += [] if users in names else unapplied(factors or {}, users, None)
     return NewRows(x, sites if users in names else None, tuple(notes), kept=kept)

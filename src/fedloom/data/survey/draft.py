@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tomli_w
 from numpy.typing import NDArray
 
 from fedloom.data import by_site
@@ -18,25 +17,20 @@ from fedloom.data.sources.table.targets import unlike
 from fedloom.data.survey import outcomes
 from fedloom.data.survey.agreement import Agreement
 from fedloom.data.survey.columns import Survey
+from fedloom.data.survey.document import SHOWN, SMALLEST, Roles, experiment_file, rounded
 from fedloom.data.survey.facts import FEW, LATER, PER_LEVEL, TOKENS, ColumnProfile
 from fedloom.data.tables import Table, is_number
 from fedloom.errors import ConfigError, DataError
 
 LEAST = 10
 """Rows that a federation needs, and a class that is not rare."""
-SMALLEST = 5
-"""Rows of the smallest site that takes part; fewer are too few to scale a column."""
 LEAK_SHARE = 0.995
 """AUROC or R2 from which a single column gives the target away, as facts recorded afterwards do."""
 DOUBTFUL = 0.95
 """AUROC or R2 of a single column from which it is worth a second look; of one named as a later one, `LATE`."""
 DOUBTFUL_IF_LATER = 0.75
-SHOWN = 8
-"""Most names in a sentence."""
 SIGNS = re.compile(r"[€$£]?\s?[-+]?(\d{1,3}([,' ]\d{3})+|\d+)([.,]\d+)?\s?[%€$£]?")
 """A number as people write it, which is none for a computer."""
-WIDE = 120
-"""Characters of a list that has a line to itself."""
 
 
 class Draft:
@@ -236,7 +230,7 @@ class Draft:
             for sentence in by_site.sentences(c, self._rows):
                 self._say(c, sentence)
             if factors := by_site.units(c, self._rows):
-                self._factors[c.name] = {site: _rounded(factor) for site, factor in factors.items()}
+                self._factors[c.name] = {site: rounded(factor) for site, factor in factors.items()}
             if c.missing:
                 self._impute = True
                 what = "most of it, think of leaving it out" if c.missing > survey.rows / 2 else "filled per client"
@@ -307,122 +301,14 @@ class Draft:
         return Agreement.of(table, data.task, data.classes, self._target.name, data.centre, data.unit, event)
 
     def text(self, place: Path, agreement: Path | None = None) -> str:
-        """The experiment file, to be written to `place`.
-
-        Args:
-            place: of the file.
-            agreement: document on the meaning of the columns; None: inferred from the file.
-        """
-        numeric = self._task in ("regression", "survival", "count")
-        if self._site is not None:
-            partition: dict[str, Any] = {"kind": "writers", "min_size": SMALLEST}
-            why = f"a client per {_bare(self._site.name)}, unless it has fewer rows"
-        else:
-            partition = {"kind": "iid" if numeric else "dirichlet", "clients": self._clients}
-            why = "no column names a site, so rows are dealt at random" + ("" if numeric else ", classes unevenly")
-        local: dict[str, Any] = {"lr": self._lr(), "batch_size": 32, "epochs": 1}
-        notes, horizon = {"lr": "'fedloom tune' finds a better one"}, ""
-        if self._task == "survival":
-            local |= {"batch_size": "full", "epochs": 5}
-            notes["batch_size"] = "patients at risk at one time are of one batch"
-            time = _rounded(float(np.median(self._values)))
-            horizon = "[task]\n" + _lines({"horizon": time}, {"horizon": "the event is predicted by this time"})
-        return "\n".join(
-            [
-                f"# Drafted by 'fedloom init' from {_bare(self._survey.path.name)}; change what you like.",
-                f"#   fedloom run {_bare(str(place))}",
-                _lines({"name": place.stem, "rounds": 30, "seeds": [0, 1, 2]}, {"seeds": "repetitions"}),
-                "[data]",
-                _lines(self._data(agreement), self._notes()),
-                f"[partition]  # {why}",
-                _lines({**partition, "validation": 0.2}, {"validation": "share of a client's rows that may choose"}),
-                '[model]\nkind = "softmax"  # linear; kind = "mlp" with hidden = [32] bends\n',
-                "[local]",
-                _lines(local, notes) + horizon,
-                '[[method]]\nalgorithm = "local"  # every client alone\n',
-                '[[method]]\nalgorithm = "fedavg"  # one model for all\n',
-                '[[method]]\nalgorithm = "ditto"  # a model for each, near the common one\n',
-            ]
-        )
-
-    def _lr(self) -> float:
-        """A step that is short enough for scaled features: the loss of classes bends less than that of measurements.
-
-        The loss of times bends in proportion to the share of events.
-        """
-        events = 1.0 if self._event is None else float(np.nanmean(self._event.values))
-        return 0.1 if self._classes is self._target else _rounded(min(0.05, 0.5 / (self._width + 1)) / events)
-
-    def _data(self, agreement: Path | None) -> dict[str, Any]:
-        """The table of the data."""
-        survey = self._survey
-        data: dict[str, Any] = {"source": str(survey.path)}
-        data |= {k: v for k, v in survey.options.items() if (k, v) != ("separator", ",")}
-        data |= {"label": self._target.name}
-        data |= {"task": self._task} if self._event is None else {"event": self._event.name}
-        data |= {"users": self._site.name} if self._site else {}
-        data |= {"categorical": self._categorical} if self._categorical else {}
-        data |= {"drop": list(self._drop)} if self._drop else {}
-        data |= {"missing": self._odd} if self._odd else {}
-        data |= {"impute": True} if self._impute else {}
-        data |= {"factors": self._factors} if self._factors else {}
-        if self._target.missing or (self._site is not None and len(self._site.present) < survey.rows):
-            data["unlabelled"] = "drop"
-        if self._task == "regression":
-            data |= {"centre": _rounded(float(self._values.mean()))}
-            data |= {"unit": _rounded(float(self._values.std())) or 1.0}
-        if agreement is not None:
-            agreed = ("task", "categorical", "drop", "missing", "impute", "centre", "unit")
-            data = {k: v for k, v in data.items() if k not in agreed} | {"agreement": str(agreement)}
-        return data
-
-    def _notes(self) -> dict[str, str]:
-        return {
-            "source": "from the folder where fedloom is called",
-            "label": "what is predicted",
-            "event": "1 where the time ended by an event, 0 where it is censored",
-            "agreement": "what the columns mean at every site",
-            "users": "whose row it is",
-            "categorical": "text: a feature per level",
-            "drop": "; ".join(f"{_bare(name)}: {_bare(why)}" for name, why in list(self._drop.items())[:SHOWN]),
-            "missing": "cells that mean missing, beside empty ones, NA and the like",
-            "impute": "missing cells are filled per client from its training rows, and flagged",
-            "factors": "to the unit of the other sites, by ratios of medians: give the exact factors",
-            "unlabelled": "rows without target or site are left out",
-            "centre": "(label - centre) / unit is learned, and errors are in this unit",
-        }
+        """The experiment file; see `experiment_file`."""
+        roles = Roles(
+            self._survey, self._task, self._target, self._event, self._site, self._categorical, self._drop, self._odd,
+            self._impute, self._factors, self._clients, self._width,
+        )  # fmt: skip
+        return experiment_file(roles, place, agreement)
 
 
 def _list(names: NDArray[Any]) -> str:
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(map(repr, names[:SHOWN].tolist())) + more
-
-
-def _bare(text: str) -> str:
-    """Text that fits into a comment."""
-    return "".join(c if c.isprintable() else " " for c in text)
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.3g}")
-
-
-def _inline(table: dict[str, Any]) -> str:
-    """A table on one line."""
-    cells = (
-        f"{tomli_w.dumps({key: 0})[: -len(' = 0') - 1]} = {_inline(cell) if isinstance(cell, dict) else cell}"
-        for key, cell in table.items()
-    )
-    return f"{{ {', '.join(cells)} }}"
-
-
-def _lines(values: dict[str, Any], notes: dict[str, str]) -> str:
-    """Keys of a table, each with its comment."""
-    lines = []
-    for key, value in values.items():
-        text, note = tomli_w.dumps({key: value}).rstrip("\n"), notes.get(key)
-        text = f"{key} = {_inline(value)}" if isinstance(value, dict) else text
-        if isinstance(value, list) and len(text) < WIDE:
-            text = text.replace("[\n    ", "[").replace(",\n]", "]").replace("\n    ", " ")
-        lines.append(text if note is None else f"# {note}\n{text}" if "\n" in text else f"{text}  # {note}")
-    return "\n".join(lines) + "\n"

@@ -1,0 +1,175 @@
+"""The experiment file of a draft as text, with a comment on every choice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import tomli_w
+
+from fedloom.data.dataset import CLASSED
+from fedloom.data.survey.columns import Survey
+from fedloom.data.survey.facts import ColumnProfile
+
+SMALLEST = 5
+"""Rows of the smallest site that takes part; fewer are too few to scale a column."""
+SHOWN = 8
+"""Most names in a sentence."""
+WIDE = 120
+"""Characters of a list that has a line to itself."""
+
+
+class Roles(NamedTuple):
+    """What the columns of a table are in an experiment.
+
+    Attributes:
+        survey: of the table.
+        task: that the target makes.
+        target: column that is predicted.
+        event: column with 1 for an event, where the target is a time.
+        site: column that names the site of a row.
+        categorical: names of the columns of text.
+        drop: columns that are left out, with the reason.
+        missing: cells that mean missing, beside those of every table.
+        impute: whether cells of features are missing.
+        factors: to the unit of the other sites, by column and site.
+        clients: number of clients where no column names a site.
+        width: number of features.
+    """
+
+    survey: Survey
+    task: str
+    target: ColumnProfile
+    event: ColumnProfile | None
+    site: ColumnProfile | None
+    categorical: list[str]
+    drop: dict[str, str]
+    missing: list[str]
+    impute: bool
+    factors: dict[str, dict[str, float]]
+    clients: int
+    width: int
+
+
+def experiment_file(roles: Roles, place: Path, agreement: Path | None = None) -> str:
+    """Write the experiment file of a draft as text.
+
+    Args:
+        roles: of the table's columns.
+        place: of the file.
+        agreement: document on the meaning of the columns; None: inferred from the file.
+    """
+    numeric = roles.task not in CLASSED
+    if roles.site is not None:
+        partition: dict[str, Any] = {"kind": "writers", "min_size": SMALLEST}
+        why = f"a client per {_bare(roles.site.name)}, unless it has fewer rows"
+    else:
+        partition = {"kind": "iid" if numeric else "dirichlet", "clients": roles.clients}
+        why = "no column names a site, so rows are dealt at random" + ("" if numeric else ", classes unevenly")
+    local: dict[str, Any] = {"lr": _step(roles), "batch_size": 32, "epochs": 1}
+    notes, horizon = {"lr": "'fedloom tune' finds a better one"}, ""
+    if roles.task == "survival":
+        local |= {"batch_size": "full", "epochs": 5}
+        notes["batch_size"] = "patients at risk at one time are of one batch"
+        time = rounded(float(np.nanmedian(roles.target.values)))
+        horizon = "[task]\n" + _lines({"horizon": time}, {"horizon": "the event is predicted by this time"})
+    return "\n".join(
+        [
+            f"# Drafted by 'fedloom init' from {_bare(roles.survey.path.name)}; change what you like.",
+            f"#   fedloom run {_bare(str(place))}",
+            _lines({"name": place.stem, "rounds": 30, "seeds": [0, 1, 2]}, {"seeds": "repetitions"}),
+            "[data]",
+            _lines(_data(roles, agreement), _notes(roles)),
+            f"[partition]  # {why}",
+            _lines({**partition, "validation": 0.2}, {"validation": "share of a client's rows that may choose"}),
+            '[model]\nkind = "softmax"  # linear; kind = "mlp" with hidden = [32] bends\n',
+            "[local]",
+            _lines(local, notes) + horizon,
+            '[[method]]\nalgorithm = "local"  # every client alone\n',
+            '[[method]]\nalgorithm = "fedavg"  # one model for all\n',
+            '[[method]]\nalgorithm = "ditto"  # a model for each, near the common one\n',
+        ]
+    )
+
+
+def _step(roles: Roles) -> float:
+    """The length of a step that is short enough for scaled features.
+
+    The loss of classes bends less than that of measurements. That of times bends in proportion to the share of events.
+    """
+    events = 1.0 if roles.event is None else float(np.nanmean(roles.event.values))
+    return 0.1 if roles.task in CLASSED else rounded(min(0.05, 0.5 / (roles.width + 1)) / events)
+
+
+def _data(roles: Roles, agreement: Path | None) -> dict[str, Any]:
+    """The table of the data."""
+    survey = roles.survey
+    data: dict[str, Any] = {"source": str(survey.path)}
+    data |= {k: v for k, v in survey.options.items() if (k, v) != ("separator", ",")}
+    data |= {"label": roles.target.name}
+    data |= {"task": roles.task} if roles.event is None else {"event": roles.event.name}
+    data |= {"users": roles.site.name} if roles.site else {}
+    data |= {"categorical": roles.categorical} if roles.categorical else {}
+    data |= {"drop": list(roles.drop)} if roles.drop else {}
+    data |= {"missing": roles.missing} if roles.missing else {}
+    data |= {"impute": True} if roles.impute else {}
+    data |= {"factors": roles.factors} if roles.factors else {}
+    if roles.target.missing or (roles.site is not None and len(roles.site.present) < survey.rows):
+        data["unlabelled"] = "drop"
+    if roles.task == "regression":
+        data |= {"centre": rounded(float(np.nanmean(roles.target.values)))}
+        data |= {"unit": rounded(float(np.nanstd(roles.target.values))) or 1.0}
+    if agreement is not None:
+        agreed = ("task", "categorical", "drop", "missing", "impute", "centre", "unit")
+        data = {k: v for k, v in data.items() if k not in agreed} | {"agreement": str(agreement)}
+    return data
+
+
+def _notes(roles: Roles) -> dict[str, str]:
+    """The comments on the keys of the data."""
+    return {
+        "source": "from the folder where fedloom is called",
+        "label": "what is predicted",
+        "event": "1 where the time ended by an event, 0 where it is censored",
+        "agreement": "what the columns mean at every site",
+        "users": "whose row it is",
+        "categorical": "text: a feature per level",
+        "drop": "; ".join(f"{_bare(name)}: {_bare(why)}" for name, why in list(roles.drop.items())[:SHOWN]),
+        "missing": "cells that mean missing, beside empty ones, NA and the like",
+        "impute": "missing cells are filled per client from its training rows, and flagged",
+        "factors": "to the unit of the other sites, by ratios of medians: give the exact factors",
+        "unlabelled": "rows without target or site are left out",
+        "centre": "(label - centre) / unit is learned, and errors are in this unit",
+    }
+
+
+def _bare(text: str) -> str:
+    """Text that fits into a comment."""
+    return "".join(c if c.isprintable() else " " for c in text)
+
+
+def rounded(value: float) -> float:
+    """A number with three digits, as people write it."""
+    return float(f"{value:.3g}")
+
+
+def _inline(table: dict[str, Any]) -> str:
+    """A table on one line."""
+    cells = (
+        f"{tomli_w.dumps({key: 0})[: -len(' = 0') - 1]} = {_inline(cell) if isinstance(cell, dict) else cell}"
+        for key, cell in table.items()
+    )
+    return f"{{ {', '.join(cells)} }}"
+
+
+def _lines(values: dict[str, Any], notes: dict[str, str]) -> str:
+    """Keys of a table, each with its comment."""
+    lines = []
+    for key, value in values.items():
+        text, note = tomli_w.dumps({key: value}).rstrip("\n"), notes.get(key)
+        text = f"{key} = {_inline(value)}" if isinstance(value, dict) else text
+        if isinstance(value, list) and len(text) < WIDE:
+            text = text.replace("[\n    ", "[").replace(",\n]", "]").replace("\n    ", " ")
+        lines.append(text if note is None else f"# {note}\n{text}" if "\n" in text else f"{text}  # {note}")
+    return "\n".join(lines) + "\n"
