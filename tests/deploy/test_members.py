@@ -151,6 +151,15 @@ def test_a_site_approves_one_member_more_and_nothing_else(sentence: str, trained
     assert (ready / "sites" / "site-0" / "site.toml").read_bytes() == before
 
 
+def test_a_change_that_cannot_be_made_leaves_nothing(ready: Path) -> None:
+    path = ready / "server" / "ca.crt"
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(ConfigError, match=r"cannot read .*ca\.crt"):
+        add(ready, "new", Location())
+    assert not (ready / "changes" / "new").exists()
+
+
 ODD = (b"", b"\xff", b"[" * 100_000, b"[1]", b"null", b"{}", b"method = 3", b"method = []", b"[[method]]\nrounds = inf")
 
 

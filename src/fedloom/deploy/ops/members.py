@@ -119,15 +119,15 @@ def add(folder: Path, name: str, place: Location) -> Change:
         "shared": agreed.model_dump(mode="json", include={*Shared.model_fields}, exclude_none=True),
         "members": [m.model_dump(mode="json") for m in members],
     }
-    write_files(
-        out / "server", {**common, "server.toml": tomli_w.dumps(settings), f"nodes/{name}.pub": member.node_key}
-    )
     files: dict[str, str | bytes] = {
         **site_files(site, *pairs, place),
         **common,
         **code,
         "ca.crt": _content(server.ca),
     }
+    write_files(
+        out / "server", {**common, "server.toml": tomli_w.dumps(settings), f"nodes/{name}.pub": member.node_key}
+    )
     write_files(out / "site", files)
     write_files(out / "approval", {**common, CHANGE: json.dumps(proposal, indent=1)})
     return Change(out, agreed.digest, keys_digest([member]))
