@@ -39,6 +39,15 @@ def test_recorded_text_cannot_become_markup(tmp_path: Path) -> None:
     assert "# Model card: \\<b\\>a\\|b\\</b\\>" in (tmp_path / "r" / "card.md").read_text()
 
 
+def test_a_card_of_a_run_without_its_partition_has_the_means_only(tmp_path: Path) -> None:
+    run = Recording(methods=2, seeds=1, clients=2, rounds=5).write(tmp_path / "run")
+    (run / "partition.parquet").unlink()
+    result = CliRunner().invoke(app, ["report", str(run), "--out", str(tmp_path / "r.html"), "--card"])
+    assert result.exit_code == 0, result.exception
+    rows = [line for line in (tmp_path / "r" / "card.md").read_text().splitlines() if line[:1] == "|"]
+    assert [row.split("|")[1].strip() for row in rows[2:]] == ["Mean over clients"]
+
+
 def test_a_card_that_people_filled_in_is_kept(tmp_path: Path) -> None:
     run = Recording(methods=2, seeds=1, clients=2, rounds=5).write(tmp_path / "run")
     command = ["report", str(run), "--out", str(tmp_path / "r.html"), "--card"]

@@ -138,11 +138,11 @@ def federated_leader(rows: Sequence[Row], lead: str) -> Row | None:
 
 def values_by_seed(run: Run, row: Row, name: str) -> dict[int, Numbers]:
     """Values ``[n]`` of the clients at the last round of every seed; nan where there is none."""
-    values = {}
+    values, count = {}, run.clients
     for record in row.records:
         points = None if record.lost else last_points(run, row, record.seed, "test", name)
         if points is not None:
-            values[record.seed] = np.full(len(run.names), np.nan)
+            values[record.seed] = np.full(count, np.nan)
             values[record.seed][points.client] = points.value
     return values
 
