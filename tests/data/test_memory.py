@@ -121,6 +121,11 @@ def test_options_of_arrays() -> None:
         (lambda: Dataset.of(X, [None, *Y[1:]]), DataError, "value 0 is None; expected numbers only, or text only"),
         (lambda: Dataset.of(X, ["a", None, *Y[2:]]), DataError, "value 1 is None; expected numbers only, or text only"),
         (lambda: Dataset.of(X, X[:, 0] % 2), DataError, "0 and 1 only, as several labels of a sample have"),
+        (
+            lambda: Dataset.of(X, ["True", "TRUE", "0"] * 4),
+            DataError,
+            "alike: 'TRUE' .4. = 'True' .4.; write them in one",
+        ),
         (lambda: Dataset.of(X, Y * 0 + 0.5), DataError, "the target is the same in every row"),
         (
             lambda: Dataset.of(X, Y, task="classify"),

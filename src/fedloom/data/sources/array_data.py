@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 
 from fedloom.data.dataset import Dataset, Task, refuse
 from fedloom.data.sources._base import naming_file_in_errors, numbered, scale
+from fedloom.data.sources.table.levels import alike
+from fedloom.data.sources.table.targets import unlike
 from fedloom.errors import DataError
 
 
@@ -118,8 +120,11 @@ def _targets(
             raise DataError(f"{place}: y of a {task} task must be numbers, got {y.dtype}")
         return torch.from_numpy(y.reshape(len(y), -1).astype(np.float64)), task, ()
     if y.dtype.kind == "U" and task != "regression":
-        levels, codes = np.unique(y, return_inverse=True)
-        names = classes or tuple(str(level) for level in levels)
+        levels, codes, counts = np.unique(y, return_inverse=True, return_counts=True)
+        rows = dict(zip(map(str, levels), counts.tolist(), strict=True))
+        if not classes and task != "classification" and (same := alike(rows)):
+            raise DataError(f"{place}: {unlike('y', same)}")
+        names = classes or tuple(rows)
         code_of = {name: code for code, name in enumerate(names)}
         if odd := [str(level) for level in levels if str(level) not in code_of]:
             raise DataError(f"{place}: y has {', '.join(map(repr, odd))}, the classes are {', '.join(names)}")

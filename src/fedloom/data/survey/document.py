@@ -20,7 +20,7 @@ WIDE = 120
 """Characters of a list that has a line to itself."""
 
 
-class Roles(NamedTuple):
+class ColumnRoles(NamedTuple):
     """What the columns of a table are in an experiment.
 
     Attributes:
@@ -52,7 +52,7 @@ class Roles(NamedTuple):
     width: int
 
 
-def experiment_file(roles: Roles, place: Path, agreement: Path | None = None) -> str:
+def experiment_file(roles: ColumnRoles, place: Path, agreement: Path | None = None) -> str:
     """Write the experiment file of a draft as text.
 
     Args:
@@ -93,7 +93,7 @@ def experiment_file(roles: Roles, place: Path, agreement: Path | None = None) ->
     )
 
 
-def _step(roles: Roles) -> float:
+def _step(roles: ColumnRoles) -> float:
     """The length of a step that is short enough for scaled features.
 
     The loss of classes bends less than that of measurements. That of times bends in proportion to the share of events.
@@ -102,7 +102,7 @@ def _step(roles: Roles) -> float:
     return 0.1 if roles.task in CLASSED else rounded(min(0.05, 0.5 / (roles.width + 1)) / events)
 
 
-def _data(roles: Roles, agreement: Path | None) -> dict[str, Any]:
+def _data(roles: ColumnRoles, agreement: Path | None) -> dict[str, Any]:
     """The table of the data."""
     survey = roles.survey
     data: dict[str, Any] = {"source": str(survey.path)}
@@ -126,7 +126,7 @@ def _data(roles: Roles, agreement: Path | None) -> dict[str, Any]:
     return data
 
 
-def _notes(roles: Roles) -> dict[str, str]:
+def _notes(roles: ColumnRoles) -> dict[str, str]:
     """The comments on the keys of the data."""
     return {
         "source": "from the folder where fedloom is called",

@@ -17,7 +17,7 @@ from fedloom.data.sources.table.targets import unlike
 from fedloom.data.survey import outcomes
 from fedloom.data.survey.agreement import Agreement
 from fedloom.data.survey.columns import Survey
-from fedloom.data.survey.document import SHOWN, SMALLEST, Roles, experiment_file, rounded
+from fedloom.data.survey.document import SHOWN, SMALLEST, ColumnRoles, experiment_file, rounded
 from fedloom.data.survey.facts import FEW, LATER, PER_LEVEL, TOKENS, ColumnProfile
 from fedloom.data.tables import Table, is_number
 from fedloom.errors import ConfigError, DataError
@@ -302,7 +302,7 @@ class Draft:
 
     def text(self, place: Path, agreement: Path | None = None) -> str:
         """The experiment file; see `experiment_file`."""
-        roles = Roles(
+        roles = ColumnRoles(
             self._survey, self._task, self._target, self._event, self._site, self._categorical, self._drop, self._odd,
             self._impute, self._factors, self._clients, self._width,
         )  # fmt: skip
