@@ -202,6 +202,23 @@ def test_an_unwritable_place_is_a_sentence(tmp_path):
         files.write_atomic(tmp_path / "none" / "a", b"")
 
 
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path):
+    path = tmp_path / "log"
+    os.mkfifo(path)
+    with pytest.raises(CheckpointError, match="is no regular file"):
+        files.append_synced(path, [b"x"])
+    files.write_atomic(path, b"x")
+    assert path.read_bytes() == b"x"
+    os.mkfifo(tmp_path / ".log.tmp")
+    with pytest.raises(CheckpointError, match="is no regular file"):
+        files.write_atomic(path, b"y")
+    files.write_atomic(path, b"y")
+    assert path.read_bytes() == b"y"
+    os.mkfifo(tmp_path / ".lock")
+    with pytest.raises(CheckpointError, match="is no regular file"), files.lock(tmp_path):
+        pass
+
+
 def test_a_row_file_is_read_and_written_in_place(tmp_path):
     file = files.RowFile(tmp_path / "rows", 1 << 20, new=True)
     file.write([([memoryview(b"ab"), memoryview(b"c")], 1000)])
