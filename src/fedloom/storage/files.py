@@ -64,7 +64,9 @@ def _explained(path: Path) -> AbstractContextManager[None]:
 def _open(path: Path, flags: int) -> int:
     if flags & os.O_CREAT:
         _step("create", path)
-    return os.open(regular(path), flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)  # a link may lead to any file of the user
+    return os.open(
+        regular(path), flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644
+    )  # a link may lead to any file of the user
 
 
 def _write(fd: int, path: Path, data: memoryview, at: int | None) -> None:
