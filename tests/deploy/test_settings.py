@@ -65,6 +65,14 @@ def test_a_sites_data_is_looked_for_in_its_own_folder(tmp_path):
         assert read_site(path).data == {"source": "csv", "path": str(found)}
 
 
+@pytest.mark.parametrize("name", ["state", "node_key"])
+def test_a_path_with_the_character_nul_is_refused(name, tmp_path):
+    path = tmp_path / "site.toml"
+    path.write_text(text_of(site(tmp_path, **{name: "a\0b"})))
+    with pytest.raises(ConfigError, match=f"{name} = .* holds the character NUL"):
+        read_site(path)
+
+
 def test_another_experiment_file_is_refused_with_both_digests(tmp_path):
     path = tmp_path / "site.toml"
     path.write_text(text_of(site(tmp_path)))

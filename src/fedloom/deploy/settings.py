@@ -270,8 +270,15 @@ def check_version(shared: Shared) -> None:
 
 
 def placed(value: V, folder: Path) -> V:
-    """Settings whose relative paths are taken from ``folder``."""
+    """Settings whose relative paths are taken from ``folder``.
+
+    Raises:
+        ConfigError: a path holds the character NUL.
+    """
     paths = {name: folder / v for name in type(value).model_fields if isinstance(v := getattr(value, name), Path)}
+    for name, path in paths.items():
+        if "\0" in str(path):
+            raise ConfigError(f"{folder}: {name} = {str(path)!r} holds the character NUL, and no path does; correct it")
     return value.model_copy(update=paths)
 
 
