@@ -272,7 +272,7 @@ def test_training_that_fails_is_no_answer_either(
     def broken(self: FedAvg, down: Any, rows: Any, work: Any) -> Any:
         if work.ids.tolist() == [1] and bool(work.steps.any()):
             if how == "raises":
-                raise ValueError("patient 4711 has a weight of 1e999")
+                raise ValueError("patient Miller-Smith has a weight of 1e999")
             up, rows = whole(self, down, rows, work)
             return type(up)(up[0] * torch.nan), rows
         return whole(self, down, rows, work)
@@ -282,8 +282,8 @@ def test_training_that_fails_is_no_answer_either(
     assert len(seen["train"]) == 3
     assert len(here.audit("accepted", kind="train")) == 3
     assert not here.audit("rejected")
-    assert all("4711" not in str(reply.content["head"]) for found in seen.values() for reply in found)
-    assert ("4711" in capfd.readouterr().err) == (how == "raises")  # a row that is not finite passes the channel as 0
+    assert all("Miller-Smith" not in str(reply.content["head"]) for found in seen.values() for reply in found)
+    assert ("Miller-Smith" in capfd.readouterr().err) == (how == "raises")  # a row that is not finite passes the channel as 0
     norms = [r["norm"] for r in here.audit("accepted", kind="train")]
     assert all(0.8 < norm / (3 * 650**0.5) < 1.2 for norm in norms)
 
@@ -320,7 +320,7 @@ def test_scoring_that_fails_is_no_answer_under_a_delta(
     here = scene(tmp_path, "fedavg", **{**SMALL, "rounds": 1, "evaluate": {"every": 1}}, **how)
 
     def broken(*_: Any) -> Any:
-        raise ValueError("patient 4711 has a weight of 1e999")
+        raise ValueError("patient Miller-Smith has a weight of 1e999")
 
     clients = here.clients()
     monkeypatch.setattr(clients[1].trainer, "_score", broken)
@@ -335,8 +335,8 @@ def test_scoring_that_fails_is_no_answer_under_a_delta(
     assert not here.audit("rejected")
     for kind in ("train", "score"):
         assert (seen[kind, 1] == seen[kind, 0]) == bool(how)
-        assert "4711" not in str(seen[kind, 1])
-    assert "4711" in capfd.readouterr().err
+        assert "Miller-Smith" not in str(seen[kind, 1])
+    assert "Miller-Smith" in capfd.readouterr().err
 
 
 def test_sites_and_rounds_have_noise_of_their_own(tmp_path: Path) -> None:

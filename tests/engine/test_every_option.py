@@ -58,6 +58,7 @@ BESIDE: dict[tuple[str, str], dict[str, Any]] = {
     ("CFL", "gap"): {"least": 2, "ratio": 9.0},
     ("CFL", "first"): {"least": 2, "gap": -2.0, "ratio": 9.0},
     ("CFL", "least"): {"gap": -2.0, "ratio": 9.0},
+    ("FedFomo", "returns"): {"peers": 1},
     ("EquitableWeigher", "log_softmax"): {"clusters": 4},
     ("FairFedWeigher", "floor"): {"beta": 3.0},
     ("PowerOfChoice", "candidates"): {"clients": 4},
