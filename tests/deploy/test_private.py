@@ -283,7 +283,9 @@ def test_training_that_fails_is_no_answer_either(
     assert len(here.audit("accepted", kind="train")) == 3
     assert not here.audit("rejected")
     assert all("Miller-Smith" not in str(reply.content["head"]) for found in seen.values() for reply in found)
-    assert ("Miller-Smith" in capfd.readouterr().err) == (how == "raises")  # a row that is not finite passes the channel as 0
+    assert ("Miller-Smith" in capfd.readouterr().err) == (
+        how == "raises"
+    )  # a row that is not finite passes the channel as 0
     norms = [r["norm"] for r in here.audit("accepted", kind="train")]
     assert all(0.8 < norm / (3 * 650**0.5) < 1.2 for norm in norms)
 
