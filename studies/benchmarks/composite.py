@@ -81,13 +81,13 @@ class Composite(NamedTuple):
 def methods(g: Callable[[float], Any], n: int, lr: float, weight: float, shared: str) -> dict[str, Algorithm]:
     """The methods, with one step for all of them."""
     return {
-        "FIAELT, gradient descent until (9)": FIAELT(regulariser=g(n * weight), solver="gd", iterations=50),
-        "FIAELT, local steps": FIAELT(regulariser=g(n * weight), solver="sgd", passes=1),
+        "FIAELT by gradient descent": FIAELT(regulariser=g(n * weight), solver="gd", iterations=50),
+        "FIAELT by local steps": FIAELT(regulariser=g(n * weight), solver="sgd", passes=1),
         "FedDR": FedDR(regulariser=g(weight)),
         "FedADMM (composite)": FedADMMComposite(regulariser=g(weight)),
         "FedMiD": FedMiD(regulariser=g(weight)),
         "FedDualAvg": FedDualAvg(regulariser=g(weight)),
-        "FedSLR, its common model": FedSLR(lam=weight, components=shared, personal_epochs=0),  # type: ignore[arg-type]
+        "FedSLR's common model": FedSLR(lam=weight, components=shared, personal_epochs=0),  # type: ignore[arg-type]
         "GPGD": FedSLR(method="gpgd", lam=weight, components=shared, personal_epochs=0),  # type: ignore[arg-type]
         "LPGD": LPGD(lam=weight, components=shared, personal_epochs=0),  # type: ignore[arg-type]
     }
@@ -123,14 +123,14 @@ class Row(NamedTuple):
 
 
 def finding(problem: str, rows: Sequence[Row]) -> str:
-    """The sentence that opens a table: which methods reach the optimum, and how near the others come."""
+    """Say which methods reach the optimum of a problem, and how far away the others end."""
     there = [row.method for row in rows if row.kkt < REACHED]
-    near = [
+    away = [
         f"{row.method} ({row.distance:.2g} after {row.passes:,.0f} passes)" for row in rows if not row.kkt < REACHED
     ]
-    reached = ", ".join(there) if there else "none"
-    left = f" Not there, with their relative distance: {', '.join(near)}." if near else ""
-    return f"At the optimum of {problem} (KKT residual below {REACHED:g}): {reached}.{left}"
+    verb = "reaches" if len(there) == 1 else "reach"
+    reached = f"{', '.join(there) or 'No methods'} {verb} the optimum of {problem} (KKT residual below 1e-8)."
+    return f"{reached} The others end at a relative distance from it: {', '.join(away)}." if away else reached
 
 
 def table(rows: Sequence[Row]) -> list[str]:
@@ -143,12 +143,11 @@ def page(problems: Mapping[str, Sequence[Row]], rounds: int, clients: int) -> st
     """The page of all problems, as Markdown."""
     lines = ["# Composite problems with a known optimum", ""]
     lines += [f"- {finding(problem, rows)}" for problem, rows in problems.items()]
-    _, _, explanation = (__doc__ or "").partition("--page studies/pages/composite.md    # writes the page\n\n")
     lines += [
         "",
         f"Made by `studies/benchmarks/composite.py --rounds {rounds} --page`; {clients} clients, {rounds} rounds.",
     ]
-    lines += ["", explanation.strip(), ""]
+    lines += ["", (__doc__ or "").rpartition("\n\n")[2].strip(), ""]
     for problem, rows in problems.items():
         lines += [f"## {problem[0].upper()}{problem[1:]}", "", *table(rows), ""]
     return "\n".join(lines)

@@ -47,9 +47,9 @@ Pale: not significant. {signs}.
 ## How it is measured
 
 - **Equal search.** Every method has {trials} trials in its [search space](tuning.md), scored on validation after all
-  rounds on seeds of their own, then runs with {seeds} fresh ones. A setup that would take more than its share of 12.5
-  core-hours has fewer trials, the same number for every method. A setup with one trial is not tuned: every method runs
-  as it comes, and the setup counts in no rank over all setups.
+  rounds on seeds of their own, then runs with {seeds} fresh ones. A setup that would take more than its share of
+  {hours} core-hours has fewer trials, the same number for every method. A setup with one trial is not tuned: every
+  method runs as it comes, and the setup counts in no rank over all setups.
 - **Equal rounds.** The page of a setup also gives the result that a method has with no more gradients than FedAvg takes
   in all.
 - **One model per method**: the one that a client would use. Of a global and a personal model this is the better one on
@@ -104,7 +104,7 @@ def _overview(verdicts: Sequence[SetupVerdict], together: Overall | None, method
     head = HEAD.format(
         count=len(verdicts), run=sum(len(j.records) for j in verdicts), cells=wanted, trials=setup.trials,
         seeds=len(setup.seeds), enough=ENOUGH, folder=FOLDER, finding=finding(verdicts),
-        advice="\n".join(advice(verdicts)),
+        advice="\n".join(advice(verdicts)), hours=fixed(sum(j.setup.share for j in verdicts) / 60, 1),
         signs=", ".join(f"{sign}: {state}" for state, sign in SIGNS.items()),
     )  # fmt: skip
     lines = [head, "", "## Setup by setup", ""]
