@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from fedloom.deploy.site.state import MODEL, Generation, Rewound, SiteState
 from fedloom.engine.privacy import epsilon
 from fedloom.errors import CheckpointError, Stop
 from fedloom.rows.channel import GaussianNoise
+from fedloom.storage import files as storage
 from fedloom.version import __version__
 from tests.deploy.scene import Scene, scene
 from tests.deploy.sessions import losing
@@ -273,8 +275,21 @@ def test_what_cannot_be_noted_does_not_leave(tmp_path: Path, monkeypatch: pytest
     def full(*_: Any, **__: Any) -> None:
         raise CheckpointError("no space left on the disk")
 
-    monkeypatch.setattr(Audit, "write", full)
-    assert ask(client, "hello") == ("refused", "no space left on the disk")
+    with monkeypatch.context() as patch:
+        patch.setattr(Audit, "write", full)
+        assert ask(client, "hello") == ("refused", "no space left on the disk")
+
+    def forbidden(step: str, path: Path) -> None:
+        if step == "create" and path.name in ("ledger.jsonl", SENT):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(storage, "hook", forbidden)
+    status, reason = ask(here.clients()[1], "hello")
+    assert status == "refused"
+    assert f"{SENT} could not be written: Permission denied; " in reason
+    book = Ledger(tmp_path, GaussianNoise(sigma=3.0, delta=1e-5), None, "a site")
+    with pytest.raises(CheckpointError, match=r"ledger\.jsonl could not be written: Permission denied; "):
+        book.release(1)
 
 
 @pytest.mark.parametrize(("kind", "accepted"), [("train", 4), ("train", 10**9), ("score", 5), ("score", -1)])

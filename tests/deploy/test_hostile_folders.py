@@ -104,18 +104,33 @@ def test_a_ledger_may_be_anything_and_releases_nothing_then(kind: str, tmp_path:
             call()
 
 
-@pytest.mark.parametrize("kind", CONTENTS)
-def test_what_is_kept_of_a_sum_may_be_anything(kind: str, tmp_path: Path) -> None:
+def kept_sum(folder: Path, name: str) -> tuple[PendingSums, Path]:
+    """A sum that a server keeps, and one of its two files."""
+    sums = PendingSums(folder)
     numbers = {"round": 1, "shared": [0], "clients": [0], "sums": {"uploads": 1}, "models": {}}
-    total, sums = np.arange(3, dtype=np.uint64), PendingSums(tmp_path)
-    sums.keep(PendingSum(**numbers, **KEYS, total=total))
+    sums.keep(PendingSum(**numbers, **KEYS, total=np.arange(3, dtype=np.uint64)))
     kept = sums.newest("uploads")
     assert kept is not None
     assert kept.total.tolist() == [0, 1, 2]
-    for path in [*tmp_path.glob("*.masked"), tmp_path / "unmasked.json"]:
-        put(path, kind)
-        again = sums.newest("uploads")
-        assert again is None or again.total.tolist() != [0, 1, 2]
+    [path] = folder.glob(name)
+    return sums, path
+
+
+@pytest.mark.parametrize("name", ["*.masked", "unmasked.json"])
+@pytest.mark.parametrize("kind", CONTENTS)
+def test_what_is_kept_of_a_sum_may_be_anything(kind: str, name: str, tmp_path: Path) -> None:
+    sums, path = kept_sum(tmp_path, name)
+    put(path, kind)
+    assert sums.newest("uploads") is None
+
+
+@pytest.mark.parametrize("place", [0, 9, 23])
+@pytest.mark.parametrize("name", ["*.masked", "unmasked.json"])
+def test_one_wrong_bit_of_a_kept_sum_is_noticed(name: str, place: int, tmp_path: Path) -> None:
+    sums, path = kept_sum(tmp_path, name)
+    content = path.read_bytes()
+    path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+    assert sums.newest("uploads") is None
 
 
 @pytest.mark.parametrize("kind", CONTENTS)

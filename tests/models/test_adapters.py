@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -336,6 +337,16 @@ def test_weights_of_something_else_are_refused(tmp_path: Path) -> None:
         spec.with_(weights=str(tmp_path / "w.safetensors")).build((4,), 2)
     with pytest.raises(ConfigError, match="no readable safetensors file"):
         spec.with_(weights=str(tmp_path / "none")).build((4,), 2)
+
+
+def test_weights_with_a_digest_are_that_content_or_none(tmp_path: Path) -> None:
+    spec, file = MLP(hidden=(3,)), tmp_path / "w.safetensors"
+    save_file(spec.build((4,), 2, seed=7).state_dict(), file)
+    named = spec.with_(weights=f"{file}#sha256={hashlib.sha256(file.read_bytes()).hexdigest()}")
+    torch.testing.assert_close(named.build((4,), 2).state_dict(), load_file(file))
+    save_file(spec.build((4,), 2, seed=8).state_dict(), file)
+    with pytest.raises(ConfigError, match="its SHA-256 is .* is wanted; get that file"):
+        named.build((4,), 2)
 
 
 def test_a_deployment_refuses_a_file_that_sites_may_have_otherwise(run: Path) -> None:

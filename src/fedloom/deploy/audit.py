@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.errors import RunDirError
-from fedloom.storage.files import append_synced, make_folder, regular
+from fedloom.storage.files import append_synced, create_file, make_folder, regular
 
 
 class Audit:
@@ -18,12 +18,12 @@ class Audit:
         path: the file; created if need be.
 
     Raises:
-        CheckpointError: (any method) the disk is full or refuses.
+        CheckpointError: (also of any method) the disk is full or refuses.
     """
 
     def __init__(self, path: Path) -> None:
         make_folder(path.parent)
-        path.touch()
+        create_file(path)
         self._path = path
 
     def write(self, what: str, **facts: Any) -> None:

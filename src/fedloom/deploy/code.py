@@ -22,6 +22,7 @@ from fedloom.deploy.settings import Shared, check_fingerprint
 from fedloom.errors import ConfigError
 from fedloom.experiment import Experiment, read
 from fedloom.imports import is_path
+from fedloom.models.spec import DIGEST
 from fedloom.storage.files import regular
 from fedloom.trust import is_installed, vouch
 from fedloom.values import document_of
@@ -188,7 +189,7 @@ def _start_of(shared: Shared) -> list[str]:
             f"{file} is not the initial model that was agreed on: its SHA-256 is {got[:16]}..., agreed was "
             f"{shared.start[:16]}...; get the file from the server again"
         )
-    return [f"model.weights={json.dumps(str(file))}"]
+    return [f"model.weights={json.dumps(f'{file}{DIGEST}{got}')}"]  # compared again where the file is loaded
 
 
 def _compare(what: str, data: bytes, wanted: str, do: str) -> None:

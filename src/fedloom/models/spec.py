@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from pathlib import Path
 
 import torch
 from pydantic import Field
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load
 from torch import nn
 
 from fedloom.errors import ConfigError
 from fedloom.models.adapters import Adapters, adapted
 from fedloom.models.mixture import Mixture
 from fedloom.seeds import as_global, generator
+from fedloom.storage.files import regular
 from fedloom.values import Value
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {
@@ -26,6 +28,8 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
     "elu": nn.ELU,
 }
 """Pointwise activations by name."""
+DIGEST = "#sha256="
+"""What stands between the name of a file of weights and the SHA-256 that it must have."""
 
 
 class ModelSpec(Value, ABC):
@@ -38,7 +42,8 @@ class ModelSpec(Value, ABC):
 
     weights: str | None = Field(
         None,
-        description="safetensors file of the initial values, as `fedloom export` writes it; None: drawn by the seed",
+        description="safetensors file of the initial values, as `fedloom export` writes it; behind #sha256= the digest "
+        "that it must have; None: drawn by the seed",
     )
     mixture: int | None = Field(
         None,
@@ -127,9 +132,10 @@ def load_weights(module: nn.Module, file: str) -> None:
     Raises:
         ConfigError: there is no such file, or it is of another architecture.
     """
+    content = weights_content(file)
     try:
-        saved = load_file(Path(file).expanduser())
-    except (OSError, SafetensorError) as error:
+        saved = load(content)
+    except SafetensorError as error:
         raise ConfigError(f"model weights {file}: no readable safetensors file ({error}); give one") from None
     initial = module.state_dict()
     for name in [*initial, *saved]:
@@ -140,6 +146,23 @@ def load_weights(module: nn.Module, file: str) -> None:
                 "give weights of the same architecture, vocabulary and classes"
             )
     module.load_state_dict(saved)
+
+
+def weights_content(weights: str) -> bytes:
+    """The content of the file of initial values that an experiment names, which is that of the digest behind its name.
+
+    Raises:
+        ConfigError: there is no such file, or it has another digest.
+    """
+    file, _, wanted = weights.partition(DIGEST)
+    try:
+        content = regular(Path(file).expanduser()).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"model weights {file}: no readable safetensors file ({error}); give one") from None
+    got = hashlib.sha256(content).hexdigest()
+    if got != (wanted or got):
+        raise ConfigError(f"model weights {file}: its SHA-256 is {got}, {wanted} is wanted; get that file")
+    return content
 
 
 def image(shape: tuple[int, ...], model: str) -> tuple[int, int, int]:

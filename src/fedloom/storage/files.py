@@ -29,7 +29,9 @@ __all__ = [
     "RowFile",
     "Sink",
     "append_synced",
+    "create_file",
     "discard",
+    "explained",
     "hook",
     "in_use",
     "lock",
@@ -57,7 +59,8 @@ def _step(op: str, path: Path) -> None:
             os._exit(137)
 
 
-def _explained(path: Path) -> AbstractContextManager[None]:
+def explained(path: Path) -> AbstractContextManager[None]:
+    """A block in which the disk's refusal to write a file becomes a sentence, a `CheckpointError`."""
     return explain_os_error(path, "what was saved before is", "run the same command again to go on")
 
 
@@ -137,13 +140,17 @@ def regular(path: Path) -> Path:
     return path
 
 
-def make_folder(folder: Path) -> None:
-    """Creates a folder and its parents, and makes their names last; a `CheckpointError` when the disk refuses."""
+def make_folder(folder: Path, mode: int = 0o777) -> None:
+    """Creates a folder, with a mode, and its parents, and makes their names last.
+
+    Raises:
+        CheckpointError: the disk refuses.
+    """
     missing = [f for f in (folder, *folder.parents) if not f.exists()]
-    with _explained(folder):
+    with explained(folder):
         for path in reversed(missing):
             _step("create", path)
-            path.mkdir(exist_ok=True)
+            path.mkdir(mode if path == folder else 0o777, exist_ok=True)
             _fsync_folder(path.parent)
 
 
@@ -165,7 +172,7 @@ def write_atomic(path: Path, content: Buffer | Callable[[Sink], object]) -> None
         CheckpointError: the disk is full or refuses; the old file is intact and no temporary file is left.
     """
     temporary = path.with_name(f".{path.name}.tmp")
-    with _explained(path):
+    with explained(path):
         try:
             fd = _open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             try:
@@ -186,6 +193,13 @@ def write_atomic(path: Path, content: Buffer | Callable[[Sink], object]) -> None
         _fsync_folder(path.parent)
 
 
+def create_file(path: Path) -> None:
+    """Creates an empty file where there is none; a `CheckpointError` when the disk refuses."""
+    if not path.exists():
+        with explained(path):
+            os.close(_open(path, os.O_WRONLY | os.O_CREAT))
+
+
 def append_synced(path: Path, pieces: Iterable[Buffer]) -> int:
     """Appends to an existing file and fsyncs it once.
 
@@ -199,7 +213,7 @@ def append_synced(path: Path, pieces: Iterable[Buffer]) -> int:
     Raises:
         CheckpointError: the disk is full or refuses; the file has its former length again.
     """
-    with _explained(path):
+    with explained(path):
         fd = _open(path, os.O_WRONLY)
         try:
             former = os.lseek(fd, 0, os.SEEK_END)
@@ -223,7 +237,7 @@ def discard(*paths: Path) -> None:
         CheckpointError: the disk refuses.
     """
     for path in paths:
-        with _explained(path), suppress(FileNotFoundError):
+        with explained(path), suppress(FileNotFoundError):
             _step("unlink", path)
             path.unlink()
             _fsync_folder(path.parent)
@@ -243,7 +257,7 @@ class RowFile:
 
     def __init__(self, path: Path, length: int, new: bool) -> None:
         self.path = path
-        with _explained(path):
+        with explained(path):
             if not new and (not path.exists() or path.stat().st_size != length):
                 raise DamagedCheckpoint(f"{path} is missing or has not its {length} bytes")
             self._fd = _open(path, os.O_RDWR | (os.O_CREAT | os.O_TRUNC if new else 0))
@@ -263,7 +277,7 @@ class RowFile:
 
     def write(self, pieces: Iterable[tuple[Sequence[memoryview], int]]) -> None:
         """Writes up to `BUFFERS` buffers from a byte on, for each piece; on the disk for certain only after `sync`."""
-        with _explained(self.path):
+        with explained(self.path):
             for data, at in pieces:
                 if hook is None and not _crash_at:
                     done = os.pwritev(self._fd, data, at)
@@ -273,7 +287,7 @@ class RowFile:
 
     def sync(self) -> None:
         """Returns when everything written, by any process, is on the disk."""
-        with _explained(self.path):
+        with explained(self.path):
             _fsync(self._fd, self.path)
 
     def close(self) -> None:
@@ -305,11 +319,11 @@ def lock(folder: Path, wait: float = 5.0) -> Iterator[None]:
     """
     make_folder(folder)
     path, me = folder / ".lock", os.getpid()
-    with _explained(path):
+    with explained(path):
         fd = _open(path, os.O_RDWR | os.O_CREAT)
     try:
         _take(fd, path, wait)
-        with _explained(path):
+        with explained(path):
             _truncate(fd, path, 0)
             _write(fd, path, _bytes(f"{me} {socket.gethostname()}".encode()), 0)
         yield

@@ -35,6 +35,7 @@ from fedloom.experiment.schema import Method
 from fedloom.imports import is_path
 from fedloom.local.oracles import chunk_count
 from fedloom.local.rows import rows_of, to_device
+from fedloom.models.spec import weights_content
 from fedloom.processes.clients import TrainTask
 from fedloom.schedule import Synchronous
 
@@ -157,7 +158,7 @@ def plan(
         code=code_of(one.settings()),
         norm_bound=norm_bound or (None if fed.data.name == "blank" else _bound(job, start)),
         threshold=agreed_threshold,
-        start=None if weights is None else Path(weights).expanduser().read_bytes(),
+        start=None if weights is None else weights_content(weights),
         most_samples=most_samples or (None if own_data else max(int(fed.sizes(part).max()) for part in PARTS)),
         sends=bool(job.fields),
         by_samples=bool(counts_samples(one.methods[0].setting.resolved())),

@@ -98,15 +98,14 @@ def read_checked(path: Path) -> dict[str, Any] | None:
         text, _, digest = regular(path).read_bytes().rpartition(b"\n")
         if hashlib.sha256(text).hexdigest().encode() != digest:
             return None
-        values: dict[str, Any] = json.loads(text)
+        values = json.loads(text)
     except (OSError, ValueError, RecursionError):
         return None
-    return values
+    return values if isinstance(values, dict) else None
 
 
 def write_checked(path: Path, values: Mapping[str, Any]) -> None:
     """Make plain values last, with a checksum, in a folder that only its owner reads."""
-    make_folder(path.parent.parent)
-    path.parent.mkdir(mode=0o700, exist_ok=True)
+    make_folder(path.parent, mode=0o700)
     text = json.dumps(values).encode()
     write_atomic(path, text + b"\n" + hashlib.sha256(text).hexdigest().encode())

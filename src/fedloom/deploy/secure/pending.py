@@ -1,18 +1,20 @@
 """Unmasked: the sums that the server asked for, kept on its disk, so that each is revealed for one set of sites only.
 
 A sum that was asked for is asked for again in the same session, of all its sites that are there, until enough have
-given their shares. Then the sum itself is kept, and no site is asked any more.
+given their shares. Then the sum itself is kept, and no site is asked any more. A damaged file is as if it were gone: its
+checksum is beside it.
 """
 
 from __future__ import annotations
 
-import json
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from fedloom.deploy.secure.opened import read_checked, write_checked
 from fedloom.deploy.secure.protocol import Integers
 from fedloom.storage.files import discard, make_folder, regular, write_atomic
 
@@ -67,7 +69,10 @@ class PendingSums:
         if entry is None:
             return None
         try:
-            total = np.frombuffer(regular(self._folder / entry["file"]).read_bytes(), dtype="<u8")
+            content = regular(self._folder / entry["file"]).read_bytes()
+            if hashlib.sha256(content).hexdigest() != entry["digest"]:
+                return None
+            total = np.frombuffer(content, dtype="<u8")
             fields = {key: entry[key] for key in ("round", "shared", "clients", "sums", "models", "attempts", "told")}
             fields |= {key: bytes.fromhex(entry[key]) for key in ("nonce", "adverts", "question")}
             fields["signed"] = {int(c): bytes.fromhex(signature) for c, signature in entry["signed"].items()}
@@ -84,21 +89,18 @@ class PendingSums:
         """Make it last; it takes the place of the one before of its kind."""
         make_folder(self._folder)
         name = f"{pending.nonce.hex()}.{'sum' if pending.told else 'masked'}"
+        content = pending.total.astype("<u8", copy=False).tobytes()
         if not (self._folder / name).exists():
-            write_atomic(self._folder / name, pending.total.astype("<u8", copy=False).tobytes())
-        entry = {**pending._asdict(), "file": name}
+            write_atomic(self._folder / name, content)
+        entry = {**pending._asdict(), "file": name, "digest": hashlib.sha256(content).hexdigest()}
         entry |= {key: entry[key].hex() for key in ("nonce", "adverts", "question")}
         entry["signed"] = {c: signature.hex() for c, signature in pending.signed.items()}
         del entry["total"]
         entries = self._read() | dict.fromkeys(pending.sums, entry)
-        write_atomic(self._folder / NAME, json.dumps(entries).encode())
+        write_checked(self._folder / NAME, entries)
         kept = {one["file"] for one in entries.values()}
         old = [path for end in ("sum", "masked") for path in self._folder.glob(f"*.{end}") if path.name not in kept]
         discard(*old)
 
     def _read(self) -> dict[str, dict[str, Any]]:
-        try:
-            entries = json.loads(regular(self._folder / NAME).read_bytes())
-            return {what: entry for what, entry in entries.items() if isinstance(entry["file"], str)}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            return {}
+        return read_checked(self._folder / NAME) or {}

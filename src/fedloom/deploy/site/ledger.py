@@ -20,7 +20,7 @@ from typing import Any
 from fedloom.deploy.noise import left_to_sites
 from fedloom.engine.privacy import Noise, epsilon
 from fedloom.errors import Refused
-from fedloom.storage.files import append_synced, make_folder, regular
+from fedloom.storage.files import append_synced, create_file, make_folder, regular
 
 NAME = "ledger.jsonl"
 
@@ -120,7 +120,7 @@ class Ledger:
         if alone is not None:
             entry["epsilon_sites"] = epsilon(alone, count)
         make_folder(self._path.parent)
-        self._path.touch()
+        create_file(self._path)
         torn = bool(lines) and not self._content().endswith(b"\n")
         append_synced(self._path, [b"\n" * torn + json.dumps(entry).encode() + b"\n"])
         return count

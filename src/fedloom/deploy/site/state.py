@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fedloom.errors import CheckpointError
 from fedloom.storage.checkpoint import save_tensors
-from fedloom.storage.files import discard, lock, make_folder, regular, write_atomic
+from fedloom.storage.files import discard, explained, lock, make_folder, regular, write_atomic
 
 DIGEST = hashlib.sha256().digest_size
 MODEL = "model.safetensors"
@@ -136,7 +136,8 @@ class SiteState:
         """Keep the model of a state that is lost, which the next one would take the place of."""
         path = self.folder / MODEL
         if path.exists() and not (aside := path.with_suffix(".lost")).exists():
-            path.replace(aside)
+            with explained(path):
+                path.replace(aside)
             self.notes.append(f"the model of the state that is lost is kept as {aside.name}")
 
     def changed(self, samples: str) -> str | None:
@@ -185,7 +186,8 @@ class SiteState:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}; check the disk") from error
         data, digest = content[:-DIGEST], content[-DIGEST:]
         if hashlib.sha256(data).digest() != digest:
-            path.replace(path.with_suffix(".damaged"))
+            with explained(path):
+                path.replace(path.with_suffix(".damaged"))
             self.notes.append(f"{path} is damaged: set aside")
             return None
         about = _about(path, data)
