@@ -1,8 +1,7 @@
 """Unmasked: the sums that the server asked for, kept on its disk, so that each is revealed for one set of sites only.
 
 A sum that was asked for is asked for again in the same session, of all its sites that are there, until enough have
-given their shares. Then the sum itself is kept, and no site is asked any more. A damaged file is as if it were gone: its
-checksum is beside it.
+given their shares. Then the sum itself is kept, and no site is asked any more. A damaged file is as if it were gone.
 """
 
 from __future__ import annotations
