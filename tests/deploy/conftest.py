@@ -6,7 +6,7 @@ import pytest
 
 from fedloom.deploy.ops.directory import Location, write
 from fedloom.deploy.ops.plan import plan
-from fedloom.deploy.server import presence, transport
+from fedloom.deploy.server import bounded, presence, transport
 from fedloom.experiment import parse
 from tests.deploy.grid import Clock
 
@@ -52,6 +52,6 @@ def ready(written, tmp_path):
 def clock(monkeypatch):
     """Time for the server that passes only where it sleeps."""
     made = Clock()
-    for module in (transport, presence):
+    for module in (bounded, transport, presence):
         monkeypatch.setattr(module, "time", made)
     return made

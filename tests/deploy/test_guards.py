@@ -16,8 +16,8 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from fedloom.data import PARTS
 from fedloom.deploy.audit import Audit
 from fedloom.deploy.protocol.checks import Checks, Rejected
-from fedloom.deploy.protocol.envelope import HEAD, HEAD_LIMIT, REPLIED, STATUS, Pending, Reply, unseal
-from fedloom.deploy.server.transport import Request, Transport
+from fedloom.deploy.protocol.envelope import HEAD, HEAD_LIMIT, REPLIED, STATUS, Pending, Reply, Request, unseal
+from fedloom.deploy.server.transport import Transport
 from fedloom.deploy.site.client import Client
 from fedloom.deploy.site.local_data import federation_of
 from fedloom.deploy.site.state import Generation, SiteState

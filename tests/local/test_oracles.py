@@ -322,7 +322,7 @@ def test_samples_evaluated_together_fill_the_room_of_the_widest_activation(monke
     row, index = oracle_of(module, fed).layout.vector(module, torch.float64), torch.arange(77)
     whole = list(oracle_of(module, fed).outputs(row, index))
     assert [len(piece) for piece in whole] == [77]
-    monkeypatch.setattr("fedloom.local.oracles.network.CPU_ACTIVATION", 10 * 3072 + 3071)
+    monkeypatch.setattr("fedloom.local.oracles.forward.CPU_ACTIVATION", 10 * 3072 + 3071)
     pieces = list(oracle_of(module, fed).outputs(row, index))
     assert [len(piece) for piece in pieces] == [10] * 7 + [7]
     torch.testing.assert_close(torch.cat(pieces), whole[0])
@@ -332,7 +332,7 @@ def test_samples_evaluated_together_fill_the_room_of_the_widest_activation(monke
 @pytest.mark.parametrize("case", CASES)
 def test_many_models_are_evaluated_as_one_by_one(case: str, together: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also clients without samples or with more than fit together; any split of the clients gives the same bits."""
-    monkeypatch.setattr("fedloom.local.oracles.network.PIECE", together)
+    monkeypatch.setattr("fedloom.local.oracles.forward.PIECE", together)
     fed = handwritten.federation((3, 9, 1, 20, 6), shape=CASES[case].shape).to(dtype=torch.float32)
     oracle = oracle_of(seeded(lambda: CASES[case].spec.build(CASES[case].shape, CLASSES, 0)), fed)
     rows = torch.randn(fed.n, oracle.layout.d, generator=torch.Generator().manual_seed(0)) / 4

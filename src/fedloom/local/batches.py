@@ -15,6 +15,8 @@ from fedloom.seeds import Purpose, generator
 PASS = "pass"
 """Stream of the passes over a client's whole training part."""
 
+PIECE = 1024
+"""Samples of one client that are looked at together in a pass over its whole training part."""
 
 MANY = 8
 """Clients whose batches are worth a compiled loop; one that trains alone does not wait for the compiler."""
@@ -99,6 +101,12 @@ class BatchPlan(NamedTuple):
             position, where = position[:, :width], where[:, :width]
         return Batch(position, where, count, self.ids, self.draw._replace(k=k), count, self.narrowest[k] == width)
 
+    def each(self, steps: Tensor) -> Batch:
+        """The batch of every client in a step of its own, ``steps [m]``."""
+        rows = torch.arange(len(steps))
+        position, where, count = (t[steps, rows] for t in (self.position, self.where, self.count))
+        return Batch(position, where, count, self.ids, self.draw, count, int(count.min()) == position.shape[1])
+
 
 def make_plan(
     ids: Tensor,
@@ -171,3 +179,36 @@ def _fixed_position(fixed_batches: FixedBatches, client: int, round: int, stream
         named = f"client {client}, round {round}, stream {stream!r}"
         raise ConfigError(f"batches: {named}: the method takes {count} batches, {have} are given")
     return torch.empty(0, 1, dtype=torch.long) if indices is None else indices[:count]
+
+
+def placed(position: Tensor, places: Tensor) -> Tensor:
+    """Positions ``[..., m, b]`` in the whole training part of those among the samples at ``places [m, c]``."""
+    places = places.expand(*position.shape[:-1], -1)
+    return torch.where(position >= 0, places.gather(-1, position.clamp(min=0)), -1)
+
+
+def pieces(
+    ids: Tensor,
+    sizes: Tensor,
+    seed: int,
+    round: int,
+    locate: Callable[[Tensor, Tensor], Tensor],
+    together: int | None = None,
+    places: Tensor | None = None,
+) -> list[Batch]:
+    """Batches that together are every client's whole part, ``sizes [m, 1]`` samples or those at ``places``.
+
+    A batch is of the first clients, up to the last one that has samples left, with ``together`` samples of each.
+    """
+    longest, together = int(sizes.max()), PIECE if together is None else together
+    batches = []
+    for start in range(0, longest, together):
+        m = int((sizes[:, 0] > start).nonzero().max()) + 1
+        position = torch.arange(start, min(start + together, longest)).expand(m, -1)
+        position = torch.where(position < sizes[:m], position, -1)
+        position = position if places is None else placed(position, places[:m])
+        count = (position >= 0).sum(1, keepdim=True)
+        draw = BatchKey(seed, round, tuple(ids[:m].tolist()), PASS, start)
+        where, full = locate(ids[:m], position), int(count.min()) == position.shape[1]
+        batches.append(Batch(position, where, count, ids[:m], draw, sizes[:m], full))
+    return batches

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fedloom.local.batches import PASS, Batch, BatchKey, BatchPlan, FixedBatches, make_plan
+from fedloom.local.batches import Batch, BatchPlan, FixedBatches, make_plan, pieces, placed
 from fedloom.local.optimizer import OptimizerStates
 from fedloom.local.oracles.base import Features, Oracle, Reduce, Steps
 from fedloom.local.rows import each_client
@@ -17,9 +17,6 @@ from fedloom.local.settings import LocalSGD
 from fedloom.local.terms import Bound, TermFunction
 from fedloom.rows.layout import Layout
 from fedloom.seeds import Purpose, generator
-
-PIECE = 1024
-"""Samples of one client that are looked at together in a pass over its whole training part."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +154,7 @@ class Work:
         steady: Tensor | None = None,
     ) -> None:
         """``out <- beta out + alpha gradient of the mean batch loss at w + steady``, counted as samples backward."""
-        self.counts.backward.index_add_(0, self.slots[: len(batch.count)], batch.count[:, 0])
+        self._count(self.counts.backward, batch.count)
         self.oracle.addgrad_(out, w, batch, beta, alpha, steady)
 
     def add_terms_(
@@ -172,12 +169,12 @@ class Work:
         """
         if terms:
             anchors = sum(len(term.anchors) for term in terms)
-            self.counts.forward.index_add_(0, self.slots[: len(batch.count)], anchors * batch.count[:, 0])
+            self._count(self.counts.forward, anchors * batch.count)
             self.oracle.add_terms_(out, w, batch, functions, terms)
 
     def slope(self, w: Tensor, batch: Batch, functions: Sequence[TermFunction], terms: Sequence[Bound]) -> Tensor:
         """Gradient of terms alone at ``w`` ``[m, d]``, counted as samples backward."""
-        self.counts.backward.index_add_(0, self.slots[: len(batch.count)], batch.count[:, 0])
+        self._count(self.counts.backward, batch.count)
         g = torch.zeros_like(w, memory_format=torch.contiguous_format)
         self.add_terms_(g, w, batch, functions, terms)
         return g
@@ -191,7 +188,7 @@ class Work:
         Raises:
             Refused: the task has no classes, or the model's samples cannot be looked at one by one.
         """
-        self.counts.forward.index_add_(0, self.slots, self.sizes[:, 0])
+        self._count(self.counts.forward, self.sizes)
         return self.oracle.features(each_client(w, self.m), self.ids)
 
     def class_means(self, w: Tensor) -> Tensor:
@@ -203,7 +200,7 @@ class Work:
         Raises:
             Refused: the task has no classes, or the model's samples cannot be looked at one by one.
         """
-        self.counts.forward.index_add_(0, self.slots, self.sizes[:, 0])
+        self._count(self.counts.forward, self.sizes)
         return self.oracle.class_means(each_client(w, self.m), self.ids)
 
     def descend_(self, w: Tensor, steps: Tensor | int | None, stream: Purpose, step: Steps) -> bool:
@@ -213,10 +210,14 @@ class Work:
             return False
         count = self.counted_steps(steps)
         plan = self.plan(stream, count)
-        self.counts.backward.index_add_(0, self.slots, plan.count.sum((0, 2)))
+        self._count(self.counts.backward, plan.count.sum(0))
         self.count_steps(count)
         descend(w, plan, count, step)
         return True
+
+    def _count(self, counter: Tensor, samples: Tensor) -> None:
+        """Add samples ``[k, 1]`` of the first clients to a counter."""
+        counter.index_add_(0, self.slots[: len(samples)], samples[:, 0])
 
     def count_steps(self, steps: Tensor | int = 1) -> None:
         """Count steps ``[m]``, or one number for every client at hand; `iterate` counts those that draw batches."""
@@ -245,7 +246,7 @@ class Work:
         total = torch.zeros(self.m, 1, dtype=w.dtype, device=w.device)
         for piece in self.pieces() if batch is None else [batch]:
             first = slice(len(piece.ids))
-            self.counts.forward.index_add_(0, self.slots[first], piece.count[:, 0])
+            self._count(self.counts.forward, piece.count)
             total[first] += self.oracle.batch_loss(w[first], piece)
         return total
 
@@ -255,7 +256,7 @@ class Work:
         Raises:
             Refused: the task has no classes.
         """
-        self.counts.forward.index_add_(0, self.slots, self.sizes[:, 0])
+        self._count(self.counts.forward, self.sizes)
         return self.oracle.accuracy(each_client(w, self.m), self.ids)
 
     def group_counts(self, w: Tensor, group: str) -> Tensor:
@@ -272,7 +273,7 @@ class Work:
             Refused: the task is not binary.
             ConfigError: the column was not kept, or makes other than two groups.
         """
-        self.counts.forward.index_add_(0, self.slots, self.sizes[:, 0])
+        self._count(self.counts.forward, self.sizes)
         return self.oracle.group_counts(each_client(w, self.m), self.ids, group)
 
     @property
@@ -295,16 +296,13 @@ class Work:
             reduce: acts on the ``[b, a]`` outputs of single samples, log-softmax for one.
             batch: only these samples.
         """
-        self.counts.forward.index_add_(0, self.slots, (self.sizes if batch is None else batch.count)[:, 0])
+        self._count(self.counts.forward, self.sizes if batch is None else batch.count)
         return self.oracle.activations(each_client(w, self.m), self.ids, layer, reduce, batch)
 
     def last_batch(self, stream: Purpose = "local") -> Batch:
         """The batch of the last of the client's `steps` in a stream; of the first step if it takes none."""
         steps = self.steps[:, 0].cpu().clamp(min=1)
-        plan = self.plan(stream, steps)
-        rows = torch.arange(self.m)
-        position, where, count = (t[steps - 1, rows] for t in (plan.position, plan.where, plan.count))
-        return Batch(position, where, count, self.ids, plan.draw, count, int(count.min()) == position.shape[1])
+        return self.plan(stream, steps).each(steps - 1)
 
     def rng(self, purpose: Purpose) -> list[torch.Generator]:
         """One generator per client for a draw of this round."""
@@ -317,15 +315,8 @@ class Work:
         plan = make_plan(self.ids, self.sizes[:, 0], steps, size, *named)
         if self.places is None:
             return plan
-        position = self.placed(plan.position)
+        position = placed(plan.position, self.places)
         return plan._replace(position=position, where=self.oracle.locate(self.ids, position))
-
-    def placed(self, position: Tensor) -> Tensor:
-        """Positions ``[..., m, b]`` in the whole training part of those in the samples that this work is on."""
-        if self.places is None:
-            return position
-        places = self.places.expand(*position.shape[:-1], -1)
-        return torch.where(position >= 0, places.gather(-1, position.clamp(min=0)), -1)
 
     def idle(self) -> Work:
         """The same clients, none of which takes a step."""
@@ -353,17 +344,5 @@ class Work:
 
         A batch is of the first clients, up to the last one that has samples left.
         """
-        longest = int(self.sizes.max())
-        together = longest if self.oracle.whole else PIECE
-        pieces = []
-        for start in range(0, longest, together):
-            m = int((self.sizes[:, 0] > start).nonzero().max()) + 1
-            ids, sizes = self.ids[:m], self.sizes[:m]
-            position = torch.arange(start, min(start + together, longest)).expand(m, -1)
-            position = torch.where(position < sizes, position, -1)
-            position = position if self.places is None else self.take(slice(m)).placed(position)
-            count = (position >= 0).sum(1, keepdim=True)
-            draw = BatchKey(self.seed, self.round, tuple(ids.tolist()), PASS, start)
-            where, full = self.oracle.locate(ids, position), int(count.min()) == position.shape[1]
-            pieces.append(Batch(position, where, count, ids, draw, sizes, full))
-        return pieces
+        together = int(self.sizes.max()) if self.oracle.whole else None
+        return pieces(self.ids, self.sizes, self.seed, self.round, self.oracle.locate, together, self.places)

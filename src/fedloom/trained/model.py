@@ -20,7 +20,8 @@ from fedloom.data.federation import Federation
 from fedloom.data.input_spec import InputSpec
 from fedloom.data.new_rows import new_rows
 from fedloom.errors import ConfigError, LayoutError
-from fedloom.local.oracles.network import BATCH_STATISTICS, evaluated_together
+from fedloom.local.oracles.forward import evaluated_together
+from fedloom.local.oracles.network import BATCH_STATISTICS
 from fedloom.models import ModelSpec
 from fedloom.rows.layout import Layout
 from fedloom.storage.checkpoint import check_digest, save_tensors

@@ -10,9 +10,11 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
+from fedloom.deploy.protocol.identity import new_nonce
 from fedloom.errors import WireError
+from fedloom.version import __version__
 
 PROTOCOL = 5
 Kind = Literal["hello", "ask", "train", "score", "keys", "shares", "masked", "tally", "open", "agree", "unmask"]
@@ -99,6 +101,31 @@ class Envelope(NamedTuple):
     metrics: dict[str, float]
 
 
+class Request(NamedTuple):
+    """What goes to one node.
+
+    Attributes:
+        kind: of the message.
+        client: number of the site; None in a greeting, which is to find it out.
+        arrays: messages of the codec.
+        more: further fields of the head.
+        down: what the client receives, for the length of the difference.
+        node: Flower's number of the node; filled in when it is sent.
+        round: where it is not that of the other messages that are sent with it.
+        read, most: see `Pending`.
+    """
+
+    kind: Kind
+    client: int | None
+    arrays: Sequence[bytes] = ()
+    more: Mapping[str, Any] | None = None
+    down: Any = None
+    node: int = 0
+    round: int | None = None
+    read: Callable[[bytes], Any] | None = None
+    most: int = 0
+
+
 class Pending(NamedTuple):
     """A message to a site, as long as its reply is awaited.
 
@@ -163,6 +190,26 @@ def seal(
     if metrics is not None:
         records[METRICS] = MetricRecord(dict(metrics))
     return RecordDict(records)
+
+
+def message_of(request: Request, round: int, experiment: str, ttl: float) -> tuple[Message, Pending]:
+    """The message of Flower to a site, with a nonce of its own, and what is noted until its reply is there."""
+    nonce, round = new_nonce(), round if request.round is None else request.round
+    head = {
+        "protocol": PROTOCOL,
+        "release": __version__,
+        "experiment": experiment,
+        "kind": request.kind,
+        "round": round,
+        "client": -1 if request.client is None else request.client,
+        "nonce": nonce,
+        "digest": digest_of(request.arrays),
+        **(request.more or {}),
+    }
+    records, kind = seal(head, request.arrays), TYPES[request.kind]
+    message = Message(records, dst_node_id=request.node, message_type=kind, ttl=ttl, group_id=str(round))
+    down, read, most = request.down, request.read, request.most
+    return message, Pending(request.kind, round, request.client, request.node, nonce, down, read, most)
 
 
 def unseal(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fedloom.deploy.noise import SharedMean
+from fedloom.deploy.protocol.envelope import Request
 from fedloom.deploy.protocol.forms import Forms, is_common
 from fedloom.deploy.protocol.lengths import absolute
 from fedloom.deploy.secure.protocol import Broken, Integers
@@ -17,7 +18,7 @@ from fedloom.deploy.secure.sums import SecureSums
 from fedloom.deploy.secure.terms import Terms
 from fedloom.deploy.secure.vectors import ScoreVector, UploadVector
 from fedloom.deploy.server.sites import Sites
-from fedloom.deploy.server.transport import Request, Transport
+from fedloom.deploy.server.transport import Transport
 from fedloom.deploy.settings import Server, bound_of
 from fedloom.engine.job import Job
 from fedloom.engine.privacy import accounted

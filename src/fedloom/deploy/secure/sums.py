@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedloom.deploy.protocol.envelope import Kind
+from fedloom.deploy.protocol.envelope import Kind, Request
 from fedloom.deploy.protocol.identity import NONCE, verifying_key
 from fedloom.deploy.secure import protocol as secure
 from fedloom.deploy.secure import shares
@@ -22,7 +22,7 @@ from fedloom.deploy.secure.pending import PendingSum, PendingSums
 from fedloom.deploy.secure.protocol import SIGNATURE, Broken, Integers
 from fedloom.deploy.secure.stages import Progress, Stage
 from fedloom.deploy.secure.terms import Terms
-from fedloom.deploy.server.transport import Request, Transport
+from fedloom.deploy.server.transport import Transport
 from fedloom.deploy.settings import Server
 from fedloom.errors import GivenUp, Refused, RunStopped, Stop
 

@@ -1,4 +1,4 @@
-"""Bounded: replies are pulled object by object, and none is put together beyond what its kind may have.
+"""Bounded: replies are pulled object by object, none beyond what its kind may have; calls are repeated for a time.
 
 Flower sends equal parts of a message once and puts them together as often as the message claims. So the bytes of the
 objects are counted as often as the message has them, while they come, and a reply beyond its limit is given up there.
@@ -7,9 +7,10 @@ objects are counted as often as the message has them, while they come, and a rep
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
-from collections.abc import Callable, Mapping
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar, cast
 
 from flwr.app import Message, Metadata
 from flwr.app.error import Error
@@ -24,7 +25,15 @@ from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
 from flwr.supercore.inflatable.inflatable_protobuf_utils import make_pull_object_fn_protobuf
 from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, inflate_object_from_contents, pull_objects
 
-from fedloom.errors import FedloomError
+from fedloom.deploy.protocol.checks import plain
+from fedloom.errors import FedloomError, RunStopped, Stop
+
+T = TypeVar("T")
+
+POLL = 0.2
+"""Seconds between two looks at the replies."""
+PAUSE = 30.0
+"""Most seconds between two attempts to reach Flower's server when it does not answer."""
 
 
 class TooLong(FedloomError):
@@ -86,3 +95,22 @@ def _error(run_id: int, node: int, request_id: str, reason: str) -> Message:
         ttl=0, reply_to_message_id=request_id, created_at=now().timestamp(),
     )  # fmt: skip
     return make_message(metadata=metadata, error=Error(code=ErrorCode.MESSAGE_UNAVAILABLE, reason=reason))
+
+
+def with_retry(call: Callable[[], Iterable[T]], seconds: float) -> list[T]:
+    """The answer of Flower's server; while there is none, it is asked again for so many seconds.
+
+    Raises:
+        RunStopped: it does not answer.
+    """
+    end, pause = time.monotonic() + seconds, POLL
+    while True:
+        try:
+            return list(call())
+        except FedloomError:
+            raise
+        except Exception as error:
+            if time.monotonic() > end:
+                raise RunStopped(Stop.TOO_FEW, f"Flower's server does not answer: {plain(str(error))}") from error
+            time.sleep(pause)
+            pause = min(2 * pause, PAUSE)

@@ -3,9 +3,8 @@
 A node that lets a deadline pass, or whose message Flower reports as lost, is mute: it is asked as before, but no round
 waits for it until it answers something. Where that happens twice without an answer in time between, it is waited for as
 long as others need, times `SLOW`, until it is in time once. A site that was asked in vain in so many rounds counts as
-absent until it answers a greeting: it gets greetings, one at a time, and no models. A node that was refused is left
-    alone
-for the patience.
+absent until it answers a greeting: it gets greetings, one at a time, and no models. A node that was refused is
+left alone for the patience.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedloom.deploy.protocol.envelope import Reply
+from fedloom.deploy.protocol.envelope import Reply, Request
 from fedloom.deploy.protocol.forms import Forms, for_client, is_common, output_of
-from fedloom.deploy.server.transport import Request, Transport
+from fedloom.deploy.server.transport import Transport
 from fedloom.deploy.settings import Server
 from fedloom.engine.clients.chunk import ClientOutput
 from fedloom.engine.clients.remote import StreamedClients

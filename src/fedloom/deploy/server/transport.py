@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from flwr.app import Message
 from flwr.serverapp import Grid
@@ -17,46 +17,14 @@ from torch import Tensor
 
 from fedloom.deploy.audit import Audit
 from fedloom.deploy.protocol.checks import Checks, LateReply, Rejected, plain
-from fedloom.deploy.protocol.envelope import PROTOCOL, TYPES, Kind, Pending, Reply, digest_of, seal
+from fedloom.deploy.protocol.envelope import Pending, Reply, Request, message_of
 from fedloom.deploy.protocol.forms import Forms
-from fedloom.deploy.protocol.identity import new_nonce, verifying_key
-from fedloom.deploy.server.bounded import pull
+from fedloom.deploy.protocol.identity import verifying_key
+from fedloom.deploy.server.bounded import POLL, pull, with_retry
 from fedloom.deploy.server.presence import NodePresence
 from fedloom.deploy.settings import Server
 from fedloom.engine.job import Job
-from fedloom.errors import FedloomError, RunStopped, Stop
-from fedloom.version import __version__
-
-POLL = 0.2
-"""Seconds between two looks at the replies."""
-
-PAUSE = 30.0
-"""Most seconds between two attempts to reach Flower's server when it does not answer."""
-
-
-class Request(NamedTuple):
-    """What goes to one node.
-
-    Attributes:
-        kind: of the message.
-        client: number of the site; None in a greeting, which is to find it out.
-        arrays: messages of the codec.
-        more: further fields of the head.
-        down: what the client receives, for the length of the difference.
-        node: Flower's number of the node; filled in when it is sent.
-        round: where it is not that of the other messages that are sent with it.
-        read, most: see `Pending`.
-    """
-
-    kind: Kind
-    client: int | None
-    arrays: Sequence[bytes] = ()
-    more: Mapping[str, Any] | None = None
-    down: Any = None
-    node: int = 0
-    round: int | None = None
-    read: Callable[[bytes], Any] | None = None
-    most: int = 0
+from fedloom.errors import RunStopped, Stop
 
 
 class Transport:
@@ -152,7 +120,7 @@ class Transport:
 
     def _greetings(self) -> list[Request]:
         """Requests to nodes that are not known and have no greeting to answer."""
-        nodes = list(self._with_retry(self._grid.get_node_ids))
+        nodes = with_retry(self._grid.get_node_ids, self._settings.ttl)
         greeted = {p.node for p, _ in (*self._posted.values(), *self._overdue.values()) if p.kind == "hello"}
         return [Request("hello", None, node=n) for n in self.presence.strangers(nodes) if n not in greeted]
 
@@ -216,9 +184,15 @@ class Transport:
 
     def _push(self, round: int, requests: Sequence[Request]) -> dict[str, Pending]:
         """Send requests; what is open of them, by the message."""
-        messages = [self._message(request, round) for request in requests]
-        pushed = self._with_retry(lambda: list(self._grid.push_messages([m for m, _ in messages]))) if messages else []
-        return {id_: pending for id_, (_, pending) in zip(pushed, messages, strict=True) if id_}
+        experiment, ttl = self._settings.fingerprint, self._settings.ttl
+        messages = [message_of(request, round, experiment, ttl) for request in requests]
+        pushed = with_retry(lambda: self._grid.push_messages([m for m, _ in messages]), ttl) if messages else []
+        longest = self.checks.longest
+        return {
+            id_: pending._replace(most=longest(pending.kind, pending.most))
+            for id_, (_, pending) in zip(pushed, messages, strict=True)
+            if id_
+        }
 
     def post(self, round: int, requests: Sequence[Request]) -> None:
         """Send requests whose replies are taken whenever they come, by `arrived`."""
@@ -281,7 +255,7 @@ class Transport:
             id_: pending.most
             for id_, pending in [*open_requests.items(), *((k, overdue) for k, (overdue, _) in self._overdue.items())]
         }
-        arrived = list(self._with_retry(lambda: pull(self._grid, limits))) if limits else []
+        arrived = with_retry(lambda: pull(self._grid, limits), self._settings.ttl) if limits else []
         for reply in arrived:
             self._accept_or_reject(reply, open_requests, good, bad)
         return len(arrived)
@@ -347,45 +321,6 @@ class Transport:
         if lost:
             self._mark_mute(pending, error.reason)
         return set() if pending.client is None or lost or is_late else {pending.client}
-
-    def _message(self, request: Request, round: int) -> tuple[Message, Pending]:
-        nonce, round = new_nonce(), round if request.round is None else request.round
-        head = {
-            "protocol": PROTOCOL,
-            "release": __version__,
-            "experiment": self._settings.fingerprint,
-            "kind": request.kind,
-            "round": round,
-            "client": -1 if request.client is None else request.client,
-            "nonce": nonce,
-            "digest": digest_of(request.arrays),
-            **(request.more or {}),
-        }
-        message = Message(
-            seal(head, request.arrays),
-            dst_node_id=request.node,
-            message_type=TYPES[request.kind],
-            ttl=self._settings.ttl,
-            group_id=str(round),
-        )
-        most = self.checks.longest(request.kind, request.most)
-        return message, Pending(
-            request.kind, round, request.client, request.node, nonce, request.down, request.read, most
-        )
-
-    def _with_retry(self, call: Callable[[], Iterable[Any]]) -> Iterable[Any]:
-        """The answer of Flower's server; while there is none, it is asked again, up to the life of a message."""
-        end, pause = time.monotonic() + self._settings.ttl, POLL
-        while True:
-            try:
-                return call()
-            except FedloomError:
-                raise
-            except Exception as error:
-                if time.monotonic() > end:
-                    raise RunStopped(Stop.TOO_FEW, f"Flower's server does not answer: {plain(str(error))}") from error
-                time.sleep(pause)
-                pause = min(2 * pause, PAUSE)
 
 
 def _counting(replies: Mapping[int, Reply]) -> int:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor, nn
 
+from fedloom.local.oracles.forward import at_least_two, forked
 from fedloom.local.oracles.linear import Pass, prepare
-from fedloom.local.oracles.network import at_least_two, forked, scale_
+from fedloom.local.oracles.network import scale_
 from fedloom.local.oracles.pooling import join
 from fedloom.local.oracles.precision import of_products
 from fedloom.local.oracles.samples import slope

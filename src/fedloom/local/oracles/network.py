@@ -16,7 +16,7 @@ from fedloom.errors import unknown
 from fedloom.local.batches import PASS
 from fedloom.local.oracles.allocator import keep_memory
 from fedloom.local.oracles.base import Oracle, Reduce
-from fedloom.local.oracles.pooling import Pooled
+from fedloom.local.oracles.forward import PIECE, at_least_two, dropout_shapes, evaluated_together, memory_format
 from fedloom.local.oracles.precision import lowered
 from fedloom.local.oracles.samples import Samples, batch_loss, probe
 from fedloom.models import Augment, penultimate
@@ -31,15 +31,6 @@ if TYPE_CHECKING:
 
 TRIED = 32
 """Samples, from all clients, that an own loss and own metrics are tried on before work starts."""
-
-PIECE = 4096
-"""Samples evaluated together at most."""
-
-CPU_ACTIVATION, GPU_ACTIVATION = 16 << 20, 256 << 20
-"""Bytes of the widest activation of a piece: with `PIECE` samples a CNN takes two to three times as long."""
-
-USUAL_BATCH = 20
-"""Samples of a step, where pooled elements are weighed against weights of convolutions."""
 
 BATCH_STATISTICS = (nn.modules.batchnorm._BatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
@@ -76,8 +67,8 @@ class Network(Oracle):
         self.labels_each: Tensor | None = None
         if fed.data.each:
             self.labels_each = (fed.class_counts("train").sum(1) / fed.sizes("train")).to(fed.device, fed.dtype)
-        self._features = self._dropout_shapes() if self.dropouts else {}
-        self.memory_format = self._memory_format()
+        self._features = dropout_shapes(self.module, self.dropouts, self._sample()) if self.dropouts else {}
+        self.memory_format = memory_format(self.module, self._sample())
         if isinstance(task, Chosen):
             weights = task.class_weights(fed.class_counts("train"))
             self.class_weights = None if weights is None else weights.to(self.device, self.dtype)
@@ -280,39 +271,9 @@ class Network(Oracle):
         for p, value in zip(self.parameters, views, strict=True):
             p.data = value
 
-    def _dropout_shapes(self) -> dict[str, torch.Size]:
-        shapes: dict[str, torch.Size] = {}
-        hooks = [
-            m.register_forward_pre_hook(lambda _m, args, name=name: shapes.__setitem__(name, args[0].shape[1:]))
-            for name, m in self.dropouts.items()
-        ]
-        self.module.eval()
-        with torch.no_grad():
-            self.module(self._sample())
-        for hook in hooks:
-            hook.remove()
-        return shapes
-
     def arranged(self, x: Tensor) -> Tensor:
         """Samples ``[b, *shape]`` in the memory format that suits the module; the values are the same."""
         return x if self.memory_format is torch.contiguous_format else x.clone(memory_format=self.memory_format)
-
-    def _memory_format(self) -> torch.memory_format:
-        """Channels last on a CPU where pooling gains more by it than the weights of convolutions lose.
-
-        Pooling is several times as fast then; weights and their gradients, whose order in a row is the other one, are
-        copied in every step.
-        """
-        weights = sum(m.weight.numel() for m in self.module.modules() if isinstance(m, nn.Conv2d))
-        sample = at_least_two(self._sample())
-        if not weights or sample.dim() != 4 or self.device.type != "cpu":
-            return torch.contiguous_format
-        try:
-            with torch.no_grad(), forked(self.device), Pooled() as pooled:
-                self.module.eval()(sample.clone(memory_format=torch.channels_last))
-        except RuntimeError:  # a view() in user code, for one
-            return torch.contiguous_format
-        return torch.channels_last if USUAL_BATCH * pooled.elements >= weights else torch.contiguous_format
 
     def _sample(self) -> Tensor:
         return self.fed.fetch(self.fed.parts["train"].index[:1])
@@ -340,29 +301,3 @@ def scale_(target: Tensor, beta: float | Tensor) -> Tensor:
     if beta == 0:
         return target.zero_()
     return target if beta == 1 else target.mul_(beta)
-
-
-def forked(device: torch.device) -> AbstractContextManager[None]:
-    """The global generators of a device as they were afterwards."""
-    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
-
-
-def at_least_two(x: Tensor) -> Tensor:
-    """A single sample twice, so that batch normalisation has a (zero) variance; means are unchanged."""
-    return x.repeat(2, *[1] * (x.dim() - 1)) if len(x) == 1 else x
-
-
-def evaluated_together(module: nn.Module, sample: Tensor) -> int:
-    """Samples that a network evaluates together: its widest activation of one ``sample [1, ...]`` decides."""
-    widths = [sample.numel()]
-    hooks = [
-        m.register_forward_hook(lambda _m, _x, out: widths.append(out.numel()) if isinstance(out, Tensor) else None)
-        for m in module.modules()
-    ]
-    module.eval()
-    with torch.no_grad():
-        module(sample)
-    for hook in hooks:
-        hook.remove()
-    room = CPU_ACTIVATION if sample.device.type == "cpu" else GPU_ACTIVATION
-    return max(1, min(PIECE, room // (max(widths) * sample.element_size())))
