@@ -16,7 +16,7 @@ from fedloom.imports import function
 from fedloom.local import LocalSGD, Work
 from fedloom.local.oracles import Network, make_oracle
 from fedloom.tasks import Objective, task_of
-from fedloom.tasks.objective import number
+from fedloom.tasks.chosen import number
 
 
 def cross_entropy(output: Tensor, target: Tensor) -> Tensor:

@@ -23,18 +23,8 @@ from fedloom_studies.reproduce import reproduce
 from fedloom_studies.reproduce import summary as summaries
 from fedloom_studies.reproduce.cells import cells, within
 from fedloom_studies.reproduce.figures import Reference, unit, values
-from fedloom_studies.reproduce.judge import (
-    FAILS,
-    HOLDS,
-    LOOKS,
-    OPEN,
-    PARTLY,
-    POWER,
-    ClaimVerdict,
-    at_validation,
-    claims,
-    papers_lead,
-)
+from fedloom_studies.reproduce.judge import ClaimVerdict, at_validation, claims, papers_lead
+from fedloom_studies.reproduce.looks import FAILS, HOLDS, LOOKS, OPEN, PARTLY, POWER
 from fedloom_studies.reproduce.recipe import Recipe, make_recipe, merged, recipes
 from fedloom_studies.reproduce.verdicts import print_listing
 from fedloom_studies.store import records

@@ -20,7 +20,6 @@ from fedloom.engine.check import (
     check_mixer,
     check_mixture,
     check_sampler,
-    check_schedule,
     check_together,
     check_width,
     notes_of,
@@ -29,6 +28,7 @@ from fedloom.engine.job import Job, RunProblem
 from fedloom.engine.messages import Messages, first_upload, idle_upload
 from fedloom.engine.privacy import check_privacy
 from fedloom.engine.setting import Engine, Setting
+from fedloom.engine.virtual.check import check_schedule
 from fedloom.errors import ConfigError, Refused, attribute_error
 from fedloom.local import Ctx, Nothing, Work
 from fedloom.local.optimizer import OptimizerStates, slots_of

@@ -1,7 +1,8 @@
 """Tasks, for which models are trained and scored: losses, predictions, metrics of every client, own objectives."""
 
+from fedloom.tasks.chosen import Chosen, number, task_of
 from fedloom.tasks.kinds import Binary, Classification, Count, Regression, Task
-from fedloom.tasks.objective import Chosen, Objective, number, task_of
+from fedloom.tasks.objective import Objective
 from fedloom.tasks.survival import Survival
 
 __all__ = [

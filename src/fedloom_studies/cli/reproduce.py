@@ -140,7 +140,8 @@ def _run(
 
 def _decided(recipe: Recipe, scale: Scale, results: Path, run: Callable[[list[int]], bool]) -> bool:
     """Add seeds up to the next look while a claim is undecided and the recipe is cheap; False where time was over."""
-    from fedloom_studies.reproduce.judge import LOOKS, OPEN, claims
+    from fedloom_studies.reproduce.judge import claims
+    from fedloom_studies.reproduce.looks import LOOKS, OPEN
     from fedloom_studies.reproduce.summary import read
 
     for count, _ in LOOKS[1:]:

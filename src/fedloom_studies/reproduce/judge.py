@@ -16,46 +16,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from scipy.special import nctdtrinc, stdtr, stdtrit
 
 from fedloom.formats import significant
-from fedloom.report import LEVEL, holm
 from fedloom_studies.reproduce.cells import Numbers, finite, printed
 from fedloom_studies.reproduce.figures import Reference
+from fedloom_studies.reproduce.looks import (
+    FAILS,
+    HOLDS,
+    LOOKS,
+    OPEN,
+    PARTLY,
+    ROUNDING,
+    Look,
+    clear_looks,
+    first_look,
+    look_at,
+)
 from fedloom_studies.reproduce.recipe import Claim, Recipe
-
-LOOKS = ((5, 0.01), (10, 0.015), (20, 0.025))
-"""Seeds at which a claim is looked at, and the level of each look, two-sided; with fewer seeds nothing is decided."""
-POWER = 0.8
-"""With this probability a difference of the size called detectable would have been decided."""
-ROUNDING = 1e-9
-"""What equal means may differ by."""
-HOLDS, PARTLY, FAILS, OPEN = "holds", "holds in part", "does not hold", "undecided"
-VERDICTS = (HOLDS, PARTLY, FAILS, OPEN)
-
-
-@dataclass(frozen=True)
-class Look:
-    """A test of paired differences in the claimed direction; no margin is part of them.
-
-    Attributes:
-        n: seeds that were used.
-        difference: their mean.
-        level: of the look.
-        half: half width of the difference's interval at 1 - level.
-        p: two-sided p of the nearer of claim and contradiction, in the claim's own test.
-        verdict: holds, does not hold or undecided, at the level.
-        detectable: the smallest difference that would have been decided with probability `POWER`, if the spread over
-            seeds is that of these.
-    """
-
-    n: int
-    difference: float
-    level: float
-    half: float
-    p: float
-    verdict: str
-    detectable: float
 
 
 @dataclass(frozen=True)
@@ -158,7 +135,7 @@ def claims(recipe: Recipe, numbers: Numbers) -> list[ClaimVerdict]:
     """Every claim, with Holm's correction for its single comparisons over all of the recipe."""
     pairs = [[(pair, _leads(claim, *pair, numbers)) for pair in _pairs(recipe, claim, numbers)]
              for claim in recipe.paper.claims]  # fmt: skip
-    looks = [[_look(claim, recipe.ordered(lead), lead) for _, lead in pairs_of_claim]
+    looks = [[first_look(claim, recipe.ordered(lead), lead) for _, lead in pairs_of_claim]
              for claim, pairs_of_claim in zip(recipe.paper.claims, pairs, strict=True)]  # fmt: skip
     places = [
         (i, k)
@@ -166,7 +143,7 @@ def claims(recipe: Recipe, numbers: Numbers) -> list[ClaimVerdict]:
         for k, look in enumerate(pairs_of_claim)
         if math.isfinite(look.p)
     ]
-    clear = dict(zip(places, _holm([looks[i][k] for i, k in places]), strict=True))
+    clear = dict(zip(places, clear_looks([looks[i][k] for i, k in places]), strict=True))
     verdicts = []
     for i, (claim, pairs_of_claim) in enumerate(zip(recipe.paper.claims, pairs, strict=True)):
         singles = tuple(
@@ -203,13 +180,13 @@ def _looked(
     claim: Claim, means: Mapping[str, Mapping[str, float]], seeds: Sequence[str], level: float
 ) -> tuple[Rival, ...]:
     """The rivals with so many seeds, at a level."""
-    looks = {name: _tested(claim, [mean[seed] for seed in seeds], level) for name, mean in means.items()}
+    looks = {name: look_at(claim, [mean[seed] for seed in seeds], level) for name, mean in means.items()}
     if claim.construction and seeds:
         least = {name: min(mean[seed] for seed in seeds) for name, mean in means.items()}
         verdicts = {name: HOLDS if least[name] >= -ROUNDING else FAILS for name in looks}
         return tuple(Rival(name, replace(look, verdict=verdicts[name]), clear=True) for name, look in looks.items())
     tested = [look for look in looks.values() if math.isfinite(look.p)]
-    clear = _holm(tested) if len(tested) == len(looks) else [False] * len(looks)
+    clear = clear_looks(tested) if len(tested) == len(looks) else [False] * len(looks)
     return tuple(Rival(name, look, one) for (name, look), one in zip(looks.items(), clear, strict=True))
 
 
@@ -223,7 +200,7 @@ def between(recipe: Recipe, left: Mapping[str, float | None], right: Mapping[str
     """The look at the paired difference of two references, from their values by seed."""
     a, b = finite(left), finite(right)
     lead = {seed: a[seed] - b[seed] for seed in a.keys() & b.keys()}
-    return _look(Claim(text="", higher="left", than=("right",)), recipe.ordered(lead), lead)
+    return first_look(Claim(text="", higher="left", than=("right",)), recipe.ordered(lead), lead)
 
 
 def at_validation(recipe: Recipe, verdict: ClaimVerdict, numbers: Numbers) -> ClaimVerdict | None:
@@ -242,47 +219,6 @@ def at_validation(recipe: Recipe, verdict: ClaimVerdict, numbers: Numbers) -> Cl
         return None
     (one,) = claims(replace(recipe, paper=recipe.paper.with_(claims=(moved,))), numbers)
     return one if one.measured else None
-
-
-def _look(claim: Claim, order: Sequence[str], lead: Mapping[str, float]) -> Look:
-    """The first look that decides, else the last that there are seeds for, else what fewer seeds give."""
-    values = [lead[seed] for seed in order]
-    look = _tested(claim, values, math.nan)
-    for n, level in LOOKS:
-        if len(values) < n or look.verdict != OPEN:
-            break
-        look = _tested(claim, values[:n], level)
-    return look
-
-
-def _tested(claim: Claim, values: list[float], level: float) -> Look:
-    n, mean = len(values), float(np.mean(values)) if values else math.nan
-    if math.isnan(level) or claim.construction:
-        return Look(n, mean, math.nan, math.nan, math.nan, OPEN, math.nan)
-    error = float(np.std(values, ddof=1)) / math.sqrt(n)
-    m = claim.margin
-    right, wrong = _one_sided(mean + m, error, n), _one_sided(-m - mean, error, n)
-    if error == 0:  # equal in every seed is not more
-        wrong = 1.0 - right
-    if claim.equivalent:
-        right, wrong = max(right, _one_sided(m - mean, error, n)), min(wrong, _one_sided(mean - m, error, n))
-    p = min(1.0, 2 * min(right, wrong))
-    verdict = OPEN if p > level else HOLDS if right < wrong else FAILS
-    width = float(stdtrit(n - 1, 1 - level / 2))
-    detectable = float(nctdtrinc(n - 1, 1 - POWER, width)) * error
-    return Look(n, mean, level, width * error, p, verdict, detectable)
-
-
-def _one_sided(lead: float, error: float, n: int) -> float:
-    """p of a t test that the mean is above, by which it is by ``lead``."""
-    if error == 0:
-        return 0.0 if lead > 0 else 1.0
-    return float(stdtr(n - 1, -lead / error))
-
-
-def _holm(looks: Sequence[Look]) -> list[bool]:
-    """Decide which are clear by Holm's procedure, each p as a share of the level of its own look."""
-    return [p <= LEVEL for p in holm([min(1.0, LEVEL * look.p / look.level) for look in looks])]
 
 
 def as_claimed(claim: Claim, difference: float) -> bool:

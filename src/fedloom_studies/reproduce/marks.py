@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedloom_studies.reproduce import judge
+from fedloom_studies.reproduce import looks
 
 _DISC = '<circle cx="8" cy="8" r="7" fill="{colour}"/>'
 _STROKE = '<path d="{path}" fill="none" stroke="#fff" stroke-width="2.2" stroke-linecap="round"/>'
@@ -17,7 +17,7 @@ SHAPES = {
 
 def of(word: str) -> str:
     """The name of a verdict's mark."""
-    names = {judge.HOLDS: "holds", judge.PARTLY: "partly", "partly": "partly", judge.FAILS: "fails"}
+    names = {looks.HOLDS: "holds", looks.PARTLY: "partly", "partly": "partly", looks.FAILS: "fails"}
     return f"mark-{names.get(word, 'open')}"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from fedloom.formats import fixed, option, rounded, total
 from fedloom.report import WORK
 from fedloom.rundir import label_of
-from fedloom_studies.reproduce import judge
+from fedloom_studies.reproduce import judge, looks
 from fedloom_studies.reproduce.cells import cells
 from fedloom_studies.reproduce.charts import alt, chart, charted
 from fedloom_studies.reproduce.choices import at_an_edge, beyond, candidates
@@ -209,7 +209,7 @@ def difference(verdict: judge.ClaimVerdict) -> str:
     return f"{interval(least.look, verdict.figure)} against {least.name}{within}".replace("|", "\\|")
 
 
-def interval(look: judge.Look, figure: str) -> str:
+def interval(look: looks.Look, figure: str) -> str:
     """A difference with its interval, the interval's level and the seeds."""
     level = f"{option(100 * (1 - look.level))} %, " if math.isfinite(look.level) else ""
     return f"{unit(figure).difference(look.difference, look.half)} ({level}n = {look.n})"
@@ -218,7 +218,7 @@ def interval(look: judge.Look, figure: str) -> str:
 def shows(verdict: judge.ClaimVerdict) -> str:
     """For an undecided claim the smallest difference that so many seeds could have shown."""
     look = verdict.least.look
-    if verdict.verdict != judge.OPEN or not math.isfinite(look.detectable):
+    if verdict.verdict != looks.OPEN or not math.isfinite(look.detectable):
         return ""
     shown = unit(verdict.figure).difference(look.detectable).removeprefix("+")
     return f" ({look.n} seeds show {shown} or more)"

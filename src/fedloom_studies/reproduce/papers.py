@@ -19,7 +19,7 @@ from pydantic import Field
 from fedloom.errors import ConfigError
 from fedloom.formats import option
 from fedloom.values import Value
-from fedloom_studies.reproduce import judge, marks
+from fedloom_studies.reproduce import judge, looks, marks
 from fedloom_studies.reproduce.figures import Reference, unit
 from fedloom_studies.reproduce.page import (
     UNMEASURED,
@@ -251,14 +251,14 @@ def _shown(cell: ClaimCell) -> str:
 def _together(cells: Iterable[ClaimCell]) -> str:
     """The verdict on all claims of a paper in one protocol, with how many hold of those that are decided."""
     words = [cell.word for cell in cells]
-    decided = [word for word in words if word in (judge.HOLDS, judge.PARTLY, judge.FAILS)]
+    decided = [word for word in words if word in (looks.HOLDS, looks.PARTLY, looks.FAILS)]
     if not decided:
         word = UNMEASURED if UNMEASURED in words else GPU if GPU in words else NOWHERE
         return f"![]({FOLDER}/{marks.of(word)}.svg) {word}"
     kinds = set(decided)
-    word = judge.HOLDS if kinds == {judge.HOLDS} else judge.FAILS if kinds == {judge.FAILS} else "partly"
+    word = looks.HOLDS if kinds == {looks.HOLDS} else looks.FAILS if kinds == {looks.FAILS} else "partly"
     so_far = " so far" if UNMEASURED in words else ""
-    count = f"{decided.count(judge.HOLDS)} of {len(decided)} decided"
+    count = f"{decided.count(looks.HOLDS)} of {len(decided)} decided"
     return f"![]({FOLDER}/{marks.of(word)}.svg) {word}{so_far}: {count}"
 
 
@@ -288,7 +288,7 @@ def _verdicts(recipe: Recipe, summary: RecipeSummary | None) -> str:
     words = [
         one.verdict for one in judge.claims(recipe, summary.numbers) if one.measured and not one.claim.construction
     ]
-    shown = ", ".join(marks.counted(words.count(word), word) for word in judge.VERDICTS if word in words)
+    shown = ", ".join(marks.counted(words.count(word), word) for word in looks.VERDICTS if word in words)
     return f"; of {len(words)} claims {shown}" if shown else ""
 
 

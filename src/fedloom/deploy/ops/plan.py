@@ -25,10 +25,10 @@ from fedloom.deploy.secure.protocol import FEWEST, MOST, least_threshold, safe_t
 from fedloom.deploy.server.run import check_deployable, counts_samples
 from fedloom.deploy.settings import NormBound
 from fedloom.deploy.site.local_data import federation_of
-from fedloom.engine.check import check_stream
 from fedloom.engine.clients.chunk import run_clients
 from fedloom.engine.job import Job
 from fedloom.engine.setup import make_job
+from fedloom.engine.virtual.check import check_stream
 from fedloom.errors import ConfigError, unknown
 from fedloom.experiment import Experiment, parse
 from fedloom.experiment.schema import Method

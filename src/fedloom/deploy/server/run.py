@@ -27,7 +27,6 @@ from fedloom.deploy.server.transport import Transport
 from fedloom.deploy.settings import Server, check_version
 from fedloom.deploy.site.ledger import Ledger
 from fedloom.deploy.site.local_data import federation_of
-from fedloom.engine.check import check_stream
 from fedloom.engine.checkpoints import RunCheckpoints
 from fedloom.engine.job import Job
 from fedloom.engine.loop import End, Hooks, run_rounds
@@ -37,6 +36,7 @@ from fedloom.engine.scoring import records_of, score_request, scores_of
 from fedloom.engine.setting import Setting
 from fedloom.engine.setup import make_job
 from fedloom.engine.state import State, initial_state
+from fedloom.engine.virtual.check import check_stream
 from fedloom.engine.virtual.clock import CLIENT, VERSION
 from fedloom.errors import GivenUp, Refused, RunStopped, Stop
 from fedloom.experiment import Experiment

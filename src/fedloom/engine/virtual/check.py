@@ -1,0 +1,79 @@
+"""Refusals of schedules: what a deadline, spare clients, a buffer or a stream makes no sense with."""
+
+from __future__ import annotations
+
+from fedloom.algorithms import REGISTRY
+from fedloom.engine.setting import Setting
+from fedloom.errors import ConfigError, Refused
+from fedloom.rows.attacks import Forgery
+from fedloom.schedule import Deadline, OverSelection, Stream, Synchronous
+
+
+def check_schedule(setting: Setting, n: int) -> None:
+    """Refuse a schedule that cannot be, or that the method or another part makes no sense with.
+
+    Raises:
+        Refused: the run makes no sense; the message has the reason.
+        ConfigError: more clients than there are.
+    """
+    schedule, method = setting.schedule, setting.method
+    if isinstance(schedule, Synchronous):
+        return
+    what, name = f"schedule {schedule.kind!r}", type(method).__name__
+    if setting.devices is None:
+        raise Refused(f"{what} needs the time that clients take: give [devices], as kind = 'lognormal'")
+    fewest = setting.sampler.smallest(n)
+    if isinstance(schedule, OverSelection) and setting.aggregator is not None and fewest is not None:
+        setting.aggregator.check(schedule.enough(fewest))
+    if isinstance(schedule, Deadline) and schedule.partial and not method.weighs_partial:
+        able = ", ".join(sorted(k for k, entry in REGISTRY.items() if getattr(entry, "weighs_partial", False)))
+        raise Refused(
+            f"{what} with partial work cannot be used with {name}, which counts a client alike however few steps it "
+            f"takes; leave partial out, or take one of {able}"
+        )
+    if isinstance(schedule, Deadline) and schedule.partial and method.full_gradients:
+        raise Refused(
+            f"{what} with partial work cannot be used with {method.full_gradients}, whose iterations are not steps of "
+            "local SGD; leave partial out, or take solver 'sgd'"
+        )
+    check_stream(setting, n)
+
+
+def check_stream(setting: Setting, n: int | None) -> None:
+    """Refuse what a buffered or asynchronous schedule makes no sense with, in virtual time and at real sites.
+
+    Args:
+        setting: the run, presets resolved.
+        n: clients; None where they are not known yet.
+
+    Raises:
+        Refused: the run makes no sense; the message has the reason.
+        ConfigError: more clients than there are.
+    """
+    schedule, method, sampler = setting.schedule, setting.method, setting.sampler
+    if not isinstance(schedule, Stream):
+        return
+    what, name = f"schedule {schedule.kind!r}", type(method).__name__
+    if sampler.probes:
+        raise Refused(f"{what} has no rounds before which sampler {sampler.kind!r} could ask candidates; take another")
+    mixer = setting.mixer
+    among = getattr(method if mixer is None else mixer, "among", None)
+    if among in ("cohort", "seen") or (method.mixes and not method.mixes_all):
+        who = name if mixer is None else f"mixer {mixer.kind!r}"
+        cure = "take a deadline, which keeps rounds" if among is None else "take among = 'all'"
+        raise Refused(
+            f"{what} cannot be used with {who} as it is: it mixes the models of the clients of one round, and here "
+            f"clients train one by one; {cure}"
+        )
+    if isinstance(setting.attack, Forgery) and setting.attack.sees_honest:
+        raise Refused(f"{what} has no rounds whose honest uploads attack {setting.attack.kind!r} could look at")
+    if setting.aggregator is not None:
+        setting.aggregator.check(schedule.size)
+    if n is None:
+        return
+    most = schedule.concurrency or sampler.smallest(n)
+    if most is None:
+        raise Refused(f"{what} needs schedule.concurrency with sampler {sampler.kind!r}, which draws varying numbers")
+    for key, number in (("concurrency", most), ("buffer", schedule.size)):
+        if number > n:
+            raise ConfigError(f"schedule.{key} must be at most the {n} clients of the federation, got {number}")

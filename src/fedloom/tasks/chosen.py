@@ -1,0 +1,241 @@
+"""Tasks of a data set, and those with a user's own loss, class weights and metrics in them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, get_args
+
+import torch
+from torch import Tensor
+
+from fedloom.errors import CodeError, ConfigError, FedloomError, cause_of, unknown
+from fedloom.imports import Function
+from fedloom.metrics import declare
+from fedloom.tasks.calibration import calibration
+from fedloom.tasks.figures import labelled, masked, mean, of_classes, wide
+from fedloom.tasks.kinds import Binary, Classification, Count, Regression, Task
+from fedloom.tasks.objective import Objective
+from fedloom.tasks.survival import Survival
+
+Base = Classification | Binary | Regression | Survival | Count
+Kinds = Literal["classification", "binary", "regression", "survival", "count"]
+
+
+class Labelled(Protocol):
+    """What `task_of` reads of a data set."""
+
+    @property
+    def task(self) -> Kinds:
+        """What is predicted."""
+        ...
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes."""
+        ...
+
+    @property
+    def y(self) -> Tensor:
+        """Targets."""
+        ...
+
+
+def task_of(dataset: Labelled, objective: Objective = Objective()) -> Task:  # noqa: B008  # frozen
+    """The task that a data set declares, with a user's own objective.
+
+    Raises:
+        ConfigError: the data set's ``task`` is unknown; or the objective has metrics, class weights or a horizon that
+            this task has no place for.
+    """
+    base: Base
+    match dataset.task:
+        case "classification":
+            base = Classification(classes=len(dataset.classes))
+        case "binary":
+            base = Binary()
+        case "regression":
+            base = Regression(outputs=dataset.y.shape[1])
+        case "survival":
+            base = Survival(horizon=objective.horizon)
+        case "count":
+            base = Count()
+        case other:
+            raise unknown("task", other, get_args(Kinds))
+    return base if objective == Objective() else Chosen.of(base, objective, tuple(dataset.classes))
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A task with a user's own loss, metrics or class weights; see `Task`.
+
+    Attributes:
+        base: the task of the data.
+        objective: what the user chose.
+        classes: names of the classes; empty where targets are numbers.
+        extra: the metrics of fedloom that are computed on request.
+    """
+
+    base: Base
+    objective: Objective
+    classes: tuple[str, ...]
+    extra: tuple[str, ...]
+
+    @classmethod
+    def of(cls, base: Base, objective: Objective, classes: tuple[str, ...]) -> Chosen:
+        """The task, once all is looked at.
+
+        Raises:
+            ConfigError: a metric that is not of this task, two of one name, or weights of other classes.
+        """
+        measured = base.metrics(torch.zeros(0, base.outputs), _blank(base), torch.zeros(0, dtype=torch.long), 1)
+        named = [m for m in objective.metrics if isinstance(m, str)]
+        for name in named:
+            if name not in (*measured, *base.further):
+                raise ConfigError(
+                    f"task.metrics: {name!r} is not defined for a {type(base).__name__.lower()}; allowed: "
+                    f"{', '.join((*measured, *base.further))}"
+                )
+        own_names = [m.short for m in objective.metrics if isinstance(m, Function)]
+        twice = next((name for name in own_names if own_names.count(name) > 1), None)
+        if twice:
+            raise ConfigError(f"task.metrics: two metrics are called {twice!r}; rename one function")
+        _check_weights(objective.class_weights, classes)
+        if objective.calibrate and not isinstance(base, Binary):
+            raise ConfigError("task.calibrate is of binary tasks only; leave it out")
+        if objective.horizon is not None and not isinstance(base, Survival):
+            raise ConfigError(
+                "task.horizon is of survival tasks only; leave it out, or name the event column in [data]"
+            )
+        declare(objective.directions)
+        return cls(base, objective, classes, tuple(n for n in dict.fromkeys(named) if n not in measured))
+
+    @property
+    def outputs(self) -> int:
+        return self.base.outputs
+
+    @property
+    def own_loss(self) -> Callable[[Tensor, Tensor], Tensor] | None:
+        return self.base.own_loss if self.objective.loss is None else self.objective.loss.call
+
+    def loss(self, output: Tensor, y: Tensor) -> Tensor:
+        return self.base.loss(output, y)
+
+    def dloss(self, output: Tensor, y: Tensor) -> Tensor:
+        return self.base.dloss(output, y)
+
+    def predict(self, output: Tensor) -> Tensor:
+        return self.base.predict(output)
+
+    def class_weights(self, counts: Tensor) -> Tensor | None:
+        """Factors ``[n, C]`` of the losses of every client's training samples; None: all are 1.
+
+        Args:
+            counts: ``[n, C]`` training samples of every client by class; with 'balanced', the factors of a client's
+                samples are 1 in the mean.
+        """
+        weights = self.objective.class_weights
+        if weights is None:
+            return None
+        if weights == "balanced":
+            size, present = counts.sum(1, keepdim=True).double(), (counts > 0).sum(1, keepdim=True)
+            return torch.where(counts > 0, size / (present * counts.clamp(min=1)), 0.0)
+        if isinstance(weights, Mapping):
+            weights = [weights.get(name, 1.0) for name in self.classes]
+        return torch.tensor(weights, dtype=torch.float64).expand(len(counts), -1)
+
+    def metrics(self, output: Tensor, y: Tensor, owner: Tensor, n: int) -> dict[str, Tensor]:
+        """The task's own metrics, then those that were asked for; see `Task.metrics`."""
+        output, y, owner = labelled(output, y, owner)
+        figures = self.base.metrics(output, y, owner, n)
+        z, target, who = wide(output), y.cpu(), owner.cpu()
+        more: dict[str, Tensor] = {}
+        if isinstance(self.base, Classification | Binary):
+            p, guess = self.base.probabilities(z), self.base.predict(z)
+            more = of_classes(self.extra, p, guess, target, who, n, labels(self.classes))
+        if calibration_metrics := {"calibration_slope", "calibration_intercept"} & {*self.extra}:
+            more |= {
+                name: value for name, value in calibration(z, target, who, n).items() if name in calibration_metrics
+            }
+        if "perplexity" in self.extra:
+            more["perplexity"] = mean(self.base.loss(z, target), who, n).exp()
+        if self.objective.loss is not None:
+            more["loss"] = _each(self.objective.loss, "loss", output.detach(), y, owner, n)
+        for scorer in self.objective.metrics:
+            if isinstance(scorer, Function):
+                more[scorer.short] = _each(scorer, "metric", z, target, who, n)
+        return {**figures, **masked(more, z, who, n)}
+
+
+def labels(classes: Sequence[str]) -> list[str]:
+    """Names of classes as parts of a metric's name: no slashes or brackets, at most 40 characters, all different.
+
+    >>> labels(["a/b", "a b", "a_b"])
+    ['a_b', 'a b', 'a_b 2']
+    """
+    names_of_metrics: list[str] = []
+    for k, name in enumerate(classes):
+        text = re.sub(r"[^\w .+-]", "_", name)[:40]
+        names_of_metrics.append(f"{text} {k}" if text in names_of_metrics else text)
+    return names_of_metrics
+
+
+def _blank(base: Base) -> Tensor:
+    if isinstance(base, Classification | Binary):
+        return torch.zeros(0, dtype=torch.long)
+    return torch.zeros(0, 2 if isinstance(base, Survival) else base.outputs)
+
+
+def _check_weights(weights: Any, classes: tuple[str, ...]) -> None:
+    if weights is not None and not classes:
+        raise ConfigError("task.class_weights needs classes, and this task has none; leave it out")
+    if isinstance(weights, Mapping):
+        for name in weights:
+            if name not in classes:
+                raise unknown("class", name, classes, "task.class_weights")
+    elif isinstance(weights, tuple) and len(weights) != len(classes):
+        raise ConfigError(
+            f"task.class_weights has {len(weights)} numbers for {len(classes)} classes ({', '.join(classes[:8])}); "
+            "give one per class, in this order"
+        )
+
+
+def _each(scorer: Function, what: str, output: Tensor, y: Tensor, owner: Tensor, n: int) -> Tensor:
+    """A user's function of every client's samples, float64 ``[n]``; nan without samples, or without finite outputs."""
+    values = torch.full((n,), math.nan, dtype=torch.float64)
+    order = owner.to(output.device).argsort(stable=True)
+    sizes = torch.bincount(owner.cpu(), minlength=n).tolist()
+    for i, index in enumerate(order.split(sizes)):
+        if len(index) and bool(output[index].isfinite().all()):
+            values[i] = number(scorer, what, output[index], y.to(output.device)[index])
+    return values
+
+
+def number(scorer: Function, what: str, output: Tensor, y: Tensor) -> float:
+    """The number that a user's loss or metric returns for a batch.
+
+    Raises:
+        CodeError: it fails, or returns something else than one number.
+    """
+    try:
+        with torch.no_grad():
+            value: Any = scorer.call(output, y)
+        size = getattr(value, "shape", ())
+        if len(size):
+            raise CodeError(
+                f"{what} {scorer.display_name!r} must return one number for a batch, got shape {[*size]}; reduce it, "
+                "to its mean for one"
+            )
+        return float(value)
+    except FedloomError:
+        raise
+    except Exception as error:
+        cure = "; it is called with (outputs, targets)"
+        if output.shape == (len(y), 1) and y.ndim == 1:
+            cure += ", logits and classes here: it may need outputs.squeeze(1) and targets.float()"
+        raise CodeError(
+            f"{what} {scorer.display_name!r} fails on outputs {[*output.shape]} with targets {[*y.shape]}: "
+            f"{cause_of(error)}{cure}"
+        ) from error
