@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fedloom.algorithms import Algorithm, primary_field, upload_fields
 from fedloom.choose import Mixer, Sampler, SamplesWeigher, SharesWeigher, UniformWeigher, Weigher
 from fedloom.engine.setting import Setting
@@ -14,6 +12,7 @@ from fedloom.local.rows import Fields
 from fedloom.rows.aggregate import Aggregator, PrivateMean
 from fedloom.rows.attacks import Forgery
 from fedloom.rows.channel import Channel
+from fedloom.values import Value
 
 
 def check_width(method: Algorithm, upload: Fields, weigher: Weigher, sampler: Sampler, d: int) -> None:
@@ -70,30 +69,32 @@ def check_together(
     if weigher.signed and aggregator is not None and aggregator.weighted and not aggregator.linear:
         raise Refused(
             f"weigher {weigher.kind!r} without its floor gives negative weights, with which aggregator "
-            f"{_kind(aggregator)!r} has no meaning; keep the floor, or use aggregator 'mean'"
+            f"{kind_of(aggregator)!r} has no meaning; keep the floor, or use aggregator 'mean'"
         )
     for what, value in (("aggregator", aggregator), ("channel", channel)):
         if value is not None and not kinds:
-            raise Refused(f"{what} {_kind(value)!r} has nothing to act on in {name}: it uploads nothing; leave it out")
+            raise Refused(
+                f"{what} {kind_of(value)!r} has nothing to act on in {name}: it uploads nothing; leave it out"
+            )
     if aggregator is not None and not aggregator.linear:
+        rule = f"aggregator {kind_of(aggregator)!r}"
         if isinstance(aggregator, PrivateMean) and any(k.accumulates for k in kinds):
             raise Refused(
-                f"aggregator {_kind(aggregator)!r} cannot be used with {name}: its server adds uploads up over rounds, "
+                f"{rule} cannot be used with {name}: its server adds uploads up over rounds, "
                 "and with them the noise of every round; use channel 'gaussian-noise'"
             )
         brings = type(algorithm).mixer is not Algorithm.mixer
         if algorithm.mixes and (not brings or isinstance(aggregator, PrivateMean)):
             raise Refused(
-                f"aggregator {_kind(aggregator)!r} has nothing to act on in {name}: its server mixes single models for "
-                "every client; leave it out"
+                f"{rule} has nothing to act on in {name}: its server mixes single models for every client; leave it out"
             )
         if any(k.primary and not k.averaged for k in kinds):
             raise Refused(
-                f"aggregator {_kind(aggregator)!r} has nothing to act on in {name}: its server averages single models "
+                f"{rule} has nothing to act on in {name}: its server averages single models "
                 "itself, by what they are; leave it out"
             )
     if channel is not None and algorithm.needs_exact:
-        raise Refused(f"channel {_kind(channel)!r} cannot be used with {name}: {algorithm.needs_exact}; leave it out")
+        raise Refused(f"channel {kind_of(channel)!r} cannot be used with {name}: {algorithm.needs_exact}; leave it out")
 
 
 def check_mixer(algorithm: Algorithm, mixer: Mixer, aggregator: Aggregator | None) -> None:
@@ -189,7 +190,7 @@ def notes_of(setting: Setting, oracle: Network, server: Fields, ctx: Ctx, fewest
     notes += [*_unweighed(setting, len(ctx.weight.unique()) > 1), *_normalised(setting, oracle, server)]
     if isinstance(setting.attack, Forgery) and not upload_fields(type(method)):
         name = type(method).__name__
-        notes.append(f"attack {_kind(setting.attack)!r} changes nothing in {name}, which uploads nothing to forge")
+        notes.append(f"attack {kind_of(setting.attack)!r} changes nothing in {name}, which uploads nothing to forge")
     notes += _idle(setting)
     if method.global_model(server) is not None:
         notes += _slow_with(method, ctx.n if fewest is None else fewest, ctx.n)
@@ -212,7 +213,9 @@ def _unweighed(setting: Setting, unequal: bool) -> list[str]:
             reads = f"weights = {weights!r}" if unequal and isinstance(weigher, SharesWeigher) else ""
         else:
             reads = f"weigher {weigher.kind!r}"
-        return [f"aggregator {_kind(aggregator)!r} counts all clients alike: {reads} changes nothing"] if reads else []
+        return (
+            [f"aggregator {kind_of(aggregator)!r} counts all clients alike: {reads} changes nothing"] if reads else []
+        )
     if unequal and isinstance(weigher, UniformWeigher) and not setting.sampler.by_samples:
         return [
             f"weigher 'uniform' takes the place of weights = {weights!r} in the mean of uploads; for the same in every "
@@ -279,5 +282,6 @@ def _slow_with(algorithm: Algorithm, fewest: int, n: int) -> list[str]:
     ]
 
 
-def _kind(value: Any) -> str:
-    return str(value.kind)
+def kind_of(value: Value) -> str:
+    """The name of a value's class, as in files."""
+    return str(getattr(value, "kind", type(value).__name__))

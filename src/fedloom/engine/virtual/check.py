@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fedloom.algorithms import REGISTRY
+from fedloom.engine.check import kind_of
 from fedloom.engine.setting import Setting
 from fedloom.errors import ConfigError, Refused
 from fedloom.rows.attacks import Forgery
@@ -66,7 +67,7 @@ def check_stream(setting: Setting, n: int | None) -> None:
             f"clients train one by one; {cure}"
         )
     if isinstance(setting.attack, Forgery) and setting.attack.sees_honest:
-        raise Refused(f"{what} has no rounds whose honest uploads attack {setting.attack.kind!r} could look at")
+        raise Refused(f"{what} has no rounds whose honest uploads attack {kind_of(setting.attack)!r} could look at")
     if setting.aggregator is not None:
         setting.aggregator.check(schedule.size)
     if n is None:
