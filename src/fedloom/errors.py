@@ -273,7 +273,7 @@ ELSEWHERE = {
     "frac": "fraction", "client_fraction": "fraction", "eligible_perc": "fraction", "global_rounds": "rounds",
     "num_rounds": "rounds", "n_rounds": "rounds", "comm_round": "rounds", "num_clients": "clients",
     "n_clients": "clients", "num_partitions": "clients",
-    "dir": "dirichlet", "pathological": "shards", "natural": "writers", "label_skew": "few",
+    "dir": "dirichlet", "pathological": "shards", "natural": "writers", "label_skew": "few", "seed": "seeds",
 }  # fmt: skip
 """Names that papers and other libraries use, and ours."""
 
@@ -296,9 +296,10 @@ def nearest(got: object, allowed: Iterable[str]) -> str:
 
 
 def unknown(what: str, got: object, allowed: Iterable[str], where: str = "", cure: str = "") -> ConfigError:
-    """A `ConfigError` for a name that does not exist, with its place elsewhere or the nearest valid name."""
-    place = f"{where}: " if where else ""
-    return ConfigError(f"{place}unknown {what} {got!r}; {cure or nearest(got, allowed)}")
+    """A `ConfigError` for a name that does not exist: our name for it, else its place elsewhere or the nearest name."""
+    place, names = f"{where}: " if where else "", list(allowed)
+    cure = "" if ELSEWHERE.get(str(got)) in names else cure
+    return ConfigError(f"{place}unknown {what} {got!r}; {cure or nearest(got, names)}")
 
 
 def homes_of(key: str, homes: Mapping[str, Iterable[str]]) -> tuple[str, list[str]]:

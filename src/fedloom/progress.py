@@ -7,11 +7,14 @@ import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
 from rich.console import Console
+from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
@@ -28,6 +31,10 @@ if TYPE_CHECKING:
 
 SECONDS_PER_LINE = 5.0
 """Time between two plain lines of one run."""
+COLUMN = 12
+"""Characters that a folded column has at least."""
+UNFOLDED = 100_000
+"""Characters of a line that no table reaches."""
 
 
 @contextmanager
@@ -192,30 +199,64 @@ def _latest(event: Event) -> str:
 
 
 def print_texts(
-    titles: Iterable[str], rows: Iterable[Iterable[str]], *, right: Collection[str] = (), width: int = 160,
+    titles: Sequence[str], rows: Iterable[Iterable[str]], *, right: Collection[str] = (), width: int = 160,
     names: bool = False,
 ) -> None:  # fmt: skip
-    """Texts in columns; long ones are folded.
+    """Texts in columns. Numbers are never folded: what does not fit follows below, beside the first columns again.
 
     Args:
         titles: of the columns.
         rows: a text for each column.
         right: titles of the columns that are aligned to the right.
         width: characters of a line where the output is no terminal.
-        names: the first column has names that people copy; they are never folded.
+        names: the first column has names that people copy; they are never folded. Where they leave no room for the
+            other columns, these stand below each name.
     """
-    shown = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for place, title in enumerate(titles):
-        kept = names and place == 0
-        shown.add_column(title, justify="right" if title in right else "left", overflow="fold", no_wrap=kept)
-    for row in rows:
-        shown.add_row(*(Text(printable(cell)) for cell in row))
+    texts = [[printable(text) for text in row] for row in rows]
     console = Console()
     if not console.is_terminal:
         console.width = width
-    if names:
-        shown.columns[0].min_width = max((len(str(cell)) for cell in shown.columns[0].cells), default=0)
-    console.print(shown)
+    whole = _columns(titles, texts, range(len(titles)), right, names)
+    if _width(console, whole) <= console.width or not texts:
+        console.print(whole)
+    elif names:
+        longest = max(len(row[0]) for row in texts)
+        if console.width - longest >= COLUMN * (len(titles) - 1):
+            console.print(whole)
+            return
+        for first, *others in texts:
+            line = "; ".join(f"{title}: {text}" for title, text in zip(titles[1:], others, strict=True) if text)
+            indented = wrap(line, console.width, initial_indent="  ", subsequent_indent="  ")
+            console.print(Text("\n".join([first, *indented])), soft_wrap=True)
+    else:
+        lead = next((place for place, title in enumerate(titles) if title in right), 1) or 1
+        places = list(range(lead))
+        for place in range(lead, len(titles)):
+            wider = _columns(titles, texts, [*places, place], right)
+            if len(places) > lead and _width(console, wider) > console.width:
+                console.print(_columns(titles, texts, places, right))
+                places = list(range(lead))
+            places.append(place)
+        console.print(_columns(titles, texts, places, right))
+
+
+def _columns(
+    titles: Sequence[str], rows: Sequence[Sequence[str]], places: Sequence[int], right: Collection[str], names: bool = False
+) -> Table:  # fmt: skip
+    """The table of some columns."""
+    shown = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for place in places:
+        kept, justify = names and place == 0, "right" if titles[place] in right else "left"
+        longest = max((cell_len(row[place]) for row in rows), default=0) if kept else None
+        shown.add_column(titles[place], justify=justify, overflow="fold", no_wrap=kept, min_width=longest)  # type: ignore[arg-type]
+    for row in rows:
+        shown.add_row(*(Text(row[place]) for place in places))
+    return shown
+
+
+def _width(console: Console, table: Table) -> int:
+    """Characters of a table's line with nothing folded."""
+    return Measurement.get(console, console.options.update(max_width=UNFOLDED), table).maximum
 
 
 def print_results(table: pa.Table) -> None:
@@ -223,7 +264,7 @@ def print_results(table: pa.Table) -> None:
     lead = leading(table.column_names)
     figures = {name: figure(name).title for name in headline(lead) if column_of(name) in table.column_names}
     figures |= {lead: f"test {lead}"} if lead in figures else {}
-    titles = ("method", "model", "seeds", *(title[:1].lower() + title[1:] for title in figures.values()), "status")
+    titles = ("method", "model", "seeds", *map(_lower_first, figures.values()), "status")
     rows = [
         (
             row["method"], row["model"], str(row["seeds"]),
@@ -250,3 +291,8 @@ def print_rows(rows: Sequence[Mapping[str, Any]], first: Sequence[str] = (), *, 
 
 def _figure(name: str, mean: float | None, half: float | None) -> str:
     return pair(*measured(name, math.nan if mean is None else mean, math.nan if half is None else half))
+
+
+def _lower_first(title: str) -> str:
+    """A title within a line; units and abbreviations as they are."""
+    return title if title[1:2].isupper() else title[:1].lower() + title[1:]

@@ -24,6 +24,7 @@ from typer.testing import CliRunner
 import fedloom
 from fedloom import __version__
 from fedloom.cli import app
+from fedloom.progress import print_texts
 from tests.commands import call, in_a_fork
 
 RUNNER = CliRunner()
@@ -336,6 +337,7 @@ def commands(group: click.Group, *path: str) -> Iterator[list[str]]:
 @pytest.mark.parametrize("path", list(commands(get_command(app))), ids=" ".join)
 def test_the_help_of_every_command_has_an_example_that_could_be_typed(path: list[str]) -> None:
     said = RUNNER.invoke(app, [*path, "--help"]).output
+    assert "\\[" not in said
     found = re.search(r"Example: fedloom ((?:.+\n)+)", said)
     assert found is not None
     words = shlex.split(found[1].replace("\n", " ").partition(">")[0].partition("On several")[0])
@@ -345,6 +347,24 @@ def test_the_help_of_every_command_has_an_example_that_could_be_typed(path: list
         assert isinstance(command, click.Group)
         command = command.commands[name]
     command.make_context(path[-1], words[len(path) :])  # raises what the command line would say
+
+
+@pytest.mark.parametrize("width", [30, 50, 80, 200])
+def test_tables_fold_no_number_and_no_name_at_any_width(width: int, capsys: pytest.CaptureFixture[str]) -> None:
+    titles = ["method", "accuracy", "worst 10 %", "MB up", "status"]
+    numbers = [["fedavg", "81.2 ± 4.0", "60.1 ± 9.9", "0.026", "done"], ["local", "7.0 ± 0.1", "5.0", "0", "failed"]]
+    print_texts(titles, numbers, right=titles[1:4], width=width)
+    table = capsys.readouterr().out
+    assert all(len(line) <= width for line in table.splitlines())
+    assert all(text in table for row in [titles, *numbers] for text in row)
+    name, words = "a-name-of-many-letters-to-copy", "amber " * 12
+    print_texts(
+        ["recipe", "what", "data"], [[name, words, "digits"], [f"{name}-2", words, ""]], names=True, width=width
+    )
+    listing = capsys.readouterr().out
+    assert [found in listing for found in (name, f"{name}-2", "digits")] == [True] * 3
+    assert all(len(line) <= max(width, len(name) + 2) for line in listing.splitlines())
+    assert listing.count("amber") == 24
 
 
 @pytest.mark.parametrize("path", [[], ["deploy"]], ids=["fedloom", "fedloom deploy"])

@@ -271,6 +271,10 @@ def test_a_method_of_an_experiment_has_its_own_model_and_task() -> None:
         ({"tune": {"trial": 3}}, "tune: unknown key 'trial'"),
         ({"tune": "yes"}, "tune must be a number of trials"),
         ({"round": 3}, "unknown key 'round'"),
+        ({"seed": 1}, r"seed is the choice of one run: give seeds=\[1\]"),
+        ({"methods": {"a": {"algorithm": "ditto", "seeds": [1]}}}, r"all methods share it: give compare\(..., seeds="),
+        ({"methods": {"a": {"algorithm": "ditto", "local": {"mu": 1}}}}, "a: local: unknown key 'mu'; it is an option"),
+        ({"data": None}, "data is missing"),
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_a_sentence_before_any_work(change: dict[str, Any], sentence: str, tmp_path: Path) -> None:

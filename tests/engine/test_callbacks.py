@@ -122,6 +122,11 @@ def test_a_result_shows_itself_in_a_notebook(fed: Federation) -> None:
     assert "Ditto, 4 rounds" in shown
     svg = ET.fromstring(shown[shown.index("<svg") :])
     assert len(list(svg.iter("{http://www.w3.org/2000/svg}path"))) > 3
+    with pytest.raises(ConfigError, match="no cluster model was measured; this method has: "):
+        result.final("cluster")
+    assert repr(result.models).endswith(f": Softmax, {fed.n} clients)")
+    one = repr(result.models.model("personal", 1))
+    assert one == "Model(method Ditto, kind personal, client 1, seed 0: Softmax, 650 parameters)"
     accuracy = float(np.nanmean(result.final("personal").numpy())) * 100
     assert f"<td>{accuracy:.4g}</td>" in shown
     assert "http" not in shown.replace("http://www.w3.org", "")

@@ -35,6 +35,7 @@ DOCUMENT: dict[str, Any] = {"data": {"source": "digits"}, "method": [{"algorithm
         ("fedavg", {"beta": 0.5}, "the partition, as fl.partition.dirichlet(beta=0.5)"),
         ("fedavg", {"workers": 2}, "it belongs in engine={'workers': 2}"),
         ("fedavg", {"roundz": 2}, "did you mean 'rounds'"),
+        ("fedavg", {"local": {"mu": 0.1}}, "unknown key 'mu'; it is an option of methods (fedprox, "),
     ],
 )
 def test_in_python(method: Any, given: dict[str, Any], sentence: str) -> None:
@@ -72,6 +73,8 @@ def test_what_the_sentence_says_works() -> None:
         ),
         ({"method": [{"algorithm": "fedavg", "servr_lr": 1.0}]}, "did you mean 'server_lr'"),
         ({"local": {"learning_rate": 0.1}}, "did you mean 'lr'"),
+        ({"partition": {"kind": "dirichlet", "alpha": 0.1}}, "[partition]: unknown key 'alpha'; did you mean 'beta'"),
+        ({"seed": 1}, "did you mean 'seeds'"),
     ],
 )
 def test_in_a_file(change: dict[str, Any], sentence: str) -> None:

@@ -9,10 +9,14 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import core
 from typer.core import TyperGroup
 
 from fedloom import __version__
 from fedloom.errors import FedloomError, printable
+
+
+core.HAS_RICH = False  # else typer writes "\\[required]" in plain help, an escape that only rich's markup needs
 
 
 class Words(TyperGroup):

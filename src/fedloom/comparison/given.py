@@ -39,6 +39,8 @@ SETS = {"x", "train"}
 """Keys of a mapping that is a data set; other mappings are clients by name."""
 BESIDE = ("label", "settings")
 """Keys of a method that are neither its options nor choices of its run."""
+SHARED = ("seeds", "partition", "tune", "evaluate", "engine", "attack")
+"""What all methods of a comparison have in common."""
 
 
 class InMemory(Source):
@@ -203,6 +205,8 @@ def _with(declared: ComparedMethod, options: Mapping[str, Any], where: str) -> A
 
 def _federation(data: Any, partition: Any) -> tuple[Source, dict[str, Any], Partition]:
     """Where the data come from, what settings say of them, and how they are split."""
+    if data is None:
+        raise ConfigError("compare: data is missing: give a federation, a list of clients, a data set, or its name")
     if (
         partition is None
         and isinstance(data, list | Mapping)
@@ -297,13 +301,15 @@ def _check_keys(options: Mapping[str, Any], entry: type[Algorithm] | Preset | No
     allowed = [*(fields_of(entry) if entry is not None else ()), "settings"]
     for key, value in options.items():
         if key not in allowed:
-            raise unknown(
-                "key", key, [*allowed, *Setting.per_method], where, cure=home_of(Setting.tables(), key, value, None)
-            )
+            shared = f"all methods share it: give compare(..., {key}={value!r})"
+            cure = shared if key in SHARED else home_of(Setting.tables(), key, value, None)
+            raise unknown("key", key, [*allowed, *Setting.per_method], where, cure=cure)
 
 
 def _refuse_options(choices: Mapping[str, Any], methods: Iterable[ComparedMethod]) -> None:
     """Refuse options of a method among the choices that all methods share."""
+    if "seed" in choices:
+        raise ConfigError(f"compare: seed is the choice of one run: give seeds=[{choices['seed']!r}]")
     for key, value in choices.items():
         having = [one for one in methods if one.entry is not None and key in fields_of(one.entry)]
         if having and key not in Setting.model_fields:

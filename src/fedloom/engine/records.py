@@ -217,5 +217,9 @@ class Divergence:
 
 def not_measured(model: str, metric: str, part: str, measured: Iterable[tuple[str, str, str]]) -> ConfigError:
     """The error for a figure that is not there; ``measured`` are (model, part, metric)."""
-    listing = ", ".join(sorted({"/".join(names) for names in measured}))
+    names = set(measured)
+    models = sorted({kind for kind, _, _ in names})
+    if model not in models:
+        return ConfigError(f"no {model} model was measured; this method has: {', '.join(models) or 'none'}")
+    listing = ", ".join(sorted(map("/".join, names)))
     return ConfigError(f"{model}/{part}/{metric} was not measured; there are: {listing}")

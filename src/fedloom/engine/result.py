@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from functools import cached_property
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -62,9 +61,9 @@ class Result:
         Raises:
             ConfigError: pandas is not installed.
         """
-        if find_spec("pandas") is None:
-            raise ConfigError("to_pandas needs pandas: pip install pandas; table() is the same without it")
-        return self.table().to_pandas()
+        from fedloom.report.tables import as_pandas  # slow to import, needed by people only
+
+        return as_pandas(self.table())
 
     def final(self, model: str | None = None, metric: str | None = None, part: str = "test") -> Tensor:
         """A metric of every client that is scored (`Job.scored_ids`) after the last evaluated round, float64 ``[s]``.

@@ -68,6 +68,9 @@ class SettingTable:
         if not isinstance(options, Mapping):
             raise ConfigError(f"{where}{where and ': '}must be a {self.base.__name__} or a table, got {choice!r}")
         if not self.kinds:
+            for key, value in options.items():
+                if key not in self.base.model_fields and (cure := _option_of_methods(key, value)):
+                    raise unknown("key", key, self.base.model_fields, where or self.base.__name__, cure)
             return make(self.base, options, where, self.base.model_fields)
         if self.default is None and (not options or options.get("kind") == "none"):
             return None
@@ -131,9 +134,14 @@ def home_of(tables: Mapping[str, SettingTable], key: str, value: Any, algorithm:
         return f"it is an option of the method: give {named}({key}={value!r}) in its place"
     if places := _places(tables, key, value):
         return f"it belongs in {' or '.join(places)}"
-    methods = [method for method, other in REGISTRY.items() if key in fields_of(other)]
-    if methods:
-        some = ", ".join(methods[:6]) + (", ..." if len(methods) > 6 else "")
-        one = f"fl.algorithms.REGISTRY[{methods[0]!r}]({key}={value!r})"
-        return f"it is an option of other methods ({some}): give one, as {one}"
-    return ""
+    return _option_of_methods(key, value, "other ")
+
+
+def _option_of_methods(key: str, value: Any, other: str = "") -> str:
+    """The methods that have an option, as the end of a sentence; empty if none has it."""
+    methods = [method for method, entry in REGISTRY.items() if key in fields_of(entry)]
+    if not methods:
+        return ""
+    some = ", ".join(methods[:6]) + (", ..." if len(methods) > 6 else "")
+    one = f"fl.algorithms.REGISTRY[{methods[0]!r}]({key}={value!r})"
+    return f"it is an option of {other}methods ({some}): give one, as {one}"

@@ -6,9 +6,10 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from html import escape
+from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pyarrow as pa
 
@@ -66,6 +67,17 @@ def arrow(rows: list[Row]) -> pa.Table:
         columns[f"{column}_ci95"] = [_number(e.half) if e else None for e in estimates]
         columns[f"{column}_seeds"] = [len(e.finite) if e else None for e in estimates]
     return pa.table(columns)
+
+
+def as_pandas(table: pa.Table) -> Any:
+    """The table as a pandas DataFrame.
+
+    Raises:
+        ConfigError: pandas is not installed.
+    """
+    if find_spec("pandas") is None:
+        raise ConfigError("to_pandas needs pandas: pip install pandas; table() is the same without it")
+    return table.to_pandas()
 
 
 def column_of(name: str) -> str:

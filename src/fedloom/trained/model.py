@@ -102,6 +102,10 @@ class Model:
     about: Mapping[str, Any]
     calibration: Tensor | None = None
 
+    def __repr__(self) -> str:
+        of = ", ".join(f"{key} {self.about[key]}" for key in ("method", "kind", "client", "seed") if key in self.about)
+        return f"Model({of or 'unknown run'}: {type(self.recipe.spec).__name__}, {len(self.row):,} parameters)"
+
     def module(self) -> nn.Module:
         """A plain `nn.Module` in evaluation mode; it takes samples that are scaled as in `InputSpec`."""
         module = self.recipe.build()

@@ -36,6 +36,10 @@ class Models:
     def __init__(self, source: ModelSource) -> None:
         self._source = source
 
+    def __repr__(self) -> str:
+        name = type(self.recipe.spec).__name__
+        return f"Models({', '.join(self.kinds())}: {name}, {len(self.names)} clients)"
+
     @property
     def recipe(self) -> ModelRecipe:
         """How the models are built, and for what data."""

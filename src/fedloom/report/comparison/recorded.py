@@ -19,7 +19,7 @@ from fedloom.report.numbers import Row, leading_metric, rows_of
 from fedloom.report.page import write
 from fedloom.report.reading import read_runs
 from fedloom.report.run import Run
-from fedloom.report.tables import arrow, cell, decimals
+from fedloom.report.tables import arrow, as_pandas, cell, decimals
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -113,8 +113,12 @@ class RecordedComparison:
         return display.comparison_chart(estimates, chosen)
 
     def to_pandas(self) -> Any:
-        """`table` as a pandas DataFrame."""
-        return self.table().to_pandas()
+        """`table` as a pandas DataFrame.
+
+        Raises:
+            ConfigError: pandas is not installed.
+        """
+        return as_pandas(self.table())
 
     def _repr_html_(self) -> str:
         shown = figure(self._lead)
