@@ -241,7 +241,8 @@ def print_texts(
 
 
 def _columns(
-    titles: Sequence[str], rows: Sequence[Sequence[str]], places: Sequence[int], right: Collection[str], names: bool = False
+    titles: Sequence[str], rows: Sequence[Sequence[str]], places: Sequence[int], right: Collection[str],
+    names: bool = False,
 ) -> Table:  # fmt: skip
     """The table of some columns."""
     shown = Table(box=SIMPLE_HEAD, pad_edge=False)

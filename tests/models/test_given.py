@@ -192,7 +192,7 @@ def test_results_as_pandas_and_as_a_plot(fed: Federation, monkeypatch: pytest.Mo
         frame = found.to_pandas()
         assert list(frame.columns) == found.table().column_names
         assert len(frame) == found.table().num_rows
-    monkeypatch.setattr("fedloom.engine.result.find_spec", lambda _name: None)
+    monkeypatch.setattr("fedloom.report.tables.find_spec", lambda _name: None)
     with pytest.raises(ConfigError, match="needs pandas: pip install pandas"):
         found.to_pandas()
 

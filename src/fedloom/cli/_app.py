@@ -15,7 +15,6 @@ from typer.core import TyperGroup
 from fedloom import __version__
 from fedloom.errors import FedloomError, printable
 
-
 core.HAS_RICH = False  # else typer writes "\\[required]" in plain help, an escape that only rich's markup needs
 
 
