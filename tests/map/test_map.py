@@ -26,17 +26,34 @@ from typer.testing import CliRunner
 
 from fedloom.algorithms import REGISTRY
 from fedloom.cli import app
+from fedloom.engine.simulate import simulate
 from fedloom.errors import DataError
 from fedloom.experiment import Plan, parse
+from fedloom.tune import with_params
 from fedloom_studies.map import references
+from fedloom_studies.map.budget import GradientBudget
+from fedloom_studies.map.equal import changes_in_words, compare
 from fedloom_studies.map.judge import SetupVerdict, groups, judge, overall, ranked
 from fedloom_studies.map.measure import due, estimates
-from fedloom_studies.map.page import pages, sentences, tabled
-from fedloom_studies.map.records import DONE, FAILED, NOT_APPLICABLE, CellRecord, Series, read, write
-from fedloom_studies.map.setups import MARKS, Cell, Setup, setups
+from fedloom_studies.map.page import pages, tabled
+from fedloom_studies.map.records import (
+    DONE,
+    FAILED,
+    NOT_APPLICABLE,
+    REUSED,
+    CellRecord,
+    Series,
+    read,
+    with_reused,
+    write,
+)
+from fedloom_studies.map.setups import MARKS, Cell, Protocol, Setup, methods_of, setups
+from fedloom_studies.map.statements import sentences
 from tests import commands
 
+ROOT = Path(__file__).resolve().parents[2]
 FULL, SMOKE = setups("full"), setups("smoke")
+PROTOCOLS: tuple[Protocol, ...] = ("rounds", "gradients")
 OWN = '''"""Methods of a user."""
 
 from fedloom.algorithms import Algorithm, Delta, Model
@@ -65,6 +82,7 @@ class Refuses(Half):
 
 def test_all_setups_fit_into_their_hours_and_no_seed_is_used_twice() -> None:
     assert sum(setup.share for setup in FULL.values()) <= 12.5 * 60
+    assert sum(setup.share_of(protocol) for setup in FULL.values() for protocol in PROTOCOLS) <= 24 * 60
     assert {setup.document["rounds"] for setup in FULL.values()} == {40}
     for setup in FULL.values():
         looks = [*setup.tuning, *setup.seeds, *setup.again]
@@ -110,7 +128,7 @@ def record(setup: Setup, method: str, means: list[float], **more: object) -> Cel
         )
         for seed, mean in enumerate(means)
     }
-    made = CellRecord(setup.name, method, "p", "s", {}, DONE, "", 1.0, "2026-01-01", "c", "m",
+    made = CellRecord(setup.name, method, "rounds", "p", "s", {}, DONE, "", 1.0, "2026-01-01", "c", "m",
                   metric="accuracy", model="global", seeds=seeds)  # fmt: skip
     return replace(made, **more)  # type: ignore[arg-type]
 
@@ -286,6 +304,12 @@ class Recomputed:
         self.rivals = len(rivals)
 
 
+def recorded_rows(protocol: str = "rounds") -> list[dict[str, Any]]:
+    """Rows of a protocol in the table of the repository."""
+    rows: list[dict[str, Any]] = pc.read_csv(ROOT / "studies" / "pages" / "map" / "map.csv").to_pylist()
+    return [row for row in rows if row["protocol"] == protocol]
+
+
 def checked(text: str, rows: list[dict[str, Any]]) -> None:
     """Compare the sentences on a setup with what its rows give."""
     fresh = Recomputed(rows)
@@ -312,9 +336,8 @@ def checked(text: str, rows: list[dict[str, Any]]) -> None:
 
 
 def test_the_first_table_of_the_repository_follows_from_the_rows_of_the_table_of_runs() -> None:
-    root = Path(__file__).resolve().parents[2]
-    rows = pc.read_csv(root / "studies" / "pages" / "map" / "map.csv").to_pylist()
-    text = (root / "docs" / "map.md").read_text()
+    rows = recorded_rows()
+    text = (ROOT / "docs" / "map.md").read_text()
     shown = re.findall(
         r"^\| \[.*?\]\(\S+/(\S+)\.md\) \| (\S+)(.*?) \| (\S.*?) \| (\S.*?) \| (.*) \|$", text, re.MULTILINE
     )
@@ -340,9 +363,8 @@ def test_the_first_table_of_the_repository_follows_from_the_rows_of_the_table_of
 
 
 def test_the_page_of_the_repository_says_what_its_table_gives() -> None:
-    root = Path(__file__).resolve().parents[2]
-    rows = pc.read_csv(root / "studies" / "pages" / "map" / "map.csv").to_pylist()
-    page = (root / "docs" / "map.md").read_text()
+    rows = recorded_rows()
+    page = (ROOT / "docs" / "map.md").read_text()
     paragraphs = re.findall(r"^\*\*\[.*?\]\(\S+/(\S+)\.md\)\*\* (.*)$", page, re.MULTILINE)
     run = {row["setup"] for row in rows}
     assert [name for name, _ in paragraphs if name in run] == [name for name in FULL if name in run]
@@ -406,6 +428,162 @@ def test_the_table_has_a_row_per_run_and_the_reason_of_a_cell_without_one(tmp_pa
     assert {"commit", "versions", "gain_local", "gainers_fedavg", "worst10"} <= set(table.column_names)
     assert "- fedbn: not applicable: no norms" in files["iid.md"]
     assert tabled([judge(setup, records)]).equals(table)
+
+
+# --- equal gradients
+
+
+class RecomputedChange:
+    """Changes from equal rounds to equal gradients, from the rows of the table alone, by SciPy and statsmodels."""
+
+    def __init__(self, before: list[dict[str, Any]], after: list[dict[str, Any]]) -> None:
+        self.lower, self.higher = list[str](), list[str]()
+        anew = {row["method"] for row in after if row["mean"] is not None and not row["reason"]}
+        means = [
+            {m: {r["seed"]: r["mean"] for r in rows if r["method"] == m} for m in anew} for rows in (before, after)
+        ]
+        self.anew = sorted(m for m in anew if means[0][m])
+        pairs = {m: ([means[1][m][k] for k in sorted(means[1][m])], [means[0][m][k] for k in sorted(means[0][m])])
+                 for m in self.anew}  # fmt: skip
+        if pairs:
+            p = [stats.ttest_rel(*pairs[m]).pvalue for m in self.anew]
+            rejections = multipletests(p, alpha=0.05, method="holm")[0]
+            for m, apart in zip(self.anew, rejections, strict=True):
+                if apart:
+                    (self.lower if np.mean(pairs[m][0]) < np.mean(pairs[m][1]) else self.higher).append(m)
+
+
+def checked_change(text: str, before: list[dict[str, Any]], after: list[dict[str, Any]]) -> None:
+    """Compare the sentence on equal gradients with what the rows give."""
+    fresh = RecomputedChange(before, after)
+    words = re.search(r"Of (\d+) methods that take other work .*?, (\w+) (?:is|are) .*?, and (\w+) (?:is|are)", text)
+    if not fresh.anew:
+        assert words is None
+        return
+    assert words is not None
+    counts = [0 if word == "none" else int(word) for word in words.groups()]
+    assert counts == [len(fresh.anew), len(fresh.lower), len(fresh.higher)]
+    for word, names in (("Lower", fresh.lower), ("Higher", fresh.higher)):
+        named = re.search(rf"{word} (?:is|are) (.*?)\.(?: |$)", text)
+        assert (named is not None) == bool(names)
+        assert named is None or {n.split()[0] for n in named[1].split(" and ")[0].split(", ")} <= {*names}
+
+
+def test_sections_of_equal_gradients_in_the_repository_state_what_their_rows_give() -> None:
+    rows, first = recorded_rows("gradients"), recorded_rows()
+    page = (ROOT / "docs" / "map.md").read_text()
+    lines = dict(re.findall(r"^\| \[.*?\]\(\S+/(\S+)\.md#at-equal-gradients\) \| (.*) \|$", page, re.MULTILINE))
+    for name in {row["setup"] for row in rows}:
+        before, after = ([row for row in every if row["setup"] == name] for every in (first, rows))
+        text = (ROOT / "studies" / "pages" / "map" / f"{name}.md").read_text().split("## At equal gradients")[1]
+        checked_change(text, before, after)
+        if name not in lines:
+            assert not {*MARKS[:2]} <= {row["method"] for row in after if row["mean"] is not None}
+            continue
+        checked(text, after)
+        fresh, change = Recomputed(after), RecomputedChange(before, after)
+        cells, best, better, lower, higher = lines[name].split(" | ")
+        assert int(cells.split()[0]) == len({row["method"] for row in after})
+        assert best.startswith(f"{fresh.top} {100 * fresh.means[fresh.top].mean():.1f} ")
+        for stated, names in ((better, fresh.better), (lower, change.lower), (higher, change.higher)):
+            named = [] if stated == "none" else [item.split()[0] for item in stated.split(" and ")[0].split(", ")]
+            assert len(named) == min(5, len(names))
+            assert {*named} <= {*names}
+
+
+def test_no_run_of_the_repository_at_equal_gradients_is_far_from_those_of_fedavg() -> None:
+    budgets = {(r["setup"], r["seed"]): r["gradients"] for r in recorded_rows() if r["method"] == "fedavg"}
+    records = read(ROOT / "studies" / "results" / "map-full.jsonl", "gradients")
+    for (setup, _), cell in records.items():
+        for seed, series in cell.seeds.items():  # a first round that takes more than all is the least that there is
+            assert series.gradients[-1] <= 1.1 * budgets[setup, int(seed)] or series.rounds[-1] == 1
+
+
+def test_methods_at_equal_gradients_are_those_of_the_rule() -> None:
+    methods = methods_of("gradients")
+    assert methods[:3] == ("local", "fedavg", "fedavg-ft")
+    assert len({*methods}) == len(methods) == 3 + 15
+    assert {*methods} <= REGISTRY.keys()
+    assert {"fiaelt", "flame", "fedslr", "equitable-fl", "fedacs"} <= {*methods}
+    assert {*methods_of("rounds")} == REGISTRY.keys()
+
+
+@pytest.mark.parametrize("draw", range(4))
+def test_changes_at_equal_gradients_are_those_of_scipy_and_statsmodels_on_any_records(draw: int) -> None:
+    rng, setup = np.random.default_rng(draw), FULL["labels"]
+    first, second = dict[tuple[str, str], CellRecord](), dict[tuple[str, str], CellRecord]()
+    for m in methods_of("gradients"):
+        means = (rng.uniform(0.55, 0.85) + rng.normal(0, 0.02, 5)).tolist()
+        first["labels", m] = record(setup, m, means)
+        other = (np.array(means) + rng.choice([0.0, -0.1, 0.05]) + rng.normal(0, 0.01, 5)).tolist()
+        again = record(setup, m, other, protocol="gradients")
+        alike = record(setup, m, [], protocol="gradients", status=REUSED, reason="the same runs", seeds={})
+        second["labels", m] = alike if m in ("fedavg", "local") else again
+    both = compare(judge(setup, first), first, second)
+    before, after = tabled([both.rounds]).to_pylist(), tabled([both.gradients]).to_pylist()
+    checked_change(changes_in_words(both), before, after)
+    checked(" ".join(sentences(both.gradients)), after)
+    assert {r["mean"] for r in after if r["method"] == "fedavg"} == {
+        r["mean"] for r in before if r["method"] == "fedavg"
+    }
+    assert not {"fedavg", "local"} & both.changes.keys()
+
+
+def test_what_is_reused_follows_the_record_at_equal_rounds_and_is_left_out_without_it() -> None:
+    setup = FULL["iid"]
+    reused = {
+        ("iid", "fedavg"): record(setup, "fedavg", [], protocol="gradients", status=REUSED, seeds={}, minutes=0.1)
+    }
+    first = {("iid", "fedavg"): record(setup, "fedavg", [0.7] * 5)}
+    whole = with_reused(reused, first)["iid", "fedavg"]
+    assert (whole.status, whole.protocol, whole.minutes, whole.seeds) == (
+        DONE,
+        "gradients",
+        0.1,
+        first["iid", "fedavg"].seeds,
+    )
+    assert with_reused(reused, {}) == {}
+    assert (
+        "Not run: every method. Command: `fedloom map --protocol gradients --setup iid`"
+        in dict(pages({"iid": setup}, first))["iid.md"]
+    )
+
+
+def test_runs_of_equal_gradients_have_the_rounds_of_their_budget_and_equal_runs_are_reused(here: Path) -> None:
+    words = ("--setup", "iid", "--method", "perfedavg")
+    called(*words)
+    called(*words, "--protocol", "gradients")
+    first, second = read(RECORDS), read(RECORDS, "gradients")
+    assert {m: r.status for (_, m), r in second.items()} == {"local": REUSED, "fedavg": REUSED, "perfedavg": DONE}
+    assert len(second["iid", "perfedavg"].trials) == 2
+    rounds = [cells["iid", "perfedavg"].seeds["0"].rounds[-1] for cells in (first, second)]
+    assert rounds == [2, 1]  # a round takes four times the gradients of FedAvg's
+    before = RECORDS.read_bytes()
+    called(*words, "--protocol", "gradients")
+    called(*words)
+    assert RECORDS.read_bytes() == before
+    assert "did you mean 'gradients'" in called("--protocol", "gradient", code=2)
+
+
+def test_the_rounds_that_a_budget_buys_bring_the_gradients_nearest_to_those_of_fedavg() -> None:
+    setup = SMOKE["labels"]
+    setup = replace(setup, document={**setup.document, "rounds": 6})
+    budget = GradientBudget(setup, None)
+    cell = Cell(setup, "fedavg-ft", protocol="gradients")
+    samples = {}
+    for rounds in (budget.rounds(cell, {"epochs": 2}, 0), 3, 5):
+        document = with_params({**cell.document, "seeds": [0]}, 0, {"epochs": 2}, rounds=rounds)
+        plan = parse(document)
+        (run,) = [simulate(plan.methods[0].setting.with_(rounds=rounds), plan.partition(plan.source.read(None), 0))]
+        samples[rounds] = float(run.state.records.last("", "", "samples_backward")[0])
+    assert list(samples) == [4, 3, 5]  # two of six rounds pay for two epochs after the last one
+    plain = parse({**setup.document, "method": [{"algorithm": "fedavg"}]})
+    fed = plan.partition(plan.source.read(None), 0)
+    whole = 6 * int(fed.sizes("train").sum())
+    assert samples[4] == whole
+    assert plain.common.rounds == 6
+    assert budget.missed(samples[3], 0)
+    assert not budget.missed(samples[4], 0)
 
 
 # --- reference models

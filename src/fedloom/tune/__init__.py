@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 from fedloom.tune.search import SearchResult, check_values, space_of, with_params
-from fedloom.tune.trial import Trial
+from fedloom.tune.trial import Trial, for_scoring
 from fedloom.tune.tuning import Tuning
+from fedloom.tune.work import Budget, plain_budget
 
-__all__ = ["SearchResult", "Trial", "Tuning", "check_values", "space_of", "with_params"]
+__all__ = [
+    "Budget",
+    "SearchResult",
+    "Trial",
+    "Tuning",
+    "check_values",
+    "for_scoring",
+    "plain_budget",
+    "space_of",
+    "with_params",
+]

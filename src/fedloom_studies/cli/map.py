@@ -36,6 +36,13 @@ def map_command(
     stale: Annotated[
         bool, typer.Option("--stale", help="also stale cells: confirm them by a seed, or run them anew")
     ] = False,
+    protocol: Annotated[
+        str,
+        typer.Option(
+            help="equal rounds, or gradients: rounds that FedAvg's gradients buy",
+            autocompletion=one_of("rounds", "gradients"),
+        ),
+    ] = "rounds",
     scale: Annotated[
         str, typer.Option(help="full, or smoke: two setups, one seed", autocompletion=one_of("smoke", "full"))
     ] = "full",
@@ -65,19 +72,21 @@ def map_command(
         from fedloom_studies.map.judge import judge
         from fedloom_studies.map.measure import due, estimates, measure_all
         from fedloom_studies.map.page import FOLDER, pages, standing_table
-        from fedloom_studies.map.records import read, write
+        from fedloom_studies.map.records import read, with_reused, write
         from fedloom_studies.map.references import measure
-        from fedloom_studies.map.setups import Cell, Scale, setups, space_from
+        from fedloom_studies.map.setups import Cell, Protocol, Scale, setups, space_from
         from fedloom_studies.reproduce import TimeBudget
         from fedloom_studies.store import folder_of
 
         scales: dict[str, Scale] = {"smoke": "smoke", "full": "full"}
         every, recorded = setups(choose("scale", scales, scale)), folder_of(results) / f"map-{scale}.jsonl"
+        protocols: dict[str, Protocol] = {"rounds": "rounds", "gradients": "gradients"}
+        equal = choose("protocol", protocols, protocol)
         wanted = [choose("setup", every, name) for name in setup or every]
-        methods, records = method or [], read(recorded)
+        methods, records = method or [], read(recorded, equal)
         beside = recorded.with_name(f"map-{scale}-references.jsonl")
         if page is not None:
-            write_pages(page, FOLDER, pages(every, records, read(beside)))
+            write_pages(page, FOLDER, pages(every, read(recorded), read(beside), read(recorded, "gradients")))
             say(f"page: {page}")
             return
         if references:
@@ -88,9 +97,9 @@ def map_command(
             return
         own_space = space_from(space, methods[0]) if space is not None else {}
         for name in methods:
-            _ = Cell(wanted[0], name, own_space).protocol  # what cannot be is refused before work
-        todo = due(wanted, records, methods, own_space, again=again, old=stale)
-        print_rows(estimates(wanted, todo, records, data_dir))
+            _ = Cell(wanted[0], name, own_space, equal).digest  # what cannot be is refused before work
+        todo = due(wanted, records, methods, own_space, again=again, old=stale, protocol=equal)
+        print_rows(estimates(wanted, todo, records, data_dir, equal))
         if list_:
             return
         time = TimeBudget(None if budget is None else seconds(budget))
@@ -99,7 +108,7 @@ def map_command(
             again=again,
         )  # fmt: skip
         if methods:
-            now = read(recorded)
+            now = with_reused(read(recorded, equal), read(recorded))
             print_rows(standing_table([judge(one, now) for one in wanted], methods))
         if not ended:
             say("stopped: the same command resumes from here", err=True)

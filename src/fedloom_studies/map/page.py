@@ -11,21 +11,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fedloom.algorithms import REGISTRY
-from fedloom.formats import fixed, option, options, pair, percent, significant, total
-from fedloom.report import ENOUGH, LEVEL, Estimate, TestedDifference, csv_of_table, differences
+from fedloom.formats import fixed, option, options, percent, significant, total
+from fedloom.report import ENOUGH, LEVEL, csv_of_table
+from fedloom_studies.map.equal import BothProtocols, Records, compare, section, summary
 from fedloom_studies.map.judge import Overall, SetupVerdict, Standing, judge, overall
 from fedloom_studies.map.pictures import SIGNS, ladder, overview
 from fedloom_studies.map.records import NOT_RUN, CellRecord, stale
 from fedloom_studies.map.references import References, lines
-from fedloom_studies.map.setups import MARKS, POOLED, Cell, Setup
+from fedloom_studies.map.setups import MARKS, Cell, Setup
+from fedloom_studies.map.statements import FOLDER, advice, finding, in_percent, joined, sentences, signed
 
-FOLDER = "map"
-"""Beside the page: a page and pictures per setup, and the table."""
-MOST = 15
-"""Rows of the first table."""
-NO_REFERENCES: References = MappingProxyType({})
-NONE = TestedDifference(math.nan, math.nan, math.nan, math.nan, significant=False, seeds=0)
-"""The comparison of methods without a result."""
+NOTHING: Records = MappingProxyType({})
 COLUMNS = {
     "mean": "metric", "worst10": "worst 10 %", "gain_local": "over local", "gain_fedavg": "over FedAvg",
     "mean_at_fedavg_work": "at FedAvg's gradients",
@@ -67,24 +63,31 @@ own with [one command](own-algorithm.md#on-the-map)."""
 
 
 def pages(
-    setups: Mapping[str, Setup], records: Mapping[tuple[str, str], CellRecord], references: References = NO_REFERENCES
+    setups: Mapping[str, Setup], records: Records, references: References = NOTHING, gradients: Records = NOTHING
 ) -> Iterator[tuple[str, str | bytes]]:
     """Name and content of every file: "" for the page of the map, the others go into `FOLDER`.
+
+    Args:
+        setups: by name.
+        records: at equal rounds.
+        references: models of scikit-learn.
+        gradients: records at equal gradients.
 
     Raises:
         ModuleNotFoundError: scikit-posthocs is not installed.
     """
     verdicts = [judge(setup, records) for setup in setups.values()]
+    comparisons = [compare(j, records, gradients) for j in verdicts]
     together = overall(verdicts)
     methods = list(dict.fromkeys([*(together.methods if together else ()), *REGISTRY, *(m for _, m in records)]))
-    yield "", _overview(verdicts, together, methods)
+    yield "", _overview(verdicts, together, comparisons)
     yield "map.svg", overview(verdicts, methods).encode()
     if together:
         halves = [math.nan] * len(together.ranks)
         title = f"mean rank over {len(together.setups)} setups"
         yield "ranks.svg", ladder(together.methods, together.ranks, halves, title, groups=together.groups).encode()
-    for j in verdicts:
-        yield f"{j.setup.name}.md", "\n".join(_setup(j, references))
+    for j, both in zip(verdicts, comparisons, strict=True):
+        yield f"{j.setup.name}.md", "\n".join([*_setup(j, references), *section(both)])
         if j.standings:
             figures = [s.figures["mean"] for s in j.standings]
             names, percent = [s.method for s in j.standings], [(100 * f.mean, 100 * f.half) for f in figures]
@@ -92,13 +95,13 @@ def pages(
             level = {s.method for s in j.standings if s.level}
             picture = ladder(names, [m for m, _ in percent], [h for _, h in percent], title, level=level)
             yield f"{j.setup.name}.svg", picture.encode()
-    table, parquet = tabled(verdicts), io.BytesIO()
+    table, parquet = tabled([*verdicts, *(both.gradients for both in comparisons)]), io.BytesIO()
     pq.write_table(table, parquet, compression="zstd")
     yield "map.parquet", parquet.getvalue()
     yield "map.csv", csv_of_table(table)
 
 
-def _overview(verdicts: Sequence[SetupVerdict], together: Overall | None, methods: Sequence[str]) -> str:
+def _overview(verdicts: Sequence[SetupVerdict], together: Overall | None, comparisons: Sequence[BothProtocols]) -> str:
     setup = verdicts[0].setup
     wanted = sum(max(len(j.records), len(REGISTRY)) for j in verdicts)
     head = HEAD.format(
@@ -113,7 +116,7 @@ def _overview(verdicts: Sequence[SetupVerdict], together: Overall | None, method
         changed = f" {change[:1].upper()}{change[1:]}." if change else ""
         about = f"({about}; {j.setup.training}).{changed}"
         lines += [f"**[{j.setup.title}]({FOLDER}/{j.setup.name}.md)** {about} {' '.join(sentences(j))}", ""]
-    lines += ["## Over all setups", ""]
+    lines += [*summary(comparisons), "## Over all setups", ""]
     if together is None:
         lines += ["Too few tuned setups and methods have been run to compare over them."]
         return "\n".join(lines) + "\n"
@@ -121,104 +124,11 @@ def _overview(verdicts: Sequence[SetupVerdict], together: Overall | None, method
     lines += [
         f"The {len(together.methods)} methods with a result in each of {len(together.setups)} tuned setups {alike} "
         f"(Friedman's test of their ranks, p = {significant(together.p, 2)}). "
-        f"The setups are: {_words(together.setups)}. Bars join methods that Nemenyi's test finds level.",
+        f"The setups are: {joined(together.setups)}. Bars join methods that Nemenyi's test finds level.",
         "",
         f"![mean ranks]({FOLDER}/ranks.svg)",
     ]
     return "\n".join(lines) + "\n"
-
-
-def advice(verdicts: Sequence[SetupVerdict]) -> Iterator[str]:
-    """Rows of the table that comes first: what to take in each setup, what it gains and what it costs.
-
-    That is the best of those significantly better than the better of local and FedAvg; without any, that one. Gains
-    are means over clients and seeds with the plain 95 % interval over seeds. At most `MOST` rows, largest gains first.
-    """
-    rows: list[tuple[float, str]] = []
-    for j in verdicts:
-        local, fedavg = (j.of(method) for method in MARKS[:2])
-        if local is None or fedavg is None:
-            continue
-        chosen = next((s for s in _methods(j) if s.better), None) or j.of(j.reference)
-        assert chosen is not None
-        mean = chosen.figures["mean"]
-        gains = {m.method: Estimate(differences(mean, m.figures["mean"])) for m in (fedavg, local)}
-        cells = ["-" if mark == chosen.method else _signed(gain) for mark, gain in gains.items()]
-        times = chosen.figures["gradients"].mean / fedavg.figures["gradients"].mean
-        sent = chosen.figures["bytes"].mean / 1e6
-        megabytes = f"{significant(sent, 3)} MB" if sent else "nothing sent"
-        cost = f"{significant(times, 2)} times FedAvg's gradients, {megabytes}"
-        link = f"[{j.setup.title}]({FOLDER}/{j.setup.name}.md)"
-        better = "" if chosen.better else " (no method is clearly better)"
-        largest = max(gain.mean for gain in gains.values())
-        rows.append((largest, f"| {link} | {chosen.method}{better} | {' | '.join(cells)} | {cost} |"))
-    if not rows:
-        return
-    yield "| your clients | take | points over FedAvg | points over training alone | what it costs |"
-    yield "|---|---|---|---|---|"
-    yield from (row for _, row in sorted(rows, key=lambda row: -row[0])[:MOST])
-    yield ""
-    yield f"± is half of the 95 % interval over seeds. At most {MOST} setups are shown, the largest gains first."
-
-
-def finding(verdicts: Sequence[SetupVerdict]) -> str:
-    """The page's first sentences: where a method is significantly better than the better of local and FedAvg."""
-    whole = [j for j in verdicts if j.reference]
-    if not whole:
-        return "No setup has results of both local and FedAvg yet."
-    won = [(j.setup.title, better) for j in whole if (better := [s for s in _methods(j) if s.better])]
-    none = len(whole) - len(won)
-    first = (
-        f"**In {none} of {len(whole)} setups no method is significantly better than the better of local training and "
-        "FedAvg.**"
-    )
-    rest = [f"*{title}* ({_listed(s.method for s in better)})" for title, better in won]
-    return f"{first} The others are: {'; '.join(rest)}." if rest else first
-
-
-def _methods(j: SetupVerdict) -> list[Standing]:
-    """The standings but those of local, FedAvg and pooled data."""
-    return [s for s in j.standings if s.method not in MARKS]
-
-
-def sentences(j: SetupVerdict) -> list[str]:
-    """Three sentences that the records of a setup support; one where they support none."""
-    if not j.reference:
-        return [f"Not run to the end: {len(j.records)} cells, local and FedAvg not both." if j.records else "Not run."]
-    local, fedavg = (j.of(method) for method in MARKS[:2])
-    assert local is not None
-    assert fedavg is not None
-    gain = fedavg.gain or -(local.gain or NONE)
-    first = (
-        f"FedAvg reaches {_percent(fedavg.figures['mean'])}, local training {_percent(local.figures['mean'])}: "
-        f"{percent(fedavg.figures['gainers_local'].mean)} of the clients gain from FedAvg, the mean change is "
-        f"{_signed(gain)} points{'' if gain.significant else ', not significant'}."
-    )
-    rivals = _methods(j)
-    won, lost = [s for s in rivals if s.better], [s for s in rivals if s.worse]
-    named = f" Better {'is' if len(won) < 2 else 'are'} {_listed(_gain(s) for s in won)}." if won else ""
-    second = (
-        f"Of {len(rivals)} other methods {len(won) or 'none'} {'is' if len(won) < 2 else 'are'} significantly better "
-        f"than the better of the two, and {len(lost) or 'none'} {'is' if len(lost) < 2 else 'are'} significantly "
-        f"worse.{named}"
-    )
-    top, *behind = j.rivals
-    level = [s for s in behind if s.level]
-    if level:
-        frugal = min((top, *level), key=lambda s: s.figures["bytes"].mean)
-        sent = frugal.figures["bytes"].mean / 1e6
-        least = f"{frugal.method} sends {f'least, {significant(sent, 3)} MB' if sent else 'nothing'}"
-        are = "is" if len(level) == 1 else "are"
-        beside = f"{len(level)} of the {len(behind)} others {are} level with it. Of these and {top.method}, {least}."
-    else:
-        beside = f"It is significantly better than each of the {len(behind)} others."
-    best = f"The best mean is that of {top.method}, {_percent(top.figures['mean'])}."
-    third = f"{best} {beside}{_pooled(j.of(POOLED))}"
-    return [first, second, third]
-
-
-def _pooled(standing: Standing | None) -> str:
-    return f" One model on the pooled data reaches {_percent(standing.figures['mean'])}." if standing else ""
 
 
 def _setup(j: SetupVerdict, references: References) -> Iterator[str]:
@@ -230,14 +140,14 @@ def _setup(j: SetupVerdict, references: References) -> Iterator[str]:
         yield from (f"![means over seeds; full circles are level with the best method]({setup.name}.svg)", "")
         yield (
             f"Percent of {j.standings[0].record.metric}, ± half of the plain 95 % interval over seeds "
-            f"{_words(setup.seeds)}. A full circle in the picture is level with the best method; pooled "
+            f"{joined(setup.seeds)}. A full circle in the picture is level with the best method; pooled "
             "data (centralized) are no rival. Shares are of clients."
         )
         titles = [*COLUMNS.values(), "gain by it", "variance", "gradients", "MB", "rounds to 95 %"]
         yield from ("", f"| method | model | {' | '.join(titles)} | chosen | |", f"|{'---|' * (4 + len(titles))}")
     for s in j.standings:
         figures = s.figures
-        shown = [_percent(figures.get(name)) for name in COLUMNS]
+        shown = [in_percent(figures.get(name)) for name in COLUMNS]
         shares = [percent(figures[f"gainers_{m}"].mean) if f"gainers_{m}" in figures else "-" for m in MARKS[:2]]
         rounds_to_95 = figures["rounds_to_95"]
         reached = (
@@ -255,14 +165,14 @@ def _setup(j: SetupVerdict, references: References) -> Iterator[str]:
         yield f"- {record.method}: {record.status}: {record.reason}{_notes(setup, record, None, ' (', ')')}"
     missing = [name for name in REGISTRY if name not in j.records]
     if missing:
-        named = _words(missing) if j.records else "every method"
+        named = joined(missing) if j.records else "every method"
         yield f"- Not run: {named}. Command: `fedloom map --setup {setup.name}`"
     spent = sum(record.minutes for record in j.records.values())
     commits = sorted({record.commit[:12] or "unknown" for record in j.records.values()})
     tried = f"{setup.trials} trials each" if setup.trials > 1 else "every method as it comes"
     if j.records:
         yield (
-            f"- {fixed(spent, 1)} core-minutes of a share of {option(setup.share)}; {tried}; commits: {_words(commits)}"
+            f"- {fixed(spent, 1)} core-minutes of a share of {option(setup.share)}; {tried}; commits: {joined(commits)}"
         )
     yield ""
 
@@ -283,31 +193,6 @@ def _settings(record: CellRecord) -> str:
     return options(record.chosen, 3)
 
 
-def _words(values: Iterable[object]) -> str:
-    return ", ".join(map(str, values))
-
-
-def _gain(s: Standing) -> str:
-    twice = {True: ", seen twice", False: ", not confirmed", None: ""}[s.confirmed]
-    return f"{s.method} {_signed(s.gain or NONE)}{twice}"
-
-
-def _listed(words: Iterable[str], most: int = 5) -> str:
-    items = list(words)
-    return ", ".join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")
-
-
-def _signed(difference: Estimate | TestedDifference) -> str:
-    return ("+" if difference.mean > 0 else "") + _percent(difference)
-
-
-def _percent(estimate: Estimate | TestedDifference | None) -> str:
-    """Mean and half of the interval in points."""
-    if estimate is None or not math.isfinite(estimate.mean):
-        return "-"
-    return pair(fixed(100 * estimate.mean, 1), fixed(100 * estimate.half, 1) if math.isfinite(estimate.half) else "")
-
-
 def standing_table(verdicts: Iterable[SetupVerdict], methods: Iterable[str]) -> list[dict[str, str]]:
     """Where methods stand beside all that are recorded: a row per setup and method."""
     rows = []
@@ -318,8 +203,8 @@ def standing_table(verdicts: Iterable[SetupVerdict], methods: Iterable[str]) -> 
             if s is not None:
                 verdict = ("" if s.better or s.worse else "not ") + "significant"
                 row |= {
-                    "mean, %": _percent(s.figures["mean"]),
-                    "over the better of local and FedAvg": _signed(s.gain) if s.gain else "-",
+                    "mean, %": in_percent(s.figures["mean"]),
+                    "over the better of local and FedAvg": signed(s.gain) if s.gain else "-",
                     "difference": verdict if s.gain else "the mark" if method == j.reference else "-",
                     "place": f"{j.standings.index(s) + 1} of {len(j.standings)}",
                     "level with the best": "yes" if s.level else "no",
@@ -335,10 +220,12 @@ def tabled(verdicts: Iterable[SetupVerdict]) -> pa.Table:
         for record in j.records.values():
             s = j.of(record.method)
             cell = {
-                "setup": record.setup, "method": record.method, "status": record.status, "reason": record.reason,
-                "stale": stale(Cell(j.setup, record.method, record.space), record), "metric": record.metric,
-                "model": record.model, "chosen": _settings(record), "trials": len(record.trials), "date": record.date,
-                "minutes": record.minutes, "commit": record.commit, "machine": record.machine,
+                "setup": record.setup, "protocol": record.protocol, "method": record.method, "status": record.status,
+                "reason": record.reason,
+                "stale": stale(Cell(j.setup, record.method, record.space, record.protocol), record),
+                "metric": record.metric, "model": record.model, "chosen": _settings(record),
+                "trials": len(record.trials), "date": record.date, "minutes": record.minutes,
+                "commit": record.commit, "machine": record.machine,
                 "versions": ", ".join(f"{name} {version}" for name, version in record.versions.items()),
             }  # fmt: skip
             figures = s.figures if s else {}
@@ -347,5 +234,5 @@ def tabled(verdicts: Iterable[SetupVerdict]) -> pa.Table:
                 rows.append(
                     {**cell, "seed": seed, **{k: v for k, v in values.items() if v is not None and math.isfinite(v)}}
                 )
-    columns = dict.fromkeys(["setup", "method", "status", *(key for row in rows for key in row)])
+    columns = dict.fromkeys(["setup", "protocol", "method", "status", *(key for row in rows for key in row)])
     return pa.table({name: [row.get(name) for row in rows] for name in columns})

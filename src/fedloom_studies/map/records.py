@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,11 +15,13 @@ from fedloom.errors import FedloomError
 from fedloom.formats import rounded
 from fedloom.metrics import leading
 from fedloom.report import MODELS, Key, Run, cumulative, curve, test_metrics
-from fedloom_studies.map.setups import Cell
+from fedloom_studies.map.setups import Cell, Protocol
 from fedloom_studies.reproduce.summary import commit, machine
 from fedloom_studies.store import not_a_record, put, records
 
 DONE, FAILED, NOT_APPLICABLE, NOT_RUN = "done", "failed", "not applicable", "not run"
+REUSED = "reused"
+"""Of a cell at equal gradients of a method that takes FedAvg's gradients at equal rounds: the runs are the same."""
 DIGITS = 6
 """Significant digits that are kept."""
 Values = list[float | None]
@@ -49,11 +51,12 @@ class CellRecord:
     """What came of a cell.
 
     Attributes:
-        protocol: `Cell.protocol` of what was run.
+        protocol: what the runs have in common with those of FedAvg.
+        digest: `Cell.digest` of what was run.
         source: `Cell.source` of the code that ran.
         space: search space of the method's own settings, where it was given.
-        status: done, failed (diverged with some seed) or not applicable.
-        reason: why it is not done.
+        status: done, failed (diverged with some seed), not applicable, or reused.
+        reason: why it is not done, or reused.
         metric: of the figures; higher is better.
         model: that a client would use: hybrid where there are a global and a personal one, else the one there is.
         chosen: settings of the best trial.
@@ -66,7 +69,8 @@ class CellRecord:
 
     setup: str
     method: str
-    protocol: str
+    protocol: Protocol
+    digest: str
     source: str
     space: dict[str, Any]
     status: str
@@ -88,18 +92,18 @@ def new_record(cell: Cell, status: str, reason: str, minutes: float, **more: Any
     """The record of a cell, as of here and now."""
     today = datetime.date.today().isoformat()
     return CellRecord(
-        cell.setup.name, cell.method, cell.protocol, cell.source, cell.space, status, reason, round(minutes, 3), today,
-        commit(), machine(), **more,
+        cell.setup.name, cell.method, cell.protocol, cell.digest, cell.source, cell.space, status, reason,
+        round(minutes, 3), today, commit(), machine(), **more,
     )  # fmt: skip
 
 
 def write(record: CellRecord, file: Path) -> None:
     """Record a cell in a file."""
-    put(file, record.__dict__, ("setup", "method"))
+    put(file, record.__dict__, ("setup", "method", "protocol"))
 
 
-def read(file: Path) -> dict[tuple[str, str], CellRecord]:
-    """Every record of a file by setup and method.
+def read(file: Path, protocol: Protocol = "rounds") -> dict[tuple[str, str], CellRecord]:
+    """Every record of a protocol by setup and method.
 
     Raises:
         RunDirError: a line is not a record of the map.
@@ -112,14 +116,34 @@ def read(file: Path) -> dict[tuple[str, str], CellRecord]:
             record = CellRecord(**fields)
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise not_a_record(file, number, error) from None
-        cells[record.setup, record.method] = record
+        if record.protocol == protocol:
+            cells[record.setup, record.method] = record
     return cells
+
+
+def with_reused(
+    records: Mapping[tuple[str, str], CellRecord], first: Mapping[tuple[str, str], CellRecord]
+) -> dict[tuple[str, str], CellRecord]:
+    """Put what was run at equal rounds in the place of what is reused of it.
+
+    Args:
+        records: at equal gradients.
+        first: at equal rounds. What is reused of them and not there is left out.
+    """
+    whole = {}
+    for key, record in records.items():
+        if record.status != REUSED:
+            whole[key] = record
+        elif key in first:
+            facts = {name: getattr(record, name) for name in ("protocol", "digest", "source", "reason", "minutes")}
+            whole[key] = replace(first[key], **facts)
+    return whole
 
 
 def stale(cell: Cell, record: CellRecord) -> str:
     """Why a record is not of what is here: another protocol, or another code of the method; empty if it is."""
     try:
-        if record.protocol != cell.protocol:
+        if record.digest != cell.digest:
             return "of another protocol"
         return "" if record.source == cell.source else "of another commit of the method"
     except FedloomError:  # the protocol of what is not applicable cannot be resolved, nor code that is not here

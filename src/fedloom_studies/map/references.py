@@ -52,7 +52,7 @@ def measure(setup: Setup, data_dir: Path | None) -> Iterator[CellRecord]:
             seeds[str(seed)] = Series(clients, [0], [float(np.nanmean(clients))], [0.0], [0.0])
         minutes, model = (time.process_time() - begin) / 60, "personal" if protocol == PER_CLIENT else "global"
         record = new_record(Cell(setup, "local"), DONE, "", minutes, metric=metric, model=model, seeds=seeds)
-        yield CellRecord(**{**record.__dict__, "method": name, "source": kind, "protocol": protocol})
+        yield CellRecord(**{**record.__dict__, "method": name, "source": kind, "digest": protocol})
 
 
 def _outputs(fed: Federation, kind: str, protocol: str, seed: int) -> tuple[Tensor, Tensor, Tensor]:

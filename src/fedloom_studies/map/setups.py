@@ -25,6 +25,8 @@ from fedloom.values import choose, dump, make, read_toml
 from fedloom_studies.reproduce.recipe import merged, without_uniform
 
 Scale = Literal["smoke", "full"]
+Protocol = Literal["rounds", "gradients"]
+"""What runs have in common: their rounds, or the gradients that FedAvg takes in these."""
 POOLED = "centralized"
 MARKS = ("local", "fedavg", POOLED)
 """Methods that all others are compared with, or read beside: no collaboration, one model for all, one place."""
@@ -37,7 +39,7 @@ class Setup:
     Attributes:
         title: for people, what is special about its clients.
         says: how it is made.
-        share: core-minutes that all of its cells may take together.
+        share: core-minutes that all of its cells at equal rounds may take together.
         trials: of every method; with one nothing is searched, and every method runs as it comes.
         tuning: their seeds.
         seeds: of the figures.
@@ -64,6 +66,10 @@ class Setup:
         """Whether its means count in ranks over setups: every method runs in it with settings that were tuned."""
         return self.trials > 1
 
+    def share_of(self, protocol: Protocol) -> float:
+        """Choose the core-minutes that all cells of a protocol may take together, by the number of its methods."""
+        return round(self.share * len(methods_of(protocol)) / len(REGISTRY), 1)
+
     @property
     def training(self) -> str:
         """The model, the rounds and the tuning in words."""
@@ -75,7 +81,7 @@ class Setup:
 
 def setups(scale: Scale) -> dict[str, Setup]:
     """Every setup of a scale by name, in the order of the file."""
-    declared = tomllib.loads(files("fedloom_studies.map").joinpath("setups.toml").read_text(encoding="utf-8"))
+    declared = _declared()
     change = declared["smoke"] if scale == "smoke" else {}
     names = change.pop("setups", declared["setup"])
     by_name = {}
@@ -90,28 +96,42 @@ def setups(scale: Scale) -> dict[str, Setup]:
     return by_name
 
 
+def _declared() -> dict[str, Any]:
+    return tomllib.loads(files("fedloom_studies.map").joinpath("setups.toml").read_text(encoding="utf-8"))
+
+
+def methods_of(protocol: Protocol) -> tuple[str, ...]:
+    """Choose the methods that a protocol has in every setup, those that others are compared with first."""
+    if protocol == "rounds":
+        return tuple(dict.fromkeys([*MARKS, *REGISTRY]))
+    return (*MARKS[:2], "fedavg-ft", *_declared()["gradients"]["methods"])
+
+
 @dataclass(frozen=True)
 class Cell:
-    """A method in a setup.
+    """A method in a setup, under a protocol.
 
     Attributes:
         method: a name of the registry, or an import path.
         space: where its own settings are looked for, on top of the default spaces.
+        protocol: what its trials and runs have in common with those of FedAvg.
     """
 
     setup: Setup
     method: str
     space: dict[str, Any] = field(default_factory=dict)
+    protocol: Protocol = "rounds"
 
     @property
     def where(self) -> str:
         """Its name in messages."""
-        return f"{self.method} in {self.setup.name}"
+        return f"{self.method} in {self.setup.name}{' at equal gradients' if self.protocol == 'gradients' else ''}"
 
     @property
     def file(self) -> Path:
-        """Where its record lies in the folder of results, without the suffix."""
-        return Path(self.setup.name, file_name(self.method))
+        """Where its runs lie in the folder of runs."""
+        place = Path(self.setup.name, file_name(self.method))
+        return place if self.protocol == "rounds" else self.protocol / place
 
     @property
     def document(self) -> dict[str, Any]:
@@ -122,7 +142,7 @@ class Cell:
     @property
     def search(self) -> dict[str, Any]:
         """The experiment of its search for settings."""
-        plain = {"model": "used", "prune": False, "equal_work": False}
+        plain = {"model": "used", "prune": False, "equal_work": self.protocol == "gradients"}
         space = {"all": self.setup.space} | ({self.method: self.space} if self.space else {})
         tune = {"trials": self.setup.trials, "seeds": list(self.setup.tuning), **plain, "space": space}
         return {**self.document, "tune": tune}
@@ -137,15 +157,15 @@ class Cell:
         return parse(self.search, self.where)
 
     @cached_property
-    def protocol(self) -> str:
+    def digest(self) -> str:
         """Digest of all that decides its figures but the code, and the number of trials."""
         from fedloom.tune import space_of
 
         space = space_of(self.plan.methods[0], self.plan.tune, self.where)
         resolved = {key: list(d) if isinstance(d, tuple) else dump(d) for key, d in space.items()}
         search = without_uniform({**self.search, "tune": {**self.search["tune"], "trials": None}})
-        digest = hashlib.sha256(json.dumps([search, resolved], sort_keys=True).encode()).hexdigest()[:16]
-        return f"{digest}-{self.setup.trials}"
+        text = hashlib.sha256(json.dumps([search, resolved], sort_keys=True).encode()).hexdigest()[:16]
+        return f"{text}-{self.setup.trials}"
 
     @cached_property
     def source(self) -> str:

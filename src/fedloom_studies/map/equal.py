@@ -1,0 +1,145 @@
+"""State what methods gain and lose at equal gradients: a section of the map's page, and one of the page of a setup."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from fedloom.formats import fixed, options, significant
+from fedloom.report import TestedDifference, differences, family
+from fedloom_studies.map.judge import SetupVerdict, judge
+from fedloom_studies.map.records import DONE, REUSED, CellRecord, stale, with_reused
+from fedloom_studies.map.setups import MARKS, Cell, Protocol, Setup, methods_of
+from fedloom_studies.map.statements import FOLDER, in_percent, joined, listed, rivals_of, sentences, signed
+
+PROTOCOL: Protocol = "gradients"
+Records = Mapping[tuple[str, str], CellRecord]
+ABOUT = """FedAvg, local training, FedAvg-FT and {picked} methods that a rule fixed beforehand picked. Every run takes
+as many gradients as FedAvg takes at equal rounds, in as many rounds as these buy. What is spent before the first round
+and after the last one counts. Settings are searched anew, with the same trials, seeds and data. A method that takes
+FedAvg's gradients at equal rounds has the same runs, which are reused. {run} of {cells} cells so far, {reused} of them
+reused. *Lower* and *higher* are methods whose mean differs significantly from their own at equal rounds (paired t tests
+over seeds, Holm's correction over the methods of a setup)."""
+
+
+class BothProtocols(NamedTuple):
+    """A setup under both protocols.
+
+    Attributes:
+        rounds: at equal rounds.
+        gradients: at equal gradients.
+        records: at equal gradients, as they were written: what is reused has no figures of its own.
+        changes: of the mean from equal rounds to equal gradients, of every method whose runs are not the same, as one
+            family of tests.
+    """
+
+    rounds: SetupVerdict
+    gradients: SetupVerdict
+    records: Mapping[str, CellRecord]
+    changes: dict[str, TestedDifference]
+
+    def changed(self, sign: int) -> list[str]:
+        """Choose the methods with a significant change of this sign, the largest first."""
+        clear = [(name, c) for name, c in self.changes.items() if c.significant and sign * c.mean > 0]
+        return [f"{name} {signed(change)}" for name, change in sorted(clear, key=lambda item: -abs(item[1].mean))]
+
+
+def compare(rounds: SetupVerdict, first: Records, second: Records) -> BothProtocols:
+    """Judge a setup at equal gradients, and the change of every method.
+
+    Args:
+        rounds: the setup at equal rounds.
+        first: all records at equal rounds.
+        second: all records at equal gradients.
+    """
+    gradients = judge(rounds.setup, with_reused(second, first))
+    written = {method: record for (name, method), record in second.items() if name == rounds.setup.name}
+    means = {}
+    for s in gradients.standings:
+        before = rounds.of(s.method)
+        if before is not None and written[s.method].status != REUSED:
+            means[s.method] = differences(s.figures["mean"], before.figures["mean"])
+    return BothProtocols(rounds, gradients, written, family(means))
+
+
+def changes_in_words(c: BothProtocols) -> str:
+    """State which methods have a significantly other mean at equal gradients than at equal rounds."""
+    if not c.changes:
+        return ""
+    lower, higher = c.changed(-1), c.changed(1)
+    named = [f" {word} {'is' if len(names) < 2 else 'are'} {listed(names)}." if names else ""
+             for word, names in (("Lower", lower), ("Higher", higher))]  # fmt: skip
+    return (
+        f"Of {len(c.changes)} methods that take other work than FedAvg at equal rounds, {len(lower) or 'none'} "
+        f"{'is' if len(lower) < 2 else 'are'} significantly lower at equal gradients, and {len(higher) or 'none'} "
+        f"{'is' if len(higher) < 2 else 'are'} significantly higher.{''.join(named)}"
+    )
+
+
+def summary(comparisons: Sequence[BothProtocols]) -> Iterator[str]:
+    """Lines of the map's page: the protocol, and a row for every setup in which local and FedAvg are there."""
+    methods = methods_of(PROTOCOL)
+    records = [record for c in comparisons for record in c.records.values()]
+    yield from ("## At equal gradients", "")
+    yield ABOUT.format(
+        picked=len(methods) - 3, run=len(records), cells=len(methods) * len(comparisons),
+        reused=sum(record.status == REUSED for record in records),
+    )  # fmt: skip
+    begun = [c for c in comparisons if c.gradients.reference]
+    if begun:
+        titles = ["your clients", "cells", "best mean", "better than the better of local and FedAvg", "lower", "higher"]
+        yield from ("", f"| {' | '.join(titles)} |")
+        yield "|---|---|---|---|---|---|"
+    for c in begun:
+        j = c.gradients
+        top, better = j.standings[0], listed(s.method for s in rivals_of(j) if s.better)
+        link = f"[{j.setup.title}]({FOLDER}/{j.setup.name}.md#at-equal-gradients)"
+        shown = [link, f"{len(c.records)} of {len(methods)}", f"{top.method} {in_percent(top.figures['mean'])}",
+                 better or "none", listed(c.changed(-1)) or "none", listed(c.changed(1)) or "none"]  # fmt: skip
+        yield f"| {' | '.join(shown)} |"
+    waiting = [c.rounds.setup.name for c in comparisons if c not in begun]
+    if waiting:
+        yield from ("", f"Not run: {joined(waiting)}. Command: `fedloom map --protocol gradients --setup NAME`")
+    yield ""
+
+
+def section(c: BothProtocols) -> Iterator[str]:
+    """Lines of the page of a setup: sentences, a row for every method, and what was not run."""
+    setup, j = c.rounds.setup, c.gradients
+    yield from ("## At equal gradients", "", " ".join([*sentences(j), changes_in_words(c)]).strip())
+    if j.standings:
+        titles = ["at equal rounds", "at equal gradients", "change", "rounds", "of FedAvg's gradients", "chosen"]
+        yield from ("", f"| method | {' | '.join(titles)} | |", f"|{'---|' * (len(titles) + 2)}")
+    fedavg = j.of(MARKS[1])
+    for s in j.standings:
+        before, change = c.rounds.of(s.method), c.changes.get(s.method)
+        rounds = np.mean([series.rounds[-1] for series in s.record.seeds.values()])
+        share = s.figures["gradients"].mean / fedavg.figures["gradients"].mean if fedavg else float("nan")
+        shown = [s.method, in_percent(before.figures["mean"] if before else None), in_percent(s.figures["mean"]),
+                 signed(change) if change else "-", fixed(float(rounds), 0), significant(share, 3) if fedavg else "-",
+                 options(s.record.chosen, 3), _notes(setup, c, s.method)]  # fmt: skip
+        yield f"| {' | '.join(shown)} |"
+    yield ""
+    for record in c.records.values():
+        if record.status not in (DONE, REUSED):
+            yield f"- {record.method}: {record.status}: {record.reason}"
+    missing = [name for name in methods_of(PROTOCOL) if name not in c.records]
+    if missing:
+        named = joined(missing) if c.records else "every method"
+        yield f"- Not run: {named}. Command: `fedloom map --protocol gradients --setup {setup.name}`"
+    yield ""
+
+
+def _notes(setup: Setup, c: BothProtocols, method: str) -> str:
+    """Remarks on a cell: stale, reused, significant changes and gains."""
+    record, standing, change = c.records[method], c.gradients.of(method), c.changes.get(method)
+    old = stale(Cell(setup, method, record.space, PROTOCOL), record)
+    remarks = [f"stale: {old}"] if old else []
+    remarks += ["the same runs"] if record.status == REUSED else []
+    if standing is not None and (standing.better or standing.worse):
+        remarks.append(f"significantly {'better' if standing.better else 'worse'} than the better of local and FedAvg")
+    if change is not None and change.significant:
+        remarks.append(f"significantly {'higher' if change.mean > 0 else 'lower'} than at equal rounds")
+    return "; ".join(remarks)

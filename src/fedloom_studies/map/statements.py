@@ -1,0 +1,139 @@
+"""State what the records of the map support: the advice that comes first, and sentences on every setup."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+from fedloom.formats import fixed, pair, percent, significant
+from fedloom.report import Estimate, TestedDifference, differences
+from fedloom_studies.map.judge import SetupVerdict, Standing
+from fedloom_studies.map.setups import MARKS, POOLED
+
+FOLDER = "map"
+"""Beside the page: a page and pictures per setup, and the table."""
+MOST = 15
+"""Rows of the first table."""
+NONE = TestedDifference(math.nan, math.nan, math.nan, math.nan, significant=False, seeds=0)
+"""The comparison of methods without a result."""
+
+
+def advice(verdicts: Sequence[SetupVerdict]) -> Iterator[str]:
+    """Rows of the table that comes first: what to take in each setup, what it gains and what it costs.
+
+    That is the best of those significantly better than the better of local and FedAvg; without any, that one. Gains
+    are means over clients and seeds with the plain 95 % interval over seeds. At most `MOST` rows, largest gains first.
+    """
+    rows: list[tuple[float, str]] = []
+    for j in verdicts:
+        local, fedavg = (j.of(method) for method in MARKS[:2])
+        if local is None or fedavg is None:
+            continue
+        chosen = next((s for s in rivals_of(j) if s.better), None) or j.of(j.reference)
+        assert chosen is not None
+        mean = chosen.figures["mean"]
+        gains = {m.method: Estimate(differences(mean, m.figures["mean"])) for m in (fedavg, local)}
+        cells = ["-" if mark == chosen.method else signed(gain) for mark, gain in gains.items()]
+        times = chosen.figures["gradients"].mean / fedavg.figures["gradients"].mean
+        sent = chosen.figures["bytes"].mean / 1e6
+        megabytes = f"{significant(sent, 3)} MB" if sent else "nothing sent"
+        cost = f"{significant(times, 2)} times FedAvg's gradients, {megabytes}"
+        link = f"[{j.setup.title}]({FOLDER}/{j.setup.name}.md)"
+        better = "" if chosen.better else " (no method is clearly better)"
+        largest = max(gain.mean for gain in gains.values())
+        rows.append((largest, f"| {link} | {chosen.method}{better} | {' | '.join(cells)} | {cost} |"))
+    if not rows:
+        return
+    yield "| your clients | take | points over FedAvg | points over training alone | what it costs |"
+    yield "|---|---|---|---|---|"
+    yield from (row for _, row in sorted(rows, key=lambda row: -row[0])[:MOST])
+    yield ""
+    yield f"± is half of the 95 % interval over seeds. At most {MOST} setups are shown, the largest gains first."
+
+
+def finding(verdicts: Sequence[SetupVerdict]) -> str:
+    """The page's first sentences: where a method is significantly better than the better of local and FedAvg."""
+    whole = [j for j in verdicts if j.reference]
+    if not whole:
+        return "No setup has results of both local and FedAvg yet."
+    won = [(j.setup.title, better) for j in whole if (better := [s for s in rivals_of(j) if s.better])]
+    none = len(whole) - len(won)
+    first = (
+        f"**In {none} of {len(whole)} setups no method is significantly better than the better of local training and "
+        "FedAvg.**"
+    )
+    rest = [f"*{title}* ({listed(s.method for s in better)})" for title, better in won]
+    return f"{first} The others are: {'; '.join(rest)}." if rest else first
+
+
+def rivals_of(j: SetupVerdict) -> list[Standing]:
+    """Choose the standings but those of local, FedAvg and pooled data."""
+    return [s for s in j.standings if s.method not in MARKS]
+
+
+def sentences(j: SetupVerdict) -> list[str]:
+    """Three sentences that the records of a setup support; one where they support none."""
+    if not j.reference:
+        return [f"Not run to the end: {len(j.records)} cells, local and FedAvg not both." if j.records else "Not run."]
+    local, fedavg = (j.of(method) for method in MARKS[:2])
+    assert local is not None
+    assert fedavg is not None
+    gain = fedavg.gain or -(local.gain or NONE)
+    first = (
+        f"FedAvg reaches {in_percent(fedavg.figures['mean'])}, local training {in_percent(local.figures['mean'])}: "
+        f"{percent(fedavg.figures['gainers_local'].mean)} of the clients gain from FedAvg, the mean change is "
+        f"{signed(gain)} points{'' if gain.significant else ', not significant'}."
+    )
+    rivals = rivals_of(j)
+    won, lost = [s for s in rivals if s.better], [s for s in rivals if s.worse]
+    named = f" Better {'is' if len(won) < 2 else 'are'} {listed(_gain(s) for s in won)}." if won else ""
+    second = (
+        f"Of {len(rivals)} other methods {len(won) or 'none'} {'is' if len(won) < 2 else 'are'} significantly better "
+        f"than the better of the two, and {len(lost) or 'none'} {'is' if len(lost) < 2 else 'are'} significantly "
+        f"worse.{named}"
+    )
+    top, *behind = j.rivals
+    level = [s for s in behind if s.level]
+    if level:
+        frugal = min((top, *level), key=lambda s: s.figures["bytes"].mean)
+        sent = frugal.figures["bytes"].mean / 1e6
+        least = f"{frugal.method} sends {f'least, {significant(sent, 3)} MB' if sent else 'nothing'}"
+        are = "is" if len(level) == 1 else "are"
+        beside = f"{len(level)} of the {len(behind)} others {are} level with it. Of these and {top.method}, {least}."
+    else:
+        beside = f"It is significantly better than each of the {len(behind)} others."
+    best = f"The best mean is that of {top.method}, {in_percent(top.figures['mean'])}."
+    third = f"{best} {beside}{_pooled(j.of(POOLED))}"
+    return [first, second, third]
+
+
+def _pooled(standing: Standing | None) -> str:
+    return f" One model on the pooled data reaches {in_percent(standing.figures['mean'])}." if standing else ""
+
+
+def joined(values: Iterable[object]) -> str:
+    """Join values with commas."""
+    return ", ".join(map(str, values))
+
+
+def _gain(s: Standing) -> str:
+    twice = {True: ", seen twice", False: ", not confirmed", None: ""}[s.confirmed]
+    return f"{s.method} {signed(s.gain or NONE)}{twice}"
+
+
+def listed(names: Iterable[str], most: int = 5) -> str:
+    """Join the first names with commas, and count the others."""
+    items = list(names)
+    return ", ".join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")
+
+
+def signed(difference: Estimate | TestedDifference) -> str:
+    """Write a mean with its sign and half of its interval, in points."""
+    return ("+" if difference.mean > 0 else "") + in_percent(difference)
+
+
+def in_percent(estimate: Estimate | TestedDifference | None) -> str:
+    """Write a mean and half of its interval, in points; "-" without one."""
+    if estimate is None or not math.isfinite(estimate.mean):
+        return "-"
+    return pair(fixed(100 * estimate.mean, 1), fixed(100 * estimate.half, 1) if math.isfinite(estimate.half) else "")
