@@ -59,8 +59,8 @@ class GradientBudget:
         setup = self._setup
         if first is None or first.status != DONE or stale(Cell(setup, cell.method, first.space), first):
             return False
-        taken = {int(seed): series.gradients[-1] for seed, series in first.seeds.items()}
-        if any(abs(samples / self._of(seed)[1].samples - 1) > ALIKE for seed, samples in taken.items()):
+        samples_by_seed = {int(seed): series.gradients[-1] for seed, series in first.seeds.items()}
+        if any(abs(samples / self._of(seed)[1].samples - 1) > ALIKE for seed, samples in samples_by_seed.items()):
             return False
         runs = [*((params, setup.tuning[0]) for params, _ in first.trials), *((first.chosen, s) for s in setup.seeds)]
         try:

@@ -225,8 +225,8 @@ class _Work(NamedTuple):
         except RunStopped as stopped:
             return {"seeds": {}, "reason": f"seed {seed} without a result: {stopped}"}
         fields = self._play((seed,), chosen, listeners, rounds=rounds)
-        taken = [series.gradients[-1] for series in fields["seeds"].values()] if fields else []
-        if any(budget.missed(samples, seed) for samples in taken):
+        spent = [series.gradients[-1] for series in fields["seeds"].values()] if fields else []
+        if any(budget.missed(samples, seed) for samples in spent):
             again = budget.rounds(self.cell, chosen, seed, whole=True)
             return fields if again == rounds else self._play((seed,), chosen, listeners, rounds=again)
         return fields
