@@ -3,9 +3,10 @@
     python benchmarks/clock.py --clients 100000 --in-flight 1000 --buffer 10
 
 Softmax regression on 8 features and 3 classes, 3 samples a client, FedAvg with one step of two samples. One line:
-microseconds per event for the queue, the pool and the log; for local work; for the server's step, as in a round, with
-the rows that are copied for it; and those of a client of a synchronous round of as many clients as the buffer has.
-Seconds are of the processor, the least of five repetitions.
+microseconds per event for the queue, the pool and the log, apart into what every event adds and what every step adds,
+by a second buffer ten times as large; for local work; for the server's step, as in a round, with the rows that are
+copied for it; and those of a client of a synchronous round of as many clients as the buffer has. Seconds are of the
+processor, the least of five repetitions.
 """
 
 from __future__ import annotations
@@ -88,10 +89,14 @@ def main() -> None:
     fed = fl.partition.iid(clients=given.clients, validation=0.0, test=0.25)(data, 0)
     plain = per_event(fed, Synchronous(), given.buffer, given.buffer, given.steps)["all"]
     found = per_event(fed, Buffered(buffer=given.buffer), given.in_flight, given.buffer, given.steps)
+    many = per_event(fed, Buffered(buffer=10 * given.buffer), given.in_flight, 10 * given.buffer, given.steps)
+    of_step = (found["rest"] - many["rest"]) * given.buffer / 0.9
+    of_event = found["rest"] - of_step / given.buffer
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(
         f"{given.clients} clients, {given.in_flight} in flight, buffer {given.buffer}: microseconds per event: "
-        f"queue, pool and log {found['rest']:.1f}, local work {found['compute']:.1f}, "
+        f"queue, pool and log {found['rest']:.1f} ({of_event:.1f} and {of_step:.0f} a step), "
+        f"local work {found['compute']:.1f}, "
         f"server and rows {found['step_on'] + found['without']:.1f}; "
         f"per client of a synchronous round {plain:.1f}; peak {peak:.0f} MiB"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Iterable, Mapping
@@ -15,10 +16,12 @@ from flwr.app import Message
 from safetensors.torch import load_file
 from torch import Tensor
 
+from fedloom.deploy.noise import ReleasedNoise, released
 from fedloom.deploy.protocol.envelope import HEAD
 from fedloom.deploy.secure.member import check_maskable
 from fedloom.deploy.server import transport
 from fedloom.deploy.site.state import models
+from fedloom.engine.privacy import epsilon
 from fedloom.engine.simulate import simulate
 from fedloom.errors import ConfigError, Refused, Stop
 from fedloom.schedule import Devices, Fleet
@@ -33,6 +36,7 @@ SMALL = {
     "rounds": 3,
     "weights": "uniform",
 }
+NOISE = {"channel": {"kind": "gaussian-noise", "clip": 1.0, "sigma": 3.0, "delta": 1e-5}}
 WAIT = {"deadline": 600.0, "ttl": 1200.0, "patience": 300.0}
 
 
@@ -118,6 +122,40 @@ def test_a_deployed_stream_is_the_simulated_one_of_the_same_arrivals(
             [mine] = models(site.state)
             rows = simulated.models.rows("personal")[site.client]
             torch.testing.assert_close(load_file(mine.path)["rows"][0], rows, rtol=1e-10, atol=1e-10)
+
+
+def ledger(site: Any) -> list[dict[str, Any]]:
+    [path] = site.state.rglob("ledger.jsonl")
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_epsilon_of_a_stream_is_that_of_the_site_that_sends_most(tmp_path: Path, clock: Clock) -> None:
+    here = scene(tmp_path, "fedavg", **{**SMALL, "rounds": 8, "evaluate": {"every": 8}}, **buffered(2), **NOISE)
+    assert here.serve(grid(here, clock, seconds(dict(enumerate(TIMES)))), **WAIT) is Stop.DONE
+    noise = released(here.experiment.methods[0].setting.channel)
+    assert isinstance(noise, ReleasedNoise)
+    arrivals = [sum(f"site-{i}" in step for step in steps(here)) for i in range(N)]
+    assert max(arrivals) > min(arrivals)
+    figures = pq.read_table(here.server.results / "metrics.parquet").to_pylist()
+    [spent] = [f["value"] for f in figures if (f["round"], f["metric"]) == (8, "epsilon")]
+    assert spent == pytest.approx(epsilon(noise, max(arrivals)))
+    for site, used in zip(here.sites, arrivals, strict=True):
+        releases = ledger(site)
+        assert used <= len(releases) <= used + 1  # one may be under way at the end
+        assert releases[-1]["epsilon"] == pytest.approx(epsilon(noise, len(releases)))
+
+
+def test_a_site_whose_budget_is_spent_leaves_a_stream_to_the_others(tmp_path: Path, clock: Clock) -> None:
+    here = scene(tmp_path, "fedavg", **{**SMALL, "rounds": 6}, **buffered(2), **NOISE)
+    noise = released(here.experiment.methods[0].setting.channel)
+    assert isinstance(noise, ReleasedNoise)
+    first = here.sites[0].with_(epsilon=(epsilon(noise, 2) + epsilon(noise, 3)) / 2)
+    others = [site.with_(epsilon=100 * epsilon(noise, 6)) for site in here.sites[1:]]
+    here = here._replace(sites=[first, *others])
+    assert here.serve(grid(here, clock, seconds(dict(enumerate(TIMES)))), **WAIT) is Stop.DONE
+    assert len(ledger(first)) == 2
+    assert sum("site-0" in step for step in steps(here)) == 2
+    assert {line["client"] for line in here.audit("rejected") if "budget of site" in line["reason"]} == {0}
 
 
 def test_a_slow_site_holds_no_step_and_a_mute_one_its_place_until_the_time_out(tmp_path: Path, clock: Clock) -> None:

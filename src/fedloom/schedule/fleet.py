@@ -48,6 +48,10 @@ class Fleet:
         """``[n, 4]`` seconds, up, down and latency."""
         return torch.stack([self.seconds, self.up, self.down, self.latency], 1).numpy()
 
+    @cached_property
+    def _all_answer(self) -> bool:
+        return bool(self.seconds.isfinite().all())
+
     def busy(self, ids: Tensor, counts: Tensor) -> Tensor:
         """Seconds ``[m]`` that clients work and send.
 
@@ -55,11 +59,14 @@ class Fleet:
             ids: ``[m]`` clients.
             counts: ``[m, .]`` samples backward and forward, steps, and bytes up and down, in this order.
         """
-        backward, forward, _, up, down = counts.numpy()[:, :5].T
+        backward, forward, _, up, down = counts.numpy()[:, :5].astype(np.float64).T
         seconds, rate_up, rate_down, latency = self._columns.take(ids.numpy(), 0).T
         samples = backward + FORWARD * forward
-        work = np.multiply(samples, seconds, out=np.zeros(len(samples)), where=samples > 0)  # no sample takes no time
-        messages = (up > 0).astype(np.float64) + (down > 0)
+        if self._all_answer:
+            work = samples * seconds
+        else:
+            work = np.multiply(samples, seconds, out=np.zeros(len(samples)), where=samples > 0)  # no sample, no time
+        messages = np.sign(up) + np.sign(down)
         return torch.from_numpy(work + up / rate_up + down / rate_down + latency * messages)
 
     def ends(self, ids: Tensor, start: float, busy: Tensor) -> Tensor:

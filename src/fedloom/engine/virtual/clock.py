@@ -73,14 +73,11 @@ class Flight(NamedTuple):
         """Rows of the tensors that clients at these places have."""
         return np.searchsorted(self.places, places)
 
-    def without(self, places: NDArray[np.int64]) -> Flight | None:
-        """The flight after some have come back; None after the last one. Rows are copied once half of them are free."""
+    def without(self, places: NDArray[np.int64]) -> Flight:
+        """The flight after some have come back."""
         stays = np.ones(len(self.places), dtype=bool)
         stays[self.rows(places)] = False
-        left = self.places[stays]
-        if not len(left):
-            return None
-        index = torch.from_numpy(self.rows(left))
+        left, index = self.places[stays], torch.from_numpy(stays.nonzero()[0])
 
         def some(name: str, t: Tensor) -> Tensor:
             return t if name.startswith("received.") and t.dim() == 1 else t[index]
@@ -154,7 +151,8 @@ class Clock:
         back: of a flight's clients, the places of those that are back while their rows are still held.
         serial: number of the next dispatch.
         log: ``[u, 7]`` pieces of the log (`LOG`), each at least twice as long as the next.
-        pool: clients that were drawn and wait for a place, with how often each was drawn.
+        pool: clients that were drawn and wait for a place, with how often each was drawn; from ``pool_start`` on.
+        pool_start: how many clients have left the pool.
         away: the clients of the queue.
     """
 
@@ -165,6 +163,7 @@ class Clock:
     serial: int = 0
     log: tuple[Rows, ...] = ()
     pool: Sequence[tuple[int, int]] = ()
+    pool_start: int = 0
     away: AbstractSet[int] = frozenset()
 
     def logged(self, rows: Rows) -> tuple[Rows, ...]:
@@ -190,7 +189,7 @@ class Clock:
         named = {
             "now": torch.tensor(self.now, dtype=torch.float64), "serial": torch.tensor(self.serial),
             "queue": torch.tensor(list(self.queue), dtype=torch.float64).reshape(-1, 8),
-            "pool": torch.tensor(list(self.pool), dtype=torch.long).reshape(-1, 2),
+            "pool": torch.tensor(list(self.pool[self.pool_start :]), dtype=torch.long).reshape(-1, 2),
             "log": torch.from_numpy(self.history()),
         }  # fmt: skip
         once = dict[int, int]()
@@ -230,28 +229,18 @@ class Clock:
             for end, serial, client, flight, place, start, busy, lost in tensors["queue"].tolist()
         )
         pool = tuple((i, times) for i, times in tensors["pool"].tolist())
-        return cls(
-            float(tensors["now"]),
-            queue,
-            flights,
-            back,
-            int(tensors["serial"]),
-            pieces,
-            pool,
-            frozenset(e[2] for e in queue),
-        )
+        away = frozenset(event[2] for event in queue)
+        return cls(float(tensors["now"]), queue, flights, back, int(tensors["serial"]), pieces, pool, 0, away)
 
     def landed(self, number: int, places: list[int], flights: dict[int, Flight], back: dict[int, Any]) -> None:
         """Note in ``flights`` and ``back`` that clients of a flight need no room any longer."""
-        landed_places = (*back.pop(number, ()), *places)
-        if 2 * len(landed_places) < len(flights[number].places):
-            back[number] = landed_places
-            return
-        left = flights[number].without(np.array(sorted(landed_places)))
-        if left is None:
+        landed_places, held = (*back.pop(number, ()), *places), len(flights[number].places)
+        if len(landed_places) == held:
             del flights[number]
+        elif 2 * len(landed_places) < held:
+            back[number] = landed_places
         else:
-            flights[number] = left
+            flights[number] = flights[number].without(np.array(sorted(landed_places)))
 
 
 class UploadCounts(NamedTuple):

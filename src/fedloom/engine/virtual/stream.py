@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from bisect import insort
-from collections import deque
-from itertools import islice
+from itertools import chain, islice
 
 import numpy as np
 import torch
@@ -14,7 +13,7 @@ import torch
 from fedloom.engine.job import Job
 from fedloom.engine.round import checked_ids
 from fedloom.engine.state import State
-from fedloom.engine.virtual.clock import Clock, Event, Fate
+from fedloom.engine.virtual.clock import LOG, Clock, Event, Fate
 from fedloom.engine.virtual.dispatch import compute, step_on
 from fedloom.errors import RunStopped, Stop, attribute_error
 from fedloom.processes.clients import COUNTS, Clients, LocalClients
@@ -56,7 +55,7 @@ class Version(ABC):
         self._serial, self._now = clock.serial, clock.now
         self._queue, self._next = list(clock.queue), 0
         self._away = set(clock.away)
-        self._pool = deque(clock.pool)
+        self._pool, self._pool_start = clock.pool, clock.pool_start
         self._ready: dict[int, tuple[int, int, float]] = {}
         self._sampler, self._draws, self._left = state.sampler, 0, DRAWS
         self._waiting: list[Event] = []
@@ -117,7 +116,8 @@ class Version(ABC):
         chosen = self._choose(free)
         missing = [pair for pair in chosen if pair[0] not in self._ready]
         if missing:
-            further = (pair for pair in self._pool if pair[0] not in self._ready and self._is_free(pair[0]))
+            waiting = (self._pool[place] for place in range(self._pool_start, len(self._pool)))
+            further = (pair for pair in waiting if pair[0] not in self._ready and self._is_free(pair[0]))
             self._compute([*missing, *islice(further, max(ahead - len(chosen), 0))])
         for i, _ in chosen:
             self._dispatch(i)
@@ -134,10 +134,11 @@ class Version(ABC):
 
         Clients that are under way leave the pool; those that are not there stay in their places.
         """
-        chosen, absent, pool, away = list[tuple[int, int]](), list[tuple[int, int]](), self._pool, self._away
+        chosen, absent, away = list[tuple[int, int]](), list[tuple[int, int]](), self._away
         while len(chosen) < count:
-            if pool:
-                pair = pool.popleft()
+            if self._pool_start < len(self._pool):
+                pair = self._pool[self._pool_start]
+                self._pool_start += 1
                 if pair[0] not in away:
                     (chosen if self._is_there(pair[0]) else absent).append(pair)
                 continue
@@ -145,7 +146,7 @@ class Version(ABC):
                 break
             self._draw({i for i, _ in (*chosen, *absent)})
         if absent:
-            pool.extendleft(reversed(absent))
+            self._pool, self._pool_start = [*absent, *self._pool[self._pool_start :]], 0
         return chosen
 
     def _draw(self, excluded: set[int]) -> None:
@@ -159,7 +160,7 @@ class Version(ABC):
         ids, times = checked_ids(drawn, job.n).unique(return_counts=True)
         order = torch.randperm(len(ids), generator=generator(job.setting.seed, t, purpose=("dispatch", k)))
         pairs = zip(ids[order].tolist(), times[order].tolist(), strict=True)
-        self._pool += [pair for pair in pairs if pair[0] not in excluded]
+        self._pool, self._pool_start = [pair for pair in pairs if pair[0] not in excluded], 0
         self._draws, self._left = k + 1, self._left - 1
 
     @abstractmethod
@@ -200,9 +201,13 @@ class Version(ABC):
             places.setdefault(number, []).append(place)
         for number, some in places.items():
             self._clock.landed(number, some, self._flights, self._back)
-        queue, rows = self._queue[self._next :], self._clock.logged(np.array(log, dtype=np.float64))
+        rows = np.fromiter(chain.from_iterable(log), np.float64, len(log) * len(LOG)).reshape(-1, len(LOG))
         self._away.difference_update([event[2] for event in self._waiting])
-        return Clock(self._now, queue, self._flights, self._back, self._serial, rows, self._pool, self._away)
+        del self._queue[: self._next]
+        return Clock(
+            self._now, self._queue, self._flights, self._back, self._serial, self._clock.logged(rows),
+            self._pool, self._pool_start, self._away,
+        )  # fmt: skip
 
 
 class VirtualVersion(Version):
@@ -237,7 +242,7 @@ class VirtualVersion(Version):
         raise RunStopped(Stop.UNUSABLE, f"{detail}; give [schedule] a timeout, or fewer uploads of a step")
 
     def _compute(self, pairs: list[tuple[int, int]]) -> None:
-        ids, times = (torch.tensor(column) for column in zip(*sorted(pairs), strict=True))
+        ids, times = torch.from_numpy(np.array(sorted(pairs))).T.contiguous()
         for flight in compute(self._job, self._clients, self._state, ids, times):
             number = self._serial_of_flight()
             self._flights[number] = flight
