@@ -19,6 +19,8 @@ from fedloom.storage.store import Store
 
 PIECE = 1 << 26
 """Bytes of rows that move at once."""
+KEPT = {"kept", "models", "summed"}
+"""Stores of the server."""
 
 
 class RowLocations:
@@ -58,8 +60,9 @@ class RowLocations:
 
     def replicate(self, ids: Tensor) -> None:
         """Move what the server keeps of clients to every machine."""
-        if "kept" in self._stores:
-            self._fetch("kept", dict.fromkeys(range(self.machines), ids))
+        for name in self._stores:
+            if name in KEPT:
+                self._fetch(name, dict.fromkeys(range(self.machines), ids))
 
     def collect(self) -> None:
         """Move every row to the first machine."""
