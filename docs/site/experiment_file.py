@@ -12,7 +12,7 @@ from fedloom.choose import MIXERS, SAMPLERS, WEIGHERS
 from fedloom.data.partition import PARTITIONS, Partition
 from fedloom.data.sources import SOURCES
 from fedloom.engine.setting import Engine, Evaluate
-from fedloom.experiment.schema import Head
+from fedloom.experiment.schema import Top
 from fedloom.experiment.tuning import Range, Tune
 from fedloom.local import LocalSGD
 from fedloom.models import MODELS, PAPERS, Augment
@@ -50,6 +50,7 @@ have:
 | `algorithm` | name of the method, required |
 | `label` | what it is called in tables; the name when not given, and different for every method |
 | `rounds` | rounds of this method alone |
+| `weights` | clients' shares of the objective, of this method alone |
 | `local`, `sampler`, `weigher`, `mixer`, `aggregator`, `channel`, `schedule` | for the shared ones; `local` by key |
 
 ```toml
@@ -68,7 +69,7 @@ def page() -> str:
     models: dict[str, Any] = {**MODELS, **{name: type(spec) for name, spec in PAPERS.items()}}
     parts = [
         START,
-        _values("Top of the file", "", Head),
+        _values("Top of the file", "", Top),
         _kinds("[data]", "`source` is a name of the list, a path, or `hub:owner/name`.", SOURCES, key="source"),
         _values("[partition]: what every kind takes", "How the samples are cut into clients.", Partition),
         _kinds("[partition]: kinds", "`kind` is one of", PARTITIONS, shared=Partition),

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Generator, Tensor
 
-from fedloom.algorithms import FIAELT, FLAME, Algorithm, FedAvg, FedDR, FedSLR
+from fedloom.algorithms import FIAELT, FLAME, SCAFFOLD, Algorithm, FedADMM, FedAvg, FedDR, FedDyn, FedSLR
 from fedloom.choose import EquitableWeigher
 from fedloom.data.federation import Federation
 from fedloom.engine.setting import Setting
 from fedloom.engine.setup import check
 from fedloom.engine.simulate import simulate
-from fedloom.errors import ConfigError
+from fedloom.errors import ConfigError, Refused
 from fedloom.local import LocalSGD
 from fedloom.models import MLP
 from fedloom.testing import Problem
@@ -93,3 +94,161 @@ def test_forged_activations_buy_a_cluster_of_their_own() -> None:
     assert float(shares(info, 3)[-1]) == pytest.approx(1 / 3)
     assert float(shares(info, 2)[-1]) >= 1 / 2 - 1e-9  # and with C = 2 the honest groups are one cluster
     assert float(shares(info, None)[-1]) < 1 / 4  # a cluster that would be a client alone is none
+
+
+
+# --- clusters that are found again
+
+MOVED = {3: (1, 1, 1, 1, 4, 4), 5: (3, 1, 1, 2, 1, 4)}
+"""Shares, not yet divided by their sum, that the rounds which find clusters again give to the six clients."""
+
+
+@pytest.fixture
+def shares_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the clusters found before rounds 3 and 5 be those of `MOVED`."""
+
+    def moved(_clusters: Any, activations: Tensor, ctx: Any) -> Tensor:
+        assert activations.shape == (6, 5)
+        masses = torch.tensor(MOVED[ctx.round], dtype=torch.float64)[:, None]
+        return masses / masses.sum()
+
+    monkeypatch.setattr("fedloom.engine.regroup.equal_clusters", moved)
+
+
+def long(fed: Federation, method: Algorithm, weights: str, **choices: Any) -> Any:
+    """Six rounds of half of the clients in double precision."""
+    engine = {"dtype": "float64", "chunk": 2, **choices.pop("engine", {})}
+    common = {"rounds": 6, "sampler": {"kind": "uniform", "clients": 3}, "evaluate": {"every": 3}}
+    local = LocalSGD(lr=0.1, steps=2, batch_size=4)
+    return simulate(method, fed, MLP(hidden=(5,)), local=local, weights=weights, engine=engine, **{**common, **choices})
+
+
+def state_of(result: Any) -> list[Tensor]:
+    everyone = torch.arange(result.job.n)
+    return [*result.state.server, *result.job.clients.read(everyone), *result.job.kept.read(everyone)]
+
+
+def equal(a: Any, b: Any) -> bool:
+    return all(torch.equal(v, w) for v, w in zip(state_of(a), state_of(b), strict=True))
+
+
+@pytest.mark.parametrize("method", [FLAME(), FedSLR(), FIAELT(), FedAvg()], ids=lambda m: type(m).__name__)
+def test_clusters_that_stay_the_same_change_no_bit(fed: Federation, method: Algorithm) -> None:
+    once, never, twice = (long(fed, method, f"clusters-2{again}") for again in ("", " every 6", " every 2"))
+    assert equal(once, never)
+    assert torch.equal(once.state.totals, never.state.totals)
+    assert equal(once, twice)
+    d, width = 6 * 5 + 5 + 5 * 2 + 2, 5
+    asked = twice.state.totals - once.state.totals  # before rounds 3 and 5
+    assert asked[[0, 2, 3, 4]].tolist() == [2 * 6 * 8, 2 * 6 * 2, 2 * 6 * 8 * width, 2 * 6 * 8 * d]
+
+
+@pytest.mark.parametrize(
+    ("method", "sums"),
+    [
+        (FIAELT(beta=2.0, smooth=0.4), {"xbar": "x", "zbar": "z"}),
+        (SCAFFOLD(), {"c": "ci"}),
+        (FedADMM(), {"x": "u"}),
+        (FedDyn(), {"h": "hi"}),
+        (FedSLR(), {"gamma": "gi"}),
+    ],
+    ids=lambda v: type(v).__name__,
+)
+def test_sums_over_rounds_are_those_by_the_new_shares(
+    fed: Federation, shares_move: None, method: Algorithm, sums: dict[str, str]
+) -> None:
+    """What the server has added up is the sum by the last shares of what clients keep, as computed from scratch."""
+    result = long(fed, method, "clusters-2 every 2")
+    rows, shares = result.job.clients.read(torch.arange(6)), torch.tensor(MOVED[5], dtype=torch.float64)
+    for name, kept in sums.items():
+        scratch = (shares / shares.sum()) @ getattr(rows, kept)
+        assert float(scratch.abs().max()) > 1e-3
+        torch.testing.assert_close(getattr(result.state.server, name), scratch, rtol=0, atol=1e-12)
+    assert not equal(result, long(fed, method, "clusters-2"))
+
+
+@pytest.mark.parametrize("method", [FedDR(), FLAME()], ids=lambda m: type(m).__name__)
+def test_means_of_kept_rows_are_those_by_the_new_shares(
+    fed: Federation, shares_move: None, method: Algorithm
+) -> None:
+    result = long(fed, method, "clusters-2 every 2")
+    torch.testing.assert_close(result.job.alpha[:, 0] * sum(MOVED[5]), torch.tensor(MOVED[5], dtype=torch.float64))
+    name, masses = result.job.primary, result.job.masses[:, 0]
+    scratch = masses @ getattr(result.job.kept.read(torch.arange(6)), name).double()
+    torch.testing.assert_close(result.state.sums[name], scratch, rtol=0, atol=1e-12)
+    assert len(masses.unique()) == (1 if method.uses_shares else 4)  # FLAME has the shares in its local problems
+    assert not equal(result, long(fed, method, "clusters-2"))
+
+
+def test_shares_that_moved_once_are_those_given_from_the_start(fed: Federation, shares_move: None) -> None:
+    """Before the first upload nothing is summed: FedAvg from round 3 on is FedAvg with these shares from there."""
+    shares = []
+    result = long(fed, FedAvg(), "clusters-2 every 2", progress=[lambda state: shares.append(state.shares[:, 0])])
+    assert [row.tolist() for row in shares[2:4]] == [[1 / 12] * 4 + [1 / 3] * 2] * 2
+    assert torch.equal(shares[0], shares[1])
+    assert torch.equal(result.job.alpha[:, 0], shares[-1])
+
+
+@pytest.mark.parametrize("method", [FIAELT(beta=2.0, smooth=0.4), FLAME()], ids=lambda m: type(m).__name__)
+def test_workers_and_a_resumed_run_have_the_same_bits(
+    fed: Federation, shares_move: None, method: Algorithm, tmp_path: Path
+) -> None:
+    whole = long(fed, method, "clusters-2 every 2")
+    assert equal(whole, long(fed, method, "clusters-2 every 2", engine={"workers": 2}))
+
+    def kill(state: Any) -> None:
+        if state.round == 4:
+            raise KeyboardInterrupt
+
+    often = {"checkpoint_every": 1e-9}
+    with pytest.raises(KeyboardInterrupt):
+        long(fed, method, "clusters-2 every 2", folder=tmp_path, engine=often, progress=[kill])
+    resumed = long(fed, method, "clusters-2 every 2", folder=tmp_path, engine=often)
+    assert equal(whole, resumed)
+    assert torch.equal(whole.state.shares, resumed.state.shares)
+    assert whole.table().equals(resumed.table())
+
+
+def test_a_robust_rule_on_sums_takes_the_new_shares_by_itself(fed: Federation, shares_move: None) -> None:
+    """A trimmed mean of nothing trimmed counts all alike; the sums that it decides on are those of the clients."""
+    method, rule = FIAELT(beta=2.0, smooth=0.4), {"kind": "trimmed-mean", "f": 0}
+    moved = long(fed, method, "clusters-2 every 2", aggregator=rule)
+    rows = moved.job.clients.read(torch.arange(6))
+    torch.testing.assert_close(moved.state.server.xbar, rows.x.mean(0), rtol=0, atol=1e-12)
+
+
+class Adds(FedADMM):
+    """A method that does not state what its sum is with other shares."""
+
+    def reshared(self, server: Any, moved: Any, ctx: Any) -> None:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("method", "choices", "why"),
+    [
+        ("fedacs", {}, "has none; find clusters once"),
+        ("local", {}, "has none; find clusters once"),
+        (Adds(), {}, "adds up uploads by the shares that clients had in their rounds"),
+        (FedADMM(server_lr=1.0), {}, "adds up uploads by the shares"),
+        (FedDyn(), {"aggregator": "median"}, "of the rule's values, in which clients have no shares"),
+        (
+            "fedavg",
+            {"devices": {"kind": "lognormal"}, "schedule": {"kind": "deadline", "seconds": 1.0}},
+            "for which schedule 'deadline' does not wait",
+        ),
+        ("fedavg", {"channel": {"kind": "gaussian-noise", "sigma": 1.0, "clip": 1.0, "delta": 1e-5}}, "without noise"),
+    ],
+)
+def test_clusters_that_cannot_be_found_again_are_refused(
+    fed: Federation, method: Any, choices: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(Refused, match=why):
+        check(Setting.of(method, model="mlp", weights="clusters-2 every 2", rounds=6, **choices), fed)
+
+
+def test_in_virtual_time_finding_them_takes_time(fed: Federation) -> None:
+    devices = {"kind": "lognormal"}
+    once, again = (long(fed, FedAvg(), w, devices=devices) for w in ("clusters-2", "clusters-2 every 2"))
+    assert equal(once, again)
+    assert again.state.clock.now > once.state.clock.now

@@ -357,9 +357,11 @@ Further rules:
 - `centralized` has one client: samplers, weighers, aggregators, attacks and channels are left out.
 - The clients' shares, `weights`, apply to every method. A sampler that draws by samples has them in its draws, so that
   the clients of its cohort count alike. FedSkip counts by the samples that a model has seen, whatever `weights` is.
-- With `weights = "clusters-C"` every method that has shares takes Equitable-FL's objective. Clusters are found once,
-  before round 1, from the activations of all clients. Forged activations can win a cluster of their own, 1/C of the
-  model, where C is given, here and in the weigher `equitable`. Where C is sought, a single client is no cluster.
+- With `weights = "clusters-C"` every method that has shares takes Equitable-FL's objective. Clusters are found before
+  round 1, from the activations of all clients; with `"clusters-C every K"` again after every K rounds. What the server
+  sums up by shares over rounds is then summed up by the new ones, and they are in its model from its next step on.
+- Forged activations can win a cluster of their own, 1/C of the model, where C is given, in `weights` and in the weigher
+  `equitable`. Where C is sought, a single client is no cluster.
 - Robust aggregators decide on the field that carries the model. If the server keeps every client's last upload, they
   decide among the clients seen so far. If it adds up changes to rows that clients keep (SCAFFOLD's controls, FedADMM,
   FIAELT), they decide on every client's sum, and the server follows their value. Each needs a least number of rows,

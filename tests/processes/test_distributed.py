@@ -84,11 +84,23 @@ channel = {kind = "top-k"}
 label = "mixtures"
 algorithm = "flame"
 mixer = {kind = "attention", among = "seen"}
+[[method]]
+label = "mixtures of sent models"
+algorithm = "fedavg"
+mixer = {kind = "attention", among = "seen"}
+[[method]]
+label = "sums gathered"
+algorithm = "fedadmm"
+aggregator = {kind = "median"}
+[[method]]
+label = "clusters found again"
+algorithm = "feddyn"
+weights = "clusters-3 every 2"
 """
 
 EVERYTHING = HEAD + 'attack = {kind = "alie", fraction = 0.2}\nengine = {chunk = 3, checkpoint_every = 0.01}' + METHODS
-"""Means, sums that accumulate, kept rows, a server that mixes, probes, queries, gathered rows, residues, a
-mixer over the models of all, forgers."""
+"""Means, sums that accumulate, kept rows, a server that mixes, probes, queries, gathered rows, residues,
+mixers over the models of all, gathered sums, shares that change, forgers."""
 
 SHORT = HEAD + "engine = {chunk = 3, checkpoint_every = 1e-9}" + '[[method]]\nalgorithm = "scaffold"\n[[method]]\n'
 SHORT = SHORT.replace("}[[", "}\n[[") + 'algorithm = "flame"\n'

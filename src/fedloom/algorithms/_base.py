@@ -246,6 +246,21 @@ class Algorithm(Value, ABC):
     def server(self, server: Any, up: Any, ctx: Ctx) -> Any:
         """The server's step on the aggregated upload of the accepted cohort."""
 
+    def reshared(self, server: Any, moved: Any, ctx: Ctx) -> Any:
+        """The server's state once the clients' shares have changed between two rounds; see `Setting.weights`.
+
+        By default there is none (None) where the server adds uploads up over rounds (`Mean.accumulates`), which shares
+        of later rounds do not reach; such a run is refused.
+
+        Args:
+            server: the server's state, whose sums are by the shares until now.
+            moved: fields ``[d]``, one for each that accumulates: the sum over all clients of the change of the share
+                times what the client's uploads have added up to, from which ``server`` has the sums by the new shares.
+            ctx: all clients, with the new shares.
+        """
+        accumulates = any(kind.accumulates for kind in upload_fields(type(self)).values())
+        return None if accumulates else server
+
     def global_model(self, server: Any) -> Tensor | None:
         """``[d]``, or None for a method without a global model; by default the field x of the server's state."""
         return getattr(server, "x", None)

@@ -87,3 +87,6 @@ class FedADMM(Algorithm):
     def server(self, server: Model, up: Up, ctx: Ctx) -> Model:
         eta = ctx.part if self.server_lr == "fraction" else self.server_lr
         return Model(server.x + eta * up.du)  # theta += eta/|S| sum of Delta_i
+
+    def reshared(self, server: Model, moved: Up, ctx: Ctx) -> Model | None:
+        return Model(server.x + moved.du) if self.server_lr == "fraction" else None  # else x is no mean by shares

@@ -97,3 +97,6 @@ class FedDyn(Algorithm):
     def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
         h = server.h - self.alpha * up.dw * ctx.part  # h^t = h^{t-1} - alpha (1/m) sum_k (theta_k - theta^{t-1})
         return Server(server.x + up.dw - h / self.alpha, h)  # theta^t = mean over the cohort - h^t / alpha
+
+    def reshared(self, server: Server, moved: Up, ctx: Ctx) -> Server | None:
+        return None if self.scaled else server._replace(h=server.h - self.alpha * moved.dw)

@@ -137,6 +137,9 @@ class FedSLR(Algorithm):
             x = self.proxes()["global"].prox(x, ctx.local.lr_at(ctx.round), ctx.layout)  # Eq. 21
         return Server(x, gamma, ctx.layout.ranks(x))
 
+    def reshared(self, server: Server, moved: Up, ctx: Ctx) -> Server:
+        return server._replace(gamma=server.gamma - moved.dw / self.eta_g) if self.method == "fedslr" else server
+
     def personal(self, down: Down, rows: Client, work: Work) -> Tensor:
         return down.x + rows.p  # GKR + p_i
 

@@ -146,6 +146,9 @@ class FIAELT(Algorithm):
             before, beta = beta, beta.new_zeros(beta.shape)  # (9) fails for many: L is measured once more
         return Server(y, xbar, zbar, beta, smooth, before, up.iterations.mean(0), up.met.mean(0))
 
+    def reshared(self, server: Server, moved: Up, ctx: Ctx) -> Server:
+        return server._replace(xbar=server.xbar + moved.dx, zbar=server.zbar + moved.dz)
+
     def global_model(self, server: Server) -> Tensor:
         return server.y
 

@@ -103,3 +103,6 @@ class SCAFFOLD(Algorithm):
     def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
         x, c = server
         return Server(x + self.server_lr * up.dy, c + up.dc * ctx.part)  # Eq. 5
+
+    def reshared(self, server: Server, moved: Up, ctx: Ctx) -> Server | None:
+        return None if self.scaled else server._replace(c=server.c + moved.dc)

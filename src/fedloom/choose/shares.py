@@ -1,4 +1,4 @@
-"""Shares of the clients in the objective: by samples, groups, or clusters that are recovered before round 1."""
+"""Shares of the clients in the objective: by samples, groups, or clusters that are recovered from activations."""
 
 from __future__ import annotations
 
@@ -21,8 +21,13 @@ def by_clusters(weights: Any) -> bool:
 
 def clusters_of(weights: Any) -> int | None:
     """The number of clusters in `Setting.weights`; None where it is sought."""
-    number = str(weights).partition("-")[2]
+    number = str(weights).partition(" ")[0].partition("-")[2]
     return int(number) if number else None
+
+
+def period_of(weights: Any) -> int | None:
+    """The rounds after which clusters are found again; None where they are found once or shares are no clusters'."""
+    return int(str(weights).rpartition(" ")[2]) if by_clusters(weights) and " every " in weights else None
 
 
 def shares_of(weights: Any, fed: Federation) -> Tensor:
@@ -56,6 +61,24 @@ def shares_of(weights: Any, fed: Federation) -> Tensor:
     return (masses / masses.sum())[:, None]
 
 
+def described(model: Tensor, work: Work) -> Tensor:
+    """Mean activations ``[m, k]`` of clients that train a model ``[d]`` for a round, as the run's clients do."""
+    return EquitableWeigher().probe(None, descend(model, work, stream="clusters"), work).cpu()
+
+
+def equal_clusters(clusters: int | None, activations: Tensor, ctx: Ctx) -> Tensor:
+    """Equitable-FL's p_i = 1/(C |cluster of i|), ``[n, 1]`` float64.
+
+    Args:
+        clusters: C; None where it is sought.
+        activations: ``[n, k]`` of all clients (`described`).
+        ctx: all clients.
+    """
+    weigher = EquitableWeigher(clusters=clusters)
+    shares, _ = weigher.apply(weigher.init(ctx), activations, ctx)
+    return shares / shares.sum()
+
+
 def cluster_shares(clusters: int | None, oracle: Network, x0: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor]:
     """Find Equitable-FL's p_i = 1/(C |cluster of i|) over all clients, ``[n, 1]`` float64, and its cost ``[7]``.
 
@@ -79,13 +102,12 @@ def cluster_shares(clusters: int | None, oracle: Network, x0: Tensor, ctx: Ctx) 
         raise ConfigError(f"weights = 'clusters-{clusters}' needs as many clients, the federation has {ctx.n}")
     if not bool((ctx.sizes > 0).all()):
         raise Refused("weights by clusters needs training samples of every client; use weights = 'uniform'")
-    weigher, answers, counts = EquitableWeigher(clusters=clusters), list[Tensor](), torch.zeros(7).long()
+    answers, counts = list[Tensor](), torch.zeros(7).long()
     for ids in ctx.ids.tensor_split(chunk_count(ctx.n, chunk_limit(oracle))):
         work = Work(oracle, ids, ctx.weight[ids].to(x0), ctx.local, seed=ctx.seed, round=1)
-        answers.append(weigher.probe(None, descend(x0, work, stream="clusters"), work).cpu())
+        answers.append(described(x0, work))
         counts[:3] += torch.stack([work.counts.backward, work.counts.forward, work.counts.steps]).sum(1)
     vectors = torch.cat(answers)
     k, d, item = vectors.shape[1], len(x0), x0.element_size()
     counts[3:] += ctx.n * torch.tensor([k * item, d * item, 4 * k, 4 * d])
-    shares, _ = weigher.apply(weigher.init(ctx), vectors, ctx)
-    return shares / shares.sum(), counts
+    return equal_clusters(clusters, vectors, ctx), counts

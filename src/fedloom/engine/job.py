@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,6 +14,7 @@ from torch import Tensor
 from fedloom.algorithms import Algorithm, primary_field, upload_fields, upload_type
 from fedloom.choose import Mixer
 from fedloom.choose.mixers import Rule
+from fedloom.choose.shares import period_of
 from fedloom.data.federation import Federation
 from fedloom.engine.messages import Messages
 from fedloom.engine.setting import Setting
@@ -40,7 +42,7 @@ class RunProblem:
         fed: the data that clients train on.
         eval_fed: the data that models are evaluated on; `fed`, unless the clients were pooled.
         attackers: ``[b]`` ids of the attackers.
-        alpha: ``[n, 1]`` the clients' shares of the objective.
+        alpha: ``[n, 1]`` the clients' shares of the objective; those before round 1, but for `Job.with_shares`.
         chunk: most clients of a chunk.
         memory: the form of the states of the clients' optimisers; None: they start anew in every round.
         notes: sentences on what is known before the first round.
@@ -156,11 +158,22 @@ class RunProblem:
         """Upload fields of which the server keeps every client's last row."""
         return [name for name, kind in self.fields.items() if kind.keeps]
 
+    @property
+    def regroups(self) -> bool:
+        """Clusters, and with them the clients' shares, are found again between two rounds of this run."""
+        period = period_of(self.setting.weights)
+        return period is not None and period < self.setting.rounds
+
     @cached_property
     def summed_fields(self) -> list[str]:
-        """Changes to clients' rows that the server adds up: a robust rule decides on each client's sum."""
-        fields = self.fields.items() if self.robust else ()
-        return [name for name, kind in fields if kind.accumulates and kind.base.startswith("rows.")]
+        """Fields that the server adds up, of which it keeps each client's sum.
+
+        A robust rule decides on the sums of changes to clients' rows. Where shares change, a sum by shares is found
+        anew from those of the clients.
+        """
+        fields = self.fields.items() if self.robust or self.regroups else ()
+        whole = self.regroups and not self.robust
+        return [name for name, kind in fields if kind.accumulates and (whole or kind.base.startswith("rows."))]
 
     @property
     def has_personal(self) -> bool:
@@ -230,7 +243,7 @@ class Job(RunProblem):
         clients: state rows of the clients.
         kept: rows that the server keeps of every client.
         models: last models of the clients, for a mixer, where `kept` does not have them.
-        summed: what the clients' changes to rows of theirs have added up to, for a robust rule (`summed_fields`).
+        summed: what the clients' uploads have added up to (`summed_fields`).
         residue: what the channel has not sent yet, of every client.
         optimizer: states of every client's optimisers, where they are kept.
     """
@@ -260,6 +273,15 @@ class Job(RunProblem):
     def locations(self) -> RowLocations:
         """The machines that have the latest row of every client."""
         return RowLocations(self.ranks, self.stores)
+
+    def with_shares(self, alpha: Tensor | None) -> Job:
+        """The run with other shares of the objective ``[n, 1]``, and the same stores; this run when None."""
+        if alpha is None:
+            return self
+        job = copy.copy(self)
+        job.__dict__.update(alpha=alpha, locations=self.locations)
+        job.__dict__.pop("masses", None)
+        return job
 
     def work(self, round: int, ids: Tensor, trains: bool = False, steps: Tensor | None = None) -> Work:
         """The local problems of clients in a round; where they train, with the batches that the run replays.

@@ -46,6 +46,7 @@ class Result:
     """
 
     def __init__(self, job: Job, state: State, stop: Stop, detail: str, diverged: int | None = None) -> None:
+        job = job.with_shares(state.shares)
         self.job, self.state, self.stop, self.detail, self.diverged = job, state, stop, detail, diverged
         self.rounds, self.notes, self.status = state.round, [*state.notes], stop.status
         self.seconds, self.startup = state.times.without_startup(), state.times.startup()

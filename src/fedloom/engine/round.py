@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fedloom.engine.clients.forging import forge
 from fedloom.engine.job import Job
+from fedloom.engine.regroup import regrouped
 from fedloom.engine.state import State
 from fedloom.engine.uploads import Uploads, weights_of
 from fedloom.errors import RunStopped, Stop, attribute_error
@@ -25,6 +26,7 @@ def run_round(job: Job, clients: Clients, state: State) -> tuple[State, tuple[st
         RunStopped: too few uploads are usable, or the server's state is not finite.
     """
     t = state.round + 1
+    job, state = regrouped(job, clients, state)
     drawn, sampler, query_counts = sample(job, clients, state, t)
     cohort, times = drawn.unique(return_counts=True)
     order = longest_first(job, cohort)
@@ -41,7 +43,7 @@ def run_round(job: Job, clients: Clients, state: State) -> tuple[State, tuple[st
     places = (~forges).nonzero()[:, 0]
     uploads = Uploads(job, state.sums)
     if len(places):
-        request = TrainRequest(t, places, cohort[places], shares[places], down, state.server)
+        request = TrainRequest(t, places, cohort[places], shares[places], down, state.server, alpha=state.shares)
         for result in clients.train(request):
             uploads.add(result)
     if bool(forges.any()):

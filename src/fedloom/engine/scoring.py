@@ -31,6 +31,7 @@ def evaluate(job: Job, clients: Clients, state: State) -> tuple[State, str]:
     Returns:
         The state with the scores among its records; and a sentence if a model's training loss is not finite.
     """
+    job = job.with_shares(state.shares)
     scores, t = scores_of(job, clients, state), state.round
     records = [*records_of(job, state, scores)]
     if type(job.algorithm).diagnostics is not Algorithm.diagnostics:
@@ -55,7 +56,7 @@ def score_request(job: Job, state: State) -> ScoreRequest | None:
     if job.has_personal and job.mixes:
         job.locations.replicate(torch.arange(job.n))
     down = job.down(state.server, t) if job.has_personal else None
-    return ScoreRequest(t, job.scored_ids, state.cohort, down, model)
+    return ScoreRequest(t, job.scored_ids, state.cohort, down, model, state.shares)
 
 
 def scores_of(job: Job, clients: Clients, state: State) -> Scores:

@@ -108,7 +108,7 @@ def _method(method: Any) -> Algorithm | Composition:
     return method
 
 
-CLUSTERS = r"clusters(-[1-9]\d*)?"
+CLUSTERS = r"clusters(-[1-9]\d*)?( every [1-9]\d*)?"
 Shares = (
     Literal["samples", "uniform", "groups"]
     | Annotated[str, Field(pattern=f"^{CLUSTERS}$")]
@@ -196,8 +196,8 @@ class Setting(Value):
         "samples",
         description="clients' shares alpha_i of the objective, in every mean and local problem that has them: by "
         "training samples, uniform (1/n), by groups (every planted group counts the same), by clusters "
-        "recovered from activations before round 1 ('clusters-3', or 'clusters' where their number is sought), "
-        "or a number for each client",
+        "recovered from activations before round 1 ('clusters-3', or 'clusters' where their number is sought) and, "
+        "with 'clusters-3 every 10', again after every 10 rounds, or a number for each client",
     )
     devices: Annotated[Devices | None, SettingTable(Devices, DEVICES)] = Field(
         None, description="how fast clients compute and send, and when they are there; None: a run has no clock"

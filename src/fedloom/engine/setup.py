@@ -27,6 +27,7 @@ from fedloom.engine.check import (
 from fedloom.engine.job import Job, RunProblem
 from fedloom.engine.messages import Messages, first_upload, idle_upload
 from fedloom.engine.privacy import check_privacy
+from fedloom.engine.regroup import check_shares
 from fedloom.engine.setting import Engine, Setting
 from fedloom.engine.virtual.check import check_schedule
 from fedloom.errors import ConfigError, Refused, attribute_error
@@ -169,6 +170,7 @@ def make_problem(
         method = method.with_derived_options(ctx)
         server, client, kept = method.init(x0, ctx)
     setting = setting.with_(algorithm=method)
+    check_shares(setting, server, ctx)
     if sampler.probes and method.global_model(server) is None:
         name = type(method).__name__
         raise Refused(f"sampler {sampler.kind!r} queries clients about the global model, but {name} has none")
@@ -217,9 +219,14 @@ def make_problem(
 
 
 def _summed(problem: RunProblem, client: Fields) -> Any:
-    """The rows of a client's template that the fields of `RunProblem.summed_fields` change; None without any."""
+    """The rows of a client to which the fields of `RunProblem.summed_fields` are added; None without any.
+
+    Changes are added to the row of the client's template that they change, others to zero.
+    """
     names = problem.summed_fields
-    rows = [getattr(client, problem.fields[name].base.removeprefix("rows.")) for name in names]
+    sources = [problem.fields[name].base.partition(".") for name in names]
+    zero = problem.oracle.layout.vector(problem.oracle.module, problem.oracle.dtype) * 0
+    rows = [getattr(client, field) if source == "rows" else zero for source, _, field in sources]
     return namedtuple("Summed", names)(*rows) if names else None  # the method's fields are its own
 
 

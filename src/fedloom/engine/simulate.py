@@ -154,13 +154,13 @@ class _Simulation(Hooks):
 def clients_of(job: Job) -> Iterator[LocalClients]:
     """The clients of a simulation; their workers have room for a download and for what a chunk sends back."""
     row = job.oracle.layout.d * 8
-    down = (len(job.clients.template) + 8) * row * (job.n if job.mixes else 1)
+    down = (len(job.clients.template) + 8) * row * (job.n if job.mixes else 1) + 8 * job.n * job.regroups
     up = (len(job.fields) + 1) * row * (job.chunk + 1 if job.gathers else 1)
     handlers = Handlers(
-        train=lambda shared, task: train_chunk(job, *shared, task),
+        train=lambda shared, task: train_chunk(job.with_shares(shared[2]), *shared[:2], task),
         compute=lambda shared, task: flat(compute_chunk(job, *shared, task)),
         ask=lambda model, task: ask_chunk(job, model, task),
-        score=lambda shared, task: score_chunk(job, *shared, task),
+        score=lambda shared, task: score_chunk(job.with_shares(shared[2]), *shared[:2], task),
     )
     if job.ranks.size > 1:
         yield LocalClients(handlers, RankPool(job.ranks, job.locations, up), job.chunk)

@@ -102,6 +102,7 @@ class State:
         notes: sentences on dropped clients and such.
         times: seconds of the rounds; no number depends on them.
         clock: the time, virtual or of real sites, and what is under way in it; None without devices or a stream.
+        shares: ``[n, 1]`` the clients' shares of the objective, where they are found again; None: `Job.alpha`.
     """
 
     round: int
@@ -118,6 +119,7 @@ class State:
     notes: tuple[str, ...] = ()
     times: Times = field(default_factory=Times)
     clock: Clock | None = None
+    shares: Tensor | None = None
 
     @property
     def is_scored(self) -> bool:
@@ -132,6 +134,7 @@ class State:
         """Everything by name, for a checkpoint."""
         named: dict[str, Tensor] = {"totals": self.totals, "uploads": self.uploads, "cohort": self.cohort}
         named["trained"] = torch.tensor(self.trained)
+        named |= {} if self.shares is None else {"shares": self.shares}
         for group, value in (("server", self.server), ("sampler", self.sampler), ("weigher", self.weigher)):
             named |= {f"{group}.{name}": t for name, t in zip(value._fields, value, strict=True)}
         named |= {f"aggregator.{name}": t for name, t in self.aggregator.items()}
@@ -165,6 +168,7 @@ class State:
             tuple(notes),
             times,
             None if self.clock is None else Clock.restored(group("clock")),
+            tensors.get("shares"),
         )
 
 
@@ -190,4 +194,5 @@ def initial_state(job: Job, server: Fields) -> State:
         records=records,
         notes=job.notes,
         clock=Clock() if job.setting.devices is not None or isinstance(job.setting.schedule, Stream) else None,
+        shares=job.alpha if job.regroups else None,
     )

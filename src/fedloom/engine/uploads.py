@@ -16,7 +16,7 @@ from fedloom import algorithms
 from fedloom.engine.job import Job
 from fedloom.errors import ConfigError, RunStopped, Stop, attribute_error
 from fedloom.local import Ctx
-from fedloom.local.rows import Fields
+from fedloom.local.rows import Fields, remade
 from fedloom.processes.clients import COUNTS, SumResult, TrainResult
 
 SUMMED, AT = "summed.", "at."
@@ -128,6 +128,27 @@ def first_sums(job: Job) -> dict[str, Tensor]:
     kept = (field for field in fields_of(job).values() if isinstance(field, KeptField))
     count = float(job.masses.sum())
     return {field.name: count * field.weighted(job.kept.template).double() for field in kept}
+
+
+def kept_sums(job: Job) -> dict[str, Tensor]:
+    """Sums over all clients of what the server keeps now, by the job's shares."""
+    fields = [field for field in fields_of(job).values() if isinstance(field, KeptField)]
+    sums = {field.name: torch.zeros_like(first) for field, first in zip(fields, first_sums(job).values(), strict=True)}
+    for ids in job.everyone.split(job.chunk) if fields else ():
+        kept = job.kept.read(ids)
+        for field in fields:
+            sums[field.name].add_(_sum(field.weighted(kept), job.masses[ids]))
+    return sums
+
+
+def moved_sums(job: Job, before: Job) -> Fields:
+    """How far the sums by shares of what clients' uploads add up to move with the shares, ``[d]`` of every field."""
+    sums: list[Tensor] = [torch.zeros_like(row, dtype=torch.float64) for row in job.summed.template]
+    step = job.masses / job.masses.sum() - before.masses / before.masses.sum()
+    for ids in job.everyone.split(job.chunk) if sums else ():
+        for total, rows in zip(sums, job.summed.read(ids), strict=True):
+            total.add_(_sum(rows, step[ids]))
+    return remade(job.summed.template, [total.to(job.oracle.device, job.oracle.dtype) for total in sums])
 
 
 class Uploads:

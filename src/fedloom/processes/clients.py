@@ -44,6 +44,7 @@ class TrainRequest(NamedTuple):
         down: the download, fields ``[.]`` where all clients receive the same, else ``[c, .]``.
         server: the server's state before the round.
         steps: ``[m]`` local steps that the clients take; None: as many as the run's settings have.
+        alpha: ``[n, 1]`` the clients' shares of the objective, where they are not those before round 1.
     """
 
     round: int
@@ -53,6 +54,7 @@ class TrainRequest(NamedTuple):
     down: Fields
     server: Fields
     steps: Tensor | None = None
+    alpha: Tensor | None = None
 
 
 class ChunkResult(NamedTuple):
@@ -100,21 +102,23 @@ TrainResult = ChunkResult | SumResult
 
 
 class AskRequest(NamedTuple):
-    """Candidates to ask about the global model before a round.
+    """Clients to ask about the global model before a round.
 
     Attributes:
         round: the round number.
-        ids: ``[m]`` the candidates.
+        ids: ``[m]`` the clients.
         model: ``[d]`` the global model.
+        describes: they train it for a round and send their activations, for shares by clusters; else a sampler asks.
     """
 
     round: int
     ids: Tensor
     model: Tensor
+    describes: bool = False
 
 
 class Answers(NamedTuple):
-    """The answers of some candidates ``[m, k]``, and what they cost ``[m, 7]``, see `COUNTS`."""
+    """The answers of some clients ``[m, k]``, and what they cost ``[m, 7]``, see `COUNTS`."""
 
     values: Tensor
     counts: Tensor
@@ -129,6 +133,7 @@ class ScoreRequest(NamedTuple):
         cohort: ``[c]`` clients whose training parts give the normalisation statistics of the global model.
         down: the download of all clients, of which personal models are made; None if there are none.
         model: ``[d]`` the global model; None if there is none.
+        alpha: ``[n, 1]`` the clients' shares of the objective, where they are not those before round 1.
     """
 
     round: int
@@ -136,6 +141,7 @@ class ScoreRequest(NamedTuple):
     cohort: Tensor
     down: Fields | None
     model: Tensor | None
+    alpha: Tensor | None = None
 
 
 class Clients(Protocol):
@@ -174,10 +180,11 @@ class TrainTask(NamedTuple):
 
 
 class AskTask(NamedTuple):
-    """A chunk of candidates to ask: see `AskRequest`."""
+    """A chunk of clients to ask: see `AskRequest`."""
 
     round: int
     ids: Tensor
+    describes: bool = False
 
 
 class ScoreTask(NamedTuple):
@@ -192,10 +199,10 @@ class ScoreTask(NamedTuple):
 class Handlers(NamedTuple):
     """The functions that compute a chunk, from what all chunks share and a task."""
 
-    train: Callable[[tuple[Any, Any], TrainTask], ChunkResult]
+    train: Callable[[tuple[Any, Any, Tensor | None], TrainTask], ChunkResult]
     compute: Callable[[tuple[Any, Any], TrainTask], dict[str, Tensor]]
     ask: Callable[[Tensor, AskTask], Answers]
-    score: Callable[[tuple[Any, Tensor | None], ScoreTask], Scores]
+    score: Callable[[tuple[Any, Tensor | None, Tensor | None], ScoreTask], Scores]
 
 
 class LocalClients:
@@ -211,7 +218,7 @@ class LocalClients:
         self._handlers, self._workers, self._chunk = handlers, workers, chunk
 
     def train(self, request: TrainRequest) -> Iterator[TrainResult]:
-        return self._workers.map(self._handlers.train, (request.down, request.server), self._tasks(request))
+        return self._workers.map(self._handlers.train, (request.down, request.server, request.alpha), self._tasks(request))
 
     def compute(self, request: TrainRequest) -> Iterator[tuple[TrainTask, dict[str, Tensor]]]:
         """Train clients without taking their uploads: every task with what its handler gives, in order."""
@@ -225,13 +232,13 @@ class LocalClients:
         return [TrainTask(request.round, *piece) for piece in pieces]
 
     def ask(self, request: AskRequest) -> Iterator[Answers]:
-        tasks = [AskTask(request.round, ids) for ids in _split(request.ids, self._chunk)]
+        tasks = [AskTask(request.round, ids, request.describes) for ids in _split(request.ids, self._chunk)]
         return self._workers.map(self._handlers.ask, request.model, tasks)
 
     def score(self, request: ScoreRequest) -> Iterator[Scores]:
         pieces = enumerate(_split(request.ids, max(self._chunk, 8)))
         tasks = [ScoreTask(request.round, ids, request.cohort, common=k == 0) for k, ids in pieces]
-        return self._workers.map(self._handlers.score, (request.down, request.model), tasks)
+        return self._workers.map(self._handlers.score, (request.down, request.model, request.alpha), tasks)
 
     def on_one(self, ids: Tensor, call: Callable[[], T]) -> T:
         return self._workers.on_one(ids, call)

@@ -9,6 +9,7 @@ import torch
 from torch import Generator, Tensor
 
 from fedloom.algorithms._messages import base_of
+from fedloom.choose.shares import described
 from fedloom.engine.job import Job
 from fedloom.engine.uploads import partials
 from fedloom.errors import ClientError, FedloomError, Refused, attribute_error, cause_of
@@ -290,10 +291,13 @@ def apply_channel(job: Job, upload: Fields, residue: Any, noise: Sequence[Genera
 
 
 def ask_chunk(job: Job, model: Tensor, task: AskTask) -> Answers:
-    """Ask a chunk of candidates about the global model."""
-    work = job.work(task.round, task.ids)
-    with attribute_error("sampler", job.setting.sampler, f"round {task.round}"):
-        answer = job.setting.sampler.probe(model.to(job.oracle.device), work).cpu()
+    """Ask a chunk of clients about the global model."""
+    work, model = job.work(task.round, task.ids), model.to(job.oracle.device)
+    if task.describes:
+        answer = described(model, work)
+    else:
+        with attribute_error("sampler", job.setting.sampler, f"round {task.round}"):
+            answer = job.setting.sampler.probe(model, work).cpu()
     return Answers(answer, asked_counts(job, answer, work_counts(work)))
 
 

@@ -1,0 +1,103 @@
+"""Regroup: clusters of clients that are found again between rounds, and what follows of their new shares."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Sequence
+
+import torch
+
+from fedloom.algorithms import upload_fields
+from fedloom.choose.shares import by_clusters, clusters_of, equal_clusters, period_of
+from fedloom.engine.job import Job
+from fedloom.engine.privacy import accounted
+from fedloom.engine.setting import Setting
+from fedloom.engine.state import State
+from fedloom.engine.uploads import kept_sums, moved_sums
+from fedloom.errors import Refused, RunStopped, Stop, attribute_error
+from fedloom.local import Ctx
+from fedloom.local.rows import Fields
+from fedloom.processes.clients import Answers, AskRequest, Clients
+from fedloom.schedule import Synchronous
+
+
+def regrouped(job: Job, clients: Clients, state: State) -> tuple[Job, State]:
+    """Find the clusters again where a round begins with that.
+
+    All clients train the global model for a round and send their activations, as before round 1. Where the shares of
+    the clients change, what the server has summed up by shares is summed up by the new ones: of kept rows, and of what
+    clients' uploads have added up to. The new shares are in the server's model from its next step on.
+
+    Returns:
+        The run with its present shares, and the state from which the round goes on.
+
+    Raises:
+        RunStopped: activations are not finite.
+    """
+    period, t = period_of(job.setting.weights), state.round + 1
+    job = job.with_shares(state.shares)
+    if state.shares is None or period is None or t == 1 or (t - 1) % period:
+        return job, state
+    model = job.algorithm.global_model(state.server)
+    assert model is not None  # or the shares are refused
+    answers: Sequence[Answers] = list(clients.ask(AskRequest(t, job.everyone, model, describes=True)))
+    activations, counts = torch.cat([a.values for a in answers]), torch.cat([a.counts for a in answers]).sum(0)
+    if not bool(activations.isfinite().all()):
+        raise RunStopped(Stop.DIVERGED, f"round {t}: the activations by which clusters are found are not finite")
+    shares = equal_clusters(clusters_of(job.setting.weights), activations, job.ctx(t)).to(job.alpha)
+    totals = state.totals.clone()
+    totals[: len(counts)] += counts
+    state = state.with_(totals=totals)
+    if torch.equal(shares, job.alpha):
+        return job, state
+    before, job = job, job.with_shares(shares)
+    job.locations.replicate(job.everyone)
+    server = state.server
+    if job.summed_fields and not job.robust:
+        with attribute_error("method", job.algorithm, f"round {t}"):
+            server = job.algorithm.reshared(server, moved_sums(job, before), job.ctx(t))
+    return job, state.with_(server=server, sums=kept_sums(job), shares=shares)
+
+
+def check_shares(setting: Setting, server: Fields, ctx: Ctx) -> None:
+    """Refuse shares by clusters that the method, the schedule or accounted noise leaves no place for.
+
+    Args:
+        setting: the run, presets resolved.
+        server: the server's state before the first round.
+        ctx: all clients.
+
+    Raises:
+        Refused: the run makes no sense; the message has the reason.
+    """
+    method, schedule, aggregator, weights = setting.method, setting.schedule, setting.aggregator, str(setting.weights)
+    name, what, period = type(method).__name__, f"weights = {weights!r}", period_of(weights)
+    if by_clusters(weights) and accounted(setting.channel, aggregator) is not None:
+        raise Refused(
+            f"delta requires epsilon, but with {what} clients send activations without noise, so none holds; leave "
+            "delta out, or give other shares"
+        )
+    if period is None:
+        return
+    model, cure = method.global_model(server), f"find clusters once, with weights = {weights.split()[0]!r}"
+    if model is None:
+        raise Refused(
+            f"{what} describes clients by their activations under the global model, and {name} has none; {cure}"
+        )
+    if not isinstance(schedule, Synchronous):
+        raise Refused(
+            f"{what} needs the activations of all clients between two rounds, for which schedule {schedule.kind!r} "
+            f"does not wait; {cure}"
+        )
+    adds = {field: kind for field, kind in upload_fields(type(method)).items() if kind.accumulates}
+    if aggregator is not None and not aggregator.linear:
+        if any(not kind.base.startswith("rows.") for kind in adds.values()):
+            raise Refused(
+                f"{what} changes the shares in a sum that the server of {name} has of all rounds, but with aggregator "
+                f"{aggregator.kind!r} it is of the rule's values, in which clients have no shares; {cure}"
+            )
+    elif adds and method.reshared(server, namedtuple("Moved", adds)(*[model * 0 for _ in adds]), ctx) is None:
+        raise Refused(
+            f"{what} has no meaning in {name}: its server adds up uploads by the shares that clients had in their "
+            f"rounds, which later shares do not reach; {cure}"
+        )
