@@ -96,7 +96,6 @@ def test_forged_activations_buy_a_cluster_of_their_own() -> None:
     assert float(shares(info, None)[-1]) < 1 / 4  # a cluster that would be a client alone is none
 
 
-
 # --- clusters that are found again
 
 MOVED = {3: (1, 1, 1, 1, 4, 4), 5: (3, 1, 1, 2, 1, 4)}
@@ -168,9 +167,7 @@ def test_sums_over_rounds_are_those_by_the_new_shares(
 
 
 @pytest.mark.parametrize("method", [FedDR(), FLAME()], ids=lambda m: type(m).__name__)
-def test_means_of_kept_rows_are_those_by_the_new_shares(
-    fed: Federation, shares_move: None, method: Algorithm
-) -> None:
+def test_means_of_kept_rows_are_those_by_the_new_shares(fed: Federation, shares_move: None, method: Algorithm) -> None:
     result = long(fed, method, "clusters-2 every 2")
     torch.testing.assert_close(result.job.alpha[:, 0] * sum(MOVED[5]), torch.tensor(MOVED[5], dtype=torch.float64))
     name, masses = result.job.primary, result.job.masses[:, 0]

@@ -218,7 +218,9 @@ class LocalClients:
         self._handlers, self._workers, self._chunk = handlers, workers, chunk
 
     def train(self, request: TrainRequest) -> Iterator[TrainResult]:
-        return self._workers.map(self._handlers.train, (request.down, request.server, request.alpha), self._tasks(request))
+        return self._workers.map(
+            self._handlers.train, (request.down, request.server, request.alpha), self._tasks(request)
+        )
 
     def compute(self, request: TrainRequest) -> Iterator[tuple[TrainTask, dict[str, Tensor]]]:
         """Train clients without taking their uploads: every task with what its handler gives, in order."""
