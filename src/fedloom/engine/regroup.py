@@ -9,6 +9,7 @@ import torch
 
 from fedloom.algorithms import upload_fields
 from fedloom.choose.shares import by_clusters, clusters_of, equal_clusters, period_of
+from fedloom.engine.check import kind_of
 from fedloom.engine.job import Job
 from fedloom.engine.privacy import accounted
 from fedloom.engine.setting import Setting
@@ -94,7 +95,7 @@ def check_shares(setting: Setting, server: Fields, ctx: Ctx) -> None:
         if any(not kind.base.startswith("rows.") for kind in adds.values()):
             raise Refused(
                 f"{what} changes the shares in a sum that the server of {name} has of all rounds, but with aggregator "
-                f"{aggregator.kind!r} it is of the rule's values, in which clients have no shares; {cure}"
+                f"{kind_of(aggregator)!r} it is of the rule's values, in which clients have no shares; {cure}"
             )
     elif adds and method.reshared(server, namedtuple("Moved", adds)(*[model * 0 for _ in adds]), ctx) is None:
         raise Refused(
