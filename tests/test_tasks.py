@@ -14,7 +14,8 @@ from sklearn import metrics as reference
 
 from fedloom.errors import ConfigError
 from fedloom.metrics import metric
-from fedloom.tasks import Binary, Classification, Objective, Regression, Task, task_of
+from fedloom.tasks import Binary, Classification, Count, Objective, Regression, Task, task_of
+from fedloom.tasks.sums import metrics_of, sums_of
 from fedloom.values import dump
 
 TASKS: list[Task] = [Classification(classes=4), Binary(), Regression(outputs=3)]
@@ -246,6 +247,27 @@ def test_an_own_task_scores_each_client_as_if_alone(seed: int, clients: int) -> 
                 {k: v.item() for k, v in alone.items()}, nan_ok=True
             )
         assert together["top_gap"][owner[3]].isnan()
+
+
+RANKED = {"auroc", "auprc", "auroc_ovr", "auprc_ovr", "calibration_slope", "calibration_intercept"}
+
+
+@pytest.mark.parametrize("task", [*TASKS, Count()], ids=lambda t: type(t).__name__)
+@pytest.mark.parametrize("seed", range(3))
+def test_sums_of_parts_give_the_metrics_of_all(task: Task, seed: int) -> None:
+    """Whatever the cut, the sum of the parts' sums has every metric of all samples but those that rank them."""
+    measured = task if isinstance(task, Count) else chosen(task, metrics=task.further)
+    output, y = problem(task, 60, seed)
+    y = y[:, None] if isinstance(task, Count) else y
+    owner = torch.randint(4, (60,), generator=torch.Generator().manual_seed(seed))
+    total = torch.stack([sums_of(measured, output[owner == k], y[owner == k]) for k in range(5)]).sum(0)
+    assert float(total[0]) == 60
+    figures = metrics_of(measured, total)
+    wanted = measured.metrics(output, y, torch.zeros(60, dtype=torch.long), 1)
+    assert set(wanted) - set(figures) <= RANKED
+    for name, figure in figures.items():
+        assert figure == pytest.approx(float(wanted[name]), abs=1e-12), name
+    assert metrics_of(measured, torch.zeros_like(total)) == {}
 
 
 def test_an_own_metric_has_its_name_and_direction() -> None:

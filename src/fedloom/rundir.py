@@ -48,6 +48,8 @@ TABLES = (
 
 FEDERATION = -1
 """Client number of figures of the whole federation."""
+SAMPLES = "samples"
+"""Name under which the number of samples of a group is recorded."""
 MOST_CLIENTS = 2**31
 """Clients are numbered below this."""
 LONGEST = 150

@@ -589,7 +589,7 @@ def test_figures_that_samples_define() -> None:
         there = SimpleNamespace(
             gather=lambda part, ids, y=y: (torch.arange(len(y)), None), targets=lambda index, y=y: y
         )
-        bits = int(ScoreVector(replace(job, eval_fed=there)).definable(0), 16)
+        bits = ScoreVector(replace(job, eval_fed=there)).definable(0)
         found = {name for k, (part, name) in enumerate(figures_of_data) if bits >> k & 1 and part == "test"}
         assert found & {*wanted} == names
 

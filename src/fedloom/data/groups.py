@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from fedloom.data.dataset import MISSING, Dataset
+from fedloom.data.sources import Source
+from fedloom.data.sources.table.reading import TableSource
 from fedloom.data.tables import is_number
 from fedloom.errors import ConfigError, unknown
 
@@ -60,6 +62,107 @@ def groups_of(data: Dataset, choices: Sequence[str]) -> Mapping[str, Tensor]:
         for sign in (bound[2], OPPOSITE[bound[2]]):
             groups[f"{name}{sign}{bound[3]}"] = COMPARE[sign](values, float(bound[3]))
     return groups
+
+
+def group_names(choices: Sequence[str], levels: Mapping[str, Sequence[str]]) -> list[tuple[str, str]]:
+    """The choice and the name of every group, in one order wherever the levels were agreed on.
+
+    Args:
+        choices: as in `groups_of`.
+        levels: of every column that has agreed ones.
+
+    Raises:
+        ConfigError: a choice without a bound has no agreed levels.
+    """
+    names = []
+    for choice in choices:
+        column, bound = column_of(choice), BOUND.fullmatch(choice.strip())
+        if bound is None and column not in levels:
+            raise ConfigError(
+                f"evaluate.groups: sites have not agreed on the levels of {column!r}; give a bound, such as "
+                f"'{column}>=50', or name it with its levels in the agreement (scoring = true keeps it from the models)"
+            )
+        signs = levels[column] if bound is None else (bound[2], OPPOSITE[bound[2]])
+        ends = "" if bound is None else bound[3]
+        names += [(choice, f"{column}{'=' if bound is None else ''}{sign}{ends}") for sign in signs]
+    return names
+
+
+def published(members: Tensor, choice: Sequence[int], counts: Tensor, least: int) -> list[bool]:
+    """Which groups of a site may be published so that no set of fewer rows than agreed follows from all that is.
+
+    Published are sums over the rows of a group, and over all rows. A set of rows follows if its indicator is a linear
+    combination of theirs: the audit of cell suppression (L. H. Cox, "Suppression methodology and statistical disclosure
+    control", JASA 1980). Sets that must not follow, where they are too small: suppressed groups, what a choice leaves,
+    what two groups share, what one has beyond another, and rows that are alike in every group. Groups without a row
+    count as published: their sums are zero.
+
+    Args:
+        members: ``[G, N]`` bool, rows of every group.
+        choice: number of every group's choice, whose groups share no row.
+        counts: ``[N, q]`` of every row 1, and 1 in each kind of row of which there must be enough, such as its class.
+        least: fewest rows of every kind in a set.
+    """
+    is_open = [not bool(group.any()) or _enough(counts[group].sum(0), least) for group in members]
+    patterns, place = members.T.unique(dim=0, return_inverse=True)
+    groups, alike = patterns.T.double(), torch.eye(len(patterns), dtype=torch.float64)
+    weights = torch.zeros(len(patterns), counts.shape[1], dtype=torch.float64).index_add(0, place, counts.double())
+    everything = torch.ones(1, len(patterns), dtype=torch.float64)
+    while True:
+        shown = [k for k, open_here in enumerate(is_open) if open_here and bool(groups[k].any())]
+        sets = [*(groups[k] for k, open_here in enumerate(is_open) if not open_here), *alike]
+        for part in {*choice}:
+            sets.append(everything[0] - groups[[k for k in shown if choice[k] == part]].sum(0))
+        for j in shown:
+            sets += [overlap for k in shown for overlap in (groups[j] * groups[k], groups[j] * (1 - groups[k]))]
+        basis = torch.cat([everything, groups[shown]])
+        small = (rows for rows in sets if bool(rows.any()) and not _enough(rows @ weights, least))
+        exposed = next((rows for rows in small if not bool(rows.all()) and _follows(rows, basis)), None)
+        if exposed is None:
+            return is_open
+        by_size = sorted(shown, key=lambda k: float(groups[k] @ weights[:, 0]))
+        rest = {k: torch.cat([everything, groups[[j for j in shown if j != k]]]) for k in by_size}
+        is_open[next((k for k in by_size if not _follows(exposed, rest[k])), by_size[0])] = False
+
+
+def row_counts(task: str, y: Tensor) -> Tensor:
+    """Of every row 1, and 1 in each kind of row of which there must be enough: a class, or events.
+
+    Args:
+        task: of the data.
+        y: ``[N]`` targets, ``[N, k]`` where they are numbers.
+    """
+    kinds = [torch.ones(len(y))]
+    if task == "binary":
+        kinds += [(y == k).float() for k in (0, 1)]
+    if task == "survival":
+        kinds.append((y[:, 1] > 0).float())
+    return torch.stack(kinds, 1)
+
+
+def _enough(counts: Tensor, least: int) -> bool:
+    return bool((counts >= least).all())
+
+
+def _follows(rows: Tensor, basis: Tensor) -> bool:
+    """Whether a set of rows is a linear combination of those of a basis."""
+    solution = torch.linalg.lstsq(basis.T, rows[:, None], driver="gelsd").solution
+    return bool((basis.T @ solution - rows[:, None]).abs().max() < 1e-9)
+
+
+def keeping(source: Source, groups: Sequence[str]) -> Source:
+    """The source with the columns of the groups kept.
+
+    Raises:
+        ConfigError: it is no table.
+    """
+    columns = dict.fromkeys(map(column_of, groups))
+    if not columns:
+        return source
+    if not isinstance(source, TableSource):
+        raise ConfigError("evaluate.groups needs a table with named columns in [data]")
+    keeps: Source = source.with_(kept=tuple(dict.fromkeys((*source.kept, *columns))))
+    return keeps
 
 
 def two_groups(data: Dataset, choice: str) -> tuple[Tensor, Tensor]:

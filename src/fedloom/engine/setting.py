@@ -27,7 +27,9 @@ Part = Literal["train", "validation", "test"]
 class Evaluate(Value):
     """When and on what models are scored. Nothing here changes what is learned."""
 
-    free: ClassVar[tuple[str, ...]] = ("confusion", "tsne", "groups", "predictions", "importance", "references")
+    free: ClassVar[tuple[str, ...]] = (
+        "confusion", "tsne", "groups", "group_least", "predictions", "importance", "references"
+    )  # fmt: skip
 
     every: int = Field(5, ge=1, description="rounds between evaluations; the last round is always evaluated")
     select_on: Literal["validation", "test"] = Field(
@@ -53,6 +55,9 @@ class Evaluate(Value):
     )
     groups: tuple[str, ...] = Field(
         (), description="columns, or bounds such as 'age>=75', by whose groups test parts are scored, at the end"
+    )
+    group_least: int = Field(
+        10, ge=2, description="rows of a group, and of each class or events among them, below which it is not scored"
     )
     predictions: bool = Field(
         False, description="keep the prediction of every test sample, at the end: calibration, net benefit, who gains"

@@ -14,6 +14,7 @@ import pyarrow as pa
 from fedloom import report
 from fedloom.data.dataset import Dataset
 from fedloom.data.federation import Federation
+from fedloom.data.groups import keeping
 from fedloom.engine.result import Result
 from fedloom.engine.setting import Setting
 from fedloom.engine.setup import check
@@ -21,7 +22,6 @@ from fedloom.engine.simulate import Progress, simulate
 from fedloom.errors import CodeError, DamagedCheckpoint, LayoutError, Refused, RunDirError, Stop
 from fedloom.experiment.analyses.importance import check_importance
 from fedloom.experiment.analyses.left_out import scores_of_new, without
-from fedloom.experiment.analyses.patients import keeping
 from fedloom.experiment.analyses.references import check_references
 from fedloom.experiment.events import PAUSE, Emitter, Event, EventQueue, Listener
 from fedloom.experiment.file import difference_to_recorded

@@ -23,7 +23,7 @@ from fedloom.engine.result import Result
 from fedloom.engine.setting import Evaluate
 from fedloom.engine.state import State
 from fedloom.experiment.analyses.importance import importance
-from fedloom.experiment.analyses.patients import group_scores, predictions
+from fedloom.experiment.analyses.patients import GroupScore, group_scores, group_table, predictions
 from fedloom.experiment.analyses.references import references
 from fedloom.experiment.inspection import confusion, tsne
 from fedloom.experiment.schema import Experiment
@@ -142,7 +142,7 @@ def write_inspection(out: Path, evaluate: Evaluate, outcomes: Sequence[Outcome])
             places.append(_labelled(table, outcome.label, outcome.seed))
             notes += tsne_notes
         if evaluate.groups:
-            groups.append(_labelled(group_scores(result, evaluate.groups), outcome.label, outcome.seed))
+            groups.append(_labelled(group_scores(result), outcome.label, outcome.seed))
         if evaluate.predictions:
             rows.append(_labelled(predictions(result), outcome.label, outcome.seed))
         if evaluate.importance:
@@ -156,6 +156,11 @@ def write_inspection(out: Path, evaluate: Evaluate, outcomes: Sequence[Outcome])
     _write(out / PREDICTIONS, rows, keep)
     _write(out / TSNE, places, keep)
     return notes
+
+
+def write_groups(out: Path, label: str, seed: int, rows: Sequence[GroupScore]) -> None:
+    """``groups.parquet`` of one run; without scores, no file is left."""
+    _write(out / GROUPS, [_labelled(group_table(rows), label, seed)] if rows else [])
 
 
 def left_out_before(out: Path) -> list[tuple[str, int]]:

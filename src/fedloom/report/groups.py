@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from fedloom.formats import DASH, fixed
+from fedloom.metrics import leading
 from fedloom.report.comparison.contenders import contenders_of
 from fedloom.report.comparison.gains import FEW, federated_leader
 from fedloom.report.csv_files import csv_of
@@ -19,14 +20,13 @@ from fedloom.report.numbers import Row
 from fedloom.report.reading import read_table
 from fedloom.report.run import Run
 from fedloom.report.tables import scrolling
-from fedloom.rundir import FEDERATION, GROUPS
+from fedloom.rundir import FEDERATION, GROUPS, SAMPLES
 
-SAMPLES = "samples"
 NAMES = ("method", "seed", "client", "model", "subgroup", "metric", "value")
 LEAD = (
     "Test samples of every group of patients, all sites together and site by site, by the method with the best mean: "
-    "mean over seeds, test samples in brackets. A dash is a group too small to be scored there. groups.csv has every "
-    "method and metric."
+    "mean over seeds, test samples in brackets. A dash is a group too small to be scored there, or, at real sites, a "
+    "metric that ranks samples of several, such as AUROC. groups.csv has every method and metric."
 )
 
 
@@ -39,24 +39,30 @@ def group_tables(runs: list[Run], rows: list[Row], lead: str) -> str:
         table = None if best is None else group_cells(run, best, lead)
         if best is None or table is None:
             continue
-        heads, cells = table
+        heads, cells, shown = table
         lines = [[escape(cell) for cell in line] for line in cells]
-        label = f"{titled(figure(lead))}, {best.method}{f', {run.label}' if len(runs) > 1 else ''}"
+        label = f"{titled(figure(shown))}, {best.method}{f', {run.label}' if len(runs) > 1 else ''}"
         text += f"<h3>{escape(label)}</h3>" + scrolling(f"Groups of patients: {label}", heads, lines)
     return text
 
 
-def group_cells(run: Run, row: Row, lead: str) -> tuple[list[str], list[list[str]]] | None:
-    """Titles and lines of the table of groups of one model; None where no groups were scored."""
+def group_cells(run: Run, row: Row, lead: str) -> tuple[list[str], list[list[str]], str] | None:
+    """Titles and lines of the table of groups of one model, and its metric; None where no groups were scored.
+
+    The metric is the leading one of those that were scored: secure sums have none that ranks samples.
+    """
     table = _read(run)
     if table is None:
         return None
     table = table.filter(pc.and_(pc.equal(table["method"], row.method), pc.equal(table["model"], row.model)))
     means = _means(table, ["client", "subgroup", "metric"])
-    clients = [FEDERATION, *(range(run.clients) if run.clients <= FEW else [])]
+    recorded = {client for client, *_ in means} - {FEDERATION}
+    metrics = dict.fromkeys(str(name) for *_, name in means)
+    lead = lead if lead in metrics else leading(metrics)
+    clients = [FEDERATION, *(range(run.clients) if recorded and run.clients <= FEW else [])]
     heads = ["Group", *("All sites" if client == FEDERATION else run.titled_client(client) for client in clients)]
     groups = dict.fromkeys(table["subgroup"].to_pylist())
-    return heads, [[group, *(_cell(means, client, group, lead) for client in clients)] for group in groups]
+    return heads, [[group, *(_cell(means, client, group, lead) for client in clients)] for group in groups], lead
 
 
 def _read(run: Run) -> pa.Table | None:

@@ -32,6 +32,7 @@ class AgreedColumn(Value):
     range: tuple[float, float] | None = Field(None, description="smallest and largest plausible number")
     missing: bool = Field(False, description="cells may be missing; a further feature then marks them")
     scale: bool = Field(True, description="a number is centred and scaled at every site")
+    scoring: bool = Field(False, description="kept for groups of evaluate.groups only; models do not receive it")
 
     @model_validator(mode="after")
     def _fits(self) -> AgreedColumn:
@@ -77,7 +78,7 @@ class Agreement(Value):
     impute: bool = Field(True, description="missing cells are filled per site from its training rows")
     patients: int = Field(1, ge=1, description="least rows of a site that takes part")
     events: int = Field(0, ge=0, description="least rows of every class at a site that takes part")
-    column: tuple[AgreedColumn, ...] = Field(min_length=1, description="the features")
+    column: tuple[AgreedColumn, ...] = Field(min_length=1, description="the features, and columns for scoring")
 
     @model_validator(mode="after")
     def _fits(self) -> Agreement:
@@ -87,6 +88,8 @@ class Agreement(Value):
         for what, name in (("target", self.target), ("event", self.event)):
             if name in names:
                 raise ValueError(f"column: {name!r} is the {what}, it cannot be a feature")
+        if all(column.scoring for column in self.column):
+            raise ValueError("column: at least one must be a feature, without scoring = true")
         least = 2 if self.task in CLASSED else 0
         if len(self.classes) < least or (self.task != "classification" and len(self.classes) != least):
             raise ValueError(f"classes: {self.task} with {len(self.classes)} of them")
@@ -117,7 +120,12 @@ class Agreement(Value):
     def table(self) -> Table:
         """The features as a table."""
         missing = tuple(dict.fromkeys((*MARKERS, *self.missing)))
-        return Table(columns=tuple(c.column for c in self.column), missing=missing, impute=self.impute)
+        return Table(columns=tuple(c.column for c in self.column if not c.scoring), missing=missing, impute=self.impute)
+
+    @property
+    def levels(self) -> dict[str, tuple[str, ...]]:
+        """Levels of every column that has some, features or not."""
+        return {column.name: column.levels for column in self.column if column.levels}
 
     def text(self) -> str:
         """The document: reading it back gives the same agreement."""

@@ -100,6 +100,7 @@ class Checks:
         forms: of its messages.
         keys: of the sites, by client.
         sizes: ``[n, 3]`` samples that the sites declared.
+        names: of numbers that come with the scores of the last round, beside the scores.
 
     Attributes:
         STEPS: number, condition and function of every check but the quorum (13), which is of a round; in order.
@@ -112,7 +113,9 @@ class Checks:
         job: Job | None = None,
         forms: Forms | None = None,
         sizes: Tensor | None = None,
+        names: Collection[str] = (),
     ) -> None:
+        self._names = names
         self._settings, self._keys, self._job, self._forms, self._sizes = settings, keys, job, forms, sizes
 
     def check(
@@ -275,10 +278,10 @@ class Checks:
             return draft
         assert self._job is not None
         names = {"/".join(name) for name in score_names(self._job) if name[0] != "hybrid"}
-        names |= {"/".join((*COST, name)) for name in COUNTS[:2]}
+        names |= {"/".join((*COST, name)) for name in COUNTS[:2]} | {*self._names}
         metrics = {}
         for key, number in draft.envelope.metrics.items():
-            name = key.rpartition("/")[2]
+            name = re.split("[/:]", key)[-1]
             low, high = metric(name).bounds
             if name == "loss" and self._job.oracle.task.own_loss is None:
                 low = 0.0

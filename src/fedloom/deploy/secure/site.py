@@ -20,6 +20,7 @@ from fedloom.deploy.secure.protocol import ACCUSES, Broken
 from fedloom.deploy.secure.terms import check_models, check_terms, read_terms
 from fedloom.deploy.secure.vectors import ScoreVector, UploadVector
 from fedloom.deploy.settings import Site, bound_of
+from fedloom.deploy.site.groups import SiteGroups
 from fedloom.deploy.site.local_data import part_sizes
 from fedloom.deploy.site.plain import Answer, metrics_of
 from fedloom.deploy.site.state import Generation
@@ -42,7 +43,7 @@ class MaskedAnswers:
     def __init__(self, site: Site, key: Ed25519PrivateKey, trainer: Trainer, folder: Path) -> None:
         assert site.secure is not None
         self._site, self._agreed, self._trainer = site, site.secure, trainer
-        self._member = SessionMember(site, key, folder)
+        self._member, self._groups = SessionMember(site, key, folder), SiteGroups(trainer)
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
@@ -51,10 +52,14 @@ class MaskedAnswers:
 
     @cached_property
     def figures(self) -> str:
-        """The figures that the site's samples define, where scores are summed."""
+        """The figures and groups that the site's samples define, as bits in hexadecimal digits; none without sums."""
         trainer, client = self._trainer, self._site.client
         summed = trainer.scoring == "masked" and part_sizes(trainer.fed, client)[0]
-        return ScoreVector(trainer.job).definable(client) if summed else ""
+        if not summed:
+            return ""
+        vector, groups = ScoreVector(trainer.job), self._groups
+        bits = vector.definable(client) | groups.sums.bits(groups.members) << len(vector.figures)
+        return f"{bits:x}"
 
     def answer(self, envelope: Envelope) -> Answer:
         """The answer to a step of a session, or to a request for the site's own scores.
@@ -105,6 +110,13 @@ class MaskedAnswers:
             if trainer.scoring == "masked":
                 vector = ScoreVector(job)
                 vectors.append(vector.encode(scores, sizes, terms.summed(self._agreed.threshold, len(vector.figures))))
+            if trainer.scoring == "masked" and terms.scored == trainer.rounds:
+                cells, sums = (
+                    self._groups.cells(job, models, terms.scored, scores, common=terms.common),
+                    self._groups.sums,
+                )
+                bits = terms.bits(len(vector.figures))
+                vectors.append(sums.encode(cells, sums.summed(bits, self._agreed.threshold)))
         if trains:
             if job.kept_fields and (0 if state is None else state.round) != head["accepted"]:
                 raise Broken(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedloom.deploy.groups import GroupSums
 from fedloom.deploy.noise import SharedMean
 from fedloom.deploy.protocol.envelope import Request
 from fedloom.deploy.protocol.forms import Forms, is_common
@@ -23,6 +24,7 @@ from fedloom.deploy.settings import Server, bound_of
 from fedloom.engine.job import Job
 from fedloom.engine.privacy import accounted
 from fedloom.errors import GivenUp, Refused, RunStopped
+from fedloom.experiment.outputs import GroupScore
 from fedloom.processes.clients import ScoreRequest, Scores, SumResult, TrainRequest, TrainResult
 
 Figure = tuple[float, float, int]
@@ -32,14 +34,15 @@ Figure = tuple[float, float, int]
 class MaskedSites(Sites):
     """The sites of a run whose uploads, and scores, are summed under masks; see `Sites`."""
 
-    def __init__(self, job: Job, forms: Forms, transport: Transport, settings: Server) -> None:
-        super().__init__(job, forms, transport, settings)
+    def __init__(self, job: Job, forms: Forms, transport: Transport, settings: Server, group_sums: GroupSums) -> None:
+        super().__init__(job, forms, transport, settings, group_sums)
         assert settings.secure is not None
         self._sessions, self._agreed = SecureSums(transport, settings), settings.secure
         self._uploads, self._figures = UploadVector(job, forms.idle), ScoreVector(job)
         private = accounted(job.setting.channel, job.setting.aggregator) is not None
         self._tallies = settings.secure.scores == "masked" and not private
         self._tallied: tuple[int, dict[tuple[str, str, str], Figure]] = -1, {}
+        self._groups = list[GroupScore]()
 
     def sums(self, round: int) -> Iterator[tuple[str, str, str, float]]:
         t, figures = self._tallied
@@ -47,6 +50,9 @@ class MaskedSites(Sites):
             yield model, part, f"{name}/mean", mean
             yield model, part, f"{name}/weighted", weighted
             yield model, part, f"{name}/sites", sites
+
+    def groups(self) -> list[GroupScore]:
+        return self._groups
 
     def train(self, request: TrainRequest) -> Iterator[TrainResult]:
         """Train at the sites and sum their uploads, of each of which nothing is known.
@@ -129,9 +135,17 @@ class MaskedSites(Sites):
         def letter(c: int, inbox: bytes) -> Request:
             return Request("tally", c, [terms.encode(), inbox, *asks[c].arrays], self._accepted(c))
 
+        n, with_groups = self._figures.length, t == self._job.setting.rounds
+
+        def read(total: Integers, count: int) -> tuple[dict[tuple[str, str, str], Figure], list[GroupScore]]:
+            groups = self.group_sums.decode(total[n:], count) if with_groups else []
+            return self._figures.decode(total[:n], count), groups
+
         self._tallied = t, {}
         try:
-            self._tallied = t, self._sessions.sum(terms, letter, self._figures.length, self._figures.decode).value
+            length = n + (self.group_sums.length if with_groups else 0)
+            figures, self._groups = self._sessions.sum(terms, letter, length, read).value
+            self._tallied = t, figures
         except (Broken, GivenUp, RunStopped) as error:
             self._transport.note("scores given up", t, asks, str(error))
 

@@ -29,7 +29,7 @@ LONGEST = 1 << 18
 
 Count = Annotated[int, Field(ge=0)]
 Bits = Annotated[str, Field(pattern=r"^[0-9a-f]{0,2000}$")]
-"""Figures that the samples of a site define, as `ScoreVector.definable` gives them."""
+"""Figures that the samples of a site define, as `ScoreVector.definable` has them, and groups that it publishes."""
 
 
 class Terms(Value):
@@ -72,8 +72,11 @@ class Terms(Value):
 
     def summed(self, threshold: int, count: int) -> list[bool]:
         """Which of ``count`` figures `FEWEST` of any threshold of these sites have: no sum is of one or two."""
-        bits = [int(self.figures[c] or "0", 16) for c in self.cohort]
-        return [threshold - sum(not one >> k & 1 for one in bits) >= FEWEST for k in range(count)]
+        return [threshold - sum(not one >> k & 1 for one in self.bits()) >= FEWEST for k in range(count)]
+
+    def bits(self, first: int = 0) -> list[int]:
+        """What the samples of every site of the cohort define, from bit ``first`` on: figures, then groups."""
+        return [int(self.figures[c] or "0", 16) >> first for c in self.cohort]
 
     def weighed(self, job: Job, samples: InputSpec) -> Job:
         """A site's run with the shares of the objective that follow from all numbers of samples."""

@@ -138,8 +138,8 @@ class ScoreVector:
         self.figures = sorted({key[1:] for key in self._names if key[1]})
         self.length = 4 * len(self._names)
 
-    def definable(self, client: int) -> str:
-        """The `figures` that a site's samples define whatever a model predicts, as bits in hexadecimal digits.
+    def definable(self, client: int) -> int:
+        """The `figures` that a site's samples define whatever a model predicts, as bits.
 
         Two outputs are scored, that predict the first class everywhere, and the last: AUROC needs both classes, recall
         of a class a sample of it. The precision of a class depends on what is predicted, so no samples define it.
@@ -157,7 +157,7 @@ class ScoreVector:
             for k, (where, name) in enumerate(self.figures):
                 defined = where == part and all(name in probe and bool(probe[name].isfinite()) for probe in probes)
                 bits |= defined << k
-        return f"{bits:x}"
+        return bits
 
     def encode(
         self, scores: Mapping[tuple[str, str], Mapping[str, Tensor]], sizes: Sequence[int], summed: Sequence[bool]

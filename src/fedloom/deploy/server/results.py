@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,14 @@ from fedloom.engine.job import Job
 from fedloom.engine.state import State
 from fedloom.errors import Stop
 from fedloom.experiment import Experiment
-from fedloom.experiment.outputs import partition_table, write_measured, write_partition, write_settings
+from fedloom.experiment.outputs import (
+    GroupScore,
+    partition_table,
+    write_groups,
+    write_measured,
+    write_partition,
+    write_settings,
+)
 from fedloom.rundir import SUMMARY, RunRecord, SiteSummary, Summary
 from fedloom.storage.checkpoint import save_tensors
 from fedloom.storage.files import make_folder, write_atomic
@@ -56,6 +63,11 @@ class Results:
         if shared is not None:
             header = {**job.oracle.layout.header(), "round": str(state.round)}
             save_tensors(out / "global.safetensors", {"rows": shared.cpu()}, header)
+
+    def groups(self, scores: Sequence[GroupScore]) -> None:
+        """Scores of groups after the last round."""
+        label, seed = self._experiment.methods[0].label, self._experiment.head.seeds[0]
+        write_groups(self._settings.results, label, seed, scores)
 
     def summary(self, stop: Stop | None, detail: str, here: Collection[int], diverged: int | None = None) -> None:
         """How far the run is, or how it ended, and how every site did.

@@ -16,6 +16,7 @@ from fedloom.choose import SharesWeigher, Uniform, UniformWeigher
 from fedloom.choose.shares import by_clusters
 from fedloom.deploy.audit import Audit
 from fedloom.deploy.code import read_agreed
+from fedloom.deploy.groups import GroupSums, agreed_groups
 from fedloom.deploy.noise import SharedMean, left_to_sites, released
 from fedloom.deploy.ops.status import serve_metrics
 from fedloom.deploy.protocol.forms import Forms
@@ -196,7 +197,8 @@ class _Run(Hooks):
         settings, audit = self._settings, self._audit
         job, server, forms = self._make_job()
         checkpoints = RunCheckpoints(job, settings.checkpoints, settings.fingerprint[:16], every_round=True)
-        sites = (Sites if settings.secure is None else MaskedSites)(job, forms, self._transport, settings)
+        groups = GroupSums(job, agreed_groups(self._experiment, settings.samples))
+        sites = (Sites if settings.secure is None else MaskedSites)(job, forms, self._transport, settings, groups)
         self._job, self._sites = job, sites
         state, stop, detail, diverged, extras = checkpoints.resume(initial_state(job, server))
         if extras:
@@ -237,6 +239,8 @@ class _Run(Hooks):
         records += [Record.of_federation(state.round, model, part, name, value) for model, part, name, value in sums]
         state = state.with_(records=state.records.plus(records))
         self._results.tables(self._job, state)
+        if state.round == self._job.setting.rounds:
+            self._results.groups(self._sites.groups())
         self._results.summary(None, "", self._transport.nodes)
         return state, ""
 

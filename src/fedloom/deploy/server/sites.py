@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedloom.deploy.groups import GroupSums
 from fedloom.deploy.protocol.envelope import Reply, Request
 from fedloom.deploy.protocol.forms import Forms, for_client, is_common, output_of
 from fedloom.deploy.server.transport import Transport
@@ -17,6 +18,7 @@ from fedloom.deploy.settings import Server
 from fedloom.engine.clients.chunk import ClientOutput
 from fedloom.engine.clients.remote import StreamedClients
 from fedloom.engine.job import Job
+from fedloom.experiment.outputs import GroupScore
 from fedloom.local.rows import Fields
 from fedloom.processes.clients import AskRequest, ScoreRequest, TrainRequest
 
@@ -29,15 +31,20 @@ class Sites(StreamedClients):
         forms: the forms of its messages.
         transport: the way to the sites.
         settings: the settings of the server.
+        group_sums: how groups are summed.
+
+    Attributes:
+        group_sums: see above.
     """
 
-    def __init__(self, job: Job, forms: Forms, transport: Transport, settings: Server) -> None:
+    def __init__(self, job: Job, forms: Forms, transport: Transport, settings: Server, group_sums: GroupSums) -> None:
         super().__init__(job, transport.sizes)
+        self.group_sums = group_sums
         self._forms, self._transport, self._settings = forms, transport, settings
         self._pending: ScoreRequest | None = None
         self._scores: tuple[int, Mapping[int, dict[str, float]]] | None = None
         self.patience, self.longest, self._start = settings.patience, settings.ttl, math.nan
-        transport.begin(job, forms)
+        transport.begin(job, forms, group_sums.names)
 
     def score_with_training(self, request: ScoreRequest) -> None:
         """Ask for scores in the messages of the training that comes next; `score` has them then."""
@@ -46,6 +53,10 @@ class Sites(StreamedClients):
     def sums(self, round: int) -> Iterator[tuple[str, str, str, float]]:
         """Model, part, name and value of figures of the federation that the sites have summed after a round."""
         yield from ()
+
+    def groups(self) -> list[GroupScore]:
+        """Scores of groups after the last round, of all sites together and of each."""
+        return [*self.group_sums.scores(self._scores[1])] if self._scores is not None else []
 
     def train_each(self, request: TrainRequest, downloads: Mapping[int, Any]) -> dict[int, ClientOutput]:
         """Train at the sites.

@@ -8,7 +8,7 @@ mute node (`fedloom.deploy.server.presence`). A greeting that is answered after 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from flwr.app import Message
@@ -70,9 +70,15 @@ class Transport:
         """``[n, 3]`` training, validation and test samples of every site; 0 before its first answer."""
         return self.presence.sizes
 
-    def begin(self, job: Job, forms: Forms) -> None:
-        """Take up a run: its messages are known, and numbers of samples do not change from here on."""
-        self.checks = Checks(self._settings, self._keys, job, forms, self.sizes)
+    def begin(self, job: Job, forms: Forms, names: Collection[str] = ()) -> None:
+        """Take up a run: its messages are known, and numbers of samples do not change from here on.
+
+        Args:
+            job: the run.
+            forms: of its messages.
+            names: of numbers that come with the scores of the last round.
+        """
+        self.checks = Checks(self._settings, self._keys, job, forms, self.sizes, names)
         self.presence.fix()
 
     def gather(self, everyone: str) -> None:

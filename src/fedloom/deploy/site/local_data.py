@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fedloom.data import PARTS, Dataset, Federation, Split
+from fedloom.data.groups import keeping
 from fedloom.data.input_spec import InputSpec, compared
 from fedloom.data.new_data import AGREED
 from fedloom.data.partition import Iid
@@ -38,7 +39,7 @@ def site_federation(experiment: Experiment, site: Site) -> Federation:
     """
     local = parse({**experiment.settings(), "data": options_of(experiment, site)}, f"{site.site}: the site file")
     try:
-        data = local.source.read(site.data_dir)
+        data = keeping(local.source, experiment.common.evaluate.groups).read(site.data_dir)
     except NoSamples:
         return federation_of(site.samples, torch.zeros(site.clients, len(PARTS), dtype=torch.long))
     except ConfigError as error:  # it may quote the first row of a file without a header

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fedloom.deploy.protocol.envelope import Envelope, Kind
+from fedloom.deploy.site.groups import SiteGroups
 from fedloom.deploy.site.local_data import part_sizes
 from fedloom.deploy.site.state import Generation
 from fedloom.deploy.site.trainer import Trainer
@@ -34,7 +35,7 @@ class PlainAnswers:
     figures = ""
 
     def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+        self._trainer, self._groups = trainer, SiteGroups(trainer)
 
     def answer(self, envelope: Envelope) -> Answer:
         """The answer to a message of a round.
@@ -54,7 +55,10 @@ class PlainAnswers:
             new = trainer.train(job, state, head["round"], arrays[0], self._send)
             work = [0, 0, 0] if trainer.private else list(new.reply["work"])
             return samples | {"work": work}, [bytes(new.tensors["reply"].numpy())], metrics_of(scores) or None
-        return samples, [], metrics_of(trainer.scores(job, arrays, head["round"], common=head["global"]))
+        t, common = head["round"], head["global"]
+        scores = trainer.scores(job, arrays, t, common=common)
+        cells = self._groups.cells(job, arrays, t, scores, common=common)
+        return samples, [], metrics_of(scores) | self._groups.sums.as_metrics(cells)
 
     def _send(self, job: Job, state: Generation | None, output: ClientOutput, down: Any) -> dict[str, Tensor]:
         return {"reply": torch.frombuffer(bytearray(self._trainer.forms.write_up(output)), dtype=torch.uint8)}

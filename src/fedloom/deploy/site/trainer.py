@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +31,8 @@ from fedloom.experiment import Experiment
 from fedloom.processes.clients import Scores, ScoreTask, TrainTask
 from fedloom.schedule import Synchronous
 
+T = TypeVar("T")
+
 
 class RefusedModel(RunDirError):
     """A model that a site does not train from; the sentence holds nothing of the samples."""
@@ -49,44 +51,48 @@ class Trainer:
     Args:
         site: its settings.
         memory: its state.
+
+    Attributes:
+        site: see above.
     """
 
     def __init__(self, site: Site, memory: SiteState) -> None:
-        self._site, self._memory = site, memory
+        self.site, self._memory = site, memory
 
     @cached_property
     def fed(self) -> Federation:
         """The site's samples, as one client of the federation."""
-        return site_federation(self._experiment, self._site)
+        return site_federation(self.experiment, self.site)
 
     @cached_property
-    def _experiment(self) -> Experiment:
-        check_version(self._site)
-        experiment = read_agreed(self._site, chunk=1, workers=1)
-        if self._site.secure is not None:
+    def experiment(self) -> Experiment:
+        """The experiment that was agreed on."""
+        check_version(self.site)
+        experiment = read_agreed(self.site, chunk=1, workers=1)
+        if self.site.secure is not None:
             check_maskable(experiment.methods[0].setting)
         return experiment
 
     @property
     def rounds(self) -> int:
         """Rounds of the experiment."""
-        return self._experiment.methods[0].setting.rounds
+        return self.experiment.methods[0].setting.rounds
 
     @cached_property
     def private(self) -> bool:
         """Whether a delta is in force, or a limit of the site's own: nothing leaves that epsilon does not cover."""
-        setting = self._experiment.methods[0].setting
-        return self._site.epsilon is not None or accounted(setting.channel, setting.aggregator) is not None
+        setting = self.experiment.methods[0].setting
+        return self.site.epsilon is not None or accounted(setting.channel, setting.aggregator) is not None
 
     @cached_property
     def samples(self) -> str:
         """Digest of the samples; it does not leave the site."""
-        return samples_digest(self.fed, self._site.client)
+        return samples_digest(self.fed, self.site.client)
 
     @cached_property
     def _run(self) -> tuple[Job, Any]:
-        job, server = make_job(self._experiment.methods[0].setting.with_(schedule=Synchronous()), self.fed)
-        survivors = None if self._site.secure is None else self._site.secure.threshold
+        job, server = make_job(self.experiment.methods[0].setting.with_(schedule=Synchronous()), self.fed)
+        survivors = None if self.site.secure is None else self.site.secure.threshold
         setting = job.setting.with_(
             channel=released(job.setting.channel), aggregator=released(job.setting.aggregator, survivors)
         )
@@ -100,7 +106,7 @@ class Trainer:
     @cached_property
     def forms(self) -> Forms:
         """How its messages are written."""
-        return Forms(*self._run, self._site.client)
+        return Forms(*self._run, self.site.client)
 
     @property
     def noise(self) -> Noise | None:
@@ -111,7 +117,7 @@ class Trainer:
     @property
     def ids(self) -> Tensor:
         """The site's number, ``[1]``."""
-        return torch.tensor([self._site.client])
+        return torch.tensor([self.site.client])
 
     def weighed(self, share: float) -> Job:
         """The run with the share of the objective that the server gives the site."""
@@ -184,14 +190,14 @@ class Trainer:
         Raises:
             RefusedModel: the site's settings have a limit, and it is beyond.
         """
-        most = self._site.model_change
+        most = self.site.model_change
         if most is None:
             return
         for new, old in zip(norms, before, strict=False):
             if old > 0 and not old / most <= new <= old * most:
                 raise RefusedModel(
                     f"round {t}: a norm of the model is {new:.4g}, it was {old:.4g} in the last one, and site "
-                    f"{self._site.site} takes a change by {most:g} times"
+                    f"{self.site.site} takes a change by {most:g} times"
                 )
 
     def _check_units(self, t: int, down: Any) -> None:
@@ -201,7 +207,7 @@ class Trainer:
             RefusedModel: the site's settings have a limit, and a layer is beyond.
             ConfigError: there is a limit, and nothing of the samples may show in a refusal.
         """
-        most, job = self._site.dead_units, self.job
+        most, job = self.site.dead_units, self.job
         if most is None:
             return
         if self.private:
@@ -211,23 +217,23 @@ class Trainer:
         row = down[0].reshape(1, -1) if len(down) else torch.zeros(1, 0)
         if row.shape[1] != job.oracle.layout.d:
             return
-        work, tokens = job.work(t, self.ids), len(self._site.samples.vocabulary)
+        work, tokens = job.work(t, self.ids), len(self.site.samples.vocabulary)
         decay = work.local.weight_decay * row if work.local.weight_decay else torch.zeros_like(row)
         for name, part in job.oracle.layout.tree(work.full_grad(row) - decay).items():
             if part.dim() < 3 or part.shape[1] == tokens:  # no matrix, or rows of tokens
                 continue
             dead = float((part[0].flatten(1) == 0).all(1).double().mean())
             if dead > most:
-                where = f"site {self._site.site} takes {most:.0%}"
+                where = f"site {self.site.site} takes {most:.0%}"
                 raise RefusedModel(f"round {t}: {dead:.0%} of the units of {name} answer to no sample, and {where}")
 
     @property
     def _ledger(self) -> Ledger:
         """The site's releases; its limit is that of all agreed rounds where `site.toml` has none."""
-        noise, limit = self.noise, self._site.epsilon
+        noise, limit = self.noise, self.site.epsilon
         if noise is not None and limit is None:
             limit = epsilon(noise, self.rounds)
-        return Ledger(self._memory.folder, noise, limit, f"site {self._site.site}", self._memory.releases())
+        return Ledger(self._memory.folder, noise, limit, f"site {self.site.site}", self._memory.releases())
 
     def _output(self, job: Job, down: Any, t: int) -> ClientOutput:
         """The output of a round.
@@ -264,24 +270,27 @@ class Trainer:
             t: round.
             common: whether the global model is scored.
         """
+        return self.attempt(f"round {t}", lambda: self._score(job, models, t, common)) or {} if t >= 0 else {}
+
+    def attempt(self, what: str, score: Callable[[], T]) -> T | None:
+        """What a scoring gives; where it fails, that is a note, and None."""
         try:
-            return self._score(job, models, t, common) if t >= 0 else {}
+            return score()
         except Exception as error:  # under a delta, the failure may reveal samples
-            what = f"round {t} cannot be scored"
+            what = f"{what} cannot be scored"
             sentence = (
                 f"{what}: {error}" if isinstance(error, PLAIN) else f"{what}; the reason is in the site's own log"
             )
             self.log_privately(f"{what}: {describe_error(error)}")
-            if not self.private and self._site.secure is None:
+            if not self.private and self.site.secure is None:
                 self._memory.notes.append(sentence)
-            return {}
+            return None
 
     def _score(self, job: Job, models: Sequence[bytes], t: int, common: bool) -> Scores:
         """Keep the newest model, and score every model on the site's own parts."""
         ids = self.ids
-        down, shared = self.forms.read_models([*models], global_there=common)
-        everyone = None if down is None else _for_all(down, job.n)
-        has_samples = bool(part_sizes(self.fed, self._site.client)[0])
+        everyone, shared = self.received(models, common=common)
+        has_samples = bool(part_sizes(self.fed, self.site.client)[0])
         personal = None if everyone is None or not has_samples else personal_models(job, everyone, t, ids)[0]
         row, kind = (shared, "global") if personal is None else (personal, "personal")
         if row is not None:
@@ -293,17 +302,27 @@ class Trainer:
         both = self.scoring == "masked" and {("global", part), ("personal", part)} <= set(scores)
         return scores | hybrid_scores(scores, part) if both else scores
 
+    def received(self, models: Sequence[bytes], *, common: bool) -> tuple[Any, Tensor | None]:
+        """The download, as if every client had received it, and the global model ``[d]``; either may be None."""
+        down, shared = self.forms.read_models([*models], global_there=common)
+        return None if down is None else _for_all(down, self.job.n), shared
+
+    @property
+    def sends_groups(self) -> bool:
+        """Whether scores of groups leave the site: with scores that are summed, or where there are no masks at all."""
+        return self.scoring == ("per-site" if self.site.secure is None else "masked")
+
     @property
     def scoring(self) -> Literal["masked", "per-site", "off"]:
         """How the site's scores leave it: summed under masks, on their own, or, as they have no noise, not at all."""
         if self.private:
             return "off"
-        return "per-site" if self._site.secure is None else self._site.secure.scores
+        return "per-site" if self.site.secure is None else self.site.secure.scores
 
     def log_privately(self, reason: str) -> str:
         """The sentence for the server in the place of one that may reveal samples; that goes to the site's log."""
-        sys.stderr.write(f"fedloom: site {self._site.site}: {reason}\n")
-        return f"site {self._site.site} could not answer; the reason is in its own log"
+        sys.stderr.write(f"fedloom: site {self.site.site}: {reason}\n")
+        return f"site {self.site.site} could not answer; the reason is in its own log"
 
 
 def _digest(download: bytes, weights: Sequence[float]) -> str:

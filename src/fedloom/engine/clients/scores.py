@@ -180,26 +180,31 @@ def final_outputs(job: Job, state: State, kind: str, part: str = "test") -> Pass
 
     They are those that `scores_of` judges. Without such models there are no samples.
     """
-    ids, fitted = job.scored_ids, job.setting.task.line_part
-
-    def outputs(of: str) -> Pass:
-        if models is not None:
-            return pass_own(job, models, ids, of)
-        assert row is not None
-        return pass_shared(job, row, ids, of)
-
-    row, models = job.algorithm.global_model(state.server), None
+    ids, row = job.scored_ids, job.algorithm.global_model(state.server)
     if kind == "personal" and job.has_personal:
         t = max(state.round, 1)
         models = personal_models(job, job.down(state.server, t), t, ids)
-    elif kind == "global" and row is not None:
-        row = row.to(job.oracle.device)
-        job.oracle.set_statistics(row, state.cohort)
+        return outputs_of_models(job, models, ids, state.cohort, part)
+    if kind == "global" and row is not None:
+        return outputs_of_models(job, row.to(job.oracle.device), ids, state.cohort, part)
+    empty = torch.zeros(0, dtype=torch.long)
+    return torch.zeros(0, job.oracle.task.outputs), empty, torch.zeros(len(ids), dtype=torch.long)
+
+
+def outputs_of_models(job: Job, models: Tensor, ids: Tensor, cohort: Tensor, part: str = "test") -> Pass:
+    """Outputs on a part of clients ``ids [m]``, on their lines: of one model ``[d]``, or one of each client ``[m, d]``.
+
+    The statistics of normalisation layers in one model are those of the cohort, as `Evaluate.statistics` has it.
+    """
+    fitted = job.setting.task.line_part
+    if models.ndim == 1:
+        job.oracle.set_statistics(models, cohort)
         if job.oracle.normalisers and job.setting.evaluate.statistics == "own":
-            models = row.expand(len(ids), -1)
-    else:
-        empty = torch.zeros(0, dtype=torch.long)
-        return torch.zeros(0, job.oracle.task.outputs), empty, torch.zeros(len(ids), dtype=torch.long)
+            models = models.expand(len(ids), -1)
+
+    def outputs(of: str) -> Pass:
+        return pass_own(job, models, ids, of) if models.ndim == 2 else pass_shared(job, models, ids, of)
+
     predictions, index, sizes = outputs(part)
     if fitted is None:
         return predictions, index, sizes

@@ -8,33 +8,13 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from fedloom.data.groups import column_of, groups_of
-from fedloom.data.sources import Source
-from fedloom.data.sources.table.reading import TableSource
+from fedloom.data.groups import groups_of, row_counts
 from fedloom.engine.clients.scores import final_outputs
 from fedloom.engine.result import Result
-from fedloom.errors import ConfigError
-from fedloom.rundir import FEDERATION
+from fedloom.rundir import FEDERATION, SAMPLES
 
-LEAST = 10
-"""Test samples of a group at a client, and of every class of a binary task or events among them, that are scored."""
-SCORED = "samples"
-"""Name under which the number of samples of a group is recorded."""
-
-
-def keeping(source: Source, groups: Sequence[str]) -> Source:
-    """The source with the columns of the groups kept.
-
-    Raises:
-        ConfigError: it is no table.
-    """
-    columns = dict.fromkeys(map(column_of, groups))
-    if not columns:
-        return source
-    if not isinstance(source, TableSource):
-        raise ConfigError("evaluate.groups needs a table with named columns in [data]")
-    keeps: Source = source.with_(kept=tuple(dict.fromkeys((*source.kept, *columns))))
-    return keeps
+GroupScore = tuple[int, str, str, str, float]
+"""Client (-1: all together), model, group, metric and value."""
 
 
 def _final(result: Result) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
@@ -78,15 +58,16 @@ def predictions(result: Result) -> pa.Table:
     return pa.concat_tables(parts)
 
 
-def group_scores(result: Result, choices: Sequence[str]) -> pa.Table:
+def group_scores(result: Result) -> pa.Table:
     """Columns client (-1: all together), model, subgroup, metric, value; of every group first its samples.
 
-    Groups of fewer than `LEAST` samples, or rows of a class or events, have no other figure.
+    Groups of fewer samples than `group_least`, or rows of a class or events, have no other figure.
     """
     job = result.job
     data, ids = job.eval_fed.data, job.scored_ids.tolist()
-    groups = groups_of(data, choices)
-    rows: list[tuple[int, str, str, str, float]] = []
+    evaluate = job.setting.evaluate
+    groups = groups_of(data, evaluate.groups)
+    rows: list[GroupScore] = []
     for kind, outputs, index, owner in _final(result):
         y = job.eval_fed.targets(index.to(job.eval_fed.device)).cpu()
         for name, members in groups.items():
@@ -94,17 +75,15 @@ def group_scores(result: Result, choices: Sequence[str]) -> pa.Table:
             for client in (FEDERATION, *ids):
                 some = inside if client == FEDERATION else inside & (owner == client)
                 count = int(some.sum())
-                rows.append((client, kind, name, SCORED, float(count)))
-                if count >= LEAST and _rarest(data.task, y[some]) >= LEAST:
+                rows.append((client, kind, name, SAMPLES, float(count)))
+                if bool((row_counts(data.task, y[some]).sum(0) >= evaluate.group_least).all()):
                     scores = job.oracle.task.metrics(outputs[some], y[some], torch.zeros(count, dtype=torch.long), 1)
                     rows += [(client, kind, name, metric, float(value)) for metric, value in scores.items()]
+    return group_table(rows)
+
+
+def group_table(rows: Sequence[GroupScore]) -> pa.Table:
+    """Scores of groups as a table."""
     kinds = {"client": pa.int64(), "model": pa.string(), "subgroup": pa.string(), "metric": pa.string()}
     columns = [*kinds.items(), ("value", pa.float64())]
     return pa.table({name: pa.array([row[k] for row in rows], of) for k, (name, of) in enumerate(columns)})
-
-
-def _rarest(task: str, y: Tensor) -> int:
-    """Rows of the rarer class of a binary task, or events."""
-    if task == "binary":
-        return int(min(y.sum(), len(y) - y.sum()))
-    return int(y[:, 1].sum()) if task == "survival" else len(y)

@@ -99,7 +99,7 @@ def _groups(run: Run, row: Row, lead: str) -> list[str]:
     cells = group_cells(run, row, lead)
     if cells is None:
         return []
-    heads, lines = cells
+    heads, lines, lead = cells
     table = [heads, ["---"] * len(heads), *lines]
     about = (
         f"{titled(figure(lead))} of test samples, their number in brackets; a dash is a group too small to be scored."

@@ -20,6 +20,15 @@ Coded = tuple[NDArray[np.float64], tuple[str, ...]]
 """Codes of all rows ``[N]``, NaN where missing, and the levels."""
 
 
+def coded_numbers(values: NDArray[np.float64]) -> Coded:
+    """Numbers ``[N]`` as codes of their levels; nan has none."""
+    has_value = ~np.isnan(values)
+    distinct, places = np.unique(values[has_value], return_inverse=True)
+    codes = np.full(len(values), np.nan)
+    codes[has_value] = places
+    return codes, tuple(np.format_float_positional(number, trim="-") for number in distinct)
+
+
 def rows_of_levels(column: Coded) -> dict[str, int]:
     """Rows of every level."""
     codes, levels = column

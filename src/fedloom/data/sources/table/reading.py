@@ -20,7 +20,7 @@ from fedloom.data.sources._base import FileSource, naming_file_in_errors
 from fedloom.data.sources.archive import GrowingRows
 from fedloom.data.sources.table import checks
 from fedloom.data.sources.table.cells import Piece, Problems, is_missing, numbers
-from fedloom.data.sources.table.checks import Coded, rows_of_levels
+from fedloom.data.sources.table.checks import Coded, coded_numbers, rows_of_levels
 from fedloom.data.sources.table.levels import Agreed, Codes, factor_of, factors_by_client, unapplied
 from fedloom.data.sources.table.targets import absence, agreed_classes, check_event, task_of_levels
 from fedloom.data.survey.agreement import Agreement, agreement_of
@@ -166,7 +166,7 @@ class _Reading:
         if agreement is None:
             wanted |= {*spec.categorical, *optional}
         else:
-            wanted |= {column.name for column in agreement.column}
+            wanted |= {column.name for column in agreement.table.columns}
             self.special = [column for column in self.special if column in names]
         if len(names) > MOST_COLUMNS:
             raise DataError(
@@ -280,7 +280,8 @@ class _Reading:
         codes = {c: torch.from_numpy(coded[c][0])[keep].long() for c in self.special}
         levels = {c: coded[c][1] for c in self.special}
         for column in spec.kept:
-            places, names = coded[column]
+            is_number = column in self.numeric or (column in self.agreed and not self.agreed[column].column.levels)
+            places, names = coded[column] if not is_number else coded_numbers(self._numbers[:, self.place[column]])
             codes[column] = torch.from_numpy(np.nan_to_num(places, nan=len(names)))[keep].long()
             levels[column] = (*names, MISSING)
         centre, unit = (spec.centre, spec.unit) if agreement is None else (agreement.centre, agreement.divisor)

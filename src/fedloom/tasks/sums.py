@@ -1,0 +1,124 @@
+"""Sums over samples from which metrics follow: sums of several sites are those of their samples together.
+
+Letters: N samples, C classes, k outputs, S sums. Metrics that rank all samples, such as AUROC, do not follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fedloom.metrics import of_class
+from fedloom.tasks.figures import BINS, total, wide
+from fedloom.tasks.kinds import Binary, Classification, Count, Regression, Task
+from fedloom.tasks.objective import Chosen, labels
+
+TINY = 1e-24
+"""Variance per sample below which a target is constant but for rounding."""
+
+
+def sums_of(task: Task, output: Tensor, y: Tensor) -> Tensor:
+    """The sums of some samples, float64 ``[S]``; the first is their number.
+
+    Args:
+        task: of the run.
+        output: ``[N, k]`` finite outputs.
+        y: their targets, ``[N]`` (numbers ``[N, k]``).
+    """
+    base, z, count = base_of(task), wide(output), torch.tensor([float(len(y))], dtype=torch.float64)
+    if isinstance(base, Classification | Binary):
+        p, guess, y = base.probabilities(z), base.predict(z), y.cpu()
+        classes = p.shape[1]
+        hit = guess == y
+        gap = (p - functional.one_hot(y, classes)).square().sum() / (2 if classes == 2 else 1)
+        score, came = (p[:, 1], y) if isinstance(base, Binary) else (p.amax(1), hit)
+        bins = total(came.double() - score, (score * BINS).long().clamp(max=BINS - 1), BINS)
+        counts = [torch.bincount(of, minlength=classes).double() for of in (y, guess, y[hit])]
+        return torch.cat([count, base.loss(z, y).sum()[None], gap[None], bins, *counts])
+    target = wide(y)
+    if isinstance(base, Regression):
+        error = z - target
+        sums = [error.abs().mean(1).sum()[None], target.sum(0), target.square().sum(0), error.square().sum(0)]
+        return torch.cat([count, *sums])
+    if isinstance(base, Count):
+        error = z.exp() - target
+        deviance = 2 * (torch.xlogy(target, target) - target * z + error)
+        parts = [base.loss(z, target), deviance, error.abs(), error.square()]
+        return torch.cat([count, torch.stack([part.sum() for part in parts])])
+    return count
+
+
+def metrics_of(task: Task, sums: Tensor) -> dict[str, float]:
+    """The metrics of the samples that sums ``[S]`` are over, by the names that the task has; none without samples."""
+    base, (size, *rest) = base_of(task), sums.split([1, len(sums) - 1])
+    if not float(size):
+        return {}
+    if isinstance(base, Classification | Binary):
+        figures = _of_classes(task, size, rest[0])
+    elif isinstance(base, Regression):
+        mae, linear, square, error = rest[0].split([1, *[base.outputs] * 3])
+        spread, mse = square - linear.square() / size, error.mean() / size
+        r2 = torch.where(spread > TINY * size, 1 - error / spread, torch.nan).mean()
+        figures = {"loss": mse, "mae": mae / size, "rmse": mse.sqrt(), "r2": r2}
+    elif isinstance(base, Count):
+        loss, deviance, mae, mse = rest[0] / size
+        figures = {"loss": loss, "deviance": deviance, "mae": mae, "rmse": mse.sqrt()}
+    else:
+        figures = {}
+    named = metric_names(task)
+    own_loss = isinstance(task, Chosen) and task.objective.loss is not None
+    return {
+        name: float(value)
+        for name, value in figures.items()
+        if name in named and bool(value.isfinite().all()) and not (own_loss and name == "loss")
+    }
+
+
+def base_of(task: Task) -> Task:
+    """The task of the data, without a user's choices."""
+    return task.base if isinstance(task, Chosen) else task
+
+
+def width(task: Task) -> int:
+    """Number S of the sums."""
+    return len(sums_of(task, torch.zeros(0, task.outputs, dtype=torch.float64), _no_targets(task)))
+
+
+def metric_names(task: Task) -> list[str]:
+    """Names of the metrics of a client, in their order."""
+    blank = torch.zeros(0, task.outputs, dtype=torch.float64)
+    return [*task.metrics(blank, _no_targets(task), torch.zeros(0, dtype=torch.long), 1)]
+
+
+def _no_targets(task: Task) -> Tensor:
+    base = base_of(task)
+    if isinstance(base, Classification | Binary):
+        return torch.zeros(0, dtype=torch.long)
+    return torch.zeros(0, task.outputs if isinstance(base, Regression) else 2 if not isinstance(base, Count) else 1)
+
+
+def _of_classes(task: Task, size: Tensor, rest: Tensor) -> dict[str, Tensor]:
+    binary = isinstance(base_of(task), Binary)
+    classes = (len(rest) - 2 - BINS) // 3
+    loss, gap, bins, true, guessed, hits = rest.split([1, 1, BINS, classes, classes, classes])
+    recall, precision = hits / true, hits / guessed
+    f1 = torch.where(true > 0, 2 * hits / (true + guessed).clamp(min=1), torch.nan).nanmean()
+    names: Sequence[str] = labels(task.classes) if isinstance(task, Chosen) else ()
+    each = {
+        of_class(what, name): values[k]
+        for what, values in (("recall", recall), ("precision", precision))
+        for k, name in enumerate(names)
+    }
+    return each | {
+        "loss": loss / size,
+        "accuracy": hits.sum() / size,
+        "calibration_error": bins.abs().sum() / size,
+        "brier": gap / size,
+        "perplexity": (loss / size).exp(),
+        "balanced_accuracy": recall.nanmean(),
+        "macro_precision": torch.where(true > 0, precision.nan_to_num(0), torch.nan).nanmean(),
+        **({"f1": 2 * hits[1] / (true[1] + guessed[1])} if binary else {"macro_f1": f1}),
+    }
