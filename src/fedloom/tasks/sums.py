@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from fedloom.metrics import of_class
+from fedloom.tasks.chosen import Chosen, labels
 from fedloom.tasks.figures import BINS, total, wide
 from fedloom.tasks.kinds import Binary, Classification, Count, Regression, Task
-from fedloom.tasks.objective import Chosen, labels
 
 TINY = 1e-24
 """Variance per sample below which a target is constant but for rounding."""
