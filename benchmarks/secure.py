@@ -57,7 +57,7 @@ def row(n: int, d: int, lost: int) -> str:
     signed = {c: signing[c].sign(text) for c in survivors}
     for _ in survivors:
         secure.check_statement(session, bound, signed, public)
-    told = {c: shares.tell(held[c], survivors) for c in survivors}
+    told = {c: shares.reveal_shares(held[c], survivors) for c in survivors}
     at_sites = (time.process_time() - start) / n
     start = time.process_time()
     masked = np.sum([*vectors.values()], axis=0, dtype=np.uint64)

@@ -54,7 +54,7 @@ def losing(lost: dict[tuple[int, str], Collection[int]]) -> Any:
 
 def terms_of(n: int) -> Terms:
     """What n sites of `Steps` are asked."""
-    return Terms(round=1, trains=True, sizes=((9, 3, 3),) * n, cohort=range(n), download="0" * 64)
+    return Terms(round=1, trains=True, sizes=((9, 3, 3),) * n, cohort=range(n), accepted=(0,) * n, download="0" * 64)
 
 
 TERMS = terms_of(5)

@@ -164,7 +164,9 @@ MOVED = dict.fromkeys(("fedavg", "fedprox", "ditto", "pfedme", "gifair-fl", "afl
     "fedadmm-inexact": 1.0,
     "dbe": 1.0,
     "fedala": 1.0,
-}
+} | dict.fromkeys(("flame", "feddr", "fedpd", "fedsplit", "fedadmm-composite"), 1.0)
+ABSOLUTE = ("fedadmm-inexact", "flame", "feddr", "fedpd", "fedsplit", "fedadmm-composite")
+"""Methods whose upload is no difference to the received model."""
 
 
 @pytest.mark.parametrize("name", MOVED)
@@ -174,12 +176,12 @@ def test_one_of_m_sites_moves_a_mean_by_twice_the_bound_over_m(name: str, tmp_pa
 
     def forge(sign: float) -> Callable[[Any, Any], Any]:
         def change(down: Any, up: Any) -> Any:
-            start = down[0].reshape(up[0].shape) if name == "fedadmm-inexact" else 0
+            start = down[0].reshape(up[0].shape) if name in ABSOLUTE else 0
             return up._replace(**{up._fields[0]: start + along(up[0], sign)})
 
         return change
 
-    far = 100.0 if name == "fedadmm-inexact" else B  # of honest sites
+    far = 100.0 if name in ABSOLUTE else B  # of honest sites
     here, distance = moved(tmp_path, method, forge, far)
     steps = MOVED[name]
     if name == "fednova":

@@ -79,6 +79,7 @@ class Rogue:
 
     def terms(self, t: int, download: bytes | None = None, models: Iterable[bytes] = (), **more: Any) -> Terms:
         given = {"sizes": self.sizes, "cohort": ALL, "round": t, "trains": download is not None}
+        given["accepted"] = more.get("accepted", (0,) * len(more.get("cohort", ALL)))
         given["download"] = "" if download is None else hashlib.sha256(download).hexdigest()
         given["models"] = tuple(hashlib.sha256(m).hexdigest() for m in models)
         if more.get("scored", -1) >= 0 and "figures" not in more:
@@ -110,12 +111,19 @@ class Session:
         return self.rogue.ask(c, kind, *arrays, session=self.nonce, round=self.t, **fields)
 
     def vector(
-        self, c: int, terms: Terms, download: bytes | None, *models: bytes, peers: Collection[int] | None = None
+        self,
+        c: int,
+        terms: Terms,
+        download: bytes | None,
+        *models: bytes,
+        peers: Collection[int] | None = None,
+        accepted: int | None = None,
     ) -> None:
         """Ask a site for its masked vector."""
         inbox = {p: s[c] for p, s in self.sealed.items() if p != c and p in (peers or self.sealed)}
         arrays = [*([] if download is None else [download]), terms.encode(), secure.write(inbox), *models]
-        answer = self.ask(c, "tally" if download is None else "masked", *arrays)
+        base = terms.bases.get(c, 0) if accepted is None else accepted
+        answer = self.ask(c, "tally" if download is None else "masked", *arrays, accepted=base)
         if answer is not None:
             self.vectors[c] = answer
 
@@ -135,9 +143,11 @@ class Session:
         return secure.unmasked(self.session, bound, [*self.vectors], np.sum(sent, axis=0, dtype=np.uint64), secrets)
 
 
-def honest(rogue: Rogue, t: int, download: bytes | None, *models: bytes, clients: Collection[int] = ALL) -> Session:
+def honest(
+    rogue: Rogue, t: int, download: bytes | None, *models: bytes, clients: Collection[int] = ALL, **more: Any
+) -> Session:
     """All steps as an honest server asks them."""
-    more: dict[str, Any] = {} if download is not None else {"scored": t, "common": True}
+    more |= {} if download is not None else {"scored": t, "common": True}
     session, terms = rogue.begin(t, clients), rogue.terms(t, download, models, cohort=clients, **more)
     for c in clients:
         session.vector(c, terms, download, *models)
@@ -297,6 +307,37 @@ def test_a_site_is_evicted_after_the_sum_was_opened(rogue: Rogue) -> None:
     second = honest(rogue, 1, download, clients=[0, 1, 2, 3])
     assert not second.told
     assert all("were summed already, of other sites" in reason for reason in rogue.refused)
+
+
+def test_another_model_in_a_round_that_was_summed(rogue: Rogue) -> None:
+    """Of the same sites too: a round has one sum, so crafted models in great number are not answered."""
+    model = rogue.model()
+    assert honest(rogue, 1, rogue.download()).told.keys() == {*ALL}
+    assert not honest(rogue, 1, rogue.download(0.1)).told
+    assert honest(rogue, 1, None, model).told.keys() == {*ALL}
+    assert not honest(rogue, 1, None, model, model).told
+    assert len(rogue.refused) == 10
+    assert all("were summed already, on another model or from other states" in reason for reason in rogue.refused)
+    assert honest(rogue, 1, rogue.download()).told.keys() == {*ALL}  # the same again is no news
+
+
+@pytest.mark.parametrize("target", [0, 4])
+def test_one_site_is_asked_from_another_state(rogue: Rogue, target: int) -> None:
+    """Its upload changes alone: two sums on one model, in one round or in two, would tell by how much."""
+    download, after = rogue.download(), (1,) * 5
+    back = tuple(0 if c == target else 1 for c in ALL)
+    assert honest(rogue, 1, download).told.keys() == {*ALL}
+    assert honest(rogue, 2, rogue.download(0.1), accepted=after).told.keys() == {*ALL}
+    assert not honest(rogue, 2, rogue.download(0.1), accepted=back).told
+    assert not honest(rogue, 3, rogue.download(0.1), accepted=back).told
+    ahead = tuple(int(c == target) for c in ALL)
+    assert not honest(rogue, 2, download, accepted=ahead).told
+    assert all("summed already" in reason for reason in rogue.refused)
+    session = rogue.begin(3)
+    terms = rogue.terms(3, download, accepted=after)
+    for c in ALL:
+        session.vector(c, terms, download, accepted=back[c])
+    assert session.vectors.keys() == {*ALL} - {target}
 
 
 def test_a_site_is_evicted_before_the_sum_is_opened(rogue: Rogue) -> None:

@@ -49,8 +49,17 @@ def download(client: Client) -> bytes:
     return client.trainer.forms.write_down(job.down(server, 1, client.trainer.ids), server)
 
 
+NOTES = ("lock", SENT, "asked.json")
+"""Files that a refused message may change."""
+
+
+def forget_models(client: Client) -> None:
+    """Let a round be asked again on any model."""
+    (client._memory.folder / "asked.json").unlink(missing_ok=True)
+
+
 def files(folder: Path) -> dict[Path, bytes]:
-    return {p: p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file() and p.name not in ("lock", SENT)}
+    return {p: p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file() and p.name not in NOTES}
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +103,8 @@ def test_a_server_that_names_no_accepted_round_erases_no_model(done: Scene) -> N
     assert client._memory.accepted()[0] == 4
     for accepted in (0, 1, 2):
         for kind in ("score", "train"):
-            more: dict[str, Any] = {"scored": 4, "global": True} if kind == "train" else {"global": True}
+            forget_models(client)
+            more: dict[str, Any] = {"scored": 3, "global": True} if kind == "train" else {"global": True}
             status, reason = ask(client, kind, download(client), round=4, accepted=accepted, **more)  # type: ignore[arg-type]
             assert status == "refused"
             assert "the site keeps its state and model" in reason
@@ -222,6 +232,7 @@ def test_a_site_may_refuse_a_model_that_is_far_from_the_last(factor: float, tmp_
             continue  # a layer that was zero has no norm to compare with
         crafted = type(down)(down[0] * (1 - mask) + factor * mask * down[0], *down[1:])
         message = client.trainer.forms.write_down(crafted, server)
+        forget_models(client)
         status, reason = ask(client, "train", message, round=3, accepted=2, scored=-1)
         assert (status, "takes a change by 4 times" in reason) == ("refused", True)
     open_ = Client(here.sites[0].with_(model_change=None))
@@ -247,6 +258,65 @@ def test_a_site_refuses_a_model_with_dead_units(tmp_path: Path) -> None:
             status, reason = ask(client, "train", message, round=1, accepted=0, scored=-1)
             assert status == ("ok" if passes else "refused"), reason
             assert passes or "of the units of fc1.weight answer to no sample, and site site-0 takes 50%" in reason
+
+
+ASKING = {"sampler": {"kind": "power-of-choice", "clients": 2, "candidates": 3}}
+
+
+@pytest.mark.parametrize("kind", ["train", "score", "ask"])
+def test_a_round_is_answered_on_few_models(kind: Kind, tmp_path: Path) -> None:
+    """Crafted models in great number, whose answers can be subtracted: three of a round, each as often as it comes."""
+    here = scene(tmp_path, "fedavg", **SMALL, **(ASKING if kind == "ask" else {}))
+    client = here.clients()[0]
+    job, server = client.trainer._run
+    down, forms = job.down(server, 1, client.trainer.ids), client.trainer.forms
+
+    def asked(site: Client, change: float, **fields: Any) -> tuple[str, str]:
+        model = type(down)(down[0] + change, *down[1:])
+        message = forms.write_down(model, server) if kind == "train" else forms.write_model(model[0])
+        more = {"global": True} if kind == "score" else {"scored": -1} if kind == "train" else {}
+        return ask(site, kind, message, **{"round": 1, **more, **fields})
+
+    for k in (0, 1, 2, 1, 0):
+        assert asked(client, 1e-3 * k) == ("ok", "")
+    for site in (client, here.clients()[0]):  # after a start of its process too
+        for k in (3, 4):
+            status, reason = asked(site, 1e-3 * k)
+            assert status == "refused"
+            assert f"round 1: 3 models were answered to messages of the kind {kind}" in reason
+        assert asked(site, 1e-3) == ("ok", "")
+    if kind == "train":  # from another state, and models to be scored on the way, count as well
+        assert asked(client, 0.0, round=2, accepted=0)[0] == "ok"
+        assert [asked(client, 1e-3 * k, round=2, accepted=1)[0] for k in (0, 1, 0, 2)] == ["ok", "ok", "ok", "refused"]
+        for k in range(4):
+            parts = forms.write_down(down, server), forms.write_model(down[0] + 1e-3 * k)
+            status, reason = ask(client, "train", *parts, round=3, accepted=1, scored=1, **{"global": True})
+            assert status == "ok" if k < 3 else "of the kind score" in reason
+        for scored in (-2, 3, 10**9):
+            status, reason = ask(client, "train", *parts, round=3, accepted=1, scored=scored, **{"global": True})
+            assert (status, f"scores of round {scored} with" in reason) == ("refused", True)
+
+
+@pytest.mark.parametrize("name", ["fedavg", "flame"])
+def test_buffers_of_a_model_do_not_travel(name: str, tmp_path: Path) -> None:
+    """An upload is of parameters: it has no running mean or variance, which of one sample would be that sample."""
+    cut = {"model": {"kind": "cnn", "channels": [2], "kernel": 3, "hidden": [], "norm": "batch"}, "rounds": 1}
+    here = scene(tmp_path, name, **SMALL | cut | {"local": {"lr": 0.05, "steps": 2, "batch_size": 1}})
+    uploads = []
+    for start in (0.0, 7.0):
+        client = Client(here.sites[0].with_(state=tmp_path / f"{start}"))
+        module = client.trainer.job.oracle.module
+        buffers = [b for n, b in module.named_buffers() if "running" in n]
+        assert buffers
+        for buffer in buffers:
+            buffer.fill_(start)
+        assert ask(client, "train", download(client), round=1, scored=-1) == ("ok", "")
+        generation = client._memory.read(1)
+        assert generation is not None
+        uploads.append(bytes(generation.tensors["reply"].numpy()))
+        assert len(uploads[-1]) < len(download(client)) + 8 * sum(b.numel() for b in buffers)
+        assert {client.trainer.job.oracle.layout.d} == {sum(p.numel() for p in module.parameters())}
+    assert uploads[0] == uploads[1]
 
 
 def test_a_site_has_a_log_of_its_own_of_what_left_it(tmp_path: Path) -> None:

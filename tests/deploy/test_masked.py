@@ -315,7 +315,9 @@ def test_what_a_site_remembers_is_bounded(tmp_path: Path, monkeypatch: pytest.Mo
         assert [*known["opened"]["uploads"]] == ["5", "6"]
         assert len(known["past"]) <= 2
     with pytest.raises(Broken, match="too long ago"):
-        opened.OpenedSums(clients[0]._memory.folder).reveal({"uploads": 4}, {"uploads": ""}, [0, 1, 2], 3)
+        opened.OpenedSums(clients[0]._memory.folder).reveal(
+            {"uploads": 4}, {"uploads": ""}, {"0": 3, "1": 3, "2": 3}, 3
+        )
 
 
 def test_what_arrives_is_uniform_and_holds_no_upload(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from fedloom.deploy.protocol.identity import new_nonce
 from fedloom.errors import WireError
 from fedloom.version import __version__
 
-PROTOCOL = 5
+PROTOCOL = 6
 Kind = Literal["hello", "ask", "train", "score", "keys", "shares", "masked", "tally", "open", "agree", "unmask"]
 TYPES: dict[Kind, str] = {
     "hello": "query", "ask": "query", "train": "train", "score": "evaluate",

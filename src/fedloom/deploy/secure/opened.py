@@ -1,14 +1,15 @@
 """Opened: the sums that a site has given shares for, so that no second one reveals the difference between the two.
 
-Of a round there is one sum, of one set of sites. Of the same models asked for in another round, as after a round that
-was lost, the sites are the same, or so many differ that their difference is a sum of enough sites itself.
+Of a round there is one sum: of one model, one set of sites, and one state of each. Of the same models asked for in
+another round, as after a round that was lost, sites and states are the same, or so many differ that their difference is
+a sum of enough sites itself.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,31 +48,34 @@ class OpenedSums:
         write_checked(self._path, record)
 
     def reveal(
-        self, sums: Mapping[str, int], models: Mapping[str, str], arrived: Sequence[int], threshold: int
+        self, sums: Mapping[str, int], models: Mapping[str, str], bases: Mapping[str, int], threshold: int
     ) -> None:
         """Enter a sum before a share of it is given.
 
         Args:
             sums: the round of what is summed, by what that is.
             models: digest of the models that it is of, by what it is; empty for none.
-            arrived: its sites.
+            bases: the round of the state that each of its sites answers from, by the site's number.
             threshold: fewest sites of a sum.
 
         Raises:
-            Broken: it would reveal a difference that is of too few sites.
+            Broken: it would reveal a difference that is of too few sites, or of another model in the same round.
         """
         record = self._load()
         for what, t in sums.items():
             opened: dict[str, Any] = record["opened"].setdefault(what, {})
             if t <= record["forgotten"].get(what, -1):
                 raise Broken(f"round {t} is too long ago to know whether its {what} were summed already")
-            new = {"sites": [*arrived], "models": models[what]}
-            if opened.setdefault(str(t), new)["sites"] != new["sites"]:
+            new = {"bases": {**bases}, "models": models[what]}
+            before = opened.setdefault(str(t), new)
+            if before["bases"].keys() != bases.keys():
                 raise Broken(
                     f"the {what} of round {t} were summed already, of other sites; the two sums reveal their difference"
                 )
+            if before != new:
+                raise Broken(f"the {what} of round {t} were summed already, on another model or from other states")
             for other in opened.values():
-                apart = len({*arrived} ^ {*other["sites"]})
+                apart = sum(bases.get(c) != other["bases"].get(c) for c in {*bases, *other["bases"]})
                 if models[what] and other["models"] == models[what] and 0 < apart < threshold:
                     raise Broken(
                         f"the {what} on these models were summed already, in another round, of sites of which {apart} "

@@ -98,7 +98,7 @@ class MaskedAnswers:
         terms, sizes = read_terms(message), part_sizes(trainer.fed, client)
         if (terms.round, terms.trains) != (t, trains):
             raise Broken(f"the terms are of round {terms.round}, the message is of round {t}")
-        check_terms(terms, client, sizes, self.figures, self._site.clients)
+        check_terms(terms, client, sizes, self.figures, self._site.clients, head["accepted"])
         check_models(terms, download, models)
         accusations = self._member.receive(t, head["session"], inbox, terms)
         if accusations:

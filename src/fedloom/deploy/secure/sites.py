@@ -160,6 +160,7 @@ class MaskedSites(Sites):
             trains=download is not None,
             sizes=tuple(map(tuple, self._transport.sizes.tolist())),
             cohort=tuple(sorted(cohort)),
+            accepted=tuple(self._accepted(c)["accepted"] for c in sorted(cohort)),
             download="" if download is None else hashlib.sha256(download).hexdigest(),
             scored=scored,
             common=first is not None and bool((first.more or {})["global"]),

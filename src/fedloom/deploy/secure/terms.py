@@ -41,6 +41,7 @@ class Terms(Value):
         max_length=MOST, description="training, validation and test samples of every site"
     )
     cohort: tuple[Count, ...] = Field(max_length=MOST, description="sites that are asked, in rising order")
+    accepted: tuple[Count, ...] = Field(max_length=MOST, description="last accepted round of each of these")
     download: str = Field("", description="SHA-256 of what every site of the cohort receives to train")
     scored: int = Field(-1, ge=-1, description="round whose models are scored; -1 for none")
     common: bool = Field(False, description="whether the global model is scored")
@@ -60,6 +61,11 @@ class Terms(Value):
         """Digest of the models of what is summed, by what that is; empty where none is received."""
         digests = {"uploads": self.download, "scores": " ".join(self.models)}
         return {what: digests[what] for what in self.sums}
+
+    @property
+    def bases(self) -> dict[int, int]:
+        """The last accepted round of every site of the cohort: the state that it answers from."""
+        return dict(zip(self.cohort, self.accepted, strict=True))
 
     def encode(self) -> bytes:
         """As a message."""
@@ -104,7 +110,7 @@ def read_terms(message: bytes) -> Terms:
         raise WireError(f"the terms of a session cannot be read: {str(error)[:200]}") from None
 
 
-def check_terms(terms: Terms, client: int, sizes: Sequence[int], figures: str, clients: int) -> None:
+def check_terms(terms: Terms, client: int, sizes: Sequence[int], figures: str, clients: int, accepted: int) -> None:
     """Refuse terms that are not those of this experiment, or wrong about this site.
 
     Args:
@@ -113,6 +119,7 @@ def check_terms(terms: Terms, client: int, sizes: Sequence[int], figures: str, c
         sizes: its training, validation and test samples.
         figures: that its samples define.
         clients: sites of the experiment.
+        accepted: the round whose state it is asked for.
 
     Raises:
         Broken: what is wrong.
@@ -123,6 +130,8 @@ def check_terms(terms: Terms, client: int, sizes: Sequence[int], figures: str, c
         raise Broken(f"terms must be of the {clients} sites of the agreement, each once, in rising order")
     if client not in terms.cohort:
         raise Broken(f"the terms are of other sites: {[*terms.cohort]}")
+    if len(terms.accepted) != len(terms.cohort) or terms.bases[client] != accepted:
+        raise Broken(f"the terms must have a round of every site, and of this one {accepted}, as the message has")
     if list(terms.sizes[client]) != list(sizes):
         raise Broken(f"the terms give this site {[*terms.sizes[client]]} samples, it has {[*sizes]}")
     if len(terms.figures) != (clients if terms.scored >= 0 else 0):

@@ -16,6 +16,7 @@ from fedloom.deploy.secure.protocol import Broken
 from fedloom.deploy.secure.site import MaskedAnswers
 from fedloom.deploy.settings import Site
 from fedloom.deploy.site.approval import check_approved
+from fedloom.deploy.site.asked import AskedModels
 from fedloom.deploy.site.ledger import Spent
 from fedloom.deploy.site.local_data import part_sizes
 from fedloom.deploy.site.plain import Answer, PlainAnswers
@@ -47,6 +48,7 @@ class Client:
     def __init__(self, site: Site) -> None:
         self.site, self._key = site, signing_key(site.signing_key)
         self._memory = SiteState(site.state, site.fingerprint, site.client)
+        self._asked = AskedModels(self._memory.folder)
         self.trainer = Trainer(site, self._memory)
         self.answers = (
             PlainAnswers(self.trainer)
@@ -170,6 +172,9 @@ class Client:
         accepted = head.get("accepted", 0)
         if not 0 <= accepted <= t - trains:
             raise Rewound(f"the server names round {accepted} as accepted, and asks for round {t}")
+        scored = head.get("scored", -1)
+        if scored != -1 and not behind - 1 <= scored < t:
+            raise Rewound(f"the server asks for scores of round {scored} with the training of round {t}")
 
     def _watch_samples(self) -> None:
         """Report, or refuse by the agreement, samples that are not those of the message before.
@@ -195,4 +200,6 @@ class Client:
             described = compared(self.trainer.fed.data)
             facts = {"sizes": part_sizes(self.trainer.fed, self.site.client), "figures": self.answers.figures}
             return described | facts, [], None
+        if envelope.head["kind"] in PlainAnswers.kinds:
+            self._asked.enter(envelope, self._memory.first())
         return self.answers.answer(envelope)

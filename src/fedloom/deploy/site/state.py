@@ -116,6 +116,11 @@ class SiteState:
         """The last accepted round, and the one before; 0 is none."""
         return self._accepted_rounds()[:2]
 
+    def first(self) -> int:
+        """The oldest round that the server can still go back to, or have scored."""
+        accepted, previous = self.accepted()
+        return (previous or accepted) - 1
+
     def releases(self) -> int:
         """Releases under differential privacy in the newest generation."""
         newest = max((int(p.stem.partition("-")[2]) for p in self.folder.glob("round-*.state")), default=None)
