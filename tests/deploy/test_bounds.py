@@ -156,15 +156,19 @@ def along(d: torch.Tensor, sign: float) -> torch.Tensor:
     return (sign * B * (1 - 1e-12) * direction / direction.norm()).to(d)
 
 
-MOVED = dict.fromkeys(("fedavg", "fedprox", "ditto", "pfedme", "gifair-fl", "afl", "scaffold", "fednova"), 1.0) | {
-    "feddyn": 2.0,  # adds the mean, and to its sum of all rounds
-    "fedslr": 2.0,  # the same, before the prox
-    "fiaelt": 1.0,
-    "fedadmm": 1.0,
-    "fedadmm-inexact": 1.0,
-    "dbe": 1.0,
-    "fedala": 1.0,
-} | dict.fromkeys(("flame", "feddr", "fedpd", "fedsplit", "fedadmm-composite"), 1.0)
+MOVED = (
+    dict.fromkeys(("fedavg", "fedprox", "ditto", "pfedme", "gifair-fl", "afl", "scaffold", "fednova"), 1.0)
+    | {
+        "feddyn": 2.0,  # adds the mean, and to its sum of all rounds
+        "fedslr": 2.0,  # the same, before the prox
+        "fiaelt": 1.0,
+        "fedadmm": 1.0,
+        "fedadmm-inexact": 1.0,
+        "dbe": 1.0,
+        "fedala": 1.0,
+    }
+    | dict.fromkeys(("flame", "feddr", "fedpd", "fedsplit", "fedadmm-composite"), 1.0)
+)
 ABSOLUTE = ("fedadmm-inexact", "flame", "feddr", "fedpd", "fedsplit", "fedadmm-composite")
 """Methods whose upload is no difference to the received model."""
 
