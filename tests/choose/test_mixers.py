@@ -255,7 +255,7 @@ class ForgedDirection(Forgery):
 
 def collaborators(fed: Federation, method: Any, **choices: Any) -> list[int]:
     """How many other honest clients' models each honest client receives in the last round."""
-    result = run(fed, method, attack=Sybils(fraction=1 / 3), sampler=Uniform(fraction=1.0), **choices)
+    result = run(fed, method, attack=Sybils(fraction=1 / 2), sampler=Uniform(fraction=1.0), **choices)
     honest = ~result.job.malicious
     mixer = result.job.setting.mixer or result.job.algorithm.mixer(3)
     store = result.job.models if result.job.models.template else result.job.kept
@@ -266,10 +266,11 @@ def collaborators(fed: Federation, method: Any, **choices: Any) -> list[int]:
 
 @pytest.mark.parametrize("method", ["preset", "mixer"])
 def test_sybils_turn_collaboration_off_and_a_cap_keeps_it(fed: Federation, method: str) -> None:
+    """Three of six clients send one direction: 12 of the 36 cosines are then 1, so that the quantile is 1."""
     def attacked(**options: Any) -> list[int]:
         if method == "preset":
-            return collaborators(fed, FedACS(quantile=0.79, **options))
-        return collaborators(fed, FedAvg(), mixer=Attention(quantile=0.79, **options))
+            return collaborators(fed, FedACS(quantile=0.7, **options))
+        return collaborators(fed, FedAvg(), mixer=Attention(quantile=0.7, **options))
 
     assert sum(attacked()) == 0
     assert sum(attacked(copies=0.999)) > 0

@@ -13,6 +13,8 @@ from torch import Generator, Tensor
 from fedloom.algorithms import FIAELT, FLAME, SCAFFOLD, Algorithm, FedADMM, FedAvg, FedDR, FedDyn, FedSLR
 from fedloom.choose import EquitableWeigher
 from fedloom.data.federation import Federation
+from fedloom.data.partition import Writers
+from fedloom.data.sources import Csv
 from fedloom.engine.setting import Setting
 from fedloom.engine.setup import check
 from fedloom.engine.simulate import simulate
@@ -76,6 +78,51 @@ def test_a_check_trains_nobody(fed: Federation, monkeypatch: pytest.MonkeyPatch)
     check(Setting.of("flame", model="mlp", weights="clusters-2"), fed)
 
 
+# --- shares by a column
+
+
+@pytest.fixture(scope="module")
+def regions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six hospitals, four of the north and two of the south, a table of 16 rows each."""
+    file = tmp_path_factory.mktemp("regions") / "regions.csv"
+    rows = ["hospital,region,sex,a,b,ill"]
+    for k, group in enumerate(GROUPS.tolist()):
+        x = torch.randn(16, 2, generator=Generator().manual_seed(k))
+        for i, (a, b) in enumerate(x.tolist()):
+            rows.append(f"h{k},{'ns'[group]},{'fm'[i % 2]},{a:.3f},{b:.3f},{int(a + b * group > 0)}")
+    file.write_text("\n".join(rows))
+    return file
+
+
+def hospitals(file: Path, **options: Any) -> Federation:
+    source = Csv(path=str(file), users="hospital", label="ill", drop=("region", "sex"), **options)
+    return Writers()(source.read(None), seed=0)
+
+
+@pytest.mark.parametrize("method", [FLAME(), FedSLR(), FIAELT(), FedDR(), FedAvg()], ids=lambda m: type(m).__name__)
+def test_a_column_gives_the_shares_of_its_groups(regions: Path, method: Algorithm) -> None:
+    fed = hospitals(regions, kept=("region", "sex"))
+    by_column = run(fed, method, "groups by region")
+    planted = run(replace(fed, groups=GROUPS), method, "groups")
+    uniform = run(fed, method, "uniform")
+    torch.testing.assert_close(by_column.job.alpha[:, 0], torch.tensor([0.125] * 4 + [0.25] * 2))
+    assert all(torch.equal(a, b) for a, b in zip(by_column.state.server, planted.state.server, strict=True))
+    assert any(not torch.equal(a, b) for a, b in zip(by_column.state.server, uniform.state.server, strict=True))
+
+
+def test_a_column_without_one_level_of_every_client_is_refused(regions: Path) -> None:
+    fed = hospitals(regions, kept=("region", "sex"))
+    with pytest.raises(Refused, match="needs one level of every client, but client 'h0' has f, m"):
+        run(fed, FLAME(), "groups by sex")
+    with pytest.raises(ConfigError, match=r"unknown column 'country'; .* keeps hospital, region, sex"):
+        run(fed, FLAME(), "groups by country")
+    with pytest.raises(ConfigError, match="name those of a table in data.kept"):
+        run(hospitals(regions), FLAME(), "groups by region")
+
+
+# --- forged activations
+
+
 def shares(info: Tensor, clusters: int | None) -> Tensor:
     p = Problem.random(0)
     ctx = Clients(p.oracle(), p.alpha, LocalSGD()).ctx(1, range(p.n))
@@ -87,13 +134,48 @@ def shares(info: Tensor, clusters: int | None) -> Tensor:
 
 def test_forged_activations_buy_a_cluster_of_their_own() -> None:
     """Eight clients in two groups and one forger: with C = 3 given it has a third of the model, with C sought 1/9."""
-    groups = torch.eye(4, dtype=torch.float64)[[0, 0, 0, 0, 1, 1, 1, 1]]
-    noise = 0.01 * torch.randn(8, 4, generator=Generator().manual_seed(0), dtype=torch.float64)
-    forged = torch.tensor([[0.0, 0, 30, 0]], dtype=torch.float64)
-    info = torch.cat([groups + noise, forged])
+    groups = torch.eye(5, dtype=torch.float64)[[0, 0, 0, 0, 1, 1, 1, 1]]
+    noise = 0.01 * torch.randn(8, 5, generator=Generator().manual_seed(0), dtype=torch.float64)
+    forged = 30 * torch.eye(5, dtype=torch.float64)[2:]
+    info = torch.cat([groups + noise, forged[:1]])
     assert float(shares(info, 3)[-1]) == pytest.approx(1 / 3)
     assert float(shares(info, 2)[-1]) >= 1 / 2 - 1e-9  # and with C = 2 the honest groups are one cluster
     assert float(shares(info, None)[-1]) < 1 / 4  # a cluster that would be a client alone is none
+    apart = torch.cat([groups + noise, forged[:2]])
+    assert float(shares(apart, 3)[-2:].sum()) == pytest.approx(2 / 3)  # two forgers buy two of three clusters
+    alike = torch.cat([groups + noise, forged[:1], forged[:1]])
+    assert float(shares(alike, None)[-2:].sum()) == pytest.approx(1 / 3)  # and two that agree are a cluster when sought
+
+
+def test_no_activations_buy_more_than_a_cluster_each() -> None:
+    """Whatever is sent: a cluster has 1/C, so that k of n clients have at most k/C where C is given."""
+    for seed in range(20):
+        info = torch.randn(9, 3, generator=Generator().manual_seed(seed), dtype=torch.float64) ** 3
+        for clusters in (2, 3, 4):
+            bought = shares(info, clusters).sort(descending=True).values.cumsum(0)
+            found = len(shares(info, clusters).unique())
+            assert bool((bought <= torch.arange(1, 10) / clusters + 1e-9).all()) or found < clusters
+
+
+@pytest.mark.parametrize("part", [{"weights": "clusters-3"}, {"weigher": {"kind": "equitable", "clusters": 3}}])
+def test_in_a_run_a_forger_moves_the_model_by_the_share_of_its_cluster(
+    fed: Federation, part: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client trains as it should and lies about its activations: a third of the model is its own, and no more."""
+    honest = EquitableWeigher.probe
+
+    def probe(self: EquitableWeigher, down: Any, model: Tensor, work: Any) -> Tensor:
+        a = honest(self, down, model, work)
+        forged = torch.eye(a.shape[1])[0] * 1e3
+        return torch.where((work.ids == 0)[:, None], forged.to(a), a)
+
+    monkeypatch.setattr(EquitableWeigher, "probe", probe)
+    attacked = run(fed, FedAvg(), **{"weights": "uniform", **part})
+    if "weights" in part:
+        assert float(attacked.job.alpha[0]) == pytest.approx(1 / 3)
+    else:
+        labels = attacked.state.weigher.labels
+        assert (int((labels == labels[0]).sum()), len(labels.unique())) == (1, 3)  # p_0 = 1/(3 * 1)
 
 
 # --- clusters that are found again

@@ -360,8 +360,14 @@ Further rules:
 - With `weights = "clusters-C"` every method that has shares takes Equitable-FL's objective. Clusters are found before
   round 1, from the activations of all clients; with `"clusters-C every K"` again after every K rounds. What the server
   sums up by shares over rounds is then summed up by the new ones, and they are in its model from its next step on.
-- Forged activations can win a cluster of their own, 1/C of the model, where C is given, in `weights` and in the weigher
-  `equitable`. Where C is sought, a single client is no cluster.
+- With `weights = "groups by region"` every level of that column counts the same, where all rows of a client have one
+  level. A table names the column in `data.kept`.
+- Forged activations can win a cluster of their own in `weights` and in the weigher `equitable`: where C is given, k
+  forgers have up to k/C of the model, and the honest groups share fewer clusters. Where C is sought, a client alone is
+  no cluster, but two that agree are one. A median or another robust aggregator that counts clients alike reads no
+  clusters.
+- A mixer compares directions, and a forged direction wins a place in its victim's mixture. `copies` bounds what equal
+  directions count together, a robust aggregator what one of them can do in a mixture.
 - Robust aggregators decide on the field that carries the model. If the server keeps every client's last upload, they
   decide among the clients seen so far. If it adds up changes to rows that clients keep (SCAFFOLD's controls, FedADMM,
   FIAELT), they decide on every client's sum, and the server follows their value. Each needs a least number of rows,

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from fedloom.choose.weighers import EquitableWeigher
+from fedloom.data.dataset import MISSING
 from fedloom.data.federation import Federation
-from fedloom.errors import ConfigError, Refused
+from fedloom.errors import ConfigError, Refused, unknown
 from fedloom.local import Ctx, Work, descend
 from fedloom.local.oracles import Network, chunk_count, chunk_limit
 
@@ -30,6 +31,11 @@ def period_of(weights: Any) -> int | None:
     return int(str(weights).rpartition(" ")[2]) if by_clusters(weights) and " every " in weights else None
 
 
+def column_of_shares(weights: Any) -> str | None:
+    """The column whose levels are the groups of `Setting.weights`; None where shares are by something else."""
+    return weights.removeprefix("groups by ") if isinstance(weights, str) and weights.startswith("groups by ") else None
+
+
 def shares_of(weights: Any, fed: Federation) -> Tensor:
     """The clients' shares alpha_i of the objective, ``[n, 1]`` float64, which sum to 1.
 
@@ -38,9 +44,10 @@ def shares_of(weights: Any, fed: Federation) -> Tensor:
         fed: the clients; those without training samples have no share by samples.
 
     Raises:
-        ConfigError: a number for each of other clients, or none above zero.
-        Refused: groups of clients that are in none.
+        ConfigError: a number for each of other clients, or none above zero; a column that is not there.
+        Refused: groups of clients that are in none, or by a column of which a client has several levels.
     """
+    column = column_of_shares(weights)
     if weights == "samples":
         masses = fed.sizes("train").cpu().double()
     elif weights == "groups":
@@ -48,8 +55,9 @@ def shares_of(weights: Any, fed: Federation) -> Tensor:
             raise Refused(
                 "weights = 'groups' needs clients in groups, and this partition has none; use weights = 'samples'"
             )
-        groups = fed.groups.cpu()
-        masses = 1 / torch.bincount(groups)[groups].double()
+        masses = _alike(fed.groups.cpu())
+    elif column is not None:
+        masses = _alike(_levels(column, fed))
     elif weights == "uniform" or by_clusters(weights):
         masses = torch.ones(fed.n, dtype=torch.float64)
     else:
@@ -59,6 +67,35 @@ def shares_of(weights: Any, fed: Federation) -> Tensor:
                 f"weights must be a number for each of the {fed.n} clients, not all of them zero, got {list(weights)}"
             )
     return (masses / masses.sum())[:, None]
+
+
+def _alike(groups: Tensor) -> Tensor:
+    """Masses ``[n]`` by which every group counts the same, and within a group every client."""
+    return 1 / torch.bincount(groups)[groups].double()
+
+
+def _levels(column: str, fed: Federation) -> Tensor:
+    """The level ``[n]`` of a column that all training samples of a client have.
+
+    Raises:
+        ConfigError: the column is not there.
+        Refused: a client has several levels, or rows without one.
+    """
+    data, what = fed.data, f"weights = 'groups by {column}'"
+    if column not in data.columns:
+        cure = f"{data.name} keeps {', '.join(data.columns) or 'none'}; name those of a table in data.kept"
+        raise unknown("column", column, data.columns, what, cure)
+    levels = list[int]()
+    for client in range(fed.n):
+        codes = data.columns[column].cpu()[fed.indices("train", client).cpu()].unique().tolist()
+        names = [data.levels[column][code] or "none" for code in codes]
+        if len(codes) != 1 or data.levels[column][codes[0]] == MISSING:
+            raise Refused(
+                f"{what} needs one level of every client, but client {fed.names[client]!r} has "
+                f"{', '.join(names[:4])}; use weights = 'uniform', or a partition by that column"
+            )
+        levels += codes
+    return torch.tensor(levels)
 
 
 def described(model: Tensor, work: Work) -> Tensor:

@@ -18,7 +18,7 @@ from flwr.serverapp.strategy import Strategy as FlowerStrategy
 from torch import Tensor, nn
 
 from fedloom.algorithms import upload_fields
-from fedloom.choose.shares import by_clusters
+from fedloom.choose.shares import by_clusters, column_of_shares
 from fedloom.data.input_spec import InputSpec
 from fedloom.deploy.noise import released
 from fedloom.deploy.site.local_data import federation_of
@@ -263,6 +263,8 @@ class Strategy(FlowerStrategy):
         setting = setting.with_(engine=setting.engine.with_(quorum=1e-9, device="cpu", workers=1, chunk=1))
         if by_clusters(setting.weights):
             raise Refused(f"weights = {setting.weights!r} needs all samples in one place; use weigher 'equitable'")
+        if column_of_shares(setting.weights):
+            raise Refused(f"weights = {setting.weights!r} needs all samples in one place; give a number for each client")
         job, server = make_job(setting, federation_of(schema, torch.tensor(members.sizes)))
         start = (server, job.clients.template, job.kept.template if job.kept_fields else None)
         idle = idle_upload(job.algorithm, start, job.oracle, job.ctx(0, torch.tensor([0])))

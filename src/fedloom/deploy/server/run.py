@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedloom.algorithms import upload_fields
 from fedloom.choose import SharesWeigher, Uniform, UniformWeigher
-from fedloom.choose.shares import by_clusters
+from fedloom.choose.shares import by_clusters, column_of_shares
 from fedloom.deploy.audit import Audit
 from fedloom.deploy.code import read_agreed
 from fedloom.deploy.groups import GroupSums, agreed_groups
@@ -138,6 +138,11 @@ def check_deployable(
         raise Refused(
             f"weights = {method.setting.weights!r} is for simulation: clusters are found before the sites are there. "
             "Give a number for each site, or weigher 'equitable', which finds them in every round"
+        )
+    if column_of_shares(method.setting.weights):
+        raise Refused(
+            f"weights = {method.setting.weights!r} is for simulation: the server does not see the rows of sites. Give "
+            "a number for each site"
         )
     if method.setting.model.weights is not None and not start:
         raise Refused(
