@@ -267,6 +267,7 @@ def collaborators(fed: Federation, method: Any, **choices: Any) -> list[int]:
 @pytest.mark.parametrize("method", ["preset", "mixer"])
 def test_sybils_turn_collaboration_off_and_a_cap_keeps_it(fed: Federation, method: str) -> None:
     """Three of six clients send one direction: 12 of the 36 cosines are then 1, so that the quantile is 1."""
+
     def attacked(**options: Any) -> list[int]:
         if method == "preset":
             return collaborators(fed, FedACS(quantile=0.7, **options))

@@ -113,10 +113,10 @@ def _method(method: Any) -> Algorithm | Composition:
     return method
 
 
-CLUSTERS = r"clusters(-[1-9]\d*)?( every [1-9]\d*)?"
+NAMED_SHARES = r"clusters(-[1-9]\d*)?( every [1-9]\d*)?|groups by .+"
 Shares = (
     Literal["samples", "uniform", "groups"]
-    | Annotated[str, Field(pattern=f"^({CLUSTERS}|groups by .+)$")]
+    | Annotated[str, Field(pattern=f"^({NAMED_SHARES})$")]
     | tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...]
 )
 GivenModel = str | ModelSpec | nn.Module | Callable[..., nn.Module]
@@ -200,9 +200,9 @@ class Setting(Value):
     weights: Shares = Field(
         "samples",
         description="clients' shares alpha_i of the objective, in every mean and local problem that has them: by "
-        "training samples, uniform (1/n), by groups (every planted group counts the same; with 'groups by region' every level of that "
-        "column, of which a client has one), by clusters "
-        "recovered from activations before round 1 ('clusters-3', or 'clusters' where their number is sought) and, "
+        "training samples, uniform (1/n), by groups (every planted group counts the same; with 'groups by region' "
+        "every level of that column, of which a client has one), by clusters recovered from activations before "
+        "round 1 ('clusters-3', or 'clusters' where their number is sought) and, "
         "with 'clusters-3 every 10', again after every 10 rounds, or a number for each client",
     )
     devices: Annotated[Devices | None, SettingTable(Devices, DEVICES)] = Field(

@@ -264,7 +264,9 @@ class Strategy(FlowerStrategy):
         if by_clusters(setting.weights):
             raise Refused(f"weights = {setting.weights!r} needs all samples in one place; use weigher 'equitable'")
         if column_of_shares(setting.weights):
-            raise Refused(f"weights = {setting.weights!r} needs all samples in one place; give a number for each client")
+            raise Refused(
+                f"weights = {setting.weights!r} needs all samples in one place; give a number for each client"
+            )
         job, server = make_job(setting, federation_of(schema, torch.tensor(members.sizes)))
         start = (server, job.clients.template, job.kept.template if job.kept_fields else None)
         idle = idle_upload(job.algorithm, start, job.oracle, job.ctx(0, torch.tensor([0])))
