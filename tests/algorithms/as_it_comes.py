@@ -37,6 +37,8 @@ from fedloom.tune.trial import without_test
 ROUNDS, POINTS, FAIR_POINTS, GRADIENTS, ZEROS = 60, 0.05, 0.08, 6, 0.05
 LOCAL = {"lr": 0.05, "batch_size": 20, "epochs": 1}
 MODELS = ("global", "personal")
+PARTS: dict[str, dict[str, Any]] = {"gpfl": {"guided": True}, "knn-per": {"memory": 400}}
+"""What the models of methods have that work on them alone, as the keys of ``[model]``."""
 EXCUSED = {
     "fedmid": ({"apart"}, "FedMiD without a regulariser is FedAvg"),
     "feddualavg": ({"apart"}, "FedDualAvg without a regulariser is FedAvg"),
@@ -191,9 +193,9 @@ class Case:
     lr: float = LOCAL["lr"]
     fraction: float = 1.0
 
-    def run(self, method: Any, seed: int = 0, normed: bool = False) -> Result:
+    def run(self, method: Any, seed: int = 0, network: str = "") -> Result:
         return fl.simulate(
-            method, self.make(), Normed() if normed else self.model, rounds=ROUNDS, seed=seed,
+            method, self.make(), Normed() if network == "fedbn" else self.model.with_(**PARTS.get(network, {})), rounds=ROUNDS, seed=seed,
             local={**LOCAL, "lr": self.lr}, sampler={"kind": "uniform", "fraction": self.fraction},
             evaluate={"every": ROUNDS, "parts": ("train", self.part)}, weights="uniform",
         )  # fmt: skip
@@ -331,9 +333,9 @@ def figures(result: Result, part: str) -> dict[str, dict[str, float]]:
 
 def measure(name: str, case: str) -> dict[str, Any]:
     """What a method does with its defaults on a federation, beside FedAvg and Local there."""
-    method, normed = REGISTRY[name](), name == "fedbn"
-    fedavg, local, other = references(case, normed)
-    result, part = ALL[case].run(method, normed=normed), ALL[case].part
+    method, network = REGISTRY[name](), name if name == "fedbn" or name in PARTS else ""
+    fedavg, local, other = references(case, network)
+    result, part = ALL[case].run(method, network=network), ALL[case].part
     own, spread = models(result), apart(models(other)["global"], models(fedavg)["global"])
     chief = own.get("personal", own.get("global"))
     if name == "centralized":  # one client, whose model is everyone's
@@ -383,9 +385,9 @@ def cost(result: Result) -> float:
 
 
 @cache
-def references(case: str, normed: bool) -> tuple[Result, Result, Result]:
+def references(case: str, network: str) -> tuple[Result, Result, Result]:
     run = ALL[case].run
-    return run("fedavg", normed=normed), run("local", normed=normed), run("fedavg", seed=1, normed=normed)
+    return run("fedavg", network=network), run("local", network=network), run("fedavg", seed=1, network=network)
 
 
 def broken(found: dict[str, Any]) -> list[str]:

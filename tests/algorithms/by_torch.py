@@ -42,19 +42,25 @@ def federation() -> Federation:
 
 
 def run(
-    method: Any, rounds: int = ROUNDS, cohorts: Any = COHORTS, mixture: int | None = None, **options: Any
+    method: Any,
+    rounds: int = ROUNDS,
+    cohorts: Any = COHORTS,
+    mixture: int | None = None,
+    guided: bool = False,
+    memory: int | None = None,
+    **options: Any,
 ) -> Result:
     """The method in fedloom, float64."""
-    model = Net(mixture=mixture)
+    model = Net(mixture=mixture, guided=guided, memory=memory)
     settings = {"local": {"lr": LR, "batch_size": BATCH}, "engine": {"dtype": "float64"}, "cohorts": cohorts[:rounds]}
     evaluate = {"every": rounds, "parts": ("train",)}
-    given = {**settings, "evaluate": evaluate, "initial": dict(network(mixture).named_parameters()), **options}
+    given = {**settings, "evaluate": evaluate, "initial": dict(network(mixture, guided, memory).named_parameters()), **options}
     return fl.simulate(method, federation(), model, rounds=rounds, **given)
 
 
-def network(mixture: int | None = None) -> nn.Module:
+def network(mixture: int | None = None, guided: bool = False, memory: int | None = None) -> nn.Module:
     """The initial model."""
-    return Net(mixture=mixture).build((6,), CLASSES, 3).double()
+    return Net(mixture=mixture, guided=guided, memory=memory).build((6,), CLASSES, 3).double()
 
 
 def samples(i: int) -> tuple[Tensor, Tensor]:

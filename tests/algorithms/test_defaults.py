@@ -55,6 +55,17 @@ PAPERS: dict[str, dict[str, tuple[Any, str]]] = {
         "momentum": (1.0, "Zhang et al. 2023: 1 with them"),
         "memory": (True, OPTION),
     },
+    "gpfl": {
+        "lam": (0.01, "TsingZ0/GPFL, run_me.sh: for small networks"),
+        "mu": (0.1, "TsingZ0/GPFL, run_me.sh: for small networks"),
+        "angle": (1.0, OPTION),
+    },
+    "knn-per": {
+        "neighbours": (10, "Marfoq et al. 2022, Sec. 5: k = 10"),
+        "scale": (1.0, "omarfoq/knn-per: 1"),
+        "weight": (None, "Sec. 5: every client's own"),
+        "share": (ANY, "Sec. 5: a validation set"),
+    },
     "fedas": {"align": (1, "FedAS in PFLlib: one epoch"), "lr": (None, "a step size of its own there")},
     "fedem": {},
     "pfedfda": {"ridge": (1.0, "cj-mclaughlin/pFedFDA: the identity")},

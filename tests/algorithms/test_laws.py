@@ -467,6 +467,11 @@ ROWS: dict[str, Row] = {
         variants=({"momentum": 0.4, "kappa": 3.0}, {"kappa": 0.0}),
         without={"translation": "it sends means of features"},
     ),
+    "gpfl": Row(partly_shared("head"), 200, variants=({"lam": 1.0, "mu": 0.0},)),
+    "knn-per": Row(
+        lambda p, end: {"global": mean_of_descents(p), "personal": mean_of_descents(p).expand(p.n, -1)},
+        variants=({"weight": 1.0}, {"share": 0.5}),
+    ),
     "fedas": Row(fedas, 120, variants=({"align": 0},)),
     "pfedfda": Row(pfedfda, 80, without={"translation": "its means of features know the origin"}),
     "fedfomo": Row(

@@ -54,8 +54,10 @@ from fedloom.algorithms.fedsplit import FedSplit as FedSplit
 from fedloom.algorithms.fiaelt import FIAELT as FIAELT
 from fedloom.algorithms.flame import FLAME as FLAME
 from fedloom.algorithms.gifair import GIFAIR as GIFAIR
+from fedloom.algorithms.gpfl import GPFL as GPFL
 from fedloom.algorithms.heurfedamp import HeurFedAMP as HeurFedAMP
 from fedloom.algorithms.ifca import IFCA as IFCA
+from fedloom.algorithms.knnper import KNNPer as KNNPer
 from fedloom.algorithms.lgfedavg import LGFedAvg as LGFedAvg
 from fedloom.algorithms.local_only import LocalOnly as LocalOnly
 from fedloom.algorithms.lpgd import LPGD as LPGD
@@ -110,6 +112,8 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "fedfomo": FedFomo,
     "fedpac": FedPAC,
     "dbe": DBE,
+    "gpfl": GPFL,
+    "knn-per": KNNPer,
     "fedas": FedAS,
     "pfedfda": PFedFDA,
     "lg-fedavg": LGFedAvg,

@@ -143,12 +143,15 @@ def check_mixed_width(method: Algorithm, down: Fields, d: int) -> None:
         )
 
 
-def check_mixture(setting: Setting, *, classed: bool) -> None:
-    """Refuse a mixture of networks where the losses of its components are not those of the task.
+def check_mixture(setting: Setting, *, classed: bool, each: bool) -> None:
+    """Refuse a mixture of networks where the losses of its components are not those of the task, or a memory of labels.
 
     Raises:
-        Refused: the task has no classes, or other losses than their probabilities'.
+        Refused: the task has no classes, or other losses than their probabilities'; a memory for labels per position.
     """
+    if setting.model.memory is not None and (each or not classed):
+        what = "these sequences have a label per position" if each else "this task has none"
+        raise Refused(f"model.memory recalls the classes of samples, and {what}; leave it out")
     if not setting.model.mixture:
         return
     if not classed:

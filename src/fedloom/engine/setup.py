@@ -288,7 +288,7 @@ def _oracle(setting: Setting, fed: Federation) -> Network:
         ConfigError: the model, the task or the oracle does not fit the data.
     """
     engine, augment, task = setting.engine, setting.augment, task_of(fed.data, setting.task)
-    check_mixture(setting, classed=fed.data.classed)
+    check_mixture(setting, classed=fed.data.classed, each=fed.data.each)
     module = setting.model.build(tuple(fed.data.shape), task.outputs, setting.seed, fed.data.tokens)
     oracle = make_oracle(module, task, fed, engine.oracle, augment if augment.changes else None, engine.precision)
     if oracle.low and setting.method.full_gradients:

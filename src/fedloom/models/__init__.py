@@ -11,6 +11,7 @@ from fedloom.models.dropout import Dropout
 from fedloom.models.factors import Factorised, factorise, thin
 from fedloom.models.hub import Hub
 from fedloom.models.imported import Import
+from fedloom.models.memory import WithMemory
 from fedloom.models.mixture import MIXING, Mixture, log_probabilities
 from fedloom.models.nets import CNN, MLP, Softmax
 from fedloom.models.papers import PAPERS
@@ -18,6 +19,7 @@ from fedloom.models.parts import head, penultimate
 from fedloom.models.resnet import ResNet18
 from fedloom.models.sequences import LSTM, Transformer
 from fedloom.models.spec import ModelSpec
+from fedloom.models.guided import Guided
 
 MODELS: dict[str, type[ModelSpec]] = {
     "softmax": Softmax,
@@ -62,6 +64,7 @@ __all__ = [
     "Augment",
     "Dropout",
     "Factorised",
+    "Guided",
     "Hub",
     "Import",
     "Mixture",
@@ -69,6 +72,7 @@ __all__ = [
     "ResNet18",
     "Softmax",
     "Transformer",
+    "WithMemory",
     "adapted",
     "factorise",
     "head",

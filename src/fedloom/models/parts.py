@@ -62,6 +62,23 @@ def penultimate(module: nn.Module) -> str:
     return before[-1]
 
 
+def parted(module: nn.Module) -> tuple[nn.Module, nn.Linear]:
+    """Take a network apart: what is below its last linear layer, and that layer; the network is not used any more.
+
+    Raises:
+        ConfigError: the network is no linear layer on top of others.
+    """
+    name = _head(module)
+    layer = module.get_submodule(name)
+    if not isinstance(layer, nn.Linear) or not name:
+        raise ConfigError(
+            f"the head of {type(module).__name__} is {name!r}, a {type(layer).__name__}; name a linear layer that is the last "
+            "operation of the network"
+        )
+    setattr(module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], nn.Identity())
+    return module, layer
+
+
 def _head(module: nn.Module) -> str:
     named = _declared(module, "head")
     if named is not None:

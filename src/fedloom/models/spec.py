@@ -5,16 +5,19 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from pathlib import Path
+from typing import Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import nn
 
 from fedloom.errors import ConfigError
 from fedloom.models.adapters import Adapters, adapted
+from fedloom.models.memory import WithMemory
 from fedloom.models.mixture import Mixture
+from fedloom.models.guided import Guided
 from fedloom.seeds import as_global, generator
 from fedloom.storage.files import regular
 from fedloom.values import Value
@@ -50,9 +53,22 @@ class ModelSpec(Value, ABC):
         ge=2,
         description="copies of the network, drawn apart, whose probabilities of the classes are mixed (FedEM)",
     )
+    guided: bool = Field(
+        False, description="a conditional valve before the head, and an embedding of every class (GPFL)"
+    )
+    memory: int | None = Field(
+        None, ge=1, description="samples of its own that a client's network keeps for its predictions (kNN-Per)"
+    )
     adapters: Adapters | None = Field(
         None, description="low-rank adapters that train in place of the layers: a table with rank, on, scale, head"
     )
+
+    @model_validator(mode="after")
+    def _one_construction(self) -> Self:
+        chosen = [name for name in ("mixture", "guided", "memory") if getattr(self, name)]
+        if len(chosen) > 1:
+            raise ValueError(f"a network has one of mixture, guided and memory, got {' and '.join(chosen)}")
+        return self
 
     def build(
         self, shape: tuple[int, ...], outputs: int, seed: int = 0, tokens: tuple[int, bool] | None = None
@@ -85,6 +101,10 @@ class ModelSpec(Value, ABC):
         with as_global(generator(seed, purpose="model"), torch.device("cpu")):
             try:
                 components = [self._network(tuple(shape), outputs, tokens) for _ in range(self.mixture or 1)]
+                if self.guided:
+                    return Guided(components[0])
+                if self.memory is not None:
+                    return WithMemory(components[0], self.memory)
                 return Mixture(components) if self.mixture else components[0]
             except (RuntimeError, TypeError) as error:  # of a size beyond 64 bits PyTorch raises a TypeError
                 if not any(cause in str(error) for cause in ("allocate memory", "Overflow", "overflowed")):

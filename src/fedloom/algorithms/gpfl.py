@@ -1,0 +1,125 @@
+"""GPFL: a shared body learns class embeddings by one route and a client's own task by another.
+
+Problem: min over x and h_1..h_n of sum_i alpha_i (f_i(x, h_i) + a_i(x) + lam b_i(x)) + mu/2 ||v||^2, v a part of x.
+a_i is the cross-entropy of the cosines of the features on the generic route with the embeddings of the classes, b_i the
+mean distance of these features to the received embedding of their class.
+
+Reference: J. Zhang, Y. Hua, H. Wang, T. Song, Z. Xue, R. Ma, J. Cao, H. Guan, "GPFL: Simultaneously Learning Global and
+Personalized Feature Information for Personalized Federated Learning", ICCV 2023, arXiv:2308.10279v3 (public code:
+TsingZ0/GPFL).
+
+    paper     here       meaning
+    phi       x          body, valve (CoV) and embeddings (GCE), on the server; v are the last two
+    psi_i     head       head of client i
+    g, p_i    condition  mean of the embeddings over classes; over the client's samples
+    lambda    lam        weight of the distance to the embedding (magnitude-level guidance)
+    mu        mu         weight decay of valve and embeddings
+
+Kept by a client: the head's parameters. Sent per round: all others but the 2 k of the conditions, down and up, k
+features.
+
+Deviations: the conditions are of the received embeddings; in the public code of the client's own after its last
+training, and 0 before it. There the norm is over a batch, about the square root of its size times the mean of norms.
+
+Defaults: lam and mu of the public code for small networks, 0.01 and 0.1.
+
+Use it when labels are skewed; set ``guided`` in [model]. On a model without valve and embeddings it is FedPer, of which
+a run warns, as with ``angle``, lam and mu 0 on one with a valve that stays. It needs classes.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, NamedTuple
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fedloom.algorithms._base import Algorithm, Mean, Model, Sent
+from fedloom.algorithms._prototypes import shares
+from fedloom.local import Ctx, Term, Work, descend
+from fedloom.models.guided import CONDITION, EMBEDDING
+from fedloom.rows import masks
+from fedloom.rows.layout import Layout
+
+
+class Down(NamedTuple):
+    """x ``[d]``."""
+
+    x: Annotated[Tensor, Sent(part="shared")]
+
+
+class Client(NamedTuple):
+    """head ``[m, h]``, its h parameters."""
+
+    head: Tensor
+
+
+class Up(NamedTuple):
+    """dw ``[m, d]``, 0 in heads and conditions."""
+
+    dw: Annotated[Tensor, Mean(base="down.x", primary=True, part="shared")]
+
+
+class GPFL(Algorithm):
+    """GPFL (Zhang et al. 2023)."""
+
+    lam: float = Field(0.01, ge=0, description="lambda, weight of the distance to embeddings; 0.01, 0.0001 on ResNet-18")
+    mu: float = Field(0.1, ge=0, description="weight decay of valve and embeddings; 0.1, 0 on ResNet-18")
+    angle: float = Field(1.0, ge=0, description="weight of the angle-level guidance; 1")
+
+    family: ClassVar[str] = "personalised"
+
+    def part(self, name: str, layout: Layout) -> Tensor:
+        return ~(masks.head(layout) | condition_of(layout))
+
+    def check(self, layout: Layout, ctx: Ctx) -> list[str]:
+        plain = "GPFL on a model without valve and embeddings is FedPer: set guided in [model]"
+        return [] if guided(layout) else [plain, *masks.undivided("GPFL", masks.head(layout), "Local")]
+
+    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, None]:
+        return Model(x0), Client(x0[masks.head(ctx.layout)]), None
+
+    def client(self, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
+        shared, w = self.part("shared", work.layout).to(down.x.device), self.personal(down, rows, work)
+        if guided(work.layout):
+            w = descend(w, work, terms=(self._guidance(down, work),), mask=~condition_of(work.layout).to(w.device))
+        else:
+            w = descend(w, work)
+        head = masks.part(w, masks.head(work.layout).to(w.device))
+        return Up(masks.only_(w.sub_(down.x), shared)), Client(head)
+
+    def server(self, server: Model, up: Up, ctx: Ctx) -> Model:
+        return Model(server.x + up.dw * self.part("shared", ctx.layout).to(server.x.device))
+
+    def global_model(self, server: Model) -> None:
+        return None  # x has no head
+
+    def personal(self, down: Down, rows: Client, work: Work) -> Tensor:
+        models = masks.joined(down.x, rows.head, masks.head(work.layout).to(down.x.device))
+        if guided(work.layout):
+            embedding, tree = work.layout.tree(down.x)[EMBEDDING], work.layout.tree(models)
+            tree[CONDITION][:, 0], tree[CONDITION][:, 1] = embedding.mean(0), shares(work, down.x) @ embedding
+        return models
+
+    def _guidance(self, down: Down, work: Work) -> Term:
+        """The terms on the generic route, and half of mu times the squared norm of valve and embeddings."""
+        received = work.layout.tree(down.x)[EMBEDDING]
+
+        def guidance(z: Tensor, _outputs: Tensor, y: Tensor, _anchors: Tensor, embedding: Tensor) -> Tensor:
+            feature, cosines, size = z.split([embedding.shape[1], len(embedding), 1], 1)
+            angle = -cosines.log_softmax(1).gather(1, y.long()[:, None])[:, 0]
+            magnitude = torch.linalg.vector_norm(feature - embedding[y.long()], dim=1)
+            return self.angle * angle + self.lam * magnitude + self.mu * size[:, 0]
+
+        return Term(guidance, float(bool(self.angle or self.lam or self.mu)), argument=received.expand(work.m, -1, -1))
+
+
+def guided(layout: Layout) -> bool:
+    """Whether a model has a valve and embeddings (`fedloom.models.Guided`)."""
+    return CONDITION in layout.names
+
+
+def condition_of(layout: Layout) -> Tensor:
+    """Bool ``[d]``: the conditions of a model's valve."""
+    return layout.mask(CONDITION) if guided(layout) else torch.zeros(layout.d, dtype=torch.bool)

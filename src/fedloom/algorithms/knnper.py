@@ -1,0 +1,124 @@
+"""kNN-Per: FedAvg's model beside the nearest of a client's own samples, by the model's representation.
+
+Problem: min over x of sum_i alpha_i f_i(x); client i predicts lambda_i kNN_i + (1 - lambda_i) x, as probabilities.
+
+Reference: O. Marfoq, G. Neglia, L. Kameni, R. Vidal, "Personalized Federated Learning through Local Memorization",
+ICML 2022, arXiv:2111.09360v3, Algorithm 1 (public code: omarfoq/knn-per).
+
+    paper       here        meaning
+    h_S         x           server's model
+    phi_hS      features    representation, the head's input
+    k           neighbours  samples that a prediction is made of
+    lambda_m    weight      the kNN's part in a prediction
+    N_m         memory      the client's samples as (representation, label)
+
+Kept by a client: nothing; its memory follows from x and its samples. Sent per round: the network's parameters, down and
+up. No memory leaves a client.
+
+Deviations: a neighbour at distance r counts exp(-r^2 / (scale times the number of features)), as in the public code; in
+the paper exp(-r). There lambda_m is chosen on a validation set; here on a share of the training samples, which local
+training leaves out: the best of 0, 0.1, ..., 1 by accuracy, the one of lower loss where it is equal. The memory then has
+all samples. Where it has fewer places, it has a random part of them.
+
+Use it when clients see what others see, and label or use it in another way; set ``memory`` in [model]. A file of
+personal models holds representations of training samples: keep it at the client. With weight 0, or on a model without a
+memory, of which a run warns, it is FedAvg; with weight 1 it is the kNN alone. It needs classes.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, NamedTuple
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fedloom.algorithms._base import Algorithm, Mean, Model, Sent
+from fedloom.local import Ctx, Nothing, Work, descend, split
+from fedloom.models.memory import KEYS, LABELS, RULE, mixed, recalled
+from fedloom.models.mixture import log_probabilities
+from fedloom.rows import masks
+from fedloom.rows.layout import Layout
+from fedloom.seeds import generator
+
+WEIGHTS = torch.linspace(0, 1, 11)
+
+
+class Down(NamedTuple):
+    """x ``[d]``, whose memory is empty."""
+
+    x: Annotated[Tensor, Sent(part="network")]
+
+
+class Up(NamedTuple):
+    """dw ``[m, d]``, 0 in memories."""
+
+    dw: Annotated[Tensor, Mean(base="down.x", primary=True, part="network")]
+
+
+class KNNPer(Algorithm):
+    """kNN-Per (Marfoq et al. 2022, Algorithm 1)."""
+
+    neighbours: int = Field(10, ge=1, description="k, nearest samples that count; 10 (Sec. 5)")
+    scale: float = Field(1.0, gt=0, description="of the kernel, times the number of features; 1 in the public code")
+    weight: float | None = Field(
+        None, ge=0, le=1, description="lambda, the kNN's part in a prediction; every client's own when not given"
+    )
+    share: float = Field(0.2, gt=0, lt=1, description="part of the training samples that lambda is chosen on")
+
+    family: ClassVar[str] = "personalised"
+
+    def part(self, name: str, layout: Layout) -> Tensor:
+        return ~memory_of(layout)
+
+    def check(self, layout: Layout, ctx: Ctx) -> list[str]:
+        plain = "kNN-Per on a model without a memory is FedAvg: set memory in [model] to a number of samples"
+        return [] if KEYS in layout.names else [plain]
+
+    def client(self, down: Down, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
+        memory = memory_of(work.layout).to(down.x.device)
+        if not bool(memory.any()):
+            return Up(descend(down.x, work) - down.x), rows
+        part = work if self.weight is not None else split(work, self.share)[0]
+        return Up(masks.only_(descend(down.x, part, mask=~memory) - down.x, ~memory)), rows
+
+    def server(self, server: Model, up: Up, ctx: Ctx) -> Model:
+        return Model(server.x + up.dw * self.part("network", ctx.layout).to(server.x.device))
+
+    def personal(self, down: Down, rows: Nothing, work: Work) -> Tensor:
+        models = down.x.expand(work.m, -1).clone()
+        if KEYS not in work.layout.names:
+            return models
+        tree, held = work.layout.tree(models), split(work, self.share)[1]
+        assert held.places is not None
+        for i, (z, y) in enumerate(work.features(down.x)):
+            labels, weight = torch.eye(tree[LABELS].shape[-1]).to(z)[y.long()], self.weight
+            if weight is None:
+                p = log_probabilities(outputs_of(work.layout, down.x, z)).exp()
+                weight = self._chosen(z, labels, p, held.places[i, : int(held.sizes[i])].to(z.device))
+            order = torch.randperm(len(z), generator=generator(work.seed, client=int(work.ids[i]), purpose="memory"))
+            order = order[: tree[KEYS].shape[1]].sort().values.to(z.device)
+            tree[KEYS][i, : len(order)], tree[LABELS][i, : len(order)] = z[order], labels[order]
+            tree[RULE][i] = z.new_tensor([weight, self.scale, self.neighbours])
+        return models
+
+    def _chosen(self, z: Tensor, labels: Tensor, p: Tensor, held: Tensor) -> float:
+        """The weight of the kNN among a client's other samples that predicts the ``held`` ones best."""
+        rest, truth = torch.ones(len(z), dtype=torch.bool, device=z.device).index_fill_(0, held, False), labels[held]
+        kernel = z.new_tensor([self.scale, self.neighbours])
+        q = recalled(z[held], z[rest], labels[rest], *kernel)
+        logs = [mixed(p[held], q, weight) for weight in WEIGHTS.to(z)]
+        wrong = [int((log.argmax(1) != truth.argmax(1)).sum()) for log in logs]
+        loss = [-float((log * truth).sum()) for log in logs]
+        return float(WEIGHTS[min(range(len(WEIGHTS)), key=lambda at: (wrong[at], loss[at]))])
+
+
+def outputs_of(layout: Layout, x: Tensor, z: Tensor) -> Tensor:
+    """Outputs ``[b, c]`` of the last layer of a model ``[d]`` on representations ``[b, k]``."""
+    name, tree = list(layout.matrix_shapes)[-1], layout.tree(x)
+    return z @ tree[name].T + tree.get(f"{name.rpartition('.')[0]}.bias", 0)
+
+
+def memory_of(layout: Layout) -> Tensor:
+    """Bool ``[d]``: the memory of a model (`fedloom.models.WithMemory`)."""
+    return layout.mask(KEYS, LABELS, RULE) if KEYS in layout.names else torch.zeros(layout.d, dtype=torch.bool)

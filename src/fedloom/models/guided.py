@@ -1,0 +1,69 @@
+"""Guided: a network whose head receives features that a conditional valve adapts to a client."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, normalize
+
+from fedloom.models.parts import parted
+
+EMBEDDING, CONDITION = "embedding.weight", "condition"
+"""Parameters of a guided network: embeddings of the classes, and the two conditions of its valve."""
+
+
+class Valve(nn.Module):
+    """Scales and shifts features as a condition requires: relu((gamma(c) + 1) z + beta(c)).
+
+    Args:
+        width: number of features k.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gamma, self.beta = (
+            nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.LayerNorm(width)) for _ in range(2)
+        )
+
+    def forward(self, z: Tensor, condition: Tensor) -> Tensor:
+        """Features ``[b, k]`` of ``z [b, k]`` under ``condition [1, k]``."""
+        return torch.relu(z * (self.gamma(condition) + 1) + self.beta(condition))
+
+
+class Guided(nn.Module):
+    """A network with a valve before its head, and an embedding of every class (GPFL).
+
+    It predicts from the features under the second condition. The embeddings have no part in a prediction.
+
+    Attributes:
+        body: the network below its head.
+        embedding: ``[c, k]``, drawn from the standard normal distribution.
+        valve: the valve, the same for both conditions.
+        condition: ``[2, k]``, generic and personal; 0 at the start.
+        head: the network's last linear layer.
+        penultimate: the layer that is the representation ``[b, k + c + 1]``: the generic features, their cosines with
+            the embeddings, and half of the squared norm of valve and embeddings.
+    """
+
+    penultimate = "guidance"
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.body, head = parted(network)
+        width = head.in_features
+        self.embedding = nn.Embedding(max(2, head.out_features), width)
+        self.valve = Valve(width)
+        self.condition = nn.Parameter(torch.zeros(2, width))
+        self.guidance = nn.Identity()
+        self.head = head
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits ``[b, c]``."""
+        z = self.body(x)
+        generic, personal = (self.valve(z, condition) for condition in self.condition.split(1))
+        cosines = linear(normalize(generic), normalize(self.embedding.weight))
+        weights = [self.embedding.weight, *self.valve.parameters()]
+        size = torch.stack([weight.square().sum() for weight in weights]).sum() / 2
+        self.guidance(torch.cat([generic, cosines, size.expand(len(z), 1)], 1))
+        logits: Tensor = self.head(personal)
+        return logits

@@ -1,0 +1,96 @@
+"""Memory: a network beside the nearest of samples whose representations and labels it keeps."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from fedloom.models.mixture import log_probabilities
+from fedloom.models.parts import parted
+
+KEYS, LABELS, RULE = "memory.keys", "memory.labels", "memory.rule"
+"""Parameters of a network with a memory: those of its `Recall`."""
+
+LEAST = 1e-12
+"""The smallest probability of a class, so that its logarithm stays finite."""
+
+
+class Recall(nn.Module):
+    """Representations and labels of samples, and how they are recalled. An empty place has no label.
+
+    Args:
+        places: samples S that there is room for.
+        width: numbers k of a representation.
+        classes: number of classes c.
+
+    Attributes:
+        keys: ``[S, k]`` representations.
+        labels: ``[S, c]`` ones where the labels are.
+        rule: ``[3]`` weight of the memory in a prediction, scale of the kernel, number of neighbours.
+    """
+
+    def __init__(self, places: int, width: int, classes: int) -> None:
+        super().__init__()
+        self.keys = nn.Parameter(torch.zeros(places, width))
+        self.labels = nn.Parameter(torch.zeros(places, classes))
+        self.rule = nn.Parameter(torch.tensor([0.0, 1.0, 1.0]))
+
+    def forward(self, z: Tensor) -> Tensor:
+        """Probabilities ``[b, c]`` of the classes of representations ``[b, k]``."""
+        return recalled(z, self.keys, self.labels, self.rule[1], self.rule[2])
+
+
+class WithMemory(nn.Module):
+    """A network whose probabilities are mixed with those of the nearest of stored samples (kNN-Per).
+
+    In training it is the network alone, as it is while the memory has weight 0.
+
+    Attributes:
+        body: the network below its head, whose output is the representation.
+        memory: the stored samples; empty at the start.
+        head: the network's last linear layer.
+    """
+
+    penultimate = "body"
+
+    def __init__(self, network: nn.Module, places: int) -> None:
+        super().__init__()
+        self.body, head = parted(network)
+        self.memory = Recall(places, head.in_features, max(2, head.out_features))
+        self.head = head
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits ``[b, c]``."""
+        z = self.body(x)
+        logits: Tensor = self.head(z)
+        if self.training:
+            return logits
+        weight = self.memory.rule[0]
+        logs = mixed(log_probabilities(logits).exp(), self.memory(z), weight)
+        return torch.where(weight > 0, logs if logits.shape[-1] > 1 else logs[..., 1:] - logs[..., :1], logits)
+
+
+def mixed(p: Tensor, q: Tensor, weight: Tensor) -> Tensor:
+    """Logarithms of ``weight`` of ``q [..., c]`` and the rest of ``p [..., c]``, which are probabilities."""
+    return torch.lerp(p, q, weight).clamp(min=LEAST).log()
+
+
+def recalled(z: Tensor, keys: Tensor, labels: Tensor, scale: Tensor, neighbours: Tensor) -> Tensor:
+    """Probabilities ``[b, c]`` by the nearest stored samples of representations ``[b, k]``.
+
+    A neighbour at distance r counts exp(-r^2 / (k scale)); the counts sum to 1. Without a sample they are 0.
+
+    Args:
+        z: ``[b, k]``.
+        keys: ``[S, k]``.
+        labels: ``[S, c]``; a row of zeros is no sample.
+        scale: of the kernel.
+        neighbours: how many of the nearest samples count.
+    """
+    vacant = labels.sum(1) == 0
+    r = torch.cdist(z, keys, compute_mode="donot_use_mm_for_euclid_dist").masked_fill(vacant, torch.inf)
+    near, order = r.sort(dim=1, stable=True)
+    beyond = torch.arange(len(keys), device=z.device) >= neighbours
+    counts = (-near.square() / (z.shape[1] * scale)).masked_fill(beyond, -torch.inf)
+    counts = torch.where(vacant[order], -torch.finfo(z.dtype).max, counts).softmax(1)
+    return (counts[:, :, None] * labels[order]).sum(1)
