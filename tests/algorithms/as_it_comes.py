@@ -194,8 +194,9 @@ class Case:
     fraction: float = 1.0
 
     def run(self, method: Any, seed: int = 0, network: str = "") -> Result:
+        model = Normed() if network == "fedbn" else self.model.with_(**PARTS.get(network, {}))
         return fl.simulate(
-            method, self.make(), Normed() if network == "fedbn" else self.model.with_(**PARTS.get(network, {})), rounds=ROUNDS, seed=seed,
+            method, self.make(), model, rounds=ROUNDS, seed=seed,
             local={**LOCAL, "lr": self.lr}, sampler={"kind": "uniform", "fraction": self.fraction},
             evaluate={"every": ROUNDS, "parts": ("train", self.part)}, weights="uniform",
         )  # fmt: skip

@@ -54,7 +54,12 @@ def run(
     model = Net(mixture=mixture, guided=guided, memory=memory)
     settings = {"local": {"lr": LR, "batch_size": BATCH}, "engine": {"dtype": "float64"}, "cohorts": cohorts[:rounds]}
     evaluate = {"every": rounds, "parts": ("train",)}
-    given = {**settings, "evaluate": evaluate, "initial": dict(network(mixture, guided, memory).named_parameters()), **options}
+    given = {
+        **settings,
+        "evaluate": evaluate,
+        "initial": dict(network(mixture, guided, memory).named_parameters()),
+        **options,
+    }
     return fl.simulate(method, federation(), model, rounds=rounds, **given)
 
 

@@ -9,13 +9,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from by_torch import BATCH, CLASSES, COHORTS, LR, SIZES, batches, federation, mean, network, put, run, same, samples
-from by_torch import trained, vector
+from by_torch import (
+    CLASSES,
+    COHORTS,
+    LR,
+    SIZES,
+    batches,
+    mean,
+    network,
+    put,
+    run,
+    same,
+    samples,
+)
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from fedloom.algorithms import GPFL, FedAvg, FedPer, KNNPer
-from fedloom.models import MLP, Softmax
 from fedloom.seeds import generator
 
 N, HEAD, K = len(SIZES), 18, 5
@@ -58,14 +68,16 @@ def test_gpfl_learns_by_a_generic_and_a_personal_route(lam: float, mu: float, an
                 cosines = torch.cosine_similarity(guide[:, None], net.embedding.weight[None], dim=2)
                 loss = cross_entropy(net.head(valve(net, z, personal)), by) + angle * cross_entropy(cosines, by)
                 loss = loss + lam * (guide - x.embedding.weight.detach()[by]).norm(dim=1).mean()
-                loss = loss + mu / 2 * ((net.embedding.weight**2).sum() + sum((p**2).sum() for p in net.valve.parameters()))
+                loss = loss + mu / 2 * (
+                    (net.embedding.weight**2).sum() + sum((p**2).sum() for p in net.valve.parameters())
+                )
                 for p, g in zip(moving, torch.autograd.grad(loss, moving), strict=True):
                     p.data -= LR * g
             ends.append(dict(net.named_parameters()))
         for name in shared:
-            dict(x.named_parameters())[name].data = (
-                mean([end[name].detach().flatten() for end in ends], cohort).view_as(ends[0][name])
-            )
+            dict(x.named_parameters())[name].data = mean(
+                [end[name].detach().flatten() for end in ends], cohort
+            ).view_as(ends[0][name])
     for i, got in enumerate(result.models.rows("personal")):
         own: Any = put(network(guided=True), got)
         for name in shared:
@@ -127,7 +139,10 @@ def test_knnper_with_weight_0_is_fedavg_and_with_1_the_nearest_samples_alone() -
     none, alone = (run(KNNPer(weight=w, neighbours=3), memory=16).models.rows("personal")[3] for w in (0.0, 1.0))
     same(put(network(memory=16), none).eval()(inputs), put(network(), x)(inputs))
     q = memory_of(put(network(), x), inputs, y, inputs, 3, 1.0)
-    same(put(network(memory=16), alone).eval()(inputs).softmax(1), q.clamp(min=1e-12) / q.clamp(min=1e-12).sum(1)[:, None])
+    same(
+        put(network(memory=16), alone).eval()(inputs).softmax(1),
+        q.clamp(min=1e-12) / q.clamp(min=1e-12).sum(1)[:, None],
+    )
     one = run(KNNPer())
     assert torch.equal(one.models.rows("personal"), x.expand(N, -1))
     assert any("without a memory is FedAvg" in note for note in one.job.notes)

@@ -17,8 +17,8 @@ up. No memory leaves a client.
 
 Deviations: a neighbour at distance r counts exp(-r^2 / (scale times the number of features)), as in the public code; in
 the paper exp(-r). There lambda_m is chosen on a validation set; here on a share of the training samples, which local
-training leaves out: the best of 0, 0.1, ..., 1 by accuracy, the one of lower loss where it is equal. The memory then has
-all samples. Where it has fewer places, it has a random part of them.
+training leaves out: the best of 0, 0.1, ..., 1 by accuracy, of equal ones that of lower loss. The memory then has all
+samples. Where it has fewer places, it has a random part of them.
 
 Use it when clients see what others see, and label or use it in another way; set ``memory`` in [model]. A file of
 personal models holds representations of training samples: keep it at the client. With weight 0, or on a model without a

@@ -9,6 +9,7 @@ from fedloom.models.adapters import Adapters, adapted, merged
 from fedloom.models.augment import Augment
 from fedloom.models.dropout import Dropout
 from fedloom.models.factors import Factorised, factorise, thin
+from fedloom.models.guided import Guided
 from fedloom.models.hub import Hub
 from fedloom.models.imported import Import
 from fedloom.models.memory import WithMemory
@@ -19,7 +20,6 @@ from fedloom.models.parts import head, penultimate
 from fedloom.models.resnet import ResNet18
 from fedloom.models.sequences import LSTM, Transformer
 from fedloom.models.spec import ModelSpec
-from fedloom.models.guided import Guided
 
 MODELS: dict[str, type[ModelSpec]] = {
     "softmax": Softmax,

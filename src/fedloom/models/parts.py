@@ -72,8 +72,8 @@ def parted(module: nn.Module) -> tuple[nn.Module, nn.Linear]:
     layer = module.get_submodule(name)
     if not isinstance(layer, nn.Linear) or not name:
         raise ConfigError(
-            f"the head of {type(module).__name__} is {name!r}, a {type(layer).__name__}; name a linear layer that is the last "
-            "operation of the network"
+            f"the head of {type(module).__name__} is {name!r}, a {type(layer).__name__}; "
+            "name a linear layer that is the last operation of the network"
         )
     setattr(module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], nn.Identity())
     return module, layer

@@ -15,9 +15,9 @@ from torch import nn
 
 from fedloom.errors import ConfigError
 from fedloom.models.adapters import Adapters, adapted
+from fedloom.models.guided import Guided
 from fedloom.models.memory import WithMemory
 from fedloom.models.mixture import Mixture
-from fedloom.models.guided import Guided
 from fedloom.seeds import as_global, generator
 from fedloom.storage.files import regular
 from fedloom.values import Value
