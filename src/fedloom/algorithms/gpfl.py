@@ -110,7 +110,8 @@ class GPFL(Algorithm):
             feature, cosines, size = z.split([embedding.shape[1], len(embedding), 1], 1)
             angle = -cosines.log_softmax(1).gather(1, y.long()[:, None])[:, 0]
             magnitude = torch.linalg.vector_norm(feature - embedding[y.long()], dim=1)
-            return self.angle * angle + self.lam * magnitude + self.mu * size[:, 0]
+            total: Tensor = self.angle * angle + self.lam * magnitude + self.mu * size[:, 0]
+            return total
 
         return Term(guidance, float(bool(self.angle or self.lam or self.mu)), argument=received.expand(work.m, -1, -1))
 
