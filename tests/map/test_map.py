@@ -263,7 +263,7 @@ def _file(folder: Path, content: bytes) -> Path:
 
 
 def test_sentences_name_what_is_significant_and_nothing_else() -> None:
-    first, second, third = sentences(judged(
+    first, second, third, fourth = sentences(judged(
         local=[0.5, 0.51, 0.52, 0.5, 0.51], fedavg=[0.7, 0.72, 0.71, 0.7, 0.73], ditto=[0.8, 0.83, 0.81, 0.8, 0.82],
         apfl=[0.6, 0.8, 0.7, 0.6, 0.8],
     ))  # fmt: skip
@@ -273,6 +273,7 @@ def test_sentences_name_what_is_significant_and_nothing_else() -> None:
     assert "Better is ditto +10.0" in second
     assert "none is significantly worse" in second
     assert third.startswith("The best mean is that of ditto")
+    assert fourth.startswith("A method of median spread *shows nothing below ")
 
 
 class Recomputed:
@@ -302,6 +303,9 @@ class Recomputed:
         sent = {row["method"]: row["bytes"] for row in rows}
         self.frugal = {m for m in (self.top, *self.level) if sent[m] <= min(sent[k] for k in (self.top, *self.level))}
         self.rivals = len(rivals)
+        apart = [self.means[m] - self.means[self.reference] for m in others]
+        quantile = stats.t.ppf(1 - 0.025 / len(pairs), [len(d) - 1 for d in apart])
+        self.visible = 100 * float(np.median(quantile * [stats.sem(d) for d in apart])) if apart else math.nan
 
 
 def recorded_rows(protocol: str = "rounds") -> list[dict[str, Any]]:
@@ -326,6 +330,11 @@ def checked(text: str, rows: list[dict[str, Any]]) -> None:
     else:
         assert [int(level[1]), int(level[2])] == [len(fresh.level), fresh.rivals - 1]
         assert level[3] in fresh.frugal
+    visible = re.search(r"A method of median spread \*?shows (differences of|nothing below) ([\d.]+) points", text)
+    assert (visible is not None) == math.isfinite(fresh.visible)
+    if visible is not None:
+        assert float(visible[2]) == pytest.approx(fresh.visible, abs=0.051)
+        assert (visible[1] == "differences of") == (fresh.visible <= 3)
     marks = frozenset(("local", "fedavg"))
     assert ("not significant" not in text) == fresh.apart[marks]
     change = re.search(r"the mean change is \+?(-?[\d.]+) ± ([\d.]+) points", text)
@@ -333,6 +342,19 @@ def checked(text: str, rows: list[dict[str, Any]]) -> None:
     difference = fresh.means["fedavg"] - fresh.means["local"]
     assert float(change[1]) == pytest.approx(100 * difference.mean(), abs=0.051)
     assert (abs(float(change[1])) > float(change[2]) - 0.1) or not fresh.apart[marks]
+
+
+def best_alone(setup: str, local: Any) -> tuple[Any, str]:
+    """The best model of a client alone by seed, and its name as the first table has it."""
+    file = ROOT / "studies" / "results" / "map-full-references.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    models = {"": local}
+    for line in lines:
+        if line["setup"] == setup and line["method"].endswith("per client"):
+            clients = [np.array(line["seeds"][seed][0], float) for seed in sorted(line["seeds"], key=int)]
+            models[f" ({line['method']})"] = np.array([np.nanmean(values) for values in clients])
+    words = max(models, key=lambda name: models[name].mean())
+    return models[words], words
 
 
 def test_the_first_table_of_the_repository_follows_from_the_rows_of_the_table_of_runs() -> None:
@@ -348,7 +370,9 @@ def test_the_first_table_of_the_repository_follows_from_the_rows_of_the_table_of
         fresh = Recomputed(own)
         assert method == (fresh.better or [fresh.reference])[0]
         assert remark == ("" if fresh.better else " (no method is clearly better)")
-        found = [fresh.means[method] - fresh.means[mark] for mark in ("fedavg", "local")]
+        alone, words = best_alone(name, fresh.means["local"])
+        found = [fresh.means[method] - figure for figure in (fresh.means["fedavg"], alone)]
+        gains = [gains[0], gains[1].removesuffix(words)]
         largest.append(max(d.mean() for d in found))
         for gain, difference, mark in zip(gains, found, ("fedavg", "local"), strict=True):
             if method == mark:
@@ -374,6 +398,10 @@ def test_the_page_of_the_repository_says_what_its_table_gives() -> None:
             checked(text, [row for row in rows if row["setup"] == name])
         else:
             assert text.endswith("Not run.")
+    blind = re.search(r"In (\d+) of (\d+) setups a method of median spread cannot show 3 points", page)
+    assert blind is not None
+    visible = [Recomputed([row for row in rows if row["setup"] == name]).visible for name in run]
+    assert [int(blind[1]), int(blind[2])] == [sum(points > 3 for points in visible), len(visible)]
 
 
 @pytest.mark.parametrize("draw", range(6))

@@ -17,7 +17,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedloom.metrics import variance, worst
-from fedloom.report import LEVEL, NEAR, Estimate, TestedDifference, differences, family
+from fedloom.report import (
+    ENOUGH,
+    LEVEL,
+    NEAR,
+    Estimate,
+    TestedDifference,
+    differences,
+    family,
+    half_width,
+)
 from fedloom_studies.map.records import DONE, CellRecord, Series
 from fedloom_studies.map.setups import MARKS, POOLED, Setup
 
@@ -73,12 +82,15 @@ class SetupVerdict:
 
     Attributes:
         reference: the better of local and FedAvg by its mean over seeds; empty where both are not there.
+        visible: the smallest difference to it that is significant at the first step of Holm's correction, for a method
+            of median spread; nan without a reference, other methods or seeds enough.
         standings: of the methods that are done, the best mean first.
         records: of every method.
     """
 
     setup: Setup
     reference: str
+    visible: float
     standings: tuple[Standing, ...]
     records: dict[str, CellRecord]
 
@@ -121,7 +133,9 @@ def judge(setup: Setup, records: Mapping[tuple[str, str], CellRecord]) -> SetupV
         Standing(m, cells[m], _figures(cells[m], done, best), tests.get((m, reference)), lead(m), confirmed(m))
         for m in order
     )
-    return SetupVerdict(setup, reference, standings, cells)
+    others = [differences(means[m], means[reference]) for m in order if reference and m not in MARKS]
+    widths = [half_width([*by_seed.values()], LEVEL / len(pairs)) for by_seed in others if len(by_seed) >= ENOUGH]
+    return SetupVerdict(setup, reference, float(np.median(widths)) if widths else math.nan, standings, cells)
 
 
 def last(seeds: Mapping[str, Series]) -> Estimate:

@@ -19,7 +19,7 @@ from fedloom_studies.map.pictures import SIGNS, ladder, overview
 from fedloom_studies.map.records import NOT_RUN, CellRecord, stale
 from fedloom_studies.map.references import References, lines
 from fedloom_studies.map.setups import MARKS, Cell, Setup
-from fedloom_studies.map.statements import FOLDER, advice, finding, in_percent, joined, sentences, signed
+from fedloom_studies.map.statements import FOLDER, WANTED, advice, finding, in_percent, joined, sentences, signed
 
 NOTHING: Records = MappingProxyType({})
 COLUMNS = {
@@ -38,7 +38,7 @@ Which method for which clients: every method of fedloom in {count} setups, {run}
 
 ![gain over the better of local and FedAvg, by method and setup]({folder}/map.svg)
 
-Pale: not significant. {signs}.
+A triangle up: significantly better, down: significantly worse. Pale: not significant. {signs}.
 
 ## How it is measured
 
@@ -55,6 +55,9 @@ Pale: not significant. {signs}.
   has the interval of its Holm step, which leaves out 0 exactly where the difference is significant. A *mean* has the
   plain 95 % interval over seeds. With fewer than {enough} seeds nothing is significant. Methods that the best one
   does not beat significantly are *level* with it. Pooled data are compared with the better of local and FedAvg only.
+- **What a setup can show.** Every setup has the smallest gain that is significant at the first step of Holm's
+  correction, for a method whose gains have the median spread over seeds. If that is above {wanted} points, the setup is
+  marked *shows nothing below*. A method with steadier gains can show less.
 - **A second look.** What is significant is run again on other seeds, and called *seen twice* where these agree.
 - *Not applicable*: the pair does not exist. *Stale*: recorded with another commit of the method, or another protocol.
 
@@ -80,7 +83,7 @@ def pages(
     comparisons = [compare(j, records, gradients) for j in verdicts]
     together = overall(verdicts)
     methods = list(dict.fromkeys([*(together.methods if together else ()), *REGISTRY, *(m for _, m in records)]))
-    yield "", _overview(verdicts, together, comparisons)
+    yield "", _overview(verdicts, together, comparisons, references)
     yield "map.svg", overview(verdicts, methods).encode()
     if together:
         halves = [math.nan] * len(together.ranks)
@@ -101,13 +104,18 @@ def pages(
     yield "map.csv", csv_of_table(table)
 
 
-def _overview(verdicts: Sequence[SetupVerdict], together: Overall | None, comparisons: Sequence[BothProtocols]) -> str:
+def _overview(
+    verdicts: Sequence[SetupVerdict],
+    together: Overall | None,
+    comparisons: Sequence[BothProtocols],
+    references: References,
+) -> str:
     setup = verdicts[0].setup
     wanted = sum(max(len(j.records), len(REGISTRY)) for j in verdicts)
     head = HEAD.format(
         count=len(verdicts), run=sum(len(j.records) for j in verdicts), cells=wanted, trials=setup.trials,
-        seeds=len(setup.seeds), enough=ENOUGH, folder=FOLDER, finding=finding(verdicts),
-        advice="\n".join(advice(verdicts)), hours=fixed(sum(j.setup.share for j in verdicts) / 60, 1),
+        seeds=len(setup.seeds), enough=ENOUGH, wanted=WANTED, folder=FOLDER, finding=finding(verdicts),
+        advice="\n".join(advice(verdicts, references)), hours=fixed(sum(j.setup.share for j in verdicts) / 60, 1),
         signs=", ".join(f"{sign}: {state}" for state, sign in SIGNS.items()),
     )  # fmt: skip
     lines = [head, "", "## Setup by setup", ""]

@@ -19,7 +19,10 @@ SIGNS = {NOT_RUN: "·", NOT_APPLICABLE: "\N{EN DASH}", FAILED: "\N{MULTIPLICATIO
 
 
 def overview(verdicts: Sequence[SetupVerdict], methods: Sequence[str]) -> str:
-    """Methods x setups: the colour is the gain over the better of local and FedAvg, pale where not significant."""
+    """Methods x setups: the colour is the gain over the better of local and FedAvg, pale where not significant.
+
+    A triangle that points up or down is a significant gain or loss, so that it can be told without colours.
+    """
     cells = []
     for j in verdicts:
         for method in methods:
@@ -28,8 +31,15 @@ def overview(verdicts: Sequence[SetupVerdict], methods: Sequence[str]) -> str:
             gain = 0.0 if method == j.reference else gain
             status = record.status if record else NOT_RUN
             sign = SIGNS.get(status, "") if status != DONE else ""
-            cells.append({"setup": j.setup.name, "method": method, "gain": gain, "sign": sign,
-                          "clear": 1.0 if standing and (standing.better or standing.worse) else 0.3})  # fmt: skip
+            way = (
+                "triangle-up"
+                if standing and standing.better
+                else "triangle-down"
+                if standing and standing.worse
+                else ""
+            )
+            cells.append({"setup": j.setup.name, "method": method, "gain": gain, "sign": sign, "way": way,
+                          "clear": 1.0 if way else 0.3})  # fmt: skip
     y = kit.names("method", methods, axis={"labelOverlap": False})
     x = kit.names("setup", [j.setup.name for j in verdicts], axis={"orient": "top", "labelAngle": -90})
     limit = 100 * CLIP
@@ -44,6 +54,15 @@ def overview(verdicts: Sequence[SetupVerdict], methods: Sequence[str]) -> str:
     opacity = {"field": "clear", "type": "quantitative", "scale": None}
     spec = kit.chart(
         kit.mark("rect", {"x": x, "y": y, "color": colour, "opacity": opacity}, {"filter": "isValid(datum.gain)"}),
+        kit.mark(
+            "point",
+            {"x": x, "y": y, "shape": {"field": "way", "type": "nominal", "scale": None}},
+            {"filter": "datum.way"},
+            filled=True,
+            color="white",
+            size=24,
+            opacity=1,
+        ),
         kit.mark("text", {"x": x, "y": y, "text": {"field": "sign"}}, color=look.GREY),
     )
     room = look.PHONE - look.LETTER * max(map(len, methods)) - 8

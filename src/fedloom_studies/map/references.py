@@ -93,18 +93,13 @@ def _logits(fed: Federation, fitted: Any, index: Tensor) -> Tensor:
 
 def lines(j: SetupVerdict, references: References) -> Iterator[str]:
     """Lines of the page of a setup: every reference, and the gain of methods over the best model of a client alone."""
-    rows = {
-        name: last(references[j.setup.name, name].seeds) for name, *_ in names() if (j.setup.name, name) in references
-    }
-    local = j.of("local")
+    rows, local = _rows(j, references), j.of("local")
     if not j.setup.references:
         return
     if not rows or local is None:
         yield from ("", f"Reference models: not run. Command: `fedloom map --references --setup {j.setup.name}`")
         return
-    alone = {name: rows[name] for name, _, protocol in names() if protocol == PER_CLIENT} | {
-        "local": local.figures["mean"]
-    }
+    alone = models_alone(j, references)
     best = max(alone, key=lambda name: alone[name].mean)
     yield from (
         "",
@@ -117,6 +112,18 @@ def lines(j: SetupVerdict, references: References) -> Iterator[str]:
     for name, figure in sorted(shown.items(), key=lambda item: -item[1].mean):
         gain = "-" if name == best else _points(Estimate(differences(figure, alone[best])), sign="+")
         yield f"| {name} | {_points(figure)} | {gain} |"
+
+
+def models_alone(j: SetupVerdict, references: References) -> dict[str, Estimate]:
+    """Choose the figures of every model that a client trains alone: local training, and references where there are."""
+    rows, local = _rows(j, references), j.of("local")
+    per_client = {name: rows[name] for name, _, protocol in names() if protocol == PER_CLIENT and name in rows}
+    return per_client | ({"local": local.figures["mean"]} if local is not None else {})
+
+
+def _rows(j: SetupVerdict, references: References) -> dict[str, Estimate]:
+    keys = [(j.setup.name, name) for name, *_ in names()]
+    return {key[1]: last(references[key].seeds) for key in keys if key in references}
 
 
 def _points(figure: Estimate, sign: str = "") -> str:

@@ -8,21 +8,25 @@ from collections.abc import Iterable, Iterator, Sequence
 from fedloom.formats import fixed, pair, percent, significant
 from fedloom.report import Estimate, TestedDifference, differences
 from fedloom_studies.map.judge import SetupVerdict, Standing
+from fedloom_studies.map.references import References, models_alone
 from fedloom_studies.map.setups import MARKS, POOLED
 
 FOLDER = "map"
 """Beside the page: a page and pictures per setup, and the table."""
+WANTED = 3
+"""Points that every setup should show; one that cannot is marked."""
 MOST = 15
 """Rows of the first table."""
 NONE = TestedDifference(math.nan, math.nan, math.nan, math.nan, significant=False, seeds=0)
 """The comparison of methods without a result."""
 
 
-def advice(verdicts: Sequence[SetupVerdict]) -> Iterator[str]:
+def advice(verdicts: Sequence[SetupVerdict], references: References) -> Iterator[str]:
     """Rows of the table that comes first: what to take in each setup, what it gains and what it costs.
 
     That is the best of those significantly better than the better of local and FedAvg; without any, that one. Gains
-    are means over clients and seeds with the plain 95 % interval over seeds. At most `MOST` rows, largest gains first.
+    are means over clients and seeds with the plain 95 % interval over seeds. Where data are a table, training alone is
+    the best model of a client alone, those of scikit-learn included. At most `MOST` rows, largest gains first.
     """
     rows: list[tuple[float, str]] = []
     for j in verdicts:
@@ -32,8 +36,11 @@ def advice(verdicts: Sequence[SetupVerdict]) -> Iterator[str]:
         chosen = next((s for s in rivals_of(j) if s.better), None) or j.of(j.reference)
         assert chosen is not None
         mean = chosen.figures["mean"]
-        gains = {m.method: Estimate(differences(mean, m.figures["mean"])) for m in (fedavg, local)}
+        alone, best = max(models_alone(j, references).items(), key=lambda model: model[1].mean)
+        marks = {fedavg.method: fedavg.figures["mean"], alone: best}
+        gains = {mark: Estimate(differences(mean, figure)) for mark, figure in marks.items()}
         cells = ["-" if mark == chosen.method else signed(gain) for mark, gain in gains.items()]
+        cells[1] += "" if alone == local.method else f" ({alone})"
         times = chosen.figures["gradients"].mean / fedavg.figures["gradients"].mean
         sent = chosen.figures["bytes"].mean / 1e6
         megabytes = f"{significant(sent, 3)} MB" if sent else "nothing sent"
@@ -63,7 +70,12 @@ def finding(verdicts: Sequence[SetupVerdict]) -> str:
         "FedAvg.**"
     )
     rest = [f"*{title}* ({listed(s.method for s in better)})" for title, better in won]
-    return f"{first} The others are: {'; '.join(rest)}." if rest else first
+    tested = [j for j in whole if math.isfinite(j.visible)]
+    blind = sum(100 * j.visible > WANTED for j in tested)
+    last = (
+        f" In {blind} of {len(tested)} setups a method of median spread cannot show {WANTED} points." if tested else ""
+    )
+    return (f"{first} The others are: {'; '.join(rest)}." if rest else first) + last
 
 
 def rivals_of(j: SetupVerdict) -> list[Standing]:
@@ -72,7 +84,7 @@ def rivals_of(j: SetupVerdict) -> list[Standing]:
 
 
 def sentences(j: SetupVerdict) -> list[str]:
-    """Three sentences that the records of a setup support; one where they support none."""
+    """Three sentences that the records of a setup support, and what it can show; one where they support none."""
     if not j.reference:
         return [f"Not run to the end: {len(j.records)} cells, local and FedAvg not both." if j.records else "Not run."]
     local, fedavg = (j.of(method) for method in MARKS[:2])
@@ -104,7 +116,16 @@ def sentences(j: SetupVerdict) -> list[str]:
         beside = f"It is significantly better than each of the {len(behind)} others."
     best = f"The best mean is that of {top.method}, {in_percent(top.figures['mean'])}."
     third = f"{best} {beside}{_pooled(j.of(POOLED))}"
-    return [first, second, third]
+    return [first, second, third, *_visible(j)]
+
+
+def _visible(j: SetupVerdict) -> Iterator[str]:
+    """Yield the sentence on the smallest difference that a setup can show; none where nothing is tested."""
+    if math.isfinite(j.visible):
+        points = f"{fixed(100 * j.visible, 1)} points"
+        enough = 100 * j.visible <= WANTED
+        shown = f"shows differences of {points} and more." if enough else f"*shows nothing below {points}.*"
+        yield f"A method of median spread {shown}"
 
 
 def _pooled(standing: Standing | None) -> str:
