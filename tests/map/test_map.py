@@ -492,7 +492,7 @@ def checked_change(text: str, before: list[dict[str, Any]], after: list[dict[str
     counts = [0 if word == "none" else int(word) for word in words.groups()]
     assert counts == [len(fresh.anew), len(fresh.lower), len(fresh.higher)]
     for word, names in (("Lower", fresh.lower), ("Higher", fresh.higher)):
-        named = re.search(rf"{word} (?:is|are) (.*?)\.(?: |$)", text)
+        named = re.search(rf"{word} (?:is|are) (.*?)\.(?:\s|$)", text)
         assert (named is not None) == bool(names)
         assert named is None or {n.split()[0] for n in named[1].split(" and ")[0].split(", ")} <= {*names}
 

@@ -71,10 +71,11 @@ def map_command(
         from fedloom_studies.appendices import write_pages
         from fedloom_studies.map.judge import judge
         from fedloom_studies.map.measure import due, estimates, measure_all
-        from fedloom_studies.map.page import FOLDER, pages, standing_table
+        from fedloom_studies.map.page import pages, standing_table
         from fedloom_studies.map.records import read, with_reused, write
         from fedloom_studies.map.references import measure
         from fedloom_studies.map.setups import Cell, Protocol, Scale, setups, space_from
+        from fedloom_studies.map.statements import FOLDER
         from fedloom_studies.reproduce import TimeBudget
         from fedloom_studies.store import folder_of
 
