@@ -16,15 +16,18 @@ import pytest
 from fedloom.data.groups import keeping
 from fedloom.deploy.groups import GroupSums
 from fedloom.deploy.ops.plan import plan
-from fedloom.deploy.settings import Secure
+from fedloom.deploy.settings import Secure, text_of
+from fedloom.deploy.site.models import importances
 from fedloom.engine.simulate import simulate
 from fedloom.errors import ConfigError, Stop
 from fedloom.experiment import parse
+from fedloom.experiment.analyses.importance import importance
 from fedloom.experiment.analyses.patients import group_scores
 from fedloom.report.groups import group_tables, groups_csv
 from fedloom.report.numbers import leading_metric, rows_of
 from fedloom.report.reading import read_runs
 from fedloom.rundir import FEDERATION
+from tests.commands import call
 from tests.deploy.scene import Scene, scene
 
 GROUPS = ["sex", "age>=60"]
@@ -170,6 +173,22 @@ def test_groups_without_agreed_levels_are_refused_before_anything_is_written(tmp
     }
     with pytest.raises(ConfigError, match="do not fit into a message"):
         plan(parse({**here.experiment.settings(), "data": data, "evaluate": {"groups": ["age"] * 9}}))
+
+
+def test_importance_at_a_site_is_that_of_the_simulation(tmp_path: Path) -> None:
+    here = deployed(tmp_path, method="fedavg")
+    assert here.serve() is Stop.DONE
+    simulated = [row for row in importance(here.simulate()).to_pylist() if row["client"] == 2]
+    site = here.sites[2]
+    (site.state / "site.toml").write_text(text_of(site))
+    lines = importances(site.state)
+    assert len(lines) == len(simulated) == 3
+    for (column, metric, mean, spread), row in zip(lines, simulated, strict=True):
+        assert (column, metric) == (row["column"], row["metric"])
+        assert (mean, spread) == pytest.approx((row["value"], row["spread"]), abs=1e-10)
+    assert "cost of permuting" in call("deploy", "evaluate", site.state, "--importance")
+    for words in ((), ("--importance", tmp_path / "all.csv")):
+        assert "or --importance" in call("deploy", "evaluate", site.state, *words, code=2)
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -69,10 +69,13 @@ def predict(
 @deploy.command()
 def evaluate(
     site: SiteFolder,
-    rows: Annotated[Path, typer.Argument(help="file of rows with labels", show_default=False)],
+    rows: Annotated[Path | None, typer.Argument(help="file of rows with labels", show_default=False)] = None,
     model: Kind = None,
+    importance: Annotated[
+        bool, typer.Option("--importance", help="permute each column in the site's own test part, in place of rows")
+    ] = False,
 ) -> None:
-    """Score a site's model on new rows with labels.
+    """Score a site's model on new rows with labels, or find what drives it.
 
     Rows are predicted as the site predicts them.
 
@@ -80,10 +83,17 @@ def evaluate(
     """
     with errors():
         from fedloom.data.new_rows import new_rows as taken
-        from fedloom.deploy.site.models import new_rows, used
+        from fedloom.deploy.site.models import importances, new_rows, used
+        from fedloom.errors import ConfigError
         from fedloom.progress import print_rows
         from fedloom.trained.predictions import OWN_SCALE, Evaluated, alone
 
+        if importance is (rows is not None):
+            raise ConfigError("give a file of rows with labels, or --importance, which is of the site's own test part")
+        if rows is None:
+            heads = ("column", "metric", "cost of permuting", "standard deviation")
+            print_rows([dict(zip(heads, line, strict=True)) for line in importances(site, model)])
+            return
         trained = used(site, model)
         data = new_rows(site).labelled(trained.recipe.facts, rows)
         inputs = taken(trained.recipe.facts, data)

@@ -16,6 +16,7 @@ from fedloom.deploy.settings import Site, read_site
 from fedloom.deploy.site.local_data import site_federation
 from fedloom.deploy.site.state import SiteModel, models
 from fedloom.errors import ConfigError, unknown
+from fedloom.experiment.analyses.importance import FEWEST, Scored, permuted
 from fedloom.rows.layout import Layout
 from fedloom.storage.checkpoint import check_digest, save_tensors
 from fedloom.storage.files import make_folder
@@ -61,15 +62,7 @@ def used(folder: Path, kind: str | None = None) -> TrainedModel:
         ConfigError: there is no such model.
         DataError: the site's data, which its columns are scaled by, cannot be read.
     """
-    if not (folder / "site.toml").exists():
-        raise ConfigError(f"{folder} is no site's folder: it has no site.toml")
-    models_there = {one.model.kind: one for one in owned(folder)}
-    if not models_there:
-        raise ConfigError(f"{folder} has no model yet: a site has one after the first round that it took part in")
-    chosen = kind or min(models_there, key=lambda name: PREFERRED.index(name) if name in PREFERRED else len(PREFERRED))
-    if chosen not in models_there:
-        raise unknown("model", chosen, models_there, str(folder))
-    one = models_there[chosen]
+    one = _chosen(folder, kind)
     site, experiment = one.site, read_agreed(one.site)
     row = _row(one)
     facts, scaling = site.samples, None
@@ -83,7 +76,7 @@ def used(folder: Path, kind: str | None = None) -> TrainedModel:
     about = {
         "method": experiment.methods[0].label,
         "seed": experiment.head.seeds[0],
-        "kind": chosen,
+        "kind": one.model.kind,
         "client": site.site,
         "round": one.model.round,
     }
@@ -95,6 +88,23 @@ def used(folder: Path, kind: str | None = None) -> TrainedModel:
     outputs = outputs_of(trained.module(), fed, index) if len(index) else torch.zeros(0, 1)
     owner = torch.zeros(len(index), dtype=torch.long)
     return replace(trained, calibration=recipe.objective.line(outputs, fed.targets(index), owner, 1)[0])
+
+
+def _chosen(folder: Path, kind: str | None) -> Owned:
+    """The model of a kind in a site's folder, or the first of `PREFERRED`.
+
+    Raises:
+        ConfigError: there is no such model.
+    """
+    if not (folder / "site.toml").exists():
+        raise ConfigError(f"{folder} is no site's folder: it has no site.toml")
+    models_there = {one.model.kind: one for one in owned(folder)}
+    if not models_there:
+        raise ConfigError(f"{folder} has no model yet: a site has one after the first round that it took part in")
+    chosen = kind or min(models_there, key=lambda name: PREFERRED.index(name) if name in PREFERRED else len(PREFERRED))
+    if chosen not in models_there:
+        raise unknown("model", chosen, models_there, str(folder))
+    return models_there[chosen]
 
 
 def _row(one: Owned) -> Tensor:
@@ -120,6 +130,32 @@ def module_of(one: Owned) -> nn.Module:
     )
     Layout.of(module).load(module, _row(one))
     return module.eval()
+
+
+@torch.no_grad()
+def importances(folder: Path, kind: str | None = None) -> list[tuple[str, str, float, float]]:
+    """Importance of every column for a site's model on its own test part; see `permuted`.
+
+    Args:
+        folder: of the site.
+        kind: as in `used`.
+
+    Raises:
+        ConfigError: there is no such model, or the site has too few test samples.
+        Refused: the samples are no rows of a table.
+        DataError: the data cannot be read.
+    """
+    one = _chosen(folder, kind)
+    experiment, site = read_agreed(one.site), one.site
+    setting = experiment.methods[0].setting
+    dtype: torch.dtype = getattr(torch, setting.engine.dtype)
+    fed = site_federation(experiment, site).to(torch.device("cpu"), dtype)
+    index = fed.indices("test", site.client)
+    if len(index) < FEWEST:
+        raise ConfigError(f"{site.site} has {len(index)} test samples, importance needs at least {FEWEST}")
+    module = module_of(one).to(dtype)
+    scored = Scored(lambda x: module(x).flatten(0, -2), task_of(fed.data, setting.task), fed, index)
+    return permuted(scored, experiment.head.seeds[0], site.client)
 
 
 @torch.no_grad()

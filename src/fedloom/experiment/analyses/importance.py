@@ -5,6 +5,8 @@ Reference: L. Breiman, "Random Forests", Machine Learning 2001, Section 10; by s
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ from fedloom.errors import Refused
 from fedloom.experiment.inspection import models_of
 from fedloom.metrics import leading, metric
 from fedloom.seeds import generator, random_state
+from fedloom.tasks import Task
 
 REPEATS = 5
 """Times that a column is permuted."""
@@ -45,35 +48,39 @@ def importance(result: Result) -> pa.Table:
     metric, value (mean over `REPEATS` permutations), spread (their standard deviation).
     """
     job = result.job
-    table, rows = check_importance(job.eval_fed), list[tuple[int, str, str, str, float, float]]()
+    check_importance(job.eval_fed)
+    rows = list[tuple[int, str, str, str, float, float]]()
     for model in ("global", "personal"):
         for client, row in models_of(result, model, job.scored_ids):
             index = job.eval_fed.indices("test", client)
             if len(index) >= FEWEST:
-                scored = _Scored(result, table, row, index)
-                importances = _permuted(scored, client)
-                rows += [
-                    (client, model, column.name, scored.lead, float(mean), float(spread))
-                    for column, mean, spread in zip(table.columns, *importances, strict=True)
-                ]
+                scored = Scored(partial(job.oracle.run, row), job.oracle.task, job.eval_fed, index)
+                rows += [(client, model, *line) for line in permuted(scored, job.setting.seed, client)]
     kinds = {"client": pa.int64(), "model": pa.string(), "column": pa.string(), "metric": pa.string()}
     columns = [*kinds.items(), ("value", pa.float64()), ("spread", pa.float64())]
     return pa.table({name: pa.array([row[k] for row in rows], kind) for k, (name, kind) in enumerate(columns)})
 
 
-class _Scored:
-    """A client's model as scikit-learn scores it: row ``[i, j]`` of X is where column j of sample i comes from."""
+class Scored:
+    """A client's model as scikit-learn scores it: row ``[i, j]`` of X is where column j of sample i comes from.
 
-    def __init__(self, result: Result, table: Table, row: Tensor, index: Tensor) -> None:
-        self._job, self._row, self._y = result.job, row, result.job.eval_fed.targets(index)
-        self._features = result.job.eval_fed.fetch(index)
-        widths = torch.tensor([max(column.levels, 1) + column.flag for column in table.columns])
+    Args:
+        run: outputs ``[N, k]`` of the model on features.
+        task: which scores them.
+        fed: the samples, of a table.
+        index: those of the client.
+    """
+
+    def __init__(self, run: Callable[[Tensor], Tensor], task: Task, fed: Federation, index: Tensor) -> None:
+        self._run, self._task, self.columns = run, task, check_importance(fed).columns
+        self._y, self._features = fed.targets(index), fed.fetch(index)
+        widths = torch.tensor([max(column.levels, 1) + column.flag for column in self.columns])
         self._column = torch.arange(len(widths)).repeat_interleave(widths)
         self.places = np.tile(np.arange(len(index))[:, None], (1, len(widths)))
         self.lead = ""
         self.lead = leading(self._scores(self.places))
 
-    def fit(self, *_: Any) -> _Scored:
+    def fit(self, *_: Any) -> Scored:
         """Do nothing, as scikit-learn needs."""
         return self
 
@@ -84,16 +91,23 @@ class _Scored:
 
     def _scores(self, places: NDArray[np.int64]) -> dict[str, Tensor]:
         source = torch.from_numpy(places)[:, self._column].to(self._features.device)
-        outputs = self._job.oracle.run(self._row, self._features.gather(0, source))
-        return self._job.oracle.task.metrics(outputs, self._y, torch.zeros(len(places), dtype=torch.long), 1)
+        outputs = self._run(self._features.gather(0, source))
+        return self._task.metrics(outputs, self._y, torch.zeros(len(places), dtype=torch.long), 1)
 
 
-def _permuted(scored: _Scored, client: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Mean and standard deviation ``[p]`` of what permuting a column costs."""
+def permuted(scored: Scored, seed: int, client: int) -> list[tuple[str, str, float, float]]:
+    """Of every column its name, the metric, and mean and standard deviation of what permuting the column costs.
+
+    Args:
+        scored: the client's model on its samples.
+        seed: of the run, which names the permutations with the next.
+        client: its number.
+    """
     from sklearn.inspection import permutation_importance  # slow to import, needed where it is asked for
 
-    state = random_state(generator(scored._job.setting.seed, client=client, purpose="importance"))
-    importances = permutation_importance(
-        scored, scored.places, np.zeros(len(scored.places)), scoring=scored, n_repeats=REPEATS, random_state=state
-    )
-    return importances.importances_mean, importances.importances_std
+    costs = permutation_importance(
+        scored, scored.places, np.zeros(len(scored.places)), scoring=scored, n_repeats=REPEATS,
+        random_state=random_state(generator(seed, client=client, purpose="importance")),
+    )  # fmt: skip
+    figures = zip(scored.columns, costs.importances_mean, costs.importances_std, strict=True)
+    return [(column.name, scored.lead, float(mean), float(spread)) for column, mean, spread in figures]
