@@ -21,7 +21,7 @@ from fedloom.engine.clients.scores import Pass
 from fedloom.engine.job import Job
 from fedloom.errors import ConfigError
 from fedloom.experiment import Experiment
-from fedloom.experiment.outputs import GroupScore
+from fedloom.experiment.analyses.patients import GroupScore
 from fedloom.rundir import FEDERATION, SAMPLES
 from fedloom.tasks.sums import metric_names, metrics_of, sums_of, width
 
@@ -121,7 +121,7 @@ class GroupSums:
 
     def as_metrics(self, cells: Cells) -> dict[str, float]:
         """The sums and metrics of a site as the numbers of a message."""
-        numbers = {}
+        numbers = dict[str, float]()
         for (kind, group), (sums, figures) in cells.items():
             place = self.groups.index(group)
             named = {**{f"{k}": float(number) for k, number in enumerate(sums)}, **figures}

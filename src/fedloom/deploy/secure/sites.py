@@ -24,7 +24,7 @@ from fedloom.deploy.settings import Server, bound_of
 from fedloom.engine.job import Job
 from fedloom.engine.privacy import accounted
 from fedloom.errors import GivenUp, Refused, RunStopped
-from fedloom.experiment.outputs import GroupScore
+from fedloom.experiment.analyses.patients import GroupScore
 from fedloom.processes.clients import ScoreRequest, Scores, SumResult, TrainRequest, TrainResult
 
 Figure = tuple[float, float, int]

@@ -14,8 +14,8 @@ from fedloom.engine.job import Job
 from fedloom.engine.state import State
 from fedloom.errors import Stop
 from fedloom.experiment import Experiment
+from fedloom.experiment.analyses.patients import GroupScore
 from fedloom.experiment.outputs import (
-    GroupScore,
     partition_table,
     write_groups,
     write_measured,

@@ -18,7 +18,7 @@ from fedloom.deploy.settings import Server
 from fedloom.engine.clients.chunk import ClientOutput
 from fedloom.engine.clients.remote import StreamedClients
 from fedloom.engine.job import Job
-from fedloom.experiment.outputs import GroupScore
+from fedloom.experiment.analyses.patients import GroupScore
 from fedloom.local.rows import Fields
 from fedloom.processes.clients import AskRequest, ScoreRequest, TrainRequest
 
