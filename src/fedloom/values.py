@@ -143,8 +143,14 @@ def choose(what: str, registry: Mapping[str, T], name: object, where: str = "", 
 
 
 def make_kind(
-    what: str, registry: Mapping[str, Any], options: Mapping[str, Any], where: str, default: str = "", *, base: type
-) -> Any:
+    what: str,
+    registry: Mapping[str, type[T]],
+    options: Mapping[str, Any],
+    where: str,
+    default: str = "",
+    *,
+    base: type,
+) -> T:
     """The value of a table whose ``kind`` chooses the class: a name of the registry, or an import path.
 
     Raises:

@@ -100,7 +100,7 @@ def _model(options: Mapping[str, Any], where: str) -> ModelSpec:
             common = {k: v for k, v in rest.items() if k in ModelSpec.model_fields}
             import_options = {"path": kind, "options": {k: v for k, v in rest.items() if k not in common}}
             return make(Import, {**import_options, **common}, where, fields_of(Import))
-        return make_kind("model", {}, options, where, base=ModelSpec)  # type: ignore[no-any-return]
+        return make_kind("model", MODELS, options, where, base=ModelSpec)
     if kind not in (*MODELS, *PAPERS):
         raise unknown("model kind", kind, (*MODELS, *PAPERS), where)
     value = type(PAPERS[kind]) if kind in PAPERS else MODELS[kind]

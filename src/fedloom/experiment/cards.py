@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from textwrap import wrap
 from typing import Any
 
+from pydantic.fields import FieldInfo
+
 from fedloom.algorithms import REGISTRY, Algorithm, Composition, Preset
 from fedloom.algorithms._theorems import THEOREMS
 from fedloom.choose import MIXERS, SAMPLERS, WEIGHERS, SharesWeigher
@@ -21,9 +23,9 @@ from fedloom.rows.aggregate import AGGREGATORS
 from fedloom.rows.attacks import ATTACKS
 from fedloom.rows.channel import CHANNELS
 from fedloom.schedule import DEVICES, SCHEDULES
-from fedloom.values import choose, fields_of
+from fedloom.values import Value, choose, fields_of
 
-PARTS: Mapping[str, Mapping[str, Any]] = {
+PARTS: Mapping[str, Mapping[str, type[Value]]] = {
     "partitions": PARTITIONS,
     "models": {**MODELS, **{name: type(spec) for name, spec in PAPERS.items()}},
     "data": SOURCES,
@@ -50,8 +52,7 @@ def families() -> dict[str, list[tuple[str, str]]]:
     """Methods by family: (name, first line of the card)."""
     families: dict[str, list[tuple[str, str]]] = {}
     for name, entry in REGISTRY.items():
-        algorithm: Any = entry.algorithm if isinstance(entry, Preset) else entry
-        family = "preset" if isinstance(entry, Preset) else algorithm.family
+        family = "preset" if isinstance(entry, Preset) else entry.family
         line = text(entry).splitlines()[0].partition(": ")[2]
         families.setdefault(family, []).append((name, line))
     return families
@@ -102,8 +103,8 @@ def theory(name: str) -> list[str]:
 
 def loses(name: str) -> tuple[str, ...]:
     """Kinds of parts that a method takes and that its theorem does not cover."""
-    method: Any = REGISTRY[name]()
-    method = method if isinstance(method, Composition) else Composition(method)
+    made = REGISTRY[name]()
+    method = made if isinstance(made, Composition) else Composition(made)
 
     def is_taken(kind: str) -> bool:
         if kind == "weigher" and method.weigher is not None:
@@ -120,7 +121,7 @@ def loses(name: str) -> tuple[str, ...]:
     return tuple(kind for kind in LOSES if kind not in THEOREMS[name].covers and is_taken(kind))
 
 
-def _paper(entry: Any) -> list[str]:
+def _paper(entry: type[Algorithm] | Preset) -> list[str]:
     """The constants of ``settings = "paper"``, where they are not the defaults."""
     if not entry.paper:
         return []
@@ -132,7 +133,7 @@ def cards() -> dict[str, str]:
     return {name: card(name) for name in REGISTRY}
 
 
-def _option(name: str, field: Any) -> str:
+def _option(name: str, field: FieldInfo) -> str:
     limits = [
         f"{sign} {getattr(m, attribute)}"
         for m in field.metadata

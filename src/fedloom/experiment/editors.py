@@ -6,19 +6,23 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from fedloom.algorithms import REGISTRY
+from fedloom.algorithms import REGISTRY, Preset
 from fedloom.engine.setting import Setting
 from fedloom.experiment.schema import TABLES, Top
 from fedloom.imports import PATTERN
+from fedloom.values import Value
+
+Schema = dict[str, Any]
+"""A JSON schema."""
 
 
 def json_schema() -> str:
     """The JSON schema of experiment files, for editors."""
-    shared: dict[str, Any] = {}
+    shared: Schema = {}
 
-    def one(value: Any) -> dict[str, Any]:
+    def one(value: type[Value] | Preset) -> Schema:
         if hasattr(value, "model_json_schema"):
-            schema: dict[str, Any] = value.model_json_schema()
+            schema: Schema = value.model_json_schema()
             shared.update(schema.pop("$defs", {}))
             for field in schema.get("properties", {}).values():
                 field.pop("title", None)  # the key once more
@@ -26,7 +30,7 @@ def json_schema() -> str:
         properties = {k: v for part in value.parts for k, v in one(part).get("properties", {}).items()}
         return {"type": "object", "properties": properties, "additionalProperties": False}
 
-    def kinds(registry: Mapping[str, Any], key: str = "kind", **more: Any) -> dict[str, Any]:
+    def kinds(registry: Mapping[str, type[Value] | Preset], key: str = "kind", **more: object) -> Schema:
         choices = []
         for name, value in registry.items():
             schema = one(value)

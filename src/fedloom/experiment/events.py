@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing import get_context
-from typing import Any, NamedTuple
+from multiprocessing.queues import SimpleQueue
+from typing import NamedTuple
 
 from fedloom.engine.records import Divergence
 from fedloom.engine.setting import Setting
@@ -92,7 +93,7 @@ class EventQueue:
     """Carries events of forked processes to this one."""
 
     def __init__(self) -> None:
-        self._queue: Any = get_context("fork").SimpleQueue()
+        self._queue: SimpleQueue[Event | None] = get_context("fork").SimpleQueue()
 
     def send(self, event: Event) -> None:
         """A listener for another process."""

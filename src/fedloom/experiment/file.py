@@ -33,8 +33,8 @@ def read(
     *,
     trust: bool = False,
     refit: bool = False,
-    document: Mapping[str, Any] | None = None,
-    **engine: Any,
+    document: Mapping[str, object] | None = None,
+    **engine: object,
 ) -> Experiment:
     """Read the experiment of a TOML file, with the changes of `fedloom.experiment.overrides.with_overrides`.
 
@@ -61,7 +61,7 @@ def read(
     return parse(document, str(path))
 
 
-def parse(document: Mapping[str, Any], where: str = "experiment") -> Experiment:
+def parse(document: Mapping[str, object], where: str = "experiment") -> Experiment:
     """Make the experiment of a TOML document.
 
     Args:
@@ -101,7 +101,7 @@ def parse(document: Mapping[str, Any], where: str = "experiment") -> Experiment:
     )
 
 
-def merged(local: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+def merged(local: Mapping[str, object], changes: Mapping[str, object]) -> dict[str, object]:
     """Merge the table [local] with a method's own; epochs take the place of steps, and the other way round."""
     pairs = (("steps", "epochs"), ("epochs", "steps"))
     replaced = {other for key, other in pairs if key in changes and other not in changes}
@@ -127,7 +127,7 @@ def difference_to_recorded(recorded: Mapping[str, Any], now: Mapping[str, Any], 
         complete = False
     both = {m["label"] for m in recorded["method"]} & {m["label"] for m in now["method"]}
 
-    def keys_of(document: Mapping[str, Any]) -> dict[str, Any]:
+    def keys_of(document: Mapping[str, Any]) -> dict[str, object]:
         shared = {**document, "method": [m for m in document["method"] if m["label"] in both]}
         dotted = flat(tomllib.loads(tomli_w.dumps(shared)))
         return {key: value for key, value in dotted.items() if not re.fullmatch(free, key)}
@@ -139,7 +139,7 @@ def difference_to_recorded(recorded: Mapping[str, Any], now: Mapping[str, Any], 
 
 
 def _methods(
-    entries: Sequence[Any], local: Mapping[str, Any], common: Setting, settings: Constants, where: str
+    entries: Sequence[object], local: Mapping[str, object], common: Setting, settings: Constants, where: str
 ) -> tuple[Method, ...]:
     places = [f"{where}: [[method]] {number}" for number in range(1, len(entries) + 1)]
     methods = tuple(
@@ -154,10 +154,10 @@ def _methods(
 
 
 def _method(
-    options: Mapping[str, Any], local: Mapping[str, Any], common: Setting, settings: Constants, where: str
+    options: Mapping[str, object], local: Mapping[str, object], common: Setting, settings: Constants, where: str
 ) -> Method:
     """Make the method of a table; the experiment's choice of constants holds where it has none."""
-    name: Any = options.get("algorithm")
+    name = str(options.get("algorithm"))
     entry = choose("algorithm", REGISTRY, name, where, Algorithm)
     beside = ("label", "settings", *Setting.per_method)
     fields = {**fields_of(entry), **dict.fromkeys(beside)}
@@ -169,8 +169,8 @@ def _method(
         **{k: v for k, v in options.items() if k not in ("algorithm", "label", *Setting.per_method)},
     }
     label = make(MethodKeys, plain, where, MethodKeys.model_fields).label
-    algorithm: Any = make(entry, parameters, where, fields)
-    choices: dict[str, Any] = {"algorithm": algorithm}
+    algorithm = make(entry, parameters, where, fields)
+    choices: dict[str, object] = {"algorithm": algorithm}
     for key in Setting.per_method:
         if key in options and key in TABLES:
             changes = table(options[key], f"{where}: {key}")
@@ -180,7 +180,7 @@ def _method(
     return Method(label, name, parameters, make(common.with_, choices, where, Setting.model_fields))
 
 
-def _read_table(name: str, options: Mapping[str, Any], where: str) -> Any:
+def _read_table(name: str, options: Mapping[str, object], where: str) -> Any:
     """Make the value of a table."""
     if name == "data":
         return _source(options, where)
@@ -192,10 +192,10 @@ def _read_table(name: str, options: Mapping[str, Any], where: str) -> Any:
     return may.read(options, where)
 
 
-def _source(section: Mapping[str, Any], where: str) -> Source:
+def _source(section: Mapping[str, object], where: str) -> Source:
     """Make the source of the table [data]; a path is looked at, so that its reader is known."""
     options = {key: value for key, value in section.items() if key != "source"}
-    name = section["source"]
+    name = str(section["source"])
     if name in SOURCES or is_path(name):
         kind = choose("data set", SOURCES, name, where, Source)
         _refuse_unknown(options, fields_of(kind), where, "data")
@@ -209,13 +209,13 @@ def _source(section: Mapping[str, Any], where: str) -> Source:
     return make(lambda **o: source_of(name, **o), options, where, fields)
 
 
-def _refuse_unknown(options: Mapping[str, Any], allowed: Iterable[str], where: str, place: str) -> None:
+def _refuse_unknown(options: Mapping[str, object], allowed: Iterable[str], where: str, place: str) -> None:
     for key, value in options.items():
         if key not in allowed:
             raise unknown("key", key, allowed, where, _home(key, value, place))
 
 
-def _home(key: str, value: Any, place: str) -> str:
+def _home(key: str, value: object, place: str) -> str:
     """Name the table that a misplaced key belongs in, as the end of a sentence; empty if no table has it.
 
     Args:

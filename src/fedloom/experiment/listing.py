@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from fedloom.errors import LayoutError
 from fedloom.experiment.opened import RunDirectory
@@ -13,8 +12,11 @@ from fedloom.rundir import ADAPTED, MODELS, folder_of
 from fedloom.trained.model import facts_of, open_tensors
 from fedloom.trained.model_source import KINDS
 
+Row = dict[str, str | int | float | None]
+"""A model: cells by column."""
 
-def listed(opened: RunDirectory) -> list[dict[str, Any]]:
+
+def listed(opened: RunDirectory) -> list[Row]:
     """A row for every model: method, seed, kind, how many, its leading metric, and its file.
 
     The metric is the mean over the clients' test parts after the last evaluated round, and the mean over the worst
@@ -26,9 +28,9 @@ def listed(opened: RunDirectory) -> list[dict[str, Any]]:
     return rows + [_adapted(file, opened.path, lead) for file in sorted((opened.path / ADAPTED).glob("*.safetensors"))]
 
 
-def _rows(opened: RunDirectory, run: RecordedRun, lead: str) -> list[dict[str, Any]]:
+def _rows(opened: RunDirectory, run: RecordedRun, lead: str) -> list[Row]:
     measured = run.measured()
-    rows = []
+    rows = list[Row]()
     for kind in KINDS:
         if (kind, "test", lead) not in measured:
             continue
@@ -48,7 +50,7 @@ def _rows(opened: RunDirectory, run: RecordedRun, lead: str) -> list[dict[str, A
     return rows
 
 
-def _adapted(path: Path, folder: Path, lead: str) -> dict[str, Any]:
+def _adapted(path: Path, folder: Path, lead: str) -> Row:
     try:
         with open_tensors(path) as file:
             about = facts_of(file, path)[1]

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 
@@ -150,7 +149,7 @@ class RunDirectory:
 
     def predict(
         self,
-        data: Any,
+        data: object,
         method: str | None = None,
         seed: int | None = None,
         client: str | int | None = None,

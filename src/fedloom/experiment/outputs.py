@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -231,14 +231,14 @@ def write_splits(
 
 def _run(outcome: Outcome) -> RunRecord:
     result = outcome.result
-    more: dict[str, Any] = {"rounds": 0}
+    fields = {"method": outcome.label, "algorithm": outcome.algorithm, "seed": outcome.seed}
+    fields |= {"status": outcome.status, "reason": outcome.reason, "rounds": 0}
     if result is not None:
-        job = result.job
-        more = {"rounds": result.rounds, "oracle": job.oracle.name, "chunk": job.chunk}
-        more |= {"device": str(job.oracle.device), "parameters": job.oracle.layout.d}
-        more |= {} if result.diverged is None else {"diverged": result.diverged}
-    fields: dict[str, Any] = {"method": outcome.label, "algorithm": outcome.algorithm, "seed": outcome.seed}
-    return RunRecord(**fields, status=outcome.status, reason=outcome.reason, **more)
+        oracle = result.job.oracle
+        fields |= {"rounds": result.rounds, "oracle": oracle.name, "chunk": result.job.chunk}
+        fields |= {"device": str(oracle.device), "parameters": oracle.layout.d}
+        fields |= {} if result.diverged is None else {"diverged": result.diverged}
+    return RunRecord.model_validate(fields)
 
 
 def _partition(seed: int, fed: Federation, attackers: NDArray[np.int64] | None) -> pa.Table:

@@ -19,7 +19,7 @@ TESTED = ("predictions", "importance", "references", "confusion", "tsne")
 
 
 def with_overrides(
-    document: Mapping[str, Any],
+    document: Mapping[str, object],
     where: str,
     values: Sequence[str] = (),
     methods: Sequence[str] = (),
@@ -105,7 +105,7 @@ def _method(document: Mapping[str, Any], parts: list[str], text: str, where: str
     return labels[parts[1]], parts[2:]
 
 
-def _value(key: str, text: str) -> Any:
+def _value(key: str, text: str) -> object:
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError as error:

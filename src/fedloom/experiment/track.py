@@ -17,13 +17,16 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from fedloom.errors import ConfigError, unknown
 from fedloom.experiment.events import Event, Figures
 from fedloom.experiment.schema import Experiment
 from fedloom.rundir import folder_of
 from fedloom.storage.files import make_folder
+
+if TYPE_CHECKING:
+    from mlflow.tracking import MlflowClient
 
 FOLDER = "tracking"
 MOST = 1000
@@ -107,22 +110,20 @@ class MLflow:
 
     ENDS: Mapping[str, str] = {"done": "FINISHED", "interrupted": "KILLED"}
 
-    def __init__(self, client: Any, experiment: str, name: str, origin: str, settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self, client: MlflowClient, experiment: str, name: str, origin: str, settings: Mapping[str, object]
+    ) -> None:
         from mlflow.entities import Param
 
         self._client = client
         recorded_runs = client.search_runs([experiment], f"tags.`fedloom.run` = '{origin}'")
         if recorded_runs:
-            self._run, self.last = (
-                recorded_runs[0].info.run_id,
-                int(recorded_runs[0].data.tags.get("fedloom.round", -1)),
-            )
+            recorded = recorded_runs[0]
+            self._run, self.last = recorded.info.run_id, int(recorded.data.tags.get("fedloom.round", -1))
             client.update_run(self._run, status="RUNNING")
             return
-        self._run, self.last = (
-            client.create_run(experiment, run_name=name, tags={"fedloom.run": origin}).info.run_id,
-            -1,
-        )
+        run = client.create_run(experiment, run_name=name, tags={"fedloom.run": origin})
+        self._run, self.last = run.info.run_id, -1
         client.log_batch(self._run, params=[Param(key, str(value)[:500]) for key, value in _flat(settings).items()])
 
     def write(self, round: int, figures: Figures) -> None:
@@ -142,12 +143,12 @@ class MLflow:
 class WandB:
     """An offline run of W&B; it is written anew, from the first round, when it is resumed."""
 
-    def __init__(self, folder: Path, project: str, name: str, settings: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, project: str, name: str, settings: Mapping[str, object]) -> None:
         import wandb
 
         shutil.rmtree(folder / "wandb", ignore_errors=True)
         make_folder(folder)
-        self._run: Any = wandb.init(
+        self._run = wandb.init(
             project=project,
             name=name,
             dir=str(folder),
@@ -201,14 +202,14 @@ def _mlflow(experiment: Experiment, out: Path) -> tuple[Make, str]:
     settings = {m.label: m.settings() for m in experiment.methods}
 
     @cache
-    def opened() -> tuple[Any, str]:
+    def opened() -> tuple[MlflowClient, str]:
         """The client and the number of its experiment; a run's directory is its own only once the run has begun."""
         from mlflow.tracking import MlflowClient
 
         for name in ("mlflow", "alembic"):
             logging.getLogger(name).setLevel(logging.WARNING)
         make_folder(folder)
-        client: Any = MlflowClient(uri)
+        client = MlflowClient(uri)
         name = experiment.head.name
         existing = client.get_experiment_by_name(name)
         artifacts = (folder / "artifacts").as_uri()
@@ -242,8 +243,8 @@ NEEDED = {"tensorboard": ("tensorboard",), "mlflow": ("mlflow", "sqlalchemy", "a
 """The packages of each; MLflow's database needs the last two."""
 
 
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    dotted: dict[str, Any] = {}
+def _flat(settings: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    dotted: dict[str, object] = {}
     for key, value in settings.items():
         dotted |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return dotted

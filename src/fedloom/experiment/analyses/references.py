@@ -56,7 +56,7 @@ def _models(fed: Federation, seed: int) -> dict[str, Any]:
     from sklearn.ensemble import RandomForestClassifier, RandomForestRegressor  # slow to import
     from sklearn.linear_model import LogisticRegression, Ridge
 
-    forest: dict[str, Any] = {"n_estimators": TREES, "min_samples_leaf": 5, "random_state": seed}
+    forest = {"n_estimators": TREES, "min_samples_leaf": 5, "random_state": seed}
     if fed.data.classed:
         return {"logistic regression": LogisticRegression(max_iter=1000), "forest": RandomForestClassifier(**forest)}
     return {"linear regression": Ridge(), "forest": RandomForestRegressor(**forest)}
