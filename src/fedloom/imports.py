@@ -88,7 +88,7 @@ def find_class(path: str, what: str, base: type, where: str = "") -> Any:
     return target
 
 
-def importable(target: Any) -> str | None:
+def importable(target: object) -> str | None:
     """The import path of a class or function in hand, which vouches for it; None if no process could import it."""
     module, name = getattr(target, "__module__", None) or "", getattr(target, "__qualname__", "")
     imported: Any = sys.modules.get(module)
@@ -172,7 +172,7 @@ def path_of(definition: Any) -> str | None:
     return f"{definition.__module__}:{definition.__qualname__}"
 
 
-def source_of(definition: Any) -> str:
+def source_of(definition: object) -> str:
     """16 hexadecimal digits of the source of the module of user code; empty where there is no source."""
     if path_of(definition) is None:
         return ""

@@ -276,7 +276,7 @@ def print_results(table: pa.Table) -> None:
     print_texts(titles, rows, right=titles[2:-1])
 
 
-def print_rows(rows: Sequence[Mapping[str, Any]], first: Sequence[str] = (), *, width: int = 200) -> None:
+def print_rows(rows: Sequence[Mapping[str, object]], first: Sequence[str] = (), *, width: int = 200) -> None:
     """Rows of any keys, numbers with four digits.
 
     Args:

@@ -138,13 +138,13 @@ def _streams(client: int, round: int, batches: Any, size: int) -> FixedBatches:
     return tables
 
 
-def _exactly(where: str, what: str, entries: Any, wanted: int) -> None:
+def _exactly(where: str, what: str, entries: object, wanted: int) -> None:
     got = len(entries) if isinstance(entries, Sized) else f"{entries!r:.60}"
     if got != wanted:
         raise ConfigError(f"{where}: must have one entry for each of the {wanted} {what}, got {got}")
 
 
-def _integers(where: str, what: str, numbers: Any, below: int) -> Tensor:
+def _integers(where: str, what: str, numbers: object, below: int) -> Tensor:
     """Whole numbers from 0 to ``below`` - 1, at least one."""
     try:
         integers = torch.as_tensor(numbers)
@@ -159,7 +159,7 @@ def _integers(where: str, what: str, numbers: Any, below: int) -> Tensor:
     return integers.long()
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 

@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 from urllib.parse import quote_plus
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -60,7 +60,7 @@ Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Client = Annotated[int, Field(ge=0, lt=MOST_CLIENTS)]
 
 
-def label_of(method: Mapping[str, Any]) -> str:
+def label_of(method: Mapping[str, object]) -> str:
     """The label of a method's table: its own, else the name of its algorithm, of user code the class alone.
 
     >>> label_of({"algorithm": "my_parts:Pulled"}), label_of({"algorithm": "flame", "label": "mine"})

@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from fedloom.errors import ConfigError
 
@@ -77,7 +76,7 @@ def paths_in(document: object, key: str = "", *, in_import: bool = False) -> Ite
         yield key, str(document)
 
 
-def check_document(document: Mapping[str, Any], file: Path, *, trust: bool) -> None:
+def check_document(document: Mapping[str, object], file: Path, *, trust: bool) -> None:
     """Refuse a document of another user that names user code.
 
     Args:
@@ -205,7 +204,7 @@ def other_owner(path: Path) -> str:
     return ""
 
 
-def _module_of(part: Any) -> str:
+def _module_of(part: object) -> str:
     """Name of the module that defines a class, function, method or object, or of a module itself."""
     if isinstance(part, ModuleType):
         return part.__name__

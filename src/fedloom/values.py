@@ -62,7 +62,7 @@ class Value(BaseModel):
         defer_build=True,
     )
 
-    def __init__(self, /, *values: Any, **options: Any) -> None:
+    def __init__(self, /, *values: object, **options: object) -> None:
         __tracebackhide__ = True
         name, fields = type(self).__name__, type(self).model_fields
         if values:
@@ -77,7 +77,7 @@ class Value(BaseModel):
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # a value within another is not made by it
     __init__.__signature__ = inspect.signature(BaseModel.__init__)  # type: ignore[attr-defined]
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         try:
             super().__setattr__(name, value)
         except ValueError:
@@ -94,17 +94,17 @@ class Value(BaseModel):
         """Whether a field has another value than its default."""
         return bool(getattr(self, name) != type(self).model_fields[name].default)
 
-    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+    def model_copy(self, *, update: Mapping[str, object] | None = None, deep: bool = False) -> Self:
         """A copy, validated where fields are changed; `copy.replace` is this."""
         return self.with_(**update) if update else super().model_copy(deep=deep)
 
-    def with_(self, **changes: Any) -> Self:
+    def with_(self, **changes: object) -> Self:
         """A validated copy with some fields changed."""
         fields = {name: getattr(self, name) for name in self.model_fields_set}
         return type(self)(**{**fields, **changes})
 
     @classmethod
-    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+    def __pydantic_init_subclass__(cls, **_: object) -> None:
         path = path_of(cls)
         if path is not None and "kind" not in {*vars(cls), *cls.model_fields}:
             cls.kind = path  # type: ignore[attr-defined]
@@ -145,7 +145,7 @@ def choose(what: str, registry: Mapping[str, T], name: object, where: str = "", 
 def make_kind(
     what: str,
     registry: Mapping[str, type[T]],
-    options: Mapping[str, Any],
+    options: Mapping[str, object],
     where: str,
     default: str = "",
     *,
@@ -160,7 +160,7 @@ def make_kind(
     return make(entry, {key: v for key, v in options.items() if key != "kind"}, where, fields_of(entry))
 
 
-def make(make_value: Callable[..., T], options: Mapping[str, Any], where: str, fields: Mapping[str, Any]) -> T:
+def make(make_value: Callable[..., T], options: Mapping[str, object], where: str, fields: Mapping[str, object]) -> T:
     """``make_value(**options)``; what pydantic refuses becomes a sentence.
 
     Args:
@@ -187,7 +187,7 @@ def fields_of(value: Any) -> Mapping[str, Any]:
     return fields
 
 
-def table(options: Any, where: str) -> dict[str, Any]:
+def table(options: object, where: str) -> dict[str, Any]:
     """A TOML table.
 
     Raises:
@@ -198,12 +198,12 @@ def table(options: Any, where: str) -> dict[str, Any]:
     return options
 
 
-def dump(value: BaseModel, **first: Any) -> dict[str, Any]:
+def dump(value: BaseModel, **first: object) -> dict[str, Any]:
     """A value as a TOML table: every field that is set to something."""
     return {**first, **{k: v for k, v in value.model_dump(mode="json").items() if v is not None}}
 
 
-def flat(document: Mapping[str, Any]) -> dict[str, Any]:
+def flat(document: Mapping[str, object]) -> dict[str, Any]:
     """A document by dotted keys; of a list of methods every table is named by its label."""
     entries: dict[str, Any] = {}
     for key, value in document.items():
@@ -216,7 +216,7 @@ def flat(document: Mapping[str, Any]) -> dict[str, Any]:
     return entries
 
 
-def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+def difference(before: Mapping[str, object], now: Mapping[str, object]) -> str:
     """The first key by name in which two documents of dotted keys differ, for a message; empty where none does."""
     for key in sorted(before.keys() | now.keys()):
         if before.get(key) != now.get(key):
@@ -262,7 +262,7 @@ def document_of(content: bytes, path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not a TOML file: {error}") from None
 
 
-def _is_shallow(document: Mapping[str, Any]) -> bool:
+def _is_shallow(document: Mapping[str, object]) -> bool:
     """Whether tables and arrays lie in one another at most `DEEPEST` times."""
     level: list[Any] = [document]
     for _ in range(DEEPEST):
@@ -271,7 +271,7 @@ def _is_shallow(document: Mapping[str, Any]) -> bool:
     return not level
 
 
-def _exact(schema: Any, owner: type) -> Any:
+def _exact(schema: object, owner: type) -> Any:
     """The schema of ``owner``, where text and booleans are not taken for numbers, nor numbers for booleans."""
     if isinstance(schema, (list, tuple)):
         return type(schema)(_exact(item, owner) for item in schema)
@@ -287,7 +287,7 @@ def _exact(schema: Any, owner: type) -> Any:
     return {key: value if key in LEFT else _exact(value, owner) for key, value in schema.items()}
 
 
-def exact_number(refusal: Literal["int_type", "float_type"], value: Any) -> Any:
+def exact_number(refusal: Literal["int_type", "float_type"], value: object) -> Any:
     """A number as it is.
 
     Raises:
@@ -300,7 +300,7 @@ def exact_number(refusal: Literal["int_type", "float_type"], value: Any) -> Any:
     return value
 
 
-def or_derived(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+def or_derived(value: object, check: ValidatorFunctionWrapHandler) -> Any:
     """A validator of options whose default, None, is derived; "2x" is twice what is derived, and "1x" None."""
     factor = 1.0 if value is None else factor_of(value)
     if factor:
@@ -313,23 +313,23 @@ def or_derived(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
         raise ValueError(f"must be a number, or a multiple of what is derived as '2x', got {value!r}") from None
 
 
-def factor_of(value: Any) -> float | None:
+def factor_of(value: object) -> float | None:
     """The number of "2x"; None of anything else."""
     return float(value[:-1]) if isinstance(value, str) and re.fullmatch(FACTOR, value) else None
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return " ".join(repr(value).split())[:200]
 
 
-def _refused(error: ValidationError | InvalidValue, where: str, fields: Mapping[str, Any]) -> InvalidValue:
+def _refused(error: ValidationError | InvalidValue, where: str, fields: Mapping[str, object]) -> InvalidValue:
     details = error.errors()
     within = {e["loc"][:-1] for e in details}  # of a list with a wrong item, the item is the matter
     matters = [e for e in details if e["type"] != "too_short" or e["loc"] not in within]
     return InvalidValue("; ".join(_sentence(e, where, fields) for e in matters), details)
 
 
-def _sentence(error: ErrorDetails, where: str, fields: Mapping[str, Any]) -> str:
+def _sentence(error: ErrorDetails, where: str, fields: Mapping[str, object]) -> str:
     place = ".".join(str(part) for part in error["loc"] if "function-" not in str(part))
     key = str(error["loc"][0]) if error["loc"] else ""
     description = getattr(fields.get(key), "description", None)

@@ -68,7 +68,7 @@ def not_a_record(file: Path, number: int, reason: object) -> RunDirError:
     return RunDirError(f"{file}, line {number}, is not a record: {reason}; delete the line and run it again")
 
 
-def put(file: Path, record: Mapping[str, Any], key: tuple[str, ...]) -> None:
+def put(file: Path, record: Mapping[str, object], key: tuple[str, ...]) -> None:
     """Write a record in the place of the one with the same fields ``key``; lines are sorted by these fields."""
     make_folder(file.parent)
     with _alone(file.parent):

@@ -15,12 +15,12 @@ from fedloom.local import Ctx, Work, descend
 from fedloom.local.oracles import Network, chunk_count, chunk_limit
 
 
-def by_clusters(weights: Any) -> bool:
+def by_clusters(weights: object) -> bool:
     """Whether the shares are those of recovered clusters."""
     return isinstance(weights, str) and weights.startswith("clusters")
 
 
-def clusters_of(weights: Any) -> int | None:
+def clusters_of(weights: object) -> int | None:
     """The number of clusters in `Setting.weights`; None where it is sought."""
     number = str(weights).partition(" ")[0].partition("-")[2]
     return int(number) if number else None

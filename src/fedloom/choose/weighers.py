@@ -130,7 +130,7 @@ class EquitableWeigher(Weigher):
         """No client has a cluster."""
         return Labels(torch.full((ctx.n,), -1))
 
-    def probe(self, down: Any, model: Tensor, work: Work) -> Tensor:
+    def probe(self, down: object, model: Tensor, work: Work) -> Tensor:
         """The client's activation vector a_i."""
         batch = None if self.reduce == "mean" else work.last_batch()
         return work.activations(model, self.layer, _log_softmax if self.log_softmax else None, batch)

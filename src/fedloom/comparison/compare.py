@@ -40,7 +40,7 @@ class Comparison(RecordedComparison):
         outcomes: Sequence[Outcome],
         against: str | None,
         models: Models,
-        chosen: Mapping[str, Mapping[str, Any]],
+        chosen: Mapping[str, Mapping[str, object]],
     ) -> None:
         super().__init__(folder, against, models)
         self.results: dict[tuple[str, int], Result] = {
@@ -61,13 +61,13 @@ class Comparison(RecordedComparison):
 
 
 def compare(
-    methods: Mapping[str, Any] | Sequence[Any],
-    data: Any,
+    methods: Mapping[str, object] | Sequence[object],
+    data: object,
     model: GivenModel | None = None,
     *,
-    partition: Any = None,
+    partition: object = None,
     seeds: Iterable[int] = range(5),
-    tune: int | Mapping[str, Any] | None = None,
+    tune: int | Mapping[str, object] | None = None,
     against: str | None = None,
     models: Models = "used",
     folder: Path | str | None = None,

@@ -68,10 +68,10 @@ class Ready(Partition):
                 digest.update(tensor.cpu().contiguous().numpy().tobytes())
         return {"clients": fed.n, "digest": digest.hexdigest()}
 
-    def draw(self, pool: Any, seed: int) -> Any:
+    def draw(self, pool: object, seed: int) -> Any:
         raise NotImplementedError("the clients are there already")
 
-    def __call__(self, data: Any, seed: int = 0) -> Federation:
+    def __call__(self, data: object, seed: int = 0) -> Federation:
         fed: Federation = self.held
         return fed
 
@@ -158,7 +158,9 @@ class GivenExperiment:
             common = common.with_(**{k: f.get_default(call_default_factory=True) for k, f in fields.items()})
         return self._experiment(common, document["method"], where)
 
-    def _experiment(self, common: Setting, methods: Sequence[Mapping[str, Any]], where: str = "compare") -> Experiment:
+    def _experiment(
+        self, common: Setting, methods: Sequence[Mapping[str, object]], where: str = "compare"
+    ) -> Experiment:
         return Experiment(
             head=self._head,
             source=self._source,
@@ -191,7 +193,7 @@ class GivenExperiment:
         return Method(declared.label, declared.name, options, setting, declared.entry)
 
 
-def _with(declared: ComparedMethod, options: Mapping[str, Any], where: str) -> Algorithm | Composition:
+def _with(declared: ComparedMethod, options: Mapping[str, object], where: str) -> Algorithm | Composition:
     """A method with some of its options replaced."""
     _check_keys(options, declared.entry, where)
     if isinstance(declared.value, Algorithm):
@@ -203,7 +205,7 @@ def _with(declared: ComparedMethod, options: Mapping[str, Any], where: str) -> A
     return make(method, options, where, fields_of(method))  # type: ignore[no-any-return]
 
 
-def _federation(data: Any, partition: Any) -> tuple[Source, dict[str, Any], Partition]:
+def _federation(data: object, partition: object) -> tuple[Source, dict[str, Any], Partition]:
     """Where the data come from, what settings say of them, and how they are split."""
     if data is None:
         raise ConfigError("compare: data is missing: give a federation, a list of clients, a data set, or its name")
@@ -239,7 +241,7 @@ def _federation(data: Any, partition: Any) -> tuple[Source, dict[str, Any], Part
     )
 
 
-def _methods(methods: Mapping[str, Any] | Sequence[Any]) -> list[ComparedMethod]:
+def _methods(methods: Mapping[str, object] | Sequence[object]) -> list[ComparedMethod]:
     if isinstance(methods, str) or not methods:
         raise ConfigError(
             f"compare: methods must be a table by label, as {{'fedavg': 'fedavg', 'mine': Mine()}}, got {methods!r:.80}"
@@ -252,7 +254,7 @@ def _methods(methods: Mapping[str, Any] | Sequence[Any]) -> list[ComparedMethod]
     return declared
 
 
-def _compared_method(label: Any, spec: Any) -> ComparedMethod:
+def _compared_method(label: object, spec: object) -> ComparedMethod:
     where = f"compare: {label}" if label else "compare"
     if label is not None and not (isinstance(label, str) and label.strip() and label.isprintable()):
         raise ConfigError(f"compare: a label must be text that can be printed, got {label!r:.80}")
@@ -296,7 +298,7 @@ def _compared_method(label: Any, spec: Any) -> ComparedMethod:
     return declared._replace(value=_with(declared, table, where)) if table else declared
 
 
-def _check_keys(options: Mapping[str, Any], entry: type[Algorithm] | Preset | None, where: str) -> None:
+def _check_keys(options: Mapping[str, object], entry: type[Algorithm] | Preset | None, where: str) -> None:
     """Refuse keys that are no options of a method, with the place where they belong."""
     allowed = [*(fields_of(entry) if entry is not None else ()), "settings"]
     for key, value in options.items():
@@ -306,7 +308,7 @@ def _check_keys(options: Mapping[str, Any], entry: type[Algorithm] | Preset | No
             raise unknown("key", key, [*allowed, *Setting.per_method], where, cure=cure)
 
 
-def _refuse_options(choices: Mapping[str, Any], methods: Iterable[ComparedMethod]) -> None:
+def _refuse_options(choices: Mapping[str, object], methods: Iterable[ComparedMethod]) -> None:
     """Refuse options of a method among the choices that all methods share."""
     if "seed" in choices:
         raise ConfigError(f"compare: seed is the choice of one run: give seeds=[{choices['seed']!r}]")

@@ -21,12 +21,12 @@ EXAMPLE = "[((x_train, y_train), (x_test, y_test)), ...], or [(x, y), ...], of w
 
 
 def as_federation(
-    clients: Sequence[Any] | Mapping[str, Any],
+    clients: Sequence[object] | Mapping[str, object],
     *,
     test: float = 0.2,
     validation: float = 0.1,
     seed: int = 0,
-    **options: Any,
+    **options: object,
 ) -> Federation:
     """The federation of clients that come with their samples.
 
@@ -81,7 +81,7 @@ def _is_split(client: Any) -> bool:
     return pair and all(isinstance(side, Mapping) or not _is_values(side) for side in client)
 
 
-def _is_values(side: Any) -> bool:
+def _is_values(side: object) -> bool:
     """Whether it is features or targets, not a set of both."""
     if hasattr(side, "shape"):
         return True

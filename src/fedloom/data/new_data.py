@@ -49,7 +49,7 @@ class NewData(NamedTuple):
         return self.source(data, facts).read(data_dir)
 
     def rows(
-        self, facts: InputSpec, data: Any, data_dir: str | Path | None = None, keep: Sequence[str] = ()
+        self, facts: InputSpec, data: object, data_dir: str | Path | None = None, keep: Sequence[str] = ()
     ) -> NewRows:
         """Rows without labels, of a file or in memory; arguments and errors as `labelled`, and `new_rows`."""
         users, factors = self.options.get("users"), self.options.get("factors")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ class SiteRows(NamedTuple):
     notes: list[str]
 
 
-def rows_by_site(source: Source, data_dir: Path | str | None = None, **changes: Any) -> SiteRows:
+def rows_by_site(source: Source, data_dir: Path | str | None = None, **changes: object) -> SiteRows:
     """The complete rows of a table by site.
 
     Args:

@@ -46,7 +46,7 @@ class Markers:
         self._values = frozenset([*values, *np.array(values, np.float32).tolist()])  # as a column of 32 bits has it
         self.numbers = sorted(self._values)
 
-    def hold(self, cell: Any) -> bool:
+    def hold(self, cell: object) -> bool:
         """Whether a cell is one of them."""
         if isinstance(cell, str):
             text = cell.strip()

@@ -56,7 +56,7 @@ def digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def code_of(settings: Mapping[str, Any]) -> Code:
+def code_of(settings: Mapping[str, object]) -> Code:
     """The user code of an experiment that has been read, so that its modules are imported.
 
     Raises:
@@ -161,7 +161,7 @@ class _Loader(SourceFileLoader):
         super().__init__(name, path)
         self._wanted = wanted
 
-    def path_stats(self, path: Any) -> Mapping[str, Any]:
+    def path_stats(self, path: object) -> Mapping[str, Any]:
         raise OSError("compiled files are not looked at")
 
     def get_data(self, path: Any) -> bytes:

@@ -132,7 +132,7 @@ class SharedMean(PrivateMean):
         return total
 
 
-def left_to_sites(noise: Any) -> SharedMean | None:
+def left_to_sites(noise: object) -> SharedMean | None:
     """What is left of a sum's noise to T - 1 of its T sites, who know what they added: the share of the last one.
 
     None where sites add no shares of a common noise.

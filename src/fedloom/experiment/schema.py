@@ -130,7 +130,7 @@ class Experiment:
     tune: Tune
     methods: tuple[Method, ...]
 
-    def with_(self, **choices: Any) -> Experiment:
+    def with_(self, **choices: object) -> Experiment:
         """The same experiment with other choices, in every method."""
         methods = tuple(replace(m, setting=m.setting.with_(**choices)) for m in self.methods)
         return replace(self, common=self.common.with_(**choices), methods=methods)

@@ -44,20 +44,20 @@ def gather(data: Any, index: Any, scale: Any, shift: Any, out: Any) -> Any:
     return touched
 
 
-def _number(value: Any) -> Any:
+def _number(value: object) -> Any:
     """A number; of int16 the bfloat16 that has these bits."""
     raise NotImplementedError  # compiled only
 
 
 @extending.overload(_number, strict=False)  # type: ignore[untyped-decorator]
-def _number_of(value: Any) -> Callable[[Any], Any]:
+def _number_of(value: object) -> Callable[[Any], Any]:
     if isinstance(value, numba.types.Integer):
         return lambda value: np.int32(np.int32(value) << 16).view(np.float32)
     return lambda value: value
 
 
 @compiled
-def _above(value: Any, best: Any) -> Any:
+def _above(value: object, best: object) -> Any:
     number = _number(value)
     return number > _number(best) or number != number
 

@@ -75,7 +75,7 @@ class OptimizerStates:
         start = self.streams.index(name) * self.width
         return self.rows[:, start : start + self.width]
 
-    def pack(self, state: Sequence[Mapping[str, Any]]) -> Tensor:
+    def pack(self, state: Sequence[Mapping[str, object]]) -> Tensor:
         """A state ``[W]``."""
         values = [torch.as_tensor(state[s.parameter][s.key]).reshape(-1).to(self.rows) for s in self.slots]
         return torch.cat([self.rows.new_ones(1), *values])

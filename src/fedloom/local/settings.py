@@ -68,7 +68,7 @@ class LocalSGD(Value):
 
     @model_validator(mode="before")
     @classmethod
-    def _as_in_torch(cls, options: Any) -> Any:
+    def _as_in_torch(cls, options: object) -> Any:
         """A class of an optimiser by its import path, and AdamW's own weight decay."""
         if not isinstance(options, dict):
             return options

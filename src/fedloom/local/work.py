@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -333,7 +333,7 @@ class Work:
         fixed_batches = self.fixed_batches and [self.fixed_batches[i] for i in torch.arange(self.m)[clients].tolist()]
         return self.with_(**parts, fixed_batches=fixed_batches)
 
-    def with_(self, **changes: Any) -> Work:
+    def with_(self, **changes: object) -> Work:
         """The same work with other attributes."""
         other = object.__new__(Work)
         other.__dict__ = {**self.__dict__, **changes}

@@ -34,7 +34,7 @@ MODELS: dict[str, type[ModelSpec]] = {
 """Model specifications by the ``kind`` of an experiment's ``[model]`` table."""
 
 
-def spec_of(kind: str, **options: Any) -> ModelSpec:
+def spec_of(kind: str, **options: object) -> ModelSpec:
     """The specification of a kind of `MODELS` or a name of `PAPERS`, with some of its fields given.
 
     Raises:

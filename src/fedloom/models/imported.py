@@ -72,7 +72,7 @@ class Held(ModelSpec):
         return _build(lambda: copy, {}, self.name, shape, outputs, tokens)
 
 
-def given_model(model: Any) -> ModelSpec | None:
+def given_model(model: object) -> ModelSpec | None:
     """The specification of what stands for a model in Python; None if it is none.
 
     Args:
@@ -104,7 +104,7 @@ def given_model(model: Any) -> ModelSpec | None:
 
 def _build(
     make: Callable[..., Any],
-    options: Mapping[str, Any],
+    options: Mapping[str, object],
     name: str,
     shape: tuple[int, ...],
     outputs: int,

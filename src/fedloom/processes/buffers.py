@@ -24,7 +24,7 @@ class Buffer:
     def __init__(self, size: int) -> None:
         self._map = mmap.mmap(-1, max(size, mmap.PAGESIZE))
 
-    def pack(self, value: Any) -> bytes:
+    def pack(self, value: object) -> bytes:
         """A message for `unpack` in another process, until the next `pack`."""
         return packed(value, self._map)
 
@@ -38,7 +38,7 @@ class _Packer(pickle.Pickler):
         super().__init__(file, protocol=5)
         self._memory, self._end = memory, 0
 
-    def persistent_id(self, obj: Any) -> Any:
+    def persistent_id(self, obj: object) -> Any:
         if type(obj) is not Tensor:
             return None
         size, start = obj.numel() * obj.element_size(), self._end
@@ -71,7 +71,7 @@ def unpacked(message: bytes) -> Any:
     return _Unpacker(io.BytesIO(message), None, copy=True).load()
 
 
-def packed(value: Any, memory: mmap.mmap | None = None) -> bytes:
+def packed(value: object, memory: mmap.mmap | None = None) -> bytes:
     """Return the message of a value; its large tensors go into the memory, where there is one and they fit."""
     out = io.BytesIO()
     _Packer(out, memory).dump(value)

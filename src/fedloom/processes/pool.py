@@ -133,7 +133,7 @@ class WorkerPool:
                 yield result
 
     def _hand_out(
-        self, waiting: list[tuple[int, T]], places: list[tuple[list[int], _Worker]], *first: tuple[str, Any, Any]
+        self, waiting: list[tuple[int, T]], places: list[tuple[list[int], _Worker]], *first: tuple[str, object, object]
     ) -> None:
         """Start the last of the waiting tasks, all of a worker by one message, which begins with ``first``.
 

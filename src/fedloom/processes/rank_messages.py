@@ -52,7 +52,7 @@ def form(tensor: Tensor) -> Form:
     return Form(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.device.type)
 
 
-def write(value: Any) -> tuple[bytes, list[Tensor]]:
+def write(value: object) -> tuple[bytes, list[Tensor]]:
     """The text of a value, and the tensors in it."""
     tensors: list[Tensor] = []
     tree = _write(value, tensors)
@@ -102,7 +102,7 @@ def cut(buffer: Tensor, forms: Sequence[Form]) -> list[Tensor]:
     return pieces
 
 
-def _write(value: Any, tensors: list[Tensor]) -> Any:
+def _write(value: object, tensors: list[Tensor]) -> Any:
     match value:
         case None | bool() | int() | float() | str():
             return value
@@ -120,7 +120,7 @@ def _write(value: Any, tensors: list[Tensor]) -> Any:
     raise TypeError(f"a {type(value).__name__} cannot travel between ranks")
 
 
-def _read(tree: Any, tensors: Sequence[Tensor]) -> Any:
+def _read(tree: object, tensors: Sequence[Tensor]) -> Any:
     if not isinstance(tree, dict):
         return tree
     ((kind, content),) = tree.items()

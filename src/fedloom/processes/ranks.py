@@ -44,11 +44,11 @@ class Ranks(Protocol):
         """For each flag, whether some rank has it set; returns when all have come here."""
         ...
 
-    def share(self, value: Any) -> Any:
+    def share(self, value: object) -> Any:
         """The value of rank 0."""
         ...
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: object) -> list[Any]:
         """The values of all ranks, in their order; see `fedloom.processes.rank_messages` for what travels."""
         ...
 
@@ -70,10 +70,10 @@ class Alone:
     def any(self, *flags: bool) -> list[bool]:
         return list(flags)
 
-    def share(self, value: Any) -> Any:
+    def share(self, value: object) -> Any:
         return value
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: object) -> list[Any]:
         return [value]
 
     def move(self, moves: Sequence[Move]) -> None:

@@ -40,7 +40,7 @@ def _words(run: Run) -> str:
     return f'<dl class="words">{body}</dl>'
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     """Nested settings in one line, e.g. ``hybrid: clients 10, beta 0.5``; what is off or empty is left out."""
     if isinstance(value, dict):
         head = str(value.get("kind") or value.get("source") or "")
@@ -119,7 +119,7 @@ def _differences(runs: list[Run]) -> str:
     return f"<h3>What differs</h3>{scrolling('Settings that differ', heads, lines)}"
 
 
-def _flat(options: Any, prefix: str = "") -> dict[str, Any]:
+def _flat(options: object, prefix: str = "") -> dict[str, Any]:
     """Nested tables as ``{"a.b": value}``; methods are counted from 1."""
     if isinstance(options, list) and options and isinstance(options[0], dict):
         options = {str(i): value for i, value in enumerate(options, start=1)}

@@ -149,7 +149,7 @@ class Checkpoints:
         self,
         generation: int,
         tensors: Mapping[str, Tensor],
-        meta: Mapping[str, Any],
+        meta: Mapping[str, object],
         *,
         fingerprint: str,
         stores: Mapping[str, Store[Any]] | None = None,
@@ -193,7 +193,7 @@ class Checkpoints:
         for store in stores.values():
             store.prune(kept[0])
 
-    def load(self, fingerprint: str, numbers: Mapping[str, Any] | None = None) -> Loaded | None:
+    def load(self, fingerprint: str, numbers: Mapping[str, object] | None = None) -> Loaded | None:
         """The newest intact generation, or None where there is none at all; nothing is changed.
 
         Args:
@@ -240,7 +240,7 @@ class Checkpoints:
         self,
         fingerprint: str,
         stores: Mapping[str, Store[Any]] | None = None,
-        numbers: Mapping[str, Any] | None = None,
+        numbers: Mapping[str, object] | None = None,
     ) -> Loaded | None:
         """`load`, and brings the stores back to that generation (or to no row); newer ones are forgotten.
 
@@ -286,5 +286,5 @@ class Checkpoints:
         discard(*sorted(extra, key=lambda p: (p.suffix != ".json", p.name)))
 
 
-def _digest(body: Mapping[str, Any]) -> str:
+def _digest(body: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

@@ -188,7 +188,7 @@ def _blank(base: Base) -> Tensor:
     return torch.zeros(0, 2 if isinstance(base, Survival) else base.outputs)
 
 
-def _check_weights(weights: Any, classes: tuple[str, ...]) -> None:
+def _check_weights(weights: object, classes: tuple[str, ...]) -> None:
     if weights is not None and not classes:
         raise ConfigError("task.class_weights needs classes, and this task has none; leave it out")
     if isinstance(weights, Mapping):

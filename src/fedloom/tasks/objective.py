@@ -17,7 +17,7 @@ from fedloom.tasks.survival import baseline
 from fedloom.values import Value
 
 
-def _metric(choice: Any) -> str | Function:
+def _metric(choice: object) -> str | Function:
     """A name of `fedloom.metrics.METRICS`, or a user's function."""
     if isinstance(choice, str) and not is_path(choice):
         if choice not in METRICS:
@@ -45,7 +45,7 @@ def _weights(weights: Any) -> Any:
     return {str(k): float(v) for k, v in weights.items()} if isinstance(weights, Mapping) else tuple(map(float, values))
 
 
-def _named(value: Any) -> Any:
+def _named(value: object) -> Any:
     return value.name if isinstance(value, Function) else value
 
 

@@ -154,7 +154,7 @@ def translation(s: Subject) -> None:
     here, moved = begin(a, scene.fed, scene.problem.x0), begin(a, fed, translated.x0)
     ids = list(scene.ids)
 
-    def shift(new: Any, old: Any) -> dict[str, Tensor]:
+    def shift(new: object, old: object) -> dict[str, Tensor]:
         return {n: v - named(old)[n] for n, v in named(new).items() if v.is_floating_point()}
 
     def first_down(state: ReferenceState, f: ReferenceFederation) -> Any:

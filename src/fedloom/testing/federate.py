@@ -87,7 +87,7 @@ class ReferenceFederation(NamedTuple):
         return Work(self.oracle, cohort, self.weight[cohort], self.local, seed=self.seed, round=round, steps=steps)
 
 
-def mixed(algorithm: Algorithm, kept: Any, ids: Sequence[int]) -> Any:
+def mixed(algorithm: Algorithm, kept: object, ids: Sequence[int]) -> Any:
     """The kept rows that the download of a cohort is mixed from: its own, or those of all clients; None without."""
     if not algorithm.mixes:
         return None
@@ -100,7 +100,7 @@ def begin(algorithm: Algorithm, fed: ReferenceFederation, x0: Tensor, weigher: W
     algorithm = algorithm.with_derived_options(ctx)
     server, template, kept = algorithm.init(x0, ctx)
 
-    def all_clients(tree: Any) -> Any:
+    def all_clients(tree: object) -> Any:
         return map_rows(lambda t: t.expand(fed.n, *t.shape).clone(), tree)
 
     return ReferenceState(0, server, all_clients(template), all_clients(kept), weigher.init(ctx) if weigher else None)

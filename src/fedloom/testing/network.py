@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -111,7 +110,7 @@ class Classifier:
         x[end - SIZES[client] : end] += 10
         return replace(self, x=x)
 
-    def oracle(self, **_: Any) -> Network:
+    def oracle(self, **_: object) -> Network:
         """The local problems for `Work`, computed as in a run."""
         data = Dataset("laws", self.x, self.y, "classification", tuple(map(str, range(self.classes))))
         offsets = torch.tensor((0, *SIZES)).cumsum(0)

@@ -87,11 +87,11 @@ def demand(holds: object, sentence: str) -> None:
         raise AssertionError(sentence)
 
 
-def _parts(tree: Any) -> Any:
+def _parts(tree: object) -> Any:
     return tree.parts() if isinstance(tree, ReferenceState) else tree
 
 
-def agree(got: Any, want: Any, sentence: str, tol: float = 0.0) -> None:
+def agree(got: object, want: object, sentence: str, tol: float = 0.0) -> None:
     """Raise if two states differ; the message names them."""
     phrase = difference(_parts(got), _parts(want), tol)
     demand(phrase is None, f"{sentence}: {phrase}")

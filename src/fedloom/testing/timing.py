@@ -97,19 +97,19 @@ def same_models(one: Result, other: Result, sentence: str) -> None:
     demand(all(torch.equal(a, b) for a, b in pairs), sentence)
 
 
-def a_clock_changes_no_bit(method: Any) -> None:
+def a_clock_changes_no_bit(method: object) -> None:
     """A synchronous run has the same models with devices and without."""
     same_models(run(method, None, Synchronous()), run(method, LogNormal(), Synchronous()), "devices change a model")
 
 
-def whole_cohort(method: Any) -> None:
+def whole_cohort(method: object) -> None:
     """Equal devices and a buffer of the whole cohort are the synchronous run, to the bit; so is a late deadline."""
     plain = run(method, None, Synchronous())
     for schedule in (Buffered(buffer=N), Deadline(seconds=1e9), OverSelection(factor=1)):
         same_models(plain, run(method, Equal(), schedule), f"{schedule!r} is not the synchronous run")
 
 
-def nothing_later(method: Any) -> None:
+def nothing_later(method: object) -> None:
     """No upload uses anything that came later than its dispatch: other labels of a client change none before."""
     client, uploads_of_runs = 2, list[dict[tuple[int, int], Tensor]]()
     speeds = Speeds(speeds=(90.0, 50.0, 60.0, 70.0, 110.0, 40.0, 30.0, 60.0))
@@ -139,7 +139,7 @@ def nothing_later(method: Any) -> None:
     )
 
 
-def conservation(method: Any) -> None:
+def conservation(method: object) -> None:
     """Busy, idle and absent seconds are all of a client's time; samples and bytes over rates are its busy seconds."""
     devices = Equal(speed=50, up=2e5, down=1e5, latency=0.25)
     result = run(method, devices, Synchronous())
@@ -166,7 +166,7 @@ def conservation(method: Any) -> None:
             )
 
 
-def permutation_of_devices(method: Any) -> None:
+def permutation_of_devices(method: object) -> None:
     """Permuting the clients with their devices permutes the log, where all of them take part."""
     speeds, order = (90.0, 50.0, 20.0, 70.0, 110.0, 40.0, 30.0, 60.0), [3, 0, 7, 5, 1, 6, 2, 4]
     for schedule in (Synchronous(), OverSelection(factor=1.5), Buffered(buffer=3)):
@@ -180,7 +180,7 @@ def permutation_of_devices(method: Any) -> None:
         demand(one.shape == two.shape and np.allclose(one, two, rtol=1e-9), f"{schedule!r}: the log is not permuted")
 
 
-def scale_of_time(method: Any) -> None:
+def scale_of_time(method: object) -> None:
     """Four times slower devices, messages and deadlines take four times as long, and change no model."""
     speeds = (90.0, 50.0, 20.0, 70.0, 110.0, 40.0, 30.0, 60.0)
     for make in (lambda c: Deadline(seconds=0.3 * c), lambda c: Buffered(buffer=3, timeout=0.5 * c)):
@@ -189,7 +189,7 @@ def scale_of_time(method: Any) -> None:
         demand(clock_of(four).now == 4 * clock_of(one).now, f"{make(1.0)!r}: the times are not scaled")
 
 
-def silence(method: Any) -> None:
+def silence(method: object) -> None:
     """A device that never answers holds its place until the time-out, and changes no upload of others."""
     other_speeds = (50.0, 80.0, 70.0, 110.0, 40.0, 50.0, 60.0)
     speeds, answering = (0.0, *other_speeds), Speeds(speeds=(50.0, *other_speeds))

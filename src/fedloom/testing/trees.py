@@ -13,17 +13,17 @@ from fedloom.local.rows import map_rows
 Index = Sequence[int] | slice | int
 
 
-def picked(tree: Any, clients: Index) -> Any:
+def picked(tree: object, clients: Index) -> Any:
     """The rows ``clients`` of every tensor."""
     return map_rows(lambda t: t[clients], tree)
 
 
-def received(down: Any, clients: Index) -> Any:
+def received(down: object, clients: Index) -> Any:
     """What the clients at ``clients`` of the cohort get of a download: their rows, and whole what all share."""
     return map_rows(lambda t: t[clients] if t.dim() == 2 else t, down)
 
 
-def named(tree: Any, prefix: str = "") -> dict[str, Tensor]:
+def named(tree: object, prefix: str = "") -> dict[str, Tensor]:
     """List every tensor of a NamedTuple, or of a dict of them, by its dotted name.
 
     Args:
@@ -36,7 +36,7 @@ def named(tree: Any, prefix: str = "") -> dict[str, Tensor]:
     return dict(_walk(tree, prefix))
 
 
-def _walk(tree: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+def _walk(tree: object, name: str) -> Iterator[tuple[str, Tensor]]:
     if isinstance(tree, Tensor):
         yield name, tree
     elif isinstance(tree, tuple | dict):
@@ -48,7 +48,7 @@ def _walk(tree: Any, name: str) -> Iterator[tuple[str, Tensor]]:
         raise AssertionError(f"{name or 'a state'} must hold tensors in NamedTuples, got {type(tree).__name__}")
 
 
-def rebuilt(tree: Any, tensors: Mapping[str, Tensor], prefix: str = "") -> Any:
+def rebuilt(tree: object, tensors: Mapping[str, Tensor], prefix: str = "") -> Any:
     """``tree`` with the tensors of the same names."""
     if isinstance(tree, Tensor):
         return tensors[prefix]
@@ -59,18 +59,18 @@ def rebuilt(tree: Any, tensors: Mapping[str, Tensor], prefix: str = "") -> Any:
     return type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
 
 
-def plus(tree: Any, other: Mapping[str, Tensor]) -> Any:
+def plus(tree: object, other: Mapping[str, Tensor]) -> Any:
     """``tree`` with ``other`` added by name; fields without a name there stay."""
     return rebuilt(tree, {name: value + other.get(name, 0) for name, value in named(tree).items()})
 
 
-def through_checkpoint(tree: Any) -> Any:
+def through_checkpoint(tree: object) -> Any:
     """The same state, read back from the bytes of a safetensors file; other types are taken from ``tree``."""
     tensors = {name: value.contiguous().clone() for name, value in named(tree).items()}
     return rebuilt(tree, safetensors.torch.load(safetensors.torch.save(tensors)))
 
 
-def difference(got: Any, want: Any, tol: float = 0.0) -> str | None:
+def difference(got: object, want: object, tol: float = 0.0) -> str | None:
     """Locate the first difference between two trees of tensors, as a phrase; None without one.
 
     Args:

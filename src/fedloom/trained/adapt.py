@@ -121,6 +121,6 @@ def _download(side: ServerSide, state: Any, ctx: Ctx) -> Any:
     return rows_of(side.algorithm.down(side.server, kept, ctx), torch.tensor([ctx.n - 1]))
 
 
-def _kept(algorithm: Algorithm, up: Any, state: Any) -> Any:
+def _kept(algorithm: Algorithm, up: object, state: object) -> Any:
     """What the server would keep of the new client after its upload."""
     return type(state)(*[getattr(up, name) for name, kind in upload_fields(type(algorithm)).items() if kind.keeps])

@@ -99,12 +99,12 @@ class Program:
         self.module = program.module()
 
     @torch.no_grad()
-    def scores(self, rows: Any) -> NDArray[np.float64]:
+    def scores(self, rows: object) -> NDArray[np.float64]:
         """Probabilities ``[N, C]`` or values ``[N, k]``; see `fedloom.data.new_rows.new_rows` for the rows."""
         outputs: NDArray[np.float64] = self.module(new_rows(self.facts, rows).x).numpy()
         return outputs
 
-    def predict(self, rows: Any) -> NDArray[Any]:
+    def predict(self, rows: object) -> NDArray[Any]:
         """Names of classes ``[N]``, or values."""
         return labels_of(self.facts, self.scores(rows))
 

@@ -77,7 +77,7 @@ class ModelRecipe:
         """Shapes of its parameters."""
         return Layout.of(self.build())
 
-    def header(self, about: Mapping[str, Any]) -> dict[str, str]:
+    def header(self, about: Mapping[str, object]) -> dict[str, str]:
         """The metadata of a file of models: ``layout``, ``facts`` and ``about``, as JSON."""
         return {**self.layout.header(), "facts": self.facts.model_dump_json(), "about": json.dumps(dict(about))}
 
@@ -131,7 +131,7 @@ class Model:
             self.module() if module is None else module, facts, self.fitted, self.recipe.dtype, self.calibration
         ).eval()
 
-    def predict(self, rows: Any) -> NDArray[Any]:
+    def predict(self, rows: object) -> NDArray[Any]:
         """Names of classes ``[N]``, or values ``[N]`` (``[N, k]`` of several targets).
 
         With a label per position ``[N, L]``, of the places of padding too.
@@ -146,7 +146,7 @@ class Model:
         facts = self.recipe.facts
         return labels_of(facts, self.scores(new_rows(facts, rows).x))
 
-    def predict_proba(self, rows: Any) -> NDArray[np.float64]:
+    def predict_proba(self, rows: object) -> NDArray[np.float64]:
         """Probabilities ``[N, C]`` in the order of ``recipe.facts.classes``; arguments and errors as `predict`.
 
         With a label per position ``[N, L, C]``.

@@ -132,7 +132,7 @@ class Models:
         has_sites = client is not None or (sites is not None and set(sites) <= set(self.names))
         return [kind for kind in self.kinds() if has_sites or kind == "global"]
 
-    def predict(self, rows: Any, client: int | str | None = None, kind: str | None = None) -> NDArray[Any]:
+    def predict(self, rows: object, client: int | str | None = None, kind: str | None = None) -> NDArray[Any]:
         """Predictions for rows without labels, of one model.
 
         Args:
@@ -149,7 +149,9 @@ class Models:
         """
         return self.ready(kind, client).predict(rows)
 
-    def predict_proba(self, rows: Any, client: int | str | None = None, kind: str | None = None) -> NDArray[np.float64]:
+    def predict_proba(
+        self, rows: object, client: int | str | None = None, kind: str | None = None
+    ) -> NDArray[np.float64]:
         """Probabilities ``[N, C]`` in the order of ``recipe.facts.classes``; arguments and errors as `predict`."""
         return self.ready(kind, client).predict_proba(rows)
 

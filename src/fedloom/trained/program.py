@@ -67,7 +67,7 @@ def checked_archive(content: bytes, facts: str) -> bytes:
     return out.getvalue()
 
 
-def _saved(value: Any) -> bytes:
+def _saved(value: object) -> bytes:
     out = io.BytesIO()
     torch.save(value, out)
     return out.getvalue()

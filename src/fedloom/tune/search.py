@@ -128,7 +128,7 @@ def _choices(dimension: Dimension) -> Sequence[Any]:
     return () if isinstance(dimension, Range) else dimension
 
 
-def _holds(dimension: Dimension, value: Any) -> bool:
+def _holds(dimension: Dimension, value: object) -> bool:
     if isinstance(dimension, Range):
         return isinstance(value, int | float) and dimension.low <= value <= dimension.high
     return value in dimension

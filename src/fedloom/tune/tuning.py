@@ -237,11 +237,11 @@ class Tuning:
             plain.pop(table, None)
         return plain_budget(*self._run(plain, 0), rounds)
 
-    def _run(self, document: Mapping[str, Any], place: int) -> tuple[Setting, Federation]:
+    def _run(self, document: Mapping[str, object], place: int) -> tuple[Setting, Federation]:
         seed, fed = next(iter(self.federations.items()))
         return for_scoring(self._experiment(document).methods[place].setting, seed), fed
 
-    def _experiment(self, document: Mapping[str, Any], workers: int = 1) -> Experiment:
+    def _experiment(self, document: Mapping[str, object], workers: int = 1) -> Experiment:
         experiment = self._read(document, self._where)
         return experiment.with_(engine=experiment.common.engine.with_(workers=workers))
 

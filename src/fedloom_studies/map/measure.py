@@ -43,7 +43,7 @@ EMPTY: Mapping[str, Any] = MappingProxyType({})
 
 def due(
     setups: Iterable[Setup], records: Mapping[tuple[str, str], CellRecord], methods: Sequence[str] = (),
-    space: Mapping[str, Any] = EMPTY, *, again: bool = False, old: bool = False, protocol: Protocol = "rounds",
+    space: Mapping[str, object] = EMPTY, *, again: bool = False, old: bool = False, protocol: Protocol = "rounds",
 ) -> list[Cell]:  # fmt: skip
     """The cells to run, setup by setup, those that others are compared with first.
 
@@ -202,7 +202,7 @@ class _Work(NamedTuple):
         return summaries.spent(self.folder)[what] / 60
 
     def _run(
-        self, seeds: Sequence[int], chosen: Mapping[str, Any], listeners: tuple[Listener, ...]
+        self, seeds: Sequence[int], chosen: Mapping[str, object], listeners: tuple[Listener, ...]
     ) -> dict[str, Any] | None:
         """The fields of a record that come from its runs; None where they were interrupted."""
         if self.gradients is None:

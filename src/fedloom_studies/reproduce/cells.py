@@ -85,7 +85,7 @@ def finite(by_seed: Mapping[str, Any]) -> dict[str, float]:
     return {seed: value for seed, value in by_seed.items() if value is not None and math.isfinite(value)}
 
 
-def printed(cell: Any, percent: bool) -> tuple[float | None, float | None]:
+def printed(cell: object, percent: bool) -> tuple[float | None, float | None]:
     """Mean and standard deviation of a cell of the paper, as a fraction."""
     if cell is None:
         return None, None

@@ -44,7 +44,7 @@ def candidates(method: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     return [(_text(grid, values), _with(method, values)) for values in every]
 
 
-def _with(method: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+def _with(method: Mapping[str, object], values: Mapping[str, object]) -> dict[str, Any]:
     """The method table with chosen values; a key before a dot names a table."""
     table = {k: v for k, v in method.items() if k != "choose"}
     for key, value in values.items():
@@ -114,7 +114,7 @@ def _values(method: Mapping[str, Any], choice: Mapping[str, Any]) -> dict[str, A
     return {key: by_key[key] for key in method["choose"]}
 
 
-def _allowed(document: Mapping[str, Any], method: Mapping[str, Any]) -> bool:
+def _allowed(document: Mapping[str, object], method: Mapping[str, object]) -> bool:
     """Whether a method may have these settings."""
     try:
         parse({**{k: v for k, v in document.items() if k != "choose"}, "method": [method]}, "candidates")
@@ -141,7 +141,7 @@ def _size(value: Any) -> float | None:
     return None if value is None or isinstance(value, bool) else float(value)
 
 
-def beyond(choice: Mapping[str, Any]) -> int:
+def beyond(choice: Mapping[str, object]) -> int:
     """How many candidates beyond the edges of the grid were tried."""
     return _trials(choice)["beyond"]
 
@@ -182,7 +182,7 @@ def _trials(choice: Mapping[str, Any]) -> dict[str, int]:
     return counts
 
 
-def choices_so_far(folder: Path, document: Mapping[str, Any]) -> dict[str, Any]:
+def choices_so_far(folder: Path, document: Mapping[str, object]) -> dict[str, Any]:
     """What was chosen so far by the searches of a document, extensions and all; `read_choices` of each."""
     choices: dict[str, Any] = {}
     for place, searched in searches(folder, document):
@@ -190,7 +190,7 @@ def choices_so_far(folder: Path, document: Mapping[str, Any]) -> dict[str, Any]:
     return choices
 
 
-def first(document: Mapping[str, Any]) -> dict[str, Any]:
+def first(document: Mapping[str, object]) -> dict[str, Any]:
     """The experiment with the first candidate of every method."""
     return chosen(document, {})
 
@@ -285,5 +285,5 @@ def write_choices(folder: Path, document: Mapping[str, Any], findings: Iterable[
     write_atomic(folder / CHOSEN, json.dumps(choices, indent=1).encode())
 
 
-def _text(grid: Iterable[str], values: Mapping[str, Any]) -> str:
+def _text(grid: Iterable[str], values: Mapping[str, object]) -> str:
     return ", ".join(f"{key} = {values[key]}" for key in grid)

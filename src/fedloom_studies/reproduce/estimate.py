@@ -108,7 +108,7 @@ def _gradients(method: Method, samples: float) -> float:
     return counted * (1 if fixed else samples / (2 * size))
 
 
-def _counted(algorithm: Any, local: LocalSGD, samples: int) -> float:
+def _counted(algorithm: object, local: LocalSGD, samples: int) -> float:
     """Gradients of samples of one client in a round on a tiny federation, played once."""
     key = repr((algorithm, local, samples))  # options of an optimiser have no hash
     if key not in _SECONDS_OF_ROUND:
@@ -116,7 +116,7 @@ def _counted(algorithm: Any, local: LocalSGD, samples: int) -> float:
     return _SECONDS_OF_ROUND[key]
 
 
-def _tried(algorithm: Any, local: LocalSGD, samples: int) -> float:
+def _tried(algorithm: object, local: LocalSGD, samples: int) -> float:
     fed = fl.partition.iid(clients=2, test=0.0, validation=0.0)(_random((4,), 3, 2 * samples), 0)
     setting = Setting(algorithm=algorithm, model=MLP(hidden=(3,)), rounds=1, local=local)
     return samples_per_round(setting, fed) / 2

@@ -238,7 +238,7 @@ def _variant(
     """Run one variant with the settings that are chosen on the document ``chooses``; whether it came to its end."""
     where = f"recipe {recipe.name}, {variant}"
 
-    def run(document: Mapping[str, Any], *, page: bool = False) -> bool:
+    def run(document: Mapping[str, object], *, page: bool = False) -> bool:
         plan = Plan(experiment(document, where, workers), folder, data_dir)
         with show(plan.rounds) as listener:
             return all(outcome.status != "interrupted" for outcome in plan.run(listener, *listeners, page=page))
@@ -246,7 +246,7 @@ def _variant(
     def search(place: Path, searched: dict[str, Any]) -> bool:
         from fedloom.tune import Tuning
 
-        def read(document: Mapping[str, Any], where: str) -> Experiment:
+        def read(document: Mapping[str, object], where: str) -> Experiment:
             return experiment(document, where, workers)
 
         tuning = Tuning(search_of(searched), where, place, data_dir, read=read)

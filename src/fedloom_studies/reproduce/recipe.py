@@ -227,7 +227,7 @@ class Recipe:
         return documents
 
 
-def merged(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
+def merged(base: Mapping[str, object], change: Mapping[str, object]) -> dict[str, Any]:
     """``base`` with the keys of ``change``, tables within tables."""
     result = deepcopy(dict(base))
     for key, value in change.items():
@@ -243,7 +243,7 @@ def merged(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]
     return result
 
 
-def digest_of(document: Any) -> str:
+def digest_of(document: object) -> str:
     """16 hexadecimal digits of what JSON can hold; of experiments, without uniform weights.
 
     Uniform weights were the default when the first records were made, which did not state them.
@@ -253,7 +253,7 @@ def digest_of(document: Any) -> str:
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def without_uniform(document: Any) -> Any:
+def without_uniform(document: object) -> Any:
     """An experiment document as it was written while clients counted alike by default."""
     if not isinstance(document, Mapping) or document.get("weights") != "uniform":
         return document
@@ -289,7 +289,7 @@ def recipe(name: str) -> Recipe:
     return choose("recipe", recipes(), name)
 
 
-def _resolved(name: str, documents: Mapping[str, Any]) -> dict[str, Any]:
+def _resolved(name: str, documents: Mapping[str, object]) -> dict[str, Any]:
     """The document of a recipe on top of those that it is based on."""
     choose("recipe", documents, name)
     text = files("fedloom_studies.reproduce").joinpath("recipes", f"{name}.toml").read_text()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -119,7 +119,7 @@ class Partition(Value):
         """Who gets which samples; everything random comes from `seed`."""
         ...
 
-    def __call__(self, data: Any, seed: int = 0) -> Federation:
+    def __call__(self, data: object, seed: int = 0) -> Federation:
         """The federation of this partition.
 
         Args:

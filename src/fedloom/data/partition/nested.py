@@ -221,7 +221,7 @@ OUTER = tuple(Partition.model_fields)
 """Fields of the federation as a whole; a partition inside another has none of its own."""
 
 
-def nested(where: str, table: Mapping[str, Any], clients: int, min_size: int) -> Partition:
+def nested(where: str, table: Mapping[str, object], clients: int, min_size: int) -> Partition:
     """The partition of a table ``{kind = ..., ...}`` for some of the clients.
 
     Raises:

@@ -56,7 +56,7 @@ SOURCES: dict[str, type[Source]] = {
 }
 
 
-def load(name_or_path: str | Path, data_dir: str | Path | None = None, **options: Any) -> Dataset:
+def load(name_or_path: str | Path, data_dir: str | Path | None = None, **options: object) -> Dataset:
     """A data set by name or path.
 
     Args:
@@ -71,7 +71,7 @@ def load(name_or_path: str | Path, data_dir: str | Path | None = None, **options
     return source(name_or_path, **options).load(data_dir)
 
 
-def source(name_or_path: str | Path, **options: Any) -> Source:
+def source(name_or_path: str | Path, **options: object) -> Source:
     """The source value behind `load`, checked but not read."""
     name = str(name_or_path)
     if name == "hub:":

@@ -151,7 +151,7 @@ def _targets(
     return torch.from_numpy(np.require(y, np.int64, ["C", "W"])), task or "classification", names
 
 
-def plain(values: Any, name: str, mixed: bool = False) -> NDArray[Any]:
+def plain(values: object, name: str, mixed: bool = False) -> NDArray[Any]:
     """An array of numbers or text; if it may be ``mixed``, of objects too.
 
     Raises:
@@ -176,7 +176,7 @@ def plain(values: Any, name: str, mixed: bool = False) -> NDArray[Any]:
     return array
 
 
-def as_array(values: Any) -> NDArray[Any]:
+def as_array(values: object) -> NDArray[Any]:
     """A tensor of any layout and device, or anything that is like an array; floats of 16 bits and less become 32."""
     if isinstance(values, torch.Tensor):
         values = values.to_dense()

@@ -98,11 +98,11 @@ class Collector:
             return "has pixels other than k/255; read it with source = 'leaf' and pixels = false"
         return scaled.astype(np.uint8)
 
-    def _labels(self, listed: Any) -> Floats | None:
+    def _labels(self, listed: object) -> Floats | None:
         """Targets as numbers; None if they are something else."""
         return _numbers(listed)
 
-    def _user(self, entry: Any, user: str, in_test: bool, where: str) -> int:
+    def _user(self, entry: object, user: str, in_test: bool, where: str) -> int:
         if (user, in_test) in self._file_of:
             other = self._file_of[user, in_test]
             raise DataError(f"{where}: user {user!r} comes twice (also in {other}); every user may come once")
@@ -160,7 +160,7 @@ class Collector:
             )
 
 
-def _numbers(values: Any) -> Floats | None:
+def _numbers(values: object) -> Floats | None:
     """A list, nested evenly, of numbers and nothing else."""
     try:
         array = np.array(values)

@@ -154,7 +154,7 @@ def side_of(obj: Any, target: Any, column: str | None, users: Any, name: str) ->
     raise ConfigError(f"{name}: cannot make a data set of {type(obj).__name__}{hint}; known are {ACCEPTED}")
 
 
-def _is_client(pair: tuple[Any, Any]) -> bool:
+def _is_client(pair: tuple[object, object]) -> bool:
     """Whether a pair is samples with their labels, not a sample with its label."""
     x, y = (tuple(getattr(part, "shape", ())) for part in pair)
     return len(x) > 1 and len(y) == 1 and x[0] == y[0] > 1
@@ -179,7 +179,7 @@ def _samples(obj: TorchDataset[Any], name: str) -> Iterator[Any]:
         raise DataError(f"{name}: sample {count} cannot be had: {cause_of(error)}") from error
 
 
-def _pairs(samples: Iterable[Any], name: str) -> Iterator[tuple[Any, Any]]:
+def _pairs(samples: Iterable[object], name: str) -> Iterator[tuple[Any, Any]]:
     for k, entry in enumerate(samples):
         sample = _named(entry) or entry
         if not isinstance(sample, (tuple, list)) or len(sample) != 2:
@@ -226,7 +226,7 @@ def _planes(value: NDArray[Any]) -> NDArray[Any]:
     return value.transpose(2, 0, 1) if value.ndim == 3 else value
 
 
-def _stacked(samples: Iterable[tuple[Any, Any]], name: str) -> tuple[NDArray[Any], NDArray[Any]]:
+def _stacked(samples: Iterable[tuple[object, object]], name: str) -> tuple[NDArray[Any], NDArray[Any]]:
     """Features one below the other, never held twice, and targets."""
     x: GrowingRows | None = None
     y: list[Any] = []
@@ -250,7 +250,7 @@ def _stacked(samples: Iterable[tuple[Any, Any]], name: str) -> tuple[NDArray[Any
     return x.done(), plain(y, name)
 
 
-def _is_hub(obj: Any) -> bool:
+def _is_hub(obj: object) -> bool:
     return hasattr(obj, "column_names") and hasattr(obj, "features")
 
 

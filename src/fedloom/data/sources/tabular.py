@@ -107,7 +107,7 @@ class Parquet(TableSource):
             raise DataError(f"{place}: not a readable Parquet file ({error}); write it again") from error
 
 
-def _is_text(kind: Any) -> bool:
+def _is_text(kind: object) -> bool:
     from pyarrow import types
 
     return any(test(kind) for test in (types.is_string, types.is_binary, types.is_large_string, types.is_large_binary))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import tomli_w
 from pydantic import Field, model_validator
@@ -156,7 +156,7 @@ class Agreement(Value):
         return sentences
 
 
-def agreement_of(document: Any) -> Agreement | None:
+def agreement_of(document: object) -> Agreement | None:
     """An agreement as it is given: the document's path, its keys, or itself.
 
     Raises:

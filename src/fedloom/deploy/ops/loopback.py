@@ -90,7 +90,7 @@ class Loopback:
         """Let every site in; their numbers by name."""
         return {name: self.register(self.folder / "server" / "nodes" / f"{name}.pub") for name in self.sites}
 
-    def start_site(self, name: str, **changes: Any) -> Process:
+    def start_site(self, name: str, **changes: object) -> Process:
         """Start a site's process; it joins by itself. ``changes`` replace some of its settings."""
         number = list(self.sites).index(name)
         settings = {"server": self.address, "port": self._ports[1 + number], **changes}

@@ -144,7 +144,7 @@ def _status_of(server: Server) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def lines(status: Mapping[str, Any]) -> list[str]:
+def lines(status: Mapping[str, object]) -> list[str]:
     """A status in a few lines of text; the sites are in `table`."""
     with _fitting():
         return _lines(status)
@@ -173,7 +173,7 @@ def _lines(status: Mapping[str, Any]) -> list[str]:
     return [*texts, f"disk: {used}", f"last event: {_ago(status['last_event'])}"]
 
 
-def table(status: Mapping[str, Any]) -> list[dict[str, Any]]:
+def table(status: Mapping[str, object]) -> list[dict[str, Any]]:
     """A row per site, for people; losses are of the site's own test samples."""
     with _fitting():
         return _table(status)

@@ -307,7 +307,7 @@ class Checks:
         self._check_ranges(up, pending)
         return draft._replace(norm=math.hypot(*norms.values()))
 
-    def _check_ranges(self, up: Any, pending: Pending) -> None:
+    def _check_ranges(self, up: object, pending: Pending) -> None:
         """Step 11: what a client does not choose is what it must be; a channel changes it, so nothing is known then."""
         job = self._job
         assert job is not None

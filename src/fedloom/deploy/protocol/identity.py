@@ -6,7 +6,6 @@ import json
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
@@ -56,17 +55,17 @@ def verifying_key(line: str, site: str) -> Ed25519PublicKey:
     return key
 
 
-def signed_text(fields: Mapping[str, Any]) -> bytes:
+def signed_text(fields: Mapping[str, object]) -> bytes:
     """The bytes that are signed: the fields in one canonical form."""
     return b"fedloom reply\n" + json.dumps(fields, sort_keys=True, default=bytes.hex).encode()
 
 
-def sign(key: Ed25519PrivateKey, fields: Mapping[str, Any]) -> bytes:
+def sign(key: Ed25519PrivateKey, fields: Mapping[str, object]) -> bytes:
     """The signature of the fields."""
     return key.sign(signed_text(fields))
 
 
-def is_signed(key: Ed25519PublicKey, fields: Mapping[str, Any], signature: bytes) -> bool:
+def is_signed(key: Ed25519PublicKey, fields: Mapping[str, object], signature: bytes) -> bool:
     """Whether the owner of the key signed exactly these fields."""
     try:
         key.verify(signature, signed_text(fields))

@@ -31,7 +31,7 @@ def lengths(job: Job, up: Any, down: Any) -> dict[str, Tensor]:
     return norms
 
 
-def out_of_range(up: Any, ranges: Mapping[str, tuple[Any, Any]]) -> Iterator[tuple[str, float, float, float]]:
+def out_of_range(up: object, ranges: Mapping[str, tuple[object, object]]) -> Iterator[tuple[str, float, float, float]]:
     """Field, number, least and largest of every number of an upload that is not within its range.
 
     Args:

@@ -220,7 +220,7 @@ class SessionMember:
         (progress_of(record) if same else Progress()).after(kind)
         return record
 
-    def _once(self, record: dict[str, Any], name: str, value: Any) -> None:
+    def _once(self, record: dict[str, Any], name: str, value: object) -> None:
         """An answer once given in a session stays."""
         if record.setdefault(name, value) != value:
             raise Broken(f"the {name} of a session cannot change")

@@ -108,7 +108,7 @@ def read_checked(path: Path) -> dict[str, Any] | None:
     return values if isinstance(values, dict) else None
 
 
-def write_checked(path: Path, values: Mapping[str, Any]) -> None:
+def write_checked(path: Path, values: Mapping[str, object]) -> None:
     """Make plain values last, with a checksum, in a folder that only its owner reads."""
     make_folder(path.parent, mode=0o700)
     text = json.dumps(values).encode()

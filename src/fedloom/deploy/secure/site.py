@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -135,7 +134,7 @@ class MaskedAnswers:
             weights: the site's in the mean of the cohort, and in what is kept or added up over rounds.
         """
 
-        def send(job: Job, state: Generation | None, output: ClientOutput, down: Any) -> dict[str, Tensor]:
+        def send(job: Job, state: Generation | None, output: ClientOutput, down: object) -> dict[str, Tensor]:
             trainer = self._trainer
             self._check(job, output, down)
             output = output._replace(work=torch.zeros_like(output.work)) if trainer.private else output
@@ -147,7 +146,7 @@ class MaskedAnswers:
 
         return send
 
-    def _check(self, job: Job, output: ClientOutput, down: Any) -> None:
+    def _check(self, job: Job, output: ClientOutput, down: object) -> None:
         """Refuse to send what the server would reject, could it look at it.
 
         Raises:

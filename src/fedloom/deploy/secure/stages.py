@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fedloom.deploy.protocol.envelope import Kind
 from fedloom.deploy.secure.protocol import Broken
@@ -81,6 +81,6 @@ class Progress(NamedTuple):
         return Progress(max(self.at_least(earliest).stage, stage))
 
 
-def progress_of(record: Mapping[str, Any]) -> Progress:
+def progress_of(record: Mapping[str, object]) -> Progress:
     """The stage that a site's record shows."""
     return Progress(max((stage for entry, stage in ENTRIES.items() if entry in record), default=Stage.NEW))

@@ -39,7 +39,7 @@ class UploadVector:
         idle: an upload ``[1, .]``, for the widths.
     """
 
-    def __init__(self, job: Job, idle: Any) -> None:
+    def __init__(self, job: Job, idle: object) -> None:
         self._job, self._fields = job, fields_of(job)
         self._whole = {name: getattr(idle, name).shape[1] for name in self._fields}
         masks = job.messages.masks

@@ -58,7 +58,7 @@ class Sites(StreamedClients):
         """Scores of groups after the last round, of all sites together and of each."""
         return [*self.group_sums.scores(self._scores[1])] if self._scores is not None else []
 
-    def train_each(self, request: TrainRequest, downloads: Mapping[int, Any]) -> dict[int, ClientOutput]:
+    def train_each(self, request: TrainRequest, downloads: Mapping[int, object]) -> dict[int, ClientOutput]:
         """Train at the sites.
 
         Raises:

@@ -14,7 +14,6 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 SECRET = "--superexec-auth-secret-file"
 PROGRAM = "flwr-clientapp"
@@ -61,7 +60,7 @@ def main() -> None:
 
     from fedloom.deploy.apps import client_app
 
-    def nothing(*_arguments: Any, **_options: Any) -> None:
+    def nothing(*_arguments: object, **_options: object) -> None:
         """Take the place of what installs the app that the server sent."""
 
     instead = {

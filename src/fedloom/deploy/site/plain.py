@@ -60,7 +60,7 @@ class PlainAnswers:
         cells = self._groups.cells(job, arrays, t, scores, common=common)
         return samples, [], metrics_of(scores) | self._groups.sums.as_metrics(cells)
 
-    def _send(self, job: Job, state: Generation | None, output: ClientOutput, down: Any) -> dict[str, Tensor]:
+    def _send(self, job: Job, state: Generation | None, output: ClientOutput, down: object) -> dict[str, Tensor]:
         return {"reply": torch.frombuffer(bytearray(self._trainer.forms.write_up(output)), dtype=torch.uint8)}
 
 

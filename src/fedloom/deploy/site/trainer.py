@@ -252,7 +252,7 @@ class Trainer:
             return self._noise_alone(job, down)
         return output
 
-    def _noise_alone(self, job: Job, down: Any) -> ClientOutput:
+    def _noise_alone(self, job: Job, down: object) -> ClientOutput:
         up, ids = self.forms.idle, self.ids
         if accounted(job.setting.channel) is not None:
             assert job.setting.channel is not None

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -80,11 +79,11 @@ class Scored:
         self.lead = ""
         self.lead = leading(self._scores(self.places))
 
-    def fit(self, *_: Any) -> Scored:
+    def fit(self, *_: object) -> Scored:
         """Do nothing, as scikit-learn needs."""
         return self
 
-    def __call__(self, _: Any, places: NDArray[np.int64], __: Any) -> float:
+    def __call__(self, _: object, places: NDArray[np.int64], __: object) -> float:
         """The leading metric, more of which is better."""
         value = float(self._scores(places)[self.lead])
         return value if metric(self.lead).higher else -value

@@ -76,12 +76,12 @@ class Figure:
         return list(dict.fromkeys(key for row in self.data[name] for key in row))
 
 
-def chart(*layers: Spec, **more: Any) -> Spec:
+def chart(*layers: Spec, **more: object) -> Spec:
     """Layers over the data set ``rows``."""
     return {"data": {"name": "rows"}, "layer": list(layers), **more}
 
 
-def mark(kind: str, encoding: Spec, *transform: Spec, data: str = "", **look: Any) -> Spec:
+def mark(kind: str, encoding: Spec, *transform: Spec, data: str = "", **look: object) -> Spec:
     """A layer: a mark with its look, encoding and transforms, of another data set if one is named."""
     layer: Spec = {"mark": {"type": kind, **look}, "encoding": encoding}
     if transform:
@@ -162,14 +162,16 @@ def heat_map(x: Spec, y: Spec, color: Spec, tooltip: list[Spec], text: str = "",
     return chart(mark("rect", {**place, "color": color}, **{"cornerRadius": 2, **look}), *words)
 
 
-def shade(field: str, title: str, *, form: str = "", **scale: Any) -> Spec:
+def shade(field: str, title: str, *, form: str = "", **scale: object) -> Spec:
     """Colour of cells from pale to strong."""
     legend = {"gradientLength": 160, "gradientThickness": 8, **({"format": form} if form else {})}
     scale = {"range": "heatmap", "clamp": True, **scale}
     return {"field": field, "type": "quantitative", "title": title, "scale": scale, "legend": legend}
 
 
-def panels(inner: Spec, field: str, order: Iterable[str], below: str | None, *, high: int = 120, **more: Any) -> Spec:
+def panels(
+    inner: Spec, field: str, order: Iterable[str], below: str | None, *, high: int = 120, **more: object
+) -> Spec:
     """Small multiples: a panel for each value of a field, with its own axis across and one title below them all."""
     header = {"labelAnchor": "start", "labelLimit": 180, "titleOrient": "bottom", "titleFontWeight": "normal"}
     header |= {"titleFontSize": 11.5, "titlePadding": 4}

@@ -30,7 +30,7 @@ NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """Characters that no document of XML 1.0 may have."""
 
 
-def _drawable(value: Any) -> Any:
+def _drawable(value: object) -> Any:
     """A specification whose texts XML can hold; the library ends the process at others."""
     if isinstance(value, str):
         return NOT_XML.sub("\ufffd", value)

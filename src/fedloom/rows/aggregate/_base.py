@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field, PositiveInt
@@ -154,7 +154,7 @@ def mixture(coefficients: Tensor, rows: Rows) -> dict[str, Tensor]:
     return {name: (coefficients.T.to(r.dtype) @ r).squeeze(0) for name, r in rows.items()}
 
 
-def need(kind: str, ok: bool, rule: str, m: int, **got: Any) -> None:
+def need(kind: str, ok: bool, rule: str, m: int, **got: object) -> None:
     """Refuse m rows.
 
     Raises:

@@ -43,7 +43,7 @@ PARTS: dict[str, type[Value]] = {
 def from_table(registry: Mapping[str, type[Value]]) -> Callable[[Any], Any]:
     """A validator that makes a value of a table {kind, ...fields} and leaves a value as it is."""
 
-    def make(choice: Any) -> Any:
+    def make(choice: object) -> Any:
         return make_kind("prox", registry, choice, "", base=Value) if isinstance(choice, Mapping) else choice
 
     return make

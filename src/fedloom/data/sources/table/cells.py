@@ -129,7 +129,7 @@ class Problems:
         self.where, self.first = where, first
         self._cells_of: dict[tuple[str, str], tuple[str, list[Any], str]] = {}
 
-    def add(self, kind: str, column: str, what: str, cells: Sequence[Any], cure: str) -> None:
+    def add(self, kind: str, column: str, what: str, cells: Sequence[object], cure: str) -> None:
         """Cells of a column that are wrong in the same way; `what` describes the first."""
         self._cells_of.setdefault((kind, column), (what, [], cure))[1].extend(cells)
 
@@ -258,7 +258,7 @@ def is_missing(cells: Cells, missing: tuple[str, ...]) -> NDArray[np.bool_]:
     return np.array([cell is None or cell != cell or hold(cell) for cell in cells], bool)
 
 
-def shortened(cell: Any) -> str:
+def shortened(cell: object) -> str:
     """A cell as messages show it."""
     text = repr(cell)
     return text if len(text) <= 80 else f"{text[:60]}... ({len(text):,} characters)"

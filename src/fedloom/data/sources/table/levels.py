@@ -6,7 +6,6 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +20,7 @@ WHOLE = re.compile(r"([-+]?\d+)\.0+")
 """A whole number that is written with zeros behind its point."""
 
 
-def level(cell: Any) -> str:
+def level(cell: object) -> str:
     """The name of a level, the same from every kind of file: 1, 1.0, "1", "1.0" and " 1" are "1".
 
     >>> [level(cell) for cell in (1, 1.0, "1.0", " 1", "01", True, "b ")]
