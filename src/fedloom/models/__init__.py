@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fedloom.errors import unknown
 from fedloom.models.adapters import Adapters, adapted, merged
 from fedloom.models.augment import Augment

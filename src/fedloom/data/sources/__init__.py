@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 from fedloom.data.dataset import Dataset
 from fedloom.data.problems import LinearRegression, LowRank, SparseLogistic
