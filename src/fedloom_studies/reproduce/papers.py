@@ -46,28 +46,8 @@ variants and its own way to choose; **in a fair test** with equal trials for eve
 The page is generated from recorded runs; of its results only withdrawn ones are typed.
 [How claims are judged](#how-claims-are-judged).
 """
-RULES = """## How claims are judged
-
-- *Published*: the paper's own settings, its public code's variants and its own way to choose. *Fair*: every method
-  searches what its paper names as its own, in spaces of equal size, by validation data. *Near* recipes, the stated
-  protocol with what it leaves open taken alike for all methods, are in no headline.
-- A claim is judged rival by rival, on one number per rival and seed: the mean over variants of the difference in the
-  claimed direction. Differences are paired over seeds, which have equal partitions, cohorts, initial models and
-  batches. The test is a t test with Holm's correction over the rivals.
-- A claim *holds* where every rival is clearly behind, and *does not hold* where one is clearly ahead. It holds *in
-  part* where some rivals are clearly behind and none is ahead, or where a single comparison is clearly against it. A
-  claim about most rivals holds where more than half of them are clearly no better.
-- It is looked at after 5, 10 and 20 seeds, at levels of 1, 1.5 and 2.5 %, and the first look that decides counts. An
-  interval of a difference is at the level of its look, 99 % after five seeds; those in the figures are at 95 %.
-- The number beside a verdict is the difference to the rival that comes nearest to contradicting the claim, in the
-  claimed direction. *Margin* is how far the paper itself is ahead of its nearest rival.
-- *Comparable* to most rivals means not worse than them by more than the margin (one-sided).
-- *Needs a GPU* stands in place of a verdict where what was run is so much smaller than the paper that more seeds change
-  nothing. *Not measured yet*: the recipe has changed since its last result, or was never run.
-- Of several recipes that judge a claim the one at the paper's full length counts first.
-- A cell of a table is *within* when |ours - paper| <= 2 sqrt(s1^2/n1 + s2^2/n2); only where the data have the paper's
-  size. Nothing is chosen on test data, except where a published recipe does so.
-"""
+RULES = files("fedloom_studies.reproduce").joinpath("rules.md")
+"""How claims are judged, the end of the page."""
 
 
 class HeadlineClaim(Value):
@@ -150,7 +130,7 @@ def overview(recipes: Mapping[str, Recipe], summaries: Summaries, needed: Mappin
     lines += ["", "</div>", ""]
     for sheet, cells in papers:
         lines += _section(sheet, cells, recipes, summaries, needed)
-    lines += [*_corrections(papers), *_unaffordable(papers, recipes, summaries, needed), RULES]
+    lines += [*_corrections(papers), *_unaffordable(papers, recipes, summaries, needed), RULES.read_text()]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -190,10 +170,11 @@ def _section(
     if sheet.changed:
         yield from (f"Changed after a table had been seen: {sheet.changed}", "")
     of_paper = [(name, one) for name, one in recipes.items() if one.paper.title.startswith(f"{sheet.name},")]
+    yield from ("| recipe | protocol | state |", "|---|---|---|")
     for name, one in of_paper:
         summary = summaries[name]
         status = state(one, summary) if summary else not_run(one, needed.get(name))
-        yield f"- [{one.paper.title}]({FOLDER}/{name}.md): {one.paper.mode}; {status}{_verdicts(one, summary)}"
+        yield f"| [{one.paper.title}]({FOLDER}/{name}.md) | {one.paper.mode} | {status}{_verdicts(one, summary)} |"
     yield from ("", "</details>", "")
 
 
@@ -308,9 +289,10 @@ def _claim(recipe: Recipe, start: str) -> Claim | None:
 def _corrections(papers: list[tuple[Sheet, list[tuple[ClaimCell, ClaimCell]]]]) -> Iterator[str]:
     """Verdicts that were public here and have changed, with the reason."""
     yield from ("## Corrected", "", "Verdicts that stood on this page before and do not any more:", "")
+    yield from ("| claim | verdict before | reason |", "|---|---|---|")
     for sheet, _ in papers:
         for one in sheet.corrected:
-            yield f"- **{sheet.name}, {one.text}**: was *{one.was}*. {one.why}"
+            yield f"| {sheet.name}, {one.text} | {one.was} | {one.why} |"
     yield ""
 
 
