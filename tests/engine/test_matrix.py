@@ -354,38 +354,53 @@ aggregator `mean` and, except for FedProto, all channels. The compressors are {"
 Further rules:
 
 - A preset with a sampler or a weigher keeps its own, and takes the cohort size of the experiment's sampler.
+
 - `centralized` has one client: samplers, weighers, aggregators, attacks and channels are left out.
+
 - The clients' shares, `weights`, apply to every method. A sampler that draws by samples has them in its draws, so that
   the clients of its cohort count alike. FedSkip counts by the samples that a model has seen, whatever `weights` is.
+
 - With `weights = "clusters-C"` every method that has shares takes Equitable-FL's objective. Clusters are found before
   round 1, from the activations of all clients; with `"clusters-C every K"` again after every K rounds. What the server
   sums up by shares over rounds is then summed up by the new ones, and they are in its model from its next step on.
+
 - With `weights = "groups by region"` every level of that column counts the same, where all rows of a client have one
   level. A table names the column in `data.kept`.
+
 - Forged activations can win a cluster of their own in `weights` and in the weigher `equitable`: where C is given, k
   forgers have up to k/C of the model, and the honest groups share fewer clusters. Where C is sought, a client alone is
   no cluster, but two that agree are one. A median or another robust aggregator that counts clients alike reads no
   clusters.
+
 - A mixer compares directions, and a forged direction wins a place in its victim's mixture. `copies` bounds what equal
   directions count together, a robust aggregator what one of them can do in a mixture.
+
 - Robust aggregators decide on the field that carries the model. If the server keeps every client's last upload, they
   decide among the clients seen so far. If it adds up changes to rows that clients keep (SCAFFOLD's controls, FedADMM,
   FIAELT), they decide on every client's sum, and the server follows their value. Each needs a least number of rows,
   which is checked at the start.
+
 - Beside a mixer, a robust aggregator also takes the place of the weighted mean in each client's mixture. It does so in
   FedACS, FedAMP and HeurFedAMP too. If a mixture has fewer models than the rule needs, the client keeps its own last
   model.
+
 - Beside a mixer, the personal models of a method that has none are the mixtures that its clients receive.
+
 - A mixer with `share = 0` changes no bit. Any other mixture loses the theorems of a common problem: FLAME and FedSLR
   are then no longer ADMM for a sum of local problems.
+
 - An attacker forges the field that carries the model. Its other fields are those of a client that takes no step.
   `local` uploads nothing to forge: it runs as without the attack, and its figures leave the attackers out.
+
 - Channels act on the change to the model that a client received, whatever the method uploads. Compressors feed back
   what they leave out of it.
+
 - A part of the model that does not travel (personal layers) is not compressed, noised or counted.
+
 - Methods whose mathematics needs plain SGD refuse momentum and other optimisers (`[local] optimizer`):
   {named(lambda method: method.plain_sgd)}.
   {named(lambda method: method.needs_sgd and not method.plain_sgd)} take momentum, but no other optimiser.
+
 - With `delta`, `gaussian-noise` and `private-mean` refuse weighers and samplers to which clients answer without noise.
 """
 
@@ -402,7 +417,8 @@ def page() -> str:
     counts = Counter(refusal(composed(m), kind, plugin) for m, kind, plugin in (*first, *others))
     admitted, every = counts[None], counts.total()
     lines += [f"Of {every} pairs of a method and a plug-in, {admitted} run and {every - admitted} are refused.", ""]
-    lines += [f"- ({letters[r]}) {sentence} {counts[r]} pairs." for r, (_, sentence) in REASONS.items()]
+    lines += ["| | pairs | reason |", "|---|---|---|"]
+    lines += [f"| ({letters[r]}) | {counts[r]} | {sentence} |" for r, (_, sentence) in REASONS.items()]
     return "\n".join(lines) + "\n" + NOTES + "\n" + theorems()
 
 
@@ -412,11 +428,16 @@ not in the table may have a theorem too; it is not stated here.
 
 - No run checks a condition on the problem, such as convexity or L, the smoothness of the local losses. A network with
   ReLU is not smooth.
+
 - Most methods take the run's local training for a local solve, and do not check its error.
+
 - Equal shares are `weights = "uniform"`, and equal steps are `local.steps`. By default clients count by their samples
   and train for epochs, so that a default run meets neither where clients differ in size.
+
 - A gradient step is one of plain SGD, without momentum, clipping or another optimiser.
+
 - A uniform cohort is one of sampler `uniform`, of a fixed size.
+
 - "Among others" marks a theorem whose paper has further conditions.
 """
 
