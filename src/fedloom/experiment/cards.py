@@ -103,8 +103,8 @@ def theory(name: str) -> list[str]:
 
 def loses(name: str) -> tuple[str, ...]:
     """Kinds of parts that a method takes and that its theorem does not cover."""
-    made = REGISTRY[name]()
-    method = made if isinstance(made, Composition) else Composition(made)
+    algorithm = REGISTRY[name]()
+    method = algorithm if isinstance(algorithm, Composition) else Composition(algorithm)
 
     def is_taken(kind: str) -> bool:
         if kind == "weigher" and method.weigher is not None:

@@ -69,11 +69,11 @@ def _columns(path: Path) -> tuple[dict[str, Column], list[str]]:
         raise DataError(f"devices.file {path} lacks the columns {missing}; it has {has}")
     if ("start" in has) != ("end" in has):
         raise DataError(f"devices.file {path} has one of the columns start and end; give both, or none")
-    known = (*NEEDED, "latency", "start", "end", "class")
-    if twice := [name for name, count in Counter(has).items() if count > 1 and name in known]:
+    allowed = (*NEEDED, "latency", "start", "end", "class")
+    if twice := [name for name, count in Counter(has).items() if count > 1 and name in allowed]:
         raise DataError(f"devices.file {path} has the column {twice[0]} {has.count(twice[0])} times; keep one")
     columns = {"latency": np.zeros(len(table)), **dict.fromkeys(("start", "end"), np.full(len(table), math.nan))}
-    for name in known[:-1]:
+    for name in allowed[:-1]:
         if name in has:
             columns[name] = _numbers(path, name, table[name])
     classes: list[Any] = table["class"].to_pylist() if "class" in has else [None] * len(table)

@@ -16,7 +16,7 @@ from fedloom.values import Value, fields_of, make, read_toml
 
 HEAD = """\
 # What the columns mean at every site. Fill in the units, look at the levels and ranges, and sign it.
-# Columns are found by name, in any order; others are ignored. missing = true: cells may be missing, and a feature tells
+# Columns are found by name, in any order; others are ignored. missing = true: cells may be missing, and a feature has
 # where. impute = true: such cells, and levels that are not named here, are filled at each site.
 # patients, events: least rows of a site that takes part, and of each class there.
 """

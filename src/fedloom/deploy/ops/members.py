@@ -163,7 +163,7 @@ def proposed(folder: Path, change: Path) -> Proposal:
         proposal = json.loads(regular(change / CHANGE).read_bytes())
         experiment = regular(change / "experiment.toml").read_bytes()
         members, former = [Member(**m) for m in proposal["members"]], proposal["before"]
-        own = {*proposal["shared"]} - {*Shared.model_fields}
+        foreign = {*proposal["shared"]} - {*Shared.model_fields}
         settings = read_toml(folder / "site.toml", "site file") | proposal["shared"] | {"experiment": "experiment.toml"}
         new = make(Site, settings, str(change / CHANGE), fields_of(Site))
         document = document_of(experiment, change / "experiment.toml")
@@ -178,7 +178,7 @@ def proposed(folder: Path, change: Path) -> Proposal:
     wrong = [
         what
         for what, holds in {
-            f"it changes settings of the site's own ({', '.join(sorted(own))})": not own,
+            f"it changes settings of the site's own ({', '.join(sorted(foreign))})": not foreign,
             "it is no change of this site's agreement": site.fingerprint in (former, new.fingerprint),
             "the experiment file is another one": hashlib.sha256(experiment).hexdigest() == new.fingerprint,
             "the experiment file names other members": header.endswith(keys_digest(members)),

@@ -38,13 +38,13 @@ class RealVersion(Version):
         super().__init__(job, clients, state, schedule)
         clients.begin_at(self._now)
         self._longest = self._timeout = min(schedule.timeout or clients.longest, clients.longest)
-        self._there, self._unusable, self._stuck = clients.present(), set[int](), math.inf
+        self._present, self._unusable, self._stuck = clients.present(), set[int](), math.inf
         for event in [e for e in self._queue if math.isinf(e[END]) and not clients.is_asked(e[CLIENT])]:
             self._queue.remove(event)  # an earlier process of the server has asked
             self._ask(event)
 
     def _is_there(self, client: int) -> bool:
-        return client in self._there and client not in self._unusable
+        return client in self._present and client not in self._unusable
 
     def _compute(self, pairs: list[tuple[int, int]]) -> None:
         job, state = self._job, self._state
@@ -79,9 +79,9 @@ class RealVersion(Version):
         return received
 
     def _wait(self) -> None:
-        clients, before = self._clients, self._there
+        clients, before = self._clients, self._present
         outputs, failed = clients.arrived()
-        now, self._there = clients.seconds(), clients.present()
+        now, self._present = clients.seconds(), clients.present()
         for event in [e for e in self._queue[self._next :] if math.isinf(e[END])]:
             _, serial, client, number, place, start, _, _ = event
             flight = self._flights[number]
@@ -102,7 +102,7 @@ class RealVersion(Version):
             insort(self._queue, ended, lo=self._next)
         if self._next < len(self._queue) and math.isfinite(self._queue[self._next][END]):
             return
-        if self._there - before:
+        if self._present - before:
             self._left = DRAWS
             self._refill()
         if self._under_way():
