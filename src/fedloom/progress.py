@@ -224,8 +224,8 @@ def print_texts(
         if console.width - longest >= COLUMN * (len(titles) - 1):
             console.print(whole)
             return
-        for first, *others in texts:
-            line = "; ".join(f"{title}: {text}" for title, text in zip(titles[1:], others, strict=True) if text)
+        for first, *cells in texts:
+            line = "; ".join(f"{title}: {text}" for title, text in zip(titles[1:], cells, strict=True) if text)
             indented = wrap(line, console.width, initial_indent="  ", subsequent_indent="  ")
             console.print(Text("\n".join([first, *indented])), soft_wrap=True)
     else:

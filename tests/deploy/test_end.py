@@ -368,5 +368,5 @@ def test_a_round_that_cannot_be_accepted_yet_is_refused(kind: Kind, accepted: in
     client = done.clients()[0]
     before = files(client.site.state)
     status, reason = ask(client, kind, download(client), round=4, accepted=accepted)
-    assert (status, f"names round {accepted} as accepted, and asks for round 4" in reason) == ("refused", True)
+    assert (status, f"names round {accepted} as accepted, and wants round 4" in reason) == ("refused", True)
     assert files(client.site.state) == before

@@ -193,7 +193,7 @@ def shares_move(monkeypatch: pytest.MonkeyPatch) -> None:
         masses = torch.tensor(MOVED[ctx.round], dtype=torch.float64)[:, None]
         return masses / masses.sum()
 
-    monkeypatch.setattr("fedloom.engine.regroup.equal_clusters", moved)
+    monkeypatch.setattr("fedloom.engine.clients.regroup.equal_clusters", moved)
 
 
 def long(fed: Federation, method: Algorithm, weights: str, **choices: Any) -> Any:

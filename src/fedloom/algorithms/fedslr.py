@@ -31,9 +31,8 @@ settles where 3 s + 2 a < 4: s is the share of the way to the minimum that a cli
 way to the mean gradient that gamma goes, at most reach / eta_g. With a = 1/4 that holds for every s <= 1, with a = 1
 (eta_g = reach) only for s < 2/3; slow directions advance by eta_g h in a round, four times FedAvg's step.
 
-Use it for personal models with few parameters of their own and a cheap download. ``components`` are the paper's LR+S,
-S+S, S+LR, LR+LR; ``method`` its alternative GPGD (FedAvg, then the prox), which lacks gamma and has a biased limit. The
-other alternative, the prox in every local step, is LPGD.
+Use it for personal models with few parameters of their own and a cheap download. ``components`` are the paper's LR+S to
+LR+LR; ``method`` its rival GPGD (FedAvg, then the prox; a biased limit). LPGD has the prox in every local step.
 """
 
 from __future__ import annotations

@@ -140,8 +140,8 @@ class GroupSums:
                 total += torch.tensor(sums, dtype=torch.float64)
                 rows.append((client, kind, group, SAMPLES, sums[0]))
                 names = metric_names(self._task)
-                found = {name: numbers[key] for name in names if (key := _name(kind, place, name)) in numbers}
-                rows += [(client, kind, group, name, number) for name, number in found.items()]
+                figures = {name: numbers[key] for name in names if (key := _name(kind, place, name)) in numbers}
+                rows += [(client, kind, group, name, number) for name, number in figures.items()]
             yield from self._together(kind, group, total)
             yield from rows
 
@@ -163,10 +163,10 @@ class GroupSums:
         lacking = [sum(not one >> k & 1 for one in bits) for k in range(len(self.groups))]
         is_summed = [threshold - lack >= FEWEST for lack in lacking]
         for part in {*self._part}:
-            mine = [k for k, choice in enumerate(self._part) if choice == part]
-            with_rest = sum(any(not one >> k & 1 for k in mine) for one in bits)
-            if all(is_summed[k] for k in mine) and 0 < with_rest < FEWEST + len(bits) - threshold:
-                is_summed[max(mine, key=lambda k: lacking[k])] = False  # then every site may be among the rest
+            places = [k for k, choice in enumerate(self._part) if choice == part]
+            with_rest = sum(any(not one >> k & 1 for k in places) for one in bits)
+            if all(is_summed[k] for k in places) and 0 < with_rest < FEWEST + len(bits) - threshold:
+                is_summed[max(places, key=lambda k: lacking[k])] = False  # then every site may be among the rest
         return is_summed
 
     def encode(self, cells: Cells, summed: Sequence[bool]) -> Integers:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from fedloom.engine.clients.forging import forge
+from fedloom.engine.clients.regroup import regrouped
 from fedloom.engine.job import Job
-from fedloom.engine.regroup import regrouped
 from fedloom.engine.state import State
 from fedloom.engine.uploads import Uploads, weights_of
 from fedloom.errors import RunStopped, Stop, attribute_error

@@ -24,10 +24,10 @@ from fedloom.engine.check import (
     check_width,
     notes_of,
 )
+from fedloom.engine.clients.regroup import check_shares
 from fedloom.engine.job import Job, RunProblem
 from fedloom.engine.messages import Messages, first_upload, idle_upload
 from fedloom.engine.privacy import check_privacy
-from fedloom.engine.regroup import check_shares
 from fedloom.engine.setting import Engine, Setting
 from fedloom.engine.virtual.check import check_schedule
 from fedloom.errors import ConfigError, Refused, attribute_error

@@ -30,7 +30,7 @@ class BothProtocols(NamedTuple):
     Attributes:
         rounds: at equal rounds.
         gradients: at equal gradients.
-        records: at equal gradients, as they were written: what is reused has no figures of its own.
+        records: at equal gradients, as they were recorded: what is reused has no figures of its own.
         changes: of the mean from equal rounds to equal gradients, of every method whose runs are not the same, as one
             family of tests.
     """
@@ -55,13 +55,13 @@ def compare(rounds: SetupVerdict, first: Records, second: Records) -> BothProtoc
         second: all records at equal gradients.
     """
     gradients = judge(rounds.setup, with_reused(second, first))
-    written = {method: record for (name, method), record in second.items() if name == rounds.setup.name}
+    recorded = {method: record for (name, method), record in second.items() if name == rounds.setup.name}
     means = {}
     for s in gradients.standings:
         before = rounds.of(s.method)
-        if before is not None and written[s.method].status != REUSED:
+        if before is not None and recorded[s.method].status != REUSED:
             means[s.method] = differences(s.figures["mean"], before.figures["mean"])
-    return BothProtocols(rounds, gradients, written, family(means))
+    return BothProtocols(rounds, gradients, recorded, family(means))
 
 
 def changes_in_words(c: BothProtocols) -> str:

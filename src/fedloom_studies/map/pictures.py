@@ -21,7 +21,7 @@ SIGNS = {NOT_RUN: "·", NOT_APPLICABLE: "\N{EN DASH}", FAILED: "\N{MULTIPLICATIO
 def overview(verdicts: Sequence[SetupVerdict], methods: Sequence[str]) -> str:
     """Methods x setups: the colour is the gain over the better of local and FedAvg, pale where not significant.
 
-    A triangle that points up or down is a significant gain or loss, so that it can be told without colours.
+    A triangle that points up or down is a significant gain or loss, which needs no colours.
     """
     cells = []
     for j in verdicts:

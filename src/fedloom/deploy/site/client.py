@@ -171,10 +171,10 @@ class Client:
             raise Rewound(f"round {t} is over: round {behind} was accepted here")
         accepted = head.get("accepted", 0)
         if not 0 <= accepted <= t - trains:
-            raise Rewound(f"the server names round {accepted} as accepted, and asks for round {t}")
+            raise Rewound(f"the server names round {accepted} as accepted, and wants round {t}")
         scored = head.get("scored", -1)
         if scored != -1 and not behind - 1 <= scored < t:
-            raise Rewound(f"the server asks for scores of round {scored} with the training of round {t}")
+            raise Rewound(f"the server wants scores of round {scored} with the training of round {t}")
 
     def _watch_samples(self) -> None:
         """Report, or refuse by the agreement, samples that are not those of the message before.
