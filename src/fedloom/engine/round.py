@@ -73,7 +73,7 @@ def take(
         if getattr(server, "_fields", None) != state.server._fields:
             raise TypeError(f"server must return a {type(state.server).__name__}, got {type(server).__name__}")
         events += tuple(note for note in job.algorithm.remarks(server) if note not in state.notes)
-    if not all(bool(f.isfinite().all()) for f in server):
+    if not all(_is_finite(field) for field in server):
         raise RunStopped(Stop.DIVERGED, f"round {t}: the server's state is not finite", events)
     if (report := uploads.answers("sampler")) is not None:
         with attribute_error("sampler", job.setting.sampler, f"round {t}"):
@@ -84,6 +84,11 @@ def take(
         totals=state.totals + counts, uploads=state.uploads.index_add(0, cohort, torch.ones_like(cohort)),
         cohort=accepted.ids, trained=t,
     ), events  # fmt: skip
+
+
+def _is_finite(values: Tensor) -> bool:
+    """Whether all numbers are finite, in one pass."""
+    return not values.numel() or bool(torch.stack(values.aminmax()).isfinite().all())
 
 
 def sample(job: Job, clients: Clients, state: State, t: int) -> tuple[Tensor, Any, Tensor]:

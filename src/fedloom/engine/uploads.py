@@ -82,11 +82,14 @@ class MeanField(RowsField):
         if not self.parts:
             self.parts = [part.to(torch.float64, copy=True)]
         else:
+            scratch = part.new_empty(min(PIECE, len(part)), dtype=torch.float64)
             for total, piece in zip(self.parts[0].split(PIECE), part.split(PIECE), strict=True):
-                total.add_(piece)
+                total.add_(scratch[: len(piece)].copy_(piece))
 
     def finish(self, cohort: Uploads) -> Tensor:
-        return self.parts[0] / (float(cohort.masses.sum()) if self.kind.accumulates else cohort.share)
+        return _divided(
+            self.parts[0], float(cohort.masses.sum()) if self.kind.accumulates else cohort.share, cohort.job
+        )
 
 
 class KeptField(RowsField):
@@ -102,12 +105,22 @@ class KeptField(RowsField):
 
     def finish(self, cohort: Uploads) -> Tensor:
         weight = self.kind.weight
-        return self.parts[0] / (float(cohort.job.masses.sum()) if weight is None else cohort.sums[weight])
+        divisor = float(cohort.job.masses.sum()) if weight is None else cohort.sums[weight]
+        return _divided(self.parts[0], divisor, cohort.job)
 
     def weighted(self, rows: Fields) -> Tensor:
         """The field, times its weight if it has one."""
         value: Tensor = getattr(rows, self.name)
         return value if self.kind.weight is None else value * getattr(rows, self.kind.weight)
+
+
+def _divided(total: Tensor, divisor: float | Tensor, job: Job) -> Tensor:
+    """A sum in double precision over a number, in the precision of the run."""
+    quotient = torch.empty_like(total, dtype=job.oracle.dtype)
+    scratch = total[:PIECE].clone()
+    for to, piece in zip(quotient.split(PIECE), total.split(PIECE), strict=True):
+        to.copy_(torch.div(piece, divisor, out=scratch[: len(piece)]))
+    return quotient
 
 
 def fields_of(job: Job, sums: Mapping[str, Tensor] | None = None) -> dict[str, RowsField]:

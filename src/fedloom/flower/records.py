@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import math
+import warnings
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+from numpy.lib import format as npy
 from torch import Tensor, nn
 
 from fedloom.algorithms import ALGORITHMS, REGISTRY, Algorithm
@@ -23,6 +26,8 @@ from fedloom.version import __version__
 
 HEAD = "fedloom"
 """Name of the record that has the plain values of a message, and of a reply."""
+NUMPY = "numpy.ndarray"
+"""Form of an array's bytes: those of a file of numpy's."""
 WANTED = [
     name
     for name in Setting.model_fields
@@ -36,8 +41,10 @@ log = logging.getLogger("flwr").log
 
 
 def array_of(tensor: Tensor) -> Array:
-    """Write a tensor as an array."""
-    return Array(tensor.detach().cpu().contiguous().numpy())
+    """Write a tensor as Flower does, in one pass over its values."""
+    values, header = tensor.detach().cpu().contiguous().numpy(), io.BytesIO()
+    npy.write_array_header_1_0(header, npy.header_data_from_array_1_0(values))
+    return Array(str(values.dtype), values.shape, NUMPY, b"".join([header.getvalue(), values.data]))
 
 
 def arrays_of(tensors: Mapping[str, Tensor], encoded: Mapping[str, Array] = MappingProxyType({})) -> ArrayRecord:
@@ -56,8 +63,20 @@ def array_of_each(down: Any) -> dict[str, Array]:
     return {name: array_of(field) for name, field in fields.items() if field.dim() == 1}
 
 
+def tensor_of(array: Array) -> Tensor:
+    """Read an array, whose bytes the tensor shares: it must not be modified."""
+    stream = io.BytesIO(array.data)
+    if array.stype != NUMPY or npy.read_magic(stream) != (1, 0):
+        return torch.from_numpy(array.numpy())
+    shape, is_fortran, dtype = npy.read_array_header_1_0(stream)
+    values = np.frombuffer(array.data, dtype, math.prod(shape), stream.tell())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+        return torch.from_numpy(values.reshape(shape, order="F" if is_fortran else "C"))
+
+
 def tensors_of(records: RecordDict, name: str) -> dict[str, Tensor]:
-    """Read the tensors of a record; none where it is not there.
+    """Read the tensors of a record, which must not be modified; none where it is not there.
 
     Raises:
         WireError: an array is damaged.
@@ -66,7 +85,7 @@ def tensors_of(records: RecordDict, name: str) -> dict[str, Tensor]:
     if not isinstance(record, ArrayRecord):
         return {}
     try:
-        return {key: torch.from_numpy(np.require(array.numpy(), requirements="W")) for key, array in record.items()}
+        return {key: tensor_of(array) for key, array in record.items()}
     except Exception as error:  # of bytes from elsewhere
         raise WireError(f"the arrays {name!r} cannot be read: {type(error).__name__}") from error
 
@@ -150,6 +169,28 @@ def setting_of(document: str, model: nn.Module, rounds: int, **more: Any) -> Set
     entry: Any = REGISTRY[content["algorithm"]]
     algorithm = make(entry, content["options"], content["algorithm"], fields_of(entry))
     return Setting.of(algorithm, model=model, rounds=rounds, **choices)
+
+
+def state_dict_of(arrays: Any, module: nn.Module) -> dict[str, Tensor]:
+    """Read the values of a module from a record.
+
+    Raises:
+        ConfigError: they are those of another module.
+    """
+    if not isinstance(arrays, ArrayRecord):
+        got = type(arrays).__name__
+        raise ConfigError(f"initial_arrays must be an ArrayRecord, got {got}; give ArrayRecord(model.state_dict())")
+    try:
+        values, expected = dict(arrays.to_torch_state_dict()), module.state_dict()
+    except Exception as error:
+        raise ConfigError(
+            f"initial_arrays: no values of torch ({error}); give ArrayRecord(model.state_dict())"
+        ) from error
+    for name in [*expected, *values]:
+        shape, expected_shape = ([*s[name].shape] if name in s else "none" for s in (values, expected))
+        if shape != expected_shape:
+            raise ConfigError(f"initial_arrays: {name!r} has the shape {shape}, the model's has {expected_shape}")
+    return values
 
 
 def shapes_of(module: nn.Module) -> str:
