@@ -47,6 +47,16 @@ class Texts(nn.Module):
         return SimpleNamespace(logits=self.head(rows))
 
 
+class Masked(Texts):
+    """A model that in evaluation fails on a text without any position, as torch's own encoder does."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
+        """Scores."""
+        if not self.training and not bool(attention_mask.any(1).all()):
+            raise ValueError("a text has no position")
+        return super().forward(input_ids, attention_mask)
+
+
 class Pairs(nn.Module):
     """A model of two inputs by position."""
 
@@ -142,6 +152,9 @@ CASES = {
         Texts, lambda: DataLoader(Items(lambda k: texts()[k]), 2, shuffle=True, collate_fn=padded),
         nn.CrossEntropyLoss(), text_outputs,
     ),
+    "texts under a mask": Case(
+        Masked, lambda: DataLoader(Items(lambda k: texts()[k]), 2, collate_fn=padded), None, text_outputs,
+    ),
     "dicts with more entries": Case(
         lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 3)), lambda: Items(image_items),
         nn.CrossEntropyLoss(), lambda m: (m(numbers(1, 4, 4)), codes(3)), ("image", "character"),
@@ -172,6 +185,10 @@ CASES = {
     "soft labels of two classes": Case(
         lambda: nn.Linear(5, 1), lambda: (numbers(5), numbers(1).sigmoid()), nn.BCEWithLogitsLoss(),
         lambda m: (m(numbers(5)), numbers(1).sigmoid()),
+    ),
+    "whole numbers of a weighted loss": Case(
+        lambda: Squeezed(5, 1), lambda: (numbers(5).double().numpy(), codes(2).numpy()),
+        nn.BCEWithLogitsLoss(pos_weight=torch.tensor(2.0)), lambda m: (m(numbers(5)), codes(2).float()),
     ),
     "logarithms of probabilities": Case(
         lambda: nn.Sequential(nn.Linear(5, 3), nn.LogSoftmax(1)), lambda: (numbers(5), codes(3)), nn.NLLLoss(),

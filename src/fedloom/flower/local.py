@@ -52,7 +52,7 @@ class Local:
     loss: Any = None
     testset: Any = None
     valset: Any = None
-    device: str = "cpu"
+    device: str | torch.device = "cpu"
     folder: Path | str | None = None
     keys: Sequence[str] = ()
 
@@ -65,7 +65,7 @@ class Local:
         try:
             torch.zeros(1, device=self.device)
         except Exception as error:
-            raise ConfigError(f"device: {self.device!r} is not there ({str(error)[:100]}); use 'cpu'") from error
+            raise ConfigError(f"device: {str(self.device)!r} is not there ({str(error)[:100]}); use 'cpu'") from error
         sets = {"train": self.trainset, "validation": self.valset, "test": self.testset}
         parts = {part: read(part, samples, self.keys) for part, samples in sets.items() if samples is not None}
         if "train" not in parts:
@@ -133,6 +133,18 @@ class NodeProblem(NamedTuple):
     fed: Federation
     objective: Objective
 
+    def seated(self, seat: int, sizes: list[int]) -> Federation:
+        """The samples as those of one client of all; of the others only the numbers of samples are known."""
+        parts, filler = {}, self.fed.indices("train", 0)[:1]
+        for part in PARTS:
+            index = self.fed.indices(part, 0)
+            counts = torch.tensor(sizes if part == "train" else [0] * len(sizes))
+            counts[seat] = len(index)
+            pieces = [index if i == seat else filler.expand(count) for i, count in enumerate(counts.tolist())]
+            offsets = torch.cat([torch.zeros(1, dtype=torch.long), counts.cumsum(0)])
+            parts[part] = Split(torch.cat(pieces), offsets)
+        return Federation(self.fed.data, parts, tuple(map(str, range(len(sizes)))))
+
 
 def _splits(parts: Mapping[str, Any]) -> dict[str, Split]:
     """Places of the samples of every part, one part after another."""
@@ -184,7 +196,8 @@ def _is_plain(loss: nn.Module, free: Sequence[str] = ()) -> bool:
 
 def _loss_of_app(loss: Any, y: Tensor, outputs_shape: tuple[int, ...]) -> Any:
     """The loss of an app, which takes outputs and targets in the shapes that the app has them; ``y`` is one target."""
-    shape, whole, moved = y.shape, None if y.is_floating_point() else y.dtype, dict[Any, Any]()
+    is_float = y.is_floating_point() or isinstance(loss, nn.BCEWithLogitsLoss | nn.BCELoss)
+    shape, whole, moved = y.shape, None if is_float else y.dtype, dict[Any, Any]()
 
     def wrapped(outputs: Tensor, targets: Tensor) -> Tensor:
         """The loss of the node's app."""

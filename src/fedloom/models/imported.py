@@ -135,21 +135,31 @@ def _build(
 def try_out(
     module: nn.Module, shape: tuple[int, ...], outputs: int, path: str, tokens: tuple[int, bool] | None
 ) -> None:
-    """Runs two samples of zeros, or of token 1, through the module and looks at the shape that comes out.
+    """Runs two samples through the module and looks at the shape that comes out.
+
+    The samples are zeros, or ones where it fails on them, as with a mask that leaves no position, or of token 1.
 
     Raises:
         ConfigError: it fails, or the shape is not that of `ModelSpec`.
     """
     training = module.training
-    samples = torch.ones(2, *shape, dtype=torch.int64) if tokens and tokens[0] else torch.zeros(2, *shape)
+    if tokens and tokens[0]:
+        tries = [torch.ones(2, *shape, dtype=torch.int64)]
+    else:
+        tries = [torch.zeros(2, *shape), torch.ones(2, *shape)]
     wanted: tuple[int | str, ...] = (*shape, outputs) if tokens and tokens[1] else (outputs,)
-    try:
-        with torch.no_grad():
-            output = module.eval()(samples)
-    except Exception as error:
-        raise ConfigError(f"model {path!r} fails on samples of shape {shape}: {error}") from error
-    finally:
-        module.train(training)
+    output, errors = None, list[Exception]()
+    for samples in tries:
+        try:
+            with torch.no_grad():
+                output = module.eval()(samples)
+            break
+        except Exception as error:
+            errors.append(error)
+        finally:
+            module.train(training)
+    if len(errors) == len(tries):
+        raise ConfigError(f"model {path!r} fails on samples of shape {shape}: {errors[0]}") from errors[0]
     got = list(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
     if tokens and not tokens[0]:
         wanted = (got[1] if isinstance(got, list) and len(got) == 3 else "length", outputs)
