@@ -46,7 +46,8 @@ def samples(k: int, count: int = SAMPLES) -> tuple[Tensor, Tensor]:
 
 def local(context: Context) -> ff.Local:
     k = int(context.node_config["partition-id"])
-    return ff.Local(Net(), samples(k), nn.CrossEntropyLoss(), testset=samples(10 + k))
+    device = torch.device("cpu")
+    return ff.Local(Net(), samples(k), nn.CrossEntropyLoss(), testset=samples(10 + k), device=device)
 
 
 def run(app: App, name: str = "ditto", rounds: int = 3, **choices: Any) -> tuple[ff.Strategy, Any]:
@@ -276,6 +277,12 @@ def test_without_a_usable_reply_nothing_changes_and_the_run_goes_on() -> None:
     assert (strategy.state.round, strategy.state.uploads.tolist()) == (3, [2, 2, 2])
 
 
+def test_a_config_that_no_node_reads_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    strategy, start = ff.Strategy("fedavg", Net(), **CHOICES), ArrayRecord(Net().state_dict())
+    strategy.start(App(local, 2).grid, start, num_rounds=1, train_config=ConfigRecord({"lr": 0.1}))
+    assert "train_config has 'lr', which no node reads; give local={'lr': ...} to the strategy" in caplog.text
+
+
 def _trains(message: Message, t: int) -> bool:
     return message.metadata.message_type == "train" and message.content[HEAD]["round"] == t
 
@@ -361,10 +368,18 @@ def test_functions_of_an_apps_own_stay_under_a_name_and_are_refused_without_one(
     app = ClientApp()
     getattr(app, kind)("mine")(answer)
     ff.client(app)(local)
+    with pytest.raises(ConfigError, match=r"has a function of its own.*remove it, or name it"):
+        getattr(app, kind)()(answer)
+    getattr(app, kind)("second", mods=[])(answer)
     message = Message(RecordDict(), dst_node_id=100, message_type=f"{kind}.mine")
     message.metadata.__dict__["_message_id"] = "m"
     context = Context(run_id=1, node_id=100, node_config={}, state=RecordDict(), run_config={})
     assert not app(message, context).has_error()
+
+
+def test_an_app_with_a_client_fn_is_refused_in_a_sentence() -> None:
+    with pytest.raises(ConfigError, match=r"or a client_fn, for messages that fedloom answers; remove it"):
+        ff.client(ClientApp(lambda _context: None))(local)
 
 
 def with_mods(mods: list[Any]) -> App:

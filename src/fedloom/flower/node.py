@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 from torch import Tensor, nn
 
-from fedloom.data import PARTS, Federation, Split
 from fedloom.data.input_spec import InputSpec
 from fedloom.deploy.noise import released
 from fedloom.deploy.site.local_data import part_sizes
@@ -43,14 +43,14 @@ from fedloom.storage.checkpoint import save_tensors
 from fedloom.storage.files import make_folder
 from fedloom.trained.model import open_tensors, running_statistics
 
+DEFAULT = "default"
+"""Flower's name of a function without a name."""
 STATE, MODEL = "fedloom.state.", "fedloom.model"
 """Names of a node's records in Flower's ``context.state``: its rows by round, and its newest model."""
 SECURE = {"secagg_mod", "secaggplus_mod"}
 """Mods of Flower's secure aggregation."""
 KEPT_RUNS = 64
 """Runs of nodes that a process keeps ready."""
-
-
 LocalFunction = Callable[[Context], Local]
 """Makes a node's model and samples; it is called once per run and process."""
 
@@ -71,24 +71,41 @@ def client(app: ClientApp) -> Callable[[LocalFunction], LocalFunction]:
         ...     return Local(Net(), trainset, loss=nn.CrossEntropyLoss(), testset=testset)
 
     Raises:
-        ConfigError: the app has a function of its own under one of these messages.
+        ConfigError: the app has a function of its own under one of these messages, or gets one later.
     """
 
     def decorate(function: LocalFunction) -> LocalFunction:
         node = _Node(function, app)
-        try:
-            app.query()(node.answering(node.hello))
-            app.query("ask")(node.answering(node.ask))
-            app.train()(node.answering(node.train))
-            app.evaluate()(node.answering(node.evaluate))
-        except ValueError as error:
-            raise ConfigError(
-                f"@client(app): the app has a function of its own for a message that fedloom answers ({error}); remove "
-                "it, or name it, as in @app.evaluate('mine')"
-            ) from error
+        answers = {"query": {DEFAULT: node.hello, "ask": node.ask}, "train": {DEFAULT: node.train}}
+        for kind, acts in {**answers, "evaluate": {DEFAULT: node.evaluate}}.items():
+            for action, act in acts.items():
+                try:
+                    getattr(app, kind)(action)(node.answering(act))
+                except ValueError as error:
+                    raise _taken(kind) from error
+            setattr(app, kind, _keeping(kind, getattr(app, kind), acts))
         return function
 
     return decorate
+
+
+def _keeping(kind: str, register: Callable[..., Any], actions: Collection[str]) -> Callable[..., Any]:
+    """An app's decorator of functions that leaves those of fedloom in place."""
+
+    @wraps(register)
+    def keeping(action: str = DEFAULT, **options: Any) -> Any:
+        if action in actions:
+            raise _taken(kind)
+        return register(action, **options)
+
+    return keeping
+
+
+def _taken(kind: str) -> ConfigError:
+    return ConfigError(
+        f"@client(app): the app has a function of its own under @app.{kind}(), or a client_fn, for messages that "
+        f"fedloom answers; remove it, or name it, as in @app.{kind}('mine')"
+    )
 
 
 def personal_model(context: Context) -> dict[str, Tensor]:
@@ -105,7 +122,7 @@ def personal_model(context: Context) -> dict[str, Tensor]:
     state = tensors_of(context.state, MODEL)
     if not state:
         raise ConfigError("this node has no model yet: it gets one when the strategy evaluates")
-    return state
+    return {name: values.clone() for name, values in state.items()}
 
 
 @dataclass
@@ -132,7 +149,7 @@ class _Node:
         def handler(message: Message, context: Context) -> Message:
             if HEAD not in message.content:
                 reason = (
-                    "this node runs fedloom.flower, and the message is of another strategy; use fedloom.flower.Strategy"
+                    "this node runs fedloom.flower, the message is of another strategy; use fedloom.flower.Strategy"
                 )
                 return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
             try:
@@ -141,8 +158,8 @@ class _Node:
             except Exception as error:
                 sentence = str(error) if isinstance(error, FedloomError) else f"{type(error).__name__}: {error}"
                 sys.stderr.write(f"fedloom: node {context.node_id}: {sentence}\n")
-                lost = isinstance(error, _Lost)
-                return Message(RecordDict({HEAD: head(error=sentence, lost=lost)}), reply_to=message)
+                reply = head(error=sentence, lost=isinstance(error, _Lost))
+                return Message(RecordDict({HEAD: reply}), reply_to=message)
 
         return handler
 
@@ -202,14 +219,13 @@ class _Node:
             model = down[0].reshape(-1)
         everyone = None if down is None else type(down)(*[f.expand(job.n, -1) if f.dim() > 1 else f for f in down])
         scores = score_chunk(job, everyone, model, ScoreTask(t, ids, ids, common=False))
-        part = job.setting.evaluate.select_on
-        if {("global", part), ("personal", part)} <= set(scores):
+        if {("global", part := job.setting.evaluate.select_on), ("personal", part)} <= set(scores):
             scores |= hybrid_scores(scores, part)
         row = model if everyone is None else personal_models(job, everyone, t, ids)[0]
         if row is not None:
-            model_state = _state_dict(self._run(context).local.model, job, row, ids)
+            local = self._run(context).local
+            folder, model_state = local.folder, _state_dict(local.model, job, row, ids)
             context.state[MODEL] = arrays_of(model_state)
-            folder = self._run(context).local.folder
             if folder is not None:
                 about = {"kind": "personal" if job.has_personal else "global", "round": t, "run": context.run_id}
                 path = Path(folder) / f"{context.node_id}.safetensors"
@@ -248,13 +264,12 @@ class _Node:
         check_alike(run.shapes, values["parameters"])
         key = (seat, values["document"], *values["sizes"])
         if start or run.key != key:
-            engine = {"device": run.local.device, "workers": 1, "chunk": 1}
             model, objective = run.problem.model, run.problem.objective
             setting = setting_of(values["document"], model, values["rounds"], task=objective)
-            setting = setting.with_(engine=setting.engine.with_(**engine))
+            setting = setting.with_(engine=setting.engine.with_(device=str(run.local.device), workers=1, chunk=1))
             initial = start.get("start")
             replay = Replay() if initial is None else Replay(initial=initial)
-            job, run.server = make_job(setting, _seated(run.problem.fed, seat, values["sizes"]), replay=replay)
+            job, run.server = make_job(setting, run.problem.seated(seat, values["sizes"]), replay=replay)
             run.job = replace(job, setting=job.setting.with_(channel=released(job.setting.channel)))
             run.key = key
         assert run.job is not None
@@ -319,19 +334,6 @@ class _Lost(FedloomError):
 
 def _rows_file(folder: Path | str, context: Context) -> Path:
     return Path(folder) / f"{context.node_id}.rows.safetensors"
-
-
-def _seated(fed: Federation, seat: int, sizes: list[int]) -> Federation:
-    """The node's samples as those of one client of all; of the others only the numbers of samples are known."""
-    parts, filler = {}, fed.indices("train", 0)[:1]
-    for part in PARTS:
-        index = fed.indices(part, 0)
-        counts = torch.tensor(sizes if part == "train" else [0] * len(sizes))
-        counts[seat] = len(index)
-        pieces = [index if i == seat else filler.expand(count) for i, count in enumerate(counts.tolist())]
-        offsets = torch.cat([torch.zeros(1, dtype=torch.long), counts.cumsum(0)])
-        parts[part] = Split(torch.cat(pieces), offsets)
-    return Federation(fed.data, parts, tuple(map(str, range(len(sizes)))))
 
 
 def _state_dict(model: nn.Module, job: Job, row: Tensor, ids: Tensor) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 from flwr.serverapp.strategy import Strategy as FlowerStrategy
-from torch import Tensor, nn
+from torch import nn
 
 from fedloom.algorithms import upload_fields
 from fedloom.choose.shares import by_clusters, column_of_shares
@@ -33,14 +33,7 @@ from fedloom.engine.state import State, initial_state
 from fedloom.errors import ConfigError, Refused, RunStopped
 from fedloom.flower.clients import FlowerClients, Members, Remembering
 from fedloom.flower.members import SavedRun, introductions, read_run, write_run
-from fedloom.flower.records import (
-    WANTED,
-    document_of,
-    log,
-    resolved_document,
-    setting_of,
-    shapes_of,
-)
+from fedloom.flower.records import WANTED, document_of, log, resolved_document, setting_of, shapes_of, state_dict_of
 from fedloom.flower.samples import Signature, adapted
 from fedloom.local import Nothing
 from fedloom.local.rows import Fields
@@ -113,9 +106,18 @@ class Strategy(FlowerStrategy):
     ) -> Result:
         """Run the rounds, or those that an interrupted run has left; see ``flwr.serverapp.strategy.Strategy.start``.
 
+        Local training follows the strategy's ``local``; the configs go along, and no function of fedloom reads them.
+
         Raises:
             ConfigError: too few nodes are there and fit, or the folder has another run.
         """
+        if train_config:
+            keys = ", ".join(map(repr, train_config))
+            log(
+                WARNING,
+                "fedloom: train_config has %s, which no node reads; give local={'lr': ...} to the strategy",
+                keys,
+            )
         self._rounds, self._timeout = num_rounds, timeout
         self._setting(num_rounds)
         self._clients = self._job = None
@@ -140,9 +142,7 @@ class Strategy(FlowerStrategy):
         """Draw the cohort of the next round, and make its messages."""
         if self._clients is None:
             self._begin(arrays, grid)
-        assert self._clients is not None
-        assert self._job is not None
-        assert self.state is not None
+        clients, job, state = self._running
         server_round += self._before
         self._look(grid)
         sent: list[Message] = []
@@ -154,38 +154,36 @@ class Strategy(FlowerStrategy):
             sent.extend(messages)
             raise _Configured
 
-        self._answers = Remembering(self._clients.through(note))
+        self._answers = Remembering(clients.through(note))
         try:
-            run_round(self._job, self._answers, self.state)
+            run_round(job, self._answers, state)
         except _Configured:
             pass
         except RunStopped as error:
             log(WARNING, "fedloom: %s", error)
         for message in sent:
             message.content["config"] = ConfigRecord({**config, "server-round": server_round})
-        log(INFO, "configure_train: %s nodes (out of %s)", len(sent), self._job.n)
+        log(INFO, "configure_train: %s nodes (out of %s)", len(sent), job.n)
         return sent
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Aggregate the usable replies; without enough of them nothing changes."""
-        assert self._clients is not None
-        assert self._job is not None
-        assert self.state is not None
+        clients, job, before = self._running
         arrived = list(replies)
-        clients = self._answers.replaying(self._clients.through(lambda _messages: arrived))
+        replaying = self._answers.replaying(clients.through(lambda _messages: arrived))
         try:
-            state, events = run_round(self._job, clients, self.state)
+            state, events = run_round(job, replaying, before)
         except RunStopped as error:
-            log(WARNING, "fedloom: round %s changes nothing: %s", server_round + self._before, error)
-            self.state = self.state.with_(round=self.state.round + 1)
+            log(WARNING, "fedloom: nothing changes in %s", error.detail)
+            self.state = before.with_(round=before.round + 1)
             self._save()
             return None, None
         for event in events:
             log(INFO, "fedloom: %s", event)
-        before, self.state = self.state, state.with_(notes=(*state.notes, *events))
-        self._clients.accepted[state.cohort] = state.round
+        self.state = state.with_(notes=(*state.notes, *events))
+        clients.accepted[state.cohort] = state.round
         self._save()
         counts = (state.totals - before.totals).tolist()
         metrics = MetricRecord({"accepted": len(state.cohort), "dropped": counts[-1], "samples-backward": counts[0]})
@@ -253,7 +251,7 @@ class Strategy(FlowerStrategy):
 
     def _begin(self, arrays: ArrayRecord, grid: Grid) -> State:
         """Find the nodes of the run, make the job of their samples, and return the state that it begins with."""
-        self._model.load_state_dict(_state_dict(arrays, self._model))
+        self._model.load_state_dict(state_dict_of(arrays, self._model))
         parameters = shapes_of(self._model)
         saved = None if self._folder is None else read_run(self._folder)
         members, schema, signature = self._greet(grid, parameters, saved)
@@ -283,20 +281,27 @@ class Strategy(FlowerStrategy):
             log(INFO, "fedloom: %s", note)
         return self.state
 
+    @property
+    def _running(self) -> tuple[FlowerClients, Job, State]:
+        """The clients, the job and the state of a run that has begun."""
+        assert self._clients is not None
+        assert self._job is not None
+        assert self.state is not None
+        return self._clients, self._job, self.state
+
     def _look(self, grid: Grid) -> None:
         """Look which nodes of the run are there now."""
-        assert self._clients is not None
-        here, before = set(grid.get_node_ids()), self._clients.reachable
-        self._clients.reachable = {node for node in self._members if node in here}
+        clients = self._running[0]
+        here, before = set(grid.get_node_ids()), clients.reachable
+        clients.reachable = {node for node in self._members if node in here}
         for node in sorted(before - here):
             log(WARNING, "fedloom: node %s has left; the run continues without it until it is back", node)
 
     def _save(self) -> None:
         """Write a checkpoint, if the run has a folder."""
-        assert self._clients is not None
-        assert self.state is not None
+        clients, _, state = self._running
         if self._folder is not None:
-            self._checkpoints.save(self.state, accepted=self._clients.accepted.tolist())
+            self._checkpoints.save(state, accepted=clients.accepted.tolist())
 
     def _greet(self, grid: Grid, parameters: str, saved: SavedRun | None) -> tuple[Members, InputSpec, Signature]:
         """The nodes of the run in the order of their numbers, and what their samples are.
@@ -323,37 +328,14 @@ class Strategy(FlowerStrategy):
 
     def _arrays(self) -> ArrayRecord | None:
         """The global model as a state dict of the module; None where the method has none."""
-        assert self._job is not None
-        assert self.state is not None
-        row = self._job.algorithm.global_model(self.state.server)
+        _, job, state = self._running
+        row = job.algorithm.global_model(state.server)
         if row is None:
             return None
-        state = dict(self._model.state_dict())
-        state |= {name: value.to(state[name]) for name, value in self._job.oracle.layout.tree(row).items()}
-        return ArrayRecord(state)
+        values = dict(self._model.state_dict())
+        values |= {name: value.to(values[name]) for name, value in job.oracle.layout.tree(row).items()}
+        return ArrayRecord(values)
 
 
 class _Configured(Exception):
     """The messages of a round are made; its replies come later."""
-
-
-def _state_dict(arrays: Any, module: nn.Module) -> dict[str, Tensor]:
-    """The values of a module from a record.
-
-    Raises:
-        ConfigError: they are those of another module.
-    """
-    if not isinstance(arrays, ArrayRecord):
-        got = type(arrays).__name__
-        raise ConfigError(f"initial_arrays must be an ArrayRecord, got {got}; give ArrayRecord(model.state_dict())")
-    try:
-        values, expected = dict(arrays.to_torch_state_dict()), module.state_dict()
-    except Exception as error:
-        raise ConfigError(
-            f"initial_arrays: no values of torch ({error}); give ArrayRecord(model.state_dict())"
-        ) from error
-    for name in [*expected, *values]:
-        shape, expected_shape = ([*s[name].shape] if name in s else "none" for s in (values, expected))
-        if shape != expected_shape:
-            raise ConfigError(f"initial_arrays: {name!r} has the shape {shape}, the model's has {expected_shape}")
-    return values
