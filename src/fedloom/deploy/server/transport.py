@@ -3,6 +3,9 @@
 A message goes to a site with its own nonce and an explicit time to live. A round of messages closes when all are
 answered, or at the soft deadline if there are enough replies that count; with these, the server does not wait for a
 mute node (`fedloom.deploy.server.presence`). A greeting that is answered after its deadline still counts.
+
+Flower's `Grid.send_and_receive` (1.41) does not do here: it waits for every node or its time-out, looks every three
+seconds, drops replies that come later, and puts together a reply of any length.
 """
 
 from __future__ import annotations
