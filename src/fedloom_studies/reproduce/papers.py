@@ -234,7 +234,7 @@ def _together(cells: Iterable[ClaimCell]) -> str:
     words = [cell.word for cell in cells]
     decided = [word for word in words if word in (looks.HOLDS, looks.PARTLY, looks.FAILS)]
     if not decided:
-        word = UNMEASURED if UNMEASURED in words else GPU if GPU in words else NOWHERE
+        word = next((word for word in (UNMEASURED, looks.OPEN, GPU) if word in words), NOWHERE)
         return f"![]({FOLDER}/{marks.of(word)}.svg) {word}"
     kinds = set(decided)
     word = looks.HOLDS if kinds == {looks.HOLDS} else looks.FAILS if kinds == {looks.FAILS} else "partly"
