@@ -123,7 +123,7 @@ def test_csv_is_written_and_lines_are_shown_in_one_place() -> None:
         assert {name for name, file in MODULES.items() if call in file.read_text()} <= {home}, call
 
 
-SHOWN = ("report/", "comparison/", "tune/", "experiment/", "cli/", "progress.py", f"{STUDIES.name}/")
+SHOWN = ("report/", "comparison/", "tune/", "experiment/", "cli/", "progress.py", "printing.py", f"{STUDIES.name}/")
 """Rooms whose numbers are for people; elsewhere numbers are parts of refusals."""
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fedloom.lazy import getter
+from fedloom.imports import getter
 from fedloom.version import __version__
 
 if TYPE_CHECKING:

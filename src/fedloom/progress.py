@@ -1,29 +1,20 @@
-"""Show a running experiment on standard error, as bars or as lines, and print tables on standard output."""
+"""Show a running experiment: as bars in a terminal, as a line in a notebook, else as plain lines on standard error."""
 
 from __future__ import annotations
 
 import math
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from textwrap import wrap
+from html import escape
 from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
-from rich.box import SIMPLE_HEAD
-from rich.cells import cell_len
 from rich.console import Console
-from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.table import Table
-from rich.text import Text
 
-from fedloom.errors import printable
-from fedloom.formats import DASH, duration, option, pair, significant
+from fedloom.formats import duration, significant
 from fedloom.metrics import METRICS, leading
-from fedloom.report.naming import figure
-from fedloom.report.tables import column_of, headline, measured
 
 if TYPE_CHECKING:
     from fedloom.experiment import Plan
@@ -31,10 +22,8 @@ if TYPE_CHECKING:
 
 SECONDS_PER_LINE = 5.0
 """Time between two plain lines of one run."""
-COLUMN = 12
-"""Characters that a folded column has at least."""
-UNFOLDED = 100_000
-"""Characters of a line that no table reaches."""
+NOTEBOOK = 0.2
+"""Seconds between two looks of a notebook's line."""
 
 
 @contextmanager
@@ -55,6 +44,11 @@ def counted(rounds: int | Mapping[str, int]) -> Iterator[Listener]:
         rounds: of all runs together, or of the runs of every label.
     """
     runs, console = _Runs(rounds), Console(stderr=True)
+    if (display := notebook_display()) is not None:
+        line = _NotebookLine(runs, display)
+        yield line
+        line.end()
+        return
     if not console.is_terminal:
         yield _Lines(runs)
         return
@@ -87,6 +81,12 @@ def counted(rounds: int | Mapping[str, int]) -> Iterator[Listener]:
             bars.update(everything, completed=sum(runs.done.values()), line=line_of_all)
 
         yield hear
+
+
+def notebook_display() -> Any:
+    """Return what shows a value in the notebook that this process is the kernel of; None elsewhere."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    return sys.modules["IPython"].display.display if hasattr(shell, "kernel") else None
 
 
 class _Runs:
@@ -178,6 +178,58 @@ class _Lines:
         sys.stderr.flush()
 
 
+class Line:
+    """What a notebook shows in place of itself: HTML, or plain text where a reader has no HTML."""
+
+    def __init__(self, markup: str, text: str) -> None:
+        self._markup, self._text = markup, text
+
+    def _repr_html_(self) -> str:
+        return self._markup
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+class _NotebookLine:
+    """A bar with the run at work behind it, drawn again in its place; at the end, how many runs took how long."""
+
+    def __init__(self, runs: _Runs, display: Callable[..., Any]) -> None:
+        self._runs, self._display = runs, display
+        self._began, self._last = time.monotonic(), -math.inf
+        self._handle: Any = None
+
+    def __call__(self, event: Event) -> None:
+        if not self._runs.take(event):
+            return
+        if event.diverged:
+            self._display(Line(escape(f"{_name(event)}: {event.diverged}"), f"{_name(event)}: {event.diverged}"))
+        now = time.monotonic()
+        if now - self._last < NOTEBOOK:
+            return
+        self._last, left = now, self._runs.left()
+        done, total = sum(self._runs.done.values()), sum(self._runs.rounds.values())
+        words = [
+            f"{_name(event)}, round {event.round}/{event.rounds}",
+            self._runs.figures.get((event.label, event.seed), ""),
+        ]
+        words += [] if left is None else [f"about {duration(left / 60)} left"]
+        text = f"{done}/{total} rounds: {', '.join(filter(None, words))}"
+        self._show(Line(f'<progress value="{done}" max="{total}"></progress> {escape(text)}', text))
+
+    def end(self) -> None:
+        """Put the sum in the place of the bar."""
+        count = len(self._runs.done)
+        text = f"{count} run{'' if count == 1 else 's'} in {duration((time.monotonic() - self._began) / 60)}"
+        self._show(Line(escape(text), text))
+
+    def _show(self, line: Line) -> None:
+        if self._handle is None:
+            self._handle = self._display(line, display_id=True)
+        else:
+            self._handle.update(line)
+
+
 def _name(event: Event) -> str:
     return f"{event.label}, seed {event.seed}"
 
@@ -196,104 +248,3 @@ def _latest(event: Event) -> str:
             ]
             return f"{model} validation {', '.join(texts)}"
     return ""
-
-
-def print_texts(
-    titles: Sequence[str], rows: Iterable[Iterable[str]], *, right: Collection[str] = (), width: int = 160,
-    names: bool = False,
-) -> None:  # fmt: skip
-    """Texts in columns. Numbers are never folded: what does not fit follows below, beside the first columns again.
-
-    Args:
-        titles: of the columns.
-        rows: a text for each column.
-        right: titles of the columns that are aligned to the right.
-        width: characters of a line where the output is no terminal.
-        names: the first column has names that people copy; they are never folded. Where they leave no room for the
-            other columns, these stand below each name.
-    """
-    texts = [[printable(text) for text in row] for row in rows]
-    console = Console()
-    if not console.is_terminal:
-        console.width = width
-    whole = _columns(titles, texts, range(len(titles)), right, names)
-    if _width(console, whole) <= console.width or not texts:
-        console.print(whole)
-    elif names:
-        longest = max(len(row[0]) for row in texts)
-        if console.width - longest >= COLUMN * (len(titles) - 1):
-            console.print(whole)
-            return
-        for first, *cells in texts:
-            line = "; ".join(f"{title}: {text}" for title, text in zip(titles[1:], cells, strict=True) if text)
-            indented = wrap(line, console.width, initial_indent="  ", subsequent_indent="  ")
-            console.print(Text("\n".join([first, *indented])), soft_wrap=True)
-    else:
-        lead = next((place for place, title in enumerate(titles) if title in right), 1) or 1
-        places = list(range(lead))
-        for place in range(lead, len(titles)):
-            wider = _columns(titles, texts, [*places, place], right)
-            if len(places) > lead and _width(console, wider) > console.width:
-                console.print(_columns(titles, texts, places, right))
-                places = list(range(lead))
-            places.append(place)
-        console.print(_columns(titles, texts, places, right))
-
-
-def _columns(
-    titles: Sequence[str], rows: Sequence[Sequence[str]], places: Sequence[int], right: Collection[str],
-    names: bool = False,
-) -> Table:  # fmt: skip
-    """The table of some columns."""
-    shown = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for place in places:
-        kept, justify = names and place == 0, "right" if titles[place] in right else "left"
-        longest = max((cell_len(row[place]) for row in rows), default=0) if kept else None
-        shown.add_column(titles[place], justify=justify, overflow="fold", no_wrap=kept, min_width=longest)  # type: ignore[arg-type]
-    for row in rows:
-        shown.add_row(*(Text(row[place]) for place in places))
-    return shown
-
-
-def _width(console: Console, table: Table) -> int:
-    """Characters of a table's line with nothing folded."""
-    return Measurement.get(console, console.options.update(max_width=UNFOLDED), table).maximum
-
-
-def print_results(table: pa.Table) -> None:
-    """The result table of a run: mean over seeds with 95 % confidence interval, and the work it took."""
-    lead = leading(table.column_names)
-    figures = {name: figure(name).title for name in headline(lead) if column_of(name) in table.column_names}
-    figures |= {lead: f"test {lead}"} if lead in figures else {}
-    titles = ("method", "model", "seeds", *map(_lower_first, figures.values()), "status")
-    rows = [
-        (
-            row["method"], row["model"], str(row["seeds"]),
-            *(_figure(name, row[column_of(name)], row[f"{column_of(name)}_ci95"]) for name in figures), row["status"],
-        )
-        for row in table.to_pylist()
-    ]  # fmt: skip
-    print_texts(titles, rows, right=titles[2:-1])
-
-
-def print_rows(rows: Sequence[Mapping[str, object]], first: Sequence[str] = (), *, width: int = 200) -> None:
-    """Rows of any keys, numbers with four digits.
-
-    Args:
-        rows: the columns are the keys of all, in the order in which they come.
-        first: columns that come before them.
-        width: characters of a line where the output is no terminal.
-    """
-    columns = list(dict.fromkeys([*first, *(name for row in rows for name in row)]))
-    numbers = [name for name in columns if any(isinstance(row.get(name), int | float) for row in rows)]
-    cells = [[DASH if row.get(name) is None else option(row[name]) for name in columns] for row in rows]
-    print_texts(columns, cells, right=numbers, width=width)
-
-
-def _figure(name: str, mean: float | None, half: float | None) -> str:
-    return pair(*measured(name, math.nan if mean is None else mean, math.nan if half is None else half))
-
-
-def _lower_first(title: str) -> str:
-    """A title within a line; units and abbreviations as they are."""
-    return title if title[1:2].isupper() else title[:1].lower() + title[1:]

@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 import fedloom
 from fedloom import __version__
 from fedloom.cli import app
-from fedloom.progress import print_texts
+from fedloom.printing import print_texts
 from tests.commands import call, in_a_fork
 
 RUNNER = CliRunner()

@@ -130,7 +130,13 @@ def test_what_it_gives(whole: Any, tmp_path: Path) -> None:
     assert (tmp_path / "page" / "pairs.csv").exists()
     drawn = whole.plot().to_dict()
     assert {len(rows) for rows in drawn["datasets"].values()} == {5, 25}
-    assert "<table>" in whole._repr_html_()
+    shown = whole._repr_html_()
+    assert "<table>" in shown
+    assert "<svg" in shown
+    bundle = whole.plot().properties(width=200)._repr_mimebundle_()
+    assert next(iter(bundle)).startswith("application/vnd.vegalite.v")
+    assert "<svg" in bundle["image/svg+xml"]
+    assert "text/html" not in bundle  # Altair's page fetches its scripts
     assert repr(whole).count("\n") == 5
     assert len(fl.open_run(whole.folder)) == 20
 

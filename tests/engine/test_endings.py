@@ -7,6 +7,7 @@ import math
 import re
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -356,6 +357,35 @@ def test_figures_of_an_earlier_evaluation_carry_their_round(
         "a, seed 0: round 5/20, global validation loss 0.5, accuracy 0.81",
         "a, seed 0: round 7/20, global validation loss 0.5, accuracy 0.81 (round 5)",
     ]
+
+
+def test_a_notebook_has_one_line_that_changes_and_ends_as_a_sum(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cells: list[Any] = []
+
+    class Cell:
+        """The place of an output."""
+
+        def __init__(self, line: Any, display_id: bool = False) -> None:
+            cells.append(line)
+            self.place = len(cells) - 1
+
+        def update(self, line: Any) -> None:
+            cells[self.place] = line
+
+    monkeypatch.setattr("fedloom.progress.notebook_display", lambda: Cell)
+    monkeypatch.setattr("fedloom.progress.NOTEBOOK", 0.0)
+    with counted({"a<b": 20, "b": 10}) as hear:
+        hear(Event("a<b", 0, 20, 5, FIGURES))
+        assert len(cells) == 1
+        assert repr(cells[0]) == "5/30 rounds: a<b, seed 0, round 5/20, global validation loss 0.5, accuracy 0.81"
+        assert '<progress value="5" max="30">' in cells[0]._repr_html_()
+        assert "a&lt;b, seed 0" in cells[0]._repr_html_()
+        hear(Event("a<b", 0, 20, 20))
+        hear(Event("b", 0, 10, 7, diverged="round 7: the training loss"))
+    assert [repr(cell).partition(" in ")[0] for cell in cells] == ["2 runs", "b, seed 0: round 7: the training loss"]
+    assert capsys.readouterr() == ("", "")
 
 
 def test_time_left_counts_every_run_at_its_own_pace(

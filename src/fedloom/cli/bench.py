@@ -63,8 +63,8 @@ def bench(
         from fedloom.errors import ConfigError
         from fedloom.experiment import read
         from fedloom.experiment.measure.bench import Bench
+        from fedloom.printing import print_rows
         from fedloom.processes.costs import Link, Place
-        from fedloom.progress import print_rows
 
         elsewhere = {"--machines": machines, "--rate": rate, "--trip": trip, "--clients": clients, "--cohort": cohort}
         unread: dict[str, Any] = {"--workers": workers, "--oracle": oracle} if ranks else elsewhere

@@ -45,7 +45,7 @@ def cox(
         from fedloom.data.site_rows import survival_rows
         from fedloom.errors import ConfigError
         from fedloom.experiment import read
-        from fedloom.progress import print_rows
+        from fedloom.printing import print_rows
         from fedloom.tasks.cox import SurvivalSite, fit_cox
         from fedloom.tasks.secure_cox import agreement_on, fit_secure_cox
 

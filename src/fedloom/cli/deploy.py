@@ -186,7 +186,7 @@ def local(
             raise typer.Exit(130) from None
         rows = deployment.table()
         if rows:
-            from fedloom.progress import print_rows
+            from fedloom.printing import print_rows
 
             print_rows(rows, ("site", "model", "round"), width=WIDE)
         else:  # no site's own scores reach the server: their means, or that there are none
@@ -216,7 +216,7 @@ def status(
         import json
 
         from fedloom.deploy.ops.status import lines, server_of, status_of, table
-        from fedloom.progress import print_rows
+        from fedloom.printing import print_rows
 
         shown = status_of(server_of(folder))
         if as_json:

@@ -85,7 +85,7 @@ def evaluate(
         from fedloom.data.new_rows import new_rows as taken
         from fedloom.deploy.site.models import importances, new_rows, used
         from fedloom.errors import ConfigError
-        from fedloom.progress import print_rows
+        from fedloom.printing import print_rows
         from fedloom.trained.predictions import OWN_SCALE, Evaluated, alone
 
         if importance is (rows is not None):

@@ -29,7 +29,7 @@ def glm(
         from fedloom.data.site_rows import rows_by_site
         from fedloom.errors import ConfigError
         from fedloom.experiment import read
-        from fedloom.progress import print_rows
+        from fedloom.printing import print_rows
         from fedloom.tasks.glm import GlmSite, fit_glm
 
         rows = rows_by_site(read(file).source, data_dir, centre=0.0, unit=1.0)

@@ -54,7 +54,7 @@ def models_command(run: RunArgument) -> None:
     """
     with errors():
         from fedloom.experiment import listed, open_run
-        from fedloom.progress import print_rows
+        from fedloom.printing import print_rows
 
         print_rows(listed(open_run(run)))
 
@@ -78,7 +78,7 @@ def evaluate(
     """
     with errors():
         from fedloom.experiment import open_run
-        from fedloom.progress import print_rows
+        from fedloom.printing import print_rows
 
         opened = open_run(run, trust=trust)
         fresh = opened.read(data, data_dir)
@@ -164,7 +164,7 @@ def adapt(
     """
     with errors():
         from fedloom.experiment import open_run
-        from fedloom.progress import print_rows
+        from fedloom.printing import print_rows
         from fedloom.rundir import file_name
 
         opened = open_run(run, trust=trust)

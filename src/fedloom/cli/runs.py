@@ -114,7 +114,7 @@ def run(
 def _preview(plan: Plan) -> None:
     """What a run would do, on standard output."""
     from fedloom.experiment.measure.bench import estimates, minutes
-    from fedloom.progress import print_rows
+    from fedloom.printing import print_rows
 
     head, fed = plan.experiment.head, plan.federations[plan.experiment.head.seeds[0]]
     methods, seeds = len(plan.experiment.methods), len(head.seeds)
@@ -155,7 +155,7 @@ def _preview(plan: Plan) -> None:
 
 def _print_table(out: Path) -> None:
     from fedloom import report
-    from fedloom.progress import print_results
+    from fedloom.printing import print_results
 
     if (out / "metrics.parquet").exists():
         print_results(report.result_table(out))

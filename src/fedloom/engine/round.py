@@ -31,9 +31,8 @@ def run_round(job: Job, clients: Clients, state: State) -> tuple[State, tuple[st
     cohort, times = drawn.unique(return_counts=True)
     order = longest_first(job, cohort)
     cohort, shares = cohort[order], times[order, None].double()
-    ctx = job.ctx(t, cohort)
     if not job.setting.weigher.probes:
-        shares = shares * weights_of(job, state.weigher, None, ctx)[0]
+        shares = shares * weights_of(job, state.weigher, None, job.ctx(t, cohort))[0]
     for store in job.stores.values():
         store.touch(cohort)
     if job.mixes:

@@ -57,3 +57,8 @@ STATISTICS = {
     "common": "Common test set",
 }
 """Titles of statistics over clients, and of other places to measure."""
+
+
+def within_line(title: str) -> str:
+    """A title that does not begin a line: in small letters, but for units and abbreviations."""
+    return title if title[1:2].isupper() else title[:1].lower() + title[1:]

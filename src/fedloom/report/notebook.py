@@ -64,6 +64,11 @@ def page(table: pa.Table, title: str) -> str:
     return "\n".join(parts)
 
 
+def drawn(chart: LayerChart) -> str:
+    """A chart as an inline SVG."""
+    return f"<p>{look.svg(chart.to_dict())}</p>"
+
+
 def comparison_chart(estimates: Mapping[str, Estimate], name: str) -> LayerChart:
     """The mean of every method with its 95 % interval over seeds, and every seed as a dot, the best on top.
 

@@ -66,7 +66,8 @@ def map_command(
     if space is not None and len(method or ()) != 1:
         raise typer.BadParameter("--space needs one --method")
     with errors():
-        from fedloom.progress import counted, print_rows
+        from fedloom.printing import print_rows
+        from fedloom.progress import counted
         from fedloom.values import choose
         from fedloom_studies.appendices import write_pages
         from fedloom_studies.map.judge import judge

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fedloom.cli import say
-from fedloom.progress import print_texts
+from fedloom.printing import print_texts
 from fedloom_studies.reproduce import judge
 from fedloom_studies.reproduce.cells import cells
 from fedloom_studies.reproduce.figures import unit

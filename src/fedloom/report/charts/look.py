@@ -100,10 +100,24 @@ def svg_for_pages(spec: Spec) -> str:
 
 
 def notebook(spec: Spec) -> alt.Chart | alt.LayerChart | alt.FacetChart | alt.VConcatChart:
-    """A chart for a notebook, which a reader can change with Altair; the look is the notebook's."""
+    """A chart for a notebook, which a reader can change with Altair.
+
+    It is shown by the notebook's own Vega-Lite where there is one, else as an SVG: nothing is fetched. The look of the
+    first is the notebook's.
+    """
     import altair as alt  # slow to import, needed in notebooks
 
     chart: alt.Chart | alt.LayerChart | alt.FacetChart | alt.VConcatChart = alt.Chart.from_dict(spec)
+    vega = f"application/vnd.vegalite.{alt.SCHEMA_VERSION.partition('.')[0]}+json"
+
+    def bundle(shown: Any, *_: Any, **__: Any) -> Spec:
+        """What a notebook chooses from, richest first."""
+        drawn = shown.to_dict()
+        return {vega: drawn, "image/svg+xml": svg(drawn), "text/plain": repr(shown)}
+
+    kind = type(chart)
+    shown_by = type(kind.__name__, (kind,), {"_repr_mimebundle_": bundle, "__module__": kind.__module__})
+    object.__setattr__(chart, "__class__", shown_by)  # Altair takes a plain assignment for a part of the chart
     return chart
 
 

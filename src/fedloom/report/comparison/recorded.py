@@ -14,7 +14,7 @@ from fedloom.report import notebook as display
 from fedloom.report.comparison.contenders import Models, contenders, reference
 from fedloom.report.comparison.pairs import Pair, pairs, pairs_latex
 from fedloom.report.comparison.paper import results_latex, title
-from fedloom.report.naming import figure, titled
+from fedloom.report.naming import figure, titled, within_line
 from fedloom.report.numbers import Row, leading_metric, rows_of
 from fedloom.report.page import write
 from fedloom.report.reading import read_runs
@@ -122,14 +122,23 @@ class RecordedComparison:
 
     def _repr_html_(self) -> str:
         shown = figure(self._lead)
-        heads = ["method", "model", f"test {titled(shown)}", f"difference to {self.against}", "Holm p", "verdict"]
-        return display.html_table(heads, self._lines())
+        heads = [
+            "method",
+            "model",
+            f"test {within_line(titled(shown))}",
+            f"difference to {self.against}",
+            "Holm p",
+            "verdict",
+        ]
+        return display.html_table(heads, self._lines()) + display.drawn(self.plot())
 
     def __repr__(self) -> str:
         lines = [
             f"{m}: {value}" + (f", {d} to {self.against}, {v}" if v else "") for m, _, value, d, _, v in self._lines()
         ]
-        return f"Comparison({title(self._runs)}, test {titled(figure(self._lead))})\n  " + "\n  ".join(lines)
+        return f"Comparison({title(self._runs)}, test {within_line(titled(figure(self._lead)))})\n  " + "\n  ".join(
+            lines
+        )
 
     def _lines(self) -> list[list[str]]:
         """Method, model, mean, difference, Holm's p and verdict as texts."""
