@@ -112,9 +112,10 @@ def test_a_real_network_gives_what_a_simulation_gives(network, experiment, metho
 
 def test_secure_aggregation_over_a_real_network(experiment, tmp_path):
     """A site is killed after the first round; the others end the run, with the model of a run without masks."""
-    made = experiment("flame", rounds=2, evaluate={"every": 2}, engine={"dtype": "float64", "oracle": "looped"})
+    engine = {"dtype": "float64", "oracle": "looped"}
+    made = experiment("flame", rounds=2, clients=4, evaluate={"every": 2}, engine=engine)
     folder = tmp_path / "try"
-    write(plan(made, 3, secure_aggregation=True), folder, Location(quorum=2))
+    write(plan(made, 4, secure_aggregation=True), folder, Location(quorum=3))
     file = folder / "server" / "server.toml"
     file.write_text(text_of(read_server(file).with_(deadline=90.0, ttl=600.0, patience=300.0)))
     said, killed = [], []
@@ -127,24 +128,24 @@ def test_secure_aggregation_over_a_real_network(experiment, tmp_path):
         def tell(line):
             said.append(line)
             if "round 1/2" in line and not killed:
-                killed.append(sites["site-2"].reap())
+                killed.append(sites["site-3"].reap())
 
         here.run(tell)
-    assert any("round 1/2: 3 of 3 accepted" in line for line in said), said
-    assert any("round 2/2: 2 of 3 accepted" in line for line in said), said
+    assert any("round 1/2: 4 of 4 accepted" in line for line in said), said
+    assert any("round 2/2: 3 of 4 accepted" in line for line in said), said
     kinds = {x["kind"] for x in lines_of(here.server.audit) if x["what"] == "accepted"}
     assert kinds == {"hello", "keys", "shares", "masked", "tally", "unmask"}
     [row] = [row for row in status_of(here.server)["means"] if row["model"] == "personal"]
-    assert (row["round"], row["sites"]) == (2, 2)
+    assert (row["round"], row["sites"]) == (2, 3)
 
     plain = tmp_path / "plain"
-    write(plan(made, 3), plain, Location(quorum=2))
+    write(plan(made, 4), plain, Location(quorum=3))
     outside_flower()
-    clients = [Client(read_site(plain / "sites" / f"site-{k}" / "site.toml")) for k in range(3)]
+    clients = [Client(read_site(plain / "sites" / f"site-{k}" / "site.toml")) for k in range(4)]
 
     def gone(node, message, reply):
         head = message.content["head"]
-        return None if node == FIRST + 2 and (head["kind"], head["round"]) == ("train", 2) else reply
+        return None if node == FIRST + 3 and (head["kind"], head["round"]) == ("train", 2) else reply
 
     server = read_server(plain / "server" / "server.toml").with_(deadline=0.2, ttl=0.4, patience=0.4)
     grid = FakeGrid({FIRST + k: one.answer for k, one in enumerate(clients)}, gone)
@@ -152,7 +153,7 @@ def test_secure_aggregation_over_a_real_network(experiment, tmp_path):
     close = {"rtol": 0, "atol": 1e4 * 2.0**-integers.BITS}
     theirs, mine = (load_file(s.results / "global.safetensors")["rows"] for s in (server, here.server))
     torch.testing.assert_close(mine, theirs, **close)
-    for a, b in zip(owned(folder)[:2], owned(plain), strict=False):
+    for a, b in zip(owned(folder)[:3], owned(plain), strict=False):
         torch.testing.assert_close(load_file(a.model.path)["rows"], load_file(b.model.path)["rows"], **close)
 
 
