@@ -90,6 +90,14 @@ class Normed(ModelSpec):
         return nn.Sequential(nn.Flatten(), nn.Linear(width, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, outputs))
 
 
+NETWORKS = {
+    "FedBN": Normed(),
+    "GPFL": MLP(hidden=(40, 40), guided=True),
+    "KNNPer": MLP(hidden=(40, 40), memory=16),
+}
+"""Networks of methods that do nothing of their own on others."""
+
+
 @cache
 def pictures() -> Federation:
     rng = np.random.default_rng(0)
@@ -104,7 +112,7 @@ def played(method: Any, models_only: bool = False, **choices: Any) -> tuple[tupl
     judged = {"every": rounds, "parts": ("test",)}
     setting = {"rounds": rounds, "seed": 3, "local": LOCAL, "sampler": {"fraction": 0.8}, "evaluate": judged}
     name = type(getattr(method, "algorithm", method)).__name__
-    found = fl.simulate(method, pictures(), Normed() if name == "FedBN" else SMALL, **{**setting, **choices})
+    found = fl.simulate(method, pictures(), NETWORKS.get(name, SMALL), **{**setting, **choices})
     kept = [r for r in found.state.records.items if (r.model or not models_only) and r.metric != "steps"]
     measured = tuple((r.round, r.model, r.part, r.metric, r.values.tobytes()) for r in kept)
     server = tuple(t.numpy().tobytes() for t in found.state.server if isinstance(t, torch.Tensor))

@@ -75,7 +75,7 @@ def evaluate(
         bool, typer.Option("--importance", help="permute each column in the site's own test part, in place of rows")
     ] = False,
 ) -> None:
-    """Score a site's model on new rows with labels, or find what drives it.
+    """Score a site's model, or find what drives it.
 
     Rows are predicted as the site predicts them.
 
