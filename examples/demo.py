@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import fedloom as fl
+from fedloom.errors import FedloomError
 from fedloom.formats import fixed, interval, pair
 from fedloom.report.charts import kit, look
 
@@ -147,4 +148,7 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1] if len(sys.argv) > 1 else "runs/demo"))
+    try:
+        main(Path(sys.argv[1] if len(sys.argv) > 1 else "runs/demo"))
+    except FedloomError as error:
+        sys.exit(f"demo: {error}")
