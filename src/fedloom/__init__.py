@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fedloom.imports import getter
-from fedloom.version import __version__
+from fedloom.lazy import getter
+
+__version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from fedloom import algorithms as algorithms

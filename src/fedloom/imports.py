@@ -1,4 +1,4 @@
-"""Classes and functions of user code, named by an import path as ``my_package.my_module:MyMethod``; public names.
+"""Classes and functions of user code, named by an import path as ``my_package.my_module:MyMethod``.
 
 Code of the named module is executed, and only that: a path is written by a person in an experiment file or on the
 command line, never read from a file of data or of a model. `fedloom.trust` decides which are refused.
@@ -18,10 +18,10 @@ from fedloom.errors import ConfigError, nearest
 from fedloom.trust import PACKAGES, PATTERN, check_maker, check_module, check_part, here, is_path, vouch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
 __all__ = [
-    "PATTERN", "Function", "find", "find_class", "find_maker", "function", "getter", "importable", "is_path", "path_of",
+    "PATTERN", "Function", "find", "find_class", "find_maker", "function", "importable", "is_path", "path_of",
     "source_of", "text_of",
 ]  # fmt: skip
 
@@ -181,25 +181,3 @@ def source_of(definition: object) -> str:
     except (OSError, TypeError, KeyError):
         return ""
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-
-
-def getter(package: str, places: Mapping[str, str]) -> Callable[[str], object]:
-    """Make the ``__getattr__`` of a package, which imports its public names when they are first touched.
-
-    Args:
-        package: its name.
-        places: the place of every public name, as ``"fedloom.engine.setting:Setting"`` or, of a module,
-            ``"fedloom.models"``.
-    """
-
-    def get(name: str) -> object:
-        if name not in places:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}; it has: {', '.join(sorted(places))}")
-        module, _, attribute = places[name].partition(":")
-        public = import_module(module)
-        if attribute:
-            public = getattr(public, attribute)
-        setattr(sys.modules[package], name, public)
-        return public
-
-    return get

@@ -20,7 +20,7 @@ from fedloom.cli import app
 from fedloom.cli.watch import HOST, Page, handler
 from fedloom.deploy.ops import status as deployment
 from fedloom.errors import FedloomError
-from fedloom.experiment import Plan, outputs, parse
+from fedloom.experiment import Plan, live, parse
 from fedloom.experiment.events import Event
 
 SMALL = """
@@ -72,13 +72,13 @@ def test_a_run_is_watched_from_its_first_figures_to_its_end(
     status, text = server.get()
     assert (status, "No figures yet" in text) == (200, True)
     assert '<meta http-equiv="refresh" content="7">' in text
-    monkeypatch.setattr(outputs, "PAUSE", 0.0)
+    monkeypatch.setattr(live, "PAUSE", 0.0)
     pages: list[str] = []
     rounds: list[set[tuple[int, int]]] = []
 
     def look(event: Event) -> None:
         if event.round == 2 and not event.status and event.seed == 1:
-            rounds.append(set(zip(*(pq.read_table(outputs.snapshot(out, out.parent / "copy") / "metrics.parquet")[name]
+            rounds.append(set(zip(*(pq.read_table(live.snapshot(out, out.parent / "copy") / "metrics.parquet")[name]
                                     .to_pylist() for name in ("seed", "round")), strict=True)))  # fmt: skip
             pages.append(server.get()[1])
 
@@ -89,8 +89,8 @@ def test_a_run_is_watched_from_its_first_figures_to_its_end(
     assert (1, 3) not in rounds[0]
     assert 'id="results"' in pages[0]
     assert "unfinished" in pages[0]
-    assert not (out / outputs.LIVE).exists()
-    assert outputs.snapshot(out, out.parent / "copy") == out
+    assert not (out / live.LIVE).exists()
+    assert live.snapshot(out, out.parent / "copy") == out
     after = server.get()[1]
     assert "unfinished" not in after
     assert server.get()[1] == after
@@ -100,12 +100,12 @@ def test_the_last_rounds_of_a_run_are_there_however_short_it_was(
     watched: tuple[Path, Watched, Page], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, server, _ = watched
-    monkeypatch.setattr(outputs, "PAUSE", 3600.0)
+    monkeypatch.setattr(live, "PAUSE", 3600.0)
     pages: list[str] = []
 
     def look(event: Event) -> None:
         if event.round == 2 and not event.status and event.seed == 1:
-            table = pq.read_table(outputs.snapshot(out, out.parent / "copy") / "metrics.parquet")
+            table = pq.read_table(live.snapshot(out, out.parent / "copy") / "metrics.parquet")
             assert set(table["seed"].to_pylist()) == {0}
             assert max(table["round"].to_pylist()) == 3
             pages.append(server.get()[1])

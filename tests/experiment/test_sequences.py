@@ -16,7 +16,8 @@ from fedloom.cli import app
 from fedloom.data.input_spec import InputSpec
 from fedloom.data.new_rows import new_rows
 from fedloom.deploy.site.local_data import federation_of
-from fedloom.engine.setup import make_job, poisoned
+from fedloom.engine.clients.forging import poisoned
+from fedloom.engine.setup import make_job
 from fedloom.errors import ConfigError, DataError, Refused
 from fedloom.models import LSTM
 from fedloom.rows.attacks import FlippedLabels

@@ -86,7 +86,7 @@ class Page:
     def text(self) -> str:
         """The page as it is now; what cannot be read at this moment leaves the last one."""
         from fedloom import report
-        from fedloom.experiment.outputs import newest, snapshot
+        from fedloom.experiment.live import newest, snapshot
         from fedloom.report.document import POLICY
 
         with self._lock:

@@ -218,6 +218,16 @@ class Federation:
         parts = {k: Split(s.index, s.offsets[[0, -1]]) for k, s in self.parts.items()}
         return replace(self, parts=parts, names=("all",), groups=None)
 
+    def rarity(self) -> Tensor:
+        """How rare the labels of every client are, ``[n]``: the mean of -log p, p the share of a label among all.
+
+        0 for each where there are no classes, and for a client without samples.
+        """
+        counts = self.class_counts().double().cpu()
+        share = counts.sum(0) / counts.sum().clamp(min=1)
+        rare = torch.where(share > 0, -share.clamp(min=1e-300).log(), 0.0)
+        return (counts @ rare) / counts.sum(1).clamp(min=1)
+
     def class_counts(self, part: str = "train") -> Tensor:
         """Samples, or labelled positions, of each class at each client: [n, C] int64 ([n, 0] for a regression)."""
         classes = len(self.data.classes)

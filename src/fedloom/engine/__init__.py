@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fedloom.imports import getter
+from fedloom.lazy import getter
 
 if TYPE_CHECKING:
     from fedloom.engine.setting import Setting as Setting

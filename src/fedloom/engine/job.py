@@ -219,18 +219,13 @@ class RunProblem:
     def fleet(self) -> Fleet | None:
         """The clients' devices; None without."""
         devices = self.setting.devices
-        return None if devices is None else devices.fleet(self.n, self.setting.seed, rarity(self.fed))
+        return None if devices is None else devices.fleet(self.n, self.setting.seed, self.fed.rarity())
 
     @cached_property
     def messages(self) -> Messages:
         """How downloads and uploads are written."""
-        return Messages(
-            self.algorithm,
-            self.oracle.layout,
-            self.oracle.device,
-            self.setting.channel,
-            mixed=self.setting.mixer is not None,
-        )
+        oracle, mixed = self.oracle, self.setting.mixer is not None
+        return Messages(self.algorithm, oracle.layout, oracle.device, self.setting.channel, mixed=mixed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -356,14 +351,3 @@ class Job(RunProblem):
             return combined[name].to(last_model)
 
         return rule
-
-
-def rarity(fed: Federation) -> Tensor:
-    """How rare the labels of every client are, ``[n]``: the mean of -log p over them, p the share of a label among all.
-
-    0 for each where there are no classes, and for a client without samples.
-    """
-    counts = fed.class_counts().double().cpu()
-    share = counts.sum(0) / counts.sum().clamp(min=1)
-    rare = torch.where(share > 0, -share.clamp(min=1e-300).log(), 0.0)
-    return (counts @ rare) / counts.sum(1).clamp(min=1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import namedtuple
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from fedloom.engine.check import (
     check_width,
     notes_of,
 )
+from fedloom.engine.clients.forging import poisoned
 from fedloom.engine.clients.regroup import check_shares
 from fedloom.engine.job import Job, RunProblem
 from fedloom.engine.messages import Messages, first_upload, idle_upload
@@ -41,7 +42,6 @@ from fedloom.replay import Replay
 from fedloom.rows.attacks import Poison
 from fedloom.rows.channel import Channel
 from fedloom.schedule import Stream, Synchronous
-from fedloom.seeds import generator
 from fedloom.storage.memory import Forked
 from fedloom.storage.store import Store
 from fedloom.tasks import task_of
@@ -337,17 +337,6 @@ def _residue(channel: Channel | None, width: int, dtype: torch.dtype) -> Fields:
     """Template of the channel's memory at a client."""
     state = None if channel is None else channel.init(width, dtype)
     return Nothing() if state is None else Residue(state)
-
-
-def poisoned(fed: Federation, attack: Poison, attackers: Tensor, seed: int) -> Federation:
-    """The federation whose attackers train on other labels; what models are evaluated on is left alone."""
-    y, classes = fed.data.y.clone(), len(fed.data.classes)
-    for i in attackers.tolist():
-        index = fed.indices("train", i)
-        labels = y[index].cpu()
-        wrong = attack.poison(labels.clamp(min=0), classes, generator(seed, 0, i, "poison"))
-        y[index] = torch.where(labels < 0, labels, wrong).to(y.device)
-    return replace(fed, data=replace(fed.data, y=y))
 
 
 def worker_count(engine: Engine, rounds: int, d: int, samples: int) -> int:

@@ -87,9 +87,8 @@ class MeanField(RowsField):
                 total.add_(scratch[: len(piece)].copy_(piece))
 
     def finish(self, cohort: Uploads) -> Tensor:
-        return _divided(
-            self.parts[0], float(cohort.masses.sum()) if self.kind.accumulates else cohort.share, cohort.job
-        )
+        divisor = float(cohort.masses.sum()) if self.kind.accumulates else cohort.share
+        return _divided(self.parts[0], divisor, cohort.job)
 
 
 class KeptField(RowsField):

@@ -26,8 +26,8 @@ from fedloom.experiment.analyses.references import check_references
 from fedloom.experiment.events import PAUSE, Emitter, Event, EventQueue, Listener
 from fedloom.experiment.file import difference_to_recorded
 from fedloom.experiment.inspection import check_inspection
+from fedloom.experiment.live import LiveFigures
 from fedloom.experiment.outputs import (
-    LiveFigures,
     Outcome,
     left_out_before,
     write_inspection,

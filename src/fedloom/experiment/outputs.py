@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import platform
-import shutil
-import time
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.metadata import version
@@ -18,10 +16,10 @@ import pyarrow.parquet as pq
 import tomli_w
 from numpy.typing import NDArray
 
+from fedloom import __version__
 from fedloom.data.federation import Federation
 from fedloom.engine.result import Result
 from fedloom.engine.setting import Evaluate
-from fedloom.engine.state import State
 from fedloom.experiment.analyses.importance import importance
 from fedloom.experiment.analyses.patients import GroupScore, group_scores, group_table, predictions
 from fedloom.experiment.analyses.references import references
@@ -32,7 +30,6 @@ from fedloom.rundir import (  # fmt: skip
     GROUPS,
     IMPORTANCE,
     LEFT_OUT,
-    LIVE,
     METRICS,
     PARTITION,
     PREDICTIONS,
@@ -43,13 +40,9 @@ from fedloom.rundir import (  # fmt: skip
     TSNE,
     RunRecord,
     Summary,
-    file_name,
 )
-from fedloom.storage.files import make_folder, write_atomic
-from fedloom.version import __version__
+from fedloom.storage.files import write_atomic
 
-PAUSE = 2.0
-"""Seconds between two files of these figures of a run, at least."""
 VERSIONS = ("torch", "numpy", "scipy", "scikit-learn", "pyarrow", "pydantic")
 
 
@@ -119,10 +112,10 @@ def write_measured(
 
     Of the runs to ``keep``, the rows that the files have stay.
     """
-    metrics = [_labelled(table, label, seed) for label, seed, table, _ in runs]
-    seconds = [_labelled(_timings(*spent), label, seed) for label, seed, _, spent in runs]
-    _write(out / METRICS, metrics, keep)
-    _write(out / TIMINGS, seconds, keep)
+    metrics = [labelled(table, label, seed) for label, seed, table, _ in runs]
+    seconds = [labelled(_timings(*spent), label, seed) for label, seed, _, spent in runs]
+    write_parquet(out / METRICS, metrics, keep)
+    write_parquet(out / TIMINGS, seconds, keep)
 
 
 def write_inspection(out: Path, evaluate: Evaluate, outcomes: Sequence[Outcome]) -> list[str]:
@@ -136,31 +129,31 @@ def write_inspection(out: Path, evaluate: Evaluate, outcomes: Sequence[Outcome])
     keep = [(o.label, o.seed) for o in outcomes if o.damaged]
     for outcome, result in done:
         if evaluate.confusion:
-            counts.append(_labelled(confusion(result), outcome.label, outcome.seed))
+            counts.append(labelled(confusion(result), outcome.label, outcome.seed))
         if evaluate.tsne:
             table, tsne_notes = tsne(result, evaluate.tsne)
-            places.append(_labelled(table, outcome.label, outcome.seed))
+            places.append(labelled(table, outcome.label, outcome.seed))
             notes += tsne_notes
         if evaluate.groups:
-            groups.append(_labelled(group_scores(result), outcome.label, outcome.seed))
+            groups.append(labelled(group_scores(result), outcome.label, outcome.seed))
         if evaluate.predictions:
-            rows.append(_labelled(predictions(result), outcome.label, outcome.seed))
+            rows.append(labelled(predictions(result), outcome.label, outcome.seed))
         if evaluate.importance:
-            drives.append(_labelled(importance(result), outcome.label, outcome.seed))
+            drives.append(labelled(importance(result), outcome.label, outcome.seed))
         if evaluate.references and outcome.seed not in fitted:
-            fitted[outcome.seed] = _labelled(references(result), "", outcome.seed)
-    _write(out / CONFUSION, counts, keep)
-    _write(out / REFERENCES, [*fitted.values()])
-    _write(out / IMPORTANCE, drives, keep)
-    _write(out / GROUPS, groups, keep)
-    _write(out / PREDICTIONS, rows, keep)
-    _write(out / TSNE, places, keep)
+            fitted[outcome.seed] = labelled(references(result), "", outcome.seed)
+    write_parquet(out / CONFUSION, counts, keep)
+    write_parquet(out / REFERENCES, [*fitted.values()])
+    write_parquet(out / IMPORTANCE, drives, keep)
+    write_parquet(out / GROUPS, groups, keep)
+    write_parquet(out / PREDICTIONS, rows, keep)
+    write_parquet(out / TSNE, places, keep)
     return notes
 
 
 def write_groups(out: Path, label: str, seed: int, rows: Sequence[GroupScore]) -> None:
     """``groups.parquet`` of one run; without scores, no file is left."""
-    _write(out / GROUPS, [_labelled(group_table(rows), label, seed)] if rows else [])
+    write_parquet(out / GROUPS, [labelled(group_table(rows), label, seed)] if rows else [])
 
 
 def left_out_before(out: Path) -> list[tuple[str, int]]:
@@ -178,11 +171,11 @@ def write_left_out(
 
     Of the runs to ``keep``, the rows that the file has stay.
     """
-    rows = [_labelled(pa.concat_tables(some), *run) for run, some in sorted(tables.items())]
-    _write(out / LEFT_OUT, rows, keep)
+    rows = [labelled(pa.concat_tables(some), *run) for run, some in sorted(tables.items())]
+    write_parquet(out / LEFT_OUT, rows, keep)
 
 
-def _write(path: Path, tables: list[pa.Table], keep: Sequence[tuple[str, int]] = ()) -> None:
+def write_parquet(path: Path, tables: list[pa.Table], keep: Sequence[tuple[str, int]] = ()) -> None:
     """One table of all, and of the rows of the runs to ``keep`` that are there; without any, no file is left."""
     if keep and path.exists():
         before = pq.read_table(path)
@@ -280,7 +273,7 @@ def partition_table(
 
 def write_partition(out: Path, tables: list[pa.Table]) -> None:
     """``partition.parquet``, from a table per seed."""
-    _write(out / PARTITION, tables)
+    write_parquet(out / PARTITION, tables)
 
 
 def _timings(seconds: Sequence[float], startup: Sequence[float]) -> pa.Table:
@@ -289,66 +282,8 @@ def _timings(seconds: Sequence[float], startup: Sequence[float]) -> pa.Table:
     return pa.table({"round": rounds, **{name: pa.array(values, pa.float64()) for name, values in columns.items()}})
 
 
-def _labelled(table: pa.Table, label: str, seed: int) -> pa.Table:
+def labelled(table: pa.Table, label: str, seed: int) -> pa.Table:
+    """Put columns for the method and the seed before a table."""
     count = table.num_rows
     table = table.add_column(0, "method", pa.array([label] * count, pa.string()))
     return table.add_column(1, "seed", pa.array([seed] * count, pa.int64()))
-
-
-class LiveFigures:
-    """A callback of `simulate` that writes a run's figures in the meantime, so that others can look; see `snapshot`.
-
-    Args:
-        out: the run directory.
-        label: of the method.
-        seed: of the run.
-        rounds: of the run, whose last ones are written in any case.
-    """
-
-    def __init__(self, out: Path, label: str, seed: int, rounds: int) -> None:
-        self._folder, self._label, self._seed, self._rounds = out / LIVE, label, seed, rounds
-        self._last, self._records_written = time.monotonic(), 0
-
-    def __call__(self, state: State) -> None:
-        """After a round, where something was measured since the last file."""
-        count, now = len(state.records.items), time.monotonic()
-        if count == self._records_written or (now - self._last < PAUSE and state.round < self._rounds):
-            return
-        self._last, self._records_written = now, count
-        make_folder(self._folder)
-        name = f"{file_name(self._label)}-{self._seed}.parquet"
-        _write(self._folder / name, [_labelled(state.records.table(), self._label, self._seed)])
-
-
-def newest(out: Path) -> dict[str, int]:
-    """The files of a run directory that a report reads, with their times: what differs when there is news."""
-    names = (SETTINGS, METRICS, TIMINGS, PARTITION, SUMMARY)
-    paths = [*(out / name for name in names), *sorted((out / LIVE).glob("*.parquet"))]
-    return {path.name: path.stat().st_mtime_ns for path in paths if path.exists()}
-
-
-def snapshot(out: Path, into: Path) -> Path:
-    """A run directory with the figures so far, for a report: `out` of a finished run, else a copy of its tables.
-
-    Args:
-        out: the run directory.
-        into: folder to write.
-    """
-    live = {path.name: path for path in (out / LIVE).glob("*.parquet")}
-    if not live:
-        return out
-    make_folder(into)
-    tables = [pq.read_table(path) for path in live.values()]
-    recorded = {(t["method"][0].as_py(), t["seed"][0].as_py()) for t in tables if t.num_rows}
-    if (out / METRICS).exists():
-        before = pq.read_table(out / METRICS)
-        unrecorded = [
-            key not in recorded for key in zip(before["method"].to_pylist(), before["seed"].to_pylist(), strict=True)
-        ]
-        tables = [before.filter(pa.array(unrecorded, pa.bool_())), *tables]
-    for name in (SETTINGS, TIMINGS, PARTITION):
-        (into / name).unlink(missing_ok=True)
-        if (out / name).exists():
-            shutil.copyfile(out / name, into / name)
-    _write(into / METRICS, tables)
-    return into

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fedloom.imports import getter
+from fedloom.lazy import getter
 
 if TYPE_CHECKING:
     from fedloom.processes.distributed import check_alone as check_alone

@@ -1,16 +1,21 @@
-"""Attackers of a cohort: their uploads, forged after the honest clients have trained."""
+"""Attackers: uploads forged after the honest clients of a cohort have trained, and poisoned labels."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch
 from torch import Tensor
 
 from fedloom.algorithms._messages import base_of, primary_field
+from fedloom.data.federation import Federation
 from fedloom.engine.clients.chunk import ClientOutput, accept, client_step, inputs_of, output_of
 from fedloom.engine.job import Job
 from fedloom.errors import attribute_error
 from fedloom.local.rows import Fields, rows_of, to_device
 from fedloom.processes.clients import ChunkResult, TrainTask
-from fedloom.rows.attacks import Forgery
+from fedloom.rows.attacks import Forgery, Poison
+from fedloom.seeds import generator
 
 
 def forge(job: Job, down: Fields, server: Fields, task: TrainTask, honest: Tensor | None, m: int) -> ChunkResult:
@@ -53,3 +58,14 @@ def forged(job: Job, down: Fields, task: TrainTask, honest: Tensor | None, m: in
     if source == "rows":
         rows = rows._replace(**{field: models})
     return inputs.down, output_of(job, inputs, upload._replace(**{name: models - base}), rows)
+
+
+def poisoned(fed: Federation, attack: Poison, attackers: Tensor, seed: int) -> Federation:
+    """The federation whose attackers train on other labels; what models are evaluated on is left alone."""
+    y, classes = fed.data.y.clone(), len(fed.data.classes)
+    for i in attackers.tolist():
+        index = fed.indices("train", i)
+        labels = y[index].cpu()
+        wrong = attack.poison(labels.clamp(min=0), classes, generator(seed, 0, i, "poison"))
+        y[index] = torch.where(labels < 0, labels, wrong).to(y.device)
+    return replace(fed, data=replace(fed.data, y=y))

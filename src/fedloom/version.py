@@ -1,3 +1,0 @@
-"""The release."""
-
-__version__ = "0.1.0"
