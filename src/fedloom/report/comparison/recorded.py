@@ -122,23 +122,16 @@ class RecordedComparison:
 
     def _repr_html_(self) -> str:
         shown = figure(self._lead)
-        heads = [
-            "method",
-            "model",
-            f"test {within_line(titled(shown))}",
-            f"difference to {self.against}",
-            "Holm p",
-            "verdict",
-        ]
+        metric = within_line(titled(shown))
+        heads = ["method", "model", f"test {metric}", f"difference to {self.against}", "Holm p", "verdict"]
         return display.html_table(heads, self._lines()) + display.drawn(self.plot())
 
     def __repr__(self) -> str:
         lines = [
             f"{m}: {value}" + (f", {d} to {self.against}, {v}" if v else "") for m, _, value, d, _, v in self._lines()
         ]
-        return f"Comparison({title(self._runs)}, test {within_line(titled(figure(self._lead)))})\n  " + "\n  ".join(
-            lines
-        )
+        metric = within_line(titled(figure(self._lead)))
+        return "\n  ".join([f"Comparison({title(self._runs)}, test {metric})", *lines])
 
     def _lines(self) -> list[list[str]]:
         """Method, model, mean, difference, Holm's p and verdict as texts."""
