@@ -43,7 +43,7 @@ sbom: $(BIN)/python ## what a machine of a deployment installs, as a CycloneDX b
 	$(BIN)/cyclonedx-py requirements requirements-deploy.txt --pyproject pyproject.toml --output-reproducible -o build/sbom.json
 
 image: ## the container image of a deployment's machines: needs docker
-	docker build --tag fedloom:$$(sed -n 's/^__version__ = "\(.*\)"/\1/p' src/fedloom/__init__.py) .
+	docker build --tag fedloom:$$(sed -n 's/^__version__ = "\(.*\)"/\1/p' src/fedloom/version.py) .
 
 clean: ## remove the virtual environment and the caches
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -12,8 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fedloom.lazy import getter
-
-__version__ = "0.1.0"
+from fedloom.version import __version__
 
 if TYPE_CHECKING:
     from fedloom import algorithms as algorithms

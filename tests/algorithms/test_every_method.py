@@ -13,11 +13,11 @@ import torch
 import fedloom as fl
 from fedloom.algorithms import ALGORITHMS, REGISTRY, FedBN
 from fedloom.data.federation import Federation
+from fedloom.engine.replay import Replay
 from fedloom.engine.result import Result
 from fedloom.errors import ConfigError, Stop
 from fedloom.local import work as asked
 from fedloom.models import MLP, ModelSpec
-from fedloom.replay import Replay
 from fedloom.rows.projection import projection
 
 ROUNDS = 3

@@ -22,9 +22,9 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import fedloom
-from fedloom import __version__
 from fedloom.cli import app
 from fedloom.printing import print_texts
+from fedloom.version import __version__
 from tests.commands import call, in_a_fork
 
 RUNNER = CliRunner()

@@ -13,7 +13,6 @@ from flwr.app import Message, RecordDict
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fedloom import __version__
 from fedloom.data.input_spec import InputSpec
 from fedloom.deploy.audit import Audit
 from fedloom.deploy.code import digest
@@ -27,6 +26,7 @@ from fedloom.engine.result import Result
 from fedloom.engine.simulate import simulate
 from fedloom.errors import Stop
 from fedloom.experiment import Experiment, parse, read
+from fedloom.version import __version__
 from tests.deploy.grid import FakeGrid, Fault, outside_flower
 
 FIRST = 100

@@ -17,7 +17,6 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord
 
-from fedloom import __version__
 from fedloom.deploy.protocol.envelope import COMMON, PROTOCOL, REQUEST_FIELDS, Kind, digest_of, seal
 from fedloom.deploy.secure import integers, shares
 from fedloom.deploy.secure import protocol as secure
@@ -25,6 +24,7 @@ from fedloom.deploy.secure.protocol import Broken
 from fedloom.deploy.secure.terms import Terms
 from fedloom.deploy.secure.vectors import UploadVector
 from fedloom.deploy.site.local_data import part_sizes
+from fedloom.version import __version__
 from tests.deploy.scene import Scene
 from tests.deploy.sessions import Steps, secured
 

@@ -13,7 +13,6 @@ import torch
 from flwr.app import ConfigRecord
 from safetensors.torch import load_file
 
-from fedloom import __version__
 from fedloom.deploy.audit import Audit, lines_of
 from fedloom.deploy.protocol.envelope import COMMON, PROTOCOL, REQUEST_FIELDS, Kind, digest_of, seal
 from fedloom.deploy.site.client import SENT, Client
@@ -23,6 +22,7 @@ from fedloom.engine.privacy import epsilon
 from fedloom.errors import CheckpointError, Stop
 from fedloom.rows.channel import GaussianNoise
 from fedloom.storage import files as storage
+from fedloom.version import __version__
 from tests.deploy.scene import Scene, scene
 from tests.deploy.sessions import losing
 from tests.deploy.test_private import LOCAL, SMALL, limited, lines

@@ -13,7 +13,6 @@ import pytest
 import torch
 from flwr.app import ConfigRecord, Message, RecordDict
 
-from fedloom import __version__
 from fedloom.data import PARTS
 from fedloom.deploy.audit import Audit
 from fedloom.deploy.protocol.checks import Checks, Rejected
@@ -24,6 +23,7 @@ from fedloom.deploy.site.local_data import federation_of
 from fedloom.deploy.site.state import Generation, SiteState
 from fedloom.errors import ConfigError, RunStopped, Stop, WireError
 from fedloom.rows.aggregate import Krum
+from fedloom.version import __version__
 from tests.deploy.grid import Clock, FakeGrid, wire
 from tests.deploy.scene import FIRST, Scene, changed, scene
 from tests.deploy.test_mute import FEW

@@ -21,7 +21,6 @@ import torch
 from flwr.app import Message
 from safetensors.torch import load_file
 
-from fedloom import __version__
 from fedloom.algorithms import PRESETS, REGISTRY
 from fedloom.deploy.noise import SharedMean
 from fedloom.deploy.ops.check import check_site
@@ -44,6 +43,7 @@ from fedloom.engine.setup import make_job
 from fedloom.errors import ConfigError, Refused, Stop
 from fedloom.experiment import parse
 from fedloom.rows.aggregate import PrivateMean
+from fedloom.version import __version__
 from tests.deploy.grid import Clock, FakeGrid
 from tests.deploy.scene import FIRST, Scene, changed, document, scene
 from tests.deploy.sessions import SMALL, TERMS, Steps, arrays_of, kind_of, losing, secured

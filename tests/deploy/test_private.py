@@ -12,7 +12,6 @@ import pytest
 import torch
 from flwr.app import Message
 
-from fedloom import __version__
 from fedloom.algorithms import FedAvg
 from fedloom.data.input_spec import FACTS
 from fedloom.deploy.noise import ReleasedNoise, released
@@ -25,6 +24,7 @@ from fedloom.engine.privacy import epsilon
 from fedloom.errors import Refused, Stop
 from fedloom.rows.aggregate import PrivateMean
 from fedloom.rows.channel import GaussianNoise
+from fedloom.version import __version__
 from tests.deploy.grid import wire
 from tests.deploy.scene import Scene, scene
 

@@ -7,7 +7,7 @@ import torch
 
 from fedloom.data.dataset import Dataset
 from fedloom.data.partition import Iid
-from fedloom.engine.messages import Messages
+from fedloom.engine.clients.messages import Messages
 from fedloom.local import Ctx, Work
 from fedloom.local.oracles import make_oracle
 from fedloom.tasks import task_of

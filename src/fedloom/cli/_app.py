@@ -12,8 +12,8 @@ import typer
 from typer import core
 from typer.core import TyperGroup
 
-from fedloom import __version__
 from fedloom.errors import FedloomError, printable
+from fedloom.version import __version__
 
 core.HAS_RICH = False  # else typer writes "\\[required]" in plain help, an escape that only rich's markup needs
 

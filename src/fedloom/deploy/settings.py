@@ -15,7 +15,6 @@ from typing import Annotated, Any, Literal, TypeVar
 import tomli_w
 from pydantic import AfterValidator, BaseModel, Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from fedloom import __version__
 from fedloom.data.input_spec import InputSpec
 from fedloom.data.sources import SOURCES
 from fedloom.deploy.secure.protocol import FEWEST, MOST, least_threshold
@@ -23,6 +22,7 @@ from fedloom.errors import ConfigError
 from fedloom.imports import is_path
 from fedloom.storage.files import regular
 from fedloom.values import Value, fields_of, make, read_toml
+from fedloom.version import __version__
 
 V = TypeVar("V", bound=Value)
 

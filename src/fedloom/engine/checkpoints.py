@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fedloom import __version__
 from fedloom.engine.job import Job
 from fedloom.engine.setting import Setting
 from fedloom.engine.state import State, Times
@@ -22,6 +21,7 @@ from fedloom.errors import ConfigError, Stop
 from fedloom.imports import source_of
 from fedloom.schedule import Trace
 from fedloom.storage.checkpoint import Checkpoints
+from fedloom.version import __version__
 
 
 class Resumed(NamedTuple):

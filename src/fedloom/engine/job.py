@@ -16,7 +16,8 @@ from fedloom.choose import Mixer
 from fedloom.choose.mixers import Rule
 from fedloom.choose.shares import period_of
 from fedloom.data.federation import Federation
-from fedloom.engine.messages import Messages
+from fedloom.engine.clients.messages import Messages
+from fedloom.engine.replay import Replay
 from fedloom.engine.setting import Setting
 from fedloom.errors import ConfigError, attribute_error
 from fedloom.local import Ctx, Work
@@ -25,7 +26,6 @@ from fedloom.local.oracles import Network
 from fedloom.local.rows import Fields
 from fedloom.processes.ranks import Ranks
 from fedloom.processes.row_locations import RowLocations
-from fedloom.replay import Replay
 from fedloom.rows.attacks import Forgery
 from fedloom.schedule import Fleet
 from fedloom.seeds import generator

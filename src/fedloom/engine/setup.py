@@ -25,10 +25,11 @@ from fedloom.engine.check import (
     notes_of,
 )
 from fedloom.engine.clients.forging import poisoned
+from fedloom.engine.clients.messages import Messages, first_upload, idle_upload
 from fedloom.engine.clients.regroup import check_shares
 from fedloom.engine.job import Job, RunProblem
-from fedloom.engine.messages import Messages, first_upload, idle_upload
 from fedloom.engine.privacy import check_privacy
+from fedloom.engine.replay import Replay
 from fedloom.engine.setting import Engine, Setting
 from fedloom.engine.virtual.check import check_schedule
 from fedloom.errors import ConfigError, Refused, attribute_error
@@ -38,7 +39,6 @@ from fedloom.local.oracles import Network, chunk_limit, make_oracle
 from fedloom.local.rows import Fields, remade
 from fedloom.processes.pool import cores
 from fedloom.processes.ranks import ALONE, Ranks
-from fedloom.replay import Replay
 from fedloom.rows.attacks import Poison
 from fedloom.rows.channel import Channel
 from fedloom.schedule import Stream, Synchronous

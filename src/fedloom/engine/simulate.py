@@ -18,6 +18,7 @@ from fedloom.engine.clients.chunk import ask_chunk, compute_chunk, train_chunk
 from fedloom.engine.clients.scores import score_chunk
 from fedloom.engine.job import Job
 from fedloom.engine.loop import Hooks, run_rounds
+from fedloom.engine.replay import Replay
 from fedloom.engine.result import Result
 from fedloom.engine.scoring import evaluate
 from fedloom.engine.setting import Choices, GivenModel, Setting
@@ -30,7 +31,6 @@ from fedloom.processes.pool import WorkerPool
 from fedloom.processes.rank_pool import RankPool
 from fedloom.processes.ranks import ALONE, Ranks
 from fedloom.processes.signals import interruptible
-from fedloom.replay import Replay
 from fedloom.values import choose, make
 
 Progress = Callable[[State], object]

@@ -1,4 +1,4 @@
-"""Live: figures of a run that goes on, for those who look in the meantime."""
+"""Live: figures of an unfinished run, for its report in the meantime."""
 
 from __future__ import annotations
 

@@ -16,7 +16,6 @@ import pyarrow.parquet as pq
 import tomli_w
 from numpy.typing import NDArray
 
-from fedloom import __version__
 from fedloom.data.federation import Federation
 from fedloom.engine.result import Result
 from fedloom.engine.setting import Evaluate
@@ -42,6 +41,7 @@ from fedloom.rundir import (  # fmt: skip
     Summary,
 )
 from fedloom.storage.files import write_atomic
+from fedloom.version import __version__
 
 VERSIONS = ("torch", "numpy", "scipy", "scikit-learn", "pyarrow", "pydantic")
 

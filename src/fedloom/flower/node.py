@@ -22,6 +22,7 @@ from fedloom.deploy.site.local_data import part_sizes
 from fedloom.engine.clients.chunk import ask_chunk, run_clients
 from fedloom.engine.clients.scores import hybrid_scores, personal_models, score_chunk
 from fedloom.engine.job import Job
+from fedloom.engine.replay import Replay
 from fedloom.engine.setup import make_job
 from fedloom.errors import ConfigError, FedloomError, Refused, WireError
 from fedloom.flower.local import Local, NodeProblem
@@ -38,7 +39,6 @@ from fedloom.flower.records import (
 )
 from fedloom.local.rows import to_device
 from fedloom.processes.clients import AskTask, ScoreTask, TrainTask
-from fedloom.replay import Replay
 from fedloom.storage.checkpoint import save_tensors
 from fedloom.storage.files import make_folder
 from fedloom.trained.model import open_tensors, running_statistics

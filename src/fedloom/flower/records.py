@@ -17,12 +17,12 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from numpy.lib import format as npy
 from torch import Tensor, nn
 
-from fedloom import __version__
 from fedloom.algorithms import ALGORITHMS, REGISTRY, Algorithm
 from fedloom.engine.setting import Setting
 from fedloom.errors import ConfigError, Refused, WireError
 from fedloom.trained.model import running_statistics
 from fedloom.values import Value, choose, dump, fields_of, make
+from fedloom.version import __version__
 
 HEAD = "fedloom"
 """Name of the record that has the plain values of a message, and of a reply."""

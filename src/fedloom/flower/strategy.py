@@ -23,8 +23,8 @@ from fedloom.data.input_spec import InputSpec
 from fedloom.deploy.noise import released
 from fedloom.deploy.site.local_data import federation_of
 from fedloom.engine.checkpoints import RunCheckpoints
+from fedloom.engine.clients.messages import idle_upload
 from fedloom.engine.job import Job
-from fedloom.engine.messages import idle_upload
 from fedloom.engine.round import run_round
 from fedloom.engine.scoring import score_request
 from fedloom.engine.setting import Setting

@@ -108,7 +108,7 @@ class AskRequest(NamedTuple):
         round: the round number.
         ids: ``[m]`` the clients.
         model: ``[d]`` the global model.
-        describes: they train it for a round and send their activations, for shares by clusters; else a sampler asks.
+        describes: they train it for a round and send their activations, for shares by clusters; else answer a sampler.
     """
 
     round: int

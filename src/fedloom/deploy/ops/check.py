@@ -21,7 +21,6 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 
-from fedloom import __version__
 from fedloom.deploy.code import read_agreed
 from fedloom.deploy.noise import SharedMean, left_to_sites, released
 from fedloom.deploy.ops.keys import SOON
@@ -34,6 +33,7 @@ from fedloom.engine.privacy import accounted, epsilon
 from fedloom.errors import FedloomError
 from fedloom.experiment import Experiment
 from fedloom.storage.files import regular
+from fedloom.version import __version__
 
 FLOWER = ((1, 41), (1, 43))
 """First version of Flower that works, and the first that is not known to."""

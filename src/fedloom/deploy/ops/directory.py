@@ -19,7 +19,6 @@ from typing import Any
 from cryptography.exceptions import UnsupportedAlgorithm
 from pydantic import Field
 
-from fedloom import __version__
 from fedloom.deploy.code import FOLDER, START
 from fedloom.deploy.ops import keys
 from fedloom.deploy.ops.check import versions
@@ -29,6 +28,7 @@ from fedloom.deploy.settings import Member, Secure, Server, Site, placed, text_o
 from fedloom.errors import ConfigError
 from fedloom.storage.files import regular
 from fedloom.values import Value, make
+from fedloom.version import __version__
 
 APP = "app"
 CLI = "cli"

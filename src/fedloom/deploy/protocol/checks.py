@@ -18,7 +18,6 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from flwr.app import ConfigRecord, Message
 from torch import Tensor
 
-from fedloom import __version__
 from fedloom.data.input_spec import compared
 from fedloom.deploy.protocol.envelope import (
     HEAD,
@@ -44,6 +43,7 @@ from fedloom.engine.job import Job
 from fedloom.errors import FedloomError, RunStopped, Stop, WireError
 from fedloom.metrics import metric
 from fedloom.processes.clients import COUNTS
+from fedloom.version import __version__
 
 MOST = 10**15
 """Largest count of work that is believed."""

@@ -12,9 +12,9 @@ from typing import Any, Literal, NamedTuple
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
-from fedloom import __version__
 from fedloom.deploy.protocol.identity import new_nonce
 from fedloom.errors import WireError
+from fedloom.version import __version__
 
 PROTOCOL = 6
 Kind = Literal["hello", "ask", "train", "score", "keys", "shares", "masked", "tally", "open", "agree", "unmask"]

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from fedloom.engine.clients.chunk import ClientOutput, ClientState
+from fedloom.engine.clients.messages import UPDATE, Letter, idle_upload
 from fedloom.engine.job import Job
-from fedloom.engine.messages import UPDATE, Letter, idle_upload
 from fedloom.local import Nothing
 from fedloom.local.rows import rows_of
 

@@ -11,7 +11,6 @@ import torch
 from flwr.serverapp import Grid
 from torch import Tensor
 
-from fedloom import __version__
 from fedloom.algorithms import upload_fields
 from fedloom.choose import SharesWeigher, Uniform, UniformWeigher
 from fedloom.choose.shares import by_clusters, column_of_shares
@@ -50,6 +49,7 @@ from fedloom.schedule import Stream, Synchronous
 from fedloom.storage.checkpoint import Checkpoints
 from fedloom.storage.files import lock
 from fedloom.storage.store import Store
+from fedloom.version import __version__
 
 Say = Callable[[str], None]
 

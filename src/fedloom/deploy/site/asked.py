@@ -1,7 +1,7 @@
 """Asked: the models that a site has answered on its own, so that a round is not asked again with many crafted ones.
 
 An answer shows what the samples make of a model, and the difference of answers to models that differ a little shows
-more. A server asks one model of a round and a kind of message, and another one only where it lost its last checkpoint.
+more. A server needs one model for a round and a kind of message, and another one only where it lost a checkpoint.
 """
 
 from __future__ import annotations

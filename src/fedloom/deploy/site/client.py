@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from flwr.app import Message, RecordDict
 
-from fedloom import __version__
 from fedloom.data.input_spec import compared
 from fedloom.deploy.audit import Audit
 from fedloom.deploy.protocol.envelope import PROTOCOL, REASON, REQUEST_FIELDS, Envelope, digest_of, seal, unseal
@@ -24,6 +23,7 @@ from fedloom.deploy.site.plain import Answer, PlainAnswers
 from fedloom.deploy.site.state import Rewound, SiteState
 from fedloom.deploy.site.trainer import PLAIN, Trainer, describe_error
 from fedloom.errors import CheckpointError, Refused, RunDirError, WireError
+from fedloom.version import __version__
 
 SENT = "sent.jsonl"
 """Name of the site's own log of what left it, in the folder of its state."""

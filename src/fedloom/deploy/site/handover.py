@@ -23,10 +23,10 @@ import tomllib
 from contextlib import suppress
 from pathlib import Path
 
-from fedloom import __version__
 from fedloom.deploy.site.pinned import SECRET, start_executor
 from fedloom.errors import ConfigError, FedloomError
 from fedloom.storage.files import regular
+from fedloom.version import __version__
 
 SOCKET, LOCK, LOG = "warm.sock", "warm.lock", "warm.log"
 LONGEST = 100

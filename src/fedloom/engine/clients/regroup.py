@@ -30,7 +30,7 @@ def regrouped(job: Job, clients: Clients, state: State) -> tuple[Job, State]:
     clients' uploads have added up to. The new shares are in the server's model from its next step on.
 
     Returns:
-        The run with its present shares, and the state from which the round goes on.
+        The run with its present shares, and the state from which the round continues.
 
     Raises:
         RunStopped: activations are not finite.
