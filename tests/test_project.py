@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import importlib.util
 import os
 import re
@@ -201,6 +202,95 @@ def test_the_page_on_the_architecture_names_parts_that_are_there() -> None:
     parts |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     assert len(named) > 25
     assert named - parts <= {"list", "json", "toml", "parquet"}  # a command, and endings of files
+
+
+REFERENCE = (ROOT / "docs" / "python.md").read_text()
+EFFECTS = re.compile(
+    "(accept|aggregate|ask|check|do|keep|play|refuse|replace|report|run|save|send|set|show|start|stop|store|take|train|wait|"
+    "write)s? ", re.IGNORECASE
+)  # fmt: skip
+"""Verbs at the head of a docstring whose object is not what the function returns."""
+FUNCTIONS = {node.name: node for name in MODULES for node in parsed(name).body if isinstance(node, ast.FunctionDef)}
+CLASSES = {node.name: node for name in MODULES for node in parsed(name).body if isinstance(node, ast.ClassDef)}
+
+
+def exported() -> set[str]:
+    """Names that a package's ``__init__`` exports, and those of the reference."""
+    names = set(re.findall(r"^::: [\w.]+\.(\w+)$", REFERENCE, re.MULTILINE))
+    for assigned in (n for name in MODULES if name.endswith("__init__.py") for n in parsed(name).body):
+        if isinstance(assigned, ast.Assign) and ast.unparse(assigned.targets[0]) in ("__all__", "_MODULES", "_WHERE"):
+            names |= {node.value for node in ast.walk(assigned) if isinstance(node, ast.Constant)}
+    return names
+
+
+def public_parts() -> dict[str, tuple[ast.FunctionDef, list[ast.ClassDef]]]:
+    """Public functions, and public methods with their class and its bases; those of the command line print."""
+    names, modules, parts = exported(), set(re.findall(r"^::: ([\w.]+)$", REFERENCE, re.MULTILINE)), {}
+    nodes = [(name, node) for name in MODULES if "cli/" not in name for node in parsed(name).body]
+    for name, node in nodes:
+        if isinstance(node, ast.FunctionDef) and (node.name in names or module_of(name) in modules):
+            parts[f"{name}: {node.name}"] = node, []
+        if isinstance(node, ast.ClassDef) and (node.name in names or module_of(name) in modules):
+            methods = [member for member in node.body if isinstance(member, ast.FunctionDef)]
+            parts |= {f"{name}: {node.name}.{method.name}": (method, lineage(node)) for method in methods}
+    hidden = re.compile(r".*[ .]_(?!_init__$|_post_init__$|_call__$)\w*$")
+    parts = {key: part for key, part in parts.items() if not hidden.match(key)}
+    return parts
+
+
+def lineage(node: ast.ClassDef) -> list[ast.ClassDef]:
+    """A class and its bases within the project."""
+    bases = [CLASSES.get(re.split(r"\W", ast.unparse(base))[0]) for base in node.bases]
+    return [node, *(ancestor for base in bases if base is not None for ancestor in lineage(base))]
+
+
+def docstrings(function: ast.FunctionDef, owners: list[ast.ClassDef]) -> list[str]:
+    """That of a function, then those of its class and of what it overrides."""
+    nodes = [m for o in owners[1:] for m in o.body if isinstance(m, ast.FunctionDef) and m.name == function.name]
+    return [ast.get_docstring(node) or "" for node in (function, *owners[:1], *nodes)]
+
+
+def raised(function: ast.FunctionDef) -> set[str]:
+    """Classes that its body raises by name, those of nested functions left out."""
+    classes, ahead = set[str](), list[ast.AST](function.body)
+    while ahead:
+        node = ahead.pop()
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+            name = ast.unparse(node.exc.func).split(".")[-1]
+            maker = FUNCTIONS.get(name)
+            classes.add(ast.unparse(maker.returns) if maker and maker.returns else name)
+        translated = isinstance(node, ast.With) and "attribute_error" in ast.unparse(node.items[0])
+        if not translated and not isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Lambda):
+            ahead += ast.iter_child_nodes(node)
+    return classes - {"AssertionError", "NotImplementedError"}
+
+
+def test_what_a_public_function_raises_is_in_its_docstring() -> None:
+    """By its class or a base of it; a method may leave it to its class, or to the method that it overrides."""
+    undocumented, parts = [], public_parts()
+    for key, (function, owners) in parts.items():
+        sections = [
+            re.findall(r"^Raises:\n((?:[ \n].*\n?)*)", text, re.MULTILINE) for text in docstrings(function, owners)
+        ]
+        named = set(re.findall(r"\w+", str(sections)))
+        for name in raised(function):
+            error = getattr(fl.errors, name, None) or getattr(builtins, name, None)
+            bases = {base.__name__ for base in error.__mro__[:-2]} if isinstance(error, type) else {name}
+            undocumented += [f"{key}: {name}"] if not bases & named else []
+    assert not undocumented
+    assert len(parts) > 600
+
+
+def test_what_a_public_function_returns_is_in_its_docstring() -> None:
+    """In its first line, unless that begins with an effect; and where it may be None, when it is."""
+    undocumented = []
+    for key, (function, owners) in public_parts().items():
+        kind, texts = ast.unparse(function.returns) if function.returns else "None", docstrings(function, owners)
+        text = texts[0] or " ".join(texts[2:])
+        if function.name[0] != "_" and not re.match(r"(None|Never|NoReturn|Self|Iterator\[None\])$", kind):
+            effect = EFFECTS.match(text) and not re.search(r"^(Returns|Yields):", text, re.MULTILINE)
+            undocumented += [key] if effect or ("| None" in kind and text and "None" not in " ".join(texts)) else []
+    assert not undocumented
 
 
 def test_public_names_are_the_ones_that_type_checkers_see() -> None:

@@ -152,7 +152,7 @@ class Algorithm(Value, ABC):
         return False
 
     def mixer(self, round: int) -> Mixer | None:
-        """What mixes its downloads of the kept primary field in a round, of a method that mixes by a mixer."""
+        """The mixer of its downloads of the kept primary field in a round; None for a method that mixes by no mixer."""
         return None
 
     @property
@@ -306,7 +306,10 @@ class Algorithm(Value, ABC):
         raise AssertionError(f"{type(self).__name__} names no part {name!r}")
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
-        """Refuse a model or setting that the method cannot work with; returns sentences of warning.
+        """Refuse a model or setting that the method cannot work with.
+
+        Returns:
+            Sentences of warning.
 
         Raises:
             Refused: the combination makes no sense; the message has the reason.

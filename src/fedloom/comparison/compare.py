@@ -102,6 +102,9 @@ def compare(
         name: of the comparison, in titles.
         choices: further fields of `fedloom.Setting` for all methods, such as ``rounds=50`` or ``local={"lr": 0.1}``.
 
+    Returns:
+        The comparison: figures of every method, their tests, models, and the report.
+
     Raises:
         ConfigError: values that cannot work, or (Refused) do not work together; nothing has been run then.
         DataError: no data set can be made of the data.

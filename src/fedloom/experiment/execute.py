@@ -125,6 +125,9 @@ class Plan:
             listeners: hear of every round, and of the end of every run.
             page: write the report.
 
+        Returns:
+            The outcome of every run, those that were there included.
+
         Raises:
             CheckpointError: a disk that is full or refuses; what was finished is kept.
             RunDirError: another process works in the directory, or has made it another experiment's.

@@ -127,7 +127,11 @@ def head_of(records: RecordDict) -> dict[str, Any]:
 
 
 def head(**values: Any) -> ConfigRecord:
-    """Write the plain values of a message."""
+    """Write the plain values of a message.
+
+    Returns:
+        A record with them and the release.
+    """
     return ConfigRecord({"release": __version__, **values})
 
 

@@ -108,6 +108,9 @@ class Strategy(FlowerStrategy):
 
         Local training follows the strategy's ``local``; the configs go along, and no function of fedloom reads them.
 
+        Returns:
+            Flower's result; its rounds are numbered from the first round of the run on.
+
         Raises:
             ConfigError: too few nodes are there and fit, or the folder has another run.
         """
@@ -169,7 +172,11 @@ class Strategy(FlowerStrategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Aggregate the usable replies; without enough of them nothing changes."""
+        """Aggregate the usable replies; without enough of them nothing changes.
+
+        Returns:
+            The global model, None where it is not evaluated; and counts of the round, None without enough replies.
+        """
         clients, job, before = self._running
         arrived = list(replies)
         replaying = self._answers.replaying(clients.through(lambda _messages: arrived))
@@ -192,7 +199,11 @@ class Strategy(FlowerStrategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Ask all nodes for the scores of their models."""
+        """Ask all nodes for the scores of their models.
+
+        Returns:
+            A request for each node; none in a round that is not evaluated.
+        """
         if self._job is None or self._clients is None or self.state is None:
             return []
         server_round += self._before
@@ -208,7 +219,11 @@ class Strategy(FlowerStrategy):
         return sent
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Average the scores over the nodes, by samples of the part."""
+        """Average the scores over the nodes, by samples of the part.
+
+        Returns:
+            The means by ``model/part/metric``; None in a round that is not evaluated.
+        """
         arrived = list(replies)
         if not arrived or self._clients is None or self._job is None:
             return None

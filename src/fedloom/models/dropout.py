@@ -15,6 +15,9 @@ class Dropout(nn.Module):
 
     Args:
         p: share of the features that is dropped, in [0, 1).
+
+    Raises:
+        ValueError: p out of range.
     """
 
     mask: Tensor

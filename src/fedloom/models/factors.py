@@ -39,6 +39,9 @@ def factorise(module: nn.Module, rank: int | None = None, tolerance: float = 1e-
         rank: most singular values kept of a layer; all above the tolerance when None.
         tolerance: singular values below this share of a layer's largest are left out, in [0, 1).
 
+    Returns:
+        The new module, and which of its layers are thin.
+
     Raises:
         ConfigError: rank or tolerance out of range.
     """

@@ -122,7 +122,11 @@ class ModelSpec(Value, ABC):
 
     @abstractmethod
     def module(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
-        """The module, initialised from the current global generator; `build` seeds and restores it."""
+        """The module, initialised from the current global generator; `build` seeds and restores it.
+
+        Raises:
+            ConfigError: the model cannot take samples of this shape.
+        """
 
     def sequence(self, length: int, outputs: int, vocabulary: int, each: bool) -> nn.Module:
         """The module for sequences of tokens, as `module`.

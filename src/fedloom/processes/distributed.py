@@ -51,6 +51,7 @@ def joined() -> Iterator[Ranks]:
 
     Raises:
         FedloomError: another rank died or cannot be reached, or this one received the signal to end.
+        SystemExit: this rank failed after another one, which logs the cause.
     """
     size = _started()
     if size == 1:

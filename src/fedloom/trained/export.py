@@ -86,6 +86,9 @@ class Program:
     Attributes:
         facts: of the data that it takes.
         module: raw samples in, probabilities or values out; see `fedloom.trained.raw.RawModel`.
+
+    Raises:
+        LayoutError: the file is no model that was exported for torch.
     """
 
     def __init__(self, path: Path | str) -> None:

@@ -127,6 +127,9 @@ class Tuning:
             listeners: hear of every round of a trial.
             tuned: write ``tuned.toml`` too; every method must have a trial that completed then.
 
+        Returns:
+            The search of every method, in the experiment's order.
+
         Raises:
             RunStopped: interrupted; or a method of which no trial completed. What was tried is kept.
             CheckpointError: a disk that is full or refuses; what was tried is kept.

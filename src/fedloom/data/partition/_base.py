@@ -34,7 +34,11 @@ class Pool(NamedTuple):
         return len(self.index)
 
     def labels(self, kind: str) -> Ints:
-        """The classes, for a partition that cannot do without."""
+        """The classes, for a partition that cannot do without.
+
+        Raises:
+            Refused: a regression, or a label per position.
+        """
         if self.y is None:
             what = "has a label per position" if self.data.each else f"is a {self.data.task}"
             raise Refused(
@@ -116,7 +120,12 @@ class Partition(Value):
 
     @abstractmethod
     def draw(self, pool: Pool, seed: int) -> Draw:
-        """Who gets which samples; everything random comes from `seed`."""
+        """Who gets which samples; everything random comes from `seed`.
+
+        Raises:
+            PartitionError: the data cannot be split in this way; the message has the numbers.
+            Refused: the data have no classes, or are no images, where the kind needs them.
+        """
         ...
 
     def __call__(self, data: object, seed: int = 0) -> Federation:
@@ -128,6 +137,7 @@ class Partition(Value):
             seed: everything random comes from it.
 
         Raises:
+            ConfigError: a seed that is no integer.
             PartitionError: more clients than samples, more labels than classes, or a client below `min_size`.
             Refused: a partition by class of a data set without classes.
             DataError: data that cannot be read, or a table whose target is the same in every row.
@@ -243,7 +253,11 @@ class Sized(Partition):
     clients: int = Field(default=10, ge=1, description="number of clients")
 
     def fits(self, pool: Pool) -> None:
-        """Refuses more clients than the samples can serve."""
+        """Refuses more clients than the samples can serve.
+
+        Raises:
+            PartitionError: some client would have fewer than `min_size`.
+        """
         if self.clients * self.min_size > len(pool):
             raise PartitionError(
                 f"{self.kind}: {self.clients} clients of at least {self.min_size} samples, but {pool.data.name} has "

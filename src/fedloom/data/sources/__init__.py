@@ -71,7 +71,11 @@ def load(name_or_path: str | Path, data_dir: str | Path | None = None, **options
 
 
 def source(name_or_path: str | Path, **options: object) -> Source:
-    """The source value behind `load`, checked but not read."""
+    """The source value behind `load`, checked but not read.
+
+    Raises:
+        ConfigError: no such source, or options that it does not have.
+    """
     name = str(name_or_path)
     if name == "hub:":
         raise ConfigError("hub: lacks the name of a data set; write it as hub:owner/name")

@@ -16,10 +16,13 @@ from fedloom.deploy.settings import read_server
 
 
 def main(words: Sequence[str]) -> int:
-    """Run a command of Flower unless the experiment has come to its end; the exit code.
+    """Run a command of Flower unless the experiment has come to its end.
 
     Args:
         words: the server's TOML file, and the command.
+
+    Returns:
+        The exit code: 0 once the experiment has come to its end, else 1.
     """
     server = read_server(Path(words[0]))
     if finished(server) is None:

@@ -180,6 +180,9 @@ def figures(one: Owned) -> dict[str, float]:
 def export(one: Owned, out: Path) -> Path:
     """Write a site's model as a state dict, ``<site>.safetensors``; the plain module loads it.
 
+    Returns:
+        The file.
+
     Raises:
         CheckpointError: the disk refuses.
     """

@@ -147,7 +147,11 @@ def measure_rounds(
     clock: Callable[[], float] = time.perf_counter,
     through: Callable[[Workers], Workers] = lambda workers: workers,
 ) -> Measured:
-    """Play the first ``count`` >= 1 rounds of a setting; see `play`."""
+    """Play the first ``count`` >= 1 rounds of a setting; see `play`.
+
+    Returns:
+        What each of them took, the oracle, and the number of workers.
+    """
     game = play(setting, fed, clock, through)
     try:
         rounds = [*islice(game, count)]

@@ -190,7 +190,7 @@ def _picture(skew: Skew, id: str, where: str) -> Figure | None:
 
 
 def clusters(runs: list[Run], rows: list[Row]) -> Figure | None:
-    """A panel per method that clusters its clients: cluster by round and client, of its first seed."""
+    """A panel per method that clusters its clients, of its first seed: cluster by round and client; else None."""
     data: Rows = []
     planted = some = False
     for row in {row.name: row for row in rows}.values():

@@ -28,6 +28,9 @@ def write_card(run_dirs: Sequence[Path], out: Path) -> Path:
         run_dirs: output directories of runs.
         out: the Markdown file.
 
+    Returns:
+        The file.
+
     Raises:
         ConfigError: the file is there; people may have written into it.
         RunDirError: a directory is not a run, or one of its files is damaged.

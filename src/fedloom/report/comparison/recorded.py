@@ -92,6 +92,9 @@ class RecordedComparison:
 
         Args:
             out: the HTML file; ``report.html`` in the comparison's folder when None.
+
+        Returns:
+            The HTML file.
         """
         place = self.folder / "report.html" if out is None else Path(out)
         return write([self.folder], place, against=self.against, models=self.models, charts=False)

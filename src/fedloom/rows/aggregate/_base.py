@@ -68,7 +68,11 @@ class NNM(Value):
     f: int = Field(1, ge=0, description="Byzantine clients per cohort")
 
     def rows(self, m: int) -> int:
-        """Rows that m rows become."""
+        """Rows that m rows become.
+
+        Raises:
+            ConfigError: f rows or fewer.
+        """
         if self.f >= m:
             raise ConfigError(f"nnm needs m > f, got m = {m} rows and f = {self.f}")
         return m
@@ -116,7 +120,11 @@ class Aggregator(Value, ABC):
         self.require(m)
 
     def require(self, m: int) -> None:
-        """`check` for the m rows that arrive at the rule itself."""
+        """`check` for the m rows that arrive at the rule itself.
+
+        Raises:
+            ConfigError: too few rows for the rule, or too many subsets of them.
+        """
 
     def apply(
         self, state: State, rows: Rows, weights: Tensor, primary: str, ctx: Cohort
@@ -146,7 +154,11 @@ class Aggregator(Value, ABC):
     def combine(
         self, state: State, rows: Rows, weights: Tensor, primary: str, ctx: Cohort
     ) -> tuple[dict[str, Tensor], State]:
-        """The rule itself; arguments as `apply`."""
+        """The rule itself; arguments as `apply`.
+
+        Raises:
+            ConfigError: the cohort is none that the rule can work on.
+        """
 
 
 def mixture(coefficients: Tensor, rows: Rows) -> dict[str, Tensor]:
