@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fedloom.cli import app
-from fedloom.storage import files
+from fedloom.storage import disk
 
 
 def call(*words: object, code: int = 0) -> str:
@@ -57,7 +57,7 @@ def in_a_fork(work: Callable[[], object], crash_at: int) -> int:
     """Exit code of some work in a fork that dies, with 137, at its ``crash_at``-th change of the disk; 0 is never."""
 
     def dies() -> None:
-        files._crash_at = crash_at
+        disk._crash_at = crash_at
         work()
 
     return end(fork(dies))

@@ -20,7 +20,8 @@ from fedloom.algorithms.qffl import Up
 from fedloom.choose.mixers import MIXERS
 from fedloom.data.input_spec import compared
 from fedloom.deploy.ops.plan import _bound, plan
-from fedloom.deploy.protocol.checks import Checks, Rejected
+from fedloom.deploy.protocol.checks import Checks
+from fedloom.deploy.protocol.rejected import Rejected
 from fedloom.deploy.settings import read_server
 from fedloom.engine.setup import make_job
 from fedloom.errors import Stop

@@ -21,7 +21,7 @@ from fedloom.deploy.site.state import MODEL, Generation, Rewound, SiteState
 from fedloom.engine.privacy import epsilon
 from fedloom.errors import CheckpointError, Stop
 from fedloom.rows.channel import GaussianNoise
-from fedloom.storage import files as storage
+from fedloom.storage import disk
 from fedloom.version import __version__
 from tests.deploy.scene import Scene, scene
 from tests.deploy.sessions import losing
@@ -353,7 +353,7 @@ def test_what_cannot_be_noted_does_not_leave(tmp_path: Path, monkeypatch: pytest
         if step == "create" and path.name in ("ledger.jsonl", SENT):
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    monkeypatch.setattr(storage, "hook", forbidden)
+    monkeypatch.setattr(disk, "hook", forbidden)
     status, reason = ask(here.clients()[1], "hello")
     assert status == "refused"
     assert f"{SENT} could not be written: Permission denied; " in reason

@@ -17,8 +17,9 @@ import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
-from fedloom.deploy.protocol.checks import Checks, Rejected
+from fedloom.deploy.protocol.checks import Checks
 from fedloom.deploy.protocol.envelope import ARRAYS, FIGURES, HEAD, METRICS, Pending
+from fedloom.deploy.protocol.rejected import Rejected
 from fedloom.errors import Stop
 from fedloom.rows.fields import Field
 from fedloom.rows.layout import Layout

@@ -26,7 +26,7 @@ from fedloom.deploy.site import trainer as trainer_module
 from fedloom.deploy.site.client import Client
 from fedloom.deploy.site.state import models
 from fedloom.errors import CheckpointError, ConfigError, FedloomError, RunDirError, Stop
-from fedloom.storage import files
+from fedloom.storage import disk
 from tests.deploy.grid import FakeGrid
 from tests.deploy.scene import FIRST, Scene, changed, scene
 
@@ -308,7 +308,7 @@ def full(folder: Path, after: int = 0) -> Callable[[str, Path], None]:
 
 def test_a_full_disk_of_a_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # 25
     here = scene(tmp_path, "flame", **SMALL)
-    monkeypatch.setattr(files, "hook", full(here.sites[LOST].state))
+    monkeypatch.setattr(disk, "hook", full(here.sites[LOST].state))
     assert here.serve(quorum=2) is Stop.DONE
     reasons = {r["reason"] for r in here.audit("rejected", client=LOST)}
     assert all("the disk is full" in reason for reason in reasons)
@@ -319,7 +319,7 @@ def test_a_full_disk_of_a_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_a_full_disk_of_the_server(tmp_path: Path, whole: Scene, monkeypatch: pytest.MonkeyPatch) -> None:  # 25
     here = scene(tmp_path, "flame", **SMALL)
     with monkeypatch.context() as patch:
-        patch.setattr(files, "hook", full(here.server.checkpoints, after=12))
+        patch.setattr(disk, "hook", full(here.server.checkpoints, after=12))
         with pytest.raises(CheckpointError, match="the disk is full"):
             here.serve()
     assert here.serve() is Stop.DONE

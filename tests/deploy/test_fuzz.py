@@ -13,8 +13,9 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedloom.deploy.protocol.checks import Checks, Rejected
+from fedloom.deploy.protocol.checks import Checks
 from fedloom.deploy.protocol.envelope import ARRAYS, HEAD, METRICS, Pending
+from fedloom.deploy.protocol.rejected import Rejected
 from fedloom.deploy.site.client import Client
 from fedloom.errors import Stop, WireError
 from tests.deploy.grid import wire

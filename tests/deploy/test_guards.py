@@ -15,8 +15,9 @@ from flwr.app import ConfigRecord, Message, RecordDict
 
 from fedloom.data import PARTS
 from fedloom.deploy.audit import Audit
-from fedloom.deploy.protocol.checks import Checks, Rejected
+from fedloom.deploy.protocol.checks import Checks
 from fedloom.deploy.protocol.envelope import HEAD, HEAD_LIMIT, REPLIED, STATUS, Pending, Reply, Request, unseal
+from fedloom.deploy.protocol.rejected import Rejected
 from fedloom.deploy.server.transport import Transport
 from fedloom.deploy.site.client import Client
 from fedloom.deploy.site.local_data import federation_of

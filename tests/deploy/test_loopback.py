@@ -10,7 +10,7 @@ from fedloom.deploy.ops.loopback import Loopback, run_all
 from fedloom.deploy.ops.processes import Processes
 from fedloom.deploy.settings import read_server, text_of
 from fedloom.errors import ConfigError, RunDirError
-from fedloom.storage.files import lock
+from fedloom.storage.locks import lock
 
 
 def local(*words):

@@ -25,7 +25,7 @@ from fedloom.errors import ConfigError, Stop
 from fedloom.report.page import write
 from fedloom.report.reading import read_runs
 from fedloom.rows.channel import GaussianNoise
-from fedloom.storage.files import lock
+from fedloom.storage.locks import lock
 from tests.deploy.scene import FIRST, changed, scene
 
 SMALL = {"rounds": 4, "evaluate": {"every": 2}}

@@ -22,7 +22,7 @@ from fedloom.cli import app
 from fedloom.errors import RunDirError
 from fedloom.experiment import Plan, parse
 from fedloom.experiment.events import Event
-from fedloom.storage.files import lock
+from fedloom.storage.locks import lock
 from fedloom.tune import Tuning
 
 SMALL: dict[str, Any] = {

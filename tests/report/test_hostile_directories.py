@@ -199,7 +199,8 @@ def test_links_at_the_names_of_drafts_and_results_are_replaced_not_followed(copy
 
 
 def test_nothing_of_a_run_is_written_through_a_link(tmp_path: Path) -> None:
-    from fedloom.storage.files import lock, write_atomic
+    from fedloom.storage.files import write_atomic
+    from fedloom.storage.locks import lock
 
     precious = tmp_path / "precious"
     precious.write_text("years of work")

@@ -25,7 +25,7 @@ from torch import Tensor
 
 import fedloom
 from fedloom.errors import CheckpointError, RunDirError
-from fedloom.storage import files, journal
+from fedloom.storage import disk, journal
 from fedloom.storage.checkpoint import Checkpoints, save_tensors
 from fedloom.storage.store import Store
 
@@ -49,7 +49,7 @@ META = {"round": 3, "loss": 0.1 + 0.2, "nan": float("nan"), "list": [1, None, "Ã
 @pytest.fixture(autouse=True)
 def _no_hook():
     yield
-    files.hook = None
+    disk.hook = None
 
 
 def same(a, b):
@@ -181,7 +181,7 @@ class Disk:
                 self.names[path] = self.listing(path)
             else:
                 self.content[path.stat().st_ino] = path.read_bytes()
-        files.hook = self
+        disk.hook = self
 
     def __call__(self, op, path):
         self.settle()
@@ -237,7 +237,7 @@ class Disk:
         )
 
     def close(self):
-        files.hook = None
+        disk.hook = None
         for handle in self.handles.values():
             os.close(handle)
 
@@ -251,7 +251,7 @@ def play_until(folder, plan, stop, power=None, budget=0):
         stopped = False
     except Stopped:
         stopped = True
-    files.hook = None
+    disk.hook = None
     if power is not None and stopped:
         disk.cut_power(power)
     disk.close()
@@ -332,12 +332,12 @@ def test_a_disk_that_fills_up_at_any_moment(tmp_path, budget):
             if count[0] >= limit and op in {"create", "write", "tear", "fsync"}:
                 raise OSError(errno.ENOSPC, "No space left on device")
 
-        files.hook = full
+        disk.hook = full
         try:
             run.play()
         except CheckpointError as error:
             raised = re.search("the disk is full; .*free some space", str(error))
-        files.hook = None
+        disk.hook = None
         run.close()
         assert list(folder.rglob("*.tmp")) == []
         finish(folder, PLAN, run.saved, budget)
@@ -356,12 +356,12 @@ def test_a_save_that_failed_can_be_repeated(tmp_path):
         if "checkpoint-9" in path.name and op == "tear" and "json" in path.name:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    files.hook = full
+    disk.hook = full
     for _ in range(2):
         with pytest.raises(CheckpointError):
             run.save(9)
     assert sorted(p.name for p in tmp_path.rglob("*") if p.name != "journal-9") == names
-    files.hook = None
+    disk.hook = None
     run.save(9)
     with pytest.raises(AssertionError, match="checkpoint 9 after 9"):
         run.save(9)

@@ -13,7 +13,7 @@ import pytest
 
 import fedloom
 from fedloom.errors import CheckpointError, RunDirError
-from fedloom.storage import files
+from fedloom.storage import disk, files, locks
 
 SOURCE = str(Path(fedloom.__file__).parents[1])
 
@@ -25,7 +25,7 @@ class Crash(BaseException):
 @pytest.fixture(autouse=True)
 def _no_hook():
     yield
-    files.hook = None
+    disk.hook = None
 
 
 def stop_at(step, error=Crash):
@@ -37,7 +37,7 @@ def stop_at(step, error=Crash):
             raise error()
 
     stops.ops = []
-    files.hook = stops
+    disk.hook = stops
     return stops
 
 
@@ -50,7 +50,7 @@ def full(from_step):
             raise OSError(errno.ENOSPC, "No space left on device")
 
     hook.step = 0
-    files.hook = hook
+    disk.hook = hook
     return hook
 
 
@@ -81,7 +81,7 @@ def test_write_atomic_serves_libraries_that_write_to_a_file(tmp_path):
 
 def test_write_atomic_syncs_before_the_rename_and_the_folder_after_it(tmp_path):
     seen = []
-    files.hook = lambda op, path: seen.append((op, path.name))
+    disk.hook = lambda op, path: seen.append((op, path.name))
     files.write_atomic(tmp_path / "a", b"content")
     temporary = ".a.tmp"
     assert seen == [
@@ -101,7 +101,7 @@ def test_killed_at_any_step_the_file_is_old_or_new(tmp_path, step):
     stop_at(step)
     with pytest.raises(Crash):
         files.write_atomic(path, b"new")
-    files.hook = None
+    disk.hook = None
     assert path.read_bytes() == (b"new" if step == 6 else b"old content")
     files.write_atomic(path, b"newer")
     assert [p.name for p in tmp_path.iterdir()] == ["a"], "the next write takes the temporary name over"
@@ -180,7 +180,7 @@ def test_discard_syncs_the_folder_between_files(tmp_path):
     with pytest.raises(Crash):
         files.discard(a, none, b)
     assert stops.ops == ["unlink", "fsync", "unlink"]
-    files.hook = None
+    disk.hook = None
     files.discard(a, none, b)
     assert list(tmp_path.iterdir()) == []
 
@@ -215,7 +215,7 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path):
     files.write_atomic(path, b"y")
     assert path.read_bytes() == b"y"
     os.mkfifo(tmp_path / ".lock")
-    with pytest.raises(CheckpointError, match="is no regular file"), files.lock(tmp_path):
+    with pytest.raises(CheckpointError, match="is no regular file"), locks.lock(tmp_path):
         pass
 
 
@@ -241,7 +241,7 @@ def test_a_row_file_is_read_and_written_in_place(tmp_path):
 HOLD = """
 import sys, time
 from pathlib import Path
-from fedloom.storage.files import lock
+from fedloom.storage.locks import lock
 with lock(Path(sys.argv[1])):
     print("in", flush=True)
     time.sleep(60)
@@ -250,7 +250,7 @@ with lock(Path(sys.argv[1])):
 HOLD_WITH_WORKER = """
 import os, sys, time
 from pathlib import Path
-from fedloom.storage.files import lock
+from fedloom.storage.locks import lock
 with lock(Path(sys.argv[1])):
     worker = os.fork()
     if worker == 0:
@@ -266,17 +266,17 @@ def test_the_lock_keeps_a_second_process_out_and_dies_with_the_first(tmp_path):
         assert first.stdout.readline() == "in\n"
         with (
             pytest.raises(RunDirError, match=rf"a is in use by process {first.pid} on .*wait for it, or choose"),
-            files.lock(run),
+            locks.lock(run),
         ):
             pass
         first.kill()
         first.wait()
         start = time.monotonic()
-        with files.lock(run):
+        with locks.lock(run):
             assert time.monotonic() - start < 1
-            with pytest.raises(RunDirError), files.lock(run):
+            with pytest.raises(RunDirError), locks.lock(run):
                 pass
-        with files.lock(run):
+        with locks.lock(run):
             pass
 
 
@@ -288,12 +288,12 @@ def test_a_surviving_worker_of_a_dead_process_still_holds_the_lock(tmp_path):
         try:
             with (
                 pytest.raises(RunDirError, match="which has ended, but not all of its workers"),
-                files.lock(tmp_path, 0.1),
+                locks.lock(tmp_path, 0.1),
             ):
                 pass
         finally:
             os.kill(worker, signal.SIGKILL)
-        with files.lock(tmp_path):
+        with locks.lock(tmp_path):
             pass
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import fedloom
 from fedloom.errors import CheckpointError, LayoutError, RunDirError
-from fedloom.storage import files, journal
+from fedloom.storage import disk, journal
 from fedloom.storage.memory import Forked
 from fedloom.storage.store import Store
 from tests.commands import end, fork
@@ -54,7 +54,7 @@ TEMPLATE = Row(
 @pytest.fixture(autouse=True)
 def _no_hook():
     yield
-    files.hook = None
+    disk.hook = None
 
 
 def rows(m, seed):
@@ -194,7 +194,7 @@ def test_neighbours_are_one_read_and_one_write(tmp_path, monkeypatch):
     store = on_disk(tmp_path, 100, Other(torch.zeros(3)))
     ids = torch.tensor([3, 4, 5, 10, 11, 40])
     writes = []
-    files.hook = lambda op, path: writes.append(op)
+    disk.hook = lambda op, path: writes.append(op)
     store.touch(ids)
     assert writes == [], "rows never written need no journal"
     store.write(ids, Other(torch.rand(6, 3)))
@@ -237,7 +237,7 @@ def test_touch_syncs_once_a_call_and_saves_a_row_once(tmp_path):
     store.write(ids, Other(torch.rand(50, 3)))
     store.checkpoint(1)
     ops = []
-    files.hook = lambda op, path: ops.append(op)
+    disk.hook = lambda op, path: ops.append(op)
     store.touch(ids)
     assert ops.count("fsync") == 1
     size = (tmp_path / "journal-1").stat().st_size
@@ -380,13 +380,13 @@ def test_a_rollback_stopped_at_any_primitive_is_done_by_the_next(tmp_path, gener
             if len(steps) >= limit:
                 raise Stopped
 
-        files.hook = stopping
+        disk.hook = stopping
         try:
             on_disk(folder).rollback(generation)
             stopped = False
         except Stopped:
             pass
-        files.hook = None
+        disk.hook = None
         for _ in range(2):
             store = on_disk(folder)
             store.rollback(generation)

@@ -23,7 +23,7 @@ from fedloom.cli import app
 from fedloom.errors import CheckpointError, ConfigError, RunDirError, RunStopped
 from fedloom.experiment import parse
 from fedloom.experiment.tuning import Tune
-from fedloom.storage import files
+from fedloom.storage import disk
 from fedloom.tune import Trial
 from fedloom.tune.search import Search, check_values, defaults, own_params, space_of, with_params
 from fedloom.values import fields_of
@@ -437,7 +437,7 @@ def test_a_full_disk_loses_no_finished_trial(finished: Path, tmp_path: Path, mon
         if op == "tear" and path.name == "fedprox.log" and path.stat().st_size > 2000:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(files, "hook", full)
+    monkeypatch.setattr(disk, "hook", full)
     with pytest.raises(CheckpointError, match=r"fedprox\.log could not be written: the disk is full"):
         tuning(SMALL, tmp_path / "out").run()
     assert len(kept(tmp_path / "out" / "trials" / "fedavg.log")) == 4

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.errors import RunDirError
-from fedloom.storage.files import append_synced, create_file, make_folder, regular
+from fedloom.storage.disk import regular
+from fedloom.storage.files import append_synced, create_file, make_folder
 
 
 class Audit:

@@ -23,7 +23,7 @@ from fedloom.errors import ConfigError
 from fedloom.experiment import Experiment, read
 from fedloom.imports import is_path
 from fedloom.models.spec import DIGEST
-from fedloom.storage.files import regular
+from fedloom.storage.disk import regular
 from fedloom.trust import is_installed, vouch
 from fedloom.values import document_of
 

@@ -20,7 +20,7 @@ from fedloom.data.sources import SOURCES
 from fedloom.deploy.secure.protocol import FEWEST, MOST, least_threshold
 from fedloom.errors import ConfigError
 from fedloom.imports import is_path
-from fedloom.storage.files import regular
+from fedloom.storage.disk import regular
 from fedloom.values import Value, fields_of, make, read_toml
 from fedloom.version import __version__
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from fedloom.engine.clients.forging import forge
 from fedloom.engine.clients.regroup import regrouped
+from fedloom.engine.clients.uploads import Uploads, weights_of
 from fedloom.engine.job import Job
 from fedloom.engine.state import State
-from fedloom.engine.uploads import Uploads, weights_of
 from fedloom.errors import RunStopped, Stop, attribute_error
 from fedloom.processes.clients import COUNTS, AskRequest, Clients, TrainRequest, TrainTask
 

@@ -27,8 +27,9 @@ from fedloom.engine.check import (
 from fedloom.engine.clients.forging import poisoned
 from fedloom.engine.clients.messages import Messages, first_upload, idle_upload
 from fedloom.engine.clients.regroup import check_shares
-from fedloom.engine.job import Job, RunProblem
+from fedloom.engine.job import Job
 from fedloom.engine.privacy import check_privacy
+from fedloom.engine.problem import RunProblem
 from fedloom.engine.replay import Replay
 from fedloom.engine.setting import Engine, Setting
 from fedloom.engine.virtual.check import check_schedule

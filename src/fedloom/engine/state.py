@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedloom.engine.clients.uploads import first_sums
 from fedloom.engine.job import Job
 from fedloom.engine.records import Records
-from fedloom.engine.uploads import first_sums
 from fedloom.engine.virtual.clock import Clock
 from fedloom.local.rows import F, Fields, remade
 from fedloom.processes.clients import COUNTS

@@ -43,7 +43,8 @@ from fedloom.processes.ranks import ALONE, Ranks
 from fedloom.processes.signals import interruptible
 from fedloom.rundir import CHECKPOINTS, FILES, FOLDERS, LIVE, MODELS, REPORT, SETTINGS, folder_of
 from fedloom.storage.checkpoint import check_digest
-from fedloom.storage.files import is_unused, lock, make_folder
+from fedloom.storage.files import is_unused, make_folder
+from fedloom.storage.locks import lock
 
 FEW_CLIENTS = 16
 """Cohorts below this size run several runs side by side, instead of several chunks of one."""

@@ -17,7 +17,8 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from numpy.lib import format as npy
 from torch import Tensor, nn
 
-from fedloom.algorithms import ALGORITHMS, REGISTRY, Algorithm
+from fedloom.algorithms import ALGORITHMS, REGISTRY, Algorithm, upload_fields
+from fedloom.choose.shares import by_clusters, column_of_shares
 from fedloom.engine.setting import Setting
 from fedloom.errors import ConfigError, Refused, WireError
 from fedloom.trained.model import running_statistics
@@ -173,6 +174,28 @@ def setting_of(document: str, model: nn.Module, rounds: int, **more: Any) -> Set
     entry: Any = REGISTRY[content["algorithm"]]
     algorithm = make(entry, content["options"], content["algorithm"], fields_of(entry))
     return Setting.of(algorithm, model=model, rounds=rounds, **choices)
+
+
+def check_nodes_suffice(name: str, setting: Setting) -> None:
+    """Refuse a method, by its name, or choices for which the nodes of an app lack something.
+
+    Raises:
+        Refused: it needs all samples in one place, a clock, or models that stay at the clients.
+    """
+    if setting.pooled:
+        raise Refused(f"{name} pools the data of all clients, which nodes do not give; choose another method")
+    if setting.devices is not None or setting.schedule.kind != "synchronous":
+        raise Refused("devices and schedule are of virtual time, and real nodes take their own; leave both out")
+    resolved = setting.resolved()
+    kinds = upload_fields(type(resolved.method)).values()
+    if resolved.sampler.learns and any(k.primary and k.base.startswith("rows.") for k in kinds):
+        raise Refused(
+            f"sampler {resolved.sampler.kind!r} looks at the clients' models, but {name} uploads a "
+            "difference to a state that stays at the client; choose another sampler"
+        )
+    if (clusters := by_clusters(setting.weights)) or column_of_shares(setting.weights):
+        cure = "use weigher 'equitable'" if clusters else "give a number for each client"
+        raise Refused(f"weights = {setting.weights!r} needs all samples in one place; {cure}")
 
 
 def state_dict_of(arrays: Any, module: nn.Module) -> dict[str, Tensor]:

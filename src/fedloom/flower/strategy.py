@@ -17,8 +17,6 @@ from flwr.serverapp.strategy import Result
 from flwr.serverapp.strategy import Strategy as FlowerStrategy
 from torch import nn
 
-from fedloom.algorithms import upload_fields
-from fedloom.choose.shares import by_clusters, column_of_shares
 from fedloom.data.input_spec import InputSpec
 from fedloom.deploy.noise import released
 from fedloom.deploy.site.local_data import federation_of
@@ -27,13 +25,21 @@ from fedloom.engine.clients.messages import idle_upload
 from fedloom.engine.job import Job
 from fedloom.engine.round import run_round
 from fedloom.engine.scoring import score_request
-from fedloom.engine.setting import Setting
 from fedloom.engine.setup import make_job
 from fedloom.engine.state import State, initial_state
-from fedloom.errors import ConfigError, Refused, RunStopped
+from fedloom.errors import ConfigError, RunStopped
 from fedloom.flower.clients import FlowerClients, Members, Remembering
 from fedloom.flower.members import SavedRun, introductions, read_run, write_run
-from fedloom.flower.records import WANTED, document_of, log, resolved_document, setting_of, shapes_of, state_dict_of
+from fedloom.flower.records import (
+    WANTED,
+    document_of,
+    log,
+    check_nodes_suffice,
+    resolved_document,
+    setting_of,
+    shapes_of,
+    state_dict_of,
+)
 from fedloom.flower.samples import Signature, adapted
 from fedloom.local import Nothing
 from fedloom.local.rows import Fields
@@ -88,7 +94,7 @@ class Strategy(FlowerStrategy):
         self._min_nodes, self._wait, self._every = min_nodes, wait, evaluate_every
         self._folder = None if folder is None else Path(folder)
         self._rounds, self._before, self._timeout, self._writes = 1, 0, wait, True
-        self._setting(1)
+        check_nodes_suffice(algorithm, setting_of(self._document, self._model, 1))
         self._clients: FlowerClients | None = None
         self._job: Job | None = None
         self.state: State | None = None
@@ -122,7 +128,7 @@ class Strategy(FlowerStrategy):
                 keys,
             )
         self._rounds, self._timeout = num_rounds, timeout
-        self._setting(num_rounds)
+        check_nodes_suffice(self._name, setting_of(self._document, self._model, num_rounds))
         self._clients = self._job = None
         self._before = done = self._begin(initial_arrays, grid).round
         arrays = (self._arrays() if done else None) or initial_arrays
@@ -243,27 +249,6 @@ class Strategy(FlowerStrategy):
         """Log the method and its choices."""
         log(INFO, "\t├──> fedloom: %s", self._document)
 
-    def _setting(self, rounds: int) -> Setting:
-        """The setting of the run.
-
-        Raises:
-            ConfigError: a choice that cannot work.
-            Refused: a method that real nodes cannot compute.
-        """
-        setting = setting_of(self._document, self._model, rounds)
-        if setting.pooled:
-            raise Refused(f"{self._name} pools the data of all clients, which nodes do not give; choose another method")
-        if setting.devices is not None or setting.schedule.kind != "synchronous":
-            raise Refused("devices and schedule are of virtual time, and real nodes take their own; leave both out")
-        resolved = setting.resolved()
-        kinds = upload_fields(type(resolved.method)).values()
-        if resolved.sampler.learns and any(k.primary and k.base.startswith("rows.") for k in kinds):
-            raise Refused(
-                f"sampler {resolved.sampler.kind!r} looks at the clients' models, but {self._name} uploads a "
-                "difference to a state that stays at the client; choose another sampler"
-            )
-        return setting
-
     def _begin(self, arrays: ArrayRecord, grid: Grid) -> State:
         """Find the nodes of the run, make the job of their samples, and return the state that it begins with."""
         self._model.load_state_dict(state_dict_of(arrays, self._model))
@@ -274,12 +259,6 @@ class Strategy(FlowerStrategy):
             write_run(self._folder, SavedRun(members, schema, signature, self._document, parameters))
         setting = setting_of(self._document, adapted(self._model, signature), self._rounds)
         setting = setting.with_(engine=setting.engine.with_(quorum=1e-9, device="cpu", workers=1, chunk=1))
-        if by_clusters(setting.weights):
-            raise Refused(f"weights = {setting.weights!r} needs all samples in one place; use weigher 'equitable'")
-        if column_of_shares(setting.weights):
-            raise Refused(
-                f"weights = {setting.weights!r} needs all samples in one place; give a number for each client"
-            )
         job, server = make_job(setting, federation_of(schema, torch.tensor(members.sizes)))
         start = (server, job.clients.template, job.kept.template if job.kept_fields else None)
         idle = idle_upload(job.algorithm, start, job.oracle, job.ctx(0, torch.tensor([0])))

@@ -19,7 +19,7 @@ from fedloom.models.guided import Guided
 from fedloom.models.memory import WithMemory
 from fedloom.models.mixture import Mixture
 from fedloom.seeds import as_global, generator
-from fedloom.storage.files import regular
+from fedloom.storage.disk import regular
 from fedloom.values import Value
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {

@@ -64,7 +64,7 @@ class ChunkResult(NamedTuple):
         ids: ``[m]`` the clients.
         share: ``[m, 1]`` float64 their shares in the mean.
         accepted: ``[m]`` bool: uploads that are finite and within the bound.
-        parts: what the accepted add to every field of the upload (`fedloom.engine.uploads`).
+        parts: what the accepted add to every field of the upload (`fedloom.engine.clients.uploads`).
         answers: rows of the accepted: ``weigher`` their answers to the weigher, ``models`` their models if an attacker
             reads them, ``sampler`` what a sampler learns from them.
         total: the sum of the shares of the accepted.

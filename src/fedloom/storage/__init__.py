@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from fedloom.storage.files import lock, make_folder, write_atomic
+from fedloom.storage.files import make_folder, write_atomic
+from fedloom.storage.locks import lock
 
 __all__ = ["lock", "make_folder", "write_atomic"]

@@ -17,7 +17,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from fedloom.errors import CheckpointError, DamagedCheckpoint, LayoutError, RunDirError
-from fedloom.storage.files import discard, make_folder, regular, write_atomic
+from fedloom.storage.disk import regular
+from fedloom.storage.files import discard, make_folder, write_atomic
 from fedloom.storage.journal import raw
 from fedloom.values import difference
 

@@ -25,7 +25,8 @@ from fedloom.local.oracles.network import BATCH_STATISTICS
 from fedloom.models import ModelSpec
 from fedloom.rows.layout import Layout
 from fedloom.storage.checkpoint import check_digest, save_tensors
-from fedloom.storage.files import make_folder, regular
+from fedloom.storage.disk import regular
+from fedloom.storage.files import make_folder
 from fedloom.tasks import Objective, task_of
 from fedloom.tasks.calibration import recalibrated
 from fedloom.trained.raw import RawModel, labels_of

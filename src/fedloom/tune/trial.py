@@ -19,7 +19,7 @@ from pydantic import Field
 
 from fedloom.callbacks import VirtualTime
 from fedloom.data.federation import Federation, Split
-from fedloom.engine.job import RunProblem
+from fedloom.engine.problem import RunProblem
 from fedloom.engine.records import Records
 from fedloom.engine.setting import Evaluate, Setting
 from fedloom.engine.setup import make_problem

@@ -23,7 +23,8 @@ from fedloom.processes.distributed import check_alone
 from fedloom.processes.pool import WorkerPool, cores
 from fedloom.processes.signals import interruptible
 from fedloom.rundir import file_name
-from fedloom.storage.files import is_unused, lock, make_folder, write_atomic
+from fedloom.storage.files import is_unused, make_folder, write_atomic
+from fedloom.storage.locks import lock
 from fedloom.tune.report import write_report
 from fedloom.tune.search import (
     Read,

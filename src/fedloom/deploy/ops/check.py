@@ -32,7 +32,7 @@ from fedloom.deploy.site.local_data import part_sizes, site_federation
 from fedloom.engine.privacy import accounted, epsilon
 from fedloom.errors import FedloomError
 from fedloom.experiment import Experiment
-from fedloom.storage.files import regular
+from fedloom.storage.disk import regular
 from fedloom.version import __version__
 
 FLOWER = ((1, 41), (1, 43))

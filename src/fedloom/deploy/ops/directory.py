@@ -26,7 +26,7 @@ from fedloom.deploy.ops.commands import OPS, command, environment, filled, profi
 from fedloom.deploy.ops.plan import DeploymentPlan
 from fedloom.deploy.settings import Member, Secure, Server, Site, placed, text_of
 from fedloom.errors import ConfigError
-from fedloom.storage.files import regular
+from fedloom.storage.disk import regular
 from fedloom.values import Value, make
 from fedloom.version import __version__
 

@@ -20,7 +20,7 @@ from fedloom.deploy.server.run import FINISHED, STOPS, finished
 from fedloom.deploy.settings import Server, Site, check_fingerprint, check_version, read_server, read_site
 from fedloom.deploy.site.local_data import site_federation
 from fedloom.errors import ConfigError
-from fedloom.storage.files import lock
+from fedloom.storage.locks import lock
 
 SPOKEN = "fedloom: "
 """How lines of the server's log begin that are meant for people."""

@@ -33,7 +33,9 @@ from fedloom.errors import ConfigError, Refused, RunDirError
 from fedloom.rows.layout import Layout
 from fedloom.storage.checkpoint import Checkpoints
 from fedloom.storage.checkpoint import check_digest as check_digest_of
-from fedloom.storage.files import lock, make_folder, regular, write_atomic
+from fedloom.storage.disk import regular
+from fedloom.storage.files import make_folder, write_atomic
+from fedloom.storage.locks import lock
 from fedloom.values import document_of, fields_of, make, read_toml
 
 CHANGE = "agreement.json"

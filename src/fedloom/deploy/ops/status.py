@@ -24,7 +24,8 @@ from fedloom.deploy.settings import Server, read_server
 from fedloom.errors import ConfigError, RunDirError, Stop
 from fedloom.metrics import SUMMARY
 from fedloom.storage.checkpoint import Checkpoints
-from fedloom.storage.files import in_use, regular
+from fedloom.storage.disk import regular
+from fedloom.storage.locks import in_use
 
 ENDS = {stop.value: "stopped" if stop.resumable else stop.status for stop in Stop}
 """States of a run that ended, by the reason; one that is stopped can be resumed."""

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from fedloom.metrics import SUMMARY
-from fedloom.storage.files import regular
+from fedloom.storage.disk import regular
 
 
 def site_table(metrics: Path, sites: Sequence[str], part: str = "test") -> list[dict[str, Any]]:

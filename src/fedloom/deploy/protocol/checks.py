@@ -23,7 +23,6 @@ from fedloom.deploy.protocol.envelope import (
     HEAD,
     HEAD_LIMIT,
     PROTOCOL,
-    REASON,
     REPLIED,
     STATUS,
     Envelope,
@@ -36,37 +35,18 @@ from fedloom.deploy.protocol.envelope import (
 from fedloom.deploy.protocol.forms import Forms, Upload, score_names
 from fedloom.deploy.protocol.identity import is_signed
 from fedloom.deploy.protocol.lengths import lengths, out_of_range
+from fedloom.deploy.protocol.rejected import LateReply, Rejected, plain
 from fedloom.deploy.settings import Server, bound_of
 from fedloom.engine.clients.chunk import usable
 from fedloom.engine.clients.scores import COST
 from fedloom.engine.job import Job
-from fedloom.errors import FedloomError, RunStopped, Stop, WireError
+from fedloom.errors import RunStopped, Stop, WireError
 from fedloom.metrics import metric
 from fedloom.processes.clients import COUNTS
 from fedloom.version import __version__
 
 MOST = 10**15
 """Largest count of work that is believed."""
-
-
-class Rejected(FedloomError):
-    """A reply that does not count.
-
-    Args:
-        step: number of the check.
-        reason: a sentence.
-    """
-
-    def __init__(self, step: int, reason: str) -> None:
-        self.step, self.reason = step, plain(reason)
-        super().__init__(f"step {step}: {self.reason}")
-
-
-class LateReply(Rejected):
-    """A sound reply to a message that is not waited for any more."""
-
-    def __init__(self) -> None:
-        super().__init__(1, "too late, its round continues without it")
 
 
 class _Draft(NamedTuple):
@@ -344,8 +324,3 @@ class Checks:
         (1, "in time", _in_time),
         (12, "one reply of a client", _once),
     )
-
-
-def plain(text: str) -> str:
-    """A sentence from elsewhere that is safe to print and to log."""
-    return re.sub(r"[^\x20-\x7e]+", " ", str(text))[:REASON]

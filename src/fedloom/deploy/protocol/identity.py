@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
 
 from fedloom.errors import ConfigError
-from fedloom.storage.files import regular
+from fedloom.storage.disk import regular
 
 NONCE = 16
 """Bytes of a nonce."""

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.deploy.secure.protocol import Broken
-from fedloom.storage.files import make_folder, regular, write_atomic
+from fedloom.storage.disk import regular
+from fedloom.storage.files import make_folder, write_atomic
 
 REMEMBERED = 64
 """Newest sums that a site remembers; it has no part in one of an older round."""

@@ -15,7 +15,8 @@ import numpy as np
 
 from fedloom.deploy.secure.opened import read_checked, write_checked
 from fedloom.deploy.secure.protocol import Integers
-from fedloom.storage.files import discard, make_folder, regular, write_atomic
+from fedloom.storage.disk import regular
+from fedloom.storage.files import discard, make_folder, write_atomic
 
 NAME = "unmasked.json"
 

@@ -18,8 +18,8 @@ from fedloom.choose.shares import shares_of
 from fedloom.data.input_spec import InputSpec
 from fedloom.deploy.secure.protocol import FEWEST, MOST, Broken
 from fedloom.deploy.site.local_data import federation_of
+from fedloom.engine.clients.uploads import weights_of
 from fedloom.engine.job import Job
-from fedloom.engine.uploads import weights_of
 from fedloom.errors import WireError
 from fedloom.local import Nothing
 from fedloom.values import Value

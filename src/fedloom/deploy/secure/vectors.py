@@ -19,8 +19,8 @@ from fedloom.deploy.secure import integers
 from fedloom.deploy.secure import protocol as secure
 from fedloom.deploy.secure.protocol import Broken, Integers
 from fedloom.engine.clients.chunk import ClientOutput
+from fedloom.engine.clients.uploads import KeptField, fields_of
 from fedloom.engine.job import Job
-from fedloom.engine.uploads import KeptField, fields_of
 from fedloom.seeds import generator
 
 WORK = 3

@@ -25,7 +25,7 @@ from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
 from flwr.supercore.inflatable.inflatable_protobuf_utils import make_pull_object_fn_protobuf
 from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, inflate_object_from_contents, pull_objects
 
-from fedloom.deploy.protocol.checks import plain
+from fedloom.deploy.protocol.rejected import plain
 from fedloom.errors import FedloomError, RunStopped, Stop
 
 T = TypeVar("T")

@@ -15,7 +15,7 @@ from statistics import median
 
 import torch
 
-from fedloom.deploy.protocol.checks import Rejected
+from fedloom.deploy.protocol.rejected import Rejected
 from fedloom.deploy.settings import Member
 
 SLOW = 3.0

@@ -47,7 +47,7 @@ from fedloom.rows.channel import GaussianNoise
 from fedloom.rundir import SUMMARY
 from fedloom.schedule import Stream, Synchronous
 from fedloom.storage.checkpoint import Checkpoints
-from fedloom.storage.files import lock
+from fedloom.storage.locks import lock
 from fedloom.storage.store import Store
 from fedloom.version import __version__
 

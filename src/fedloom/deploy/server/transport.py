@@ -19,10 +19,11 @@ from flwr.serverapp import Grid
 from torch import Tensor
 
 from fedloom.deploy.audit import Audit
-from fedloom.deploy.protocol.checks import Checks, LateReply, Rejected, plain
+from fedloom.deploy.protocol.checks import Checks
 from fedloom.deploy.protocol.envelope import Pending, Reply, Request, message_of
 from fedloom.deploy.protocol.forms import Forms
 from fedloom.deploy.protocol.identity import verifying_key
+from fedloom.deploy.protocol.rejected import LateReply, Rejected, plain
 from fedloom.deploy.server.bounded import POLL, pull, with_retry
 from fedloom.deploy.server.presence import NodePresence
 from fedloom.deploy.settings import Server

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from fedloom.deploy.settings import Site
 from fedloom.errors import ConfigError, Refused
-from fedloom.storage.files import make_folder, regular, write_atomic
+from fedloom.storage.disk import regular
+from fedloom.storage.files import make_folder, write_atomic
 
 NAME = "approved.json"
 

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from fedloom.deploy.site.pinned import SECRET, start_executor
 from fedloom.errors import ConfigError, FedloomError
-from fedloom.storage.files import regular
+from fedloom.storage.disk import regular
 from fedloom.version import __version__
 
 SOCKET, LOCK, LOG = "warm.sock", "warm.lock", "warm.log"

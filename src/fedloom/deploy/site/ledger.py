@@ -20,7 +20,8 @@ from typing import Any
 from fedloom.deploy.noise import left_to_sites
 from fedloom.engine.privacy import Noise, epsilon
 from fedloom.errors import Refused
-from fedloom.storage.files import append_synced, create_file, make_folder, regular
+from fedloom.storage.disk import regular
+from fedloom.storage.files import append_synced, create_file, make_folder
 
 NAME = "ledger.jsonl"
 

@@ -21,7 +21,9 @@ from torch import Tensor
 
 from fedloom.errors import CheckpointError
 from fedloom.storage.checkpoint import save_tensors
-from fedloom.storage.files import discard, explained, lock, make_folder, regular, write_atomic
+from fedloom.storage.disk import regular
+from fedloom.storage.files import discard, explained, make_folder, write_atomic
+from fedloom.storage.locks import lock
 
 DIGEST = hashlib.sha256().digest_size
 MODEL = "model.safetensors"

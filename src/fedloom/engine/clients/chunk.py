@@ -10,8 +10,8 @@ from torch import Generator, Tensor
 
 from fedloom.algorithms._messages import base_of
 from fedloom.choose.shares import described
+from fedloom.engine.clients.uploads import partials
 from fedloom.engine.job import Job
-from fedloom.engine.uploads import partials
 from fedloom.errors import ClientError, FedloomError, Refused, attribute_error, cause_of
 from fedloom.local import Work
 from fedloom.local.rows import Fields, remade, rows_of, select_rows, to_device

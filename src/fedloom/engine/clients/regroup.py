@@ -10,11 +10,11 @@ import torch
 from fedloom.algorithms import upload_fields
 from fedloom.choose.shares import by_clusters, clusters_of, equal_clusters, period_of
 from fedloom.engine.check import kind_of
+from fedloom.engine.clients.uploads import kept_sums, moved_sums
 from fedloom.engine.job import Job
 from fedloom.engine.privacy import accounted
 from fedloom.engine.setting import Setting
 from fedloom.engine.state import State
-from fedloom.engine.uploads import kept_sums, moved_sums
 from fedloom.errors import Refused, RunStopped, Stop, attribute_error
 from fedloom.local import Ctx
 from fedloom.local.rows import Fields

@@ -13,10 +13,10 @@ from torch import Tensor
 from fedloom.algorithms import Algorithm
 from fedloom.engine.clients.chunk import accept, computed
 from fedloom.engine.clients.forging import forged
+from fedloom.engine.clients.uploads import Uploads, weights_of
 from fedloom.engine.job import Job
 from fedloom.engine.round import longest_first, take
 from fedloom.engine.state import State
-from fedloom.engine.uploads import Uploads, weights_of
 from fedloom.engine.virtual.clock import Fate, Flight, Piece, Rows, flat, gathered
 from fedloom.engine.virtual.staleness import applied_now
 from fedloom.processes.clients import (

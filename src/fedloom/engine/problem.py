@@ -1,0 +1,221 @@
+"""RunProblem: the choices, data and local problems of a run, without any state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedloom.algorithms import Algorithm, primary_field, upload_fields, upload_type
+from fedloom.choose.shares import period_of
+from fedloom.data.federation import Federation
+from fedloom.engine.clients.messages import Messages
+from fedloom.engine.replay import Replay
+from fedloom.engine.setting import Setting
+from fedloom.local import Ctx, Work
+from fedloom.local.optimizer import OptimizerStates
+from fedloom.local.oracles import Network
+from fedloom.local.rows import Fields
+from fedloom.rows.attacks import Forgery
+from fedloom.schedule import Fleet
+from fedloom.seeds import generator
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunProblem:
+    """What a run computes: its choices, data and local problems, without any state.
+
+    Attributes:
+        setting: the choices of a user, presets resolved.
+        oracle: the local problems.
+        fed: the data that clients train on.
+        eval_fed: the data that models are evaluated on; `fed`, unless the clients were pooled.
+        attackers: ``[b]`` ids of the attackers.
+        alpha: ``[n, 1]`` the clients' shares of the objective; those before round 1, but for `Job.with_shares`.
+        chunk: most clients of a chunk.
+        memory: the form of the states of the clients' optimisers; None: they start anew in every round.
+        notes: sentences on what is known before the first round.
+        replay: what takes the place of the run's own draws.
+        spent: ``[7]`` work and traffic before round 1 (`COUNTS`), if there was any.
+    """
+
+    setting: Setting
+    oracle: Network
+    fed: Federation
+    eval_fed: Federation
+    attackers: Tensor
+    alpha: Tensor
+    chunk: int
+    memory: OptimizerStates | None = None
+    notes: tuple[str, ...] = ()
+    replay: Replay = field(default_factory=Replay)
+    spent: Tensor | None = None
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """The method."""
+        return self.setting.method
+
+    @property
+    def n(self) -> int:
+        """All clients."""
+        return self.fed.n
+
+    @cached_property
+    def fields(self) -> Mapping[str, Any]:
+        """Upload fields and their kinds."""
+        return upload_fields(type(self.algorithm))
+
+    @cached_property
+    def masses(self) -> Tensor:
+        """``[n, 1]`` float64: how much a client counts beside others in what is kept or added up; see `Ctx.masses`.
+
+        1 for each where the aggregator reads no weights, or the method has the shares, or weights of its own, in what
+        its clients send.
+        """
+        aggregator = self.setting.aggregator
+        weighed = any(getattr(kind, "weight", None) for kind in self.fields.values())
+        alike = self.algorithm.uses_shares or weighed or (aggregator is not None and not aggregator.weighted)
+        return torch.ones(self.n, 1, dtype=torch.float64) if alike else self.ctx(0).masses
+
+    def weights(self, up: Fields) -> list[Tensor]:
+        """The fields ``[m, 1]`` of an upload that weight others in the mean of what clients keep."""
+        named = {kind.weight for kind in self.fields.values() if kind.keeps and kind.weight is not None}
+        return [getattr(up, name) for name in sorted(named)]
+
+    @cached_property
+    def primary(self) -> str:
+        """The upload field that carries the model."""
+        return primary_field(type(self.algorithm))
+
+    @cached_property
+    def upload(self) -> type[Fields]:
+        """Type of the upload."""
+        upload: type[Fields] = upload_type(type(self.algorithm))
+        return upload
+
+    @property
+    def gathers(self) -> bool:
+        """Uploads are gathered as rows, not summed chunk by chunk."""
+        return self.setting.weigher.probes or self.robust
+
+    @property
+    def robust(self) -> bool:
+        """The aggregator is more than a weighted mean."""
+        return self.setting.aggregator is not None and not self.setting.aggregator.linear
+
+    @property
+    def forges(self) -> bool:
+        """Attackers send other uploads than they should; none where nothing is uploaded."""
+        return isinstance(self.setting.attack, Forgery) and bool(self.fields)
+
+    @property
+    def sees_honest(self) -> bool:
+        """Attackers read the models of the honest clients."""
+        return self.forges and isinstance(self.setting.attack, Forgery) and self.setting.attack.sees_honest
+
+    @property
+    def asks(self) -> bool:
+        """Clients answer questions about the model that they trained."""
+        return self.setting.weigher.probes or self.setting.sampler.learns
+
+    @cached_property
+    def model_field(self) -> str:
+        """The upload field that the server's side looks at as a model; empty if it looks at none."""
+        return primary_field(type(self.algorithm)) if self.asks or self.sees_honest else ""
+
+    @cached_property
+    def malicious(self) -> Tensor:
+        """``[n]`` clients that attack."""
+        return torch.isin(torch.arange(self.eval_fed.n), self.attackers)
+
+    @cached_property
+    def scored_ids(self) -> Tensor:
+        """Ids ``[s]`` of the clients that are scored, ascending: all, or those that the run's seed draws."""
+        n, most = self.eval_fed.n, self.setting.evaluate.clients
+        if most is None or most >= n:
+            return torch.arange(n)
+        return torch.randperm(n, generator=generator(self.setting.seed, purpose="judged"))[:most].sort().values
+
+    @property
+    def forgers(self) -> Tensor:
+        """``[n]`` clients that forge their upload."""
+        return self.malicious if self.forges else torch.zeros(self.n, dtype=torch.bool)
+
+    @property
+    def kept_fields(self) -> list[str]:
+        """Upload fields of which the server keeps every client's last row."""
+        return [name for name, kind in self.fields.items() if kind.keeps]
+
+    @property
+    def regroups(self) -> bool:
+        """Clusters, and with them the clients' shares, are found again between two rounds of this run."""
+        period = period_of(self.setting.weights)
+        return period is not None and period < self.setting.rounds
+
+    @cached_property
+    def summed_fields(self) -> list[str]:
+        """Fields that the server adds up, of which it keeps each client's sum.
+
+        A robust rule decides on the sums of changes to clients' rows. Where shares change, a sum by shares is found
+        anew from those of the clients.
+        """
+        fields = self.fields.items() if self.robust or self.regroups else ()
+        whole = self.regroups and not self.robust
+        return [name for name, kind in fields if kind.accumulates and (whole or kind.base.startswith("rows."))]
+
+    @property
+    def has_personal(self) -> bool:
+        """Clients have models of their own: the method's personal models, or what a mixer sends them."""
+        return self.setting.mixer is not None or type(self.algorithm).personal is not Algorithm.personal
+
+    def personal(self, down: Fields, rows: Fields, work: Work) -> Tensor | None:
+        """Personal models ``[m, d]``; of a method without any, the mixtures that clients receive."""
+        if type(self.algorithm).personal is Algorithm.personal:
+            received: Tensor = down[0]
+            return received.expand(work.m, -1)
+        return self.algorithm.personal(down, rows, work)
+
+    @property
+    def mixes(self) -> bool:
+        """Downloads are mixed from what the server keeps of single clients."""
+        return self.setting.mixer is not None or self.algorithm.mixes
+
+    @cached_property
+    def train_sizes(self) -> Tensor:
+        """``[n, 1]`` training samples."""
+        return self.fed.sizes("train").cpu()[:, None]
+
+    @cached_property
+    def everyone(self) -> Tensor:
+        """Ids ``[n]`` of all clients; never written to."""
+        return torch.arange(self.n)
+
+    def ctx(self, round: int, ids: Tensor | None = None) -> Ctx:
+        """The server's context in a round with the cohort ``ids``; all clients when None."""
+        ids = self.everyone if ids is None else ids
+        layout, sizes, groups = self.oracle.layout, self.train_sizes, self.fed.groups
+        local, seed, rounds = self.setting.local, self.setting.seed, self.setting.rounds
+        projection = self.replay.projection
+        return Ctx(round, self.n, len(ids), ids, layout, self.alpha, sizes, groups, local, seed, rounds, projection)
+
+    def mixed(self, ids: Tensor) -> Tensor:
+        """Clients whose kept rows the download of a cohort is mixed from."""
+        mixer = self.setting.mixer
+        return self.everyone if self.algorithm.mixes_all or (mixer is not None and mixer.mixes_all) else ids
+
+    @cached_property
+    def fleet(self) -> Fleet | None:
+        """The clients' devices; None without."""
+        devices = self.setting.devices
+        return None if devices is None else devices.fleet(self.n, self.setting.seed, self.fed.rarity())
+
+    @cached_property
+    def messages(self) -> Messages:
+        """How downloads and uploads are written."""
+        oracle, mixed = self.oracle, self.setting.mixer is not None
+        return Messages(self.algorithm, oracle.layout, oracle.device, self.setting.channel, mixed=mixed)

@@ -1,0 +1,96 @@
+"""Primitives of the disk: every change of a run directory is one of them.
+
+They are create, write, fsync, rename, truncate and unlink, and each first calls `hook`, so that a test can stop the
+process there; a write is then cut in two, with the step ``"tear"`` between the halves. A process started with
+``FEDLOOM_CRASH_AT=N`` ends at its N-th primitive as if it were killed.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+hook: Callable[[str, Path], None] | None = None
+"""Called before each primitive with its name and path; for tests."""
+
+_crash_at = int(os.environ.get("FEDLOOM_CRASH_AT", "0"))
+_steps = 0
+
+
+def step(op: str, path: Path) -> None:
+    """Call the hook before a primitive, or end the process there."""
+    global _steps
+    if hook is not None:
+        hook(op, path)
+    if _crash_at:
+        _steps += 1
+        if _steps == _crash_at:
+            os._exit(137)
+
+
+def is_watched() -> bool:
+    """Whether a test may stop the process at a primitive."""
+    return hook is not None or _crash_at > 0
+
+
+def regular(path: Path) -> Path:
+    """The path of a regular file, or of none.
+
+    Raises:
+        OSError: it is a pipe, a socket, a device or a folder: to open a pipe would wait for who writes to it.
+    """
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "is no regular file", str(path))
+    return path
+
+
+def open_file(path: Path, flags: int) -> int:
+    """Open a regular file, but through no link: it may lead to any file of the user."""
+    if flags & os.O_CREAT:
+        step("create", path)
+    return os.open(regular(path), flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+
+
+def write(fd: int, path: Path, data: memoryview, at: int | None) -> None:
+    """Write bytes from a position on; None: where the file stands."""
+    torn = len(data) > 1 and is_watched()
+    cut = len(data) // 2 if torn else len(data)
+    for op, part in (("write", data[:cut]), ("tear", data[cut:])):
+        if op == "write" or torn:
+            step(op, path)
+        while part:
+            done = os.write(fd, part) if at is None else os.pwrite(fd, part, at)
+            part = part[done:]
+            at = None if at is None else at + done
+
+
+def fsync(fd: int, path: Path) -> None:
+    """Wait until what is written is on the disk."""
+    step("fsync", path)
+    os.fsync(fd)
+
+
+def fsync_folder(folder: Path) -> None:
+    """Wait until the names of a folder are on the disk."""
+    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fsync(fd, folder)
+    finally:
+        os.close(fd)
+
+
+def truncate(fd: int, path: Path, length: int) -> None:
+    """Set the length of a file."""
+    step("truncate", path)
+    os.ftruncate(fd, length)
+
+
+def as_bytes(data: Buffer) -> memoryview:
+    """View a buffer as bytes."""
+    return memoryview(data).cast("B")

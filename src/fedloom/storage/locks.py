@@ -1,0 +1,77 @@
+"""Locks of run directories: one process at a time, and forked ones with their parent."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from fedloom.errors import RunDirError
+from fedloom.storage import disk
+from fedloom.storage.disk import regular
+from fedloom.storage.files import explained, make_folder
+
+
+@contextmanager
+def lock(folder: Path, wait: float = 5.0) -> Iterator[None]:
+    """Keeps every other process out of a run directory; the lock of a process that has died is free.
+
+    Forked processes hold the lock with their parent, so that no other process enters while one of them may still write.
+
+    Args:
+        folder: the run directory; created when missing.
+        wait: seconds to wait for what a dead process leaves behind (its workers) to end.
+
+    Raises:
+        RunDirError: another process works there.
+    """
+    make_folder(folder)
+    path, me = folder / ".lock", os.getpid()
+    with explained(path):
+        fd = disk.open_file(path, os.O_RDWR | os.O_CREAT)
+    try:
+        _take(fd, path, wait)
+        with explained(path):
+            disk.truncate(fd, path, 0)
+            disk.write(fd, path, disk.as_bytes(f"{me} {socket.gethostname()}".encode()), 0)
+        yield
+    finally:
+        if os.getpid() == me:
+            fcntl.flock(fd, fcntl.LOCK_UN)
+        os.close(fd)
+
+
+def in_use(folder: Path) -> bool:
+    """Whether the process that locked a run directory last still lives, if on this machine; nothing is locked."""
+    try:
+        pid, _, host = regular(folder / ".lock").read_text().partition(" ")
+        return host != socket.gethostname() or _alive(int(pid))
+    except (OSError, ValueError):
+        return False
+
+
+def _take(fd: int, path: Path, wait: float) -> None:
+    end = time.monotonic() + wait
+    while True:
+        try:
+            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pid, _, host = os.pread(fd, 300, 0).decode(errors="replace").partition(" ")
+        alive = host != socket.gethostname() or _alive(int(pid))
+        if time.monotonic() > end or (pid and alive):
+            what = f"process {pid} on {host}" + ("" if alive else ", which has ended, but not all of its workers")
+            raise RunDirError(f"{path.parent} is in use by {what}; wait for it, or choose another --out folder")
+        time.sleep(0.02)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except OSError as error:
+        return error.errno == errno.EPERM
+    return True
