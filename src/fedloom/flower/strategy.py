@@ -32,9 +32,9 @@ from fedloom.flower.clients import FlowerClients, Members, Remembering
 from fedloom.flower.members import SavedRun, introductions, read_run, write_run
 from fedloom.flower.records import (
     WANTED,
+    check_nodes_suffice,
     document_of,
     log,
-    check_nodes_suffice,
     resolved_document,
     setting_of,
     shapes_of,
