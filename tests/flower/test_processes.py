@@ -124,7 +124,8 @@ from nvflare.app_opt.flower.recipe import FlowerRecipe
 from nvflare.recipe import SimEnv
 
 config = {{"method": "ditto", "num-server-rounds": {rounds}, "min-nodes": {nodes}}}
-recipe = FlowerRecipe(flower_content={app!r}, min_clients={nodes}, superlink_ready_timeout=60.0, run_config=config)
+waits = dict.fromkeys(("superlink_ready_timeout", "configure_task_timeout", "start_task_timeout"), 120.0)
+recipe = FlowerRecipe(flower_content={app!r}, min_clients={nodes}, run_config=config, **waits)
 recipe.execute(SimEnv(num_clients={nodes}, num_threads={nodes}, workspace_root={folder!r}))
 """
 

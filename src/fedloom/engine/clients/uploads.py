@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -75,12 +76,12 @@ class MeanField(RowsField):
         value: Tensor = getattr(up, self.name)
         share = mass if self.kind.accumulates else share
         if len(value) == 1:  # a large model's chunk
-            return value[0] if share == 1 else value[0] * share[0].to(value)
+            return value[0] if share == 1 else torch.mul(value[0], share[0].to(value), out=_empty(value[0]))
         return (share.T.to(value) @ value)[0]
 
     def merge(self, part: Tensor) -> None:
         if not self.parts:
-            self.parts = [part.to(torch.float64, copy=True)]
+            self.parts = [_empty(part, torch.float64).copy_(part)]
         else:
             scratch = part.new_empty(min(PIECE, len(part)), dtype=torch.float64)
             for total, piece in zip(self.parts[0].split(PIECE), part.split(PIECE), strict=True):
@@ -115,11 +116,19 @@ class KeptField(RowsField):
 
 def _divided(total: Tensor, divisor: float | Tensor, job: Job) -> Tensor:
     """A sum in double precision over a number, in the precision of the run."""
-    quotient = torch.empty_like(total, dtype=job.oracle.dtype)
+    quotient = _empty(total, job.oracle.dtype)
     scratch = total[:PIECE].clone()
     for to, piece in zip(quotient.split(PIECE), total.split(PIECE), strict=True):
         to.copy_(torch.div(piece, divisor, out=scratch[: len(piece)]))
     return quotient
+
+
+def _empty(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A vector to be filled, of numpy on a CPU: of a large model it is in pages of 2 MB, which cost a third to touch."""
+    dtype = dtype or like.dtype
+    if like.device.type != "cpu" or dtype not in (torch.float32, torch.float64):
+        return torch.empty_like(like, dtype=dtype)
+    return torch.from_numpy(np.empty(like.shape, np.float32 if dtype == torch.float32 else np.float64))
 
 
 def fields_of(job: Job, sums: Mapping[str, Tensor] | None = None) -> dict[str, RowsField]:
