@@ -124,7 +124,7 @@ from nvflare.app_opt.flower.recipe import FlowerRecipe
 from nvflare.recipe import SimEnv
 
 config = {{"method": "ditto", "num-server-rounds": {rounds}, "min-nodes": {nodes}}}
-waits = dict.fromkeys(("superlink_ready_timeout", "configure_task_timeout", "start_task_timeout"), 120.0)
+waits = {{"superlink_ready_timeout": 120.0, "configure_task_timeout": 120, "start_task_timeout": 120}}
 recipe = FlowerRecipe(flower_content={app!r}, min_clients={nodes}, run_config=config, **waits)
 recipe.execute(SimEnv(num_clients={nodes}, num_threads={nodes}, workspace_root={folder!r}))
 """

@@ -124,7 +124,7 @@ def _divided(total: Tensor, divisor: float | Tensor, job: Job) -> Tensor:
 
 
 def _empty(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """A vector to be filled, of numpy on a CPU: of a large model it is in pages of 2 MB, which cost a third to touch."""
+    """A vector to be filled, of numpy on a CPU: that of a large model is in pages of 2 MB, which are quick to touch."""
     dtype = dtype or like.dtype
     if like.device.type != "cpu" or dtype not in (torch.float32, torch.float64):
         return torch.empty_like(like, dtype=dtype)
