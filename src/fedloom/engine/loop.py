@@ -205,4 +205,4 @@ class _Loop:
 def _given_up(before: State, error: GivenUp) -> State:
     """The state after a round of which nothing is known: all is as before it, but for what it cost of privacy."""
     clients = torch.tensor(error.clients)
-    return before.with_(round=before.round + 1, uploads=before.uploads.index_add(0, clients, torch.ones_like(clients)))
+    return before.with_(round=before.round + 1, tally=before.tally.plus(clients))

@@ -80,7 +80,7 @@ def take(
     counts = torch.cat([uploads.counts + query_counts, torch.tensor([len(uploads.dropped)])])
     return state.with_(
         round=t, server=server, sampler=sampler, weigher=weigher, aggregator=aggregator, sums=uploads.sums,
-        totals=state.totals + counts, uploads=state.uploads.index_add(0, cohort, torch.ones_like(cohort)),
+        totals=state.totals + counts, tally=state.tally.plus(cohort),
         cohort=accepted.ids, trained=t,
     ), events  # fmt: skip
 

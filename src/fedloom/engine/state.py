@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,32 @@ NEAR = 5
 """Rounds after a process's first to which that is compared, for its one-off costs."""
 LATELY = 10
 """Newest rounds, and evaluations, of which the pace is the median."""
+MOST_LATEST = 64
+"""Cohorts that a tally holds before it adds them up: a round must not cost a copy of all clients' counts."""
+
+
+class Tally(NamedTuple):
+    """How often every client was counted.
+
+    Attributes:
+        before: ``[n]`` counts without the latest cohorts.
+        latest: ids ``[m]`` of the cohorts counted since.
+    """
+
+    before: Tensor
+    latest: tuple[Tensor, ...] = ()
+
+    def plus(self, ids: Tensor) -> Tally:
+        """Count a cohort."""
+        longer = Tally(self.before, (*self.latest, ids))
+        return longer if len(longer.latest) < MOST_LATEST else Tally(longer.counts())
+
+    def counts(self) -> Tensor:
+        """``[n]`` of every client."""
+        if not self.latest:
+            return self.before
+        ids = torch.cat(self.latest)
+        return self.before.index_add(0, ids, torch.ones_like(ids))
 
 
 @dataclass(frozen=True)
@@ -95,7 +121,7 @@ class State:
         aggregator: state of the aggregator.
         sums: float64 sums over all clients of the rows that the server keeps, by field.
         totals: ``[8]`` `COUNTS` and dropped uploads, over all rounds.
-        uploads: ``[n]`` rounds in which every client sent something.
+        tally: rounds in which every client sent something.
         cohort: ``[m]`` clients of the last round.
         trained: the newest round that changed the server's state; earlier than `round` after a round that was given up.
         records: figures measured so far.
@@ -112,7 +138,7 @@ class State:
     aggregator: dict[str, Tensor]
     sums: dict[str, Tensor]
     totals: Tensor
-    uploads: Tensor
+    tally: Tally
     cohort: Tensor
     trained: int = 0
     records: Records = field(default_factory=Records)
@@ -120,6 +146,11 @@ class State:
     times: Times = field(default_factory=Times)
     clock: Clock | None = None
     shares: Tensor | None = None
+
+    @property
+    def uploads(self) -> Tensor:
+        """``[n]`` rounds in which every client sent something."""
+        return self.tally.counts()
 
     @property
     def is_scored(self) -> bool:
@@ -161,7 +192,7 @@ class State:
             group("aggregator"),
             group("sums"),
             tensors["totals"],
-            tensors["uploads"],
+            Tally(tensors["uploads"]),
             tensors["cohort"],
             int(tensors.get("trained", round)),
             Records.from_tensors(group("records")),
@@ -179,7 +210,6 @@ def initial_state(job: Job, server: Fields) -> State:
     if job.spent is not None:
         totals[:-1] += job.spent
     aggregator = {} if job.setting.aggregator is None else job.setting.aggregator.init(ctx)
-    uploads = torch.zeros(job.n, dtype=torch.long)
     records = Records(ids=job.scored_ids if len(job.scored_ids) < job.eval_fed.n else None)
     return State(
         0,
@@ -189,7 +219,7 @@ def initial_state(job: Job, server: Fields) -> State:
         aggregator,
         first_sums(job),
         totals,
-        uploads,
+        Tally(torch.zeros(job.n, dtype=torch.long)),
         ctx.ids,
         records=records,
         notes=job.notes,

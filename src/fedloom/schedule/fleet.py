@@ -52,29 +52,30 @@ class Fleet:
     def _all_answer(self) -> bool:
         return bool(self.seconds.isfinite().all())
 
-    def busy(self, ids: Tensor, counts: Tensor) -> Tensor:
+    def busy(self, ids: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.float64]:
         """Seconds ``[m]`` that clients work and send.
 
         Args:
             ids: ``[m]`` clients.
             counts: ``[m, .]`` samples backward and forward, steps, and bytes up and down, in this order.
         """
-        backward, forward, _, up, down = counts.numpy()[:, :5].astype(np.float64).T
-        seconds, rate_up, rate_down, latency = self._columns.take(ids.numpy(), 0).T
+        backward, forward, _, up, down = counts[:, :5].T.astype(np.float64)
+        seconds, rate_up, rate_down, latency = self._columns.take(ids, 0).T
         samples = backward + FORWARD * forward
         if self._all_answer:
             work = samples * seconds
         else:
             work = np.multiply(samples, seconds, out=np.zeros(len(samples)), where=samples > 0)  # no sample, no time
         messages = np.sign(up) + np.sign(down)
-        return torch.from_numpy(work + up / rate_up + down / rate_down + latency * messages)
+        seconds_busy: NDArray[np.float64] = work + up / rate_up + down / rate_down + latency * messages
+        return seconds_busy
 
-    def ends(self, ids: Tensor, start: float, busy: Tensor) -> Tensor:
-        """When clients ``[m]`` that begin at ``start`` have worked ``busy [m]`` seconds, float64."""
+    def ends(self, ids: NDArray[np.int64], start: float, busy: NDArray[np.float64]) -> NDArray[np.float64]:
+        """When clients ``[m]`` that begin at ``start`` have worked ``busy [m]`` seconds."""
         if self.presence is None:
             return start + busy
         pairs = zip(ids.tolist(), busy.tolist(), strict=True)
-        return torch.tensor([self.presence.end(i, start, b) for i, b in pairs], dtype=torch.float64)
+        return np.array([self.presence.end(i, start, b) for i, b in pairs])
 
     def worked(self, client: int, start: float, end: float) -> float:
         """Seconds of presence between two times."""

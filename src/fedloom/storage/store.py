@@ -220,8 +220,8 @@ class Store(Generic[T]):
         Args:
             ids: [m] int64, all clients of the round.
         """
-        self._check(ids)
         if self._file is not None and self._leads:
+            self._check(ids)
             fresh = ids[~self._touched[ids]].unique()
             written_before = fresh[self.occupied[fresh]]
             if len(written_before):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, NamedTuple, Self
@@ -20,6 +19,7 @@ from fedloom.engine.job import Job
 from fedloom.schedule import Fleet
 
 Rows = NDArray[np.float64]
+Ids = NDArray[np.int64]
 
 
 class Fate(IntEnum):
@@ -59,21 +59,21 @@ class Flight(NamedTuple):
     """
 
     version: int
-    ids: Tensor
-    times: Tensor
-    places: NDArray[np.int64]
+    ids: Ids
+    times: Ids
+    places: Ids
     fields: dict[str, Tensor]
 
     @classmethod
     def of(cls, version: int, ids: Tensor, times: Tensor, fields: dict[str, Tensor]) -> Flight:
         """The flight of a chunk, all of whose clients are under way."""
-        return cls(version, ids, times, np.arange(len(ids)), fields)
+        return cls(version, ids.numpy(), times.numpy(), np.arange(len(ids)), fields)
 
-    def rows(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
+    def rows(self, places: Ids) -> Ids:
         """Rows of the tensors that clients at these places have."""
         return np.searchsorted(self.places, places)
 
-    def without(self, places: NDArray[np.int64]) -> Flight:
+    def without(self, places: Ids) -> Flight:
         """The flight after some have come back."""
         stays = np.ones(len(self.places), dtype=bool)
         stays[self.rows(places)] = False
@@ -99,7 +99,7 @@ def flat(computed: Computed) -> dict[str, Tensor]:
     return fields | {name: t for name, t in answers.items() if t is not None}
 
 
-Piece = tuple[Flight, NDArray[np.int64]]
+Piece = tuple[Flight, Ids]
 """A flight, and the places of those of its clients whose uploads arrive."""
 
 
@@ -126,7 +126,7 @@ def gathered(job: Job, pieces: Sequence[Piece]) -> Computed:
     return Computed(group("received", download_type(type(job.algorithm))), output, fields["counts"])
 
 
-def _rows_of(flight: Flight, places: NDArray[np.int64], *, spread: bool) -> dict[str, Tensor]:
+def _rows_of(flight: Flight, places: Ids, *, spread: bool) -> dict[str, Tensor]:
     """The fields of a flight's clients; what all have received alike has a row for each if ``spread``."""
     if len(places) == len(flight.places):
         index: slice | Tensor = slice(None)
@@ -153,7 +153,7 @@ class Clock:
         log: ``[u, 7]`` pieces of the log (`LOG`), each at least twice as long as the next.
         pool: clients that were drawn and wait for a place, with how often each was drawn; from ``pool_start`` on.
         pool_start: how many clients have left the pool.
-        away: the clients of the queue.
+        away_sets: at most one set of the clients of the queue, for the step that follows.
     """
 
     now: float = 0.0
@@ -164,7 +164,11 @@ class Clock:
     log: tuple[Rows, ...] = ()
     pool: Sequence[tuple[int, int]] = ()
     pool_start: int = 0
-    away: AbstractSet[int] = frozenset()
+    away_sets: list[set[int]] = field(default_factory=list, compare=False)
+
+    def away(self) -> set[int]:
+        """The clients of the queue: a set that the caller may change."""
+        return self.away_sets.pop() if self.away_sets else {event[2] for event in self.queue}
 
     def logged(self, rows: Rows) -> tuple[Rows, ...]:
         """The log with more rows."""
@@ -195,7 +199,8 @@ class Clock:
         once = dict[int, int]()
         for number, flight in self.flights.items():
             facts = {
-                "version": torch.tensor(flight.version), "ids": flight.ids, "times": flight.times,
+                "version": torch.tensor(flight.version),
+                "ids": torch.from_numpy(flight.ids), "times": torch.from_numpy(flight.times),
                 "places": torch.from_numpy(flight.places),
                 "back": torch.tensor(self.back.get(number, ()), dtype=torch.long),
             }  # fmt: skip
@@ -219,7 +224,7 @@ class Clock:
             version, ids, times, places, landed_places = (
                 tensors[f"{number}.{name}"] for name in ("version", "ids", "times", "places", "back")
             )
-            flights[number] = Flight(int(version), ids, times, places.numpy(), fields)
+            flights[number] = Flight(int(version), ids.numpy(), times.numpy(), places.numpy(), fields)
             if len(landed_places):
                 back[number] = tuple(landed_places.tolist())
         log = tensors["log"].numpy()
@@ -229,8 +234,7 @@ class Clock:
             for end, serial, client, flight, place, start, busy, lost in tensors["queue"].tolist()
         )
         pool = tuple((i, times) for i, times in tensors["pool"].tolist())
-        away = frozenset(event[2] for event in queue)
-        return cls(float(tensors["now"]), queue, flights, back, int(tensors["serial"]), pieces, pool, 0, away)
+        return cls(float(tensors["now"]), queue, flights, back, int(tensors["serial"]), pieces, pool)
 
     def landed(self, number: int, places: list[int], flights: dict[int, Flight], back: dict[int, Any]) -> None:
         """Note in ``flights`` and ``back`` that clients of a flight need no room any longer."""

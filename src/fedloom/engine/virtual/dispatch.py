@@ -17,7 +17,7 @@ from fedloom.engine.clients.uploads import Uploads, weights_of
 from fedloom.engine.job import Job
 from fedloom.engine.round import longest_first, take
 from fedloom.engine.state import State
-from fedloom.engine.virtual.clock import Fate, Flight, Piece, Rows, flat, gathered
+from fedloom.engine.virtual.clock import Fate, Flight, Ids, Piece, Rows, flat, gathered
 from fedloom.engine.virtual.staleness import applied_now
 from fedloom.processes.clients import (
     ChunkResult,
@@ -29,13 +29,12 @@ from fedloom.processes.clients import (
 from fedloom.schedule import Fleet, Stream
 
 
-def log_rows(fleet: Fleet, ids: Tensor, counts: Tensor, version: int, round: int, start: float) -> Rows:
+def log_rows(fleet: Fleet, ids: Ids, counts: Tensor, version: int, round: int, start: float) -> Rows:
     """The rows of the log ``[m, 7]`` of clients that all begin at ``start`` and whose uploads are taken."""
-    busy = fleet.busy(ids, counts)
-    same = torch.ones(len(ids), dtype=torch.float64)
-    ends = fleet.ends(ids, start, busy)
-    columns = (ids.double(), version * same, round * same, start * same, ends, busy, Fate.USED * same)
-    return torch.stack(columns, 1).numpy()
+    busy = fleet.busy(ids, counts.numpy())
+    same = np.ones(len(ids))
+    columns = (ids, version * same, round * same, start * same, fleet.ends(ids, start, busy), busy, Fate.USED * same)
+    return np.stack(columns, 1)
 
 
 def compute(
@@ -82,8 +81,9 @@ def step_on(
     job: Job, clients: Clients, state: State, t: int, pieces: Sequence[Piece], sampler: Any, query_counts: Tensor
 ) -> tuple[State, tuple[str, ...], NDArray[np.int64]]:
     """Step the server on uploads that have arrived; the clients whose uploads were used come with it."""
-    cohort = torch.cat([flight.ids[torch.from_numpy(places)] for flight, places in pieces])
-    shares = torch.cat([flight.times[torch.from_numpy(places)] for flight, places in pieces])[:, None].double()
+    cohort = torch.from_numpy(np.concatenate([flight.ids[places] for flight, places in pieces]))
+    times = np.concatenate([flight.times[places] for flight, places in pieces])
+    shares = torch.from_numpy(times.astype(np.float64))[:, None]
     if not job.setting.weigher.probes:
         shares = shares * weights_of(job, state.weigher, None, job.ctx(t, cohort))[0]
     for store in job.stores.values():

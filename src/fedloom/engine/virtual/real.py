@@ -89,7 +89,7 @@ class RealVersion(Version):
                 received = self._received(flight)
                 output = clients.with_model(outputs[client], received)
                 server = self._state.server if flight.version == self._state.round else None
-                fields = flat(computed(self._job, server, flight.ids, received, output))
+                fields = flat(computed(self._job, server, torch.from_numpy(flight.ids), received, output))
                 self._flights[number] = flight._replace(fields=fields)
             elif client in failed:
                 self._unusable.add(client)

@@ -41,7 +41,7 @@ def whole_round(job: Job, clients: LocalClients, state: State) -> tuple[State, t
     start, log = observed.answered(job, state)
     now = start
     for result in observed.trained:
-        rows = log_rows(job.fleet, result.ids, result.counts, state.round, t, start)
+        rows = log_rows(job.fleet, result.ids.numpy(), result.counts, state.round, t, start)
         rows[~result.accepted.numpy(), FATE] = Fate.UNUSABLE
         now = max(now, float(rows[:, END].max()))
         log.append(rows)
@@ -83,7 +83,7 @@ def cut_round(job: Job, clients: LocalClients, state: State) -> tuple[State, tup
     log[overdue, FATE], log[overdue, END] = Fate.LATE, now
     log[overdue, 5] = [job.fleet.worked(int(client), start, now) for client in log[overdue, CLIENT]]
     lost = torch.from_numpy(log[overdue, CLIENT].astype(np.int64))
-    before = state.with_(uploads=state.uploads.index_add(0, lost, torch.ones_like(lost)))
+    before = state.with_(tally=state.tally.plus(lost))
     events: tuple[str, ...] = ()
     if overdue.any():
         events = (f"round {t}: {int(overdue.sum())} of {len(log)} clients were late, among them {lost[:8].tolist()}",)
@@ -116,9 +116,9 @@ def _affordable(job: Job, ids: Tensor, seconds: float) -> Tensor:
     assert job.fleet is not None
     model = torch.zeros(1, job.oracle.layout.d, dtype=job.oracle.dtype)
     length = int(job.messages.vector("x", model).lengths()[0].max()) + 64
-    traffic = torch.tensor([[0, 0, 0, length, length]]).expand(len(ids), -1)
-    left = seconds - job.fleet.busy(ids, traffic)
-    samples = (left / job.fleet.seconds[ids]).clamp(min=0)[:, None]
+    traffic = np.tile([0, 0, 0, length, length], (len(ids), 1))
+    left = seconds - job.fleet.busy(ids.numpy(), traffic)
+    samples = (torch.from_numpy(left) / job.fleet.seconds[ids]).clamp(min=0)[:, None]
     work = job.work(1, ids)
     return job.algorithm.affordable(samples.to(work.steps.device), work)[:, 0].cpu()
 
@@ -159,7 +159,7 @@ class Observed:
         assert job.fleet is not None
         now, log = state.clock.now, list[Rows]()
         for ids, counts in self.queries:
-            rows = log_rows(job.fleet, ids, counts, state.round, state.round + 1, now)
+            rows = log_rows(job.fleet, ids.numpy(), counts, state.round, state.round + 1, now)
             rows[:, FATE] = Fate.QUERIED
             now = max(now, float(rows[:, END].max()))
             log.append(rows)

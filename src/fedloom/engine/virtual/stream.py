@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from bisect import insort
-from itertools import chain, islice
+from itertools import islice
 
 import numpy as np
 import torch
@@ -27,6 +27,8 @@ WAITS = 1000
 """Times that all places are free and no drawn client is there, or that a client is given up, in a row, before a run
 ends; of the latter, and once for every client."""
 
+
+LOST, USED, UNUSABLE = (float(fate) for fate in (Fate.LOST, Fate.USED, Fate.UNUSABLE))
 
 NO_QUERIES = torch.zeros(len(COUNTS), dtype=torch.long)
 """What asking candidates costs where none are asked."""
@@ -54,7 +56,7 @@ class Version(ABC):
         self._flights, self._back = dict(clock.flights), dict(clock.back)
         self._serial, self._now = clock.serial, clock.now
         self._queue, self._next = list(clock.queue), 0
-        self._away = set(clock.away)
+        self._away = clock.away()
         self._pool, self._pool_start = clock.pool, clock.pool_start
         self._ready: dict[int, tuple[int, int, float]] = {}
         self._sampler, self._draws, self._left = state.sampler, 0, DRAWS
@@ -184,29 +186,28 @@ class Version(ABC):
         before = state
         if self._lost:
             lost = torch.tensor([event[2] for event in self._lost])
-            before = state.with_(uploads=state.uploads.index_add(0, lost, torch.ones_like(lost)))
+            before = state.with_(tally=state.tally.plus(lost))
         new, events, used = step_on(job, self._clients, before, t, pieces, self._sampler, NO_QUERIES)
         return new.with_(clock=self._after(set(used.tolist()), places)), events
 
     def _after(self, used: set[int], places: dict[int, list[int]]) -> Clock:
         """The clock after the step."""
-        t, log = self._state.round + 1, list[tuple[float, ...]]()
-        for event in (*self._waiting, *self._lost):
-            end, _, client, number, _, start, busy, lost = event
-            fate = Fate.LOST if lost else Fate.USED if client in used else Fate.UNUSABLE
-            log.append((client, self._flights[number].version, t, start, end, busy, fate))
+        t, log, flights = self._state.round + 1, list[float](), self._flights
+        for end, _, client, number, _, start, busy, lost in (*self._waiting, *self._lost):
+            fate = LOST if lost else USED if client in used else UNUSABLE
+            log += (client, flights[number].version, t, start, end, busy, fate)
         for event in self._lost:
             places.setdefault(event[3], []).append(event[4])
         for number, place, _ in self._ready.values():  # computed, and not dispatched at this version
             places.setdefault(number, []).append(place)
         for number, some in places.items():
             self._clock.landed(number, some, self._flights, self._back)
-        rows = np.fromiter(chain.from_iterable(log), np.float64, len(log) * len(LOG)).reshape(-1, len(LOG))
+        rows = np.array(log).reshape(-1, len(LOG))
         self._away.difference_update([event[2] for event in self._waiting])
         del self._queue[: self._next]
         return Clock(
             self._now, self._queue, self._flights, self._back, self._serial, self._clock.logged(rows),
-            self._pool, self._pool_start, self._away,
+            self._pool, self._pool_start, [self._away],
         )  # fmt: skip
 
 
@@ -242,12 +243,12 @@ class VirtualVersion(Version):
         raise RunStopped(Stop.UNUSABLE, f"{detail}; give [schedule] a timeout, or fewer uploads of a step")
 
     def _compute(self, pairs: list[tuple[int, int]]) -> None:
-        ids, times = torch.from_numpy(np.array(sorted(pairs))).T.contiguous()
+        ids, times = torch.from_numpy(np.array(sorted(pairs)).T.copy())
         for flight in compute(self._job, self._clients, self._state, ids, times):
             number = self._serial_of_flight()
             self._flights[number] = flight
-            busy = self._fleet.busy(flight.ids, flight.fields["counts"]).tolist()
-            for place, (client, work) in enumerate(zip(flight.ids.tolist(), busy, strict=True)):
+            busy = self._fleet.busy(flight.ids, flight.fields["counts"].numpy())
+            for place, (client, work) in enumerate(zip(flight.ids.tolist(), busy.tolist(), strict=True)):
                 self._ready[client] = number, place, work
 
     def _dispatch(self, client: int) -> None:
