@@ -35,7 +35,6 @@ from fedloom.engine.clients.uploads import Uploads
 from fedloom.engine.virtual import dispatch
 from fedloom.engine.virtual.advance import advance
 from fedloom.engine.virtual.clock import Flight
-from fedloom.processes.clients import LocalClients
 from fedloom.schedule import Buffered, LogNormal, Schedule, Synchronous
 
 WARM, REPETITIONS = 20, 20
