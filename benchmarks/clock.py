@@ -26,12 +26,12 @@ import numpy as np
 import fedloom as fl
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.data.federation import Federation
+from fedloom.engine import simulate
+from fedloom.engine.clients.uploads import Uploads
 from fedloom.engine.setting import Setting
 from fedloom.engine.setup import make_job
-from fedloom.engine import simulate
 from fedloom.engine.simulate import clients_of, one_thread
 from fedloom.engine.state import initial_state
-from fedloom.engine.clients.uploads import Uploads
 from fedloom.engine.virtual import dispatch
 from fedloom.engine.virtual.advance import advance
 from fedloom.engine.virtual.clock import Flight
