@@ -4,9 +4,9 @@
 
 Softmax regression on 8 features and 3 classes, 3 samples a client, FedAvg with one step of two samples. One line:
 microseconds per event of local work; of arithmetic on rows, which are copied from what is in flight, checked, summed up
-and stepped on; and of everything else, for the buffer and for one ten times as large. A synchronous round of as many clients as the
-buffer has stands beside them: its own rest per client is what any step of a server costs. Seconds are of the processor,
-the least of twenty repetitions.
+and stepped on; and of everything else, for the buffer and for one ten times as large. A synchronous round of as many
+clients as the buffer has stands beside them: its own rest per client is what any step of a server costs. Seconds are of
+the processor, the least of twenty repetitions.
 """
 
 from __future__ import annotations
