@@ -20,7 +20,7 @@ from fedloom.errors import Refused
 from fedloom.local import Ctx, LocalSGD
 from fedloom.models import MLP
 from fedloom.rows.aggregate import Median
-from fedloom.rows.attacks import Forgery
+from fedloom.rows.attacks import ForgedDirection, Sybils
 from fedloom.testing import Problem
 from fedloom.testing.federate import ReferenceFederation as Clients
 
@@ -233,26 +233,6 @@ def test_chunks_change_rounding_only(fed: Federation, chunk: int) -> None:
 # --- attacks
 
 
-class Sybils(Forgery):
-    """All attackers send one direction, after odd rounds the opposite of the initial model's."""
-
-    kind: Literal["sybils"] = "sybils"
-
-    def forge(self, honest: Tensor | None, base: Tensor, benign: Tensor, m: int, gens: Sequence[Generator]) -> Tensor:
-        return -base[:1].expand_as(base)
-
-
-class ForgedDirection(Forgery):
-    """Every attacker sends a long vector of the direction of the first honest client's model."""
-
-    kind: Literal["forged-direction"] = "forged-direction"
-    sees_honest: ClassVar[bool] = True
-
-    def forge(self, honest: Tensor | None, base: Tensor, benign: Tensor, m: int, gens: Sequence[Generator]) -> Tensor:
-        assert honest is not None
-        return 1e3 * honest[:1].expand_as(base)
-
-
 def collaborators(fed: Federation, method: Any, **choices: Any) -> list[int]:
     """How many other honest clients' models each honest client receives in the last round."""
     result = run(fed, method, attack=Sybils(fraction=1 / 2), sampler=Uniform(fraction=1.0), **choices)
@@ -279,7 +259,11 @@ def test_sybils_turn_collaboration_off_and_a_cap_keeps_it(fed: Federation, metho
 
 def test_a_forged_direction_buys_a_mixture_and_a_rule_within_it_does_not_sell(fed: Federation) -> None:
     """Cosines do not see lengths: the victim receives the forged model, unless a median of its mixture is sent."""
-    options: dict[str, Any] = {"attack": ForgedDirection(fraction=0.17), "sampler": Uniform(fraction=1.0), "rounds": 2}
+    options: dict[str, Any] = {
+        "attack": ForgedDirection(fraction=0.17, scale=1e3),
+        "sampler": Uniform(fraction=1.0),
+        "rounds": 2,
+    }
 
     def longest(**more: Any) -> float:
         result = run(fed, FedACS(quantile=0.0), **options | more)

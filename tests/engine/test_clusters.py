@@ -158,24 +158,34 @@ def test_no_activations_buy_more_than_a_cluster_each() -> None:
 
 
 @pytest.mark.parametrize("part", [{"weights": "clusters-3"}, {"weigher": {"kind": "equitable", "clusters": 3}}])
-def test_in_a_run_a_forger_moves_the_model_by_the_share_of_its_cluster(
-    fed: Federation, part: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_in_a_run_a_forger_moves_the_model_by_the_share_of_its_cluster(fed: Federation, part: dict[str, Any]) -> None:
     """The client trains as it should and lies about its activations: a third of the model is its own, and no more."""
-    honest = EquitableWeigher.probe
-
-    def probe(self: EquitableWeigher, down: Any, model: Tensor, work: Any) -> Tensor:
-        a = honest(self, down, model, work)
-        forged = torch.eye(a.shape[1])[0] * 1e3
-        return torch.where((work.ids == 0)[:, None], forged.to(a), a)
-
-    monkeypatch.setattr(EquitableWeigher, "probe", probe)
-    attacked = run(fed, FedAvg(), **{"weights": "uniform", **part})
+    attack = {"kind": "forged-activations", "fraction": 0.17}
+    attacked, honest = (run(fed, FedAvg(), **{"weights": "uniform", "attack": a, **part}) for a in (attack, None))
+    (forger,) = attacked.job.attackers.tolist()
     if "weights" in part:
-        assert float(attacked.job.alpha[0]) == pytest.approx(1 / 3)
+        assert float(attacked.job.alpha[forger]) == pytest.approx(1 / 3)
+        assert float(honest.job.alpha[forger]) < 1 / 3
     else:
         labels = attacked.state.weigher.labels
-        assert (int((labels == labels[0]).sum()), len(labels.unique())) == (1, 3)  # p_0 = 1/(3 * 1)
+        assert (int((labels == labels[forger]).sum()), len(labels.unique())) == (1, 3)  # p_i = 1/(3 * 1)
+    assert not torch.equal(attacked.state.server.x, honest.state.server.x)
+    assert attacked.state.totals.tolist() == honest.state.totals.tolist()  # forgers work and send as much
+
+
+def test_forgers_of_one_vector_share_a_cluster_and_others_have_one_each(fed: Federation) -> None:
+    for send, most in (("same", 1 / 3), ("own", 2 / 3)):
+        attack = {"kind": "forged-activations", "fraction": 0.34, "send": send}
+        job = run(fed, FLAME(), "clusters-3", attack=attack).job
+        assert float(job.alpha[job.malicious].sum()) == pytest.approx(most)
+    moved = run(fed, FedAvg(), "clusters-3 every 1", attack=attack)
+    assert float(moved.state.shares[moved.job.malicious].sum()) == pytest.approx(2 / 3)  # found again, forged again
+
+
+@pytest.mark.parametrize("part", [{}, {"weigher": "fairfed"}])
+def test_forged_activations_are_refused_where_there_are_none(fed: Federation, part: dict[str, Any]) -> None:
+    with pytest.raises(Refused, match="attack 'forged-activations' has nothing to forge"):
+        run(fed, FedAvg(), **{"weights": "uniform", "attack": "forged-activations", **part})
 
 
 # --- clusters that are found again
@@ -266,6 +276,15 @@ def test_shares_that_moved_once_are_those_given_from_the_start(fed: Federation, 
     assert [row.tolist() for row in shares[2:4]] == [[1 / 12] * 4 + [1 / 3] * 2] * 2
     assert torch.equal(shares[0], shares[1])
     assert torch.equal(result.job.alpha[:, 0], shares[-1])
+    recorded = {r.round: r.values.tolist() for r in result.state.records.items if r.metric == "share"}
+    assert recorded == {t: shares[max(t - 1, 0)].double().tolist() for t in (0, 3, 6)}
+
+
+def test_shares_that_are_given_are_not_recorded(fed: Federation) -> None:
+    records = {w: run(fed, FedAvg(), w).state.records.items for w in ("clusters-2", "groups")}
+    assert {w: any(r.metric == "share" for r in items) for w, items in records.items()} == {
+        "clusters-2": True, "groups": False
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("method", [FIAELT(beta=2.0, smooth=0.4), FLAME()], ids=lambda m: type(m).__name__)

@@ -177,7 +177,9 @@ def mute(make: Any, run: Callable[..., Any], base: Mapping[str, Any]) -> list[st
 
 
 def choice(key: str, method: str = "fedavg") -> Callable[[Any], Any]:
-    return lambda value: played(method, **{key: value})
+    return lambda value: played(
+        method, **{key: value}, **({"weights": "clusters-3"} if getattr(value, "disguises", False) else {})
+    )
 
 
 PLUGINS = [

@@ -269,6 +269,7 @@ def plugin_of(cell: Cell, fed: Federation) -> Any:
         "fltrust": {"root": always_there(fed)},
         "gaussian-noise": {"sigma": 0.01},
         "bernoulli": {"probability": 0.7},
+        "forged-direction": {"scale": 2.0},  # which diverges later
     }.get(cell.plugin, {})
     make = KINDS[cell.kind][cell.plugin]
     sized = {"clients": 4} if "clients" in make.model_fields else {}
@@ -278,6 +279,8 @@ def plugin_of(cell: Cell, fed: Federation) -> Any:
 @pytest.mark.parametrize("cell", parameters(rotation()))
 def test_a_pair_runs_or_is_refused_for_its_reason(fed: Federation, cell: Cell) -> None:
     settings: dict[str, Any] = {"sampler": PARTIAL, cell.kind: plugin_of(cell, fed)}
+    if cell.plugin == "forged-activations":
+        settings["weights"] = "clusters-2"  # activations to forge
     reason = refusal(composed(cell.method), cell.kind, cell.plugin)
 
     def run() -> Any:
@@ -367,13 +370,14 @@ Further rules:
 - With `weights = "groups by region"` every level of that column counts the same, where all rows of a client have one
   level. A table names the column in `data.kept`.
 
-- Forged activations can win a cluster of their own in `weights` and in the weigher `equitable`: where C is given, k
-  forgers have up to k/C of the model, and the honest groups share fewer clusters. Where C is sought, a client alone is
-  no cluster, but two that agree are one. A median or another robust aggregator that counts clients alike reads no
-  clusters.
+- Attack `forged-activations` can win a cluster of its own in `weights` and in the weigher `equitable`: where C is
+  given, k forgers have up to k/C of the model, and the honest groups share fewer clusters. Where C is sought, a client
+  alone is no cluster, but two that agree are one. A median or another robust aggregator that counts clients alike
+  reads no clusters. Without clusters the attack is refused.
 
-- A mixer compares directions, and a forged direction wins a place in its victim's mixture. `copies` bounds what equal
-  directions count together, a robust aggregator what one of them can do in a mixture.
+- A mixer compares directions. With attack `forged-direction` one wins a place in its victim's mixture; with `sybils`
+  equal ones fill the quantile of an attention. `copies` bounds what equal directions count together, a robust
+  aggregator what one of them can do in a mixture.
 
 - Robust aggregators decide on the field that carries the model. If the server keeps every client's last upload, they
   decide among the clients seen so far. If it adds up changes to rows that clients keep (SCAFFOLD's controls, FedADMM,

@@ -26,6 +26,31 @@ def setting(algorithm: str = "fedavg", **choices: object) -> Setting:
     return Setting.model_validate({"algorithm": algorithm, "model": "softmax", "rounds": 5, "local": local, **choices})
 
 
+PARTS: list[tuple[str, dict[str, object]]] = [
+    ("fedavg", {"weights": "clusters-2"}),
+    ("flame", {"weights": "clusters-2 every 2", "channel": "top-k"}),
+    ("fedavg-ft", {"mixer": "attention", "weights": "clusters-2 every 1"}),
+    ("equitable-fl", {"channel": "sign"}),
+]
+
+
+@pytest.mark.parametrize(("algorithm", "choices"), PARTS)
+def test_a_run_counts_its_rounds_and_what_is_of_none(
+    algorithm: str, choices: dict[str, object], fed: Federation
+) -> None:
+    """Finding clusters, before round 1 and later, and the training of personal models for the last evaluation."""
+    asked = setting(algorithm, evaluate={"every": 4}, **choices)
+    records = fl.simulate(asked, fed).state.records
+    cost = run_cost(asked, fed)
+    assert any(cost.other) == ("weights" in choices)
+    for counted, of_round, name in zip(
+        cost.other, cost.round[3:6], ("samples_backward", "bytes_up", "bytes_down"), strict=True
+    ):
+        recorded = records.last("", "", name)
+        assert recorded is not None
+        assert cost.rounds * of_round + counted == pytest.approx(float(recorded[0]))
+
+
 @pytest.mark.parametrize("algorithm", ["fedavg", "ditto"])
 def test_every_estimate_is_what_a_run_counts(algorithm: str, fed: Federation) -> None:
     asked = setting(algorithm)

@@ -151,6 +151,14 @@ def test_clusters_take_the_number_of_their_group() -> None:
     assert (aligned(gen.permutation(4)[groups], groups) == groups).all()
 
 
+def test_shares_by_clusters_are_drawn_as_recorded(tmp_path: Path) -> None:
+    run = Recording(methods=1, seeds=1, clients=4, rounds=10).write(tmp_path / "run")
+    by_round = {5: [0.25, 0.25, 0.25, 0.25], 10: [0.5, 0.25, 0.125, 0.125]}
+    add(run, [("fedavg", 0, t, c, "", "", "share", v) for t, row in by_round.items() for c, v in enumerate(row)])
+    figure = charts(read_runs([run]))["cluster-shares"]
+    assert [(row["round"], row["share"]) for row in figure.rows] == [(t, v) for t, row in by_round.items() for v in row]
+
+
 def test_clusters_are_drawn_round_by_round(tmp_path: Path) -> None:
     run = Recording(methods=1, seeds=1, clients=4, rounds=10).write(tmp_path / "run")
     change_split(run, "group", dict(enumerate([1, 0, 0, 1])))

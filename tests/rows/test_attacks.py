@@ -192,6 +192,31 @@ def test_min_max_against_no_direction_is_the_mean():
     assert torch.equal(K.MinMax(direction="unit").forge(honest, base, base, 4, gens(2)), base)
 
 
+def test_directions_are_those_of_one_model_at_any_length():
+    honest, base, own = scene(5)
+    for scale in (0.5, 30.0):
+        assert torch.equal(K.Sybils(scale=scale).forge(honest, base, own, 10, gens(3)), -scale * base[:1].expand(3, -1))
+        rows = K.ForgedDirection(scale=scale).forge(honest, base, own, 10, gens(3))
+        assert torch.equal(rows, scale * honest[:1].expand(3, -1))
+
+
+# -------------------------------------------------------------------------------------------------------- activations
+
+
+@pytest.mark.parametrize("send", ["same", "own"])
+def test_forged_activations_are_of_the_attackers_alone(send):
+    a = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    ids, attackers = torch.tensor([7, 1, 9, 4, 3, 2]), torch.tensor([1, 3, 5, 7, 8, 9])
+    sent = K.ForgedActivations(send=send, length=50.0).disguised(a, ids, attackers)
+    forges = torch.tensor([True, True, True, False, True, False])
+    assert torch.equal(sent[~forges], a[~forges])
+    places = {"same": [0, 0, 0, 0], "own": [3, 0, 1, 1]}[send]  # of 7, 1, 9, 3 among the attackers, modulo 4
+    assert torch.equal(sent[forges], 50 * torch.eye(4)[places])
+    one = K.ForgedActivations(send=send, length=50.0).disguised(a[:1], ids[:1], attackers)
+    assert torch.equal(one[0], sent[0])
+    assert torch.equal(K.Gaussian().disguised(a, ids, attackers), a)
+
+
 # ------------------------------------------------------------------------------------------------------------- labels
 
 
@@ -237,7 +262,7 @@ def test_registry():
     for kind, cls in K.ATTACKS.items():
         assert cls().kind == kind
         assert cls(**cls().model_dump()) == cls()
-        assert isinstance(cls(), K.Forgery) != isinstance(cls(), K.Poison)
+        assert isinstance(cls(), K.Forgery) + isinstance(cls(), K.Poison) + cls().disguises == 1
     with pytest.raises(ConfigError):
         K.Gaussian(variance=0.0)
     with pytest.raises(ConfigError):

@@ -13,6 +13,7 @@ from fedloom.data.federation import Federation
 from fedloom.errors import ConfigError, Refused, unknown
 from fedloom.local import Ctx, Work, descend
 from fedloom.local.oracles import Network, chunk_count, chunk_limit
+from fedloom.rows.attacks import Attack
 
 
 def by_clusters(weights: object) -> bool:
@@ -98,9 +99,10 @@ def _levels(column: str, fed: Federation) -> Tensor:
     return torch.tensor(levels)
 
 
-def described(model: Tensor, work: Work) -> Tensor:
-    """Mean activations ``[m, k]`` of clients that train a model ``[d]`` for a round, as the run's clients do."""
-    return EquitableWeigher().probe(None, descend(model, work, stream="clusters"), work).cpu()
+def described(model: Tensor, work: Work, attack: Attack | None, attackers: Tensor) -> Tensor:
+    """Mean activations ``[m, k]`` that clients send after they train a model ``[d]`` for a round, as the run's do."""
+    activations = EquitableWeigher().probe(None, descend(model, work, stream="clusters"), work).cpu()
+    return activations if attack is None else attack.disguised(activations, work.ids, attackers)
 
 
 def equal_clusters(clusters: int | None, activations: Tensor, ctx: Ctx) -> Tensor:
@@ -116,7 +118,9 @@ def equal_clusters(clusters: int | None, activations: Tensor, ctx: Ctx) -> Tenso
     return shares / shares.sum()
 
 
-def cluster_shares(clusters: int | None, oracle: Network, x0: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor]:
+def cluster_shares(
+    clusters: int | None, oracle: Network, x0: Tensor, ctx: Ctx, attack: Attack | None, attackers: Tensor
+) -> tuple[Tensor, Tensor]:
     """Find Equitable-FL's p_i = 1/(C |cluster of i|) over all clients, ``[n, 1]`` float64, and its cost ``[7]``.
 
     Every client trains the initial model for a round, as the run's clients do, and sends its mean activations under
@@ -127,6 +131,8 @@ def cluster_shares(clusters: int | None, oracle: Network, x0: Tensor, ctx: Ctx) 
         oracle: the local problems.
         x0: ``[d]`` the initial model.
         ctx: all clients, before round 1.
+        attack: what attackers do, who may forge their activations.
+        attackers: ``[b]`` their ids.
 
     Returns:
         The shares, and of all clients: samples backward and forward, steps, bytes up and down, and those of the paper.
@@ -142,7 +148,7 @@ def cluster_shares(clusters: int | None, oracle: Network, x0: Tensor, ctx: Ctx) 
     answers, counts = list[Tensor](), torch.zeros(7).long()
     for ids in ctx.ids.tensor_split(chunk_count(ctx.n, chunk_limit(oracle))):
         work = Work(oracle, ids, ctx.weight[ids].to(x0), ctx.local, seed=ctx.seed, round=1)
-        answers.append(described(x0, work))
+        answers.append(described(x0, work, attack, attackers))
         counts[:3] += torch.stack([work.counts.backward, work.counts.forward, work.counts.steps]).sum(1)
     vectors = torch.cat(answers)
     k, d, item = vectors.shape[1], len(x0), x0.element_size()

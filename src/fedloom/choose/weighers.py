@@ -27,6 +27,8 @@ class Weigher(Value, ABC):
     kind: ClassVar[str]
     probes: ClassVar[bool] = False
     """The client answers a question after training, with its reply; counted in work and bytes."""
+    describes: ClassVar[bool] = False
+    """The answer is the client's activations."""
 
     @property
     def signed(self) -> bool:
@@ -125,6 +127,7 @@ class EquitableWeigher(Weigher):
     )
 
     probes: ClassVar[bool] = True
+    describes: ClassVar[bool] = True
 
     def init(self, ctx: Ctx) -> Labels:
         """No client has a cluster."""

@@ -132,6 +132,7 @@ def _preview(plan: Plan) -> None:
         costs[label] = cost
         say(f"tried {len(costs)}/{methods}: {label}", err=True)
     timed = any(cost.round.simulated is not None for cost in costs.values())
+    beside = any(any(cost.other) for cost in costs.values())
     print_rows(
         [
             {
@@ -145,10 +146,14 @@ def _preview(plan: Plan) -> None:
                 "parameters": cost.parameters,
                 "s/round": cost.round.seconds,
                 **({"simulated s/round": cost.round.simulated} if timed else {}),
+                **({"other samples": round(cost.other.samples)} if beside else {}),
+                **({"other MB": (cost.other.bytes_up + cost.other.bytes_down) / 1e6} if beside else {}),
             }
             for label, cost in costs.items()
         ]
     )
+    if beside:
+        say("other, once for a run: clusters found for shares, and personal models trained for the last evaluation")
     time = minutes(plan, costs)
     say("estimated time: " + ("unknown, with so few rounds" if time is None else f"about {duration(time)}"))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fedloom.algorithms import Algorithm, primary_field, upload_fields
 from fedloom.choose import Mixer, Sampler, SamplesWeigher, SharesWeigher, UniformWeigher, Weigher
+from fedloom.choose.shares import by_clusters
 from fedloom.engine.setting import Setting
 from fedloom.errors import Refused
 from fedloom.local import Ctx, LocalSGD
@@ -174,6 +175,20 @@ def check_sampler(algorithm: Algorithm, sampler: Sampler, weigher: Weigher) -> N
         raise Refused(
             f"sampler {sampler.kind!r} may draw a client twice, so that the weights of {weigher.kind!r} without its "
             "floor need not have a positive sum; keep the floor"
+        )
+
+
+def check_attack(setting: Setting) -> None:
+    """Refuse forged activations where no client is described by any.
+
+    Raises:
+        Refused: the run makes no sense; the message has the reason.
+    """
+    attack = setting.attack
+    if attack is not None and attack.disguises and not (setting.weigher.describes or by_clusters(setting.weights)):
+        raise Refused(
+            f"attack {kind_of(attack)!r} has nothing to forge: clients are described by activations with weights = "
+            "'clusters' or weigher 'equitable' only; take one of them, or another attack"
         )
 
 

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedloom.algorithms import Algorithm
+from fedloom.choose.shares import by_clusters
 from fedloom.engine.clients.scores import COST, hybrid_scores
 from fedloom.engine.job import Job
 from fedloom.engine.privacy import accounted, spent
@@ -76,7 +77,7 @@ def scores_of(job: Job, clients: Clients, state: State) -> Scores:
 
 
 def records_of(job: Job, state: State, scores: Scores) -> Iterator[Record]:
-    """Yield the records of a round: scores, what the clients did so far, the privacy spent, and recovered groups.
+    """Yield the records of a round: scores, what the clients did so far, privacy spent, and recovered groups.
 
     What the clients did is the training of all rounds and what the personal models after this one took; where some
     clients are scored only, as much per client for the others.
@@ -100,6 +101,8 @@ def records_of(job: Job, state: State, scores: Scores) -> Iterator[Record]:
     noise = accounted(job.setting.channel, job.setting.aggregator)
     if noise is not None:
         yield Record.of_federation(t, "", "", "epsilon", spent(noise, job.setting.sampler, state.uploads, t))
+    if by_clusters(job.setting.weights):
+        yield Record.of_clients(t, "", "", "share", job.alpha[scored, 0])
     labels = getattr(state.weigher, "labels", None)
     if labels is None or not bool((labels >= 0).any()):
         return

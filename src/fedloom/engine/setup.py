@@ -16,6 +16,7 @@ from fedloom.choose.shares import by_clusters, cluster_shares, clusters_of, shar
 from fedloom.data.federation import Federation
 from fedloom.engine.check import (
     changes_nothing,
+    check_attack,
     check_mixed_width,
     check_mixer,
     check_mixture,
@@ -165,7 +166,7 @@ def make_problem(
     )  # fmt: skip
     x0, spent = replay.start(oracle.layout.vector(oracle.module, dtype).to(device), oracle.layout), None
     if finds and by_clusters(setting.weights):
-        shares, spent = cluster_shares(clusters_of(setting.weights), oracle, x0, ctx)
+        shares, spent = cluster_shares(clusters_of(setting.weights), oracle, x0, ctx, setting.attack, attackers)
         ctx = ctx._replace(weight=shares.to(dtype))
     with attribute_error("method", method, "init"):
         method = method.with_derived_options(ctx)
@@ -279,6 +280,7 @@ def _checked(setting: Setting, n: int) -> tuple[Setting, list[str]]:
         check_mixer(setting.method, setting.mixer, setting.aggregator)
         setting.mixer.check(n)
     check_schedule(setting, n)
+    check_attack(setting)
     return setting, notes
 
 

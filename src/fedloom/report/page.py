@@ -16,7 +16,7 @@ from fedloom.report.charts.curves import curves, robustness
 from fedloom.report.charts.importance import importances
 from fedloom.report.charts.inspection import inspection
 from fedloom.report.charts.kit import HIDDEN, Figure
-from fedloom.report.charts.partition import clusters, splits
+from fedloom.report.charts.partition import cluster_shares, clusters, splits
 from fedloom.report.charts.tradeoffs import costs, tradeoffs
 from fedloom.report.comparison.by_patient import by_patients, differences_csv
 from fedloom.report.comparison.contenders import Models
@@ -140,6 +140,7 @@ def figures(runs: list[Run], rows: list[Row]) -> list[Figure]:
         *tradeoffs(runs, rows, lead),
         *robustness(runs, rows, lead),
         clusters(runs, rows),
+        cluster_shares(runs, rows),
         *curves(runs, rows, lead),
         *costs(runs, rows, lead),
         *splits(runs),

@@ -1,4 +1,4 @@
-"""Attacks: what Byzantine clients send instead of their model, or train on instead of their labels.
+"""Attacks: what Byzantine clients send instead of their model or activations, or train on instead of their labels.
 
 ``ATTACKS`` has them by kind.
 """
@@ -24,11 +24,26 @@ class Attack(Value, ABC):
     """A kind of attack and how many clients attack; the same clients in every round."""
 
     fraction: float = Field(0.2, ge=0, le=1, description="part of all clients that attack (FLAME, VI-A)")
+    disguises: ClassVar[bool] = False
+    """Forges the activations by which clients are described, so that it needs a run in which they are."""
 
     def attackers(self, n: int, seed: int) -> Tensor:
         """Ids of the round(fraction n) attackers of n clients, ascending."""
         order = torch.randperm(n, generator=generator(seed, purpose="attackers"))
         return order[: round(self.fraction * n)].sort().values
+
+    def disguised(self, activations: Tensor, ids: Tensor, attackers: Tensor) -> Tensor:
+        """What clients send as the activations by which clusters are found; by default those that they have.
+
+        Args:
+            activations: [m, k] mean activations of the clients, attackers among them.
+            ids: [m] the clients.
+            attackers: [b] ids of all attackers, ascending.
+
+        Returns:
+            [m, k]
+        """
+        return activations
 
 
 class Poison(Attack, ABC):
@@ -149,6 +164,20 @@ class ModelReplacement(Forgery):
         return base + (m if self.scale is None else self.scale) * (benign - base)
 
 
+class Sybils(Forgery):
+    """All attackers send one vector: the opposite of the model that the first of them received.
+
+    Equal directions fill the quantile of an attention with their own cosines, which turns collaboration off;
+    ``mixer.copies`` counts them as one.
+    """
+
+    kind: Literal["sybils"] = "sybils"
+    scale: float = Field(1.0, gt=0, description="length of what is sent, in lengths of that model")
+
+    def forge(self, honest: Tensor | None, base: Tensor, benign: Tensor, m: int, gens: Sequence[Generator]) -> Tensor:
+        return (-self.scale * base[:1]).expand_as(base).clone()
+
+
 # ------------------------------------------------------------------------------------------- knowing the honest rows
 
 
@@ -231,17 +260,61 @@ class Mimic(Forgery):
         return rows[int(along.abs().argmax())].expand_as(base).clone()
 
 
+class ForgedDirection(Forgery):
+    """All attackers send a long vector of the direction of one honest client's model, the first of the round.
+
+    Cosines do not read lengths: a mixer that compares directions gives it a place in that client's mixture.
+    """
+
+    sees_honest: ClassVar[bool] = True
+    trains: ClassVar[bool] = True
+    kind: Literal["forged-direction"] = "forged-direction"
+    scale: float = Field(100.0, gt=0, description="length of what is sent, in lengths of that client's model")
+
+    def forge(self, honest: Tensor | None, base: Tensor, benign: Tensor, m: int, gens: Sequence[Generator]) -> Tensor:
+        return (self.scale * (benign if honest is None else honest)[:1]).expand_as(base).clone()
+
+
+# ------------------------------------------------------------------------------------------------------- activations
+
+
+class ForgedActivations(Attack):
+    """Attackers train as they should, and send long vectors as the activations by which clusters are found.
+
+    Equitable-FL counts clusters alike (Eq. 7), so that a cluster of one's own is 1/C of the model. Attackers that send
+    the same are one cluster, those that send what no other does a cluster each, of as many as are sought.
+    """
+
+    kind: Literal["forged-activations"] = "forged-activations"
+    disguises: ClassVar[bool] = True
+    send: Literal["same", "own"] = Field(
+        "same", description="one vector of all attackers, or a coordinate for each, in turn where there are too few"
+    )
+    length: float = Field(1000.0, gt=0, description="of what is sent; mean activations after log-softmax have a few")
+
+    def disguised(self, activations: Tensor, ids: Tensor, attackers: Tensor) -> Tensor:
+        forges, k = torch.isin(ids, attackers), activations.shape[1]
+        place = torch.searchsorted(attackers, ids[forges]) % k if self.send == "own" else torch.zeros_like(ids[forges])
+        vectors = self.length * torch.eye(k, dtype=activations.dtype)[place]
+        sent = activations.clone()
+        sent[forges.to(sent.device)] = vectors.to(sent)
+        return sent
+
+
 ATTACKS: dict[str, type[Attack]] = {
     "random-labels": RandomLabels,
     "flipped-labels": FlippedLabels,
     "same-value": SameValue,
     "sign-flip": SignFlip,
     "gaussian": Gaussian,
+    "sybils": Sybils,
     "model-replacement": ModelReplacement,
     "alie": ALIE,
     "ipm": IPM,
     "min-max": MinMax,
     "mimic": Mimic,
+    "forged-direction": ForgedDirection,
+    "forged-activations": ForgedActivations,
 }
 """Attacks by kind."""
 

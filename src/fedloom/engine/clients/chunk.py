@@ -193,6 +193,8 @@ def output_of(job: Job, inputs: Inputs, upload: Fields, rows: Fields) -> ClientO
         model = getattr(upload, name) + base_of(job.fields[name], inputs.down, inputs.rows)
         with attribute_error("weigher", job.setting.weigher, f"round {work.round}"):
             answer = job.setting.weigher.probe(inputs.down, model, work) if job.setting.weigher.probes else None
+            if answer is not None and job.setting.weigher.describes and job.setting.attack is not None:
+                answer = job.setting.attack.disguised(answer, work.ids, job.attackers)
         with attribute_error("sampler", job.setting.sampler, f"round {work.round}"):
             report = job.setting.sampler.report(model, work) if job.setting.sampler.learns else None
     if job.setting.channel is not None:
@@ -294,7 +296,7 @@ def ask_chunk(job: Job, model: Tensor, task: AskTask) -> Answers:
     """Ask a chunk of clients about the global model."""
     work, model = job.work(task.round, task.ids), model.to(job.oracle.device)
     if task.describes:
-        answer = described(model, work)
+        answer = described(model, work, job.setting.attack, job.attackers)
     else:
         with attribute_error("sampler", job.setting.sampler, f"round {task.round}"):
             answer = job.setting.sampler.probe(model, work).cpu()

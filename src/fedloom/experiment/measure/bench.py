@@ -237,10 +237,11 @@ def estimates(plan: Plan) -> Iterator[tuple[str, RunCost]]:
 
 def minutes(plan: Plan, costs: Mapping[str, RunCost]) -> float | None:
     """Minutes for all runs of a plan, from the cost of a run by label; None where a method's rounds have no time."""
-    paces = {label: cost.round.seconds for label, cost in costs.items()}
-    if any(pace is None for pace in paces.values()):
+    seconds = {label: cost.seconds for label, cost in costs.items()}
+    if any(whole is None for whole in seconds.values()):
         return None
-    return sum((pace or 0.0) * plan.rounds[label] for label, pace in paces.items()) / _processes(plan) / 60
+    of_rounds = ((whole or 0.0) / costs[label].rounds * plan.rounds[label] for label, whole in seconds.items())
+    return sum(of_rounds) / _processes(plan) / 60
 
 
 def _processes(plan: Plan) -> int:

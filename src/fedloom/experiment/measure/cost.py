@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
+from fedloom.choose.shares import period_of
 from fedloom.data.federation import Federation
 from fedloom.engine.clients.scores import COST
 from fedloom.engine.job import Job
@@ -98,6 +99,20 @@ class Measured(NamedTuple):
     workers: int
 
 
+class OtherCost(NamedTuple):
+    """What a run takes beside its rounds: to find clusters, and to train personal models for the last evaluation.
+
+    Attributes:
+        samples: whose gradient is taken.
+        bytes_up: of activations.
+        bytes_down: of the models that clients describe themselves by.
+    """
+
+    samples: float = 0.0
+    bytes_up: float = 0.0
+    bytes_down: float = 0.0
+
+
 class RunCost(NamedTuple):
     """What a run takes, from its first rounds.
 
@@ -105,11 +120,21 @@ class RunCost(NamedTuple):
         rounds: of the run.
         round: what one takes, with its share of evaluation.
         parameters: of the model.
+        other: what is of no round.
     """
 
     rounds: int
     round: RoundCost
     parameters: int
+    other: OtherCost = OtherCost()
+
+    @property
+    def seconds(self) -> float | None:
+        """Of the run, finding clusters by its part of the gradients; None after too few rounds."""
+        if self.round.seconds is None:
+            return None
+        rounds = self.rounds + (self.other.samples / self.round.samples if self.round.samples else 0.0)
+        return self.round.seconds * rounds
 
 
 def play(
@@ -172,9 +197,16 @@ def run_cost(setting: Setting, fed: Federation) -> RunCost:
     Raises:
         CodeError: code of a method failed.
     """
-    result = simulate(setting, fed, progress=[_is_tried])
+    period = period_of(setting.weights)
+    finds = 1 if period is None else 1 + (setting.rounds - 1) // period
+    once = setting if period is None else setting.with_(weights=str(setting.weights).partition(" ")[0])
+    result = simulate(once, fed, progress=[_is_tried])
     start, pace = initial_state(result.job, result.state.server), result.state.times.pace(setting.evaluate.every)
-    return RunCost(setting.rounds, RoundCost.between(start, result.state, pace), result.job.oracle.layout.d)
+    found = dict(zip(COUNTS, (finds * start.totals[: len(COUNTS)]).tolist(), strict=True))
+    recorded = result.state.records.last("", "", "samples_backward")
+    personal = 0.0 if recorded is None else float(recorded[0] - result.state.totals[COUNTS.index("samples_backward")])
+    other = OtherCost(found["samples_backward"] + personal, found["bytes_up"], found["bytes_down"])
+    return RunCost(setting.rounds, RoundCost.between(start, result.state, pace), result.job.oracle.layout.d, other)
 
 
 def _is_tried(state: State) -> str | None:

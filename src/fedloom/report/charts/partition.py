@@ -1,4 +1,4 @@
-"""Draw how the samples are split: clients by classes, skew of every seed, and recovered clusters."""
+"""Draw how the samples are split: clients by classes, skew of every seed, recovered clusters and their shares."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ SPLITS = 10
 """Up to so many partitions of a run are drawn, fewer where they are large."""
 ROUNDS, CLUSTERED = 60, 60
 """Up to so many rounds and clients of recovered clusters are drawn."""
+SHARE = "share"
+"""The figure of a client's share of the objective, where shares are by recovered clusters."""
 TITLES = {
     "sizes": "Samples per client",
     "emd": "Earth mover's distance",
@@ -229,13 +231,55 @@ def clusters(runs: list[Run], rows: list[Row]) -> Figure | None:
     return Figure("clusters", "clusters", "Clusters", title, caption, drawn, {"rows": data}, "facet")
 
 
+def cluster_shares(runs: list[Run], rows: list[Row]) -> Figure | None:
+    """A panel per method with shares by recovered clusters: every client's by round, of its first seed."""
+    cells: Rows = []
+    for row in {row.name: row for row in rows}.values():
+        run = run_of(runs, row)
+        seeds = [s for s in seeds_of(run, row.method) if Key(row.method, s, "", "", SHARE) in run.series]
+        if seeds:
+            points, chosen = run.series[Key(row.method, seeds[0], "", "", SHARE)], _evenly(run.clients, CLUSTERED)
+            shown = np.isin(points.round, _evenly(np.unique(points.round), ROUNDS)) & np.isin(points.client, chosen)
+            cells += [
+                {"method": row.name, "seed": seeds[0], "round": t, "client": run.client(client), SHARE: share}
+                for t, client, share in zip(
+                    points.round[shown].tolist(),
+                    points.client[shown].tolist(),
+                    points.value[shown].tolist(),
+                    strict=True,
+                )
+            ]
+    if not cells:
+        return None
+    inner = kit.heat_map(
+        {**kit.names("round", [], scale={"padding": 0.06}), "type": "ordinal", "sort": None},
+        kit.names("client", [*dict.fromkeys(cell["client"] for cell in cells)], "Client", scale={"padding": 0.1}),
+        kit.shade(SHARE, "Share", form="%"),
+        kit.tips(*((name, name.capitalize()) for name in ("method", "client", "round", SHARE, "seed"))),
+        cornerRadius=1,
+    )
+    high = max(120, min(600, 18 * len({cell["client"] for cell in cells})))
+    drawn = kit.panels(inner, "method", [cell["method"] for cell in cells], "Round", high=high)
+    caption = (
+        "How much every client counts in the objective after each recorded round, first seed: every recovered cluster "
+        "counts the same, and in a cluster every client."
+    )
+    title = "Clients' shares by recovered clusters"
+    return Figure("cluster-shares", "clusters", "Shares", title, caption, drawn, {"rows": cells}, "facet")
+
+
+def _evenly(items: int | Integers, most: int) -> Integers:
+    """At most so many of the items, or of the numbers up to one, evenly by place."""
+    numbers = np.arange(items) if isinstance(items, int) else items
+    return numbers[np.unique(np.linspace(0, len(numbers) - 1, min(most, len(numbers))).round().astype(int))]
+
+
 def _clustered(run: Run, row: Row, seed: int, groups: Integers | None) -> Rows:
     points = run.series[Key(row.method, seed, "", "", "cluster")]
-    rounds = np.unique(points.round)
-    chosen = set(np.linspace(0, run.clients - 1, min(CLUSTERED, run.clients)).round().astype(int).tolist())
+    chosen = set(_evenly(run.clients, CLUSTERED).tolist())
     before = groups
     cells: Rows = []
-    for t in rounds[np.unique(np.linspace(0, len(rounds) - 1, ROUNDS).round().astype(int))].tolist():
+    for t in _evenly(np.unique(points.round), ROUNDS).tolist():
         now = points.round == t
         clients, labels = points.client[now], points.value[now].astype(np.int64)
         if before is not None:
