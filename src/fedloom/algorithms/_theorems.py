@@ -35,7 +35,7 @@ THEOREMS = {
         "Theorem 1: the expected squared gradient of the objective falls like 1/sqrt(rounds), at a round drawn at"
         " random",
         "smooth losses that are at least 0, gradients of bounded variance, mu < 1, a step size of the order"
-        " 1/sqrt(rounds), and a client of every cluster in every cohort",
+        " 1/sqrt(rounds), small enough for the local steps, and a client of every cluster in every cohort",
         "A drawn cohort may lack a cluster.",
         ("sampler",),
     ),
@@ -98,7 +98,7 @@ THEOREMS = {
         "The default step size does not depend on the rounds.",
     ),
     "fedopt": Theorem(
-        "Theorems 1 and 2: with optimiser 'adagrad' or 'adam' the least squared gradient falls like 1/sqrt(rounds)",
+        "with optimiser 'adagrad' or 'adam' the least squared gradient falls like 1/sqrt(rounds)",
         "among others smooth losses, bounded gradients and variances, `beta1 = 0`, small enough step sizes that follow"
         " the number of rounds, equal shares, and equal steps",
         "The default beta1 of 'adam' is 0.9.",
@@ -117,8 +117,8 @@ THEOREMS = {
     ),
     "fedslr": Theorem(
         "Theorems 1 and 2: the common model converges to a stationary point of (P1)",
-        "smooth losses, exact local solves, eta_g <= 1/(2L), equal shares, a cluster point, and the"
-        " Kurdyka-Lojasiewicz property",
+        "smooth losses of bounded gradient, a proper closed objective, exact local solves, eta_g <= 1/(2L), equal"
+        " shares, a cluster point, and for Theorem 2 the Kurdyka-Lojasiewicz property",
     ),
     "fedsplit": Theorem(
         "Theorem 1: the model converges linearly to the minimum, up to the errors of the local solves",
@@ -140,15 +140,15 @@ THEOREMS = {
         ("sampler",),
     ),
     "pfedme": Theorem(
-        "Theorems 1 and 2: the global model comes near the minimum (strongly convex) or a stationary point (nonconvex)"
-        " of the envelopes, up to the errors of the personal models",
+        "the global model comes near the minimum (strongly convex) or a stationary point (nonconvex) of the"
+        " envelopes, up to the errors of the personal models",
         "among others smooth losses, gradients of bounded variance, a large enough lam if nonconvex, an eta"
         " small against 1/lam, beta >= 1, equal shares, equal steps, and uniform cohorts",
         "The default eta is 1/lam.",
         ("sampler",),
     ),
     "scaffold": Theorem(
-        "Theorem III: the expected loss (convex) or squared gradient (nonconvex) of an average or drawn model of the"
+        "the expected loss (convex) or squared gradient (nonconvex) of an average or drawn model of the"
         " rounds comes to its least value, however clients differ",
         "smooth losses, gradients of bounded variance, server_lr >= 1, small enough local step sizes that follow the"
         " number of rounds, equal shares, equal steps, and uniform cohorts",

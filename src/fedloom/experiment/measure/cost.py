@@ -202,10 +202,10 @@ def run_cost(setting: Setting, fed: Federation) -> RunCost:
     once = setting if period is None else setting.with_(weights=str(setting.weights).partition(" ")[0])
     result = simulate(once, fed, progress=[_is_tried])
     start, pace = initial_state(result.job, result.state.server), result.state.times.pace(setting.evaluate.every)
-    found = dict(zip(COUNTS, (finds * start.totals[: len(COUNTS)]).tolist(), strict=True))
+    searches = dict(zip(COUNTS, (finds * start.totals[: len(COUNTS)]).tolist(), strict=True))
     recorded = result.state.records.last("", "", "samples_backward")
     personal = 0.0 if recorded is None else float(recorded[0] - result.state.totals[COUNTS.index("samples_backward")])
-    other = OtherCost(found["samples_backward"] + personal, found["bytes_up"], found["bytes_down"])
+    other = OtherCost(searches["samples_backward"] + personal, searches["bytes_up"], searches["bytes_down"])
     return RunCost(setting.rounds, RoundCost.between(start, result.state, pace), result.job.oracle.layout.d, other)
 
 
