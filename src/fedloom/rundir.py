@@ -57,7 +57,6 @@ LONGEST = 150
 
 Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 """A number that a column of a table can hold."""
-Client = Annotated[int, Field(ge=0, lt=MOST_CLIENTS)]
 
 
 def label_of(method: Mapping[str, object]) -> str:
@@ -107,7 +106,6 @@ class RunRecord(_Recorded):
     chunk: Whole | None = None
     device: str | None = None
     parameters: Whole | None = None
-    attackers: tuple[Client, ...] = ()
 
     @property
     def lost(self) -> bool:

@@ -264,15 +264,6 @@ def test_a_search_is_extended_twice_at_most_and_resumes(tmp_path: Path) -> None:
 # --- what is refused
 
 
-def test_trials_of_an_earlier_version_are_refused(tmp_path: Path) -> None:
-    old = tmp_path / "choose" / "many"
-    old.mkdir(parents=True)
-    (old / "choices.json").write_text(json.dumps({"fedavg": {"chosen": "local.lr = 0.5", "scores": {}}}))
-    with pytest.raises(RunDirError, match=r"many holds trials of an earlier version.*delete it"):
-        reproduce(grid(), "full", tmp_path, seeds=[3])
-    assert not (tmp_path / "few").exists()
-
-
 def test_other_candidates_are_another_search(tmp_path: Path) -> None:
     small = [{"algorithm": "fedavg", "choose": {"local.lr": [0.1, 0.5]}}]
     paper = {**TINY["paper"], "columns": {}, "cells": {}, "claims": []}

@@ -234,15 +234,10 @@ def _odd(run_rows: list[Row]) -> str:
 
 
 def _attack(run: Run) -> str:
-    if not share_of(run):
+    if not run.attacked:
         return ""
-    words = f"{percent(share_of(run))} of the clients attack ({run.options['attack']['kind']}). "
-    if run.attacked:
-        return words + "All figures and charts are of the other, benign clients."
-    return (
-        words
-        + "Means are of the benign clients; this older run does not say who attacks, so charts of clients show all."
-    )
+    share = f"{percent(share_of(run))} of the clients attack ({run.options['attack']['kind']})"
+    return f"{share}. All figures and charts are of the other, benign clients."
 
 
 def _work(run_rows: list[Row]) -> str:

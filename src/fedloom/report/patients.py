@@ -53,7 +53,7 @@ def tested(run: Run, method: str, model: str) -> Predicted | None:
         return None
     measured = ["target", "prediction", *(["event"] if "event" in columns else [])]
     table = read_table(path, (*names, *measured[2:]))
-    hostile = {seed: run.attackers(method, seed) for seed in set(table["seed"].to_pylist())}
+    hostile = {seed: run.attackers(seed) for seed in set(table["seed"].to_pylist())}
     table = table.filter(pc.and_(pc.equal(table["method"], method), pc.equal(table["model"], model)))
     seeds, clients = table["seed"].to_numpy(), table["client"].to_numpy()
     benign = np.array([c not in hostile[s] for s, c in zip(seeds.tolist(), clients.tolist(), strict=True)], bool)

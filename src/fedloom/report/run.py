@@ -95,22 +95,19 @@ class Run:
         """Number of clients, 0 if it is not recorded."""
         return len(self.names) or max((int(points.client.max()) + 1 for points in self.series.values()), default=0)
 
-    def attackers(self, method: str, seed: int) -> frozenset[int]:
+    def attackers(self, seed: int) -> frozenset[int]:
         """Clients that attacked; their scores say nothing about a method."""
-        if seed in self.partitions:
-            return self.partitions[seed].attackers
-        recorded = (record.attackers for record in self.summary.runs if (record.method, record.seed) == (method, seed))
-        return frozenset(next(recorded, ()))
+        return self.partitions[seed].attackers if seed in self.partitions else frozenset()
 
     @property
     def attacked(self) -> bool:
         """Whether clients are known that attacked."""
-        return any(p.attackers for p in self.partitions.values()) or any(r.attackers for r in self.summary.runs)
+        return any(partition.attackers for partition in self.partitions.values())
 
     def benign(self, key: Key) -> Points | None:
         """A series without the clients that attacked; None if it was not recorded."""
         points = self.series.get(key)
-        attackers = self.attackers(key.method, key.seed)
+        attackers = self.attackers(key.seed)
         if points is None or not attackers:
             return points
         return points.at(~np.isin(points.client, list(attackers)))

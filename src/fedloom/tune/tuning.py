@@ -263,8 +263,6 @@ class Tuning:
             raise RunDirError(f"{out} is not empty and holds no search (no search.toml); choose another --out")
         if self._force:
             return
-        if any((out / "trials").glob("*.json")):
-            raise RunDirError(f"{out} holds a search of an earlier version; choose another --out, or use --force")
         now = tomllib.loads(tomli_w.dumps(self._identity()))
         if path.exists() and (difference := _changed(tomllib.loads(path.read_text()), now)):
             raise RunDirError(

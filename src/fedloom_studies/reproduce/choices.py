@@ -21,7 +21,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedloom.errors import ConfigError, RunDirError
+from fedloom.errors import ConfigError
 from fedloom.experiment import parse
 from fedloom.formats import rounded, significant
 from fedloom.rundir import label_of
@@ -239,19 +239,6 @@ def chosen(document: Mapping[str, Any], choices: Mapping[str, Mapping[str, Any]]
         extended = _with(method, choice["values"]) if choice.get("values") else next(iter(options.values()))
         methods.append(options.get(str(choice.get("chosen")), extended))
     return {k: v for k, v in document.items() if k != "choose"} | {"method": methods}
-
-
-def check_folder(folder: Path) -> None:
-    """Refuse trials that are no search of `fedloom.tune`.
-
-    Raises:
-        RunDirError: they are of a version that ran a recipe's candidates as experiments.
-    """
-    if (folder / "choices.json").exists():
-        raise RunDirError(
-            f"{folder} holds trials of an earlier version, which chose settings without 'fedloom tune'; delete it to "
-            "have them chosen anew, or choose another --out"
-        )
 
 
 def read_choices(folder: Path, document: Mapping[str, Any]) -> dict[str, Any]:

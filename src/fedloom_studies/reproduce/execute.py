@@ -23,7 +23,6 @@ from fedloom.storage import make_folder, write_atomic
 from fedloom_studies.reproduce import summary as summaries
 from fedloom_studies.reproduce.choices import (
     TRIALS,
-    check_folder,
     choices_so_far,
     chosen,
     first,
@@ -119,8 +118,6 @@ def reproduce(
     if scale != "smoke" and any(open_methods(document, {}) for document in documents.values()):
         import fedloom.tune  # noqa: F401 (without Optuna nothing is begun)
 
-        for variant, document in documents.items():
-            check_folder(out / TRIALS / trials_of(document, file_name(variant)))
     _claim(out, documents)
     command = shlex.join(
         ["fedloom", "reproduce", recipe.name, "--scale", scale]

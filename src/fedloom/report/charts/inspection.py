@@ -55,7 +55,7 @@ def _drawn(run: Run, name: str, columns: tuple[str, ...]) -> tuple[Rows, str] | 
     if table is None or not len(table):
         return None
     method, seed, model = _chosen(run, table)
-    hostile = pa.array(sorted(run.attackers(method, seed)), pa.int64())
+    hostile = pa.array(sorted(run.attackers(seed)), pa.int64())
     for column, value in (("method", method), ("seed", seed), ("model", model)):
         table = table.filter(pc.equal(table[column], value))
     table = table.filter(pc.invert(pc.is_in(table["client"], value_set=hostile)))

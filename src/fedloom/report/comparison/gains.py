@@ -185,7 +185,7 @@ def _reason(
     parts += [f"{_span(events)} event{'s' * (_span(events) != '1')}"] if events else []
     about = f"{name} ({', '.join(parts)} in training)" if parts else name
     seeds = [record.seed for record in alone.records]
-    if seeds and all(place in run.attackers(alone.method, seed) for seed in seeds):
+    if seeds and all(place in run.attackers(seed) for seed in seeds):
         return f"{about} attacks and is not scored."
     tested = any(
         np.isfinite(points.value[points.client == place]).any()
