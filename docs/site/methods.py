@@ -69,7 +69,7 @@ HELD_OUT_SAYS = (
     "The rules of AFL, Ditto, Equitable-FL and FedADMM were changed, by theory, after a look at these; FedSLR's was "
     "changed after it had diverged on MNIST with a network of convolutions."
 )
-HEADS = ("Reference", "References", "Kept by a client", "Deviations", "Defaults")
+HEADS = ("Problem", "Reference", "References", "Kept by a client", "Deviations", "Defaults")
 LIMITS = (("gt", ">"), ("ge", "≥"), ("lt", "<"), ("le", "≤"))
 
 
@@ -152,8 +152,7 @@ def page(name: str) -> str:
             lines += [*_table(part), ""]
             continue
         head, colon, rest = part.partition(": ")
-        if head == "Problem":
-            set_as = formulas.problems()[name]
+        if head == "Problem" and (set_as := formulas.problems().get(name)):
             lines += ["**Problem.**", "", formulas.display(set_as["problem"]), "", set_as.get("where", ""), ""]
         elif colon and head in HEADS:
             lines += [f"**{head}.** {_prose(rest)}", ""]
