@@ -21,7 +21,8 @@ from fedloom.data.sources.tabular import Csv
 from fedloom.errors import ConfigError, DataError
 from fedloom.tasks import Count, Objective, Survival, task_of
 from fedloom.tasks.cox import SurvivalSite, fit_cox
-from fedloom.tasks.secure_cox import agreement_on, binned, fit_secure_cox, ring_sum
+from fedloom.tasks.cox_vectors import agreement_on, binned
+from fedloom.tasks.secure_cox import fit_secure_cox, ring_sum
 from fedloom.tasks.survival import SurvivalRows, baseline, brier, concordance, observed_expected, partial_loss
 from tests.commands import call
 
@@ -186,6 +187,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "rossi.toml").write_text(
         f'rounds = 2\n[data]\nsource = "{folder}/rossi.csv"\nlabel = "week"\nevent = "arrest"\nusers = "site"\n'
         '[partition]\nkind = "writers"\nvalidation = 0.2\n[model]\nkind = "mlp"\nhidden = [4]\n'
+        "[evaluate]\ncox = { stratify = true }\n"
         f'[local]\nlr = 0.2\nbatch_size = "full"\nepochs = 3\n[task]\nhorizon = 40\n{methods}'
     )
     call("run", folder / "rossi.toml", "--out", folder / "run")
@@ -216,6 +218,18 @@ def test_every_method_trains_scores_and_predicts_alike(run: Path) -> None:
     assert "114 events" in call("cox", run / "rossi.toml")
     with pytest.raises(ConfigError, match="a survival has no probabilities"):
         model.predict_proba(table)
+
+
+def test_a_run_has_the_cox_regression_over_all_rows_of_its_clients(run: Path) -> None:
+    import pandas as pd
+
+    table = pd.read_csv(run / "rossi.csv")
+    names = [name for name in table.columns if name not in ("week", "arrest", "site")]
+    fit = fit_cox(sites_of(table, "week", "arrest"), stratify=True, names=names)
+    found = pd.read_csv(run / "run" / "report" / "cox.csv").set_index("column").loc[names]
+    np.testing.assert_allclose(found["coefficient"], fit.beta, atol=1e-7)
+    np.testing.assert_allclose(found["standard_error"], fit.se, rtol=1e-6)
+    assert "Cox regression</h3><p>432 rows of all sites with 114 events" in (run / "run" / "report.html").read_text()
 
 
 def test_adapting_gives_the_new_client_a_baseline(run: Path) -> None:

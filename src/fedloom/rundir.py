@@ -21,7 +21,7 @@ SETTINGS, SUMMARY, REPORT = "experiment.toml", "summary.json", "report.html"
 METRICS, TIMINGS, PARTITION = "metrics.parquet", "timings.parquet", "partition.parquet"
 CONFUSION, TSNE = "confusion.parquet", "tsne.parquet"
 GROUPS, PREDICTIONS, LEFT_OUT = "groups.parquet", "predictions.parquet", "left_out.parquet"
-IMPORTANCE, REFERENCES = "importance.parquet", "references.parquet"
+IMPORTANCE, REFERENCES, COX = "importance.parquet", "references.parquet", "cox.parquet"
 CHECKPOINTS, MODELS, ADAPTED, TRACKING, LIVE = "checkpoints", "models", "adapted", "tracking", "live"
 FILES = (
     METRICS,
@@ -34,6 +34,7 @@ FILES = (
     LEFT_OUT,
     IMPORTANCE,
     REFERENCES,
+    COX,
     SUMMARY,
     REPORT,
 )

@@ -200,7 +200,7 @@ def table(options: object, where: str) -> dict[str, Any]:
 
 def dump(value: BaseModel, **first: object) -> dict[str, Any]:
     """A value as a TOML table: every field that is set to something."""
-    return {**first, **{k: v for k, v in value.model_dump(mode="json").items() if v is not None}}
+    return {**first, **value.model_dump(mode="json", exclude_none=True)}
 
 
 def flat(document: Mapping[str, object]) -> dict[str, Any]:

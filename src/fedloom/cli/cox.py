@@ -47,7 +47,8 @@ def cox(
         from fedloom.experiment import read
         from fedloom.printing import print_rows
         from fedloom.tasks.cox import SurvivalSite, fit_cox
-        from fedloom.tasks.secure_cox import agreement_on, fit_secure_cox
+        from fedloom.tasks.cox_vectors import agreement_on
+        from fedloom.tasks.secure_cox import fit_secure_cox
 
         table = survival_rows(read(file).source, time, event, data_dir)
         for note in table.notes:

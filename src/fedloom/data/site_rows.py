@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from fedloom.data.dataset import Dataset
 from fedloom.data.sources import Source
@@ -57,17 +58,10 @@ def rows_by_site(source: Source, data_dir: Path | str | None = None, **changes: 
     whole = ~data.x.isnan().any(1)
     if not bool(whole.any()):
         raise DataError(f"{data.name}: every row has a missing cell; drop the columns that are mostly missing")
-    blocks, columns = [], []
-    for column, values in zip(data.prepare.columns, data.x.T, strict=True):
-        if column.levels:
-            blocks += [(values == k).double() for k in range(1, column.levels)]
-            columns += [f"{column.name} {level}" for level in column.names[1:]]
-        else:
-            blocks.append(values)
-            columns.append(column.name)
-    if not blocks:
+    columns = column_names(data.prepare)
+    if not columns:
         raise ConfigError(f"{data.name}: no column is left beside the target")
-    x, y = torch.stack(blocks, 1), data.y.reshape(len(data), -1).double()
+    x, y = numbers_of(data.prepare, data.x), data.y.reshape(len(data), -1).double()
     owner = torch.zeros(len(data), dtype=torch.long) if data.users is None else data.users
     here = {int(k): rows for k in owner.unique() if bool((rows := whole & (owner == k)).any())}
     names = [data.user_names[k] if data.users is not None else "all" for k in here]
@@ -75,6 +69,25 @@ def rows_by_site(source: Source, data_dir: Path | str | None = None, **changes: 
     notes = [f"{lost} of {len(data)} rows have a missing cell and are left out"] if lost else []
     sites = [(x[rows].numpy(), y[rows].numpy()) for rows in here.values()]
     return SiteRows(sites, columns, names, data, [*data.notes, *notes])
+
+
+def column_names(table: Table) -> list[str]:
+    """Names of the columns of a regression: every level of a text column but the first is one."""
+    return [
+        name
+        for column in table.columns
+        for name in ([f"{column.name} {level}" for level in column.names[1:]] if column.levels else [column.name])
+    ]
+
+
+def numbers_of(table: Table, x: Tensor) -> Tensor:
+    """The columns ``[N, p]`` of a regression from raw ones; a missing level is the first."""
+    blocks = [
+        block
+        for column, values in zip(table.columns, x.double().T, strict=True)
+        for block in ([(values == k).double() for k in range(1, column.levels)] if column.levels else [values])
+    ]
+    return torch.stack(blocks, 1) if blocks else torch.zeros(len(x), 0, dtype=torch.float64)
 
 
 def survival_rows(

@@ -19,6 +19,7 @@ from fedloom.rows.attacks import ATTACKS, Attack
 from fedloom.rows.channel import CHANNELS, Channel
 from fedloom.schedule import DEVICES, SCHEDULES, Devices, Schedule, Synchronous
 from fedloom.tasks import Objective
+from fedloom.tasks.cox_choice import CoxRegression
 from fedloom.values import Value, choose, dump, flat, make
 
 Part = Literal["train", "validation", "test"]
@@ -28,7 +29,7 @@ class Evaluate(Value):
     """When and on what models are scored. Nothing here changes what is learned."""
 
     free: ClassVar[tuple[str, ...]] = (
-        "confusion", "tsne", "groups", "group_least", "predictions", "importance", "references"
+        "confusion", "tsne", "groups", "group_least", "predictions", "importance", "references", "cox"
     )  # fmt: skip
 
     every: int = Field(5, ge=1, description="rounds between evaluations; the last round is always evaluated")
@@ -67,6 +68,9 @@ class Evaluate(Value):
     )
     references: bool = Field(
         False, description="fit a regression and a forest of scikit-learn at every client of a table, at the end"
+    )
+    cox: CoxRegression | None = Field(
+        None, description="of a survival task: fit a Cox regression over the rows of all clients by sums, at the end"
     )
     tsne: tuple[NonNegativeInt, ...] = Field(
         (), description="clients whose test samples are laid out in the plane by t-SNE, at the end (FedSLR, Fig. 4)"

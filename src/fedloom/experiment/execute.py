@@ -19,7 +19,8 @@ from fedloom.engine.result import Result
 from fedloom.engine.setting import Setting
 from fedloom.engine.setup import check
 from fedloom.engine.simulate import Progress, simulate
-from fedloom.errors import CodeError, DamagedCheckpoint, LayoutError, Refused, RunDirError, Stop
+from fedloom.errors import CodeError, DamagedCheckpoint, DataError, LayoutError, Refused, RunDirError, Stop
+from fedloom.experiment.analyses.cox import check_cox, cox_regression
 from fedloom.experiment.analyses.importance import check_importance
 from fedloom.experiment.analyses.left_out import scores_of_new, without
 from fedloom.experiment.analyses.references import check_references
@@ -30,6 +31,7 @@ from fedloom.experiment.live import LiveFigures
 from fedloom.experiment.outputs import (
     Outcome,
     left_out_before,
+    write_cox,
     write_inspection,
     write_left_out,
     write_settings,
@@ -95,8 +97,11 @@ class Plan:
                 check_importance(fed)
             if experiment.common.evaluate.references:
                 check_references(fed)
+        if experiment.common.evaluate.cox is not None:
+            check_cox(data)
         fed = self.federations[experiment.head.seeds[0]]
         self._raw = data if experiment.partition.leave else None
+        self._cox = None if experiment.common.evaluate.cox is None else data
         if self._raw is not None and (ranks.size > 1 or fed.n < 3):
             why = "on one process" if ranks.size > 1 else f"with 3 clients or more, and there are {fed.n}"
             raise Refused(f"partition.leave trains {why}; leave it out")
@@ -214,8 +219,21 @@ class Plan:
                 _save_models(outcome.result, self._folder(MODELS, method, seed))
         write_tables(self.out, outcomes)
         more = write_inspection(self.out, self.experiment.common.evaluate, outcomes)
+        more += self._fit_cox() if any(outcome.complete for outcome in outcomes) else []
         write_summary(self.out, self.experiment, outcomes, self.federations, more)
         shutil.rmtree(self.out / LIVE, ignore_errors=True)
+
+    def _fit_cox(self) -> list[str]:
+        """Fit the Cox regression that was asked for, on the clients of the first seed; a note where there is none."""
+        choice, seed = self.experiment.common.evaluate.cox, self.experiment.head.seeds[0]
+        tables, notes = list[pa.Table](), list[str]()
+        if choice is not None and self._cox is not None:
+            try:
+                tables = [cox_regression(choice, self._cox, self.federations[seed])]
+            except (DataError, Refused) as error:
+                notes = [f"the Cox regression has no fit: {error}"]
+        write_cox(self.out, tables)
+        return notes
 
     def _leave(self, data: Dataset, outcomes: Sequence[Outcome]) -> None:
         """Train every complete run again without each client in turn, and score that one."""

@@ -26,6 +26,7 @@ from fedloom.experiment.inspection import confusion, tsne
 from fedloom.experiment.schema import Experiment
 from fedloom.rundir import (  # fmt: skip
     CONFUSION,
+    COX,
     GROUPS,
     IMPORTANCE,
     LEFT_OUT,
@@ -154,6 +155,11 @@ def write_inspection(out: Path, evaluate: Evaluate, outcomes: Sequence[Outcome])
 def write_groups(out: Path, label: str, seed: int, rows: Sequence[GroupScore]) -> None:
     """``groups.parquet`` of one run; without scores, no file is left."""
     write_parquet(out / GROUPS, [labelled(group_table(rows), label, seed)] if rows else [])
+
+
+def write_cox(out: Path, tables: Sequence[pa.Table]) -> None:
+    """``cox.parquet``, of at most one regression; without one, no file is left."""
+    write_parquet(out / COX, [*tables])
 
 
 def left_out_before(out: Path) -> list[tuple[str, int]]:

@@ -18,6 +18,7 @@ from fedloom.report.charts.look import theme
 from fedloom.report.charts.partition import skew_table
 from fedloom.report.comparison.by_patient import by_patients, differences_html
 from fedloom.report.comparison.contenders import contenders
+from fedloom.report.comparison.cox import cox_tables
 from fedloom.report.comparison.gains import LEAD, SiteGains, gains_html
 from fedloom.report.comparison.pairs import Pair, pairs_html
 from fedloom.report.comparison.paper import title
@@ -124,6 +125,7 @@ def document(
     bodies = {group: _gallery([figure for figure in shown if figure.group == group]) for group in PLACES}
     lead = leading_metric(runs)
     bodies["patients"] += threshold_tables(runs, rows, lead)
+    bodies["importance"] += cox_tables(runs)
     bodies["references"] += reference_tables(runs, rows, lead)
     bodies["left_out"] += left_out_tables(runs, rows, lead)
     bodies["groups"] += group_tables(runs, rows, lead)

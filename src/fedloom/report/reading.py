@@ -36,6 +36,8 @@ _KINDS = {
     **dict.fromkeys(_TEXT, pa.string()),
     **dict.fromkeys((*_INTEGER, "group"), pa.int64()),
     "name": pa.string(),
+    "column": pa.string(),
+    "ties": pa.string(),
     "attacks": pa.bool_(),
     "counts": pa.list_(pa.float64()),
 }

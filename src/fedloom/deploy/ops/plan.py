@@ -20,6 +20,7 @@ from fedloom.data.sources import SOURCES
 from fedloom.data.sources._base import ENV, FileSource
 from fedloom.data.sources.table.reading import TableSource
 from fedloom.deploy.code import Code, code_of
+from fedloom.deploy.cox import check_cox
 from fedloom.deploy.groups import agreed_groups, check_groups
 from fedloom.deploy.protocol.lengths import lengths
 from fedloom.deploy.secure.protocol import FEWEST, MOST, least_threshold, safe_threshold
@@ -140,6 +141,7 @@ def plan(
     if sites is not None and sites < 1:
         raise ConfigError(f"--sites must be at least 1, got {sites}")
     check_groups(job, agreed_groups(one, samples))
+    check_cox(job, one, samples)
     agreed_threshold = _threshold(job, sites or fed.n, secure_aggregation, threshold)
     folder = data_dir or (Path(os.environ[ENV]) if os.environ.get(ENV) else None)
     agreed = one.settings() | {"data": _placeless(one)}

@@ -220,7 +220,7 @@ class Checks:
         if pending.kind == "hello":
             return draft
         assert self._forms is not None
-        count = 0 if pending.kind == "score" else 1
+        count = 0 if pending.kind in ("score", "fitted") else 1
         if len(arrays) != count:
             raise Rejected(5, f"{len(arrays)} arrays, {count} are expected")
         if not count:

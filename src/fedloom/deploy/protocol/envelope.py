@@ -16,10 +16,13 @@ from fedloom.deploy.protocol.identity import new_nonce
 from fedloom.errors import WireError
 from fedloom.version import __version__
 
-PROTOCOL = 6
-Kind = Literal["hello", "ask", "train", "score", "keys", "shares", "masked", "tally", "open", "agree", "unmask"]
+PROTOCOL = 7
+Kind = Literal[
+    "hello", "ask", "train", "score", "cox", "fitted", "keys", "shares", "masked", "tally", "open", "agree", "unmask"
+]  # fmt: skip
 TYPES: dict[Kind, str] = {
     "hello": "query", "ask": "query", "train": "train", "score": "evaluate",
+    "cox": "query", "fitted": "query",
     "keys": "query", "shares": "query", "masked": "train", "tally": "evaluate", "open": "query", "agree": "query",
     "unmask": "query",
 }  # fmt: skip
@@ -43,6 +46,8 @@ REQUEST_FIELDS: Mapping[str, Mapping[str, type]] = {
     "ask": {},
     "train": {"accepted": int, "weight": float, "scored": int, "global": bool},
     "score": {"accepted": int, "weight": float, "global": bool},
+    "cox": {},
+    "fitted": {},
     "keys": {"session": bytes},
     "shares": {"session": bytes},
     "masked": {"session": bytes, "accepted": int},
@@ -76,6 +81,8 @@ REPLIED: Mapping[str, Mapping[str, type]] = {
     "ask": {"samples": int, "work": list},
     "train": {"samples": int, "work": list},
     "score": {"samples": int},
+    "cox": {},
+    "fitted": {"samples": int},
     **{step: {} for step in STEPS},
 }
 """Further fields of a site's reply."""

@@ -126,6 +126,7 @@ class SessionMember:
         self._once(record, "terms", terms.digest.hex())
         self._once(record, "sums", terms.sums)
         self._once(record, "asked", terms.model_digests)
+        self._once(record, "question", terms.question.encode().decode() if terms.question else "")
         self._once(record, "bases", {str(c): t for c, t in terms.bases.items()})
         if "held" not in record and "accuses" not in record:
             session, secrets = self._agreed_by(record), _secrets(record)
@@ -188,7 +189,7 @@ class SessionMember:
                 raise Broken("this site has signed that the sum is of other sites")
             secure.check_statement(self._agreed_by(record), self._bound(record), signed, self._public)
             bases = {str(c): record["bases"][str(c)] for c in arrived}
-            self._opened.reveal(record["sums"], record["asked"], bases, self._agreed.threshold)
+            self._opened.reveal(record["sums"], record["asked"], bases, self._agreed.threshold, record["question"])
             answer = secure.write(shares.reveal_shares(held, arrived)).hex()
             record = {"name": record["name"], REVEALED: answer, "survivors": survivors}  # all secrets are gone
             self._save(record)

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fedloom.deploy.cox import STEPS
 from fedloom.deploy.secure.protocol import Broken
 from fedloom.storage.disk import regular
 from fedloom.storage.files import make_folder, write_atomic
@@ -49,8 +50,9 @@ class OpenedSums:
         write_checked(self._path, record)
 
     def reveal(
-        self, sums: Mapping[str, int], models: Mapping[str, str], bases: Mapping[str, int], threshold: int
-    ) -> None:
+        self, sums: Mapping[str, int], models: Mapping[str, str], bases: Mapping[str, int], threshold: int,
+        question: str = "",
+    ) -> None:  # fmt: skip
         """Enter a sum before a share of it is given.
 
         Args:
@@ -58,6 +60,7 @@ class OpenedSums:
             models: digest of the models that it is of, by what it is; empty for none.
             bases: the round of the state that each of its sites answers from, by the site's number.
             threshold: fewest sites of a sum.
+            question: what the sum is of beside models; a round of it is a step, and steps have the same sites.
 
         Raises:
             Broken: it would reveal a difference that is of too few sites, or of another model in the same round.
@@ -67,7 +70,7 @@ class OpenedSums:
             opened: dict[str, Any] = record["opened"].setdefault(what, {})
             if t <= record["forgotten"].get(what, -1):
                 raise Broken(f"round {t} is too long ago to know whether its {what} were summed already")
-            new = {"bases": {**bases}, "models": models[what]}
+            new = {"bases": {**bases}, "models": models[what], **({"question": question} if question else {})}
             before = opened.setdefault(str(t), new)
             if before["bases"].keys() != bases.keys():
                 raise Broken(
@@ -94,7 +97,8 @@ class OpenedSums:
         if values is not None:
             return values
         newest = max((int(p.stem.partition("-")[2]) for p in self._folder.glob("round-*.state")), default=-1)
-        return {"past": [], "opened": {}, "forgotten": {"uploads": newest, "scores": newest}}
+        steps = {"cox": STEPS - 1} if newest >= 0 else {}
+        return {"past": [], "opened": {}, "forgotten": {"uploads": newest, "scores": newest, **steps}}
 
 
 def read_checked(path: Path) -> dict[str, Any] | None:

@@ -19,9 +19,10 @@ from fedloom.deploy.secure.protocol import ACCUSES, Broken
 from fedloom.deploy.secure.terms import check_models, check_terms, read_terms
 from fedloom.deploy.secure.vectors import ScoreVector, UploadVector
 from fedloom.deploy.settings import Site, bound_of
+from fedloom.deploy.site.cox import SiteCox
 from fedloom.deploy.site.groups import SiteGroups
 from fedloom.deploy.site.local_data import part_sizes
-from fedloom.deploy.site.plain import Answer, metrics_of
+from fedloom.deploy.site.plain import Answer, metrics_of, single
 from fedloom.deploy.site.state import Generation
 from fedloom.deploy.site.trainer import Trainer
 from fedloom.engine.clients.chunk import ClientOutput, usable
@@ -43,22 +44,24 @@ class MaskedAnswers:
         assert site.secure is not None
         self._site, self._agreed, self._trainer = site, site.secure, trainer
         self._member, self._groups = SessionMember(site, key, folder), SiteGroups(trainer)
+        self._cox = SiteCox(trainer, folder)
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
         """Kinds of messages that are answered."""
-        return STEPS if self._trainer.scoring == "masked" else (*STEPS, "score")
+        return (*STEPS, "fitted") if self._trainer.scoring == "masked" else (*STEPS, "score", "fitted")
 
     @cached_property
     def figures(self) -> str:
         """The figures and groups that the site's samples define, as bits in hexadecimal digits; none without sums."""
         trainer, client = self._trainer, self._site.client
-        summed = trainer.scoring == "masked" and part_sizes(trainer.fed, client)[0]
-        if not summed:
+        if not part_sizes(trainer.fed, client)[0]:
             return ""
-        vector, groups = ScoreVector(trainer.job), self._groups
-        bits = vector.definable(client) | groups.sums.bits(groups.members) << len(vector.figures)
-        return f"{bits:x}"
+        vector, groups, bits = ScoreVector(trainer.job), self._groups, 0
+        if trainer.scoring == "masked":
+            bits = vector.definable(client) | groups.sums.bits(groups.members) << len(vector.figures)
+        bits |= self._cox.bits << len(vector.figures) + len(groups.sums.groups)
+        return f"{bits:x}" if bits else ""
 
     def answer(self, envelope: Envelope) -> Answer:
         """The answer to a step of a session, or to a request for the site's own scores.
@@ -69,6 +72,9 @@ class MaskedAnswers:
         head, arrays, member, kind = envelope.head, envelope.arrays, self._member, envelope.head["kind"]
         if kind == "score":
             return self._scores(envelope)
+        if kind == "fitted":
+            self._cox.keep(single(arrays))
+            return {"samples": part_sizes(self._trainer.fed, self._site.client)[0]}, [], None
         if kind in ("masked", "tally"):
             return {}, [self._masked(envelope)], None
         wanted = 0 if kind == "keys" else 1
@@ -102,6 +108,9 @@ class MaskedAnswers:
         accusations = self._member.receive(t, head["session"], inbox, terms)
         if accusations:
             return ACCUSES + accusations
+        if terms.question is not None:
+            first = len(ScoreVector(trainer.job).figures) + len(self._groups.sums.groups)
+            return self._member.masked(t, head["session"], self._cox.masked_vector(terms, first))
         job, state = trainer.with_local_data(head["accepted"], terms.weighed(trainer.job, self._site.samples))
         vectors = []
         if terms.scored >= 0:

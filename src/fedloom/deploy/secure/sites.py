@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from fedloom.deploy.cox import CoxStep
 from fedloom.deploy.groups import GroupSums
 from fedloom.deploy.noise import SharedMean
 from fedloom.deploy.protocol.envelope import Request
 from fedloom.deploy.protocol.forms import Forms, is_common
 from fedloom.deploy.protocol.lengths import absolute
+from fedloom.deploy.secure.opened import read_checked, write_checked
 from fedloom.deploy.secure.protocol import Broken, Integers
 from fedloom.deploy.secure.sums import SecureSums
 from fedloom.deploy.secure.terms import Terms
@@ -21,11 +24,13 @@ from fedloom.deploy.secure.vectors import ScoreVector, UploadVector
 from fedloom.deploy.server.sites import Sites
 from fedloom.deploy.server.transport import Transport
 from fedloom.deploy.settings import Server, bound_of
+from fedloom.deploy.site.cox import merged
 from fedloom.engine.job import Job
 from fedloom.engine.privacy import accounted
 from fedloom.errors import GivenUp, Refused, RunStopped
 from fedloom.experiment.analyses.patients import GroupScore
 from fedloom.processes.clients import ScoreRequest, Scores, SumResult, TrainRequest, TrainResult
+from fedloom.tasks.cox_vectors import CoxAgreement, Ring, opened
 
 Figure = tuple[float, float, int]
 """A score's mean over sites, over samples, and of how many sites."""
@@ -42,7 +47,7 @@ class MaskedSites(Sites):
         private = accounted(job.setting.channel, job.setting.aggregator) is not None
         self._tallies = settings.secure.scores == "masked" and not private
         self._tallied: tuple[int, dict[tuple[str, str, str], Figure]] = -1, {}
-        self._groups = list[GroupScore]()
+        self._groups, self._cox = list[GroupScore](), None  # terms of a Cox regression
 
     def sums(self, round: int) -> Iterator[tuple[str, str, str, float]]:
         t, figures = self._tallied
@@ -126,6 +131,38 @@ class MaskedSites(Sites):
         if self._tallied[0] != request.round:
             self._tally(request)
         yield self.global_sizes(request)
+
+    def cox_sum(
+        self, step: CoxStep, agreed: CoxAgreement, clients: Sequence[int]
+    ) -> tuple[Ring, list[int], CoxAgreement]:
+        if self._cox is None:
+            self._cox = self._cox_terms()
+        terms, first = self._cox.with_(question=step), len(self._figures.figures) + len(self.group_sums.groups)
+        bins = merged(agreed, terms, first, self._agreed.threshold)
+        beta = np.array(step.beta)
+
+        def letter(c: int, inbox: bytes) -> Request:
+            return Request("tally", c, [terms.encode(), inbox], {"accepted": terms.bases[c]})
+
+        def read(total: Integers, count: int) -> Ring:
+            opened(total, bins, beta, count)
+            return total
+
+        session = self._sessions.sum(terms, letter, bins.length, read)
+        return session.value, session.clients, bins
+
+    def _cox_terms(self) -> Terms:
+        """What all steps of the Cox regression have in common; kept, so that a restarted server sends the same."""
+        path = self._settings.checkpoints / "cox-terms.json"
+        kept = read_checked(path)
+        if kept is not None:
+            return Terms.model_validate_json(kept["terms"], strict=False)
+        t, asks = self._job.setting.rounds, dict.fromkeys(self._transport.nodes, Request("tally", None))
+        terms = self._terms(t, asks, {}, -1).with_(
+            question=CoxStep(step=0, beta=()), figures=tuple(self._transport.figures)
+        )
+        write_checked(path, {"terms": terms.encode().decode()})
+        return terms
 
     def _tally(self, request: ScoreRequest) -> None:
         """Sum the scores of all sites that are there, in a session of its own; without a sum the run continues."""

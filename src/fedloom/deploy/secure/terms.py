@@ -11,11 +11,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 
 from fedloom.choose.shares import shares_of
 from fedloom.data.input_spec import InputSpec
+from fedloom.deploy.cox import CoxStep
 from fedloom.deploy.secure.protocol import FEWEST, MOST, Broken
 from fedloom.deploy.site.local_data import federation_of
 from fedloom.engine.clients.uploads import weights_of
@@ -47,19 +50,26 @@ class Terms(Value):
     common: bool = Field(False, description="whether the global model is scored")
     models: tuple[str, ...] = Field((), max_length=2, description="SHA-256 of each message with models to be scored")
     figures: tuple[Bits, ...] = Field(
-        (), max_length=MOST, description="figures that the samples of every site define, where models are scored"
+        (), max_length=MOST, description="figures and bins that the samples of every site define, where any are summed"
     )
+
+    question: CoxStep | None = Field(None, description="step of a Cox regression that is summed, and nothing else")
 
     @property
     def sums(self) -> dict[str, int]:
         """The round of what is summed, by what that is."""
+        if self.question is not None:
+            return {"cox": self.question.step}
         rounds = {"uploads": self.round} if self.trains else {}
         return rounds | ({"scores": self.scored} if self.scored >= 0 else {})
 
     @property
     def model_digests(self) -> dict[str, str]:
-        """Digest of the models of what is summed, by what that is; empty where none is received."""
-        digests = {"uploads": self.download, "scores": " ".join(self.models)}
+        """Digest of the models of what is summed, by what that is; empty where none is received.
+
+        All steps of a Cox regression have the same, so that all their sums are of the same sites.
+        """
+        digests = {"cox": "cox", "uploads": self.download, "scores": " ".join(self.models)}
         return {what: digests[what] for what in self.sums}
 
     @property
@@ -83,6 +93,10 @@ class Terms(Value):
     def bits(self, first: int = 0) -> list[int]:
         """What the samples of every site of the cohort define, from bit ``first`` on: figures, then groups."""
         return [int(self.figures[c] or "0", 16) >> first for c in self.cohort]
+
+    def bins(self, first: int, count: int) -> NDArray[np.bool_]:
+        """Which of ``count`` bits from ``first`` on every site of the cohort has, ``[n, count]``."""
+        return np.array([[bool(one >> k & 1) for k in range(count)] for one in self.bits(first)], dtype=bool)
 
     def weighed(self, job: Job, samples: InputSpec) -> Job:
         """A site's run with the shares of the objective that follow from all numbers of samples."""
@@ -124,7 +138,10 @@ def check_terms(terms: Terms, client: int, sizes: Sequence[int], figures: str, c
     Raises:
         Broken: what is wrong.
     """
-    if terms.scored > terms.round or (not terms.trains and (terms.scored, terms.download) != (terms.round, "")):
+    if terms.question is not None:
+        if (terms.trains, terms.scored, terms.download, terms.models) != (False, -1, "", ()):
+            raise Broken("terms of a Cox regression must ask nothing else")
+    elif terms.scored > terms.round or (not terms.trains and (terms.scored, terms.download) != (terms.round, "")):
         raise Broken("terms must score a round that is done, and scores alone have no download")
     if len(terms.sizes) != clients or [*terms.cohort] != sorted({*terms.cohort} & {*range(clients)}):
         raise Broken(f"terms must be of the {clients} sites of the agreement, each once, in rising order")
@@ -134,8 +151,8 @@ def check_terms(terms: Terms, client: int, sizes: Sequence[int], figures: str, c
         raise Broken(f"the terms must have a round of every site, and of this one {accepted}, as the message has")
     if list(terms.sizes[client]) != list(sizes):
         raise Broken(f"the terms give this site {[*terms.sizes[client]]} samples, it has {[*sizes]}")
-    if len(terms.figures) != (clients if terms.scored >= 0 else 0):
-        raise Broken("terms must have the figures that every site can have, where models are scored")
+    if len(terms.figures) != (clients if terms.scored >= 0 or terms.question is not None else 0):
+        raise Broken("terms must have the figures that every site can have, where anything but uploads is summed")
     if terms.figures and terms.figures[client] != figures:
         raise Broken("the terms give this site other figures than its samples define")
 

@@ -14,9 +14,11 @@ from fedloom.engine.job import Job
 from fedloom.engine.state import State
 from fedloom.errors import Stop
 from fedloom.experiment import Experiment
+from fedloom.experiment.analyses.cox import cox_table
 from fedloom.experiment.analyses.patients import GroupScore
 from fedloom.experiment.outputs import (
     partition_table,
+    write_cox,
     write_groups,
     write_measured,
     write_partition,
@@ -25,6 +27,8 @@ from fedloom.experiment.outputs import (
 from fedloom.rundir import SUMMARY, RunRecord, SiteSummary, Summary
 from fedloom.storage.checkpoint import save_tensors
 from fedloom.storage.files import make_folder, write_atomic
+from fedloom.tasks.cox_vectors import CoxAgreement
+from fedloom.tasks.secure_cox import SecureCoxFit
 
 
 class Results:
@@ -68,6 +72,10 @@ class Results:
         """Scores of groups after the last round."""
         label, seed = self._experiment.methods[0].label, self._experiment.head.seeds[0]
         write_groups(self._settings.results, label, seed, scores)
+
+    def cox(self, fit: SecureCoxFit, names: Sequence[str], terms: CoxAgreement) -> None:
+        """The Cox regression over the rows of all sites."""
+        write_cox(self._settings.results, [cox_table(fit, names, terms)])
 
     def summary(self, stop: Stop | None, detail: str, here: Collection[int], diverged: int | None = None) -> None:
         """How far the run is, or how it ended, and how every site did.

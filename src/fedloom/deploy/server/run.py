@@ -16,12 +16,14 @@ from fedloom.choose import SharesWeigher, Uniform, UniformWeigher
 from fedloom.choose.shares import by_clusters, column_of_shares
 from fedloom.deploy.audit import Audit
 from fedloom.deploy.code import read_agreed
+from fedloom.deploy.cox import agreed_cox
 from fedloom.deploy.groups import GroupSums, agreed_groups
 from fedloom.deploy.noise import SharedMean, left_to_sites, released
 from fedloom.deploy.ops.status import serve_metrics
 from fedloom.deploy.protocol.forms import Forms
 from fedloom.deploy.secure.member import check_maskable
 from fedloom.deploy.secure.sites import MaskedSites
+from fedloom.deploy.server.cox import CoxServer
 from fedloom.deploy.server.results import Results
 from fedloom.deploy.server.sites import Sites
 from fedloom.deploy.server.transport import Transport
@@ -39,7 +41,7 @@ from fedloom.engine.setup import make_job
 from fedloom.engine.state import State, initial_state
 from fedloom.engine.virtual.check import check_stream
 from fedloom.engine.virtual.clock import CLIENT, VERSION
-from fedloom.errors import GivenUp, Refused, RunStopped, Stop
+from fedloom.errors import DataError, GivenUp, Refused, RunStopped, Stop
 from fedloom.experiment import Experiment
 from fedloom.local import Nothing
 from fedloom.local.rows import Fields
@@ -215,7 +217,28 @@ class _Run(Hooks):
         end = End(state, stop, detail, diverged) if stop else run_rounds(job, self._sites, checkpoints, self, state)
         if end.state.records.items:
             self._results.tables(job, end.state)
+        if end.stop in (Stop.DONE, Stop.DIVERGED):
+            self._fit_cox()
         return end
+
+    def _fit_cox(self) -> None:
+        """Fit the Cox regression that was agreed on; one that cannot be is a note.
+
+        Raises:
+            RunStopped: sites are missing; the same call continues.
+        """
+        settings, agreed = self._settings, agreed_cox(self._experiment, self._settings.samples)
+        if agreed is None:
+            return
+        cox = CoxServer(self._sites, *agreed, settings.checkpoints)
+        try:
+            fit = cox.fit()
+        except (DataError, GivenUp, Refused) as error:
+            self._transport.note("no Cox regression", self._job.setting.rounds, [], str(error))
+            return
+        self._results.cox(fit, agreed[1], cox.terms)
+        self._say(f"fedloom: Cox regression of {fit.fit.rows} rows with {fit.fit.events} events")
+        self._audit.write("cox", rows=fit.fit.rows, events=fit.fit.events, lost=fit.losses._asdict())
 
     def before_round(self, state: State) -> RunStopped | None:
         """Make sure that the next round stays within the budget, and enter it if the server adds the noise."""

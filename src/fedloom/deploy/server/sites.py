@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from fedloom.deploy.cox import CoxFound, CoxStep
 from fedloom.deploy.groups import GroupSums
 from fedloom.deploy.protocol.envelope import Reply, Request
 from fedloom.deploy.protocol.forms import Forms, for_client, is_common, output_of
@@ -18,9 +20,11 @@ from fedloom.deploy.settings import Server
 from fedloom.engine.clients.chunk import ClientOutput
 from fedloom.engine.clients.remote import StreamedClients
 from fedloom.engine.job import Job
+from fedloom.errors import Refused, WireError
 from fedloom.experiment.analyses.patients import GroupScore
 from fedloom.local.rows import Fields
 from fedloom.processes.clients import AskRequest, ScoreRequest, TrainRequest
+from fedloom.tasks.cox_vectors import CoxAgreement, Ring, opened
 
 
 class Sites(StreamedClients):
@@ -125,6 +129,42 @@ class Sites(StreamedClients):
             replies = self._transport.collect_replies(request.round, letters, 0)
             self._scores = request.round, {c: reply.metrics for c, reply in replies.items()}
         return self._scores[1]
+
+    def cox_sum(
+        self, step: CoxStep, agreed: CoxAgreement, clients: Sequence[int]
+    ) -> tuple[Ring, list[int], CoxAgreement]:
+        """The sum of the vectors of a step, the sites that it is of, and the agreement with the bins that it has.
+
+        Args:
+            step: what is asked.
+            agreed: on by all.
+            clients: the sites of the steps before; none before the first.
+
+        Raises:
+            RunStopped: one of these does not answer, or fewer than the quorum.
+        """
+        beta, need = np.array(step.beta), len(clients) or self._settings.quorum
+
+        def read(message: bytes) -> Ring:
+            try:
+                vector = np.frombuffer(message, dtype="<u8").astype(np.uint64, copy=False)
+                opened(vector, agreed, beta, 1)
+            except (Refused, ValueError) as error:
+                raise WireError(str(error)) from None
+            return vector
+
+        asks = {
+            c: Request("cox", c, [step.encode()], read=read, most=8 * agreed.length)
+            for c in (clients or self._transport.nodes)
+        }
+        replies = self._transport.collect_replies(self._job.setting.rounds, asks, need)
+        vectors = {c: reply.value for c, reply in sorted(replies.items())}
+        return np.sum([*vectors.values()], axis=0, dtype=np.uint64), [*vectors], agreed
+
+    def share_cox(self, fit: CoxFound) -> None:
+        """Send the sites that are there what the regression found."""
+        asks = {c: Request("fitted", c, [fit.model_dump_json().encode()]) for c in self._transport.nodes}
+        self._transport.collect_replies(self._job.setting.rounds, asks, 0)
 
     def _score_letters(self, request: ScoreRequest) -> dict[int, Request]:
         """Requests that ask every site that is there for scores."""

@@ -13,6 +13,8 @@ from fedloom.deploy.protocol.envelope import Envelope, digest_of
 from fedloom.deploy.secure.opened import read_checked, write_checked
 from fedloom.errors import RunDirError
 
+KINDS = ("ask", "train", "score")
+"""Kinds of messages with models."""
 MOST = 3
 """Most models of a round and a kind that are answered; the same model again is none more."""
 

@@ -16,7 +16,7 @@ from fedloom.deploy.secure.protocol import Broken
 from fedloom.deploy.secure.site import MaskedAnswers
 from fedloom.deploy.settings import Site
 from fedloom.deploy.site.approval import check_approved
-from fedloom.deploy.site.asked import AskedModels
+from fedloom.deploy.site.asked import KINDS, AskedModels
 from fedloom.deploy.site.ledger import Spent
 from fedloom.deploy.site.local_data import part_sizes
 from fedloom.deploy.site.plain import Answer, PlainAnswers
@@ -51,7 +51,7 @@ class Client:
         self._asked = AskedModels(self._memory.folder)
         self.trainer = Trainer(site, self._memory)
         self.answers = (
-            PlainAnswers(self.trainer)
+            PlainAnswers(self.trainer, self._memory.folder)
             if site.secure is None
             else MaskedAnswers(site, self._key, self.trainer, self._memory.folder)
         )
@@ -200,6 +200,6 @@ class Client:
             described = compared(self.trainer.fed.data)
             facts = {"sizes": part_sizes(self.trainer.fed, self.site.client), "figures": self.answers.figures}
             return described | facts, [], None
-        if envelope.head["kind"] in PlainAnswers.kinds:
+        if envelope.head["kind"] in KINDS:
             self._asked.enter(envelope, self._memory.first())
         return self.answers.answer(envelope)

@@ -37,18 +37,10 @@ def site_federation(experiment: Experiment, site: Site) -> Federation:
         DataError: the data cannot be read, or a sample is not as in the experiment.
         ConfigError: the source has an option that is not known, or the partition does not give this client.
     """
-    local = parse({**experiment.settings(), "data": options_of(experiment, site)}, f"{site.site}: the site file")
     try:
-        data = keeping(local.source, experiment.common.evaluate.groups).read(site.data_dir)
+        data = read_data(experiment, site)
     except NoSamples:
         return federation_of(site.samples, torch.zeros(site.clients, len(PARTS), dtype=torch.long))
-    except ConfigError as error:  # it may quote the first row of a file without a header
-        raise DataError(str(error)) from error
-    except DataError as error:
-        if not Path(str(site.data.get("path", "."))).exists():
-            raise DataError(f"{error}; this site's data: set path in [data] of its site.toml") from error
-        raise
-    check_patients(site, local.source, data)
     seed, cut = experiment.head.seeds[0], experiment.partition
     if site.share == "partition":
         fed, client = cut(data, seed), site.client
@@ -63,6 +55,29 @@ def site_federation(experiment: Experiment, site: Site) -> Federation:
     fed = replace(fed, data=_in_order(fed.data, site.samples))
     check_samples(site, fed.data)
     return _seated(fed, client, site.client, site.clients)
+
+
+def read_data(experiment: Experiment, site: Site) -> Dataset:
+    """The site's samples as its source has them, of a table raw columns.
+
+    Raises:
+        NoSamples: there is none.
+        DataError: the data cannot be read, or are fewer than was agreed.
+        ConfigError: the source has an option that is not known.
+    """
+    local = parse({**experiment.settings(), "data": options_of(experiment, site)}, f"{site.site}: the site file")
+    try:
+        data = keeping(local.source, experiment.common.evaluate.groups).read(site.data_dir)
+    except ConfigError as error:  # it may quote the first row of a file without a header
+        raise DataError(str(error)) from error
+    except NoSamples:
+        raise
+    except DataError as error:
+        if not Path(str(site.data.get("path", "."))).exists():
+            raise DataError(f"{error}; this site's data: set path in [data] of its site.toml") from error
+        raise
+    check_patients(site, local.source, data)
+    return data
 
 
 def federation_of(samples: InputSpec, sizes: Tensor) -> Federation:

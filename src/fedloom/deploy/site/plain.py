@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fedloom.deploy.protocol.envelope import Envelope, Kind
+from fedloom.deploy.site.cox import SiteCox
 from fedloom.deploy.site.groups import SiteGroups
 from fedloom.deploy.site.local_data import part_sizes
 from fedloom.deploy.site.state import Generation
 from fedloom.deploy.site.trainer import Trainer
 from fedloom.engine.clients.chunk import ClientOutput, ask_chunk
 from fedloom.engine.job import Job
+from fedloom.errors import WireError
 from fedloom.processes.clients import AskTask, Scores
 
 Answer = tuple[dict[str, Any], list[bytes], dict[str, float] | None]
@@ -25,17 +28,18 @@ class PlainAnswers:
 
     Args:
         trainer: its training and its scores.
+        folder: of its state in this experiment.
 
     Attributes:
         kinds: kinds of messages that are answered.
         figures: that the site's samples define, where scores are summed.
     """
 
-    kinds: tuple[Kind, ...] = ("ask", "train", "score")
+    kinds: tuple[Kind, ...] = ("ask", "train", "score", "cox", "fitted")
     figures = ""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer, self._groups = trainer, SiteGroups(trainer)
+    def __init__(self, trainer: Trainer, folder: Path) -> None:
+        self._trainer, self._groups, self._cox = trainer, SiteGroups(trainer), SiteCox(trainer, folder)
 
     def answer(self, envelope: Envelope) -> Answer:
         """The answer to a message of a round.
@@ -44,7 +48,12 @@ class PlainAnswers:
             FedloomError: there is none; the sentence has the reason.
         """
         head, arrays, trainer = envelope.head, envelope.arrays, self._trainer
+        if head["kind"] == "cox":
+            return {}, [self._cox.answer(single(arrays))], None
         samples = {"samples": part_sizes(trainer.fed, int(trainer.ids))[0]}
+        if head["kind"] == "fitted":
+            self._cox.keep(single(arrays))
+            return samples, [], None
         if head["kind"] == "ask":
             task = AskTask(head["round"], trainer.ids)
             answer, counts = ask_chunk(trainer.job, trainer.forms.read_model(arrays[0]), task)
@@ -62,6 +71,17 @@ class PlainAnswers:
 
     def _send(self, job: Job, state: Generation | None, output: ClientOutput, down: object) -> dict[str, Tensor]:
         return {"reply": torch.frombuffer(bytearray(self._trainer.forms.write_up(output)), dtype=torch.uint8)}
+
+
+def single(arrays: list[bytes]) -> bytes:
+    """The one array of a message.
+
+    Raises:
+        WireError: there is none, or are several.
+    """
+    if len(arrays) != 1:
+        raise WireError(f"{len(arrays)} arrays, 1 is expected")
+    return arrays[0]
 
 
 def metrics_of(scores: Scores) -> dict[str, float]:

@@ -1,0 +1,167 @@
+"""Cox regression at a site: its vector of a step, and what it keeps of the steps.
+
+A site answers a step at one vector of coefficients, on the rows of the first step, and only where none of its rows has
+more than half of all weight there.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from pydantic import ValidationError
+
+from fedloom.deploy.cox import LONGEST, CoxFound, CoxStep, agreed_cox
+from fedloom.deploy.protocol.envelope import digest_of
+from fedloom.deploy.secure.opened import read_checked, write_checked
+from fedloom.deploy.secure.protocol import FEWEST, Broken
+from fedloom.deploy.secure.terms import Terms
+from fedloom.deploy.site.local_data import part_sizes, read_data
+from fedloom.deploy.site.trainer import Trainer
+from fedloom.errors import Refused, WireError
+from fedloom.experiment.analyses.cox import rows_of, survival_site, table_of, within
+from fedloom.storage.files import write_atomic
+from fedloom.tasks.cox import Floats, SurvivalSite
+from fedloom.tasks.cox_vectors import CoxAgreement, Ring, SiteVectors, bins_with_events, merged_ends
+
+FIT_FILE = "cox.json"
+"""The file in the folder of a site's state with what the regression found."""
+HEAVIEST = 0.5
+
+
+class SiteCox:
+    """The part of one site in the experiment's Cox regression.
+
+    Args:
+        trainer: its samples.
+        folder: of its state in this experiment.
+    """
+
+    def __init__(self, trainer: Trainer, folder: Path) -> None:
+        self._trainer, self._folder, self._steps = trainer, folder, folder / "cox-steps.json"
+
+    @cached_property
+    def agreed(self) -> CoxAgreement | None:
+        """What was agreed on; None where the site sends nothing of a regression."""
+        agreed = agreed_cox(self._trainer.experiment, self._trainer.site.samples)
+        return None if agreed is None or self._trainer.private else agreed[0]
+
+    @cached_property
+    def bits(self) -> int:
+        """The bins in which the site has events that it may send."""
+        filled = [] if self.agreed is None else bins_with_events(self._rows[0], self.agreed)
+        return sum(bool(one) << k for k, one in enumerate(filled))
+
+    @cached_property
+    def _rows(self) -> tuple[SurvivalSite, int]:
+        """The site's complete rows within the agreed ranges, and the number of its other rows."""
+        trainer, site, terms = self._trainer, self._trainer.site, self._terms()
+        if not part_sizes(trainer.fed, site.client)[0]:
+            nothing = np.zeros(0)
+            return SurvivalSite(np.zeros((0, len(terms.low))), nothing, nothing), 0
+        data = read_data(trainer.experiment, site)
+        rows = rows_of(trainer.fed, site.client)
+        used = within(survival_site(data, table_of(data), rows), terms)
+        return used, len(rows) - len(used.time)
+
+    def vector(self, step: CoxStep, terms: CoxAgreement | None = None) -> Ring:
+        """The site's sums at the coefficients of a step.
+
+        Args:
+            step: what is asked.
+            terms: with bins that are merged; None: as agreed.
+
+        Raises:
+            Broken: the step was answered at other coefficients or on other rows, or a row has too much weight.
+            Refused: nothing was agreed on.
+        """
+        terms = terms or self._terms()
+        if len(step.beta) != len(terms.low):
+            raise Broken(f"a step of the Cox regression has {len(terms.low)} coefficients, got {len(step.beta)}")
+        beta: Floats = np.array(step.beta)
+        vectors = SiteVectors(self._rows[0], terms, self._rows[1])
+        if (len(self._rows[0].time) > 1) and not vectors.largest_share(beta) <= HEAVIEST:
+            raise Broken(
+                f"at the coefficients of step {step.step} one row has more than {HEAVIEST:.0%} of this site's weight"
+            )
+        self._enter(step)
+        return vectors.at(beta)
+
+    def masked_vector(self, terms: Terms, first: int) -> Ring:
+        """The vector of a step that is summed under masks, whose bins are those of enough sites.
+
+        Args:
+            terms: of the session.
+            first: place of the first bin among the bits of a site.
+        """
+        assert terms.question is not None
+        return self.vector(terms.question, merged(self._terms(), terms, first, self._threshold))
+
+    @property
+    def _threshold(self) -> int:
+        secure = self._trainer.site.secure
+        return FEWEST if secure is None else secure.threshold
+
+    def answer(self, message: bytes) -> bytes:
+        """The vector that a server without secure aggregation requests.
+
+        Raises:
+            WireError: the message is no step.
+        """
+        try:
+            if len(message) > LONGEST:
+                raise ValueError("it is too long")
+            step = CoxStep.model_validate_json(message)
+        except (ValidationError, ValueError) as error:
+            raise WireError(f"a step of the Cox regression cannot be read: {str(error)[:200]}") from None
+        return self.vector(step).astype("<u8", copy=False).tobytes()
+
+    def keep(self, message: bytes) -> None:
+        """Write what the regression found into the folder of the site's state.
+
+        Raises:
+            WireError: the message is not that.
+            Refused: nothing was agreed on.
+        """
+        self._terms()
+        try:
+            if len(message) > LONGEST:
+                raise ValueError("it is too long")
+            fit = CoxFound.model_validate_json(message)
+        except (ValidationError, ValueError) as error:
+            raise WireError(f"the Cox regression cannot be read: {str(error)[:200]}") from None
+        write_atomic(self._folder / FIT_FILE, (fit.model_dump_json(indent=2) + "\n").encode())
+
+    def _terms(self) -> CoxAgreement:
+        if self.agreed is None:
+            raise Refused("this site sends nothing of a Cox regression: it is not agreed on, or epsilon is limited")
+        return self.agreed
+
+    def _enter(self, step: CoxStep) -> None:
+        """Enter a step before it is answered.
+
+        Raises:
+            Broken: it was answered at other coefficients, or a step on other rows.
+        """
+        record = read_checked(self._steps) or {"rows": "", "steps": {}}
+        rows = digest_of([part.tobytes() for part in self._rows[0]])
+        if record["rows"] not in ("", rows):
+            raise Broken("the rows of this site are not those of the first step of the Cox regression")
+        question = digest_of([step.encode()])
+        if record["steps"].setdefault(f"{step.step}", question) != question:
+            raise Broken(f"step {step.step} of the Cox regression was answered already, at other coefficients")
+        write_checked(self._steps, {**record, "rows": rows})
+
+
+def merged(agreed: CoxAgreement, terms: Terms, first: int, threshold: int) -> CoxAgreement:
+    """The agreement with bins of events of enough sites, as all sites of a session and the server find them.
+
+    Args:
+        agreed: on by all.
+        terms: of the session, with the bins of every site.
+        first: place of the first bin among the bits of a site.
+        threshold: fewest sites of a sum.
+    """
+    filled = terms.bins(first, 1 if agreed.stratify else len(agreed.ends))
+    return merged_ends(agreed, filled, len(filled) - threshold, FEWEST)

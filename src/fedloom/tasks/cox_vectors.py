@@ -1,0 +1,307 @@
+"""Vectors that sites send of a Cox regression: sums in agreed time bins, as whole numbers that masks cancel in.
+
+Least counts: a site's bin with too few events sends none. Bins are merged until each has events of enough sites, so no
+difference of two sums is of rows of fewer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedloom.errors import ConfigError, DataError, Refused
+from fedloom.tasks.cox import Floats, Likelihood, RiskSums, SurvivalSite, likelihood, risk_sums
+
+Ring = NDArray[np.uint64]
+"""Numbers modulo 2^64."""
+
+MOST_BINS = 10_000
+
+ROOM = 2**56
+"""Multiples of the step that a site's sum may have; those of 100 sites have room in 63 bits."""
+COUNTS = 6
+"""Counts at the end of a vector: those of `BinningLoss`, and rows that the fit is of."""
+
+
+class CoxAgreement(NamedTuple):
+    """What sites agree on before any of them sends a sum.
+
+    Attributes:
+        ends: ``[J]`` rising ends of the time bins; a time counts as the end of its bin. None of a stratified fit.
+        low: ``[p]`` smallest plausible value of every column.
+        high: ``[p]`` largest.
+        least: events of a site in a bin, and its rows at risk there, below which it sends none.
+        step: to multiples of which sums are rounded.
+        ties: how events of one bin, or of one time, are treated.
+        stratify: every site has a baseline hazard of its own, and times are exact.
+    """
+
+    ends: Floats
+    low: Floats
+    high: Floats
+    least: int = 5
+    step: float = 2.0**-36
+    ties: str = "efron"
+    stratify: bool = False
+
+    @property
+    def length(self) -> int:
+        """Numbers of a site's vector."""
+        bins, p = len(self.ends), len(self.low)
+        moments = 1 + p + p * (p + 1) // 2
+        return (moments if self.stratify else bins * (2 * moments + 1 + p)) + COUNTS
+
+    def scaled(self, x: Floats) -> Floats:
+        """Columns ``[N, p]`` on [-1, 1]."""
+        scaled: Floats = (x - (self.high + self.low) / 2) / ((self.high - self.low) / 2)
+        return scaled
+
+
+class BinningLoss(NamedTuple):
+    """What bins and least counts cost, summed over sites.
+
+    Attributes:
+        rows: of all sites.
+        events: of all sites.
+        uncovered: events after the last bin, or where a site has too few rows at risk.
+        rare: events in bins where a site has too few, or of a stratified site that has too few.
+        left_out: further rows, with a missing cell or a number beyond the agreed range.
+    """
+
+    rows: int
+    events: int
+    uncovered: int
+    rare: int
+    left_out: int = 0
+
+
+def agreement_on(sites: Sequence[SurvivalSite], width: float, least: int, ties: str) -> CoxAgreement:
+    """Bins of one width up to the last time, and ranges as wide as the columns of all sites: for simulations.
+
+    Raises:
+        ConfigError: the width is not above 0, or makes too many bins.
+    """
+    last = max(float(site.time.max()) for site in sites)
+    low, high = ranges_of(sites)
+    return CoxAgreement(bin_ends(width, last), low, high, least, ties=ties)
+
+
+def ranges_of(sites: Sequence[SurvivalSite]) -> tuple[Floats, Floats]:
+    """Smallest and largest value ``[p]`` of every column at all sites, apart from each other."""
+    x = np.concatenate([site.x for site in sites])
+    low, high = x.min(0), x.max(0)
+    return low, np.maximum(high, low + 1e-9)
+
+
+def bin_ends(width: float, last: float) -> Floats:
+    """Ends ``[J]`` of bins of one width, the last at `last` or after it.
+
+    Raises:
+        ConfigError: the width is not above 0, or makes too many bins.
+    """
+    if not 0 < width < float("inf") or last / width > MOST_BINS:
+        raise ConfigError(f"bins of {width:g} for times up to {last:g}: give a width for at most {MOST_BINS} bins")
+    ends: Floats = width * np.arange(1, np.ceil(last / width) + 1)
+    return ends
+
+
+def binned(site: SurvivalSite, terms: CoxAgreement) -> tuple[SurvivalSite, BinningLoss]:
+    """The rows as a site uses them: times at the ends of bins, and events censored where they are too few.
+
+    Rows beyond the last bin in which the site has `least` rows at risk are censored in that bin; a site that has so
+    many nowhere has no rows.
+    """
+    place = np.searchsorted(terms.ends, site.time)
+    at_risk = np.bincount(place, minlength=len(terms.ends) + 1)[::-1].cumsum()[::-1][: len(terms.ends)]
+    enough = np.nonzero(at_risk >= max(terms.least, 1))[0]
+    rows, events = len(site.time), int(site.event.sum())
+    if not len(enough):
+        return SurvivalSite(site.x[:0], site.time[:0], site.event[:0]), BinningLoss(rows, events, events, 0)
+    last = int(enough[-1])
+    inside = place <= last
+    event, place = np.where(inside, site.event, 0.0), np.minimum(place, last)
+    counts = np.bincount(place, event, minlength=last + 1)
+    kept = np.where(counts[place] >= terms.least, event, 0.0)
+    uncovered, rare = events - int(event.sum()), int(event.sum() - kept.sum())
+    return SurvivalSite(site.x, terms.ends[place], kept), BinningLoss(rows, events, uncovered, rare)
+
+
+def stratum(site: SurvivalSite, terms: CoxAgreement) -> tuple[SurvivalSite, BinningLoss]:
+    """The rows that a site of a stratified fit uses: all of them, or none where it has too few events."""
+    rows, events = len(site.time), int(site.event.sum())
+    if events < terms.least:
+        return SurvivalSite(site.x[:0], site.time[:0], site.event[:0]), BinningLoss(rows, events, 0, events)
+    return site, BinningLoss(rows, events, 0, 0)
+
+
+def bins_with_events(site: SurvivalSite, terms: CoxAgreement) -> NDArray[np.bool_]:
+    """In which bins ``[J]`` a site has events that it may send; of a stratified fit ``[1]``, whether it has enough."""
+    if terms.stratify:
+        return np.array([int(site.event.sum()) >= terms.least])
+    used, _ = binned(site, terms)
+    return np.isin(terms.ends, used.time[used.event == 1])
+
+
+def merged_ends(terms: CoxAgreement, filled: NDArray[np.bool_], missing: int, fewest: int) -> CoxAgreement:
+    """The agreement with bins so wide that events of `fewest` sites are in each, whichever `missing` sites are not.
+
+    Every site finds the same ones. What is after the last such bin belongs to it.
+
+    Args:
+        terms: the agreement.
+        filled: bins with events ``[n, J]`` of all sites, as `bins_with_events` has them.
+        missing: sites that may drop out.
+        fewest: sites of a sum.
+
+    Raises:
+        Refused: not even one bin has events of so many sites.
+    """
+    ends, inside = [], np.zeros(len(filled), bool)
+    for place in range(filled.shape[1]):
+        inside |= filled[:, place]
+        if inside.sum() - missing >= fewest:
+            ends.append(place)
+            inside = np.zeros(len(filled), bool)
+    if not ends:
+        raise Refused(
+            f"{int(filled.any(1).sum())} of {len(filled)} sites have {terms.least} events in a bin, and without "
+            f"{missing} of them {fewest} must; agree on wider bins or on a smaller least count"
+        )
+    if terms.stratify:
+        return terms
+    return terms._replace(ends=np.append(terms.ends[ends[:-1]], terms.ends[-1]))
+
+
+class SiteVectors:
+    """What one site sends of a fit, step by step.
+
+    Args:
+        site: its rows, within the agreed ranges.
+        terms: what was agreed on.
+        left_out: further rows that it has.
+
+    Attributes:
+        losses: see `BinningLoss`.
+    """
+
+    def __init__(self, site: SurvivalSite, terms: CoxAgreement, left_out: int = 0) -> None:
+        used, losses = (stratum if terms.stratify else binned)(site, terms)
+        self.losses, self._terms = losses._replace(left_out=left_out), terms
+        self._site = used._replace(x=terms.scaled(used.x))
+        self._times = np.unique(used.time[used.event == 1])
+
+    def largest_share(self, beta: Floats) -> float:
+        """The share of the heaviest row in the weights of all rows; 0 without rows."""
+        if not len(self._site.x):
+            return 0.0
+        eta = self._site.x @ beta
+        weight = np.exp(eta - eta.max())
+        return float(weight.max() / weight.sum())
+
+    def at(self, beta: Floats) -> Ring:
+        """The vector at coefficients ``[p]`` of the columns on [-1, 1].
+
+        Raises:
+            DataError: a sum that is too large for the step.
+        """
+        terms, site = self._terms, self._site
+        shift = float(np.abs(beta).sum())  # then no weight is above 1
+        upper = np.triu_indices(len(beta))
+        if terms.stratify:
+            here = likelihood(risk_sums(site, beta, self._times, shift), beta, terms.ties)
+            parts = [np.array([here.value - float(site.event.sum()) * shift]), here.gradient, here.information[upper]]
+        else:
+            sums = risk_sums(site, beta, terms.ends, shift)
+            parts = [
+                part
+                for of in (sums.risk, sums.tied)
+                for part in (of[0], of[1].ravel(), of[2][:, upper[0], upper[1]].ravel())
+            ]
+            parts += [sums.deaths, sums.total.ravel()]
+        multiples = np.rint(np.concatenate(parts) / terms.step)
+        if np.abs(multiples).max(initial=0) >= ROOM:
+            raise DataError(
+                f"a sum of {np.abs(multiples).max() * terms.step:g} has no room at step {terms.step:g}; take a larger "
+                "one"
+            )
+        counts = np.array([*self.losses, len(site.x)])
+        return np.concatenate([multiples, counts]).astype(np.int64).view(np.uint64)
+
+
+class Opened(NamedTuple):
+    """A sum of sites' vectors as it is read.
+
+    Attributes:
+        likelihood: at the coefficients.
+        sums: over rows at risk; None of a stratified fit.
+        losses: see `BinningLoss`.
+        rows: that the fit is of.
+    """
+
+    likelihood: Likelihood
+    sums: RiskSums | None
+    losses: BinningLoss
+    rows: int
+
+
+def opened(vector: Ring, terms: CoxAgreement, beta: Floats, sites: int) -> Opened:
+    """The sum of sites' vectors, if it can be one.
+
+    Args:
+        vector: modulo 2^64.
+        terms: what was agreed on.
+        beta: ``[p]`` coefficients that it is of.
+        sites: how many it is of.
+
+    Raises:
+        Refused: no rows of so many sites give it.
+    """
+    if len(vector) != terms.length:
+        raise Refused(f"a sum of a Cox regression has {terms.length} numbers, got {len(vector)}")
+    numbers, p, bins = vector.view(np.int64), len(terms.low), len(terms.ends)
+    counts = [int(count) for count in numbers[-COUNTS:]]
+    losses, rows = BinningLoss(*counts[:-1]), counts[-1]
+    events = losses.events - losses.uncovered - losses.rare
+    if min(counts) < 0 or not events <= losses.events <= losses.rows or not events <= rows <= losses.rows:
+        raise Refused("the counts of a Cox regression contradict each other: a site's vector is wrong")
+    values, error = numbers[:-COUNTS] * terms.step, sites * terms.step
+    upper = np.triu_indices(p)
+
+    def full(halves: Floats) -> Floats:
+        matrix = np.zeros((*halves.shape[:-1], p, p))
+        matrix[..., upper[0], upper[1]] = matrix[..., upper[1], upper[0]] = halves
+        return matrix
+
+    if terms.stratify:
+        value, gradient, information = float(values[0]), values[1 : p + 1], full(values[p + 1 :])
+        largest = events + error
+        if value > error or np.abs(gradient).max() > 2 * largest or np.abs(information).max() > largest:
+            raise Refused("the likelihood of a Cox regression is out of range: a site's vector is wrong")
+        return Opened(Likelihood(value, gradient, information), None, losses, rows)
+    triangle = len(upper[0])
+    parts = np.split(values, np.cumsum([bins, bins * p, bins * triangle] * 2 + [bins]))
+    risk, tied = (
+        (zero, one.reshape(bins, p), full(two.reshape(bins, triangle))) for zero, one, two in (parts[:3], parts[3:6])
+    )
+    sums = RiskSums(risk, tied, np.rint(parts[6]), parts[7].reshape(bins, p))
+    if not _plausible(sums, events, rows, error):
+        raise Refused("the sums of a Cox regression are out of range: a site's vector is wrong")
+    shift = float(np.abs(beta).sum())
+    here = likelihood(sums, beta, terms.ties)
+    return Opened(here._replace(value=here.value - events * shift), sums, losses, rows)
+
+
+def _plausible(sums: RiskSums, events: int, rows: int, error: float) -> bool:
+    """Whether sums can be of rows in [-1, 1] with weights of at most 1, each within an error."""
+    bounded = all(
+        bool((np.abs(one) <= zero[:, None] + error).all() and (np.abs(two) <= zero[:, None, None] + error).all())
+        for zero, one, two in (sums.risk, sums.tied)
+    )
+    zero, tied = sums.risk[0], sums.tied[0]
+    ordered = bool((np.diff(zero) <= error).all() and (tied <= zero + error).all() and (tied >= -error).all())
+    counted = bool((sums.deaths >= 0).all() and sums.deaths.sum() == events and (zero <= rows + error).all())
+    died = bool((tied <= sums.deaths + error).all() and (np.abs(sums.total) <= sums.deaths[:, None] + error).all())
+    return bounded and ordered and counted and died and bool((zero[sums.deaths > 0] > 2 * error).all())

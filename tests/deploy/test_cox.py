@@ -1,0 +1,276 @@
+"""Cox regression at real sites: the pooled fit of the binned rows, one sum of a step, and what a bad site can do."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow.parquet as pq
+import pytest
+from flwr.app import Message
+from lifelines import CoxPHFitter
+from lifelines.datasets import load_rossi
+from statsmodels.duration.hazard_regression import PHReg
+
+from fedloom.deploy.cox import STEPS, CoxStep
+from fedloom.deploy.secure.opened import OpenedSums
+from fedloom.deploy.secure.protocol import Broken
+from fedloom.deploy.server.cox import CoxServer
+from fedloom.deploy.settings import Secure
+from fedloom.deploy.site.client import Client
+from fedloom.errors import Stop
+from fedloom.tasks.cox import SurvivalSite, fit_cox
+from fedloom.tasks.cox_vectors import CoxAgreement, binned, bins_with_events, merged_ends
+from fedloom.tasks.secure_cox import fit_secure_cox
+from tests.deploy.grid import Fault
+from tests.deploy.scene import FIRST, Scene, changed, scene
+from tests.deploy.sessions import arrays_of, kind_of
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Starting with pandas"),
+    pytest.mark.filterwarnings("ignore:__array_wrap__"),
+]
+SITES = 5
+NAMES = ["fin", "age", "prio"]
+RANGES = {"fin": (0.0, 1.0), "age": (15.0, 60.0), "prio": (0.0, 20.0)}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda _fd: None)
+
+
+def rossi() -> pd.DataFrame:
+    """Rossi's recidivism in five sites."""
+    table = load_rossi()[["week", "arrest", *NAMES]]
+    table["site"] = np.arange(len(table)) % SITES
+    return table
+
+
+def deployed(folder: Path, cox: dict[str, Any], *, masked: bool = True, table: pd.DataFrame | None = None,
+             **changes: Any) -> Scene:  # fmt: skip
+    """Five sites, and a round of training before the regression."""
+    folder.mkdir(exist_ok=True)
+    table = rossi() if table is None else table
+    table.to_csv(folder / "all.csv", index=False)
+    columns = [{"name": name, "range": list(limits)} for name, limits in RANGES.items()]
+    agreement = {"target": "week", "event": "arrest", "task": "survival", "column": columns}
+    here = scene(
+        folder, "fedavg", rounds=1, partition={"kind": "writers"}, evaluate={"every": 1, "cox": cox},
+        data={"source": "csv", "path": str(folder / "all.csv"), "users": "site", "agreement": agreement},
+        local={"lr": 0.01, "batch_size": "full"}, **changes,
+    )  # fmt: skip
+    if not masked:
+        return here
+    agreed = Secure(threshold=4, keys=tuple(m.signing_key for m in here.server.sites))
+    return here._replace(
+        server=here.server.with_(secure=agreed, quorum=4), sites=[s.with_(secure=agreed) for s in here.sites]
+    )
+
+
+def sites_of(table: pd.DataFrame) -> list[SurvivalSite]:
+    groups = [rows for _, rows in table.groupby("site")]
+    return [
+        SurvivalSite(g[NAMES].to_numpy(float), g["week"].to_numpy(float), g["arrest"].to_numpy(float)) for g in groups
+    ]
+
+
+def agreed_terms(width: float, **changes: Any) -> CoxAgreement:
+    low, high = (np.array(side) for side in zip(*RANGES.values(), strict=True))
+    return CoxAgreement(width * np.arange(1, np.ceil(52 / width) + 1), low, high, **changes)
+
+
+def results(here: Scene) -> pd.DataFrame:
+    return pq.read_table(here.server.results / "cox.parquet").to_pandas()
+
+
+def asked(here: Scene, messages: list[Message]) -> list[dict[str, Any]]:
+    """The steps that were asked for, in order."""
+    texts = [json.loads(arrays_of(m)[0]) for m in messages if kind_of(m) == "tally"]
+    return [text["question"] for text in texts if text["question"] is not None]
+
+
+def test_under_masks_it_is_the_pooled_fit_of_the_merged_bins(tmp_path: Path) -> None:
+    here = deployed(tmp_path, {"width": 4, "until": 52, "least": 2})
+    grid = here.grid()
+    assert here.serve(grid) is Stop.DONE, here.audit()
+    sites, terms = sites_of(rossi()), agreed_terms(4, least=2)
+    wide = merged_ends(terms, np.array([bins_with_events(site, terms) for site in sites]), missing=1, fewest=3)
+    rows = [binned(site, wide)[0] for site in sites]
+    used = SurvivalSite(*map(np.concatenate, zip(*rows, strict=True)))
+    for k, end in enumerate(wide.ends):  # events of four sites in every bin, so of three without any
+        assert sum(bool(((row.time == end) & (row.event == 1)).any()) for row in rows) >= 4 or k == len(wide.ends) - 1
+    found = results(here)
+    table = pd.DataFrame({**dict(zip(NAMES, used.x.T, strict=True)), "t": used.time, "e": used.event})
+    pooled = CoxPHFitter().fit(table, "t", "e")
+    gap = np.abs(found["coefficient"] - pooled.params_[NAMES].to_numpy())
+    assert (gap <= found["bound"] + 1e-7).all()  # lifelines stops there
+    assert (np.abs(found["coefficient"] - fit_cox([used]).beta) <= found["bound"]).all()
+    np.testing.assert_allclose(found["standard_error"], pooled.standard_errors_[NAMES], rtol=1e-5)
+    simulated = fit_secure_cox(sites, wide, NAMES)
+    np.testing.assert_allclose(found["coefficient"], simulated.fit.beta, rtol=0, atol=1e-12)
+    assert found["likelihood"][0] == pytest.approx(simulated.fit.likelihood, abs=1e-9)
+    assert found["events"][0] == used.event.sum() < rossi()["arrest"].sum()
+    assert found["rare_lost"][0] + found["late_lost"][0] + found["events"][0] == rossi()["arrest"].sum()
+    steps = asked(here, grid.sent)
+    assert [*dict.fromkeys(step["step"] for step in steps)] == [*range(len({str(step) for step in steps}))]
+    for site in here.sites:
+        kept = json.loads(next(site.state.rglob("cox.json")).read_text())
+        assert kept["coefficients"] == found["coefficient"].tolist()
+        assert kept["columns"] == NAMES
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_strata_need_no_bins_and_give_the_stratified_fit(tmp_path: Path, masked: bool) -> None:
+    here = deployed(tmp_path, {"stratify": True, "ties": "breslow"}, masked=masked)
+    assert here.serve() is Stop.DONE
+    table, found = rossi(), results(here)
+    fit = PHReg(table["week"], table[NAMES], status=table["arrest"], ties="breslow", strata=table["site"]).fit(
+        disp=0, method="newton", tol=1e-13
+    )
+    assert (np.abs(found["coefficient"] - fit.params) <= found["bound"] + 1e-9).all()
+    assert (found["bound"] < 1e-6).all()
+    np.testing.assert_allclose(found["standard_error"], fit.bse, rtol=1e-6)
+    assert found["likelihood"][0] == pytest.approx(fit.llf, abs=1e-6)
+    assert found["events"][0] == table["arrest"].sum()
+
+
+def test_plain_sums_are_the_fit_of_a_simulation_on_the_same_bins(tmp_path: Path) -> None:
+    here = deployed(tmp_path, {"width": 13, "until": 52, "least": 2}, masked=False)
+    assert here.serve() is Stop.DONE
+    fit = fit_secure_cox(sites_of(rossi()), agreed_terms(13, least=2), NAMES)
+    np.testing.assert_allclose(results(here)["coefficient"], fit.fit.beta, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_site_without_an_event_and_rows_with_gaps_take_part(tmp_path: Path, masked: bool) -> None:
+    table = rossi()
+    table.loc[table["site"] == 4, "arrest"] = 0
+    table["age"] = table["age"].astype(float)
+    table.loc[3, "age"] = 250.0
+    here = deployed(tmp_path, {"width": 26, "until": 52, "least": 2}, masked=masked, table=table)
+    assert here.serve() is Stop.DONE, here.audit()
+    found = results(here)
+    assert found["left_out"][0] == 1
+    assert found["rows"][0] == len(table) - 1
+    fit = fit_secure_cox(sites_of(table.drop(index=3)), agreed_terms(26, least=2), NAMES)
+    np.testing.assert_allclose(found["coefficient"], fit.fit.beta, rtol=0, atol=1e-12)
+
+
+class Watch:
+    """A fault that begins with the regression.
+
+    Args:
+        act: what becomes of a reply once so many messages of it were answered.
+        after: so many.
+    """
+
+    def __init__(self, act: Fault, after: int) -> None:
+        self._act, self._left, self._begun = act, after, False
+
+    def __call__(self, node: int, message: Message, reply: Message) -> Any:
+        kind = kind_of(message)
+        self._begun |= kind == "cox" or (kind == "tally" and b'"question":{' in arrays_of(message)[0])
+        self._left -= self._begun
+        return self._act(node, message, reply) if self._left < 0 else reply
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_killed_server_goes_on_at_the_step_that_it_had_come_to(tmp_path: Path, masked: bool) -> None:
+    def kill(_node: int, _message: Message, _reply: Message) -> Message:
+        raise KeyboardInterrupt
+
+    cox = {"width": 13, "until": 52, "least": 2}
+    whole, here = (deployed(tmp_path / name, cox, masked=masked) for name in ("whole", "killed"))
+    assert whole.serve() is Stop.DONE
+    for count in (3, 8, 22) if masked else (3, 8):
+        with pytest.raises(KeyboardInterrupt):
+            here.serve(here.grid(Watch(kill, count)))
+    assert here.serve() is Stop.DONE
+    pd.testing.assert_frame_equal(results(here), results(whole), rtol=1e-12)
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_mute_site_stops_the_regression_and_it_goes_on_when_the_site_is_back(tmp_path: Path, masked: bool) -> None:
+    here = deployed(tmp_path, {"width": 13, "until": 52, "least": 2}, masked=masked)
+    mute = Watch(lambda node, _message, reply: None if node == FIRST + 2 else reply, 12)
+    assert here.serve(here.grid(mute)) is Stop.TOO_FEW
+    assert not (here.server.results / "cox.parquet").exists()
+    assert here.serve() is Stop.DONE
+    assert len(results(here)) == len(NAMES)
+
+
+def test_another_sum_of_a_step_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = deployed(tmp_path, {"width": 13, "until": 52, "least": 2})
+    clients = here.clients()
+    assert here.serve(here.grid(clients=clients)) is Stop.DONE
+    folder = here.server.checkpoints
+    (folder / "cox-1.json").unlink()
+    (here.server.results / "summary.json").unlink()
+
+    class Other(CoxServer):
+        def _next(self, beta: Any) -> Any:
+            return super()._next(beta * 1.5)
+
+    monkeypatch.setattr("fedloom.deploy.server.run.CoxServer", Other)
+    assert here.serve(here.grid(clients=clients)) is Stop.TOO_FEW
+    assert any("at other coefficients" in str(line.get("reason")) for line in here.audit("rejected"))
+
+
+def test_shares_of_a_second_sum_of_a_step_are_refused(tmp_path: Path) -> None:
+    opened = OpenedSums(tmp_path)
+    everyone = {f"{c}": 1 for c in range(5)}
+    models, threshold = {"cox": "cox"}, 4
+    for step in range(2):
+        opened.reveal({"cox": step}, models, everyone, threshold, f"question {step}")
+        opened.reveal({"cox": step}, models, everyone, threshold, f"question {step}")
+    for bases, question, sentence in (
+        (everyone, "another", "on another model"),
+        ({c: t for c, t in everyone.items() if c != "4"}, "question 1", "of other sites"),
+    ):
+        with pytest.raises(Broken, match=sentence):
+            opened.reveal({"cox": 1}, models, bases, threshold, question)
+    with pytest.raises(Broken, match="in another round, of sites of which 1 differ"):
+        opened.reveal({"cox": 2}, models, {c: t for c, t in everyone.items() if c != "4"}, threshold, "question 2")
+    (tmp_path / "round-1.state").touch()
+    next(tmp_path.rglob("opened.json")).write_text("damaged")
+    with pytest.raises(Broken, match="too long ago"):
+        opened.reveal({"cox": STEPS - 1}, models, everyone, threshold, "last")
+
+
+def test_one_row_may_not_weigh_more_than_all_others(tmp_path: Path) -> None:
+    here = deployed(tmp_path, {"stratify": True}, masked=False)
+    site = Client(here.sites[0]).answers._cox
+    with pytest.raises(Broken, match="one row has more than 50%"):
+        site.vector(CoxStep(step=0, beta=(0.0, 300.0, 300.0)))
+    site.vector(CoxStep(step=0, beta=(0.1, 0.2, 0.3)))
+    with pytest.raises(Broken, match="step 0 .* at other coefficients"):
+        site.vector(CoxStep(step=0, beta=(0.1, 0.2, 0.4)))
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_site_that_lies_is_left_out_or_the_sum_given_up(tmp_path: Path, masked: bool) -> None:
+    here = deployed(tmp_path, {"width": 26, "until": 52, "least": 2}, masked=masked)
+
+    def lie(node: int, message: Message, reply: Message) -> Message:
+        if node != FIRST or kind_of(message) not in ("tally", "cox") or reply.content["head"]["status"] != "ok":
+            return reply
+        if masked and b'"question":{' not in arrays_of(message)[0]:
+            return reply
+        [vector] = arrays_of(reply)
+        start = 64 if masked else 0
+        numbers = np.frombuffer(vector, "<u8", offset=start) + np.uint64(2**50)
+        return changed(reply, 0, arrays=[vector[:start] + numbers.tobytes()])
+
+    stop = here.serve(here.grid(lie))
+    if masked:
+        assert stop is Stop.DONE
+        assert not (here.server.results / "cox.parquet").exists()
+        assert "a site's vector is wrong" in str(here.audit("no Cox regression"))
+    else:
+        assert stop is Stop.TOO_FEW
+        assert "a site's vector is wrong" in str(here.audit("rejected"))
