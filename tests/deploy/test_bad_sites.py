@@ -11,6 +11,7 @@ import pytest
 import torch
 from flwr.app import Message
 
+from fedloom.deploy.cox import STEPS
 from fedloom.deploy.secure import integers, shares
 from fedloom.deploy.secure import protocol as secure
 from fedloom.deploy.secure.opened import read_checked
@@ -145,7 +146,7 @@ def test_a_damaged_list_of_opened_sums_opens_no_old_round(tmp_path: Path) -> Non
         [file] = site.state.rglob("opened.json")
         known = read_checked(file)
         assert known is not None
-        assert known["forgotten"] == {"uploads": 2, "scores": 2}
+        assert known["forgotten"] == {"uploads": 2, "scores": 2, "cox": STEPS - 1}
         assert [*known["opened"]["uploads"]] == ["3", "4"]
 
 
