@@ -267,7 +267,8 @@ def opened(vector: Ring, terms: CoxAgreement, beta: Floats, sites: int) -> Opene
     events = losses.events - losses.uncovered - losses.rare
     if min(counts) < 0 or not events <= losses.events <= losses.rows or not events <= rows <= losses.rows:
         raise Refused("the counts of a Cox regression contradict each other: a site's vector is wrong")
-    values, error = numbers[:-COUNTS] * terms.step, sites * terms.step
+    values: Floats = (numbers[:-COUNTS] * terms.step).astype(np.float64)
+    error = sites * terms.step
     upper = np.triu_indices(p)
 
     def full(halves: Floats) -> Floats:

@@ -47,7 +47,8 @@ class MaskedSites(Sites):
         private = accounted(job.setting.channel, job.setting.aggregator) is not None
         self._tallies = settings.secure.scores == "masked" and not private
         self._tallied: tuple[int, dict[tuple[str, str, str], Figure]] = -1, {}
-        self._groups, self._cox = list[GroupScore](), None  # terms of a Cox regression
+        self._groups = list[GroupScore]()
+        self._cox: Terms | None = None
 
     def sums(self, round: int) -> Iterator[tuple[str, str, str, float]]:
         t, figures = self._tallied

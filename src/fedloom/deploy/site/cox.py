@@ -50,7 +50,7 @@ class SiteCox:
     @cached_property
     def bits(self) -> int:
         """The bins in which the site has events that it may send."""
-        filled = [] if self.agreed is None else bins_with_events(self._rows[0], self.agreed)
+        filled = () if self.agreed is None else bins_with_events(self._rows[0], self.agreed).tolist()
         return sum(bool(one) << k for k, one in enumerate(filled))
 
     @cached_property
