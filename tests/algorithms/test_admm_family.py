@@ -268,18 +268,28 @@ def test_inexact_fedadmm_in_the_paper_s_units() -> None:
     assert len(set(taken)) > 1
 
 
-def test_inexact_fedadmm_measures_the_curvature_of_every_client() -> None:
-    """By what the gradients of the last step are, client by client; sigma is r0 times the geometric mean."""
-    p = Problem.random(12)
-    states = federate(FedADMMInexact(r0=0.4, inner=3, eps0=1e-300), p, 6, local=LocalSGD(lr=0.05), cohorts=SOME)
+@pytest.mark.parametrize(("start", "turn"), [(0.05, "falls"), (10.0, "rises")])
+def test_inexact_fedadmm_measures_the_curvature_of_every_client(start: float, turn: str) -> None:
+    """By the last step, client by client; sigma is r0 times the geometric mean. An r that rises makes L fall again."""
+    p, lr = Problem.random(12), start
+    states = federate(FedADMMInexact(r0=0.4, inner=3, eps0=1e-300), p, 6, local=LocalSGD(lr=lr), cohorts=SOME)
     x, w, pi, u = p.x0, [p.x0] * p.n, [torch.zeros_like(p.x0)] * p.n, [p.x0] * p.n
-    r, sigma, moved = [20.0] * p.n, 8.0, 0
+    r, sigma, moved, turns = [1 / lr] * p.n, 0.4 / lr, 0, {"rises": 0, "falls": 0, "stays": 0}
     for cohort, state in zip(SOME, states[1:], strict=True):
         for i in cohort:
             for _ in range(3):
                 old = w[i]
                 w[i] = (r[i] * old + sigma * x - pi[i] - p.hessian[i] @ (old - p.minimiser[i])) / (r[i] + sigma)
-                r[i] = max(float((p.hessian[i] @ (w[i] - old)).norm() / (w[i] - old).norm()), r[i] / 2)
+                step = w[i] - old
+                slope = float((p.hessian[i] @ step).norm() / step.norm())
+                along = float(step @ p.hessian[i] @ step / step.square().sum())
+                if along > 2 * (r[i] + sigma):
+                    r[i], turns["rises"] = along / 2, turns["rises"] + 1
+                    assert along + sigma < 2 * (r[i] + sigma)
+                elif slope < r[i] / 4:
+                    r[i], turns["falls"] = max(4 * slope, r[i] / 2), turns["falls"] + 1
+                else:
+                    turns["stays"] += 1
             pi[i] = pi[i] + sigma * (w[i] - x)
             u[i] = w[i] + pi[i] / sigma
         x, mean = torch.stack(u).mean(0), 0.4 * math.prod(r) ** (1 / p.n)
@@ -288,10 +298,8 @@ def test_inexact_fedadmm_measures_the_curvature_of_every_client() -> None:
         sigma = sigma if sigma / 2 <= mean <= 2 * sigma else mean
         same(state.server.sigma, torch.tensor([sigma], dtype=torch.float64))
     assert 0 < moved < len(SOME)
+    assert min(turns[turn], turns["stays"]) > 0
     same(states[-1].rows.r[:, 0], torch.tensor(r, dtype=torch.float64))
-    largest = torch.linalg.eigvalsh(p.hessian).amax(1)
-    assert bool((states[-1].rows.r[:, 0] <= largest + 1e-9).all())
-    assert bool((states[-1].rows.r[:, 0] >= largest / 4).all())
 
 
 @pytest.mark.parametrize("lr", [1e-3, 0.5, 20.0])

@@ -17,16 +17,17 @@ Reference: S. Zhou, G. Y. Li, "Federated Learning via Inexact ADMM", IEEE TPAMI 
 Kept by a client: 2d + 2 (w, y, eps, r), by the server its last u and r. Sent per round: d + 1 down, d + 1 up.
 
 Deviations: the paper's 1/n is divided out of duals, penalty, gradients and eps (n^2); shares weigh the mean. Its r_i is
-that of linear models; here it is ||change of the gradient|| / ||change of w|| in the last step (Malitsky, Mishchenko,
-arXiv:1910.09529, without their factor 2), or half of what it was if that is more; at first 1/lr. It is sent within
-e^-10/lr to e^10/lr: a client of weight w moves sigma by e^(20 w) at most. One sigma is for all: r0 times the geometric
-mean of the r_i, moved where this is below half or above twice of what it was, as u of absent clients has an older one;
-with ``rho`` both are fixed, r_i = 1/lr. Epochs, steps, batch size, and without ``rho`` the schedule, are not used.
+that of linear models. Here it is 1/lr at first; a curvature k along the last step above 2 (r + sigma) means that L
+rose, and r becomes k/2, by which L falls; where ||change of g|| < r/4 ||change of w||, r falls, by half at most. With r
+= k networks grow ever sharper (Roulet et al., arXiv:2407.06183). r is sent within e^-10/lr to e^10/lr: a client of
+weight w moves sigma by e^(20 w) at most. One sigma is for all: r0 times the geometric mean of the r_i, moved where this
+is below half or above twice of what it was, as u of absent clients has an older one; with ``rho`` both are fixed, r_i =
+1/lr. Epochs, steps, batch size, and without it the schedule, are not used.
 
-Defaults: one dual step after at most five linearised ones (six times FedAvg's gradients), and r0 = 1/inner: five steps
-go 0.6 of the way to a local solution. Neither depends on local.lr, on the clients' sizes or on the number of rounds.
+Defaults: one dual step after at most five linearised ones (six gradients of all samples), and r0 = 1/inner: five steps
+go 0.6 of the way to a local solution, whatever local.lr, the clients' sizes and the number of rounds are.
 
-Use it where full gradients are cheap. Where curvature varies much (networks of convolutions) steps stall: give ``rho``.
+Use it where full gradients are cheap.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from torch import Tensor
 
 from fedloom.algorithms._base import Algorithm, Derived, Kept, by_rule
 from fedloom.local import Ctx, Work, iterate
-from fedloom.rows.algebra import norm
+from fedloom.rows.algebra import norm, total
 
 FARTHEST = 1.0  # largest absolute curvature
 
@@ -115,8 +116,10 @@ class FedADMMInexact(Algorithm):
             step, before = s.residual / (s.r + s.sigma), s.residual.clone()
             s.w.sub_(step)  # x_i = (r x_i + sigma x - pi_i - g_i)/(r + sigma)
             residual_(s, work)
-            slope = norm(before.sub_(s.residual).sub_(step * s.sigma)) / norm(step)  # ||g(w) - g(w')|| / ||w - w'||
-            return s if self.rho else s._replace(r=torch.where(slope > 0, torch.maximum(slope, s.r / 2), s.r))
+            change = before.sub_(s.residual).sub_(step * s.sigma)  # g(w) - g(w')
+            slope, along = norm(change) / norm(step), total(change * step) / norm(step).square()
+            r = torch.where(along > 2 * (s.r + s.sigma), along / 2, torch.maximum(4 * slope, s.r / 2).minimum(s.r))
+            return s if self.rho else s._replace(r=torch.where(slope > 0, r, s.r))
 
         def residual_(s: _Solve, work: Work) -> Tensor:  # g_i + pi_i + sigma (x_i - x)
             return work.add_full_grad_(torch.addcmul(s.y, s.w, s.sigma, out=s.residual).sub_(s.towards), s.w)
@@ -130,9 +133,8 @@ class FedADMMInexact(Algorithm):
                 rows.addcmul_(s.w, s.sigma).sub_(s.towards)  # pi_i += sigma (x_i - x)
             return s._replace(eps=self.shrink * s.eps)
 
-        w, y, eps, r = rows
-        r = torch.full_like(r, 1 / work.lr) if self.rho else r
-        sigma = down.sigma.expand_as(r)
+        w, y, eps, sigma = rows.w, rows.y, rows.eps, down.sigma.expand_as(rows.r)
+        r = torch.full_like(rows.r, 1 / work.lr) if self.rho else rows.r
         start = _Solve(w.clone(), y.clone(), eps, r, torch.empty_like(w), sigma, sigma * down.x)
         residual_(start, work)
         w, y, eps, r, *_ = iterate(dual, start, work, self.iterations * (work.steps > 0), batches=0)
@@ -143,8 +145,6 @@ class FedADMMInexact(Algorithm):
         return {"curvature": (-FARTHEST, FARTHEST)}
 
     def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
-        sigma = server.sigma
-        if not self.rho:
-            mean = (self.r0 / ctx.local.lr * (10 * up.curvature).exp()).to(sigma)
-            sigma = torch.where((mean - 1.25 * sigma).abs() > 0.75 * sigma, mean, sigma)  # below half or above twice
-        return Server(up.u, sigma)  # x = sum z_i / sum sigma_i over ALL clients
+        old = server.sigma  # x = sum z_i / sum sigma_i over ALL clients
+        mean = old if self.rho else (self.r0 / ctx.local.lr * (10 * up.curvature).exp()).to(old)
+        return Server(up.u, torch.where((mean - 1.25 * old).abs() > 0.75 * old, mean, old))  # below half or above twice
