@@ -277,6 +277,71 @@ def test_without_a_usable_reply_nothing_changes_and_the_run_goes_on() -> None:
     assert (strategy.state.round, strategy.state.uploads.tolist()) == (3, [2, 2, 2])
 
 
+def test_a_round_that_all_nodes_have_left_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    strategy, app = ff.Strategy("ditto", Net(), **CHOICES), App(local, 2)
+    here = iter([True] * 3)  # the greeting, and the first round's training and evaluation
+    nodes = app.grid.get_node_ids
+    app.grid.get_node_ids = lambda: nodes() if next(here, False) else []  # type: ignore[method-assign]
+    result = strategy.start(app.grid, ArrayRecord(Net().state_dict()), num_rounds=2)
+    assert [*result.train_metrics_clientapp] == [1]
+    assert "node 100 has left" in caplog.text
+    assert "nothing changes in round 2: none of its nodes answered" in caplog.text
+
+
+@pytest.mark.parametrize("method", ["fedavg", "ditto"])
+def test_only_nodes_that_keep_something_miss_a_state_that_is_gone(
+    method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    strategy, app = ff.Strategy(method, Net(), **CHOICES), App(local, 2)
+    send = app.grid.send_and_receive
+
+    def forgetting(messages: Any, *, timeout: float | None = None) -> list[Message]:
+        replies = send(messages, timeout=timeout)
+        for context in app.contexts.values():
+            context.state = RecordDict()
+        return replies
+
+    app.grid.send_and_receive = forgetting  # type: ignore[method-assign]
+    strategy.start(app.grid, ArrayRecord(Net().state_dict()), num_rounds=2)
+    assert strategy.state is not None
+    assert strategy.state.uploads.tolist() == [2, 2]
+    assert ("it begins anew" in caplog.text) == (method == "ditto")
+
+
+def test_without_a_global_model_no_function_scores_one(caplog: pytest.LogCaptureFixture) -> None:
+    strategy, start = ff.Strategy("fedrep", Net(), **CHOICES), ArrayRecord(Net().state_dict())
+    result = strategy.start(App(local, 2).grid, start, num_rounds=1, evaluate_fn=lambda t, arrays: 1 / 0)
+    assert not result.arrays
+    assert not result.evaluate_metrics_serverapp
+    assert "fedrep has no global model" in caplog.text
+    assert "evaluate_fn is not called" in caplog.text
+
+
+class Tied(nn.Module):
+    """A network with one matrix under two names, and buffers of every kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode, self.decode, self.head = nn.Linear(5, 5, bias=False), nn.Linear(5, 5, bias=False), nn.Linear(5, 3)
+        self.decode.weight = self.encode.weight
+        for name, buffer in {"steps": 0, "order": [2, 0, 1], "none": [], "on": [True], "phase": [1j]}.items():
+            self.register_buffer(name, torch.tensor(buffer))
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.decode(self.encode(x).relu()))
+        return logits[:, self.order]
+
+
+@pytest.mark.filterwarnings("ignore:Casting complex values")
+def test_a_parameter_with_two_names_has_one_value_at_both_ends() -> None:
+    app, start = App(lambda context: ff.Local(Tied(), samples(0), testset=samples(1)), 2), Tied().state_dict()
+    result = ff.Strategy("ditto", Tied(), **CHOICES).start(app.grid, ArrayRecord(start), num_rounds=1)
+    for values in (result.arrays.to_torch_state_dict(), ff.personal_model(app.contexts[100])):
+        assert torch.equal(values["encode.weight"], values["decode.weight"])
+        assert not torch.equal(values["encode.weight"], start["encode.weight"])
+        assert values["order"].tolist() == [2, 0, 1]
+
+
 def test_a_config_that_no_node_reads_is_named(caplog: pytest.LogCaptureFixture) -> None:
     strategy, start = ff.Strategy("fedavg", Net(), **CHOICES), ArrayRecord(Net().state_dict())
     strategy.start(App(local, 2).grid, start, num_rounds=1, train_config=ConfigRecord({"lr": 0.1}))
@@ -329,6 +394,9 @@ def test_too_few_nodes() -> None:
             lambda: ff.Strategy("ditto", Net(), fraction_train=0.5),
             "use sampler=",
         ),
+        (lambda: ff.Strategy("ditto", Net(), train_metrics_aggr_fn=len), "use client_metrics"),
+        (lambda: ff.Strategy("ditto", Net(), min_nodes="2"), "min_nodes must be a whole number of at least 1, got '2'"),
+        (lambda: run(App(local, 2), rounds=0), "num_rounds must be a whole number of at least 1, got 0"),
         (lambda: ff.Strategy("ditto", Net(), lam=-1.0), "lam: input should be greater than"),
         (lambda: ff.Strategy("fedavg", Net(), local={"lr": 0}), "lr"),
         (lambda: ff.Strategy("fedavg", Net(), sampler={"kind": "os:getcwd"}), "names code"),

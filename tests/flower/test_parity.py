@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import fedloom as fl
 import fedloom.flower as ff
+from fedloom import models
 from fedloom.algorithms import REGISTRY
 from fedloom.data.federation import Federation
 from fedloom.errors import Refused
@@ -46,7 +47,7 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).double()
 
 
-def local_of(fed: Federation) -> Any:
+def local_of(fed: Federation, net: Callable[[], nn.Module] = net) -> Any:
     def part(client: int, name: str) -> tuple[Tensor, Tensor]:
         index = fed.indices(name, client)
         return fed.fetch(index).double(), fed.targets(index)
@@ -60,10 +61,10 @@ def local_of(fed: Federation) -> Any:
     return local
 
 
-def check(fed: Federation, name: str, rounds: int = 3, **choices: Any) -> None:
+def check(fed: Federation, name: str, rounds: int = 3, net: Callable[[], nn.Module] = net, **choices: Any) -> None:
     options = {**NEEDED.get(name, {}), **{k: v for k, v in choices.items() if k not in fl.Setting.model_fields}}
     choices = {**CHOICES, **{k: v for k, v in choices.items() if k in fl.Setting.model_fields}}
-    module, app = net(), App(local_of(fed), 3)
+    module, app = net(), App(local_of(fed, net), 3)
     strategy = ff.Strategy(name, net(), **options, **choices)
     result = strategy.start(app.grid, ArrayRecord(module.state_dict()), num_rounds=rounds)
     known = fl.simulate(REGISTRY[name](**options), fed, model=module, rounds=rounds, evaluate={"every": 1}, **choices)
@@ -107,6 +108,23 @@ def test_every_method_in_an_app_is_simulated(fed: Federation, name: str) -> None
 )
 def test_parts_by_name_are_those_of_an_experiment_file(fed: Federation, choices: dict[str, Any]) -> None:
     check(fed, "fedavg", **choices)
+
+
+def deep() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 6), nn.ReLU(), nn.Linear(6, 10))
+
+
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "gpfl": lambda: models.Guided(deep()).double(),
+    "knn-per": lambda: models.WithMemory(deep(), 12).double(),
+    "fedem": lambda: models.Mixture([deep(), deep()]).double(),
+}
+"""Of the methods that need a network of their own form."""
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_method_with_a_network_of_its_own_form_is_simulated(fed: Federation, name: str) -> None:
+    check(fed, name, net=NETWORKS[name])
 
 
 def test_pooling_is_refused() -> None:

@@ -209,7 +209,7 @@ def _loss_of_app(loss: Any, y: Tensor, outputs_shape: tuple[int, ...]) -> Any:
         value: Tensor = moved[place](outputs.reshape(-1, *outputs_shape), targets)
         return value
 
-    wrapped.__name__ = getattr(loss, "__name__", type(loss).__name__)
+    wrapped.__name__ = wrapped.__qualname__ = getattr(loss, "__name__", type(loss).__name__)
     return wrapped
 
 

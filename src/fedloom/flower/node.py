@@ -307,7 +307,7 @@ class _Node:
         if accepted and newest not in context.state:
             self._recall(context, run, accepted)
         tensors = tensors_of(context.state, newest)
-        if accepted and newest not in context.state:
+        if accepted and newest not in context.state and any(store.template for store in stores.values()):
             raise _Lost(f"the state of round {accepted} is not at this node any more; it begins anew")
         for group, store in stores.items():
             store.reset()

@@ -176,6 +176,17 @@ def setting_of(document: str, model: nn.Module, rounds: int, **more: Any) -> Set
     return Setting.of(algorithm, model=model, rounds=rounds, **choices)
 
 
+def check_counts(**counts: tuple[Any, int]) -> None:
+    """Refuse a count, by name with the least that it may be, that is no whole number or smaller.
+
+    Raises:
+        ConfigError: the first such count.
+    """
+    for name, (count, least) in counts.items():
+        if type(count) is not int or count < least:
+            raise ConfigError(f"{name} must be a whole number of at least {least}, got {count!r:.80}")
+
+
 def check_nodes_suffice(name: str, setting: Setting) -> None:
     """Refuse a method, by its name, or choices for which the nodes of an app lack something.
 
@@ -226,13 +237,13 @@ def shapes_of(module: nn.Module) -> str:
     Statistics of normalisation layers are left out: a node computes them from its samples.
     """
     statistics = {id(value) for value in running_statistics(module)}
-    trained = {name for name, value in module.named_parameters() if value.requires_grad}
     facts: dict[str, Any] = {}
     for name, value in module.state_dict(keep_vars=True).items():
-        if name in trained:
+        if isinstance(value, nn.Parameter) and value.requires_grad:
             facts[name] = [[*value.shape]]
         elif isinstance(value, Tensor) and id(value) not in statistics and not name.endswith("num_batches_tracked"):
-            values = value.detach().double()
+            numbers = torch.view_as_real(value) if value.is_complex() else value
+            values = numbers.detach().double() if value.numel() else torch.zeros(1)
             facts[name] = [[*value.shape], float(values.mean()), float(values.std(correction=0))]
     return json.dumps(facts)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import secrets
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from logging import INFO, WARNING
 from pathlib import Path
@@ -32,6 +33,7 @@ from fedloom.flower.clients import FlowerClients, Members, Remembering
 from fedloom.flower.members import SavedRun, introductions, read_run, write_run
 from fedloom.flower.records import (
     WANTED,
+    check_counts,
     check_nodes_suffice,
     document_of,
     log,
@@ -52,6 +54,10 @@ INSTEAD = {
     "min_evaluate_nodes": "min_nodes",
     "min_available_nodes": "min_nodes",
     "weighted_by_key": "weights='samples' or 'uniform'",
+    "train_metrics_aggr_fn": "client_metrics, which has the figures of every node",
+    "evaluate_metrics_aggr_fn": "client_metrics, which has the figures of every node",
+    "arrayrecord_key": "none, as fedloom names the records",
+    "configrecord_key": "none, as fedloom names the records",
 }
 """Options of Flower's strategies, and those in their place."""
 
@@ -88,6 +94,7 @@ class Strategy(FlowerStrategy):
             raise ConfigError(f"{name} is an option of Flower's own strategies; use {INSTEAD[name]}")
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model must be a module, such as Net(), got {model!r:.80}")
+        check_counts(min_nodes=(min_nodes, 1), evaluate_every=(evaluate_every, 0))
         options = {name: value for name, value in choices.items() if name not in WANTED}
         self._document = document_of(algorithm, options, {n: v for n, v in choices.items() if n in WANTED})
         self._name, self._model = algorithm, copy.deepcopy(model)
@@ -120,6 +127,7 @@ class Strategy(FlowerStrategy):
         Raises:
             ConfigError: too few nodes are there and fit, or the folder has another run.
         """
+        check_counts(num_rounds=(num_rounds, 1))
         if train_config:
             keys = ", ".join(map(repr, train_config))
             log(
@@ -131,7 +139,12 @@ class Strategy(FlowerStrategy):
         check_nodes_suffice(self._name, setting_of(self._document, self._model, num_rounds))
         self._clients = self._job = None
         self._before = done = self._begin(initial_arrays, grid).round
-        arrays = (self._arrays() if done else None) or initial_arrays
+        if (newest := self._arrays()) is None:
+            log(WARNING, "fedloom: %s has no global model: result.arrays is empty; nodes have the models", self._name)
+            if evaluate_fn:
+                log(WARNING, "fedloom: evaluate_fn is not called, as it scores a global model")
+                evaluate_fn = None
+        arrays = newest if done and newest else initial_arrays
         if done:
             log(INFO, "fedloom: resumed after round %s of %s", done, num_rounds)
         shifted = evaluate_fn and (lambda t, arrays: evaluate_fn(t + done, arrays))
@@ -164,12 +177,8 @@ class Strategy(FlowerStrategy):
             raise _Configured
 
         self._answers = Remembering(clients.through(note))
-        try:
+        with suppress(_Configured, RunStopped):  # `aggregate_train` reports a round that stops
             run_round(job, self._answers, state)
-        except _Configured:
-            pass
-        except RunStopped as error:
-            log(WARNING, "fedloom: %s", error)
         for message in sent:
             message.content["config"] = ConfigRecord({**config, "server-round": server_round})
         log(INFO, "configure_train: %s nodes (out of %s)", len(sent), job.n)
@@ -189,7 +198,8 @@ class Strategy(FlowerStrategy):
         try:
             state, events = run_round(job, replaying, before)
         except RunStopped as error:
-            log(WARNING, "fedloom: nothing changes in %s", error.detail)
+            none = f"round {before.round + 1}: none of its nodes answered"
+            log(WARNING, "fedloom: nothing changes in %s", error.detail if arrived else none)
             self.state = before.with_(round=before.round + 1)
             self._save()
             return None, None
@@ -326,9 +336,10 @@ class Strategy(FlowerStrategy):
         row = job.algorithm.global_model(state.server)
         if row is None:
             return None
-        values = dict(self._model.state_dict())
-        values |= {name: value.to(values[name]) for name, value in job.oracle.layout.tree(row).items()}
-        return ArrayRecord(values)
+        parameters, trained = dict(self._model.named_parameters()), job.oracle.layout.tree(row)
+        new = {id(parameters[name]): value for name, value in trained.items()}  # tied ones have several names
+        values = self._model.state_dict(keep_vars=True)
+        return ArrayRecord({name: new.get(id(old), old.detach()).to(old) for name, old in values.items()})
 
 
 class _Configured(Exception):
