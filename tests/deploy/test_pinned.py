@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 import subprocess
@@ -18,60 +19,65 @@ from fedloom.deploy.site import pinned
 from fedloom.deploy.site.pinned import PROGRAM, SECRET, start_executor
 
 
-def words(folder: Path) -> list[str]:
-    """A site's network process, beside a program that writes down how it was started."""
-    program = folder / "flower-superexec"
-    program.write_text(f'#!/bin/sh\necho "$@" > {folder}/words\necho "$PATH" > {folder}/path\n')
-    program.chmod(0o700)
-    return [str(folder / "flower-supernode"), "--port", "9094", SECRET, str(folder / "secret")]
+def started(monkeypatch: pytest.MonkeyPatch, folder: Path) -> dict[str, Any]:
+    """What the process that starts a site's tasks is given, from itself."""
+    from flwr.supercore.superexec import run_superexec
+
+    seen = folder / "seen.json"
+
+    def write(address: str, *, superexec_auth_secret: bytes, **options: object) -> None:
+        known = {"address": address, "secret": superexec_auth_secret.hex(), "path": os.environ["PATH"], **options}
+        seen.write_text(json.dumps({**known, "own parent": os.getppid()}))
+
+    monkeypatch.setattr(run_superexec, "run_superexec", write)
+    os.waitpid(start_executor(["flower-supernode", "--port", "9094", SECRET, str(folder / "secret")], folder), 0)
+    arguments: dict[str, Any] = json.loads(seen.read_text())
+    return arguments
 
 
-def ended(pid: int) -> None:
-    os.waitpid(pid, 0)
-
-
-def test_the_process_that_starts_tasks_has_the_secret_and_the_sites_own_program(tmp_path: Path) -> None:
-    given, secrets = words(tmp_path), []
+def test_the_process_that_starts_tasks_has_the_secret_and_the_sites_own_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secrets = []
     for _ in range(2):
-        ended(start_executor(given, tmp_path))
+        given = started(monkeypatch, tmp_path)
         assert stat.S_IMODE((tmp_path / "secret").stat().st_mode) == 0o600
+        assert given.pop("secret") == (tmp_path / "secret").read_bytes().hex()
         secrets.append((tmp_path / "secret").read_bytes())
     assert [len(s) for s in secrets] == [32, 32]
     assert secrets[0] != secrets[1]
-    started = (tmp_path / "words").read_text().split()
-    assert started == [
-        *("--insecure", "--runtime-api-address", "127.0.0.1:9094"),
-        *(SECRET, str(tmp_path / "secret"), "--parent-pid", str(os.getpid())),
-    ]
-    first = (tmp_path / "path").read_text().split(os.pathsep)[0]
+    first = given.pop("path").split(os.pathsep)[0]
+    here = os.getpid()
+    assert given == {"address": "127.0.0.1:9094", "insecure": True, "parent_pid": here, "own parent": here}
     assert first == str(tmp_path / "bin")
     assert stat.S_IMODE((Path(first) / PROGRAM).stat().st_mode) == 0o700
 
 
-def test_the_program_of_a_task_is_flowers_but_for_the_app(tmp_path: Path) -> None:
-    ended(start_executor(words(tmp_path), tmp_path))
+def test_the_program_of_a_task_is_the_sites_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started(monkeypatch, tmp_path)
     shown = subprocess.run(
         [tmp_path / "bin" / PROGRAM, "--help"], capture_output=True, text=True, check=True, timeout=60
     )
-    assert "Run a Flower ClientApp" in shown.stdout
+    assert "with the app that is installed here" in " ".join(shown.stdout.split())
 
 
 def test_what_the_server_sent_is_not_installed_nor_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    from flwr.supernode.cli.flwr_clientapp import flwr_clientapp
     from flwr.supernode.runtime import run_clientapp
 
     seen: list[Any] = []
 
-    def task() -> None:
+    def task(address: str, token: str, **options: object) -> None:
         assert run_clientapp.install_from_fab(b"what the server sent", skip_prompt=True) is None
         load = run_clientapp.get_load_client_app_fn(default_app_ref="", app_path=None, multi_app=True)
-        seen.append(load("an app", "1.0.0", "0" * 64))
+        seen.extend([load("an app", "1.0.0", "0" * 64), address, token, options])
 
     for name in ("install_from_fab", "get_project_dir", "get_load_client_app_fn"):
         monkeypatch.setattr(run_clientapp, name, getattr(run_clientapp, name))
-    monkeypatch.setattr(sys.modules[flwr_clientapp.__module__], "flwr_clientapp", task)
+    monkeypatch.setattr(run_clientapp, "run_clientapp", task)
+    words = ["--runtime-api-address", "127.0.0.1:9", "--token", "abc", "--parent-pid", "7", "--insecure"]
+    monkeypatch.setattr(sys, "argv", [PROGRAM, *words])
     pinned.main()
-    assert seen == [client_app]
+    assert seen == [client_app, "127.0.0.1:9", "abc", {"insecure": True, "parent_pid": 7}]
 
 
 def test_a_site_is_started_with_a_secret_of_its_own(written: Path) -> None:

@@ -23,7 +23,7 @@ import tomllib
 from contextlib import suppress
 from pathlib import Path
 
-from fedloom.deploy.site.pinned import SECRET, start_executor
+from fedloom.deploy.site.pinned import SECRET, run_network
 from fedloom.errors import ConfigError, FedloomError
 from fedloom.storage.disk import regular
 from fedloom.version import __version__
@@ -76,10 +76,10 @@ def hand_over(site_file: Path, content: bytes, owner: int | None = None) -> byte
 
 
 def main(words: list[str]) -> None:
-    """Start a site's process, and what starts its tasks, then become another command, which both end with.
+    """Start a site's process, and what starts its tasks, then become its network process, which both end with.
 
     Args:
-        words: the site's TOML file, and the command.
+        words: the site's TOML file, and the command of its network process, or any other.
     """
     os.environ[OWNER] = str(os.getpid())  # of the command too, which takes the place of this program
     try:
@@ -88,7 +88,7 @@ def main(words: list[str]) -> None:
     except (FedloomError, OSError) as error:  # the first message reports it too
         sys.stderr.write(f"fedloom: {error}\n")
     if SECRET in words:
-        start_executor(words[1:], folder_of(Path(words[0]).resolve()))
+        run_network(words[1:], folder_of(Path(words[0]).resolve()))
     os.execv(words[1], words[1:])
 
 
