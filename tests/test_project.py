@@ -204,6 +204,44 @@ def test_the_page_on_the_architecture_names_parts_that_are_there() -> None:
     assert named - parts <= {"list", "json", "toml", "parquet"}  # a command, and endings of files
 
 
+THROUGH = {
+    "algorithms/fedavg.py": {"engine/clients/chunk.py"},  # by the registry, as the job's method
+    "engine/clients/chunk.py": {"engine/clients/messages.py"},  # by the job
+}
+"""Hops of the page's walks at which neither file imports the other."""
+
+
+def steps_of_walks() -> list[list[str]]:
+    """The files of every numbered walk on the page of the architecture, in its order."""
+    text = (ROOT / "docs" / "architecture.md").read_text().partition("## Walks")[2].partition("## Ranks")[0]
+    return [re.findall(r"^\d+\. .*?`([a-z_/]+\.py)`", part, re.MULTILINE) for part in re.split(r"\n(?=1\. )", text)[1:]]
+
+
+@cache
+def hops(name: str) -> set[str]:
+    """Files that a file leads to: imports anywhere in it, also of what a package hands on, and `THROUGH`."""
+    homes = {module_of(n): n for n in MODULES}
+    names = imports(every(name))
+    for package in names & {module_of(n) for n in MODULES if n.endswith("/__init__.py")}:
+        texts = [node.value for node in every(homes[package]) if isinstance(node, ast.Constant)]
+        lazy = {f"{package}.{text}" for text in texts if isinstance(text, str)}
+        names = names | imports(every(homes[package])) | lazy
+    return {homes[n] for n in names if n in homes} | THROUGH.get(name, set())
+
+
+def broken(steps: list[str]) -> list[str]:
+    """Files of a walk that are tied to none before them, nor to the next one."""
+    around = [(file, {*steps[:k], *steps[k + 1 : k + 2]}) for k, file in enumerate(steps)][1:]
+    return [file for file, others in around if not hops(file) & others and not any(file in hops(o) for o in others)]
+
+
+def test_the_walks_of_the_architecture_go_from_file_to_file() -> None:
+    walks = steps_of_walks()
+    assert [len(steps) for steps in walks] == [15, 7, 14]
+    assert [broken(steps) for steps in walks] == [[], [], []]
+    assert all(broken([*steps[:-1], "sklearn.py"]) == ["sklearn.py"] for steps in walks)
+
+
 REFERENCE = (ROOT / "docs" / "python.md").read_text()
 EFFECTS = re.compile(
     "(accept|aggregate|ask|check|do|keep|play|refuse|replace|report|run|save|send|set|show|start|stop|store|take|train|wait|"
