@@ -16,8 +16,10 @@ from safetensors.torch import load_file
 import fedloom.engine.simulate as simulation
 from fedloom.algorithms import PRESETS, REGISTRY, encodings
 from fedloom.deploy.site.state import models
+from fedloom.engine.check import check_mixer, check_together
 from fedloom.engine.clients.chunk import accept, run_clients
 from fedloom.engine.job import Job
+from fedloom.engine.setting import Setting
 from fedloom.errors import Refused, Stop
 from fedloom.local.rows import rows_of
 from fedloom.processes.clients import ChunkResult, TrainTask
@@ -94,21 +96,54 @@ def test_a_rule_of_sums_is_deployed_as_simulated(tmp_path: Path, monkeypatch: py
     check_parity(scene(tmp_path, "fiaelt", **SMALL, aggregator={"kind": "median"}), monkeypatch)
 
 
-@pytest.mark.parametrize("channel", ["top-k", "qsgd", "sign"])
-def test_compressed_changes_are_deployed_as_simulated(
-    channel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+PARTS: list[dict[str, Any]] = [
+    {"mixer": {"kind": "attention", "quantile": 0.3, "similarity": "change"}},
+    {"channel": {"kind": "top-k"}},
+    {"weights": [1.0, 2.0, 5.0]},
+    {"mixer": {"kind": "proximity"}},
+    {"channel": {"kind": "qsgd"}},
+    {"mixer": {"kind": "angles", "among": "all"}, "channel": {"kind": "sign"}},
+    {"mixer": {"kind": "clusters", "clusters": 2, "share": 0.5}, "weights": "uniform"},
+    {"channel": {"kind": "random-k"}, "aggregator": {"kind": "median"}},
+    {"mixer": {"kind": "attention", "among": "seen"}, "aggregator": {"kind": "trimmed-mean", "f": 1}},
+    {"channel": {"kind": "clip", "bound": 0.5}, "weigher": {"kind": "samples"}},
+    {"weigher": {"kind": "equitable", "clusters": 2}, "channel": {"kind": "top-k", "fraction": 0.5}},
+    {"sampler": {"kind": "uniform", "clients": 2}, "mixer": {"kind": "attention", "among": "all"}},
+]
+"""Parts, alone and two at a time, in the order in which the quick tests give one of `CARRIERS` to each."""
+CARRIERS = ["fedavg", "flame", "fedslr", "ditto", "scaffold", "fedrep", "apfl", "fiaelt", "fedavg-ft"]
+"""Methods of every kind of upload: means, kept rows, sums over rounds, changes to rows, parts of a model."""
+
+
+def cells() -> Iterator[Any]:
+    """Every part with every carrier; a quick one for each part, the first from its own place that takes it."""
+    for k, parts in enumerate(PARTS):
+        able = [name for name in CARRIERS[k % len(CARRIERS) :] + CARRIERS if is_taken(name, parts)]
+        for name in dict.fromkeys(able):
+            label = "-".join([name, *(f"{v['kind']}" if isinstance(v, dict) else key for key, v in parts.items())])
+            yield pytest.param(name, parts, id=label, marks=() if name == able[0] else pytest.mark.slow)
+
+
+def is_taken(name: str, parts: dict[str, Any]) -> bool:
+    """Whether a simulation takes the parts, as far as that follows from the method."""
+    made: Any = REGISTRY[name]()
+    try:
+        setting = Setting.of(made, **parts)
+        check_together(setting.method, setting.local, setting.weigher, setting.aggregator, setting.channel)
+        if setting.mixer is not None:
+            check_mixer(setting.method, setting.mixer, setting.aggregator)
+    except Refused:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(("name", "parts"), [*cells()])
+def test_parts_are_deployed_as_simulated(
+    name: str, parts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """FLAME uploads absolute models; what is compressed and written is their change to the received one."""
+    """What a simulation takes, real sites take, with the same models and figures."""
     monkeypatch.setattr(os, "fsync", lambda _fd: None)
-    check_parity(scene(tmp_path, "flame", **SMALL, channel={"kind": channel}), monkeypatch)
-
-
-@pytest.mark.parametrize("name", ["fedavg", "flame", "fedslr"])
-def test_mixtures_are_deployed_as_simulated(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server mixes what it keeps of the sites; a method without personal models has the mixtures as such."""
-    monkeypatch.setattr(os, "fsync", lambda _fd: None)
-    mixer = {"kind": "attention", "quantile": 0.3, "similarity": "change"}
-    check_parity(scene(tmp_path, name, **SMALL, mixer=mixer), monkeypatch)
+    check_parity(scene(tmp_path, name, **SMALL, **parts), monkeypatch)
 
 
 def test_an_own_task_and_optimisers_that_are_kept_are_deployed_as_simulated(

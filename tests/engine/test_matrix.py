@@ -16,7 +16,9 @@ import datetime
 import os
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
+from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,10 +42,21 @@ from fedloom.models import MLP
 from fedloom.rows.aggregate import AGGREGATORS
 from fedloom.rows.attacks import ATTACKS
 from fedloom.rows.channel import CHANNELS
+from fedloom.schedule import SCHEDULES
+from fedloom.schedule.devices import LogNormal
 from fedloom.testing import Problem
 from fedloom.testing.federate import ReferenceFederation as Clients
 
 PAGE = Path(__file__).parents[2] / "docs" / "combinations.md"
+WEIGHTS = {
+    "uniform": "uniform",
+    "samples": "samples",
+    "clusters": "clusters-2",
+    "clusters every k": "clusters-2 every 1",
+    "groups": "groups",
+    "groups by COLUMN": "groups by region",
+}
+"""Shares of the clients, each by its name on the page."""
 KINDS: dict[str, dict[str, Any]] = {
     "aggregator": AGGREGATORS,
     "attack": ATTACKS,
@@ -51,6 +64,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "weigher": WEIGHERS,
     "mixer": MIXERS,
     "channel": CHANNELS,
+    "weights": WEIGHTS,
+    "schedule": SCHEDULES,
 }
 
 # --- the rules
@@ -59,6 +74,9 @@ ASKERS = {"power-of-choice"}
 LEARNERS = {"clustered"}
 COMPRESSORS = {"top-k", "random-k", "qsgd", "sign"}
 PROBING = {"equitable", "fairfed"}
+STREAMS = {"buffered", "asynchronous"}
+AMONG = {"fedacs", "fedamp", "heurfedamp"}
+"""Methods that mix models of a cohort, and with ``among = "all"`` those of all clients."""
 PROJECTED = {"lp-proj", "admm-lp-proj", "fedproto"}
 """Methods whose clients and server exchange something smaller than models."""
 
@@ -112,6 +130,18 @@ REASONS = {
         "queries clients about the global model",
         "The sampler asks clients about the global model, and the method has none.",
     ),
+    "described": (
+        "by their activations under the global model",
+        "Clusters are found again from activations under the global model, and the method has none.",
+    ),
+    "one by one": (
+        "mixes the models of the clients of one round",
+        "Its server mixes the models of the clients of one round, and in a stream clients train one by one.",
+    ),
+    "asks": (
+        "no rounds before which sampler",
+        "Its sampler asks candidates before a round, and a stream has no rounds.",
+    ),
 }
 """Why a pair is refused: what the error says, and what the page says."""
 
@@ -130,6 +160,14 @@ def refusal(made: Composition, kind: str, plugin: str) -> str | None:
     adds = any(field.accumulates for field in fields)
     if made.pooled:
         return None
+    if kind == "weights":
+        return "described" if plugin == "clusters every k" and not has_global_model(method) else None
+    if kind == "schedule":
+        if plugin not in STREAMS:
+            return None
+        if made.sampler is not None and made.sampler.kind in ASKERS:
+            return "asks"
+        return "one by one" if method.mixes and not method.mixes_all else None
     if kind == "sampler":
         if plugin in ASKERS and not has_global_model(method):
             return "no model"
@@ -199,8 +237,9 @@ NEEDED: dict[str, dict[str, Any]] = {
 
 
 @cache
-def composed(name: str) -> Composition:
-    made: Any = REGISTRY[name](**NEEDED.get(name, {}))
+def composed(name: str, plugin: str = "") -> Composition:
+    among = {"among": "all"} if name in AMONG and plugin in STREAMS else {}
+    made: Any = REGISTRY[name](**NEEDED.get(name, {}), **among)
     return made if isinstance(made, Composition) else Composition(made)
 
 
@@ -264,28 +303,55 @@ def always_there(fed: Federation) -> int:
     return min(set.intersection(*cohorts))
 
 
-def plugin_of(cell: Cell, fed: Federation) -> Any:
-    options: dict[str, Any] = {
-        "fltrust": {"root": always_there(fed)},
-        "gaussian-noise": {"sigma": 0.01},
-        "bernoulli": {"probability": 0.7},
-        "forged-direction": {"scale": 2.0},  # which diverges later
-    }.get(cell.plugin, {})
-    make = KINDS[cell.kind][cell.plugin]
-    sized = {"clients": 4} if "clients" in make.model_fields else {}
-    return make(**sized, **options)
+@pytest.fixture(scope="module")
+def grouped(fed: Federation) -> Federation:
+    """The clients in two groups."""
+    return in_groups(fed)
+
+
+def in_groups(fed: Federation) -> Federation:
+    """A federation whose clients are in two groups, which a column has too."""
+    groups = torch.arange(fed.n) % 2
+    codes = torch.zeros(len(fed.data.y), dtype=torch.long)
+    for client, group in enumerate(groups.tolist()):
+        codes[fed.indices("train", client)] = group
+    data = replace(fed.data, columns={"region": codes}, levels={"region": ("north", "south")})
+    return replace(fed, data=data, groups=groups)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "gaussian-noise": {"sigma": 0.01},
+    "bernoulli": {"probability": 0.7},
+    "availability": {"period": 9, "on": 8},
+    "forged-direction": {"scale": 2.0},  # which diverges later
+    "deadline": {"seconds": 1e9},
+    "buffered": {"buffer": 4, "concurrency": 8},
+    "asynchronous": {"concurrency": 8},
+}
+
+
+def choices_of(kind: str, plugin: str, root: int, clients: int = 4) -> dict[str, Any]:
+    """The choices of a run with a plug-in, which has ``clients``, or trusts the client ``root``."""
+    make = KINDS[kind][plugin]
+    if kind == "weights":
+        return {"weights": make}
+    options = {"root": root} if plugin == "fltrust" else OPTIONS.get(plugin, {})
+    sized = {"clients": clients} if "clients" in make.model_fields else {}
+    return {kind: make(**sized, **options), **({"devices": LogNormal()} if kind == "schedule" else {})}
 
 
 @pytest.mark.parametrize("cell", parameters(rotation()))
-def test_a_pair_runs_or_is_refused_for_its_reason(fed: Federation, cell: Cell) -> None:
-    settings: dict[str, Any] = {"sampler": PARTIAL, cell.kind: plugin_of(cell, fed)}
+def test_a_pair_runs_or_is_refused_for_its_reason(fed: Federation, grouped: Federation, cell: Cell) -> None:
+    settings: dict[str, Any] = {"sampler": PARTIAL, **choices_of(cell.kind, cell.plugin, always_there(fed))}
     if cell.plugin == "forged-activations":
         settings["weights"] = "clusters-2"  # activations to forge
-    reason = refusal(composed(cell.method), cell.kind, cell.plugin)
+    made = composed(cell.method, cell.plugin)
+    reason = refusal(made, cell.kind, cell.plugin)
 
     def run() -> Any:
         evaluate = Evaluate(every=ROUNDS, parts=("train", "validation"))
-        return simulate(composed(cell.method), fed, MODEL, rounds=ROUNDS, local=LOCAL, evaluate=evaluate, **settings)
+        clients = grouped if cell.kind == "weights" else fed
+        return simulate(made, clients, MODEL, rounds=ROUNDS, local=LOCAL, evaluate=evaluate, **settings)
 
     if reason is not None:
         with pytest.raises(Refused, match=REASONS[reason][0]):
@@ -298,11 +364,11 @@ def test_a_pair_runs_or_is_refused_for_its_reason(fed: Federation, cell: Cell) -
     assert result.stop is Stop.DONE, result.detail
     assert result.state.totals[-1] == 0  # no upload was dropped
     for record in result.state.records.items:
-        if record.part in ("train", "") and record.round == ROUNDS:
+        if record.part in ("train", "") and record.round == ROUNDS and record.metric != "staleness":  # of those heard
             assert np.isfinite(record.values).all(), record
     assert all(bool(torch.isfinite(value).all()) for value in result.state.server)
     plugin = getattr(result.job.setting, cell.kind)
-    if not composed(cell.method).pooled and getattr(composed(cell.method), cell.kind, None) is None:
+    if cell.kind != "weights" and not made.pooled and getattr(made, cell.kind, None) is None:
         drawn = cell.plugin == "shares" and result.job.setting.sampler.by_samples
         assert plugin.kind == ("uniform" if drawn else cell.plugin)
 
@@ -332,6 +398,8 @@ COLUMNS = (
     ("mixers", "mixer", "attention"),
     ("clipping, noise", "channel", "clip"),
     ("compressors", "channel", "top-k"),
+    ("clusters every k", "weights", "clusters every k"),
+    ("streams", "schedule", "buffered"),
 )
 
 
@@ -342,9 +410,10 @@ def named(declared: Callable[[Algorithm], object]) -> str:
 
 INTRODUCTION = """# What goes with what
 
-Any method runs with any sampler, weigher, mixer, aggregator, attack and channel, unless the pair makes no sense. Such a
-run is refused before it starts, with the reason. Which pairs make sense follows from what the method uploads, not from
-a list. `tests/engine/test_matrix.py` runs each method with each plug-in and writes this page.
+Any method runs with any sampler, weigher, mixer, aggregator, attack, channel, shares and schedule, unless the pair
+makes no sense. Such a run is refused before it starts, with the reason. Which pairs make sense follows from what the
+method uploads, not from a list. `tests/engine/test_matrix.py` runs each method with each plug-in and writes this page;
+`tests/engine/test_pairs.py` does so for two parts.
 [What each part is worth](../studies/pages/system.md) has what was measured of the parts so far.
 
 """
@@ -353,6 +422,9 @@ NOTES = f"""
 Every method takes the weighers `shares` and `uniform`, and every sampler but those that ask clients
 ({", ".join(sorted(ASKERS))}) or learn from uploads ({", ".join(sorted(LEARNERS))}). Every method that uploads takes the
 aggregator `mean` and, except for FedProto, all channels. The compressors are {", ".join(sorted(COMPRESSORS))}.
+Every method takes all other `weights` ({", ".join(w for w in WEIGHTS if w != "clusters every k")}) and the schedules
+{", ".join(sorted(SCHEDULES.keys() - STREAMS))}. Streams are the schedules {" and ".join(sorted(STREAMS))}; FedACS,
+FedAMP and HeurFedAMP take them with `among = "all"`.
 
 Further rules:
 
@@ -414,16 +486,97 @@ def page() -> str:
     lines += ["|---" * (len(COLUMNS) + 1) + "|"]
     letters = {reason: chr(ord("a") + i) for i, reason in enumerate(REASONS)}
     for name in sorted(REGISTRY):
-        reasons = [refusal(composed(name), kind, plugin) for _, kind, plugin in COLUMNS]
+        reasons = [refusal(composed(name, plugin), kind, plugin) for _, kind, plugin in COLUMNS]
         lines.append(f"| {name} | " + " | ".join("yes" if r is None else f"no ({letters[r]})" for r in reasons) + " |")
     lines.append("")
     first, others = every_cell()
-    counts = Counter(refusal(composed(m), kind, plugin) for m, kind, plugin in (*first, *others))
+    counts = Counter(refusal(composed(m, plugin), kind, plugin) for m, kind, plugin in (*first, *others))
     admitted, every = counts[None], counts.total()
     lines += [f"Of {every} pairs of a method and a plug-in, {admitted} run and {every - admitted} are refused.", ""]
     lines += ["| | pairs | reason |", "|---|---|---|"]
     lines += [f"| ({letters[r]}) | {counts[r]} | {sentence} |" for r, (_, sentence) in REASONS.items()]
-    return "\n".join(lines) + "\n" + NOTES + "\n" + theorems()
+    return "\n".join(lines) + "\n" + NOTES + "\n" + pairs_of_parts() + "\n" + theorems()
+
+
+# --- two parts
+
+SEVERAL = {"trimmed-mean", "krum", "multi-krum", "bulyan", "mda", "fltrust"}
+"""Aggregators that need more than one row."""
+PAIR_REASONS = {
+    "activations": (
+        "has nothing to forge",
+        "No client sends activations that could be forged, where shares are given.",
+    ),
+    "waits": (
+        "needs the activations of all clients between two rounds",
+        "Clusters are found again between two rounds, and the schedule waits for no such moment.",
+    ),
+    "asks": REASONS["asks"],
+    "honest": (
+        "has no rounds whose honest uploads",
+        "The attackers read the honest uploads of their round, and a stream has no rounds.",
+    ),
+    "one row": ("needs m >", "The rule needs several uploads, and here each is a step of the server."),
+    "single models": (
+        "mixtures of single models, which noise on a mean does not protect",
+        "A mixer sends mixtures of single models, which noise on a mean does not protect.",
+    ),
+}
+"""Why two parts are refused beside any method: what the error says, and what the page says."""
+
+
+class Pair(NamedTuple):
+    """Two parts, by kind and name."""
+
+    kind: str
+    plugin: str
+    other: str
+    beside: str
+
+
+def pairs() -> list[Pair]:
+    """Every two parts of two kinds."""
+    return [Pair(a, p, b, q) for a, b in combinations(KINDS, 2) for p in KINDS[a] for q in KINDS[b]]
+
+
+def pair_refusal(pair: Pair) -> str | None:
+    """The reason why two parts are refused, or None."""
+    part = {pair.kind: pair.plugin, pair.other: pair.beside}
+    weights, schedule, aggregator = (part.get(kind, "") for kind in ("weights", "schedule", "aggregator"))
+    attack = part.get("attack", "")
+    if attack == "forged-activations" and weights and not weights.startswith("clusters"):
+        return "activations"
+    if weights == "clusters every k" and schedule not in ("", "synchronous"):
+        return "waits"
+    if schedule in STREAMS and part.get("sampler") in ASKERS:
+        return "asks"
+    if schedule in STREAMS and getattr(ATTACKS.get(attack), "sees_honest", False):
+        return "honest"
+    if schedule == "asynchronous" and aggregator in SEVERAL:
+        return "one row"
+    return "single models" if aggregator == "private-mean" and "mixer" in part else None
+
+
+def pairs_of_parts() -> str:
+    """Write which two parts do not go together, by reason."""
+    by_reason: dict[str, list[Pair]] = {reason: [] for reason in PAIR_REASONS}
+    for pair in pairs():
+        if (reason := pair_refusal(pair)) is not None:
+            by_reason[reason].append(pair)
+    count = sum(map(len, by_reason.values()))
+    lines = [
+        "## Two parts\n",
+        f"Of {len(pairs())} pairs of parts, each beside FedAvg, {len(pairs()) - count} run and {count} are refused.",
+        'Mixers take streams with `among = "all"`, and a rule needs a buffer of as many uploads as it needs clients in',
+        "a round. Attack `forged-activations` is tried beside shares by clusters.\n",
+        "| parts | with | pairs | reason |",
+        "|---|---|---|---|",
+    ]
+    for reason, refused in by_reason.items():
+        plugins, beside = ({getattr(pair, name): None for pair in refused} for name in ("plugin", "beside"))
+        cells = (", ".join(plugins), ", ".join(beside), str(len(refused)), PAIR_REASONS[reason][1])
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
 
 
 THEORY = """The table states what a paper proves of a method, on what conditions, and with which parts that is lost.
@@ -485,7 +638,7 @@ def test_theorems_name_the_defaults_that_miss_their_conditions(fed: Federation) 
 
 def test_page_is_up_to_date() -> None:
     for _, kind, example in COLUMNS:  # a column stands for all plug-ins that are refused for the same reason
-        like = [p for p in KINDS[kind] if all(refusal(composed(m), kind, p) == refusal(composed(m), kind, example)
+        like = [p for p in KINDS[kind] if all(refusal(composed(m, p), kind, p) == refusal(composed(m, p), kind, example)
                                               for m in REGISTRY)]  # fmt: skip
         assert example in like
     if os.environ.get("FEDLOOM_WRITE"):

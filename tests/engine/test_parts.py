@@ -33,8 +33,12 @@ NEUTRAL: dict[str, dict[str, Any]] = {
     "channel": {"channel": {"kind": "top-k", "fraction": 1.0}},
     "attack": {"attack": {"kind": "same-value", "fraction": 0.0}},
     "weights": {"weights": "clusters-1"},
+    "clusters": {"weights": "clusters-1 every 1"},
+    "deadline": {"devices": "equal", "schedule": {"kind": "deadline", "seconds": 1e9}},
+    "over-selection": {"devices": "lognormal", "schedule": {"kind": "over-selection", "factor": 1.0}},
+    "buffered": {"devices": "equal", "schedule": {"kind": "buffered", "buffer": 3}},
 }
-EXACT = {"sampler", "mixer", "attack", "weights"}
+EXACT = {"sampler", "mixer", "attack", "weights", "clusters", "deadline", "over-selection", "buffered"}
 """Parts whose neutral setting changes no bit; the others gather rows, or add what they had taken away."""
 OTHER: dict[str, dict[str, Any]] = {
     "sampler": {"sampler": {"kind": "uniform", "clients": 2}},
@@ -44,6 +48,11 @@ OTHER: dict[str, dict[str, Any]] = {
     "channel": {"channel": {"kind": "top-k", "fraction": 0.1, "error_feedback": False}},
     "attack": {"attack": {"kind": "same-value", "fraction": 0.34, "variance": 1.0}},
     "weights": {"weights": (1.0, 2.0, 5.0)},
+    "clusters": {"weights": "clusters-2 every 1"},
+    "deadline": {"devices": {"kind": "lognormal", "spread": 10.0}, "schedule": {"kind": "deadline", "seconds": 5.0}},
+    "over-selection": {"devices": "lognormal", "schedule": {"kind": "over-selection", "factor": 1.5}},
+    "buffered": {"devices": "lognormal", "schedule": {"kind": "buffered", "buffer": 1}},
+    "asynchronous": {"devices": "equal", "schedule": {"kind": "asynchronous"}},
 }
 QUICK = {"fedavg", "flame", "fedslr", "fiaelt"}
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -121,8 +130,8 @@ def test_every_part_has_a_neutral_setting_and_others_that_act(fed: Federation, n
     brought = {p for p in ("sampler", "weigher") if isinstance(made, Composition) and getattr(made, p) is not None}
     if getattr(made, "mixes", False) or "weigher" in brought:
         brought.add("aggregator")  # mixtures and a weigher's mean are weighed, what is left of them by a rule is not
-    for part in NEUTRAL.keys() - brought:
-        if not refused(fed, name, NEUTRAL[part]):
+    for part in OTHER.keys() - brought:
+        if part in NEUTRAL and not refused(fed, name, NEUTRAL[part]):
             neutral = models(fed, name, NEUTRAL[part])
             assert same(neutral, bare, 0.0 if part in EXACT else 1e-9), part
         if not refused(fed, name, OTHER[part]) and part not in UNMOVED.get(name, set()):
@@ -152,11 +161,16 @@ def uploads_models(made: Any) -> bool:
 LEVELS: dict[str, list[dict[str, Any]]] = {
     "sampler": [{}, {"sampler": {"kind": "clustered"}}, {"sampler": {"kind": "power-of-choice", "clients": 2}}],
     "weigher": [{}, {"weigher": {"kind": "fairfed"}}, {"weigher": {"kind": "equitable", "clusters": 2}}],
-    "mixer": [{}, {"mixer": {"kind": "attention"}}, {"mixer": {"kind": "clusters", "clusters": 2}}],
+    "mixer": [{}, {"mixer": {"kind": "attention", "among": "all"}}, {"mixer": {"kind": "clusters", "clusters": 2}}],
     "aggregator": [{}, {"aggregator": "median"}, {"aggregator": {"kind": "private-mean", "sigma": 0.1}}],
     "channel": [{}, {"channel": "top-k"}, {"channel": {"kind": "gaussian-noise", "sigma": 0.01}}],
     "attack": [{}, {"attack": {"kind": "sign-flip", "fraction": 0.34}}, {"attack": {"kind": "flipped-labels"}}],
-    "weights": [{}, {"weights": "clusters-2"}, {"weights": "samples"}],
+    "weights": [{}, {"weights": "clusters-2"}, {"weights": "clusters-2 every 1"}],
+    "schedule": [
+        {},
+        {"devices": "equal", "schedule": {"kind": "deadline", "seconds": 1e9}},
+        {"devices": "equal", "schedule": {"kind": "buffered", "buffer": 3, "concurrency": 3}},
+    ],
 }
 
 

@@ -73,7 +73,7 @@ def check_page(system: Any, records: list[dict[str, Any]], text: str) -> None:
         by_seed = next((numbers[setting][r] for r in references if r in numbers[setting]), {})
         return {seed: value for seed, value in by_seed.items() if value is not None}
 
-    clear = set[tuple[str, str, str]]()
+    clear, gains = set[tuple[str, str, str]](), dict[tuple[str, str], float]()
     for setting in numbers:
         pairs, p, means = [], [], []
         for label in (label for label in system.labels() if " + " in label):
@@ -91,14 +91,37 @@ def check_page(system: Any, records: list[dict[str, Any]], text: str) -> None:
             assert float(row.split("|")[-2].split()[0]) == pytest.approx(mean, abs=0.051)
             if sure:
                 clear.add((label, setting, "better" if mean > 0 else "worse"))
+                gains |= {(label, setting): mean} if mean > 0 else {}
     listed = set[tuple[str, str, str]]()
     for name, method, rest in re.findall(r"^- \*\*(.*)\*\* on `(.*)`: (.*)$", text, re.MULTILINE):
         for word, settings in re.findall(r"[Cc]learly (better|worse) in (.*?\))\.", rest):
             listed |= {(f"{method} + {name}", s, word) for s in re.findall(r"(?:^|; )([a-z, ]+) \(", settings)}
     assert listed == clear
     better, worse = (len({label for label, _, word in clear if word == w}) for w in ("better", "worse"))
-    (head,) = re.findall(r"\*\*Of (\d+) parts, (\d+) .* and (\d+) .*\*\*", text)
+    (head,) = re.findall(r"Of (\d+) parts, (\d+) clearly raise .* and (\d+) clearly lower", text)
     assert tuple(map(int, head))[1:] == (better, worse)
+    check_headline(text, gains, {label for label, _, _ in clear})
+
+
+def check_headline(text: str, gains: dict[tuple[str, str], float], clear: set[str]) -> None:
+    """Hold the first sentence to the clear gains, in points by part and setting, and the second to the other parts."""
+    named = re.findall(r"([a-z+ -]+) on `([a-z]+)` \(\+([0-9.]+) ± [0-9.]+ in ([a-z, ]+?)\)", text.split(".**")[0])
+    largest = dict[str, tuple[float, str]]()
+    for (label, setting), gain in gains.items():
+        largest[label] = max(largest.get(label, (0.0, "")), (gain, setting))
+    best = sorted(largest.items(), key=lambda item: -item[1][0])[:3]
+    names = [name.removeprefix(" and").strip(" ,:") for name, *_ in named]
+    assert [(f"{method} + {name}", where) for name, (_, method, _, where) in zip(names, named, strict=True)] == [
+        (label, setting) for label, (_, setting) in best
+    ]
+    for (_, _, points, _), (_, (gain, _)) in zip(named, best, strict=True):
+        assert float(points) == pytest.approx(gain, abs=0.051)
+    without = re.findall(r"No setting shows a clear difference by (.*?)\. Of", text)
+    shown = {
+        f"{m} + {n.removeprefix('and ')}" for line in without for n, m in re.findall(r"([a-z+ -]+?) on `(.*?)`", line)
+    }
+    rows = {f"{method} + {name}" for name, method in re.findall(r"^- \*\*(.*)\*\* on `(.*)`:", text, re.MULTILINE)}
+    assert {" ".join(name.split()).replace("+ and ", "+ ") for name in shown} == rows - clear
 
 
 def test_the_page_states_what_other_libraries_find_in_the_records(system: Any, tmp_path: Path) -> None:
