@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Generator
 
-from fedloom.choose import Uniform
+from fedloom.choose import SAMPLERS, Uniform
 from fedloom.data.federation import Federation
 from fedloom.engine.setting import Setting
 from fedloom.engine.setup import check
@@ -36,10 +36,10 @@ from tests.engine.test_matrix import (
 )
 
 N, RUN = 9, 30
-VARYING = {"bernoulli", "size-weighted", "clustered", "availability", "round-robin"}
-"""Samplers whose cohorts can have fewer clients than a rule needs, or lack the one that it trusts."""
+OTHERS = (SAMPLERS.keys() | SCHEDULES.keys()) - {"uniform", "synchronous"}
+"""Parts by which cohorts are others than those of the test."""
 FEW = {Stop.TOO_FEW, Stop.UNUSABLE}
-"""How such a run ends."""
+"""How a run ends whose cohort has fewer clients than a rule needs, or lacks the one that it trusts."""
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def test_two_parts_are_refused_for_a_reason_on_the_page(fed: Federation) -> None
 def run(fed: Federation, pair: Pair) -> None:
     """Run two parts that go together; every model stays finite."""
     result = simulate(setting(pair, always_there(fed)), fed)
-    if pair.kind == "aggregator" and pair.beside in VARYING | SCHEDULES.keys() and result.stop in FEW:
+    if pair.kind == "aggregator" and pair.beside in OTHERS and result.stop in FEW:
         return
     assert result.stop is Stop.DONE, (pair, result.detail)
     assert all(bool(field.isfinite().all()) for field in result.state.server), pair
