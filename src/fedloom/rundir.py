@@ -47,6 +47,10 @@ TABLES = (
 )  # fmt: skip
 """Tables of an experiment file beside its methods, in the order of `fedloom.experiment.schema.TABLES`."""
 
+_DIGEST, _ZEROS = b"sha256 of this file with zeros here: ", b"0" * 64
+NO_DIGEST = (_DIGEST + _ZEROS).decode()
+"""What stands in a file in the place of its digest while that is taken."""
+
 FEDERATION = -1
 """Client number of figures of the whole federation."""
 SAMPLES = "samples"
@@ -155,8 +159,30 @@ class Summary(_Recorded):
     sites: dict[str, SiteSummary] = {}
 
     def content(self) -> bytes:
-        """The file: every field that was given."""
-        return json.dumps(self.model_dump(mode="json", exclude_unset=True), indent=1).encode()
+        """The file: every field that was given, and its digest."""
+        document = self.model_dump(mode="json", exclude_unset=True)
+        return with_digest(json.dumps({**document, "digest": NO_DIGEST}, indent=1).encode())
+
+
+def with_digest(content: bytes) -> bytes:
+    """The content of a file in which `NO_DIGEST` stands once, with the file's digest in its place."""
+    before, mark, after = content.rpartition(_DIGEST)
+    return before + mark + hashlib.sha256(content).hexdigest().encode() + after[len(_ZEROS) :]
+
+
+def check_digest(path: Path, content: bytes) -> None:
+    """Compare the content of a file of a run directory with the digest in it; one without a digest passes.
+
+    Raises:
+        RunDirError: it has changed since it was written.
+    """
+    before, mark, after = content.rpartition(_DIGEST)
+    size = len(_ZEROS)
+    if mark and hashlib.sha256(before + mark + _ZEROS + after[size:]).hexdigest().encode() != after[:size]:
+        raise RunDirError(
+            f"{path} is damaged, or was changed: it has not the digest that it names; run the experiment again, or "
+            "put the file back"
+        )
 
 
 def read_summary(path: Path) -> Summary:
@@ -169,7 +195,9 @@ def read_summary(path: Path) -> Summary:
     if path.exists() and not path.is_file():
         raise RunDirError(f"{path} is no regular file; remove it")
     try:
-        document = json.loads(path.read_bytes())
+        content = path.read_bytes()
+        check_digest(path, content)
+        document = json.loads(content)
         json.dumps(document, ensure_ascii=False).encode()  # refuses halves of characters
         return Summary.model_validate(document)
     except RecursionError as error:

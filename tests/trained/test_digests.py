@@ -14,9 +14,11 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import fedloom as fl
+from fedloom import report
 from fedloom.cli import app
-from fedloom.errors import LayoutError
+from fedloom.errors import LayoutError, RunDirError
 from fedloom.experiment import Plan, parse
+from fedloom.report.reading import read_table
 from fedloom.storage.checkpoint import check_digest, save_tensors
 from fedloom.trained.model import open_tensors
 
@@ -90,6 +92,35 @@ def test_damaged_models_are_refused_at_every_door(name: str, run: Path) -> None:
             result = CliRunner().invoke(app, [str(word) for word in words])
             assert (result.exit_code, "damaged" in result.output) == (2, True), result.output
     assert not (run / "m.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [("experiment.toml", b"rounds = 1", b"rounds = 7"), ("summary.json", b'"clients": 3', b'"clients": 4')],
+)
+def test_settings_and_summaries_that_have_changed_are_refused(name: str, old: bytes, new: bytes, run: Path) -> None:
+    content = (run / name).read_bytes()
+    (run / name).write_bytes(content.replace(old, new))
+    for read in (fl.open_run, lambda path: report.write([path], path / "report.html")):
+        with pytest.raises(RunDirError, match=rf"{name} is damaged, or was changed"):
+            read(run)
+    (run / name).write_bytes(content.replace(b"sha256 of", b"none of").replace(old, new))  # has no digest then
+    fl.open_run(run)
+
+
+def test_a_figure_that_has_changed_is_refused(run: Path) -> None:
+    path = run / "metrics.parquet"
+    before, refused = repr(read_table(path, ("value",)).to_pylist()), 0
+    for byte in range(4, path.stat().st_size - 8, 29):
+        whole = path.read_bytes()
+        flip(path, 8 * byte + 2)
+        try:  # where the flip is in the words before the digest, the file has none, and is as it was else
+            assert repr(read_table(path, ("value",)).to_pylist()) == before, byte
+        except RunDirError as error:
+            assert "is damaged, or was changed" in str(error)
+            refused += 1
+        path.write_bytes(whole)
+    assert refused > 100
 
 
 def test_the_next_run_writes_damaged_models_anew(finished: Path, run: Path) -> None:

@@ -21,7 +21,7 @@ from fedloom.formats import option
 from fedloom.metrics import leading, metric
 from fedloom.report import result_table
 from fedloom.report.reading import read_table
-from fedloom.rundir import METRICS, MODELS, SETTINGS, SUMMARY, folder_of, read_summary
+from fedloom.rundir import METRICS, MODELS, SETTINGS, SUMMARY, check_digest, folder_of, read_summary
 from fedloom.trained.model import Model
 from fedloom.trained.model_source import KINDS
 from fedloom.trained.models import MOST_PERSONAL_FIRST
@@ -64,6 +64,7 @@ class RunDirectory:
             raise RunDirError(f"{path} is not a run directory: it {what}; give the --out of 'fedloom run'")
         try:
             self._document = read_toml(settings, "settings of the run")
+            check_digest(settings, settings.read_bytes())
             summary = read_summary(self.path / SUMMARY)
             self._runs = {(record.method, record.seed): record for record in summary.runs}
         except OSError:

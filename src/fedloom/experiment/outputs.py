@@ -31,6 +31,7 @@ from fedloom.rundir import (  # fmt: skip
     IMPORTANCE,
     LEFT_OUT,
     METRICS,
+    NO_DIGEST,
     PARTITION,
     PREDICTIONS,
     REFERENCES,
@@ -40,6 +41,7 @@ from fedloom.rundir import (  # fmt: skip
     TSNE,
     RunRecord,
     Summary,
+    with_digest,
 )
 from fedloom.storage.files import write_atomic
 from fedloom.version import __version__
@@ -94,7 +96,7 @@ def write_settings(out: Path, experiment: Experiment) -> None:
         **{v: _version(v) for v in VERSIONS},
     }
     document = {**experiment.settings(), "resolved": {"versions": versions}}
-    write_atomic(out / SETTINGS, tomli_w.dumps(document).encode())
+    write_atomic(out / SETTINGS, with_digest(f"{tomli_w.dumps(document)}# {NO_DIGEST}\n".encode()))
 
 
 def write_tables(out: Path, outcomes: Sequence[Outcome]) -> None:
@@ -190,9 +192,11 @@ def write_parquet(path: Path, tables: list[pa.Table], keep: Sequence[tuple[str, 
     if not tables:
         path.unlink(missing_ok=True)
         return
-    sink = io.BytesIO()
-    pq.write_table(pa.concat_tables(tables), sink, compression="zstd")
-    write_atomic(path, sink.getbuffer())
+    sink, table = io.BytesIO(), pa.concat_tables(tables)
+    with pq.ParquetWriter(sink, table.schema, compression="zstd") as writer:
+        writer.write_table(table)
+        writer.add_key_value_metadata({"digest": NO_DIGEST})
+    write_atomic(path, with_digest(sink.getvalue()))
 
 
 def write_summary(

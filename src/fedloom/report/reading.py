@@ -25,6 +25,7 @@ from fedloom.rundir import (
     TABLES,
     TIMINGS,
     Summary,
+    check_digest,
     read_summary,
 )  # fmt: skip
 
@@ -93,7 +94,9 @@ def _read(path: Path, label: str) -> Run:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        content = path.read_bytes()
+        check_digest(path, content)
+        return content.decode()
     except (OSError, UnicodeDecodeError) as error:
         raise RunDirError(f"{path} cannot be read: {error}") from error
 
@@ -170,6 +173,7 @@ def read_table(path: Path, names: tuple[str, ...], *, coded: bool = False) -> pa
     if path.exists() and not path.is_file():
         raise RunDirError(f"{path} is no regular file; remove it")
     try:
+        check_digest(path, path.read_bytes())
         schema = pq.read_schema(path)
         stored = schema.names
         if twice := [name for name in names if stored.count(name) > 1]:
