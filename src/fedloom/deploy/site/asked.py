@@ -65,8 +65,9 @@ def _models(envelope: Envelope) -> dict[tuple[str, int], str]:
     head, arrays = envelope.head, envelope.arrays
     place: list[Any] = [head.get(name) for name in ("accepted", "weight", "global")]
     if head["kind"] != "train":
-        return {(head["kind"], head["round"]): digest_of([*arrays, repr(place).encode()])}
-    models = {("train", head["round"]): digest_of([*arrays[:1], repr(place[:1]).encode()])}
+        return {(head["kind"], head["round"]): f"{head['digest']} {place}"}
+    download = head["digest"] if len(arrays) == 1 else digest_of(arrays[:1])
+    models = {("train", head["round"]): f"{download} {place[:1]}"}
     if head["scored"] >= 0:
-        models["score", head["scored"]] = digest_of([*arrays[1:], repr(place).encode()])
+        models["score", head["scored"]] = f"{digest_of(arrays[1:])} {place}"
     return models

@@ -91,10 +91,12 @@ class Client:
                 reason = self.trainer.log_privately(reason)
             more, arrays, metrics = {"status": "refused", "reason": reason[:REASON]}, [], None
         self._memory.notes.clear()
+        more["digest"] = digest_of(arrays)
         try:
             self._note_sent(head, more, arrays, metrics)
         except CheckpointError as error:  # what cannot be noted does not leave
             more, arrays, metrics = {"status": "refused", "reason": str(error)[:REASON]}, [], None
+            more["digest"] = digest_of(arrays)
         return self._signed(head, more, arrays, metrics)
 
     def _note_sent(
@@ -106,7 +108,7 @@ class Client:
             CheckpointError: the disk is full or refuses.
         """
         facts = {"kind": about.get("kind"), "round": about.get("round"), "status": more["status"]}
-        sizes = {"bytes": sum(map(len, arrays)), "numbers": len(metrics or {}), "digest": digest_of(arrays)}
+        sizes = {"bytes": sum(map(len, arrays)), "numbers": len(metrics or {}), "digest": more["digest"]}
         Audit(self._memory.folder / SENT).write("sent", **facts, **sizes)
 
     def _signed(
@@ -120,7 +122,6 @@ class Client:
             "round": about.get("round", 0),
             "client": self.site.client,
             "nonce": about.get("nonce", b""),
-            "digest": digest_of(arrays),
             **more,
         }
         return seal({**head, "signature": sign(self._key, {**head, "metrics": metrics or {}})}, arrays, metrics)

@@ -233,7 +233,8 @@ class Trainer:
         noise, limit = self.noise, self.site.epsilon
         if noise is not None and limit is None:
             limit = epsilon(noise, self.rounds)
-        return Ledger(self._memory.folder, noise, limit, f"site {self.site.site}", self._memory.releases())
+        before = 0 if noise is None else self._memory.releases()
+        return Ledger(self._memory.folder, noise, limit, f"site {self.site.site}", before)
 
     def _output(self, job: Job, down: Any, t: int) -> ClientOutput:
         """The output of a round.
