@@ -1,33 +1,124 @@
-"""Secure aggregation: bytes and processor seconds of a round's protocol, all sites in one process.
+"""Secure aggregation: what a round costs more than a plain one, and the bytes and seconds of the protocol alone.
 
-Usage: python benchmarks/secure.py [--sites 5 20 100] [--d 100000] [--lost 0.1]
+    python benchmarks/secure.py [--sites 5 9] [--d 10000 1000000] [--pairs 5] [--rounds 4]
+    python benchmarks/secure.py --protocol [--sites 5 20 100] [--d 100000] [--lost 0.1]
 
-Training and the network are left out. The threshold is the default one; a share of the sites drop out after the
+The first form plays whole deployments in this process, the server and every site, plain and under masks in turn, over
+messages that are written to bytes and read back. Processor seconds of a round are those of the server and all sites;
+the first round, which has the greetings, is left out. A figure is the median over pairs, with the least and the most.
+
+The second has neither training nor messages. The threshold is the default one; a share of the sites drop out after the
 shares, so that the server restores their masking keys. A site's seconds are the mean over sites.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
+import tempfile
 import time
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
 
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the deployments of the tests
+
+from flwr.app import Message
+from flwr.common.serde import message_to_proto
+
 from fedloom.deploy.secure import integers, shares
 from fedloom.deploy.secure import protocol as secure
+from fedloom.deploy.server.run import serve
+from fedloom.errors import Stop
+from tests.deploy import grid
+from tests.deploy.scene import scene
+from tests.deploy.sessions import secured
+
+MLP = 75
+"""Parameters of a hidden unit on digits; the output has ten more."""
+
+
+class Round(NamedTuple):
+    """Processor seconds and bytes of a round of a deployment, of the server and all sites."""
+
+    seconds: float
+    bytes: float
+
+
+def deployed(masked: bool, sites: int, d: int, rounds: int) -> Round:
+    """Median of the rounds of one deployment."""
+    sent, ends, wire = [0], list[tuple[float, int]](), grid.wire
+
+    def counted(message: Message) -> Message:
+        sent[0] += len(message_to_proto(message).SerializeToString())
+        return wire(message)
+
+    def note(line: str) -> None:
+        if "round " in line:
+            ends.append((time.process_time(), sent[0]))
+
+    changes: dict[str, Any] = {
+        "rounds": rounds,
+        "partition": {"kind": "iid", "clients": sites, "keep": 24},
+        "model": {"kind": "mlp", "hidden": [round(d / MLP)]},
+        "engine": {"dtype": "float32"},
+        "evaluate": {"every": 10 * rounds},
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        make = secured if masked else scene
+        here = make(Path(folder), "fedavg", **changes)
+        if masked:
+            agreed = here.server.secure.with_(threshold=secure.safe_threshold(sites))
+            here = here._replace(
+                server=here.server.with_(secure=agreed), sites=[s.with_(secure=agreed) for s in here.sites]
+            )
+        grid.wire = counted
+        try:
+            assert serve(here.grid(), here.server.with_(deadline=600.0, ttl=600.0), note) is Stop.DONE
+        finally:
+            grid.wire = wire
+    costs = [(b[0] - a[0], b[1] - a[1]) for a, b in zip(ends, ends[1:], strict=False)]
+    return Round(*(median(numbers) for numbers in zip(*costs, strict=True)))
+
+
+def compared(sites: int, d: int, pairs: int, rounds: int) -> str:
+    """A line of rounds with and without masks."""
+    plain, masked = [list(both) for both in zip(*(
+        (deployed(False, sites, d, rounds), deployed(True, sites, d, rounds)) for _ in range(pairs)
+    ), strict=True)]  # fmt: skip
+
+    def spread(numbers: list[float], digits: int = 3) -> str:
+        return f"{median(numbers):.{digits}f} ({min(numbers):.{digits}f}-{max(numbers):.{digits}f})"
+
+    ratio = [m.seconds / p.seconds for p, m in zip(plain, masked, strict=True)]
+    size = f"{plain[0].bytes / 1e6:9.3f} {masked[0].bytes / 1e6:9.3f}"
+    seconds = f"{spread([p.seconds for p in plain]):>21} {spread([m.seconds for m in masked]):>21}"
+    return f"{sites:5} {d:9,} | {size} | {seconds} | {spread(ratio, 2)}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sites", type=int, nargs="+", default=[5, 20, 100])
-    parser.add_argument("--d", type=int, default=100_000, help="numbers of an upload")
+    parser.add_argument("--sites", type=int, nargs="+")
+    parser.add_argument("--d", type=int, nargs="+", help="numbers of an upload")
+    parser.add_argument("--pairs", type=int, default=5, help="deployments of each kind")
+    parser.add_argument("--rounds", type=int, default=4, help="rounds of a deployment, with the first")
+    parser.add_argument("--protocol", action="store_true", help="the protocol alone, without training and messages")
     parser.add_argument("--lost", type=float, default=0.1, help="share of the sites that drop out after the shares")
     given = parser.parse_args()
-    print(f"d = {given.d}")
-    print("sites lost threshold | MB up per site  MB down per site | site s  server s")
-    for n in given.sites:
-        print(f"{n:5} " + row(n, given.d, int(given.lost * n)), flush=True)
+    if given.protocol:
+        print("sites         d lost threshold | MB up per site  MB down per site | site s  server s")
+        for d in given.d or [100_000]:
+            for n in given.sites or [5, 20, 100]:
+                print(f"{n:5} {d:9,} " + row(n, d, int(given.lost * n)), flush=True)
+        return
+    print(f"a round of the server and all sites: median of {given.pairs} pairs (least-most)")
+    print(f"sites {'d':>9} | {'MB plain':>9} {'MB masked':>9} | {'s plain':>21} {'s masked':>21} | masked / plain")
+    for d in given.d or [10_000, 1_000_000]:
+        for n in given.sites or [5, 9]:
+            print(compared(n, d, given.pairs, given.rounds), flush=True)
 
 
 def row(n: int, d: int, lost: int) -> str:
