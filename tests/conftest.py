@@ -7,8 +7,10 @@ import os
 import shutil
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from _pytest.doctest import DoctestModule
@@ -52,8 +54,50 @@ class OnlyExamples:
         return [one for one in found if not isinstance(one, DoctestModule)]
 
 
+class Attacks:
+    """Prints a table of what the tests marked `attack` tried, where they were asked for (``pytest -m attack``).
+
+    A test counts as one try, or as many as its property ``tries``. A row that has fewer than it must have is ``short``.
+    """
+
+    WANTED: ClassVar[dict[str, int]] = {
+        "forged replies": 29,
+        "uploads within bounds": 20,
+        "bad sites under secure aggregation": 14,
+        "a dishonest server": 5,
+        "messages beyond memory": 13,
+        "hostile files": 55,
+        "hostile directories": 890,
+        "flipped bits": 200,
+        "two runs on one directory": 9,
+        "protections taken out": 136,
+    }
+    """Rows, with the number of tries that each must have at least, slow tests included."""
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        for item in items:
+            item.user_properties += [("attack", mark.args[0]) for mark in item.iter_markers("attack")]
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+        if "attack" not in config.option.markexpr:
+            return
+        tried, fell = Counter[str](), Counter[str]()
+        for outcome in ("passed", "failed", "error"):
+            for report in terminalreporter.stats.get(outcome, ()):
+                properties = dict(report.user_properties)
+                if row := properties.get("attack"):
+                    tried[row] += int(properties.get("tries", 1))
+                    fell[row] += outcome != "passed"
+        terminalreporter.section("attacks")
+        for row, wanted in self.WANTED.items():
+            held = f"{tried[row] - fell[row]}/{tried[row]} held" if tried[row] else "not tried"
+            terminalreporter.line(f"{row:<36} {held:>16}   wanted {wanted}{' (short)' * (tried[row] < wanted)}")
+        assert {*tried} <= {*self.WANTED}
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(OnlyExamples())  # for src too, where a conftest of tests is not asked
+    config.pluginmanager.register(Attacks())
 
 
 def pytest_collection_finish() -> None:

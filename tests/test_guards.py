@@ -43,6 +43,7 @@ def test_a_row_names_code_and_a_test_that_are_there(row: guards.Guard) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.attack("protections taken out")
 @pytest.mark.timeout(2 * guards.SECONDS)
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.guard)
 def test_a_protection_that_is_gone_is_noticed(row: guards.Guard) -> None:

@@ -23,7 +23,7 @@ from fedloom.data.sources.table import reading as table_reading
 from fedloom.errors import ConfigError, DataError
 from fedloom.values import read_toml
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.attack("hostile files")]
 
 
 @pytest.fixture(autouse=True)

@@ -24,6 +24,8 @@ from tests.deploy.sessions import arrays_of, kind_of, losing, secured
 Edit = Callable[[Scene, int, bytes], bytes]
 """(deployment, client, what an honest site answers) -> what the bad one answers."""
 
+pytestmark = pytest.mark.attack("bad sites under secure aggregation")
+
 CLOSE = {"rtol": 0, "atol": 1e4 * 2.0**-integers.BITS}
 
 

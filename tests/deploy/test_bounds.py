@@ -31,6 +31,8 @@ from fedloom.rows.algebra import lifted
 from tests.deploy.scene import FIRST, Scene, changed, document, scene
 from tests.deploy.sessions import arrays_of, kind_of
 
+pytestmark = pytest.mark.attack("uploads within bounds")
+
 BAD = 1
 SMALL: dict[str, Any] = {
     "partition": {"kind": "dirichlet", "clients": 3, "beta": 0.5, "keep": 24},

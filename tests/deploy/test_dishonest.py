@@ -28,6 +28,8 @@ from fedloom.version import __version__
 from tests.deploy.scene import Scene
 from tests.deploy.sessions import Steps, secured
 
+pytestmark = pytest.mark.attack("a dishonest server")
+
 ALL = range(5)
 
 

@@ -27,6 +27,8 @@ from fedloom.rows.wire import Codec
 from tests.deploy.grid import outside_flower, wire
 from tests.deploy.scene import FIRST, Scene, changed, scene
 
+pytestmark = pytest.mark.attack("forged replies")
+
 SMALL = {
     "partition": {"kind": "dirichlet", "clients": 3, "beta": 0.5, "keep": 12},
     "rounds": 2,

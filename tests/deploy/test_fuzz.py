@@ -91,6 +91,7 @@ def test_ten_thousand_byte_strings(heard: Any) -> None:
             assert is_rejected(checks, changed(reply, BAD, arrays=[data]), asked), data[:60]
 
 
+@pytest.mark.attack("messages beyond memory")
 def test_memory_is_bounded(heard: Any) -> None:
     checks, reply, asked, *_ = heard
     tracemalloc.start()

@@ -25,6 +25,8 @@ from tests.deploy.conftest import make_experiment
 from tests.deploy.grid import outside_flower
 from tests.deploy.test_members import Location, grid, plan, read, write
 
+pytestmark = pytest.mark.attack("hostile directories")
+
 CONTENTS: dict[str, bytes | None] = {
     "pipe": None, "folder": None, "empty": b"", "noise": bytes(range(256)), "deep": b"[" * 100_000,
     "escape": b'{"what": "stop", "reason": "\\u001b[2J", "time": "\\u001b[2J", "detail": "\\u001b[2J"}\n',
@@ -69,11 +71,13 @@ def shown(words: list[str]) -> None:
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("kind", CONTENTS)
-def test_files_of_the_server_may_be_anything(kind: str, copy: Path) -> None:
+def test_files_of_the_server_may_be_anything(kind: str, copy: Path, record_property: Any) -> None:
     server = copy / "server"
     names = ("server.toml", "experiment.toml", "ca.crt", "results/metrics.parquet", "state/audit.jsonl")
     paths = [*(server / name for name in names), *server.glob("state/checkpoints/checkpoint-*.json")]
-    for path in (path for path in paths if path.exists()):
+    paths = [path for path in paths if path.exists()]
+    record_property("tries", len(paths))
+    for path in paths:
         content = path.read_bytes()
         put(path, kind)
         shown(["deploy", "status", str(copy)])
@@ -83,9 +87,10 @@ def test_files_of_the_server_may_be_anything(kind: str, copy: Path) -> None:
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("kind", CONTENTS)
-def test_files_of_a_site_may_be_anything(kind: str, copy: Path) -> None:
-    site = copy / "sites" / "site-0"
-    for name in ("site.toml", "experiment.toml", "signing-key", "ca.crt"):
+def test_files_of_a_site_may_be_anything(kind: str, copy: Path, record_property: Any) -> None:
+    site, names = copy / "sites" / "site-0", ("site.toml", "experiment.toml", "signing-key", "ca.crt")
+    record_property("tries", 3 * len(names))
+    for name in names:
         content = (site / name).read_bytes()
         put(site / name, kind)
         shown(["deploy", "models", str(site)])
@@ -152,7 +157,7 @@ def test_what_a_message_is_handed_over_by_may_be_anything(kind: str, tmp_path: P
             hand_over(file, b"", os.getpid())
 
 
-def test_every_fact_of_the_log_may_be_another(copy: Path) -> None:
+def test_every_fact_of_the_log_may_be_another(copy: Path, record_property: Any) -> None:
     server, tried, sentences = read_server(copy / "server" / "server.toml"), 0, list[str]()
     (server.results / "metrics.parquet").unlink()  # scores are of no fact of the log
     whole = [json.loads(line) for line in server.audit.read_text().splitlines()]
@@ -169,5 +174,6 @@ def test_every_fact_of_the_log_may_be_another(copy: Path) -> None:
                     table(status)
                 except FedloomError as error:
                     sentences.append(str(error))
+    record_property("tries", tried)
     assert tried > len(sentences) > 10
     assert all("log and checkpoints do not fit together" in sentence for sentence in sentences)

@@ -165,6 +165,7 @@ def test_a_diverging_run_that_goes_on_after_a_stop_says_it_once(tmp_path):
     assert here.summary()["runs"][0]["diverged"] == here.simulate().diverged
 
 
+@pytest.mark.attack("forged replies")
 @pytest.mark.parametrize("loss", [200.0, 1e30, 1e308, -1e308])
 @pytest.mark.parametrize("since", [0, 2])
 def test_one_site_makes_no_run_diverged(loss, since, tmp_path):

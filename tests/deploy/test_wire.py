@@ -145,7 +145,8 @@ def long_head(records):
     return RecordDict({**dict(records), "head": ConfigRecord({**head, "vocabulary": ["x" * 1000] * 20_000})})
 
 
-def test_messages_of_20_mb_take_little_memory_of_the_server(experiment, tmp_path):
+@pytest.mark.attack("messages beyond memory")
+def test_messages_of_20_mb_take_little_memory_of_the_server(experiment, tmp_path, record_property):
     """Bombs by declared sizes in the place of a greeting, an upload and scores, and a head of 20 MB.
 
     After round 1, which is honest, the server's processes idle at what they have; the peak is 300 MB more at most.
@@ -181,6 +182,7 @@ def test_messages_of_20_mb_take_little_memory_of_the_server(experiment, tmp_path
         assert stream.reap() == 0, stream.tail()
         assert here.status() == "finished:completed", stream.tail(40)
     assert all(kinds.get(kind) for kind in ("hello", "train", "score", "head")), kinds
+    record_property("tries", len(kinds))
     audit = [json.loads(line) for line in (folder / "server" / "state" / "audit.jsonl").read_text().splitlines()]
     reasons = {e["kind"]: e["reason"] for e in audit if e["what"] in ("rejected", "mute", "missed") and e.get("reason")}
     assert {"hello", "train", "score"} <= {*reasons}, reasons

@@ -25,6 +25,8 @@ from fedloom.experiment.events import Event
 from fedloom.storage.locks import lock
 from fedloom.tune import Tuning
 
+pytestmark = pytest.mark.attack("two runs on one directory")
+
 SMALL: dict[str, Any] = {
     "rounds": 3,
     "data": {"source": "digits"},
@@ -48,6 +50,13 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.fixture(scope="module")
+def searched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("search") / "out"
+    Tuning(SEARCH, "search.toml", out).run()
+    return out
+
+
 @pytest.fixture
 def copy(finished: Path, tmp_path: Path) -> Path:
     return shutil.copytree(finished, tmp_path / "out")
@@ -62,6 +71,25 @@ def test_force_deletes_nothing_of_a_directory_in_use(copy: Path) -> None:
     assert contents(copy) == before
     plan.run(page=False)
     assert contents(copy).keys() == before.keys()
+
+
+DOORS = (
+    "run", "run --force", "run --force --method fedavg", "run --method fedavg", "run --set name=other",
+    "run --force --set rounds=9", "tune", "tune --force", "tune --trials 1",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_no_command_changes_a_directory_in_use(door: str, copy: Path, searched: Path, tmp_path: Path) -> None:
+    command, *more = door.split()
+    out = copy if command == "run" else shutil.copytree(searched, tmp_path / "search")
+    file, before = tmp_path / "e.toml", contents(out)
+    file.write_text(tomli_w.dumps(SMALL if command == "run" else SEARCH))
+    with lock(out):
+        result = CliRunner().invoke(app, [command, str(file), "--out", str(out), *more])
+    assert result.exit_code == 2, result.output
+    assert "in use by process" in result.output
+    assert contents(out) == before
 
 
 def test_a_second_run_with_force_leaves_the_first_its_results(finished: Path, tmp_path: Path) -> None:
@@ -101,9 +129,8 @@ def test_another_process_with_force_is_refused_while_the_first_runs(tmp_path: Pa
     assert {run["status"] for run in json.loads((out / "summary.json").read_text())["runs"]} == {"interrupted"}
 
 
-def test_a_search_with_force_deletes_nothing_of_one_that_goes_on(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    Tuning(SEARCH, "search.toml", out).run()
+def test_a_search_with_force_deletes_nothing_of_one_that_goes_on(searched: Path, tmp_path: Path) -> None:
+    out = shutil.copytree(searched, tmp_path / "out")
     before = contents(out)
     search = Tuning(SEARCH, "search.toml", out, force=True)
     assert contents(out) == before

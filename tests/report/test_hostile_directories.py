@@ -23,6 +23,8 @@ from fedloom.errors import CheckpointError, ConfigError, FedloomError, RunDirErr
 from fedloom.report.charts.kit import Figure, chart, mark, number
 from fedloom.report.csv_files import csv_of, csv_of_table
 
+pytestmark = pytest.mark.attack("hostile directories")
+
 FORMULAS = ("=cmd|' /C calc'!A0", "+1", "-1+1", "@SUM(A1)", "\t=1", "\r=1")
 DEEP = "[" * 100_000
 VALUES: tuple[Any, ...] = (
@@ -74,7 +76,7 @@ def put(document: Any, at: tuple[Any, ...], value: Any) -> Any:
     return changed
 
 
-def test_every_value_of_a_summary_may_be_another(copy: Path) -> None:
+def test_every_value_of_a_summary_may_be_another(copy: Path, record_property: Any) -> None:
     path = copy / "summary.json"
     document = json.loads(path.read_text())
     tried = refused = 0
@@ -83,11 +85,12 @@ def test_every_value_of_a_summary_may_be_another(copy: Path) -> None:
             path.write_text(json.dumps(put(document, at, value)))
             refused += bool(outcome(copy))
             tried += 1
+    record_property("tries", tried)
     assert tried > 200
     assert refused > 30
 
 
-def test_every_value_of_settings_may_be_another(copy: Path) -> None:
+def test_every_value_of_settings_may_be_another(copy: Path, record_property: Any) -> None:
     path = copy / "experiment.toml"
     document = tomllib.loads(path.read_text()) | {"attack": {"kind": "sign-flip", "fraction": 0.5}}
     document["resolved"] = {"versions": {"torch": "2"}}
@@ -97,6 +100,7 @@ def test_every_value_of_settings_may_be_another(copy: Path) -> None:
             path.write_text(tomli_w.dumps(put(document, at, value)))
             outcome(copy)
             tried += 1
+    record_property("tries", tried)
     assert tried > 50
 
 
@@ -116,11 +120,12 @@ def columns(table: pa.Table, name: str) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("file", ["metrics", "partition", "timings"])
-def test_every_column_of_a_table_may_be_another(file: str, copy: Path) -> None:
+def test_every_column_of_a_table_may_be_another(file: str, copy: Path, record_property: Any) -> None:
     path = copy / f"{file}.parquet"
-    table = pq.read_table(path)
+    table, tried = pq.read_table(path), 0
     for name in table.column_names:
         for column in columns(table, name):
+            tried += 1
             place = table.column_names.index(name)
             pq.write_table(table.set_column(place, name, column), path)
             outcome(copy)
@@ -130,6 +135,7 @@ def test_every_column_of_a_table_may_be_another(file: str, copy: Path) -> None:
     outcome(copy)
     pq.write_table(pa.concat_tables([table, table]), path)
     outcome(copy)
+    record_property("tries", tried + len(table.column_names) + 2)
 
 
 RAW: dict[str, tuple[str, bytes]] = {
