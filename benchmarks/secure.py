@@ -17,6 +17,7 @@ import argparse
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -80,7 +81,7 @@ def deployed(masked: bool, sites: int, d: int, rounds: int) -> Round:
             assert serve(here.grid(), here.server.with_(deadline=600.0, ttl=600.0), note) is Stop.DONE
         finally:
             grid.wire = wire
-    costs = [(b[0] - a[0], b[1] - a[1]) for a, b in zip(ends, ends[1:], strict=False)]
+    costs = [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(ends)]
     return Round(*(median(numbers) for numbers in zip(*costs, strict=True)))
 
 

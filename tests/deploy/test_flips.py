@@ -5,21 +5,21 @@ The quick tests flip a few bits of every file, the slow ones as many as an audit
 
 from __future__ import annotations
 
-import json
 import os
-import random
 import shutil
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
 from flwr.app import Message
 
 from fedloom import report
-from fedloom.deploy.site.ledger import Ledger, Spent
+from fedloom.deploy.site.ledger import Ledger
 from fedloom.engine.privacy import epsilon
 from fedloom.errors import FedloomError, Stop
 from fedloom.experiment import Plan, parse
@@ -53,9 +53,10 @@ def files(folder: Path) -> list[Path]:
     return [path.relative_to(folder) for path in paths if path.stat().st_size]
 
 
-def flip(path: Path, bits: random.Random) -> int:
+def flip(path: Path, seed: str) -> int:
+    """Flip one bit, by the seed; its place is returned."""
     content = bytearray(path.read_bytes())
-    place = bits.randrange(8 * len(content))
+    place = int(np.random.default_rng(zlib.crc32(seed.encode())).integers(8 * len(content)))
     content[place // 8] ^= 1 << place % 8
     path.write_bytes(content)
     return place
@@ -68,7 +69,15 @@ def flipped(whole: Path, copy: Path, times: int) -> Iterator[tuple[Path, int]]:
         for k in range(times):
             shutil.rmtree(copy, ignore_errors=True)
             shutil.copytree(whole, copy)
-            yield name, flip(copy / name, random.Random(f"{name.name} {k}"))
+            yield name, flip(copy / name, f"{name.name} {k}")
+
+
+def outcome(action: Callable[[], Any]) -> tuple[Any, str]:
+    """What an action returns, or None and the sentence."""
+    try:
+        return action(), ""
+    except FedloomError as error:
+        return None, str(error)
 
 
 def same_rows(a: Path, b: Path) -> bool:
@@ -95,23 +104,20 @@ def test_a_run_directory(times: int, finished: Path, tmp_path: Path, record_prop
     shutil.copytree(finished, copy)
     clean = page(copy)
     for name, place in flipped(finished, copy, times):
-        try:
-            assert page(copy) == clean, (name, place)
-        except FedloomError as error:
-            assert name.name in str(error)
-        try:
-            outcomes = Plan(parse(SMALL), copy).run(page=False)
-        except FedloomError as error:
-            assert name.name in str(error) or "another experiment" in str(error)
-        else:
-            damaged = [o for o in outcomes if o.damaged]
-            assert bool(damaged) == (name.parts[0] == "checkpoints"), (name, place)
-            assert same_rows(copy / "metrics.parquet", finished / "metrics.parquet"), (name, place)
-            for path in files(finished):
-                fixed = path.parts[0] == "models" or (path.suffix in (".toml", ".json") and len(path.parts) == 1)
-                if fixed and not damaged:
-                    assert (copy / path).read_bytes() == (finished / path).read_bytes(), (name, place, path)
         tried += 1
+        shown, sentence = outcome(lambda: page(copy))
+        assert shown == clean or name.name in sentence, (name, place)
+        ends, sentence = outcome(lambda: Plan(parse(SMALL), copy).run(page=False))
+        if ends is None:
+            assert name.name in sentence or "another experiment" in sentence
+            continue
+        damaged = any(end.damaged for end in ends)
+        assert damaged == (name.parts[0] == "checkpoints"), (name, place)
+        assert same_rows(copy / "metrics.parquet", finished / "metrics.parquet"), (name, place)
+        for path in files(finished):
+            fixed = path.parts[0] == "models" or (path.suffix in (".toml", ".json") and len(path.parts) == 1)
+            if fixed and not damaged:
+                assert (copy / path).read_bytes() == (finished / path).read_bytes(), (name, place, path)
     record_property("tries", tried)
     assert tried >= 9 * times
 
@@ -144,13 +150,11 @@ def test_a_deployment(times: int, stopped: Any, record_property: Any) -> None:
     """It goes on to the same models; or a sentence names the site, the file or both."""
     (here, whole, models), tried = stopped, 0
     for name, place in flipped(whole, here.folder, times):
-        try:
-            end = here.serve(quorum=2)
-            same = end is Stop.DONE and all(map(torch.equal, models_of(here), models))
-            assert same or end is not Stop.DONE or noted(here), (name, place)
-        except FedloomError as error:
-            assert len(str(error)) > 20
         tried += 1
+        end, sentence = outcome(lambda: here.serve(quorum=2))
+        same = end is Stop.DONE and all(map(torch.equal, models_of(here), models))
+        assert same or end is not Stop.DONE or noted(here), (name, place)
+        assert end or sentence
     record_property("tries", tried)
     assert tried >= 9 * times
 
@@ -169,7 +173,7 @@ def test_a_session(file: str, times: int, tmp_path: Path, record_property: Any) 
         def look(node: int, message: Message, reply: Message, clients: Any = clients, k: int = k) -> Message:
             if (kind_of(message), int(message.content["head"]["round"]), node) == ("masked", 2, FIRST + 3):
                 for path in clients[3]._memory.folder.rglob(file):
-                    flip(path, random.Random(f"{file} {k}"))
+                    flip(path, f"{file} {k}")
             return reply
 
         assert here.serve(here.grid(look, clients)) is Stop.DONE
@@ -185,11 +189,9 @@ def test_a_ledger(times: int, tmp_path: Path, record_property: Any) -> None:
     book = Ledger(tmp_path, noise, epsilon(noise, 9), "x", least=4)
     whole = (tmp_path / "ledger.jsonl").read_bytes()
     for k in range(times):
-        flip(tmp_path / "ledger.jsonl", random.Random(f"ledger {k}"))
-        try:
-            assert book.releases() >= 4
-        except Spent as error:
-            assert "cannot be known" in str(error) or "put back" in str(error)
+        flip(tmp_path / "ledger.jsonl", f"ledger {k}")
+        count, sentence = outcome(book.releases)
+        assert (count or 0) >= 4 or "cannot be known" in sentence or "put back" in sentence
         (tmp_path / "ledger.jsonl").write_bytes(whole)
     record_property("tries", times)
 
@@ -200,7 +202,7 @@ def test_a_kept_sum(name: str, times: int, tmp_path: Path, record_property: Any)
     sums, path = kept_sum(tmp_path, name)
     whole = path.read_bytes()
     for k in range(times):
-        flip(path, random.Random(f"{name} {k}"))
+        flip(path, f"{name} {k}")
         kept = sums.newest("uploads")
         assert kept is None or kept.total.tolist() == [0, 1, 2]
         path.write_bytes(whole)

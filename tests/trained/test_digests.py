@@ -114,11 +114,12 @@ def test_a_figure_that_has_changed_is_refused(run: Path) -> None:
     for byte in range(4, path.stat().st_size - 8, 29):
         whole = path.read_bytes()
         flip(path, 8 * byte + 2)
-        try:  # where the flip is in the words before the digest, the file has none, and is as it was else
-            assert repr(read_table(path, ("value",)).to_pylist()) == before, byte
-        except RunDirError as error:
-            assert "is damaged, or was changed" in str(error)
+        try:
+            rows = repr(read_table(path, ("value",)).to_pylist())
+        except RunDirError:
             refused += 1
+        else:  # in the words before the digest: the file has none, and else it is as it was
+            assert rows == before, byte
         path.write_bytes(whole)
     assert refused > 100
 
