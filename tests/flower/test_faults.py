@@ -380,6 +380,10 @@ def test_a_first_node_with_other_samples_does_not_turn_the_others_away(caplog: p
     assert "node 100 takes no part: its samples are" in caplog.text
 
 
+def broken() -> ArrayRecord:
+    return ArrayRecord(Net().state_dict() | {"head.bias": torch.full([CLASSES], torch.nan)})
+
+
 def test_too_few_nodes() -> None:
     with pytest.raises(ConfigError, match="1 nodes are there and fit, 2 are needed"):
         run(App(local, 1))
@@ -408,6 +412,7 @@ def test_too_few_nodes() -> None:
             lambda: ff.Strategy("fedavg", Net()).start(App(local, 2).grid, ArrayRecord(Net(9).state_dict())),
             r"initial_arrays: 'body.0.weight' has the shape \[9, 5\], the model's has \[8, 5\]",
         ),
+        (lambda: ff.Strategy("fedavg", Net()).start(App(local, 2).grid, broken()), "'head.bias' has NaN or infinity"),
     ],
 )
 def test_bad_input_is_a_sentence(make: Any, sentence: str) -> None:

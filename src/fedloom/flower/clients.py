@@ -145,7 +145,7 @@ class FlowerClients(RemoteClients):
             node = reply.metadata.src_node_id
             client = clients.get(node)
             if reply.has_error():
-                log(WARNING, "fedloom: a node did not answer: %s", reply.error.reason)
+                log(WARNING, "fedloom: node %s did not answer: %s", node, reply.error.reason)
                 continue
             if client is None or client in values:
                 log(WARNING, "fedloom: node %s was not asked; its reply is left out", node)

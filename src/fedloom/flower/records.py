@@ -228,6 +228,8 @@ def state_dict_of(arrays: Any, module: nn.Module) -> dict[str, Tensor]:
         shape, expected_shape = ([*s[name].shape] if name in s else "none" for s in (values, expected))
         if shape != expected_shape:
             raise ConfigError(f"initial_arrays: {name!r} has the shape {shape}, the model's has {expected_shape}")
+        if not values[name].isfinite().all():
+            raise ConfigError(f"initial_arrays: {name!r} has NaN or infinity; give a model with finite values")
     return values
 
 
