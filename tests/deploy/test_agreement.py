@@ -159,6 +159,37 @@ def test_all_five_hospitals_can_take_part_train_and_use_their_models(agreed: Pat
     assert "models are at its sites" in call("models", agreed / "server" / "results", code=2)
 
 
+@pytest.mark.slow
+@pytest.mark.deploy
+@pytest.mark.timeout(1800)
+def test_the_journey_over_real_processes(tmp_path: Path) -> None:
+    """A server and five sites over TLS end with the models that the same files give in this process."""
+    outside_flower()
+    real = journey(tmp_path)
+    call("run", tmp_path / "all.toml", "--rounds", 1, "--set", "seeds=[0]", "--out", tmp_path / "run")
+    call("report", tmp_path / "run", "--card")
+    (tmp_path / "all.agreement.toml").unlink()
+    shutil.rmtree(tmp_path / "tables")
+    here = shutil.copytree(real, tmp_path / "here")
+    clients = [Client(read_site(here / "sites" / name / "site.toml")) for name in NAMES]
+    grid = FakeGrid({FIRST + c.site.client: c.answer for c in clients})
+    assert serve(grid, read_server(here / "server" / "server.toml"), lambda _: None) is Stop.DONE
+    told = call("deploy", "local", real)
+    assert "round 3/3: 5 of 5 accepted" in told
+    assert "over TLS" in told
+    assert "finished" in call("deploy", "status", real / "server")
+    for site in hospitals.SITES:
+        new = hospitals.own_table(tmp_path / f"{site}.csv", site, own_rows(site, seed=5))
+        scores = []
+        for made in (real, here):
+            out = tmp_path / f"{site}.predictions.csv"
+            call("deploy", "predict", made / "sites" / site.lower(), new, "--out", out)
+            with out.open(newline="") as file:
+                scores.append(np.array([float(row["probability of 1"]) for row in csv.DictReader(file)]))
+        assert len(scores[0]) == hospitals.SITES[site][0]
+        np.testing.assert_allclose(*scores, rtol=1e-6, atol=1e-9)
+
+
 def test_times_to_an_event_are_learned_and_used_at_every_site(tmp_path: Path) -> None:
     """Training, scores, predictions and the exported graph of a deployed survival model, two units among the sites."""
     outside_flower()

@@ -223,6 +223,9 @@ def _home(key: str, value: object, place: str) -> str:
         value: its value.
         place: the table that holds it, "method", or empty for the top of the file.
     """
+    kinds = TABLES[place].classes() if place in TABLES else {}
+    if able := [repr(kind) for kind, owner in kinds.items() if key in fields_of(owner)]:
+        return f"it is an option of kind {' or '.join(able)}"
     homes = {name: {k for kind in may.classes().values() for k in fields_of(kind)} for name, may in TABLES.items()}
     homes["head"] = set(Top.model_fields)
     name, owners = homes_of(key, {home: keys for home, keys in homes.items() if home != place})
