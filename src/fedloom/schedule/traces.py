@@ -63,7 +63,9 @@ def _columns(path: Path) -> tuple[dict[str, Column], list[str]]:
     try:
         table = parquet.read_table(path) if path.suffix == ".parquet" else csv.read_csv(path)
     except FileNotFoundError:
-        raise DataError(f"devices.file {path} is not there (looked for at {path.absolute()}); correct the path") from None
+        raise DataError(
+            f"devices.file {path} is not there (looked for at {path.absolute()}); correct the path"
+        ) from None
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"devices.file {path} cannot be read: {str(error).splitlines()[0]}") from None
     has = table.column_names
