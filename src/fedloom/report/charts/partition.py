@@ -271,7 +271,9 @@ def cluster_shares(runs: list[Run], rows: list[Row]) -> Figure | None:
 def _evenly(items: int | Integers, most: int) -> Integers:
     """At most so many of the items, or of the numbers up to one, evenly by place."""
     numbers = np.arange(items) if isinstance(items, int) else items
-    return numbers[np.unique(np.linspace(0, len(numbers) - 1, min(most, len(numbers))).round().astype(int))]
+    places = np.linspace(0, len(numbers) - 1, min(most, len(numbers))).round()
+    chosen: Integers = numbers[np.unique(places.astype(int))]
+    return chosen
 
 
 def _clustered(run: Run, row: Row, seed: int, groups: Integers | None) -> Rows:
