@@ -125,6 +125,7 @@ from nvflare.recipe import SimEnv
 
 config = {{"method": "ditto", "num-server-rounds": {rounds}, "min-nodes": {nodes}}}
 waits = {{"superlink_ready_timeout": 120.0, "configure_task_timeout": 120, "start_task_timeout": 120}}
+waits |= {{"per_msg_timeout": 100.0, "tx_timeout": 400.0}}  # of a busy machine
 recipe = FlowerRecipe(flower_content={app!r}, min_clients={nodes}, run_config=config, **waits)
 recipe.execute(SimEnv(num_clients={nodes}, num_threads={nodes}, workspace_root={folder!r}))
 """
