@@ -109,7 +109,10 @@ def fit_of_sums(total: Callable[[Floats], Ring], terms: CoxAgreement, names: Seq
     first = here
     losses, events = here.losses, first.losses.events - first.losses.uncovered - first.losses.rare
     if not events:
-        raise DataError(f"no bin has {terms.least} events at a site; agree on wider bins or on a smaller least count")
+        outside = f"; {losses.uncovered} of {losses.events} events are after the last bin" if losses.uncovered else ""
+        raise DataError(
+            f"no bin has {terms.least} events at a site; agree on wider bins or on a smaller least count{outside}"
+        )
     spread = np.sqrt(np.maximum(first.likelihood.information.diagonal(), 0) / events)  # of columns among rows at risk
     if not (spread > sites * terms.step).all():
         raise DataError(f"{names[int(spread.argmin())]} is the same in every row at risk; leave it out")

@@ -89,7 +89,7 @@ class Survey:
             and (c.name.lower() in TARGETS or len(c.levels) <= FEW or not LATER.search(c.name))
         ]  # fmt: skip
         whole = [c for c in fit if c.name.lower() in TARGETS]
-        last = [c for c in fit if c.name == self.names[-1]]
+        last = [c for c in fit if c.name == self.names[-1] and not _words(c.name) & set(SITES)]
         few = [c for c in reversed(fit) if len(c.levels) <= FEW and not _words(c.name) & set(SITES)]
         return list(dict.fromkeys(c.name for c in [*whole, *_named(fit, TARGETS), *last, *few]))
 

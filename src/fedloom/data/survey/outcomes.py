@@ -18,6 +18,7 @@ TIME = re.compile(
 """Names of times to an event."""
 EVENT = re.compile(r"event|status|died|dead|death|deceased|relapse|recur|arrest|fail|progress", re.IGNORECASE)
 """Names of columns with 1 for an event; one of `cens` may have either meaning, so people name it."""
+CENSORED = re.compile(r"cens", re.IGNORECASE)
 COUNT = re.compile(
     r"(^|_)(n|num|number|count|counts|no)_|_(n|count|counts)$|visits|admissions|admits|episodes|falls|seizures|attacks|claims",
     re.IGNORECASE,
@@ -81,6 +82,8 @@ def timed(survey: Survey, target: str | None, event: str | None) -> tuple[Timed 
     events = [c for c in survey.columns.values() if EVENT.search(c.name) and is_event(c) and c.name != target]
     if target is not None:
         times = [c for c in times if c.name == target]
+    if times and not events:
+        return None, _doubtful(survey, times[0], target)
     if not times or not events:
         return None, ""
     outcome = Timed(times[0], events[0])
@@ -91,3 +94,19 @@ def timed(survey: Survey, target: str | None, event: str | None) -> tuple[Timed 
         None,
         f"{outcome.time.name!r} with the event {outcome.event.name!r} is a time to event: {flag} {outcome.event.name}",
     )
+
+
+def _doubtful(survey: Survey, time: ColumnProfile, target: str | None) -> str:
+    """The sentence on a column beside a time that may hold events: of `cens` a 1 may mean both, and some write 1 and 2."""
+    for column in survey.columns.values():
+        if column.name == target or not (named := EVENT.search(column.name) or CENSORED.search(column.name)):
+            continue
+        numbers = column.values[~np.isnan(column.values)] if column.kind == "number" else np.empty(0)
+        levels, ended = set(numbers.tolist()), int((numbers == 1).sum())
+        what = f"{time.name!r} beside {column.name!r} may be a time to event"
+        flags = f"--target {time.name} --event {column.name}"
+        if levels == {0.0, 1.0} and named.re is CENSORED:
+            return f"{what}: {flags} where 1 is an event ({ended} of {len(numbers)} rows), not where 1 is censored"
+        if levels == {1.0, 2.0}:
+            return f"{what}, but is coded 1 and 2: write 1 for an event and 0 for none, then {flags}"
+    return ""
