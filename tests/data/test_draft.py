@@ -346,6 +346,22 @@ def test_a_time_beside_an_event_is_drafted_as_survival(tmp_path: Path) -> None:
     assert runs(path).federations[0].data.task == "survival"
 
 
+def test_a_doubtful_event_and_a_late_entry_are_named(tmp_path: Path) -> None:
+    for name, recode, words in (
+        ("cens", int, f"--target week --event cens where 1 is an event ({ILL.sum()} of {N} rows), not where 1 is"),
+        ("status", lambda ill: int(ill) + 1, "coded 1 and 2: write 1 for an event and 0 for none"),
+    ):
+        path = outcomes(tmp_path / f"{name}.csv", name)
+        head, *lines = path.read_text().splitlines()
+        place = head.split(",").index(name)
+        cells = [line.split(",") for line in lines]
+        rows = [[*row[:place], str(recode(row[place])), *row[place + 1 :], "0.5"] for row in cells]
+        path.write_text("\n".join([f"{head},entry", *map(",".join, rows)]) + "\n")
+        assert words in init(path)
+    said = init_again(tmp_path / "cens.csv", "--target", "week", "--event", "cens")
+    assert "'entry' looks like a late entry: rows count as at risk from time 0 on" in said
+
+
 def test_a_column_named_as_a_class_is_the_target_and_its_time_is_proposed(tmp_path: Path) -> None:
     path = outcomes(tmp_path / "t.csv", "died")
     assert "'week' with the event 'died' is a time to event: --target week --event died" in init(path)

@@ -11,7 +11,7 @@ import pytest
 
 from fedloom.data.sources.tabular import Csv
 from fedloom.data.survey.agreement import AgreedColumn, Agreement
-from fedloom.errors import FedloomError
+from fedloom.errors import DataError, FedloomError
 from tests import hospitals
 
 AGREED = Agreement(
@@ -115,6 +115,9 @@ DOUBTS: dict[str, tuple[str, dict[str, Any], str]] = {
     "one class": ("died", {"levels": ("1",)}, "the label 'died' is '1' in every row; nothing can be learned"),
     "one number": ("died", {"levels": ("1",), "task": "regression"}, "column 'died': the same in every row"),
     "far": ("age", {"levels": (*map(str, range(39)), "99999")}, "row 41, column 'age': 99999 lies absurdly far from"),
+    "negative": (
+        "age", {"levels": (*map(str, range(1, 40)), "-7")}, "row 41, column 'age': -7 is negative, as 1 of 40",
+    ),
     "far label": ("died", {"levels": (*"123456789", "-1e30"), "task": "regression"}, "row 11, column 'died': -1e+30"),
 }  # fmt: skip
 FINE: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -122,6 +125,7 @@ FINE: tuple[tuple[str, dict[str, Any]], ...] = (
     ("died", {"levels": ("0", "1", "no", "2")}),
     ("died", {"levels": tuple("0123456789abcdefghijklmnopqrstuvwxyz")}),
     ("age", {"levels": ("0", "0", "0", "0", "0", "7e6")}),
+    ("age", {"levels": (*map(str, range(-9, 30)),)}),
     ("age", {"levels": tuple(str(10.0**k) for k in range(-4, 5))}),
 )
 
@@ -157,6 +161,14 @@ def test_a_doubtful_column_is_noted_once(fault: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("column", "options"), FINE)
 def test_a_sound_column_has_no_note(column: str, options: dict[str, Any], tmp_path: Path) -> None:
     assert plain(tmp_path / "site.csv", column, **options).read(None).notes == ()
+
+
+def test_a_header_that_comes_again_is_refused(tmp_path: Path) -> None:
+    table = plain(tmp_path / "site.csv", "age", "1234567")
+    lines = (tmp_path / "site.csv").read_text().splitlines()
+    (tmp_path / "site.csv").write_text("\n".join([*lines[:5], lines[0], *lines[5:], lines[0]]) + "\n")
+    with pytest.raises(DataError, match="row 6 repeats the header \\(2 such\\); delete it"):
+        table.read(None)
 
 
 def test_agreed_classes_without_a_row_are_noted(tmp_path: Path) -> None:

@@ -207,6 +207,14 @@ def test_columns_in_other_units_are_named_with_the_share_beyond_the_training(
     assert "lie beyond" not in call("predict", opened.path, usual, "--method", "fedavg", "--out", tmp_path / "p.csv")
 
 
+def test_a_single_number_far_beyond_the_training_is_named(opened: RunDirectory, tmp_path: Path) -> None:
+    rows = hospitals.patients("Amsel", seed=4)
+    file = hospitals.write(tmp_path / "far.csv", [{**rows[0], "age": -60}, *rows[1:]])
+    said = call("predict", opened.path, file, "--method", "fedavg", "--client", "Amsel", "--out", tmp_path / "p.csv")
+    assert f"column 'age': 1 of {len(rows)} numbers lie far beyond" in said
+    assert "as -60 does" in said
+
+
 def test_predictions_carry_ids_and_are_decided_by_a_threshold(opened: RunDirectory, tmp_path: Path) -> None:
     rows = hospitals.patients("Amsel", seed=6)
     file, out = hospitals.write(tmp_path / "new.csv", rows), tmp_path / "p.csv"

@@ -61,6 +61,8 @@ markers_of = lru_cache(maxsize=64)(Markers)
 
 FITTED = 5
 """Numbers that are fitted to a column at a client."""
+FARTHEST = 0.5
+"""Widths of where the training lies, beyond which a single number is noted."""
 FAR = 0.1
 """Share of a column's rows from which a note reports that they lie far from the training."""
 
@@ -167,7 +169,8 @@ class Table(Value):
         """Sentences on the numbers of raw columns ``[N, p]`` that lie far from the training, as fitted ``[p, .]``.
 
         A number is far where it lies beyond the bounds of the training by more than a standard deviation; of a column
-        whose range was agreed on, where it lies beyond that. A column is named from `FAR` of its rows on.
+        whose range was agreed on, where it lies beyond that. A column is named from `FAR` of its rows on, and where a
+        single number lies beyond by `FARTHEST` of the width.
         """
         sentences = []
         for k, column in enumerate(self.columns):
@@ -176,7 +179,15 @@ class Table(Value):
             if column.levels or bounds is None or not len(values):
                 continue
             low, high = bounds
-            share = float(((values < low) | (values > high)).double().mean())
+            outside = (values < low) | (values > high)
+            share, reach = float(outside.double().mean()), FARTHEST * (high - low)
+            extreme = values[(values < low - reach) | (values > high + reach)]
+            if share < FAR and column.range is None and len(extreme):
+                sentences.append(
+                    f"column {column.name!r}: {len(extreme)} of {len(values)} numbers lie far beyond {low:.4g} to "
+                    f"{high:.4g}, where those of the training lie, as {float(extreme[0]):.4g} does; what follows from "
+                    "them is uncertain"
+                )
             if share >= FAR:
                 unit = f" {column.unit}" if column.unit else ""
                 origin = "which was agreed on" if column.range is not None else "where those of the training lie"

@@ -58,7 +58,7 @@ class Survey:
                 cells[name] = []
             for piece in raw.cells if not twice else ():
                 missing = is_missing(piece.cells, self.markers)
-                cells[piece.column] += ["" if g else str(c) for c, g in zip(piece.cells, missing, strict=True)]
+                cells[piece.column] += ["" if g else str(c).strip() for c, g in zip(piece.cells, missing, strict=True)]
             blocked = raw.problems.sentences()
         blocked += [f"more than one column is called {name!r}; rename them" for name in twice]
         if blocked:

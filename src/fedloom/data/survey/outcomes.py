@@ -19,6 +19,8 @@ TIME = re.compile(
 EVENT = re.compile(r"event|status|died|dead|death|deceased|relapse|recur|arrest|fail|progress", re.IGNORECASE)
 """Names of columns with 1 for an event; one of `cens` may have either meaning, so people name it."""
 CENSORED = re.compile(r"cens", re.IGNORECASE)
+ENTRY = re.compile(r"entry|(^|_)t?start(_|$)|truncat", re.IGNORECASE)
+"""Names of times at which observation begins."""
 COUNT = re.compile(
     r"(^|_)(n|num|number|count|counts|no)_|_(n|count|counts)$|visits|admissions|admits|episodes|falls|seizures|attacks|claims",
     re.IGNORECASE,
@@ -78,7 +80,8 @@ def timed(survey: Survey, target: str | None, event: str | None) -> tuple[Timed 
             raise ConfigError(f"{survey.path}: --event {event} holds {held}; it must be 1 for an event, 0 for none")
         if target is None and not times:
             raise ConfigError(f"{survey.path}: no column looks like the time of --event {event}; name it by --target")
-        return Timed(times[0] if target is None else survey.column(target, "--target"), chosen), ""
+        outcome = Timed(times[0] if target is None else survey.column(target, "--target"), chosen)
+        return outcome, _late_entry(survey, outcome)
     events = [c for c in survey.columns.values() if EVENT.search(c.name) and is_event(c) and c.name != target]
     if target is not None:
         times = [c for c in times if c.name == target]
@@ -88,8 +91,9 @@ def timed(survey: Survey, target: str | None, event: str | None) -> tuple[Timed 
         return None, ""
     outcome = Timed(times[0], events[0])
     flag = f"--target {outcome.time.name} --event"
+    entry = _late_entry(survey, outcome)
     if target is not None or events[0].name.lower() not in TARGETS:
-        return outcome, f"{flag} '' drafts it without the event"
+        return outcome, f"{flag} '' drafts it without the event{f'; {entry}' if entry else ''}"
     return (
         None,
         f"{outcome.time.name!r} with the event {outcome.event.name!r} is a time to event: {flag} {outcome.event.name}",
@@ -97,7 +101,7 @@ def timed(survey: Survey, target: str | None, event: str | None) -> tuple[Timed 
 
 
 def _doubtful(survey: Survey, time: ColumnProfile, target: str | None) -> str:
-    """The sentence on a column beside a time that may hold events: of `cens` a 1 may mean both, and some write 1 and 2."""
+    """The sentence on a column beside a time that may hold events: censored rows, or 1 and 2 in place of 0 and 1."""
     for column in survey.columns.values():
         if column.name == target or not (named := EVENT.search(column.name) or CENSORED.search(column.name)):
             continue
@@ -109,4 +113,15 @@ def _doubtful(survey: Survey, time: ColumnProfile, target: str | None) -> str:
             return f"{what}: {flags} where 1 is an event ({ended} of {len(numbers)} rows), not where 1 is censored"
         if levels == {1.0, 2.0}:
             return f"{what}, but is coded 1 and 2: write 1 for an event and 0 for none, then {flags}"
+    return ""
+
+
+def _late_entry(survey: Survey, outcome: Timed) -> str:
+    """The sentence on a column that looks like the begin of observation, which no task uses; "" without one."""
+    times = outcome.time.values
+    for column in survey.columns.values():
+        if column.kind == "number" and ENTRY.search(column.name) and column not in outcome:
+            here = ~np.isnan(column.values) & ~np.isnan(times)
+            if here.any() and bool((column.values[here] < times[here]).all()):
+                return f"{column.name!r} looks like a late entry: rows count as at risk from time 0 on; leave it out"
     return ""

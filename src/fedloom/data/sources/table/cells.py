@@ -232,7 +232,9 @@ def pieces(rows: Iterator[list[str]], names: Sequence[str], problems: Problems) 
             if row and len(row) != width:  # a blank line is no row
                 what = f"row {number} has {len(row)} cells, expected {width}"
                 problems.add("width", "", what, [None], "truncated or another file, repair the row")
-        line, block = line + len(block), [row for row in block if len(row) == width]
+            elif width > 1 and row == names:
+                problems.add("header", "", f"row {number} repeats the header", [None], "delete it, it is no sample")
+        line, block = line + len(block), [row for row in block if len(row) == width and (width == 1 or row != names)]
         yield from map(Piece, repeat(start), names, zip(*block, strict=True))
         start += len(block)
 

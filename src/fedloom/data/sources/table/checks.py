@@ -14,6 +14,8 @@ from fedloom.data.tables import Table
 
 ENOUGH = 10
 """Rows from which a column is called constant, or a number far from the others."""
+NEGATIVE = 0.05
+"""Largest share of negative numbers among positive ones that is noted."""
 FARTHEST = 1000
 """Widths of the middle half of a column's numbers, from the nearer end of which a number is far beyond."""
 Coded = tuple[NDArray[np.float64], tuple[str, ...]]
@@ -123,6 +125,14 @@ def doubtful(columns: Mapping[str, NDArray[np.float64]], measured: Collection[st
             constant.append(name)
         elif name in measured and count >= ENOUGH:
             low, high = ordered[count // 4], ordered[count - 1 - count // 4]
+            below = int((ordered[:count] < 0).sum())
+            if 0 < below <= NEGATIVE * count and ordered[below] > 0:
+                row = int(np.nonzero(values < 0)[0][0])
+                notes.append(
+                    f"row {first + row}, column {name!r}: {values[row]:g} is negative, as {below} of {count} numbers "
+                    "are, and all others are above 0; repair it, or name it in missing"
+                )
+                continue
             limits = low - FARTHEST * (high - low), high + FARTHEST * (high - low)
             if low < high and not limits[0] <= ordered[0] <= ordered[count - 1] <= limits[1]:
                 rows = np.nonzero((values < limits[0]) | (values > limits[1]))[0]
