@@ -13,11 +13,12 @@ import torch
 from flwr.app import Message
 
 from fedloom.algorithms import PRESETS, REGISTRY
-from fedloom.algorithms._base import Delta
-from fedloom.algorithms._messages import Model, primary_field, upload_type
-from fedloom.algorithms._prototypes import updated
+from fedloom.algorithms._base import Delta, Mean
+from fedloom.algorithms._messages import Model, primary_field, upload_fields, upload_type
+from fedloom.algorithms._prototypes import shape_of, updated
 from fedloom.algorithms.qffl import Up
 from fedloom.choose.mixers import MIXERS
+from fedloom.choose.weighers import WEIGHERS
 from fedloom.data.input_spec import compared
 from fedloom.deploy.ops.plan import _bound, plan
 from fedloom.deploy.protocol.checks import Checks
@@ -27,6 +28,7 @@ from fedloom.engine.setup import make_job
 from fedloom.errors import Stop
 from fedloom.experiment import parse
 from fedloom.local.smoothness import largest
+from fedloom.rows import masks
 from fedloom.rows.algebra import lifted
 from tests.deploy.scene import FIRST, Scene, changed, document, scene
 from tests.deploy.sessions import arrays_of, kind_of
@@ -324,6 +326,90 @@ def test_one_site_moves_a_prototype_by_its_total_over_the_others_share() -> None
             ends.append(updated(torch.zeros(7), torch.zeros(1), total, there)[0].double())
         most = 2 * weight * B / mass + float(prototype.norm()) * weight / (mass + weight)
         assert float((ends[0] - ends[1]).norm()) <= most * (1 + 1e-6)
+
+
+HIDDEN: dict[str, Any] = {"model": {"kind": "mlp", "hidden": [4]}}
+
+
+def server_states(name: str, forge: Callable[[Any, float], Any], seed: int) -> tuple[Any, Any]:
+    """What the server has after either of two uploads of one site; the others send the same."""
+    experiment = parse(document(given(name), **SMALL | HIDDEN))
+    job, server = make_job(experiment.methods[0].setting, experiment.partition(experiment.source.load(), 0))
+    layout, draws = job.oracle.layout, torch.Generator().manual_seed(seed)
+    (classes, k), top = shape_of(layout), masks.head(layout)
+    lengths = {"head": int(top.sum()), "spread": 1, "share": classes, "cov": k * k, "dw": layout.d}
+    kinds, rows = upload_fields(type(job.algorithm)), {}
+    for field in kinds:
+        rows[field] = torch.rand(3, lengths.get(field, classes * k), generator=draws, dtype=torch.float64)
+    rows["dw"] *= ~top
+    states = []
+    for sign in (1.0, -1.0):
+        sent = forge({n: v.clone() for n, v in rows.items()}, sign)
+        means = {n: v.mean(0) if isinstance(kinds[n], Mean) else v for n, v in sent.items()}
+        up = upload_type(type(job.algorithm))(**means)
+        states.append(job.algorithm.server(server, up, job.ctx(1, torch.arange(3))))
+    return states[0], states[1]
+
+
+@pytest.mark.parametrize(("field", "state"), [("dw", "x"), ("means", "means"), ("cov", "cov")])
+def test_one_site_moves_each_field_of_pfedfda_by_its_part(field: str, state: str) -> None:
+    """2 B w of each, and by no less where the covariance stays above what it is lifted to."""
+
+    def forge(rows: dict[str, torch.Tensor], sign: float) -> dict[str, torch.Tensor]:
+        move = rows[field][BAD] if field != "cov" else torch.eye(4, dtype=torch.float64).flatten()
+        rows["cov"] = 10 * torch.eye(4, dtype=torch.float64).flatten().repeat(3, 1)
+        rows[field][BAD] = sign * B * (1 - 1e-12) * move / move.norm()
+        return rows
+
+    one, other = server_states("pfedfda", forge, 8)
+    distance = float((getattr(one, state) - getattr(other, state)).norm())
+    assert 2 * B / 3 * (1 - 1e-6) <= distance <= 2 * B / 3 * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("spread", [0.0, 1e30])
+@pytest.mark.parametrize("moment", [0.0, 1e6])
+def test_fedpac_s_heads_are_means_of_the_sites_heads(spread: float, moment: float) -> None:
+    """Whatever a site claims of its spread and its moment: weights in the simplex, so no head is longer than B."""
+
+    def forge(rows: dict[str, torch.Tensor], sign: float) -> dict[str, torch.Tensor]:
+        rows["head"] = B * rows["head"] / rows["head"].norm(dim=1, keepdim=True)
+        rows["head"][BAD] = along(rows["head"][BAD], sign)
+        rows["spread"][BAD], rows["moment"][BAD] = spread, along(rows["moment"][BAD], sign) * moment
+        return rows
+
+    for after in server_states("fedpac", forge, 9):
+        assert float(after.heads.norm(dim=1).max()) <= B * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("answer", [-1e300, -1.0, 0.0, 1.0, 1e300])
+@pytest.mark.parametrize(
+    "weigher",
+    [
+        {"kind": "fairfed"},
+        {"kind": "fairfed", "metric": "loss"},
+        {"kind": "equitable"},
+        {"kind": "equitable", "clusters": 2},
+    ],
+    ids=str,
+)
+def test_one_site_s_answer_moves_a_weighted_mean_by_twice_the_bound(weigher: Any, answer: float) -> None:
+    """Weights are from 0 to 1 and sum to 1, in every later round too; so two means are 2 B apart at most."""
+    made = WEIGHERS[weigher["kind"]].model_validate({k: v for k, v in weigher.items() if k != "kind"})
+    experiment = parse(document({"algorithm": "fedavg"}, **SMALL))
+    job, _ = make_job(experiment.methods[0].setting, experiment.partition(experiment.source.load(), 0))
+    draws, state = torch.Generator().manual_seed(10), made.init(job.ctx(1, torch.arange(3)))
+    for t in (1, 2):
+        ctx = job.ctx(t, torch.arange(3))
+        info = torch.rand(3, 1 if weigher["kind"] == "fairfed" else 5, generator=draws, dtype=torch.float64)
+        if t == 1:
+            info[BAD] = answer
+        weights, state = made.apply(state, info, ctx)
+        part = weights / weights.sum()
+        assert bool(((part >= 0) & (part <= 1)).all()), (t, weights)
+        ends = [along(torch.zeros(9, dtype=torch.float64) + 1, sign) for sign in (1.0, -1.0)]
+        assert float((ends[0] - ends[1]).norm() * part[BAD]) <= 2 * B * (1 + 1e-9)
+    if weigher == {"kind": "fairfed"}:  # an accuracy is 1 at most, so the answer decides no later round
+        assert float(state.omega.max()) <= 2
 
 
 @pytest.mark.parametrize("optimiser", ["momentum", "adagrad", "adam"])

@@ -203,6 +203,7 @@ def clear_clusters(a: Tensor, rng: np.random.RandomState) -> Tensor:
 
 def _eigenvectors(a: Tensor) -> Floats:
     values = a.double().cpu().numpy()
+    values = np.ldexp(values, -np.frexp(np.abs(values).max())[1])  # no product is beyond the range of a float
     return np.asarray(np.linalg.eigh(values @ values.T)[1])
 
 
@@ -284,7 +285,7 @@ class FairFedWeigher(Weigher):
         """omega_i <- omega_i - beta (Delta_i - mean Delta)."""
         assert info is not None
         n, answers = ctx.sizes[ctx.ids].double(), info.double().cpu()
-        metric, counts = answers[:, -1:], answers[:, :-1]
+        metric, counts = answers[:, -1:].clamp(0, math.inf if self.metric == "loss" else 1), answers[:, :-1]
         gap = (metric - (n * metric).sum() / n.sum()).abs()  # Delta_i = |Acc_i - Acc|
         if counts.shape[1]:
             apart = (self._difference(counts.sum(0, keepdim=True)) - self._difference(counts)).abs()  # Eq. 6
@@ -300,7 +301,7 @@ class FairFedWeigher(Weigher):
         """F ``[m, 1]`` of counts ``[m, 8]`` (`Work.group_counts`), NaN where a group has no sample to judge by."""
         groups = counts.unflatten(1, (2, 4))
         rows, predicted, positives, hits = groups.unbind(2)
-        rates = hits / positives if self.metric == "equal-opportunity" else predicted / rows
+        rates = (hits / positives if self.metric == "equal-opportunity" else predicted / rows).clamp(0, 1)
         difference: Tensor = rates[:, :1] - rates[:, 1:]
         return difference
 
