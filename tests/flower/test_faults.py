@@ -18,6 +18,7 @@ import fedloom as fl
 import fedloom.flower as ff
 from fedloom.errors import ConfigError, LayoutError
 from fedloom.flower.records import HEAD
+from tests.deploy.grid import outside_flower
 from tests.flower.app import App
 
 SAMPLES, CLASSES = 24, 3
@@ -444,6 +445,7 @@ def test_functions_of_an_apps_own_stay_under_a_name_and_are_refused_without_one(
     with pytest.raises(ConfigError, match=r"has a function of its own.*remove it, or name it"):
         getattr(app, kind)()(answer)
     getattr(app, kind)("second", mods=[])(answer)
+    outside_flower()
     message = Message(RecordDict(), dst_node_id=100, message_type=f"{kind}.mine")
     message.metadata.__dict__["_message_id"] = "m"
     context = Context(run_id=1, node_id=100, node_config={}, state=RecordDict(), run_config={})
