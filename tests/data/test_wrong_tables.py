@@ -8,7 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
+from fedloom.data.groups import groups_of, keeping
+from fedloom.data.sources.table.reading import TableSource
 from fedloom.data.sources.tabular import Csv
 from fedloom.data.survey.agreement import AgreedColumn, Agreement
 from fedloom.errors import DataError, FedloomError
@@ -169,6 +173,27 @@ def test_a_header_that_comes_again_is_refused(tmp_path: Path) -> None:
     (tmp_path / "site.csv").write_text("\n".join([*lines[:5], lines[0], *lines[5:], lines[0]]) + "\n")
     with pytest.raises(DataError, match="row 6 repeats the header \\(2 such\\); delete it"):
         table.read(None)
+
+
+@pytest.mark.parametrize("by_client", [False, True])
+def test_agreed_ranges_and_bounds_of_groups_are_those_of_converted_units(by_client: bool, tmp_path: Path) -> None:
+    def factors(number: float) -> dict[str, Any]:
+        return {"glucose": {"Dorn": number} if by_client else number}
+
+    def high(source: TableSource) -> Tensor:
+        return groups_of(keeping(source, ["glucose>=126"]).read(None), ["glucose>=126"])["glucose>=126"]
+
+    users = {"users": "hospital"} if by_client else {}
+    sixteenths = [{**row, "glucose": row["glucose"] and row["glucose"] / 16} for row in ROWS]  # exact in binary
+    agreed = write(tmp_path / "agreed.csv", ROWS).with_(**users)
+    other = write(tmp_path / "other.csv", sixteenths).with_(**users)
+    converted = other.with_(factors=factors(16.0))
+    assert converted.read(None).notes == agreed.read(None).notes
+    assert 0 < int(high(agreed).sum()) < len(ROWS)
+    assert torch.equal(high(converted), high(agreed))
+    for source in (other, agreed.with_(factors=factors(1 / 16))):
+        with pytest.raises(DataError, match="column 'glucose': 100% of the rows lie beyond 30 to 700 mg/dL"):
+            source.read(None)
 
 
 def test_agreed_classes_without_a_row_are_noted(tmp_path: Path) -> None:
