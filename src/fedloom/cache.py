@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 import tempfile
+from collections.abc import Iterable
+from importlib.metadata import version
 from pathlib import Path
 
 
@@ -41,3 +44,27 @@ def keep(name: str, key: str, text: str) -> None:
         os.replace(draft, folder / name)
     except OSError:
         Path(draft).unlink(missing_ok=True)
+
+
+def fingerprint(places: Iterable[Path]) -> str:
+    """Digest the name, size and time of every file at some places, and the versions of Python and its libraries.
+
+    Args:
+        places: files, and folders with all below them; one that does not exist counts as empty.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for place in places:
+        for file in [place] if place.is_file() else _files(place):
+            state = os.stat(file)
+            digest.update(f"{file} {state.st_size} {state.st_mtime_ns}\n".encode())
+    for library in ("pydantic", "pydantic_core", "torch"):
+        digest.update(f"{library} {version(library)}\n".encode())
+    digest.update(sys.version.encode())
+    return digest.hexdigest()
+
+
+def _files(folder: Path) -> Iterable[str]:
+    """The files below a folder, in a fixed order, without those that Python compiles."""
+    for name, folders, files in os.walk(folder):
+        folders[:] = sorted(set(folders) - {"__pycache__"})
+        yield from (os.path.join(name, file) for file in sorted(files))

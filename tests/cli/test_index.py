@@ -119,14 +119,14 @@ def test_a_wrong_document_is_refused_in_a_sentence(case: str) -> None:
 
 
 def test_answers_equal_the_slow_ones_and_import_nothing_slow(kept: Path) -> None:
-    calls = [["--help"], ["list"], ["schema"], ["describe", "flam"]]
+    calls = [["--help"], ["list"], ["list", "partitions"], ["schema"], ["describe", "flam"]]
     calls += [["describe", name] for name in cards.cards()]
     before = sorted(kept.iterdir())
     found, loaded = answers(calls, FEDLOOM_CACHE=str(kept))
     assert loaded == []
     assert sorted(kept.iterdir()) == before
 
-    overview, listed, schema, missing, *rest = found
+    overview, listed, partitions, schema, missing, *rest = found
     assert overview[0] == 0
     lines = [
         line
@@ -134,6 +134,8 @@ def test_answers_equal_the_slow_ones_and_import_nothing_slow(kept: Path) -> None
         for line in (family, *(f"  {n:<22}{x}" for n, x in methods))
     ]
     assert listed == (0, "\n".join([*lines, ""]))
+    assert partitions[0] == 0
+    assert [line.split()[0] for line in partitions[1].splitlines()] == [*cards.PARTS["partitions"]]
     assert schema == (0, editors.json_schema() + "\n")
     assert missing[0] == 2
     assert "did you mean 'flame'" in missing[1]
@@ -212,7 +214,7 @@ def test_changed_sources_make_another_index(tmp_path: Path, monkeypatch: pytest.
         (package / "new.py").write_text(text)
         os.utime(package / "new.py", (k, k))
         seen.add(index._sources())
-    monkeypatch.setattr(index, "version", lambda _library: "0")
+    monkeypatch.setattr(cache, "version", lambda _library: "0")
     seen.add(index._sources())
     assert len(seen) == 5
 

@@ -18,6 +18,7 @@ from scipy import stats
 from small_recipe import FAR, NEAR, TINY, numbers, tiny, with_claim
 
 from fedloom.errors import ConfigError, RunDirError
+from fedloom.printing import print_texts
 from fedloom.report.reading import read_runs
 from fedloom_studies.reproduce import reproduce
 from fedloom_studies.reproduce import summary as summaries
@@ -26,7 +27,6 @@ from fedloom_studies.reproduce.figures import Reference, unit, values
 from fedloom_studies.reproduce.judge import ClaimVerdict, at_validation, claims, papers_lead
 from fedloom_studies.reproduce.looks import FAILS, HOLDS, LOOKS, OPEN, PARTLY, POWER
 from fedloom_studies.reproduce.recipe import Recipe, make_recipe, merged, recipes
-from fedloom_studies.reproduce.verdicts import print_listing
 from fedloom_studies.store import records
 from tests import commands
 
@@ -460,6 +460,7 @@ def test_a_listing_breaks_no_name(columns: str, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setenv("COLUMNS", columns)
     monkeypatch.setenv("FORCE_COLOR", "1")
     names = [f"flame-table3-fashion-mnist-published-labels-{k}" for k in range(2)]
-    print_listing([(name, "Table III of a paper", "data are there", "done", "5", "10 minutes") for name in names])
+    titles = ("recipe", "what", "data", "state", "budget", "time")
+    print_texts(titles, [(n, "Table III of a paper", "digits", "run", "5 min", "took 4 min") for n in names], names=True)
     printed = capsys.readouterr().out
     assert all(name in printed for name in names)

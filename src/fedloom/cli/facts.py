@@ -16,7 +16,7 @@ LISTS = entry_points(group="fedloom.lists")
 """Kinds of parts that other packages add; each is a function that returns names with a line each."""
 KINDS = (
     "methods", "partitions", "models", "data", "samplers", "weighers", "mixers", "aggregators", "attacks", "channels",
-    "metrics", *LISTS.names,
+    "devices", "schedules", "metrics", *LISTS.names,
 )  # fmt: skip
 """Kinds of parts that can be listed."""
 
@@ -36,18 +36,17 @@ def list_command(
     with errors():
         if what not in KINDS:
             raise unknown("kind of part", what, KINDS, "fedloom list")
-        if what == "methods":
-            from fedloom.experiment.index import index
+        if what in LISTS.names:
+            _print(LISTS[what].load()())
+            return
+        from fedloom.experiment.index import index
 
+        if what == "methods":
             for family, methods in index().families.items():
                 say(family)
                 _print(methods)
-        elif what in LISTS.names:
-            _print(LISTS[what].load()())
         else:
-            from fedloom.experiment.cards import parts
-
-            _print(parts(what))
+            _print(index().parts[what])
 
 
 def _print(lines: list[tuple[str, str]]) -> None:

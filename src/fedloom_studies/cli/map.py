@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fedloom.cli import DataDir, algorithms, app, errors, one_of, say
 from fedloom_studies.cli._complete import setups as setup_names
 from fedloom_studies.cli.reproduce import seconds
+
+if TYPE_CHECKING:
+    from fedloom_studies.map.setups import Protocol, Scale, Setup
 
 
 @app.command(name="map")
@@ -67,24 +70,36 @@ def map_command(
         raise typer.BadParameter("--space needs one --method")
     with errors():
         from fedloom.printing import print_rows
+        from fedloom_studies.store import folder_of
+
+        folder = folder_of(results)
+        recorded = folder / f"map-{scale}.jsonl"
+        if list_ and not method:
+            from fedloom_studies.listing import listed
+
+            def rows() -> list[dict[str, Any]]:
+                from fedloom_studies.map.measure import due, estimates
+                from fedloom_studies.map.records import read
+
+                _, wanted, equal = _chosen(scale, setup, protocol)
+                records = read(recorded, equal)
+                todo = due(wanted, records, again=again, old=stale, protocol=equal)
+                return estimates(wanted, todo, records, data_dir, equal)
+
+            print_rows(listed("setups", (scale, setup, protocol, again, stale), rows, folder, data_dir))
+            return
         from fedloom.progress import counted
-        from fedloom.values import choose
         from fedloom_studies.appendices import write_pages
         from fedloom_studies.map.judge import judge
         from fedloom_studies.map.measure import due, estimates, measure_all
         from fedloom_studies.map.page import pages, standing_table
         from fedloom_studies.map.records import read, with_reused, write
         from fedloom_studies.map.references import measure
-        from fedloom_studies.map.setups import Cell, Protocol, Scale, setups, space_from
+        from fedloom_studies.map.setups import Cell, space_from
         from fedloom_studies.map.statements import FOLDER
         from fedloom_studies.reproduce import TimeBudget
-        from fedloom_studies.store import folder_of
 
-        scales: dict[str, Scale] = {"smoke": "smoke", "full": "full"}
-        every, recorded = setups(choose("scale", scales, scale)), folder_of(results) / f"map-{scale}.jsonl"
-        protocols: dict[str, Protocol] = {"rounds": "rounds", "gradients": "gradients"}
-        equal = choose("protocol", protocols, protocol)
-        wanted = [choose("setup", every, name) for name in setup or every]
+        every, wanted, equal = _chosen(scale, setup, protocol)
         methods, records = method or [], read(recorded, equal)
         beside = recorded.with_name(f"map-{scale}-references.jsonl")
         if page is not None:
@@ -115,3 +130,16 @@ def map_command(
         if not ended:
             say("stopped: the same command resumes from here", err=True)
             raise typer.Exit(130)
+
+
+def _chosen(
+    scale: str, names: list[str] | None, protocol: str
+) -> tuple[dict[str, Setup], list[Setup], Protocol]:
+    """Choose the setups of a scale, those of them that are named, and the protocol, by what the user gave."""
+    from fedloom.values import choose
+    from fedloom_studies.map.setups import setups
+
+    scales: dict[str, Scale] = {"smoke": "smoke", "full": "full"}
+    protocols: dict[str, Protocol] = {"rounds": "rounds", "gradients": "gradients"}
+    every = setups(choose("scale", scales, scale))
+    return every, [choose("setup", every, name) for name in names or every], choose("protocol", protocols, protocol)

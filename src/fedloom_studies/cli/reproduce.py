@@ -38,7 +38,7 @@ def reproduce(
     results: Annotated[Path | None, typer.Option(help="folder of the summaries, read and written")] = None,
     data_dir: DataDir = None,
     workers: Annotated[str, typer.Option(help="processes, or 'auto'")] = "1",
-    list_: Annotated[bool, typer.Option("--list", help="all recipes: data, state, estimated time here")] = False,
+    list_: Annotated[bool, typer.Option("--list", help="all recipes: data, state, time taken or estimated")] = False,
     all_: Annotated[bool, typer.Option("--all", help="the next unfinished recipes, in order")] = False,
     budget: Annotated[str | None, typer.Option(help="stop in time and resume later, e.g. 150m or 2h")] = None,
     page: Annotated[
@@ -62,15 +62,19 @@ def reproduce(
         raise typer.BadParameter("give one of NAME, --list, --all, --page, --estimate")
     with errors():
         from fedloom.values import choose
-        from fedloom_studies.appendices import write_pages
-        from fedloom_studies.reproduce import TimeBudget, recipe, recipes
-        from fedloom_studies.reproduce.papers import pages
-        from fedloom_studies.reproduce.reasons import FOLDER
         from fedloom_studies.reproduce.recipe import SCALES
         from fedloom_studies.store import folder_of
 
         recorded = folder_of(results)
         how_much: Scale = choose("scale", {s: s for s in SCALES}, scale)
+        if list_:
+            _list(how_much, recorded, data_dir)
+            return
+        from fedloom_studies.appendices import write_pages
+        from fedloom_studies.reproduce import TimeBudget, recipe, recipes
+        from fedloom_studies.reproduce.papers import pages
+        from fedloom_studies.reproduce.reasons import FOLDER
+
         if page is not None:
             write_pages(page, FOLDER, pages(recipes(), recorded))
             say(f"page: {page}")
@@ -84,9 +88,6 @@ def reproduce(
             if name is None:
                 raise typer.BadParameter("--verify needs NAME")
             _verify(recipe(name), how_much, recorded, data_dir, workers, only or [])
-            return
-        if list_:
-            _list(recipes(), how_much, recorded, data_dir)
             return
         time = TimeBudget(None if budget is None else seconds(budget))
         chosen = [recipe(name)] if name is not None else list(recipes().values())
@@ -186,11 +187,18 @@ def _verify(
         raise typer.Exit(1)
 
 
-def _list(recipes: dict[str, Recipe], scale: Scale, results: Path, data_dir: Path | None) -> None:
-    from fedloom_studies.reproduce.estimate import listing
-    from fedloom_studies.reproduce.verdicts import print_listing
+def _list(scale: Scale, results: Path, data_dir: Path | None) -> None:
+    from fedloom.printing import print_texts
+    from fedloom_studies.listing import listed
 
-    print_listing(list(listing(recipes, scale, results, data_dir)))
+    def rows() -> list[tuple[str, ...]]:
+        from fedloom_studies.reproduce import recipes
+        from fedloom_studies.reproduce.estimate import listing
+
+        return list(listing(recipes(), scale, results, data_dir))
+
+    titles = ("recipe", "what", "data", "state", "budget", "time")
+    print_texts(titles, listed("recipes", scale, rows, results, data_dir), names=True)
 
 
 def _seeds(text: str | None) -> list[int]:

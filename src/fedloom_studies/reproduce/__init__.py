@@ -1,7 +1,24 @@
 """The papers' tables and figures as recipes, run by one command each, with verdicts."""
 
-from fedloom_studies.reproduce.execute import TimeBudget, reproduce
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fedloom.lazy import getter
 from fedloom_studies.reproduce.recipe import Claim, Paper, Recipe, recipe, recipes
-from fedloom_studies.reproduce.summary import RecipeSummary
 
 __all__ = ["Claim", "Paper", "Recipe", "RecipeSummary", "TimeBudget", "recipe", "recipes", "reproduce"]
+
+if TYPE_CHECKING:
+    from fedloom_studies.reproduce.execute import TimeBudget, reproduce
+    from fedloom_studies.reproduce.summary import RecipeSummary
+
+__getattr__ = getter(
+    __name__,
+    {
+        "RecipeSummary": "fedloom_studies.reproduce.summary:RecipeSummary",
+        "TimeBudget": "fedloom_studies.reproduce.execute:TimeBudget",
+        "reproduce": "fedloom_studies.reproduce.execute:reproduce",
+    },
+)
+"""What runs recipes needs torch; their names and titles do not."""

@@ -30,7 +30,7 @@ from fedloom.seeds import generator
 from fedloom.storage import make_folder, write_atomic
 from fedloom_studies.reproduce.choices import candidates, first, rounds_of
 from fedloom_studies.reproduce.execute import experiment
-from fedloom_studies.reproduce.page import last, state
+from fedloom_studies.reproduce.page import earlier, last, state
 from fedloom_studies.reproduce.recipe import NOMINAL, Nominal, Recipe, Scale
 from fedloom_studies.reproduce.summary import ESTIMATES, Need, read
 
@@ -151,7 +151,7 @@ def _random(shape: tuple[int, ...], classes: int, samples: int) -> Dataset:
 def listing(
     recipes: Mapping[str, Recipe], scale: Scale, results: Path, data_dir: Path | None
 ) -> Iterator[tuple[str, ...]]:
-    """One row per recipe: name, title, data needed, state, stated budget, and estimated time here.
+    """One row per recipe: name, title, data needed, state, stated budget, and the time that it took or may take here.
 
     Every data set is looked for, and every kind of model timed, once.
     """
@@ -161,16 +161,13 @@ def listing(
         for source in needed.keys() - missing.keys():
             missing[source] = not _is_there(needed[source], data_dir)
         data = ", ".join(f"{source}{' (data missing)' if missing[source] else ''}" for source in sorted(needed))
-        budget = recipe.budget(scale)
+        budget, summary = recipe.budget(scale), read(results, name, scale)
         stated = "-" if budget is None else f"{option(budget)} min"
-        yield (
-            name,
-            recipe.paper.title,
-            data,
-            state(recipe, read(results, name, scale)),
-            stated,
-            duration(minutes(recipe, scale)),
-        )
+        if summary is not None and summary.complete and not earlier(recipe, summary):
+            taken = f"took {duration(summary.minutes)}, {len(summary.seeds)} seeds"
+        else:
+            taken = f"about {duration(minutes(recipe, scale))}"
+        yield name, recipe.paper.title, data, state(recipe, summary), stated, taken
 
 
 def keep(recipes: Mapping[str, Recipe], results: Path, data_dir: Path | None) -> Path:

@@ -1,8 +1,6 @@
-"""Show a recipe in the terminal: ours beside the paper's, the claims, and the list of recipes."""
+"""Show a recipe in the terminal: ours beside the paper's, and the claims."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 from fedloom.cli import say
 from fedloom.printing import print_texts
@@ -30,8 +28,3 @@ def print_verdicts(recipe: Recipe, summary: RecipeSummary) -> None:
         print_texts(("claim", "verdict"), claims, names=True)
     for failure in summary.failures:
         say(f"without a result: {failure}")
-
-
-def print_listing(rows: Sequence[tuple[str, ...]]) -> None:
-    """The list of recipes."""
-    print_texts(("recipe", "what", "data", "state", "budget", "estimate here"), rows, names=True)
