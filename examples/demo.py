@@ -125,7 +125,7 @@ def picture(rows: list[dict[str, Any]], title: list[str]) -> dict[str, Any]:
         layers = [*kit.intervals({"y": y}, x, tint=tint, size=80), kit.mark("text", behind, align="left", dx=8)]
         shown = {"transform": [{"filter": {"field": "federation", "equal": what}}], "title": what}
         panels.append({**kit.chart(*layers), **shown, "width": WIDTH, "height": 110})
-    lines = [part for line in title for part in textwrap.wrap(line, LETTERS)]
+    lines = [part for line in title for part in textwrap.wrap(f"{line}.", LETTERS)]
     whole = {"text": lines, "anchor": "start", "fontSize": 13, "offset": 12}
     return {"vconcat": panels, "title": whole, "datasets": {"rows": rows}}
 

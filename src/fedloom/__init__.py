@@ -83,7 +83,7 @@ _WHERE = {
 __all__ = ["__version__", *_WHERE]
 
 
-__getattr__ = getter(__name__, _WHERE)
+__getattr__ = getter(__name__, _WHERE, "methods are in fl.algorithms, models in fl.models")
 
 
 def __dir__() -> list[str]:

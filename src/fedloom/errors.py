@@ -274,6 +274,7 @@ ELSEWHERE = {
     "num_rounds": "rounds", "n_rounds": "rounds", "comm_round": "rounds", "num_clients": "clients",
     "n_clients": "clients", "num_partitions": "clients",
     "dir": "dirichlet", "pathological": "shards", "natural": "writers", "label_skew": "few", "seed": "seeds",
+    "callback": "progress", "callbacks": "progress", "checkpoint": "folder", "checkpoint_dir": "folder",
 }  # fmt: skip
 """Names that papers and other libraries use, and ours."""
 

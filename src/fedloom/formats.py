@@ -9,6 +9,8 @@ DASH = "\N{EN DASH}"
 """Stands for a number that is not known."""
 LARGE = 1e6
 """Means from here on are written with an exponent; totals from a thousand times more on."""
+ZERO = 1e-12
+"""Means below are what is left of 0 after sums."""
 PERCENT, PLAIN = (1, 2), (0, 6)
 """The least and the most decimals of percentages, and of other figures."""
 _THIN = "\u202f"
@@ -71,9 +73,12 @@ def interval(mean: float, half: float, decimals: tuple[int, int] = PLAIN, *, sig
 
     >>> interval(3.1695, 13.9), interval(0.123456, float("nan")), interval(7.856937935508588e15, 9e16)
     (('3', '14'), ('0.1235', ''), ('7.86e15', '9e16'))
+    >>> interval(-1e-17, 2e-16, (1, 1), signed=True)
+    ('0.0', '0.0')
     """
     if not math.isfinite(mean):
         return "", ""
+    mean = 0.0 if abs(mean) < ZERO else mean
     plus = "+" if signed and mean > 0 else ""
     if max(abs(mean), abs(half) if math.isfinite(half) else 0.0) >= LARGE:
         return plus + significant(mean, 3), significant(half, 3) if math.isfinite(half) else ""

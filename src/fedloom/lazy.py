@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from importlib import import_module
 
 
-def getter(package: str, places: Mapping[str, str]) -> Callable[[str], object]:
+def getter(package: str, places: Mapping[str, str], classes: str = "") -> Callable[[str], object]:
     """Make the ``__getattr__`` of a package.
 
     Args:
         package: its name.
         places: the place of every public name, as ``"fedloom.engine.setting:Setting"`` or, of a module,
             ``"fedloom.models"``.
+        classes: where the classes are that it does not have, for the error.
     """
 
     def get(name: str) -> object:
         if name not in places:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}; it has: {', '.join(sorted(places))}")
+            close = get_close_matches(name, places, n=1)
+            hint = f"did you mean {close[0]!r}? " if close else classes and name[:1].isupper() and f"{classes}; "
+            names = ", ".join(sorted(places))
+            raise AttributeError(f"module {package!r} has no attribute {name!r}; {hint or ''}it has: {names}")
         module, _, attribute = places[name].partition(":")
         public = import_module(module)
         if attribute:

@@ -25,6 +25,7 @@ from fedloom.tune import Tuning
 from tests.commands import in_a_fork
 
 CUT = fl.partition.dirichlet(clients=6, beta=0.3, min_size=20)
+PAIR = (np.ones((9, 2)), np.arange(9) % 2)
 SHORT: dict[str, Any] = {"rounds": 3, "local": {"lr": 0.1}, "progress": False}
 FILE = """
 name = "comparison"
@@ -274,6 +275,8 @@ def test_a_method_of_an_experiment_has_its_own_model_and_task() -> None:
         ({"models": "best"}, "models: unknown choice 'best'"),
         ({"seeds": [0, 0]}, "every seed once"),
         ({"seeds": 5}, "seeds must be several whole numbers"),
+        ({"seeds": []}, r"seeds must be several whole numbers, as range\(5\), got \[\]"),
+        ({"data": [(*PAIR, *PAIR)] * 2, "partition": None}, r"client 0: features without targets; give \(\(x, y\)"),
         ({"tune": {"trial": 3}}, "tune: unknown key 'trial'"),
         ({"tune": "yes"}, "tune must be a number of trials"),
         ({"round": 3}, "unknown key 'round'"),

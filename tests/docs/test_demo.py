@@ -7,7 +7,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
+from scipy import stats
 
 import fedloom as fl
 
@@ -54,8 +56,30 @@ def test_winners_that_differ(demo: ModuleType) -> None:
 def test_a_short_demo(demo: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
     monkeypatch.setattr(demo, "SEEDS", range(5))
     monkeypatch.setattr(demo, "RATES", {name: demo.RATES[name] for name in ("local", "fedavg")})
+    drawn, comparisons = list[dict[str, Any]](), dict[str, Any]()
+    compared, picture = demo.compared, demo.picture
+
+    def keep(place: int, what: str, folder: Path) -> Any:
+        comparisons[what] = compared(place, what, folder)
+        return comparisons[what]
+
+    monkeypatch.setattr(demo, "compared", keep)
+    monkeypatch.setattr(demo, "picture", lambda rows, title: drawn.extend(rows) or picture(rows, title))
     demo.main(tmp_path)
     printed = capfd.readouterr()
+    for what, comparison in comparisons.items():
+        best, other = (row for row in drawn[: len(drawn) // 2] if row["federation"] == what)
+        means = {
+            m: np.array([float(comparison[m, s].final().nanmean()) for s in range(5)]) for m in ("local", "fedavg")
+        }
+        assert best["method"] == max(means, key=lambda name: means[name].mean())
+        assert [best["value"], other["value"]] == pytest.approx(
+            [100 * means[m["method"]].mean() for m in (best, other)]
+        )
+        gaps = 100 * (means[other["method"]] - means[best["method"]])
+        half = stats.t.ppf(0.975, 4) * gaps.std(ddof=1) / 5**0.5
+        assert other["behind"] == demo.gap(gaps.mean(), half)
+        assert (other["stands"] == "clearly worse") == (stats.ttest_1samp(gaps, 0).pvalue <= 0.05)
     assert printed.err == ""
     assert [what for what in demo.PARTS if f"{what}: " in printed.out] == [*demo.PARTS]
     for name in ("demo.svg", "demo-dark.svg", *(f"federation-{k}/report.html" for k in (1, 2, 3))):

@@ -54,7 +54,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.mark.parametrize("look", ["light", "dark"])
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", ["index", "gallery", "methods/flame", "methods/fedslr", "experiment-file"])
+@pytest.mark.parametrize("name", ["index", "gallery", "papers", "map", "methods/flame", "start", "experiment-file"])
 def test_a_page_stands_in_the_browser(address: str, browser: Browser, name: str, size: str, look: str) -> None:
     complaints: list[str] = []
     width, height = SIZES[size]
@@ -69,6 +69,9 @@ def test_a_page_stands_in_the_browser(address: str, browser: Browser, name: str,
         picture.scroll_into_view_if_needed()
         assert picture.get_attribute("alt")
         assert picture.evaluate("image => image.decode().then(() => image.naturalWidth)") > 100
+    images = page.locator("article img")
+    changed = images.evaluate_all("all => all.filter(i => getComputedStyle(i).filter != 'none').map(i => i.src)")
+    assert all("/gallery/" in source for source in changed), "only charts with a ground of their own are inverted"
     if name.startswith("methods/"):
         assert page.locator(".formula math").bounding_box()["height"] > 15
     found = Axe().run(page)

@@ -461,6 +461,6 @@ def test_a_listing_breaks_no_name(columns: str, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setenv("FORCE_COLOR", "1")
     names = [f"flame-table3-fashion-mnist-published-labels-{k}" for k in range(2)]
     titles = ("recipe", "what", "data", "state", "budget", "time")
-    print_texts(titles, [(n, "Table III of a paper", "digits", "run", "5 min", "took 4 min") for n in names], names=True)
+    print_texts(titles, [(n, "Table III of a paper", "digits", "run", "5 min", "4 min") for n in names], names=True)
     printed = capsys.readouterr().out
     assert all(name in printed for name in names)

@@ -121,9 +121,10 @@ class GivenExperiment:
         name: str,
         choices: Mapping[str, Any],
     ) -> None:
-        if isinstance(seeds, str) or not isinstance(seeds, Iterable):
+        numbers = None if isinstance(seeds, str) or not isinstance(seeds, Iterable) else tuple(seeds)
+        if not numbers:
             raise ConfigError(f"compare: seeds must be several whole numbers, as range(5), got {seeds!r:.80}")
-        self._head = make(Head, {"name": name, "seeds": tuple(seeds)}, "compare", Head.model_fields)
+        self._head = make(Head, {"name": name, "seeds": numbers}, "compare", Head.model_fields)
         self._source, self._options, self._partition = _federation(data, partition)
         self._methods = {method.label: method for method in _methods(methods)}
         _refuse_options(choices, self._methods.values())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import nn
+
 from fedloom.algorithms import Algorithm, primary_field, upload_fields
 from fedloom.choose import Mixer, Sampler, SamplesWeigher, SharesWeigher, UniformWeigher, Weigher
 from fedloom.choose.shares import by_clusters
@@ -13,6 +15,7 @@ from fedloom.local.rows import Fields
 from fedloom.rows.aggregate import Aggregator, PrivateMean
 from fedloom.rows.attacks import Forgery
 from fedloom.rows.channel import Channel
+from fedloom.tasks import Classification
 from fedloom.values import Value
 
 
@@ -206,6 +209,7 @@ def notes_of(setting: Setting, oracle: Network, server: Fields, ctx: Ctx, fewest
     notes = [*method.check(oracle.layout, ctx), *_counted_once(method, sampler), *sampler.remarks(ctx)]
     notes += [*setting.weigher.remarks(), *setting.task.remarks()]
     notes += [*_unweighed(setting, len(ctx.weight.unique()) > 1), *_normalised(setting, oracle, server)]
+    notes += _softmax_twice(oracle)
     if isinstance(setting.attack, Forgery) and not upload_fields(type(method)):
         name = type(method).__name__
         notes.append(f"attack {kind_of(setting.attack)!r} changes nothing in {name}, which uploads nothing to forge")
@@ -251,6 +255,14 @@ def _normalised(setting: Setting, oracle: Network, server: Fields) -> list[str]:
         "normalisation layers: statistics do not travel; a global model is scored with those of training samples under "
         f"this model, {origin} (evaluate.statistics)"
     ]
+
+
+def _softmax_twice(oracle: Network) -> list[str]:
+    """The note on a model that ends with a softmax, where the loss applies its own to the outputs."""
+    last = [*oracle.module.modules()][-1]
+    if not isinstance(last, nn.Softmax) or not isinstance(oracle.task, Classification):
+        return []
+    return ["the model ends with a softmax, and the loss applies another to its outputs: leave it out of the model"]
 
 
 def _counted_once(algorithm: Algorithm, sampler: Sampler) -> list[str]:

@@ -244,9 +244,14 @@ class Setting(Value):
     def _chosen(cls, choices: Mapping[str, Any], algorithm: Any) -> dict[str, Any]:
         """Choices without those of None; one that belongs elsewhere is refused."""
         chosen = {name: value for name, value in choices.items() if value is not None}
+        tables = cls.tables()
         for name, value in chosen.items():
             if name not in cls.model_fields:
-                raise unknown("key", name, cls.model_fields, cure=home_of(cls.tables(), name, value, algorithm))
+                raise unknown("key", name, cls.model_fields, cure=home_of(tables, name, value, algorithm))
+            fields = tables[name].base.model_fields if name in tables and not tables[name].kinds else {}
+            for key in value if fields and isinstance(value, Mapping) else ():
+                if key not in fields:
+                    raise unknown("key", key, fields, name, home_of(tables, key, value[key], algorithm))
         return chosen
 
     @classmethod

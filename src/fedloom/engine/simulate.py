@@ -25,7 +25,7 @@ from fedloom.engine.setting import Choices, GivenModel, Setting
 from fedloom.engine.setup import make_job
 from fedloom.engine.state import State, initial_state
 from fedloom.engine.virtual.clock import flat
-from fedloom.errors import ConfigError, Stop
+from fedloom.errors import ConfigError, Stop, nearest, unknown
 from fedloom.processes.clients import COUNTS, Clients, Handlers, LocalClients
 from fedloom.processes.pool import WorkerPool
 from fedloom.processes.rank_pool import RankPool
@@ -88,6 +88,13 @@ def simulate(
     """
     if isinstance(fed, list | Mapping) and not {"x", "train"} & {*(fed if isinstance(fed, Mapping) else ())}:
         fed = Federation.of(fed)
+    if "seeds" in choices or not isinstance(choices.get("seed", 0), int | None) or isinstance(algorithm, list | dict):
+        raise ConfigError(
+            "fl.simulate is one run, of one method with one seed; several are fl.compare(methods, fed, seeds=range(5))"
+        )
+    for key in choices:
+        if key not in Setting.model_fields and nearest(key, ("folder", "progress")).startswith("did"):
+            raise unknown("key", key, ("folder", "progress"))
     if isinstance(algorithm, Federation):
         raise ConfigError("the method comes first: fl.simulate(method, fed)")
     if not isinstance(fed, Federation):

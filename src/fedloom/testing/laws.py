@@ -240,8 +240,10 @@ def check_algorithm(
 
     Raises:
         AssertionError: at the first law that is broken: law, method, what differed, and what usually cures it.
-        ConfigError: the module does not take such samples, or ``shape`` comes without a module.
+        ConfigError: there is no method, or the module does not take such samples, or ``shape`` comes without a module.
     """
+    if not isinstance(algorithm, Algorithm | Composition):
+        raise ConfigError(f"algorithm must be a method such as fl.algorithms.FedAvg(), got {algorithm!r:.80}")
     module = layout if isinstance(layout, nn.Module) else None
     if shape is not None and module is None:
         raise ConfigError("shape is that of the samples of a module; give layout=MODULE too")

@@ -132,9 +132,7 @@ def map_command(
             raise typer.Exit(130)
 
 
-def _chosen(
-    scale: str, names: list[str] | None, protocol: str
-) -> tuple[dict[str, Setup], list[Setup], Protocol]:
+def _chosen(scale: str, names: list[str] | None, protocol: str) -> tuple[dict[str, Setup], list[Setup], Protocol]:
     """Choose the setups of a scale, those of them that are named, and the protocol, by what the user gave."""
     from fedloom.values import choose
     from fedloom_studies.map.setups import setups

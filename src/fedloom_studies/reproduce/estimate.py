@@ -164,10 +164,10 @@ def listing(
         budget, summary = recipe.budget(scale), read(results, name, scale)
         stated = "-" if budget is None else f"{option(budget)} min"
         if summary is not None and summary.complete and not earlier(recipe, summary):
-            taken = f"took {duration(summary.minutes)}, {len(summary.seeds)} seeds"
+            time_spent = f"took {duration(summary.minutes)}, {len(summary.seeds)} seeds"
         else:
-            taken = f"about {duration(minutes(recipe, scale))}"
-        yield name, recipe.paper.title, data, state(recipe, summary), stated, taken
+            time_spent = f"about {duration(minutes(recipe, scale))}"
+        yield name, recipe.paper.title, data, state(recipe, summary), stated, time_spent
 
 
 def keep(recipes: Mapping[str, Recipe], results: Path, data_dir: Path | None) -> Path:

@@ -139,7 +139,9 @@ def side_of(obj: Any, target: Any, column: str | None, users: Any, name: str) ->
         return _Side(*_stacked(_pairs(obj, name), name))
     if isinstance(obj, (np.ndarray, torch.Tensor, list, tuple)):
         if target is None or isinstance(target, str):
-            raise ConfigError(f"{name}: features without targets; give the pair (x, y), or target")
+            four = isinstance(obj, tuple) and len(obj) == 4
+            pair = "((x, y), (x_test, y_test))" if four else "the pair (x, y), or target"
+            raise ConfigError(f"{name}: features without targets; give {pair}")
         return _Side(plain(obj, name), plain(target, name))
     if isinstance(obj, TorchDataset):
         x, y = _stacked(_pairs(_samples(obj, name), name), name)

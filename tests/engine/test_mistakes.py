@@ -1,0 +1,112 @@
+"""The mistakes of a first day in Python: each gets one sentence that names the cure, before any work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import fedloom as fl
+from fedloom.errors import FedloomError
+
+RNG = np.random.default_rng(0)
+X, Y = RNG.normal(size=(60, 6)).astype("float32"), np.arange(60) % 3
+FED = fl.partition.iid(clients=3)((X, Y), seed=0)
+HOLES = np.where(X > 2, np.nan, X)
+IMAGES = RNG.random((24, 8, 8, 3)).astype("float32")
+LOADER = DataLoader(TensorDataset(torch.tensor(X), torch.tensor(Y)))
+
+
+def run(method: Any = "fedavg", fed: Any = FED, **choices: Any) -> fl.simulate:
+    return fl.simulate(method, fed, **{"rounds": 1, **choices})
+
+
+def split(data: Any) -> fl.Federation:
+    return fl.partition.iid(clients=2)(data, seed=0)
+
+
+MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
+    "lr": (lambda: run(lr=0.1), "it belongs in local={'lr': 0.1}"),
+    "learning rate of others": (lambda: run(learning_rate=0.1), "local={'lr': 0.1}"),
+    "epochs": (lambda: run(epochs=2), "it belongs in local={'epochs': 2}"),
+    "batch size": (lambda: run(batch_size=10), "it belongs in local={'batch_size': 10}"),
+    "optimizer": (lambda: run(optimizer="adam"), "it belongs in local={'optimizer': 'adam'}"),
+    "mu": (lambda: run("fedprox", mu=0.1), "give fl.algorithms.FedProx(mu=0.1)"),
+    "lam": (lambda: run("ditto", lam=1.0), "give fl.algorithms.Ditto(lam=1.0)"),
+    "an option of another method": (lambda: run(mu=0.1), "it is an option of other methods"),
+    "fraction": (lambda: run(fraction=0.5), "it belongs in sampler={'fraction': 0.5}"),
+    "device": (lambda: run(device="cuda"), "it belongs in engine={'device': 'cuda'}"),
+    "loss": (lambda: run(loss=nn.CrossEntropyLoss()), "it belongs in task={'loss': CrossEntropyLoss()}"),
+    "seeds": (lambda: run(seeds=[0, 1]), "several are fl.compare("),
+    "seed as a list": (lambda: run(seed=[0, 1, 2]), "several are fl.compare("),
+    "several methods": (lambda: run(["fedavg", "ditto"]), "several are fl.compare("),
+    "callbacks": (lambda: run(callbacks=[print]), "did you mean 'progress'?"),
+    "checkpoint": (lambda: run(checkpoint="runs/a"), "did you mean 'folder'?"),
+    "rounds of others": (lambda: run(num_rounds=3), "did you mean 'rounds'?"),
+    "no round": (lambda: run(rounds=0), "rounds: input should be greater than or equal to 1, got 0"),
+    "rounds as text": (lambda: run(rounds="10"), "rounds: input should be a valid integer, got '10'"),
+    "negative rate": (lambda: run(local={"lr": -1}), "lr: input should be greater than 0, got -1"),
+    "unknown method": (lambda: run("fedavgg"), "did you mean 'fedavg'?"),
+    "federation first": (lambda: run(FED, "fedavg"), "the method comes first: fl.simulate(method, fed)"),
+    "arrays for a federation": (lambda: run(fed=(X, Y)), "split the data among clients first, as in fl.partition.iid"),
+    "a name for a federation": (
+        lambda: run(fed="digits"),
+        "split the data among clients first, as in fl.partition.iid",
+    ),
+    "loaders": (lambda: run(fed=[LOADER, LOADER]), "client 0: cannot make a data set of DataLoader; give its .dataset"),
+    "aggregator": (lambda: run(aggregator="krumm"), "did you mean 'krum'?"),
+    "sampler as a number": (lambda: run(sampler=2), "sampler: must be a Sampler or a table, got 2"),
+    "weights": (lambda: run(weights="size"), "should be 'samples', 'uniform' or 'groups', got 'size'"),
+    "no such device": (lambda: run(engine={"device": "cuda:9"}), "engine.device is 'cuda:9', but "),
+    "metrics": (lambda: run(evaluate={"metrics": ["auroc"]}), "it belongs in task={'metrics': ['auroc']}"),
+    "lazy module": (lambda: run(model=nn.LazyLinear(3)), "has lazy parameters (weight, bias); call it on a sample"),
+    "too few outputs": (lambda: run(model=nn.Linear(6, 2)), "must return [b, 3] for this data, got [2, 2]"),
+    "wrong inputs": (lambda: run(model=nn.Linear(5, 3)), "fails on samples of shape (6,)"),
+    "a class for a module": (lambda: run(model=nn.Linear), "missing 2 required positional arguments"),
+    "alpha": (lambda: fl.partition.dirichlet(clients=3, alpha=0.1), "did you mean 'beta'?"),
+    "n_clients": (lambda: fl.partition.iid(n_clients=3), "did you mean 'clients'?"),
+    "beta of 0": (lambda: fl.partition.dirichlet(clients=3, beta=0), "beta: input should be greater than 0, got 0"),
+    "too many clients": (
+        lambda: fl.partition.iid(clients=99)((X, Y), seed=0),
+        "use fewer clients or a smaller min_size",
+    ),
+    "one-hot": (lambda: split((X, np.eye(3)[Y])), "give y.argmax(1), or task = 'regression'"),
+    "channels last": (lambda: split((IMAGES, Y[:24])), "give channels_last = True or False"),
+    "holes": (lambda: split((HOLES, Y)), "NaN or Inf in the features of "),
+    "lengths": (lambda: split((X, Y[:-1])), "60 samples but 59 targets; every sample needs one target"),
+    "one feature": (lambda: split((X[:, 0], Y)), "of a single feature give x[:, None]"),
+    "no file": (lambda: fl.load("my.csv"), "my.csv: no such file or folder; check the path"),
+    "an option of a method": (lambda: fl.algorithms.Ditto(mu=1), "Ditto: unknown key 'mu'; allowed: "),
+    "a model that is not there": (lambda: run("local").final("global"), "this method has: personal"),
+    "a name for the laws": (lambda: fl.testing.check_algorithm("fedavg"), "must be a method such as fl.algorithms"),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_a_mistake_gets_a_sentence_that_names_the_cure(case: str) -> None:
+    call, cure = MISTAKES[case]
+    with pytest.raises(FedloomError) as refused:
+        call()
+    assert cure in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "cure"), [("simulat", "did you mean 'simulate'?"), ("FedAvg", "are in fl.algorithms")]
+)
+def test_a_name_that_is_elsewhere_is_shown_there(name: str, cure: str) -> None:
+    with pytest.raises(AttributeError, match=cure):
+        getattr(fl, name)
+
+
+def test_what_works_and_is_seldom_meant_has_a_note() -> None:
+    assert "no sample of 1 of their 4 classes ('0')" in str(split((X, Y + 1)).notes)
+    twice = nn.Sequential(nn.Linear(6, 3), nn.Softmax(-1))
+    assert "the model ends with a softmax" in str(run(model=twice).notes)
+    assert "softmax" not in str(run(model=nn.Linear(6, 3)).notes)
+    assert "softmax" not in str(run(model=twice, task={"loss": nn.functional.nll_loss}).notes)
