@@ -140,8 +140,8 @@ def side_of(obj: Any, target: Any, column: str | None, users: Any, name: str) ->
     if isinstance(obj, (np.ndarray, torch.Tensor, list, tuple)):
         if target is None or isinstance(target, str):
             four = isinstance(obj, tuple) and len(obj) == 4
-            pair = "((x, y), (x_test, y_test))" if four else "the pair (x, y), or target"
-            raise ConfigError(f"{name}: features without targets; give {pair}")
+            cure = "((x, y), (x_test, y_test))" if four else "the pair (x, y), or target"
+            raise ConfigError(f"{name}: features without targets; give {cure}")
         return _Side(plain(obj, name), plain(target, name))
     if isinstance(obj, TorchDataset):
         x, y = _stacked(_pairs(_samples(obj, name), name), name)
