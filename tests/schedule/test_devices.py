@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -14,9 +14,11 @@ import pytest
 import torch
 
 import fedloom as fl
-from fedloom.algorithms import FIAELT, FedACS, FedAMP, HeurFedAMP
+from fedloom.algorithms import FIAELT, FedACS, FedAMP, FedAvg, HeurFedAMP
+from fedloom.algorithms._base import Delta, Model
 from fedloom.data.federation import Federation
 from fedloom.errors import ConfigError, DataError, Refused
+from fedloom.local import Ctx, Nothing, Work
 from fedloom.schedule import Buffered, Classes, Deadline, Equal, LogNormal, OverSelection, Presence, Synchronous, Trace
 from fedloom.testing import check_timing
 from fedloom.testing.timing import TIME_LAWS, N, Speeds, clock_of, federation, run
@@ -46,6 +48,70 @@ def test_a_broken_law_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TIME_LAWS, "silence", broken)
     with pytest.raises(AssertionError, match=r"law silence, 'fedavg': time stands still"):
         check_timing("fedavg", without=set(TIME_LAWS) - {"silence"})
+
+
+class Drifting(FedAvg):
+    """Its uploads depend on how many clients have trained in this process."""
+
+    trained: ClassVar[list[int]] = []
+
+    def client(self, down: Model, rows: Nothing, work: Work) -> tuple[Delta, Nothing]:
+        upload, rows = super().client(down, rows, work)
+        self.trained.append(work.m)
+        return upload._replace(dw=upload.dw * (1 + 0.1 * len(self.trained))), rows
+
+
+class Whispering(FedAvg):
+    """A client learns what those before it have sent."""
+
+    whispered: ClassVar[list[Any]] = []
+
+    def init(self, x0: torch.Tensor, ctx: Ctx) -> tuple[Model, Nothing, None]:
+        self.whispered.clear()
+        return super().init(x0, ctx)
+
+    def client(self, down: Model, rows: Nothing, work: Work) -> tuple[Delta, Nothing]:
+        upload, rows = super().client(down, rows, work)
+        before = sum(self.whispered, torch.zeros_like(down.x))
+        self.whispered.append(0.01 * upload.dw.sum(0))
+        return upload._replace(dw=upload.dw + before), rows
+
+
+class Numbered(FedAvg):
+    """The first client takes another gradient, for its number."""
+
+    def client(self, down: Model, rows: Nothing, work: Work) -> tuple[Delta, Nothing]:
+        for i in [0] if 0 in work.ids.tolist() else []:
+            place = work.ids.tolist().index(i)
+            work.take(slice(place, place + 1)).full_grad(down.x)
+        return super().client(down, rows, work)
+
+
+class Uncounted(FedAvg):
+    """Its work is reported below zero."""
+
+    def client(self, down: Model, rows: Nothing, work: Work) -> tuple[Delta, Nothing]:
+        answer = super().client(down, rows, work)
+        work.counts.backward.neg_()
+        return answer
+
+
+@pytest.mark.parametrize(
+    ("method", "law", "cure"),
+    [
+        (Drifting(), "a_clock_changes_no_bit", "keep what lasts in the states"),
+        (Drifting(), "whole_cohort", "keep what lasts in the states"),
+        (Drifting(), "scale_of_time", "keep what lasts in the states"),
+        (Whispering(), "nothing_later", "read its download, its rows and its work alone"),
+        (Whispering(), "silence", "read its download, its rows and its work alone"),
+        (Numbered(), "permutation_of_devices", "not on its number or its place"),
+        (Uncounted(), "conservation", "take samples, losses and gradients from work"),
+    ],
+    ids=lambda part: part if isinstance(part, str) else type(part).__name__,
+)
+def test_whoever_breaks_a_law_of_time_reads_the_cure(method: Any, law: str, cure: str) -> None:
+    with pytest.raises(AssertionError, match=f"law {law}, .*{cure}"):
+        check_timing(method, without=set(TIME_LAWS) - {law})
 
 
 @pytest.mark.parametrize("seed", range(20))

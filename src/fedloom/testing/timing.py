@@ -41,6 +41,12 @@ from fedloom.testing.scene import demand
 
 N, ROUNDS = 8, 4
 SIZES = (7, 4, 9, 5, 8, 3, 6, 10)
+STATES = (
+    "keep what lasts in the states that init returns, and draw from work.rng and ctx.rng, not from global generators"
+)
+DOWNLOAD = "let a client's step read its download, its rows and its work alone, no attribute that other clients change"
+COUNTED = "take samples, losses and gradients from work, which counts them"
+NUMBERS = "let what a client computes depend on its rows, samples and streams, not on its number or its place"
 LOCAL = LocalSGD(lr=0.1, batch_size="full", steps=2)
 
 
@@ -99,14 +105,16 @@ def same_models(one: Result, other: Result, sentence: str) -> None:
 
 def a_clock_changes_no_bit(method: object) -> None:
     """A synchronous run has the same models with devices and without."""
-    same_models(run(method, None, Synchronous()), run(method, LogNormal(), Synchronous()), "devices change a model")
+    same_models(
+        run(method, None, Synchronous()), run(method, LogNormal(), Synchronous()), f"devices change a model; {STATES}"
+    )
 
 
 def whole_cohort(method: object) -> None:
     """Equal devices and a buffer of the whole cohort are the synchronous run, to the bit; so is a late deadline."""
     plain = run(method, None, Synchronous())
     for schedule in (Buffered(buffer=N), Deadline(seconds=1e9), OverSelection(factor=1)):
-        same_models(plain, run(method, Equal(), schedule), f"{schedule!r} is not the synchronous run")
+        same_models(plain, run(method, Equal(), schedule), f"{schedule!r} is not the synchronous run; {STATES}")
 
 
 def nothing_later(method: object) -> None:
@@ -135,7 +143,7 @@ def nothing_later(method: object) -> None:
     demand(common and first < 3 * ROUNDS, "the law has nothing to look at")
     demand(
         all(torch.equal(uploads_of_runs[0][k], uploads_of_runs[1][k]) for k in common),
-        "an upload uses what came after its dispatch",
+        f"an upload uses what came after its dispatch; {DOWNLOAD}",
     )
 
 
@@ -149,20 +157,20 @@ def conservation(method: object) -> None:
     messages = 0.25 * len(log) * sum(totals[name] > 0 for name in ("bytes_up", "bytes_down"))
     want = work + totals["bytes_up"] / 2e5 + totals["bytes_down"] / 1e5 + messages
     busy = log[:, BUSY].sum()
-    demand(math.isclose(busy, want, rel_tol=1e-9), f"busy seconds are {busy}, samples and bytes take {want}")
+    demand(math.isclose(busy, want, rel_tol=1e-9), f"busy seconds are {busy}, samples and bytes take {want}; {COUNTED}")
     for schedule in (Synchronous(), Deadline(seconds=1.0), OverSelection(factor=2), Buffered(buffer=2)):
         ended = run(method, LogNormal(present=0.5, period=1.5, latency=0.01), schedule)
         assert ended.job.fleet is not None
         clock, use = clock_of(ended), use_of(clock_of(ended), ended.job.fleet)
         for name, part in (("busy", use.busy), ("idle", use.idle), ("absent", use.absent)):
-            demand(bool((part > -1e-9).all()), f"{schedule!r}: {name} seconds below zero")
+            demand(bool((part > -1e-9).all()), f"{schedule!r}: {name} seconds below zero; {COUNTED}")
         log = clock.history()
         for i in range(N):
             client_log = log[log[:, CLIENT] == i]
             client_log = client_log[np.argsort(client_log[:, START])]
             demand(
                 (client_log[1:, START] >= client_log[:-1, END] - 1e-9).all(),
-                f"{schedule!r}: client {i} is at two places",
+                f"{schedule!r}: client {i} is at two places; {COUNTED}",
             )
 
 
@@ -177,7 +185,8 @@ def permutation_of_devices(method: object) -> None:
         other = clock_of(run(method, moved, schedule, federation(order))).history()
         other[:, CLIENT] = np.array(order)[other[:, CLIENT].astype(int)]
         one, two = (log[np.lexsort((log[:, CLIENT], log[:, VERSION]))] for log in (plain, other))
-        demand(one.shape == two.shape and np.allclose(one, two, rtol=1e-9), f"{schedule!r}: the log is not permuted")
+        alike = one.shape == two.shape and np.allclose(one, two, rtol=1e-9)
+        demand(alike, f"{schedule!r}: the log is not permuted; {NUMBERS}")
 
 
 def scale_of_time(method: object) -> None:
@@ -185,8 +194,8 @@ def scale_of_time(method: object) -> None:
     speeds = (90.0, 50.0, 20.0, 70.0, 110.0, 40.0, 30.0, 60.0)
     for make in (lambda c: Deadline(seconds=0.3 * c), lambda c: Buffered(buffer=3, timeout=0.5 * c)):
         one, four = (run(method, Speeds(speeds=speeds, scale=c), make(c)) for c in (1.0, 4.0))
-        same_models(one, four, f"{make(1.0)!r}: the scale of time changes a model")
-        demand(clock_of(four).now == 4 * clock_of(one).now, f"{make(1.0)!r}: the times are not scaled")
+        same_models(one, four, f"{make(1.0)!r}: the scale of time changes a model; {STATES}")
+        demand(clock_of(four).now == 4 * clock_of(one).now, f"{make(1.0)!r}: the times are not scaled; {STATES}")
 
 
 def silence(method: object) -> None:
@@ -197,7 +206,7 @@ def silence(method: object) -> None:
     schedule = Buffered(buffer=2, timeout=limit)
     one, two = (run(method, Speeds(speeds=speeds), schedule, federation(other=o), rounds=40) for o in (None, 0))
     for a, b in zip(one.state.server, two.state.server, strict=True):
-        demand(torch.equal(a, b), "a device that never answers changes the server")
+        demand(torch.equal(a, b), f"a device that never answers changes the server; {DOWNLOAD}")
     log = clock_of(one).history()
     lost = log[log[:, FATE] == Fate.LOST]
     demand(0 in lost[:, CLIENT], "the device that never answers is not given up")
@@ -222,7 +231,7 @@ def check_timing(method: Algorithm | Composition | str, without: Collection[str]
         without: laws that the method breaks on purpose.
 
     Raises:
-        AssertionError: at the first law that is broken: law, method and what differed.
+        AssertionError: at the first law that is broken: law, method, what differed and a cure.
     """
     for name, law in TIME_LAWS.items():
         if name in without:
