@@ -177,7 +177,7 @@ def test_the_journey_over_real_processes(tmp_path: Path) -> None:
     told = call("deploy", "local", real)
     assert "round 3/3: 5 of 5 accepted" in told
     assert "over TLS" in told
-    assert "finished" in call("deploy", "status", real / "server")
+    assert "all rounds done" in call("deploy", "status", real / "server")
     for site in hospitals.SITES:
         new = hospitals.own_table(tmp_path / f"{site}.csv", site, own_rows(site, seed=5))
         scores = []
