@@ -235,9 +235,8 @@ def _unweighed(setting: Setting, unequal: bool) -> list[str]:
             reads = f"weights = {weights!r}" if unequal and isinstance(weigher, SharesWeigher) else ""
         else:
             reads = f"weigher {weigher.kind!r}"
-        return (
-            [f"aggregator {kind_of(aggregator)!r} counts all clients alike: {reads} changes nothing"] if reads else []
-        )
+        alike = f"aggregator {kind_of(aggregator)!r} counts all clients alike: {reads} changes nothing"
+        return [f"{alike} in what it makes of uploads"] if reads else []
     if unequal and isinstance(weigher, UniformWeigher) and not setting.sampler.by_samples:
         return [
             f"weigher 'uniform' takes the place of weights = {weights!r} in the mean of uploads; for the same in every "
