@@ -442,7 +442,7 @@ Further rules:
 - With `weights = "groups by region"` every level of that column counts the same, where all rows of a client have one
   level. A table names the column in `data.kept`.
 
-- Attack `forged-activations` can win a cluster of its own in `weights` and in the weigher `equitable`: where C is
+- Attack `forged-activations` can win a cluster of its own in `weights` and in the weigher `equitable`. Where C is
   given, k forgers have up to k/C of the model, and the honest groups share fewer clusters. Where C is sought, a client
   alone is no cluster, but two that agree are one. A median or another robust aggregator that counts clients alike
   reads no clusters. Without clusters the attack is refused.
@@ -473,11 +473,14 @@ Further rules:
 
 - A part of the model that does not travel (personal layers) is not compressed, noised or counted.
 
-- Methods whose mathematics needs plain SGD refuse momentum and other optimisers (`[local] optimizer`):
-  {named(lambda method: method.plain_sgd)}.
-  {named(lambda method: method.needs_sgd and not method.plain_sgd)} take momentum, but no other optimiser.
-
 - With `delta`, `gaussian-noise` and `private-mean` refuse weighers and samplers to which clients answer without noise.
+
+- Methods whose mathematics needs plain SGD refuse these choices of `[local]`:
+
+| refused | methods |
+|---|---|
+| momentum, and an `optimizer` other than `sgd` | {named(lambda method: method.plain_sgd)} |
+| an `optimizer` other than `sgd` | {named(lambda method: method.needs_sgd and not method.plain_sgd)} |
 """
 
 
