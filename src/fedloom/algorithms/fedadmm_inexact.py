@@ -17,12 +17,12 @@ Reference: S. Zhou, G. Y. Li, "Federated Learning via Inexact ADMM", IEEE TPAMI 
 Kept by a client: 2d + 2 (w, y, eps, r), by the server its last u and r. Sent per round: d + 1 down, d + 1 up.
 
 Deviations: the paper's 1/n is divided out of duals, penalty, gradients and eps (n^2); shares weigh the mean. Its r_i is
-that of linear models. Here it is 1/lr at first; a curvature k along the last step above 2 (r + sigma) means that L
-rose, and r becomes k/2, by which L falls; where ||change of g|| < r/4 ||change of w||, r falls, by half at most. With r
-= k networks grow ever sharper (Roulet et al., arXiv:2407.06183). r is sent within e^-10/lr to e^10/lr: a client of
-weight w moves sigma by e^(20 w) at most. One sigma is for all: r0 times the geometric mean of the r_i, moved where this
-is below half or above twice of what it was, as u of absent clients has an older one; with ``rho`` both are fixed, r_i =
-1/lr. Epochs, steps, batch size, and without it the schedule, are not used.
+that of linear models. Here it starts at 1/lr; a curvature k along the last step above 2 (r + sigma) means that L rose,
+and r becomes k/2, by which L falls; where ||change of g|| < r/4 ||change of w||, it falls, by half at most, never below
+sigma. With r = k networks grow ever sharper (Roulet et al., arXiv:2407.06183). r is sent within e^-10/lr to e^10/lr: a
+client of weight w moves sigma by e^(20 w) at most. One sigma is for all: r0 times the geometric mean of the r_i, moved
+where this is below half or above twice of what it was, as u of absent clients has an older one; with ``rho`` both are
+fixed, r_i = 1/lr. Epochs, steps, batch size, and without it the schedule, are not used.
 
 Defaults: one dual step after at most five linearised ones (six gradients of all samples), and r0 = 1/inner: five steps
 go 0.6 of the way to a local solution, whatever local.lr, the clients' sizes and the number of rounds are.
@@ -118,8 +118,8 @@ class FedADMMInexact(Algorithm):
             residual_(s, work)
             change = before.sub_(s.residual).sub_(step * s.sigma)  # g(w) - g(w')
             slope, along = norm(change) / norm(step), total(change * step) / norm(step).square()
-            r = torch.where(along > 2 * (s.r + s.sigma), along / 2, torch.maximum(4 * slope, s.r / 2).minimum(s.r))
-            return s if self.rho else s._replace(r=torch.where(slope > 0, r, s.r))
+            lower = torch.where(slope > 0, torch.maximum(4 * slope, s.r / 2).maximum(s.sigma).minimum(s.r), s.r)
+            return s if self.rho else s._replace(r=torch.where(along > 2 * (s.r + s.sigma), along / 2, lower))
 
         def residual_(s: _Solve, work: Work) -> Tensor:  # g_i + pi_i + sigma (x_i - x)
             return work.add_full_grad_(torch.addcmul(s.y, s.w, s.sigma, out=s.residual).sub_(s.towards), s.w)

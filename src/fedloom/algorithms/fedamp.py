@@ -24,6 +24,9 @@ are scaled to sum to 1. alpha_k is one number for all rounds unless
 Defaults: alpha = reach sqrt(rounds)/2, reach the length of a round (lr times its mean number of steps): the pull
 lam/alpha is FLAME's, for its reasons; sigma = 2 (n - 1) alpha, by which xi_ii is at least 1/2.
 
+Replayed: clients and server of TsingZ0/PFLlib (d832e76f) make the same models, to 1e-15, once the pull has a gradient
+(there it is formed of detached values, so that it pulls nothing) and is squared.
+
 Use it with small models, whose distances mean something; for networks there is HeurFedAMP, which looks at angles. The
 server receives single models: no secure aggregation.
 """

@@ -18,6 +18,8 @@ samples, where the paper draws with probability p_k and takes the uniform mean (
 Defaults: mu = 1/(3 reach), reach the length of a round (lr times its mean number of steps): with c = mu reach a round
 drifts (1 - exp(-c))/c of FedAvg's, 0.85 of it; more pull costs speed, less cannot be distinguished from other batches.
 
+Replayed: the clients of TsingZ0/PFLlib (d832e76f) make the same models, to 1e-15.
+
 Use it where local training drifts: few rounds, many local steps. It slows clients down as much as it steadies them.
 With one local step it is FedAvg, of which a run warns.
 """

@@ -19,6 +19,9 @@ Deviations: log n_ic is added to the head's bias for the gradient, which is the 
 as 1e-9 samples. The personal head starts at zero; there as a copy of the generic one: the personal model is the generic
 one at first. Both heads are linear, so the personal model is one network with the sum of both.
 
+Replayed: the clients of TsingZ0/PFLlib (d832e76f) make the same models, to 1e-9, where personal heads
+start at zero; there they start as copies of the generic one.
+
 Use it when labels are skewed and both a generic and personal models are wanted. With gamma = 0 the generic branch is
 FedAvg. It needs classes and a head with a bias.
 """

@@ -20,6 +20,8 @@ FedDyn's public code (alpemreacar/FedDyn), one number more down: with s_i = n_i/
 and c is the mean of all s_i c_i, which clients then keep in the place of c_i; it weighs by samples in itself and takes
 ``weights = "uniform"``.
 
+Replayed: clients and server of TsingZ0/PFLlib (d832e76f) make the same x and c, to 1e-15, with equal shares.
+
 Use it for one good global model when clients differ and return often enough to keep their variates fresh.
 """
 
