@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import torch
+from torch import nn
 
 from fedloom.data.groups import keeping
 from fedloom.deploy.groups import GroupSums
 from fedloom.deploy.ops.plan import plan
 from fedloom.deploy.settings import Secure, text_of
-from fedloom.deploy.site.models import importances
+from fedloom.deploy.site.models import figures, importances, module_of, owned, used
 from fedloom.engine.simulate import simulate
 from fedloom.errors import ConfigError, Stop
 from fedloom.experiment import parse
@@ -175,20 +177,55 @@ def test_groups_without_agreed_levels_are_refused_before_anything_is_written(tmp
         plan(parse({**here.experiment.settings(), "data": data, "evaluate": {"groups": ["age"] * 9}}))
 
 
-def test_importance_at_a_site_is_that_of_the_simulation(tmp_path: Path) -> None:
-    here = deployed(tmp_path, method="fedavg")
+def normalised(shape: tuple[int, ...], outputs: int) -> nn.Module:
+    """A model with running statistics, which no message and no file of a site's model has."""
+    width = math.prod(shape)
+    return nn.Sequential(nn.Linear(width, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, outputs))
+
+
+NORMALISED = f"{__name__}:normalised"
+
+
+@pytest.mark.parametrize(("model", "method"), [("softmax", "fedavg"), (NORMALISED, "fedavg"), (NORMALISED, "ditto")])
+def test_figures_and_importance_at_a_site_are_those_of_the_simulation(model: str, method: str, tmp_path: Path) -> None:
+    here = deployed(tmp_path, method=method, model={"kind": model}, evaluate={"statistics": "own"})
     assert here.serve() is Stop.DONE
-    simulated = [row for row in importance(here.simulate()).to_pylist() if row["client"] == 2]
-    site = here.sites[2]
+    run, site, kind = here.simulate(), here.sites[2], "global" if method == "fedavg" else "personal"
     (site.state / "site.toml").write_text(text_of(site))
+    simulated = [row for row in importance(run).to_pylist() if (row["client"], row["model"]) == (2, kind)]
     lines = importances(site.state)
     assert len(lines) == len(simulated) == 3
     for (column, metric, mean, spread), row in zip(lines, simulated, strict=True):
         assert (column, metric) == (row["column"], row["metric"])
         assert (mean, spread) == pytest.approx((row["value"], row["spread"]), abs=1e-10)
-    assert "cost of permuting" in call("deploy", "evaluate", site.state, "--importance")
+    (one,) = owned(site.state)
+    scores = figures(one)
+    assert {"auroc", "loss"} <= scores.keys()
+    assert scores == pytest.approx({name: float(run.final(kind, name)[2]) for name in scores}, abs=1e-10)
+    assert used(site.state).module().state_dict().keys() == module_of(one).state_dict().keys()
+    for tensor, same in zip(used(site.state).module().buffers(), module_of(one).buffers(), strict=True):
+        assert torch.equal(tensor, same)
+    file = tmp_path / "test.csv"
+    with (tmp_path / "all.csv").open() as rows:
+        file.write_text("".join(line for k, line in enumerate(rows) if not k or line.startswith("C")))
+    for words, heads in (((file,), "samples"), (("--importance",), "cost of permuting")):
+        printed = call("deploy", "evaluate", site.state, *words)
+        assert heads in printed
+        assert "statistics of this site" not in printed
     for words in ((), ("--importance", tmp_path / "all.csv")):
         assert "or --importance" in call("deploy", "evaluate", site.state, *words, code=2)
+
+
+def test_batch_statistics_of_a_site_are_named_where_a_simulation_has_others(tmp_path: Path) -> None:
+    here = deployed(tmp_path, method="fedavg", model={"kind": NORMALISED})
+    assert here.serve() is Stop.DONE
+    site = here.sites[2]
+    (site.state / "site.toml").write_text(text_of(site))
+    assert "statistics of this site's own training part" in call("deploy", "evaluate", site.state, "--importance")
+    (one,) = owned(site.state)
+    with pytest.raises(ConfigError, match="site-2 has no samples, and the model's normalisation layers need"):
+        (tmp_path / "all.csv").write_text("site,age,sex,x,y\n")
+        module_of(one)
 
 
 @pytest.mark.parametrize("masked", [False, True])

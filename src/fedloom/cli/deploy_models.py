@@ -37,7 +37,8 @@ def models(
             path = one.model.path if out is None else export(one, out)
             say(f"{one.site.site:<16}{one.model.kind:<10}round {one.model.round:<6}{path}")
             if test:
-                say("  " + ", ".join(f"{name} {significant(value)}" for name, value in figures(one).items()))
+                scores = ", ".join(f"{name} {significant(value)}" for name, value in figures(one).items())
+                say(f"  {scores or 'no test samples'}")
 
 
 @deploy.command()
@@ -83,23 +84,26 @@ def evaluate(
     """
     with errors():
         from fedloom.data.new_rows import new_rows as taken
-        from fedloom.deploy.site.models import importances, new_rows, used
+        from fedloom.deploy.site.models import importances, new_rows, statistics_note, used
         from fedloom.errors import ConfigError
         from fedloom.printing import print_rows
         from fedloom.trained.predictions import OWN_SCALE, Evaluated, alone
 
         if importance is (rows is not None):
             raise ConfigError("give a file of rows with labels, or --importance, which is of the site's own test part")
+        notes = statistics_note(site, model)
         if rows is None:
             heads = ("column", "metric", "cost of permuting", "standard deviation")
             print_rows([dict(zip(heads, line, strict=True)) for line in importances(site, model)])
+            for note in notes:
+                say(note)
             return
         trained = used(site, model)
         data = new_rows(site).labelled(trained.recipe.facts, rows)
         inputs = taken(trained.recipe.facts, data)
         scored = Evaluated(trained.about, trained.about["kind"], OWN_SCALE, alone(trained, inputs), inputs, data)
         print_rows([scored.row()])
-        for note in (*inputs.notes, *scored.choice.strange(inputs.x)):
+        for note in (*inputs.notes, *scored.choice.strange(inputs.x), *notes):
             say(note)
 
 

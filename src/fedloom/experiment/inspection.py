@@ -109,14 +109,19 @@ def tsne(result: Result, clients: tuple[int, ...]) -> tuple[pa.Table, list[str]]
 
 
 def models_of(result: Result, model: str, ids: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield clients and their model, the normalisation statistics set for it; nothing if there is no such model."""
-    oracle = result.job.oracle
+    """Yield clients and their model, the normalisation statistics set for it; nothing if there is no such model.
+
+    Those of the global model are the cohort's or the client's own, as `Evaluate.statistics` has it.
+    """
+    oracle, own = result.job.oracle, result.job.setting.evaluate.statistics == "own"
     if model not in result.models.kinds():
         return
     if model == "global":
         row = result.models.rows("global").to(oracle.device)
         oracle.set_statistics(row, result.state.cohort)
         for client in ids.tolist():
+            if own:
+                oracle.set_statistics(row, torch.tensor([client]))
             yield client, row
         return
     for some in ids.split(TOGETHER):

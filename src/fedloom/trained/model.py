@@ -202,10 +202,10 @@ class Model:
         table = self.recipe.facts.table
         return [] if table is None or self.fitted is None else table.strange(x, self.fitted)
 
-    def score_part(self, fed: Federation, part: str) -> dict[str, float]:
-        """The metrics on a part of a federation of one client; empty where there is no sample."""
+    def score_part(self, fed: Federation, part: str, client: int = 0) -> dict[str, float]:
+        """The metrics on a part of one client of a federation; empty where there is no sample."""
         fed = fed.to(dtype=self.recipe.dtype)
-        index = fed.indices(part, 0)
+        index = fed.indices(part, client)
         if not len(index):
             return {}
         outputs, owner = outputs_of(self.module(), fed, index), torch.zeros(len(index), dtype=torch.long)
@@ -213,11 +213,12 @@ class Model:
         metrics = task_of(fed.data, self.recipe.objective).metrics(outputs, fed.targets(index), owner, 1)
         return {name: float(value) for name, value in metrics.items()}
 
-    def line(self, fed: Federation, part: str) -> Tensor:
-        """Slope and intercept ``[2]`` of its outputs by a part of a federation of one client; see `Objective.line`."""
+    def line(self, fed: Federation, part: str, client: int = 0) -> Tensor:
+        """Slope and intercept ``[2]`` of its outputs by a part of one client of a federation; see `Objective.line`."""
         fed = fed.to(dtype=self.recipe.dtype)
-        index = fed.indices(part, 0)
-        outputs, owner = outputs_of(self.module(), fed, index), torch.zeros(len(index), dtype=torch.long)
+        index = fed.indices(part, client)
+        outputs = outputs_of(self.module(), fed, index) if len(index) else self.row.new_zeros(0, 1)
+        owner = torch.zeros(len(index), dtype=torch.long)
         return self.recipe.objective.line(outputs, fed.targets(index), owner, 1)[0]
 
     def save(self, path: Path | str) -> Path:

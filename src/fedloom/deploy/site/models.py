@@ -10,19 +10,21 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from fedloom.data import Federation
 from fedloom.data.new_data import NewData
 from fedloom.deploy.code import read_agreed
 from fedloom.deploy.settings import Site, read_site
 from fedloom.deploy.site.local_data import site_federation
 from fedloom.deploy.site.state import SiteModel, models
 from fedloom.errors import ConfigError, unknown
+from fedloom.experiment import Experiment
 from fedloom.experiment.analyses.importance import FEWEST, Scored, permuted
-from fedloom.rows.layout import Layout
+from fedloom.local.oracles import make_oracle
 from fedloom.storage.checkpoint import check_digest, save_tensors
 from fedloom.storage.files import make_folder
 from fedloom.tasks import task_of
 from fedloom.trained.model import Model as TrainedModel
-from fedloom.trained.model import ModelRecipe, outputs_of
+from fedloom.trained.model import ModelRecipe, outputs_of, running_statistics
 
 PREFERRED = ("hybrid", "personal", "global")
 """Kinds of a site's models, the one that it uses first."""
@@ -64,15 +66,31 @@ def used(folder: Path, kind: str | None = None) -> TrainedModel:
     """
     one = _chosen(folder, kind)
     site, experiment = one.site, read_agreed(one.site)
-    row = _row(one)
     facts, scaling = site.samples, None
     if facts.table is not None:  # the site's own markers of gaps beside those that were agreed on
         markers = tuple(dict.fromkeys((*facts.table.missing, *site.data.get("missing", ()))))
         facts = facts.with_(table=facts.table.with_(missing=markers))
-    recipe = ModelRecipe(experiment.common.model, facts, experiment.head.seeds[0], row.dtype, experiment.common.task)
-    fed = None if facts.table is None and recipe.objective.line_part is None else site_federation(experiment, site)
-    if fed is not None and (fitted := fed.data.fitted) is not None:
-        scaling = fitted.values[site.client if site.share == "partition" else 0]
+    trained = _trained(one, experiment)
+    trained = replace(trained, recipe=replace(trained.recipe, facts=facts))
+    if facts.table is None and trained.recipe.objective.line_part is None:
+        return trained
+    fed = _samples(one, experiment, trained)
+    if fed.data.fitted is not None:
+        scaling = fed.data.fitted.values[site.client if site.share == "partition" else 0]
+    return _calibrated(replace(trained, fitted=scaling), fed, site.client)
+
+
+def _trained(one: Owned, experiment: Experiment) -> TrainedModel:
+    """A site's model on samples that are scaled; its batch statistics are those of the site's training part.
+
+    A site scores a round so too: no statistics travel.
+
+    Raises:
+        ConfigError: it has batch statistics, and the site no samples.
+        DataError: the data, which they are of, cannot be read.
+    """
+    site, setting, row = one.site, experiment.methods[0].setting, _row(one)
+    recipe = ModelRecipe(setting.model, site.samples, experiment.head.seeds[0], row.dtype, setting.task)
     about = {
         "method": experiment.methods[0].label,
         "seed": experiment.head.seeds[0],
@@ -80,14 +98,31 @@ def used(folder: Path, kind: str | None = None) -> TrainedModel:
         "client": site.site,
         "round": one.model.round,
     }
-    trained = TrainedModel(recipe, row, row[:0], scaling, about)
-    part = recipe.objective.line_part
-    if fed is None or part is None or fed.data.name == "blank":
+    trained, module = TrainedModel(recipe, row, row[:0], None, about), recipe.build()
+    if not running_statistics(module):
         return trained
-    index = fed.indices(part, site.client)
-    outputs = outputs_of(trained.module(), fed, index) if len(index) else torch.zeros(0, 1)
-    owner = torch.zeros(len(index), dtype=torch.long)
-    return replace(trained, calibration=recipe.objective.line(outputs, fed.targets(index), owner, 1)[0])
+    fed = _samples(one, experiment, trained)
+    if fed.data.name == "blank":
+        raise ConfigError(
+            f"{site.site} has no samples, and the model's normalisation layers need statistics of training samples; "
+            "use it at a site that has some"
+        )
+    oracle = make_oracle(module, task_of(fed.data, setting.task), fed)
+    oracle.set_statistics(row, torch.tensor([site.client]))
+    return replace(trained, statistics=torch.cat([s.flatten() for s in running_statistics(oracle.module)]))
+
+
+def _samples(one: Owned, experiment: Experiment, trained: TrainedModel) -> Federation:
+    """The site's samples in the numbers of its model."""
+    return site_federation(experiment, one.site).to(torch.device("cpu"), trained.row.dtype)
+
+
+def _calibrated(trained: TrainedModel, fed: Federation, client: int) -> TrainedModel:
+    """A site's model with the line that recalibrates it there, where the experiment asks for one."""
+    part = trained.recipe.objective.line_part
+    if part is None or fed.data.name == "blank":
+        return trained
+    return replace(trained, calibration=trained.line(fed, part, client))
 
 
 def _chosen(folder: Path, kind: str | None) -> Owned:
@@ -122,14 +157,27 @@ def new_rows(folder: Path) -> NewData:
     return NewData(read_site(folder / "site.toml").data)
 
 
+def statistics_note(folder: Path, kind: str | None = None) -> list[str]:
+    """The sentence on a model whose batch statistics a simulation would take elsewhere; of any other model none.
+
+    Args:
+        folder: of the site.
+        kind: as in `used`.
+    """
+    one = _chosen(folder, kind)
+    setting, samples = read_agreed(one.site).methods[0].setting, one.site.samples
+    if one.model.kind != "global" or setting.evaluate.statistics == "own":
+        return []
+    module = setting.model.build(samples.shape, samples.outputs, 0, samples.tokens)
+    return [
+        "normalisation layers: statistics of this site's own training part, as in the scores of the deployment; a "
+        "simulation averages them over its clients, but with evaluate.statistics = 'own'"
+    ] * bool(running_statistics(module))
+
+
 def module_of(one: Owned) -> nn.Module:
-    """A site's model as a plain module in evaluation mode."""
-    samples, experiment = one.site.samples, read_agreed(one.site)
-    module = experiment.methods[0].setting.model.build(
-        samples.shape, samples.outputs, experiment.head.seeds[0], samples.tokens
-    )
-    Layout.of(module).load(module, _row(one))
-    return module.eval()
+    """A site's model as a plain module in evaluation mode; errors as `_trained`."""
+    return _trained(one, read_agreed(one.site)).module()
 
 
 @torch.no_grad()
@@ -147,34 +195,27 @@ def importances(folder: Path, kind: str | None = None) -> list[tuple[str, str, f
     """
     one = _chosen(folder, kind)
     experiment, site = read_agreed(one.site), one.site
-    setting = experiment.methods[0].setting
-    dtype: torch.dtype = getattr(torch, setting.engine.dtype)
-    fed = site_federation(experiment, site).to(torch.device("cpu"), dtype)
+    trained = _trained(one, experiment)
+    fed = _samples(one, experiment, trained)
     index = fed.indices("test", site.client)
     if len(index) < FEWEST:
         raise ConfigError(f"{site.site} has {len(index)} test samples, importance needs at least {FEWEST}")
-    module = module_of(one).to(dtype)
-    scored = Scored(lambda x: module(x).flatten(0, -2), task_of(fed.data, setting.task), fed, index)
+    module, task = trained.module(), task_of(fed.data, trained.recipe.objective)
+    scored = Scored(lambda x: module(x).flatten(0, -2), task, fed, index)
     return permuted(scored, experiment.head.seeds[0], site.client)
 
 
-@torch.no_grad()
 def figures(one: Owned) -> dict[str, float]:
-    """Metrics of a site's model, from its disk, on the site's own test part; nan where there is no test sample.
+    """Metrics of a site's model, from its disk, on the site's own test part; empty where there is no test sample.
 
     Raises:
+        ConfigError: see `_trained`.
         DataError: the data cannot be read.
     """
-    experiment = read_agreed(one.site)
-    fed = site_federation(experiment, one.site)
-    index = fed.indices("test", one.site.client)
-    scores = task_of(fed.data, experiment.methods[0].setting.task).metrics(
-        module_of(one)(fed.fetch(index)).flatten(0, -2),
-        fed.targets(index),
-        torch.zeros(len(index), dtype=torch.long),
-        1,
-    )
-    return {name: float(value) for name, value in scores.items()}
+    experiment, client = read_agreed(one.site), one.site.client
+    trained = _trained(one, experiment)
+    fed = _samples(one, experiment, trained)
+    return _calibrated(trained, fed, client).score_part(fed, "test", client)
 
 
 def export(one: Owned, out: Path) -> Path:
