@@ -113,14 +113,14 @@ def models_of(result: Result, model: str, ids: Tensor) -> Iterator[tuple[int, Te
 
     Those of the global model are the cohort's or the client's own, as `Evaluate.statistics` has it.
     """
-    oracle, own = result.job.oracle, result.job.setting.evaluate.statistics == "own"
+    oracle, separately = result.job.oracle, result.job.setting.evaluate.statistics == "own"
     if model not in result.models.kinds():
         return
     if model == "global":
         row = result.models.rows("global").to(oracle.device)
         oracle.set_statistics(row, result.state.cohort)
         for client in ids.tolist():
-            if own:
+            if separately:
                 oracle.set_statistics(row, torch.tensor([client]))
             yield client, row
         return

@@ -118,7 +118,7 @@ def _samples(one: Owned, experiment: Experiment, trained: TrainedModel) -> Feder
 
 
 def _calibrated(trained: TrainedModel, fed: Federation, client: int) -> TrainedModel:
-    """A site's model with the line that recalibrates it there, where the experiment asks for one."""
+    """A site's model with the line that recalibrates it there, where the experiment has one."""
     part = trained.recipe.objective.line_part
     if part is None or fed.data.name == "blank":
         return trained
