@@ -6,6 +6,7 @@ import csv
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
@@ -169,3 +170,58 @@ def test_a_decimal_comma_and_its_separator_are_found_at_every_door(tmp_path: Pat
     table: Any = plain.prepare
     place = [column.name for column in table.columns].index("systolic")
     assert int(plain.x[:, place].isnan().sum()) == sum(row["systolic"] == -9 for row in rows) > 5
+
+
+TABLE = np.random.default_rng(0).normal(size=(40, 3))
+NOTED: dict[str, tuple[Any, Any, list[str]]] = {
+    "sound": (TABLE, np.arange(40) % 2, []),
+    "far": (
+        np.where(np.arange(120).reshape(40, 3) == 61, 1e9, TABLE), np.arange(40) % 2,
+        ["row 20, column '1': 1e+09 lies absurdly far from the others"],
+    ),
+    "constant": (
+        TABLE * (1, 1, 0), np.arange(40) % 2, ["column '2': the same in every row, so nothing is learned from it; leave"]
+    ),
+    "one class": (TABLE, np.zeros(40, int), ["the label 'y' is '0' in every row; nothing can be learned from these"]),
+    "a target": (TABLE, np.r_[1e9, TABLE[1:, 0]], ["row 0, column 'y': 1e+09 lies absurdly far from the others"]),
+    "an event": (TABLE, np.c_[np.arange(1, 41), np.ones(40)], []),
+    "few": (TABLE[:9] * 0, np.arange(9) % 2, []),
+    "bytes": ((TABLE * 0).astype(np.uint8), np.arange(40) % 2, []),
+    "images": (np.zeros((40, 1, 4, 4)), np.arange(40) % 2, []),
+    "flat images": (np.pad(abs(np.random.default_rng(1).normal(size=(40, 30))), ((0, 0), (34, 0))), np.arange(40) % 2, []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NOTED)
+def test_arrays_have_the_notes_of_a_table_and_images_none(case: str, tmp_path: Path) -> None:
+    """By NPZ, NPY and in memory, where a table in columns has them too."""
+    x, y, wanted = NOTED[case]
+    task = "survival" if case == "an event" else None
+    np.savez(tmp_path / "t.npz", x=x, y=y)
+    (tmp_path / "t").mkdir()
+    np.save(tmp_path / "t" / "x.npy", x if x.dtype == np.uint8 else x.astype(np.float32))
+    np.save(tmp_path / "t" / "y.npy", y)
+    by_door = {
+        "npz": fl.load(tmp_path / "t.npz", task=task),
+        "npy": fl.load("npy", path=str(tmp_path / "t"), task=task),
+        "memory": Dataset.of(x, y, task=task),
+    }
+    for door, data in by_door.items():
+        assert [note[: len(want)] for note, want in zip(data.notes, wanted, strict=True)] == wanted, door
+    clients = 1 + (case != "one class")  # one of several sites, for which alone it is no error
+    assert set(data.notes) <= set(fl.partition.iid(clients=clients, test=0.0)(data, seed=0).notes)
+
+
+def test_an_array_s_number_beyond_a_model_s_is_named(tmp_path: Path) -> None:
+    x = TABLE.copy()
+    x[7, 1] = -1e39
+    np.savez(tmp_path / "t.npz", x=x, y=np.arange(40) % 2)
+    np.savez(tmp_path / "f.npz", x=np.asfortranarray(x), y=np.arange(40) % 2)
+    wanted = r"row 7, column 1: expected a number of at most 3.4e\+38, got -1e\+39"
+    for file in ("t.npz", "f.npz"):
+        with pytest.raises(DataError, match=rf"{file}.*{wanted}"):
+            fl.load(tmp_path / file)
+    with pytest.raises(DataError, match=f"{wanted};"):
+        Dataset.of(x, np.arange(40) % 2)
+    with pytest.raises(DataError, match=r"row 0: expected a number .*\(40 such rows\)"):
+        Dataset.of(np.full((40, 1, 2, 2), 1e300), np.arange(40) % 2)

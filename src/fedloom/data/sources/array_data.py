@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,16 @@ from numpy.typing import NDArray
 
 from fedloom.data.dataset import Dataset, Task, refuse
 from fedloom.data.sources._base import naming_file_in_errors, numbered, scale
+from fedloom.data.sources.table.cells import LARGEST
+from fedloom.data.sources.table.checks import doubtful, doubtful_levels
 from fedloom.data.sources.table.levels import alike
 from fedloom.data.sources.table.targets import unlike
 from fedloom.errors import DataError
+
+MOST_NOTED = 2**24
+"""Numbers of a data set at most, beyond which they are not gone through for notes."""
+WIDE = 64
+"""Columns from which numbers may be the pixels of images."""
 
 
 def of_arrays(
@@ -80,8 +88,8 @@ def of_arrays(
     if names:
         features = torch.from_numpy(whole)
     else:
-        with np.errstate(over="ignore"):  # the infinity is refused below
-            kept = x if x.dtype == np.uint8 else x.astype(np.float32, copy=False)
+        fits = x.dtype in (np.uint8, np.float32)
+        kept = x if fits else narrowed(x, np.empty(x.shape, np.float32), place)
         features = torch.from_numpy(np.require(kept, requirements=["C", "W"]))
     if each:
         classes = tuple(classes) or numbered(y.clip(0).ravel(), place)
@@ -110,6 +118,56 @@ def of_arrays(
             user_names=() if levels is None else tuple(str(level) for level in levels),
             vocabulary=names,
         )
+
+
+def narrowed(x: NDArray[Any], out: NDArray[Any], place: str, first: int = 0) -> NDArray[Any]:
+    """Put numbers into the room ``out`` of narrower ones.
+
+    Args:
+        x: ``[N, ...]``.
+        out: of the same shape.
+        place: for messages.
+        first: number of the first row.
+
+    Raises:
+        DataError: a number is beyond what a model can take.
+    """
+    with np.errstate(over="ignore"):  # the infinity is refused
+        out[...] = x
+    if x.dtype.kind == "f" and x.dtype.itemsize > out.dtype.itemsize:
+        beyond = np.isinf(out) & np.isfinite(x)
+        if beyond.any():
+            at = tuple(np.argwhere(beyond)[0].tolist())
+            column = f", column {at[1]}" if len(at) == 2 else ""
+            rows = int(beyond.reshape(len(x), -1).any(1).sum())
+            more = f" ({rows} such rows)" if rows > 1 else ""
+            raise DataError(
+                f"{place}: row {first + at[0]}{column}: expected a number of at most {LARGEST:.3g}, got {x[at]:g}{more}; "
+                "repair it, or leave its row out"
+            )
+    return out
+
+
+def noted(data: Dataset) -> Dataset:
+    """A data set of arrays, with the notes that a table of its numbers gets; images get none.
+
+    Images have bytes, or more than one axis, or many columns of which half have one smallest or one largest number.
+    """
+    x = data.x
+    if x.ndim != 2 or not x.is_floating_point() or not 0 < x.numel() <= MOST_NOTED or data.vocabulary:
+        return data
+    ends = [edge.unique(return_counts=True)[1].max() for edge in (x.amin(0), x.amax(0))]
+    if x.shape[1] >= WIDE and 2 * max(ends) >= x.shape[1]:
+        return data
+    columns = {str(k): values.double().numpy() for k, values in enumerate(x.T)}
+    levels = {}
+    if data.classed:
+        levels = {"y": (data.y.double().numpy(), data.classes)}
+    else:
+        targets = data.y[:, :1] if data.task == "survival" else data.y
+        columns |= {f"y {k}" if k else "y": values.double().numpy() for k, values in enumerate(targets.T)}
+    notes = (*doubtful(columns, columns, 0, arrays=True), *doubtful_levels(levels, "y"))
+    return replace(data, notes=(*data.notes, *notes))
 
 
 def _targets(

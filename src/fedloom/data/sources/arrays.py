@@ -13,7 +13,7 @@ from pydantic import Field
 from fedloom.data.dataset import Dataset
 from fedloom.data.sources._base import SampleSource, locate
 from fedloom.data.sources.archive import Entry, check_size, entries, fill, finished
-from fedloom.data.sources.array_data import of_arrays
+from fedloom.data.sources.array_data import narrowed, noted, of_arrays
 from fedloom.errors import DataError
 
 BLOCK = 2**20
@@ -55,7 +55,7 @@ class Npy(_Arrays):
                 "disk it must be uint8 or float32 in C order: save it so"
             )
         options: dict[str, Any] = {"where": place, "mean": self.mean, "std": self.std, "users": users}
-        return of_arrays(place.name, x, y, self.task, vocabulary=self.vocabulary or (), **options)
+        return noted(of_arrays(place.name, x, y, self.task, vocabulary=self.vocabulary or (), **options))
 
     def samples(self, data_dir: str | Path | None = None) -> tuple[NDArray[Any], None]:
         """x, as it lies on disk."""
@@ -93,7 +93,7 @@ class Npz(_Arrays):
         self._read(place, headers, rooms)
         split = headers[x_key].shape[0] if len(sides) == 2 else None
         options: dict[str, Any] = {"where": place, "split": split, "mean": self.mean, "std": self.std, "users": users}
-        return of_arrays(place.stem, x, y, self.task, vocabulary=self.vocabulary or (), **options)
+        return noted(of_arrays(place.stem, x, y, self.task, vocabulary=self.vocabulary or (), **options))
 
     def samples(self, data_dir: str | Path | None = None) -> tuple[NDArray[Any], None]:
         """The features alone; an array of another name will do where it is the only one."""
@@ -187,7 +187,7 @@ def _into(entry: Entry, header: _Header, out: NDArray[Any], *, turn: bool) -> No
     if header.fortran and len(header.shape) > 1:
         turned = np.empty(header.shape[::-1], header.dtype)
         fill(entry, turned, "the array")
-        out[:] = _channels_first(turned.T) if turn else turned.T
+        narrowed(_channels_first(turned.T) if turn else turned.T, out, entry.where)
     elif out.dtype == header.dtype and not turn:
         fill(entry, out, "the array")
     else:
@@ -196,7 +196,7 @@ def _into(entry: Entry, header: _Header, out: NDArray[Any], *, turn: bool) -> No
         for at in range(0, len(out), step):
             rows = block[: len(out) - at]
             fill(entry, rows, "the array")
-            out[at : at + step] = _channels_first(rows) if turn else rows
+            narrowed(_channels_first(rows) if turn else rows, out[at : at + step], entry.where, at)
     finished(entry)
 
 

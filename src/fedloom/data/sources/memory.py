@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 from fedloom.data.dataset import Dataset, Task
 from fedloom.data.sources._base import Source
 from fedloom.data.sources.archive import GrowingRows
-from fedloom.data.sources.array_data import as_array, of_arrays, plain
+from fedloom.data.sources.array_data import as_array, noted, of_arrays, plain
 from fedloom.data.sources.table.cells import Piece, Problems
 from fedloom.data.sources.table.reading import TableSource, read_table
 from fedloom.data.sources.tabular import Csv
@@ -105,7 +105,7 @@ def as_dataset(
         for values in zip(*((p.x, p.y) for p in parts), strict=True)
     )
     options.setdefault("classes", parts[0].classes)
-    return of_arrays(name, x, y, task, split=len(parts[0].x) if len(parts) == 2 else None, **options)
+    return noted(of_arrays(name, x, y, task, split=len(parts[0].x) if len(parts) == 2 else None, **options))
 
 
 class _Side(NamedTuple):

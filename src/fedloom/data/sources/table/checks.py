@@ -105,14 +105,18 @@ def beyond(agreed: Mapping[str, Agreed], columns: Mapping[str, NDArray[np.float6
                 )
 
 
-def doubtful(columns: Mapping[str, NDArray[np.float64]], measured: Collection[str], first: int) -> Iterator[str]:
+def doubtful(
+    columns: Mapping[str, NDArray[np.float64]], measured: Collection[str], first: int, *, arrays: bool = False
+) -> Iterator[str]:
     """Notes on columns that are empty or constant, and on numbers that lie absurdly far from the others.
 
     Args:
         columns: numbers or codes ``[N]`` by name, NaN where missing.
         measured: names of the columns of which a far number is noted.
         first: number of the first row.
+        arrays: whether the columns are those of an array, which has no options; rare negative numbers are usual there.
     """
+    useless, wrong = ("leave it out", "leave its row out") if arrays else ("name it in drop", "name it in missing")
     empty, constant, notes = list[str](), list[str](), list[str]()
     for name, values in columns.items():
         ordered = np.sort(values)  # NaN last
@@ -126,11 +130,11 @@ def doubtful(columns: Mapping[str, NDArray[np.float64]], measured: Collection[st
         elif name in measured and count >= ENOUGH:
             low, high = ordered[count // 4], ordered[count - 1 - count // 4]
             below = int((ordered[:count] < 0).sum())
-            if 0 < below <= NEGATIVE * count and ordered[below] > 0:
+            if not arrays and 0 < below <= NEGATIVE * count and ordered[below] > 0:
                 row = int(np.nonzero(values < 0)[0][0])
                 notes.append(
                     f"row {first + row}, column {name!r}: {values[row]:g} is negative, as {below} of {count} numbers "
-                    "are, and all others are above 0; repair it, or name it in missing"
+                    f"are, and all others are above 0; repair it, or {wrong}"
                 )
                 continue
             limits = low - FARTHEST * (high - low), high + FARTHEST * (high - low)
@@ -139,11 +143,11 @@ def doubtful(columns: Mapping[str, NDArray[np.float64]], measured: Collection[st
                 more = f" ({len(rows)} such)" if len(rows) > 1 else ""
                 notes.append(
                     f"row {first + int(rows[0])}, column {name!r}: {values[rows[0]]:g} lies absurdly far from the "
-                    f"others, half of which are within {low:g} to {high:g}{more}; repair it, or name it in missing"
+                    f"others, half of which are within {low:g} to {high:g}{more}; repair it, or {wrong}"
                 )
     for what, names in (("every cell is missing", empty), ("the same in every row", constant)):
         if names:
-            yield f"{_columns(names)}: {what}, so nothing is learned from it; name it in drop"
+            yield f"{_columns(names)}: {what}, so nothing is learned from it; {useless}"
     yield from notes
 
 
