@@ -223,8 +223,8 @@ def test_batch_statistics_of_a_site_are_named_where_a_simulation_has_others(tmp_
     (site.state / "site.toml").write_text(text_of(site))
     assert "statistics of this site's own training part" in call("deploy", "evaluate", site.state, "--importance")
     (one,) = owned(site.state)
+    (tmp_path / "all.csv").write_text("site,age,sex,x,y\n")
     with pytest.raises(ConfigError, match="site-2 has no samples, and the model's normalisation layers need"):
-        (tmp_path / "all.csv").write_text("site,age,sex,x,y\n")
         module_of(one)
 
 
