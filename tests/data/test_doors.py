@@ -180,7 +180,8 @@ NOTED: dict[str, tuple[Any, Any, list[str]]] = {
         ["row 20, column '1': 1e+09 lies absurdly far from the others"],
     ),
     "constant": (
-        TABLE * (1, 1, 0), np.arange(40) % 2, ["column '2': the same in every row, so nothing is learned from it; leave"]
+        TABLE * (1, 1, 0), np.arange(40) % 2,
+        ["column '2': the same in every row, so nothing is learned from it; leave it out"],
     ),
     "one class": (TABLE, np.zeros(40, int), ["the label 'y' is '0' in every row; nothing can be learned from these"]),
     "a target": (TABLE, np.r_[1e9, TABLE[1:, 0]], ["row 0, column 'y': 1e+09 lies absurdly far from the others"]),
@@ -188,7 +189,7 @@ NOTED: dict[str, tuple[Any, Any, list[str]]] = {
     "few": (TABLE[:9] * 0, np.arange(9) % 2, []),
     "bytes": ((TABLE * 0).astype(np.uint8), np.arange(40) % 2, []),
     "images": (np.zeros((40, 1, 4, 4)), np.arange(40) % 2, []),
-    "flat images": (np.pad(abs(np.random.default_rng(1).normal(size=(40, 30))), ((0, 0), (34, 0))), np.arange(40) % 2, []),
+    "flat images": (np.pad(np.random.default_rng(1).random((40, 30)), ((0, 0), (34, 0))), np.arange(40) % 2, []),
 }  # fmt: skip
 
 

@@ -142,8 +142,8 @@ def narrowed(x: NDArray[Any], out: NDArray[Any], place: str, first: int = 0) -> 
             rows = int(beyond.reshape(len(x), -1).any(1).sum())
             more = f" ({rows} such rows)" if rows > 1 else ""
             raise DataError(
-                f"{place}: row {first + at[0]}{column}: expected a number of at most {LARGEST:.3g}, got {x[at]:g}{more}; "
-                "repair it, or leave its row out"
+                f"{place}: row {first + at[0]}{column}: expected a number of at most {LARGEST:.3g}, got {x[at]:g}{more}"
+                "; repair it, or leave its row out"
             )
     return out
 

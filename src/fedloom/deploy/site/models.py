@@ -24,7 +24,7 @@ from fedloom.storage.checkpoint import check_digest, save_tensors
 from fedloom.storage.files import make_folder
 from fedloom.tasks import task_of
 from fedloom.trained.model import Model as TrainedModel
-from fedloom.trained.model import ModelRecipe, outputs_of, running_statistics
+from fedloom.trained.model import ModelRecipe, running_statistics
 
 PREFERRED = ("hybrid", "personal", "global")
 """Kinds of a site's models, the one that it uses first."""
