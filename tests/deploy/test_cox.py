@@ -16,8 +16,9 @@ from lifelines import CoxPHFitter
 from lifelines.datasets import load_rossi
 from statsmodels.duration.hazard_regression import PHReg
 
-from fedloom.deploy.cox import STEPS, CoxStep
-from fedloom.deploy.secure.opened import OpenedSums
+from fedloom.deploy.cox import STEPS, STEPS_FILE, CoxStep
+from fedloom.deploy.ops.status import lines, status_of
+from fedloom.deploy.secure.opened import OpenedSums, read_checked, write_checked
 from fedloom.deploy.secure.protocol import Broken
 from fedloom.deploy.server.cox import CoxServer
 from fedloom.deploy.settings import Secure
@@ -92,6 +93,12 @@ def asked(here: Scene, messages: list[Message]) -> list[dict[str, Any]]:
     """The steps that were asked for, in order."""
     texts = [json.loads(arrays_of(m)[0]) for m in messages if kind_of(m) == "tally"]
     return [text["question"] for text in texts if text["question"] is not None]
+
+
+def status(here: Scene) -> tuple[dict[str, Any], str]:
+    """The regression in the status of the deployment, and its line."""
+    found = status_of(here.server)
+    return found["cox"], next(line for line in lines(found) if line.startswith("Cox"))
 
 
 def test_under_masks_it_is_the_pooled_fit_of_the_merged_bins(tmp_path: Path) -> None:
@@ -198,10 +205,18 @@ def test_a_killed_server_goes_on_at_the_step_that_it_had_come_to(tmp_path: Path,
 def test_a_mute_site_stops_the_regression_and_it_goes_on_when_the_site_is_back(tmp_path: Path, masked: bool) -> None:
     here = deployed(tmp_path, {"width": 13, "until": 52, "least": 2}, masked=masked)
     mute = Watch(lambda node, _message, reply: None if node == FIRST + 2 else reply, 12)
+    assert status(here) == ({"state": "waits", "sums": 0, "reason": ""}, "Cox regression: after the last round")
     assert here.serve(here.grid(mute)) is Stop.TOO_FEW
     assert not (here.server.results / "cox.parquet").exists()
+    sums = len([path for path in here.server.checkpoints.glob("cox-?.json") if "total" in path.read_text()])
+    if not masked:
+        assert status(here) == ({"state": "begun", "sums": sums, "reason": ""}, f"Cox regression: {sums} sums so far")
+        assert sums == 2
     assert here.serve() is Stop.DONE
     assert len(results(here)) == len(NAMES)
+    state, line = status(here)
+    assert (state["state"], state["rows"]) == ("done", len(rossi()))
+    assert line.startswith(f"Cox regression: done, {len(rossi())} rows with {results(here)['events'][0]:.0f} events, ")
 
 
 def test_another_sum_of_a_step_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,6 +257,38 @@ def test_shares_of_a_second_sum_of_a_step_are_refused(tmp_path: Path) -> None:
         opened.reveal({"cox": STEPS - 1}, models, everyone, threshold, "last")
 
 
+def test_a_damaged_list_of_opened_sums_costs_no_regression_before_its_first_step(tmp_path: Path) -> None:
+    """At every site, before the session of the first step; a site that may have answered one has no part."""
+    here, sessions = deployed(tmp_path, {"stratify": True}), dict[int, int]()
+
+    def damage(node: int, message: Message, reply: Message) -> Message:
+        sessions[node] = sessions.get(node, 0) + (kind_of(message) == "unmask")
+        if kind_of(message) == "unmask" and sessions[node] == 2:  # the upload's session is over, and that of the scores
+            next(here.sites[node - FIRST].state.rglob("opened.json")).write_text("damaged")
+        return reply
+
+    assert here.serve(here.grid(damage)) is Stop.DONE
+    assert min(sessions.values()) > 2
+    assert len(results(here)) == len(NAMES)
+    everyone = {f"{c}": 1 for c in range(5)}
+    for site in here.sites:
+        file = next(site.state.rglob(STEPS_FILE))
+        record = read_checked(file)
+        assert record is not None
+        assert record["whole"] is True
+        assert [*record["steps"]] == [f"{k}" for k in range(len(record["steps"]))]
+        next(site.state.rglob("opened.json")).write_text("damaged")
+        for kept in (record, {**record, "steps": {}, "whole": False}, None):  # answered, begun anew, gone
+            file.unlink() if kept is None else write_checked(file, kept)
+            with pytest.raises(Broken, match="too long ago"):
+                OpenedSums(file.parent).reveal({"cox": STEPS - 1}, {"cox": "cox"}, everyone, 4, "last")
+        masked = Client(site).answers
+        masked._cox.begin()  # of a site that has a state, a record cannot be whole
+        assert not file.exists()
+        masked._cox.vector(CoxStep(step=0, beta=(0.1, 0.2, 0.3)))
+        assert "whole" not in (read_checked(file) or {})
+
+
 def test_one_row_may_not_weigh_more_than_all_others(tmp_path: Path) -> None:
     here = deployed(tmp_path, {"stratify": True}, masked=False)
     site = Client(here.sites[0]).answers._cox
@@ -271,6 +318,9 @@ def test_a_site_that_lies_is_left_out_or_the_sum_given_up(tmp_path: Path, masked
         assert stop is Stop.DONE
         assert not (here.server.results / "cox.parquet").exists()
         assert "a site's vector is wrong" in str(here.audit("no Cox regression"))
+        state, line = status(here)
+        assert state["state"] == "none"
+        assert line == f"Cox regression: none, {state['reason']}"
     else:
         assert stop is Stop.TOO_FEW
         assert "a site's vector is wrong" in str(here.audit("rejected"))

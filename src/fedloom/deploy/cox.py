@@ -21,6 +21,8 @@ from fedloom.values import Value
 
 STEPS = 24
 """Most sums of a regression."""
+STEPS_FILE = "cox-steps.json"
+"""The file in the folder of a site's state with the steps that it has answered."""
 LONGEST = 1 << 20
 """Most bytes of a question, or of what was found."""
 Number = Annotated[float, Field(allow_inf_nan=False)]

@@ -18,6 +18,7 @@ import pyarrow as pa
 from cryptography import x509
 
 from fedloom.deploy.audit import lines_of
+from fedloom.deploy.ops.cox import cox_state, words_of
 from fedloom.deploy.ops.keys import SOON
 from fedloom.deploy.ops.table import mean_table, site_table
 from fedloom.deploy.settings import Server, read_server
@@ -111,6 +112,8 @@ def status_of(server: Server) -> dict[str, Any]:
     ``rounds`` done of ``planned``; ``round_seconds``: ``last`` and ``median``; ``epsilon`` spent after these rounds,
     None without a delta, and ``epsilon_sites`` against T - 1 sites that share the noise of a sum, None where none do;
     ``sites``: see `tallies`, with ``share`` (of the rounds done), ``samples`` ``[3]`` and the site's newest ``scores``;
+    ``cox``: None where no Cox regression was agreed on, else its ``state`` ("waits", "begun", "none" or "done"), the
+    ``sums`` so far, ``reason``, and of one that is done ``rows`` and ``events``;
     ``means``: newest figures of the federation, a row per model, see `mean_table`;
     ``certificates``: their ends (ISO 8601);
     ``disk``: bytes by what is there, and ``free``; ``last_event``: time of the log's last line.
@@ -125,7 +128,7 @@ def status_of(server: Server) -> dict[str, Any]:
 def _status_of(server: Server) -> dict[str, Any]:
     log, meta = lines_of(server.audit), Checkpoints(server.checkpoints).meta() or {}
     rounds, seconds, more = meta.get("round", 0), meta.get("seconds", []), meta.get("more", {})
-    members = {m.client: m.site for m in server.sites}
+    members, document = {m.client: m.site for m in server.sites}, _document(server.experiment)
     scores, means = list[dict[str, Any]](), list[dict[str, Any]]()
     with suppress(OSError, KeyError, pa.ArrowException):  # not there yet, or damaged
         scores = site_table(server.results / "metrics.parquet", [members.get(c, str(c)) for c in range(server.clients)])
@@ -137,10 +140,10 @@ def _status_of(server: Server) -> dict[str, Any]:
         size, share = sizes[c] if c < len(sizes) else None, tally["accepted"] / rounds if rounds else 0.0
         sites.append({"site": members[c], "client": c, "samples": size, "share": share, **tally, "scores": rows})
     return {
-        "name": server.name, **_state(server, log), "rounds": rounds, "planned": _planned(server.experiment),
+        "name": server.name, **_state(server, log), "rounds": rounds, "planned": _planned(document),
         "round_seconds": {"last": seconds[-1], "median": median(seconds)} if seconds else None,
         "epsilon": more.get("epsilon"), "epsilon_sites": more.get("epsilon_sites"), "epsilon_limit": server.epsilon,
-        "sites": sites, "means": means,
+        "cox": cox_state(document, server.checkpoints, log), "sites": sites, "means": means,
         "certificates": _certificates(server), "disk": _disk(server), "last_event": log[-1]["time"] if log else None,
     }  # fmt: skip
 
@@ -160,6 +163,8 @@ def _lines(status: Mapping[str, Any]) -> list[str]:
         cost = f"epsilon: {status['epsilon']:.4g}{'' if limit is None else f' of {limit:g}'}"
         inside = status["epsilon_sites"]
         texts.append(cost if inside is None else f"{cost}; {inside:.4g} against all other sites of a smallest sum")
+    if (cox := status["cox"]) is not None:
+        texts.append(f"Cox regression: {words_of(cox)}")
     for row in status["means"]:
         figures = [f"{k} {row[k]:.4g}" for k in SUMMARY if k in row] + (
             [f"of {row['sites']} sites"] if "sites" in row else []
@@ -296,12 +301,19 @@ def _certificates(server: Server) -> dict[str, str]:
     return ends
 
 
-def _planned(experiment: Path) -> int | None:
+def _planned(document: Mapping[str, Any]) -> int | None:
     try:
-        document = tomllib.loads(regular(experiment).read_text())
         return int(document["method"][0].get("rounds", document.get("rounds")))
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
         return None
+
+
+def _document(experiment: Path) -> dict[str, Any]:
+    """An experiment file; empty where it cannot be read."""
+    try:
+        return tomllib.loads(regular(experiment).read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
 
 
 def _disk(server: Server) -> dict[str, int]:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fedloom.deploy.cox import STEPS
+from fedloom.deploy.cox import STEPS, STEPS_FILE
 from fedloom.deploy.secure.protocol import Broken
 from fedloom.storage.disk import regular
 from fedloom.storage.files import make_folder, write_atomic
@@ -92,12 +92,18 @@ class OpenedSums:
         write_checked(self._path, record)
 
     def _load(self) -> dict[str, Any]:
-        """Read the record; where the file is gone or damaged, all rounds up to the newest state count as summed."""
+        """Read the record; where the file is gone or damaged, all rounds up to the newest state count as summed.
+
+        So do all steps of a Cox regression, but where a whole record shows that the site has answered none: it enters a
+        step before it masks a vector, and gives shares of no sum without its own.
+        """
         values = read_checked(self._path)
         if values is not None:
             return values
         newest = max((int(p.stem.partition("-")[2]) for p in self._folder.glob("round-*.state")), default=-1)
-        steps = {"cox": STEPS - 1} if newest >= 0 else {}
+        answered = read_checked(self._folder / STEPS_FILE) or {}
+        untouched = answered.get("whole") is True and not answered["steps"]
+        steps = {"cox": STEPS - 1} if newest >= 0 and not untouched else {}
         return {"past": [], "opened": {}, "forgotten": {"uploads": newest, "scores": newest, **steps}}
 
 

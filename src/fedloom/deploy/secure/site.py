@@ -77,6 +77,8 @@ class MaskedAnswers:
             return {"samples": part_sizes(self._trainer.fed, self._site.client)[0]}, [], None
         if kind in ("masked", "tally"):
             return {}, [self._masked(envelope)], None
+        if kind == "keys":
+            self._cox.begin()
         wanted = 0 if kind == "keys" else 1
         if len(arrays) != wanted:
             raise WireError(f"{len(arrays)} arrays, {wanted} are expected")

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from pydantic import ValidationError
 
-from fedloom.deploy.cox import LONGEST, CoxFound, CoxStep, agreed_cox
+from fedloom.deploy.cox import LONGEST, STEPS_FILE, CoxFound, CoxStep, agreed_cox
 from fedloom.deploy.protocol.envelope import digest_of
 from fedloom.deploy.secure.opened import read_checked, write_checked
 from fedloom.deploy.secure.protocol import FEWEST, Broken
@@ -39,13 +39,22 @@ class SiteCox:
     """
 
     def __init__(self, trainer: Trainer, folder: Path) -> None:
-        self._trainer, self._folder, self._steps = trainer, folder, folder / "cox-steps.json"
+        self._trainer, self._folder, self._steps = trainer, folder, folder / STEPS_FILE
 
     @cached_property
     def agreed(self) -> CoxAgreement | None:
         """What was agreed on; None where the site sends nothing of a regression."""
         agreed = agreed_cox(self._trainer.experiment, self._trainer.site.samples)
         return None if agreed is None or self._trainer.private else agreed[0]
+
+    def begin(self) -> None:
+        """Begin a whole record of the steps, at a site that has sent nothing yet of this experiment.
+
+        While it has no step, a list of opened sums that is damaged costs no regression.
+        """
+        begun = (STEPS_FILE, "session/*.json", "round-*.state")
+        if self.agreed is not None and not any(path for name in begun for path in self._folder.glob(name)):
+            write_checked(self._steps, {"rows": "", "steps": {}, "whole": True})
 
     @cached_property
     def bits(self) -> int:
