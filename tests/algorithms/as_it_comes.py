@@ -59,6 +59,7 @@ EXCUSED = {
     "fedas": ({"apart"}, "FedAS on a model that is all head"),
     "fedper": ({"apart"}, "FedPer on a model that is all head"),
     "lg-fedavg": ({"apart"}, "LGFedAvg on a model that is all head"),
+    "knn-per": ({"personal"}, "kNN-Per chooses a client's weight on as few as"),
     "equitable-fl": ({"fair"}, "weigher 'equitable' looks for clusters of clients"),
     "clustered-sampling": ({"apart"}, "sampler 'clustered' draws no client"),
     "power-of-choice": ({"apart"}, "sampler 'power-of-choice' has no choice"),

@@ -18,7 +18,8 @@ up. No memory leaves a client.
 Deviations: a neighbour at distance r counts exp(-r^2 / (scale times the number of features)), as in the public code; in
 the paper exp(-r). There lambda_m is chosen on a validation set; here on a share of the training samples, which local
 training leaves out: the best of 0, 0.1, ..., 1 by accuracy, of equal ones that of lower loss. The memory then has all
-samples. Where it has fewer places, it has a random part of them.
+samples. Where it has fewer places, it has a random part of them. A weight chosen on fewer than 30 samples, of which a
+run warns, may make a client's model worse than the server's.
 
 Use it when clients see what others see, and label or use it in another way; set ``memory`` in [model]. A file of
 personal models holds representations of training samples: keep it at the client. With weight 0, or on a model without a
@@ -42,6 +43,7 @@ from fedloom.rows.layout import Layout
 from fedloom.seeds import generator
 
 WEIGHTS = torch.linspace(0, 1, 11)
+FEW = 30  # an accuracy of so many samples has a standard error of up to 0.09
 
 
 class Down(NamedTuple):
@@ -72,8 +74,11 @@ class KNNPer(Algorithm):
         return ~memory_of(layout)
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
-        plain = "kNN-Per on a model without a memory is FedAvg: set memory in [model] to a number of samples"
-        return [] if KEYS in layout.names else [plain]
+        if KEYS not in layout.names:
+            return ["kNN-Per on a model without a memory is FedAvg: set memory in [model] to a number of samples"]
+        fewest = max(1, round(self.share * int(ctx.sizes.min())))
+        few = f"kNN-Per chooses a client's weight on as few as {fewest} samples: its model may be worse; give weight"
+        return [few] if self.weight is None and fewest < FEW else []
 
     def client(self, down: Down, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
         memory = memory_of(work.layout).to(down.x.device)
