@@ -65,7 +65,7 @@ def test_the_comparison_of_the_first_page_prints_what_is_shown(
 
 def test_the_first_page_counts_laws_and_the_federations_of_the_map() -> None:
     text = (ROOT / "README.md").read_text()
-    assert f"**Laws**: {len(fl.testing.LAWS)} laws and a known optimum hold every method" in text
+    assert f"| **Laws** | {len(fl.testing.LAWS)} laws and a known optimum hold every method" in text
     with (ROOT / "studies" / "pages" / "map" / "map.csv").open() as file:
         measured = {(row["method"], row["setup"]) for row in csv.DictReader(file)}
     methods, setups = ({pair[k] for pair in measured} for k in (0, 1))

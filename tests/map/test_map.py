@@ -249,7 +249,7 @@ def test_gaps_leave_the_largest_block_and_little_leaves_none() -> None:
 def test_a_map_without_a_record_says_so(tmp_path: Path) -> None:
     files = dict(pages(FULL, {}))
     assert f"in {len(FULL)} setups, 0 of" in files[""]
-    assert files[""].count(". Not run.\n") == len(FULL)
+    assert files[""].count("\n\nNot run.\n") == len(FULL)
     assert "Too few tuned setups" in files[""]
     assert "Not run: every method. Command: `fedloom map --setup iid`" in files["iid.md"]
     assert pq.read_table(_file(tmp_path, files["map.parquet"])).num_rows == 0

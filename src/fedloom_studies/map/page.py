@@ -46,19 +46,25 @@ A triangle up: significantly better, down: significantly worse. Pale: not signif
   rounds on seeds of their own, then runs with {seeds} fresh ones. A setup that would take more than its share of
   {hours} core-hours has fewer trials, the same number for every method. A setup with one trial is not tuned: every
   method runs as it comes, and the setup counts in no rank over all setups.
+
 - **Equal rounds.** The page of a setup also gives the result that a method has with no more gradients than FedAvg takes
   in all.
+
 - **One model per method**: the one that a client would use. Of a global and a personal model this is the better one on
   the client's validation part.
+
 - **One family of tests per setup.** Every method is compared with the better of local and FedAvg, and the best method
   with every other. The tests are paired t tests over seeds, with Holm's correction over all of these. A *difference*
   has the interval of its Holm step, which leaves out 0 exactly where the difference is significant. A *mean* has the
   plain 95 % interval over seeds. With fewer than {enough} seeds nothing is significant. Methods that the best one
   does not beat significantly are *level* with it. Pooled data are compared with the better of local and FedAvg only.
+
 - **What a setup can show.** Every setup has the smallest gain that is significant at the first step of Holm's
-  correction, for a method whose gains have the median spread over seeds. If that is above {wanted} points, the setup is
-  marked *shows nothing below*. A method with steadier gains can show less.
+  correction. It is for a method whose gains have the median spread over seeds; a method with steadier gains can show
+  less. If it is above {wanted} points, the setup is marked *shows nothing below*.
+
 - **A second look.** What is significant is run again on other seeds, and called *seen twice* where these agree.
+
 - *Not applicable*: the pair does not exist. *Stale*: recorded with another commit of the method, or another protocol.
 
 Everything as one table, a row per run: [Parquet]({folder}/map.parquet), [CSV]({folder}/map.csv). Place a method of your
@@ -122,8 +128,8 @@ def _overview(
     for j in verdicts:
         about, _, change = j.setup.says.partition("; ")
         changed = f" {change[:1].upper()}{change[1:]}." if change else ""
-        about = f"({about}; {j.setup.training}).{changed}"
-        lines += [f"**[{j.setup.title}]({FOLDER}/{j.setup.name}.md)** {about} {' '.join(sentences(j))}", ""]
+        lines += [f"### [{j.setup.title}]({FOLDER}/{j.setup.name}.md)", ""]
+        lines += [f"{about}. Training: {j.setup.training}.{changed}", "", " ".join(sentences(j)), ""]
     lines += [*summary(comparisons), "## Over all setups", ""]
     if together is None:
         lines += ["Too few tuned setups and methods have been run to compare over them."]

@@ -59,7 +59,7 @@ def advice(verdicts: Sequence[SetupVerdict], references: References) -> Iterator
 
 
 def finding(verdicts: Sequence[SetupVerdict]) -> str:
-    """The page's first sentences: where a method is significantly better than the better of local and FedAvg."""
+    """The page's first paragraphs: where a method is significantly better than the better of local and FedAvg."""
     whole = [j for j in verdicts if j.reference]
     if not whole:
         return "No setup has results of both local and FedAvg yet."
@@ -69,13 +69,11 @@ def finding(verdicts: Sequence[SetupVerdict]) -> str:
         f"**In {none} of {len(whole)} setups no method is significantly better than the better of local training and "
         "FedAvg.**"
     )
-    rest = [f"*{title}* ({listed(s.method for s in better)})" for title, better in won]
+    rest = [f"- *{title}*: {listed(s.method for s in better)}" for title, better in won]
     tested = [j for j in whole if math.isfinite(j.visible)]
     blind = sum(100 * j.visible > WANTED for j in tested)
-    last = (
-        f" In {blind} of {len(tested)} setups a method of median spread cannot show {WANTED} points." if tested else ""
-    )
-    return (f"{first} The others are: {'; '.join(rest)}." if rest else first) + last
+    last = f"In {blind} of {len(tested)} setups a method of median spread cannot show {WANTED} points."
+    return "\n\n".join([f"{first} Better are:" if rest else first, *rest, *([last] if tested else [])])
 
 
 def rivals_of(j: SetupVerdict) -> list[Standing]:

@@ -2,7 +2,7 @@
 
 The protocol of Bonawitz et al. (CCS 2017) on the complete graph, with up to n - threshold sites that drop out, against
 a server that does as it likes and colludes with c sites, for 2 T > n + c (their Theorem 6.5). A session, one for each
-attempt at a round, has four steps, and a fifth where a site drops out on the way.
+attempt at a sum, has four steps, and a fifth where a site drops out on the way.
 
 1. Every site makes two X25519 key pairs and a seed, and signs both public keys and a commitment to the seed, with the
    session, with its signing key.

@@ -1,4 +1,4 @@
-"""Masked: the sites of a run under secure aggregation, of which the server gets sums (`sessions`)."""
+"""Masked: the sites of a run under secure aggregation, of which the server gets sums (`sums`)."""
 
 from __future__ import annotations
 

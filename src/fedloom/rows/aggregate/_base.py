@@ -95,8 +95,6 @@ class Aggregator(Value, ABC):
 
     pre: tuple[Pre, ...] = Field((), description="applied to the rows before the rule, in this order")
 
-    selects: ClassVar[bool] = False
-    """Decides once, on the primary field, which rows count how much, and applies that to all fields."""
     weighted: ClassVar[bool] = False
     """Uses the weigher's weights."""
 

@@ -1,4 +1,4 @@
-"""Rules that decide on the primary field which rows count, and apply that to every field."""
+"""Rules that decide once, on the primary field, which rows count how much, and apply that to every field."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ class Krum(Aggregator):
     (Blanchard et al., NeurIPS 2017, section 3.)
     """
 
-    selects: ClassVar[bool] = True
     kind: Literal["krum"] = "krum"
     f: int = Field(1, ge=0, description="Byzantine clients per cohort")
 
@@ -44,7 +43,6 @@ class MultiKrum(Aggregator):
     = 5.
     """
 
-    selects: ClassVar[bool] = True
     weighted: ClassVar[bool] = True
     kind: Literal["multi-krum"] = "multi-krum"
     f: int = Field(1, ge=0, description="Byzantine clients per cohort")
@@ -68,7 +66,6 @@ class Bulyan(Aggregator):
     the second in every field. When few rows are left, Krum scores count at least one neighbour.
     """
 
-    selects: ClassVar[bool] = True
     kind: Literal["bulyan"] = "bulyan"
     f: int = Field(1, ge=0, description="Byzantine clients per cohort")
 
@@ -93,7 +90,6 @@ class MDA(Aggregator):
     trying all subsets, so refused where there are more than 200,000.
     """
 
-    selects: ClassVar[bool] = True
     weighted: ClassVar[bool] = True
     kind: Literal["mda"] = "mda"
     f: int = Field(1, ge=0, description="Byzantine clients per cohort")
@@ -127,7 +123,6 @@ class FLTrust(Aggregator):
     differences.
     """
 
-    selects: ClassVar[bool] = True
     kind: Literal["fltrust"] = "fltrust"
     root: int = Field(0, ge=0, description="id of the client that is trusted")
 
