@@ -389,7 +389,7 @@ def test_the_first_table_of_the_repository_follows_from_the_rows_of_the_table_of
 def test_the_page_of_the_repository_says_what_its_table_gives() -> None:
     rows = recorded_rows()
     page = (ROOT / "docs" / "map.md").read_text()
-    paragraphs = re.findall(r"^\*\*\[.*?\]\(\S+/(\S+)\.md\)\*\* (.*)$", page, re.MULTILINE)
+    paragraphs = re.findall(r"^### \[.*?\]\(\S+/(\S+)\.md\)\n\n.*\n\n(.*)$", page, re.MULTILINE)
     run = {row["setup"] for row in rows}
     assert [name for name, _ in paragraphs if name in run] == [name for name in FULL if name in run]
     assert run <= FULL.keys()
