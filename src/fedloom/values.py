@@ -6,7 +6,7 @@ import inspect
 import json
 import re
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, TypeVar
@@ -34,6 +34,8 @@ DEEPEST = 32
 """Tables and arrays of a TOML file within one another."""
 FACTOR = r"(\d+\.?\d*|\.\d+)x"
 """A multiple of what is derived, as 2x or 0.5x."""
+VALIDATOR = r"function-|constrained-|(literal|tuple|list|dict)\[|(float|int|str|bool)$"
+"""Parts of an error's place that name no key."""
 LEFT = ("metadata", "default", "expected", "serialization", "keys_schema")
 """What a schema of pydantic holds besides schemas of values; keys are text in every file."""
 
@@ -187,14 +189,14 @@ def fields_of(value: Any) -> Mapping[str, Any]:
     return fields
 
 
-def table(options: object, where: str) -> dict[str, Any]:
+def table(options: object, where: str, cure: str = "") -> dict[str, Any]:
     """A TOML table.
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: it is something else; ``cure`` ends the message.
     """
     if not isinstance(options, dict):
-        raise ConfigError(f"{where}: must be a table, got {options!r}")
+        raise ConfigError(f"{where}: must be a table, got {options!r}{cure and '; '}{cure}")
     return options
 
 
@@ -323,24 +325,39 @@ def _shown(value: object) -> str:
 
 
 def _refused(error: ValidationError | InvalidValue, where: str, fields: Mapping[str, object]) -> InvalidValue:
-    details = error.errors()
-    within = {e["loc"][:-1] for e in details}  # of a list with a wrong item, the item is the matter
-    matters = [e for e in details if e["type"] != "too_short" or e["loc"] not in within]
-    return InvalidValue("; ".join(_sentence(e, where, fields) for e in matters), details)
+    by_place: dict[tuple[int | str, ...], list[ErrorDetails]] = {}
+    for details in error.errors():
+        by_place.setdefault(_place(details["loc"]), []).append(details)
+    lists = {place[:depth] for place in by_place for depth in range(1, len(place))}  # a wrong item is the matter
+    sentences = [_sentence(choices, place, where, fields) for place, choices in by_place.items() if place not in lists]
+    return InvalidValue("; ".join(sentences), error.errors())
 
 
-def _sentence(error: ErrorDetails, where: str, fields: Mapping[str, object]) -> str:
-    place = ".".join(str(part) for part in error["loc"] if "function-" not in str(part))
-    key = str(error["loc"][0]) if error["loc"] else ""
+def _place(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """Where an error is, without the validators of pydantic and the types of a union that it passed through."""
+    return tuple(part for at, part in enumerate(location) if not at or not re.match(VALIDATOR, str(part)))
+
+
+def _sentence(
+    choices: Sequence[ErrorDetails], place: tuple[int | str, ...], where: str, fields: Mapping[str, object]
+) -> str:
+    """Say what is expected at a place and what is there; of a union every choice has its error."""
+    error, key = choices[0], str(place[0]) if place else ""
+    name = ".".join(map(str, place))
     description = getattr(fields.get(key), "description", None)
     hint = f" ({key}: {description})" if description else ""
-    message = (
-        "must be a table"
-        if error["type"] == "model_type"
-        else error["msg"].removeprefix("Value error, ").replace("valid tuple", "list")
-    )
     where = f"{where}: " if where else ""
     if error["type"] == "extra_forbidden":
-        return f"{where}unknown key {place!r}; {nearest(place, fields)}"
+        return f"{where}unknown key {name!r}; {nearest(name, fields)}"
+    first, *others = dict.fromkeys(_expected(choice) for choice in choices)
+    message = ", or ".join([first, *(other.removeprefix("input should be ") for other in others)])
     got = "" if error["type"] in ("missing", "value_error") else f", got {_shown(error['input'])}"
-    return f"{where}{place + ': ' if place else ''}{message[:1].lower()}{message[1:]}{got}{hint}"
+    return f"{where}{name + ': ' if name else ''}{message}{got}{hint}"
+
+
+def _expected(error: ErrorDetails) -> str:
+    if error["type"] == "model_type":
+        return "must be a table"
+    message = error["msg"].removeprefix("Value error, ").replace("valid tuple", "list")
+    message = message.replace("String should match pattern", "Input should be text that matches")
+    return f"{message[:1].lower()}{message[1:]}"

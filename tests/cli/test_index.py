@@ -66,7 +66,29 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "wrong type": ({"rounds": "many"}, "rounds: input should be a valid integer, got 'many' (rounds: "),
     "out of range": ({"local": {"lr": -1.0}}, "[local]: lr: input should be greater than "),
     "two at the top": ({"rounds": 0, "seeds": []}, "seeds: "),
-    "no table": ({"sampler": 3}, "[sampler]: must be a table, got 3"),
+    "no table": ({"sampler": 3}, "[sampler]: must be a table, got 3; write sampler = { kind = KIND }; allowed: "),
+    "a kind in place of a table": (
+        {"aggregator": "median"},
+        "[aggregator]: must be a table, got 'median'; write aggregator = { kind = \"median\" }",
+    ),
+    "a kind in place of a method's table": (
+        {"method": [{"algorithm": "fedavg", "channel": "qsgdd"}]},
+        "[[method]] 1: channel: must be a table, got 'qsgdd'; write channel = { kind = KIND }; did you mean 'qsgd'?",
+    ),
+    "a name in place of data": ({"data": "digits"}, "[data]: must be a table, got 'digits'; write data = { source = "),
+    "a value in place of a table of keys": (
+        {"local": 0.1},
+        "[local]: must be a table, got 0.1; write local = { KEY = VALUE }; keys: lr, ",
+    ),
+    "one of several types": (
+        {"weights": "size"},
+        "weights: input should be 'samples', 'uniform' or 'groups', or text that matches '^(clusters",
+    ),
+    "an item of one of several types": ({"weights": [1.0, -1.0]}, "weights.1: input should be greater than or equal"),
+    "a key of one of several types": (
+        {"method": [{"algorithm": "fedadmm", "server_lr": "all"}]},
+        "[[method]] 1: server_lr: input should be a valid number, or 'fraction', got 'all' (server_lr: ",
+    ),
     "no data": ({"data": {}}, "[data] needs source, a data set's name or a path; names: adult, "),
     "unknown data": ({"data": {"source": "digit"}}, "[data]: unknown data set 'digit'; did you mean 'digits'?"),
     "no such path": ({"data": {"source": "no/such.csv"}}, "[data]: no/such.csv: no such file or folder"),
@@ -82,7 +104,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "[aggregator]: pre.0.clip.bound: input should be greater than 0, got 0",
     ),
     "no methods": ({"method": []}, "at least one [[method]] is needed"),
-    "no table of a method": ({"method": [3]}, "[[method]] 1: must be a table, got 3"),
+    "no table of a method": ({"method": [3]}, "[[method]] 1: must be a table, got 3; for example [[method]] and"),
     "unknown method": ({"method": [{"algorithm": "fedavgg"}]}, "[[method]] 1: unknown algorithm 'fedavgg'; did you"),
     "own key of a method": ({"method": [{"algorithm": "flame", "rh": 1}]}, "[[method]] 1: unknown key 'rh'; did you"),
     "of a preset": (
@@ -116,6 +138,7 @@ def test_a_wrong_document_is_refused_in_a_sentence(case: str) -> None:
     with pytest.raises(FedloomError) as refused:
         parse({**DOCUMENT, **change}, "a.toml")
     assert str(refused.value).startswith(f"a.toml: {sentence}")
+    assert str(refused.value).count("a.toml: ") == (2 if case == "two at the top" else 1)
 
 
 def test_answers_equal_the_slow_ones_and_import_nothing_slow(kept: Path) -> None:

@@ -15,7 +15,7 @@ from fedloom.algorithms import REGISTRY, Algorithm
 from fedloom.data.sources import SOURCES, Source
 from fedloom.data.sources import source as source_of
 from fedloom.engine.setting import Setting
-from fedloom.errors import ConfigError, DataError, FedloomError, homes_of, unknown
+from fedloom.errors import ConfigError, DataError, FedloomError, homes_of, nearest, unknown
 from fedloom.experiment.overrides import with_overrides
 from fedloom.experiment.schema import TABLES, Constants, Experiment, Head, Method, MethodKeys, Top
 from fedloom.imports import is_path
@@ -23,6 +23,9 @@ from fedloom.models import Import
 from fedloom.rundir import label_of
 from fedloom.trust import check_document
 from fedloom.values import choose, difference, fields_of, flat, make, read_toml, table
+
+METHOD = 'for example [[method]] and below it algorithm = "fedavg"'
+"""How an experiment file names a method."""
 
 
 def read(
@@ -57,7 +60,7 @@ def read(
     document = with_overrides(content, str(path), values, methods, rounds, refit=refit)
     replaced = {key: value for key, value in engine.items() if value is not None}
     if replaced:
-        document["engine"] = {**table(document.get("engine", {}), f"{path}: [engine]"), **replaced}
+        document["engine"] = {**_table("engine", document.get("engine", {}), f"{path}: [engine]"), **replaced}
     return parse(document, str(path))
 
 
@@ -74,7 +77,7 @@ def parse(document: Mapping[str, object], where: str = "experiment") -> Experime
         DataError: the path of its data leads to no data set.
     """
     _refuse_unknown(document, (*TABLES, *Top.model_fields, "method"), where, "")
-    tables = {name: table(document.get(name, {}), f"{where}: [{name}]") for name in TABLES}
+    tables = {name: _table(name, document.get(name, {}), f"{where}: [{name}]") for name in TABLES}
     if "data" not in document:
         raise ConfigError(f'{where}: the table [data] is missing; for example source = "digits"')
     if not isinstance(tables["data"].get("source"), str):
@@ -82,7 +85,7 @@ def parse(document: Mapping[str, object], where: str = "experiment") -> Experime
         raise ConfigError(f"{where}: [data] needs source, a data set's name or a path; names: {names}")
     methods = document.get("method")
     if not isinstance(methods, list) or not methods:
-        raise ConfigError(f'{where}: at least one [[method]] is needed; for example algorithm = "fedavg"')
+        raise ConfigError(f'{where}: at least one [[method]] is needed; {METHOD}')
     top = make(Top, {key: document[key] for key in Top.model_fields if key in document}, where, Top.model_fields)
     values = {name: _read_table(name, options, f"{where}: [{name}]") for name, options in tables.items()}
     source, partition, tune = (values.pop(name) for name in ("data", "partition", "tune"))
@@ -143,7 +146,7 @@ def _methods(
 ) -> tuple[Method, ...]:
     places = [f"{where}: [[method]] {number}" for number in range(1, len(entries) + 1)]
     methods = tuple(
-        _method(table(entry, place), local, common, settings, place)
+        _method(table(entry, place, METHOD), local, common, settings, place)
         for entry, place in zip(entries, places, strict=True)
     )
     labels = [method.label for method in methods]
@@ -173,11 +176,22 @@ def _method(
     choices: dict[str, object] = {"algorithm": algorithm}
     for key in Setting.per_method:
         if key in options and key in TABLES:
-            changes = table(options[key], f"{where}: {key}")
+            changes = _table(key, options[key], f"{where}: {key}")
             choices[key] = _read_table(key, merged(local, changes) if key == "local" else changes, f"{where}: {key}")
         elif key in options:
             choices[key] = options[key]
     return Method(label, name, parameters, make(common.with_, choices, where, Setting.model_fields))
+
+
+def _table(name: str, options: object, where: str) -> dict[str, Any]:
+    """The table of a name; the refusal of anything else writes it as a table."""
+    may = TABLES[name]
+    if not may.kinds:
+        return table(options, where, f"write {name} = {{ KEY = VALUE }}; keys: {', '.join(may.base.model_fields)}")
+    known = isinstance(options, str) and (options in may.kinds or is_path(options))
+    kind = json.dumps(options) if known else "KIND"
+    kinds = "" if known else f"; {nearest(options, may.kinds)}"
+    return table(options, where, f"write {name} = {{ {may.key} = {kind} }}{kinds}")
 
 
 def _read_table(name: str, options: Mapping[str, object], where: str) -> Any:
