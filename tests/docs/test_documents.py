@@ -72,6 +72,28 @@ def test_the_first_page_counts_laws_and_the_federations_of_the_map() -> None:
     assert f"has {len(methods)} methods in {len(setups)} federations" in text
 
 
+def test_figures_of_the_first_page_are_those_of_their_records() -> None:
+    text, scale, changes = ((ROOT / file).read_text() for file in ("README.md", "docs/scale.md", "CHANGELOG.md"))
+    (row,) = re.findall(r"^\| FedAvg \| 1,000,000 \|(.+)\|$", scale, flags=re.MULTILINE)
+    cells = [cell.strip() for cell in row.split("|")]
+    milliseconds = f"{1000 * float(cells[2].removesuffix(' s')):.0f} ms"
+    assert f"train a round of FedAvg in {milliseconds} on one core, in {cells[-1]} (softmax" in text
+    assert "1,000 clients train" in " ".join(scale.split()), "the cohort of that row"
+    assert f"- {len(REGISTRY)} methods, " in changes
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    (listed,) = re.findall(r"^Extras, [^:]+: (.+)\.$", text, flags=re.MULTILINE)
+    assert set(re.findall(r"`(\w+)`", listed)) == set(extras)
+
+
+def test_the_first_page_counts_the_seeds_and_methods_of_the_demo() -> None:
+    text, demo = (ROOT / "README.md").read_text(), runpy.run_path(str(ROOT / "examples" / "demo.py"), run_name="demo")
+    number = {3: "three", 5: "Five", 10: "ten"}
+    assert f"{number[len(demo['RATES'])]} methods in {number[len(demo['PARTS'])]} federations of digits" in text
+    assert f"{number[len(demo['SEEDS'])]} seeds, intervals of 95 %" in text
+    shown = (ROOT / "docs" / "demo.svg").read_text()
+    assert [what for what in demo["PARTS"] if what not in shown] == []
+
+
 def test_blocks_that_do_not_run_say_so_and_are_few() -> None:
     found = [(d, b) for d in documents.DOCUMENTS for b in documents.blocks(d)]
     assert not [(d, b.line, b.language) for d, b in found if b.language not in documents.RUN | documents.SHOWN]
