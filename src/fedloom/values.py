@@ -349,8 +349,8 @@ def _sentence(
     where = f"{where}: " if where else ""
     if error["type"] == "extra_forbidden":
         return f"{where}unknown key {name!r}; {nearest(name, fields)}"
-    first, *others = dict.fromkeys(_expected(choice) for choice in choices)
-    message = ", or ".join([first, *(other.removeprefix("input should be ") for other in others)])
+    first, *alternatives = dict.fromkeys(_expected(choice) for choice in choices)
+    message = ", or ".join([first, *(other.removeprefix("input should be ") for other in alternatives)])
     got = "" if error["type"] in ("missing", "value_error") else f", got {_shown(error['input'])}"
     return f"{where}{name + ': ' if name else ''}{message}{got}{hint}"
 

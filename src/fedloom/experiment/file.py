@@ -188,9 +188,9 @@ def _table(name: str, options: object, where: str) -> dict[str, Any]:
     may = TABLES[name]
     if not may.kinds:
         return table(options, where, f"write {name} = {{ KEY = VALUE }}; keys: {', '.join(may.base.model_fields)}")
-    known = isinstance(options, str) and (options in may.kinds or is_path(options))
-    kind = json.dumps(options) if known else "KIND"
-    kinds = "" if known else f"; {nearest(options, may.kinds)}"
+    is_kind = isinstance(options, str) and (options in may.kinds or is_path(options))
+    kind = json.dumps(options) if is_kind else "KIND"
+    kinds = "" if is_kind else f"; {nearest(options, may.kinds)}"
     return table(options, where, f"write {name} = {{ {may.key} = {kind} }}{kinds}")
 
 
