@@ -85,7 +85,7 @@ def parse(document: Mapping[str, object], where: str = "experiment") -> Experime
         raise ConfigError(f"{where}: [data] needs source, a data set's name or a path; names: {names}")
     methods = document.get("method")
     if not isinstance(methods, list) or not methods:
-        raise ConfigError(f'{where}: at least one [[method]] is needed; {METHOD}')
+        raise ConfigError(f"{where}: at least one [[method]] is needed; {METHOD}")
     top = make(Top, {key: document[key] for key in Top.model_fields if key in document}, where, Top.model_fields)
     values = {name: _read_table(name, options, f"{where}: [{name}]") for name, options in tables.items()}
     source, partition, tune = (values.pop(name) for name in ("data", "partition", "tune"))
