@@ -116,6 +116,7 @@ def test_every_chart_is_drawn_within_the_page_and_nothing_bars_anyone(
         assert chart["height"] > 60
         drawn += 1
     assert drawn == page.locator("figure").count() >= 12
+    page.locator("dl.words dd").first.evaluate("field => field.textContent = '0'.repeat(64)")  # a checksum
     assert page.evaluate("document.documentElement.scrollWidth") <= SIZES[size][0]
     found = Axe().run(page)
     assert found.violations_count == 0, found.generate_report()
