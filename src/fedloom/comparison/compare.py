@@ -144,7 +144,9 @@ def _compared(
         plan = Plan(definition.read(document), place)
     except RunDirError as error:
         what, flag, _ = str(error).partition("; choose another --out")
-        raise RunDirError(f"{what}; give another folder, or remove this one" if flag else what) from None
+        seed = "; call torch.manual_seed before the module is made, as its weights are drawn anew"
+        drawn = seed if ": model.digest was " in what else ""
+        raise RunDirError(f"{what}{drawn}; give another folder, or remove this one" if flag else what) from None
     for remark in plan.remarks if progress else ():
         sys.stderr.write(f"{remark}\n")
     with shown(plan) if progress else nullcontext(_silent) as hear:
