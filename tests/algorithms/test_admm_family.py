@@ -294,8 +294,8 @@ def test_inexact_fedadmm_measures_the_curvature_of_every_client(start: float, tu
             u[i] = w[i] + pi[i] / sigma
         x, mean = torch.stack(u).mean(0), 0.4 * math.prod(r) ** (1 / p.n)
         same(state.server.x, x)
-        moved += not sigma / 2 <= mean <= 2 * sigma
-        sigma = sigma if sigma / 2 <= mean <= 2 * sigma else mean
+        moves = not 1 / 1.9 <= mean / sigma <= 1.9
+        moved, sigma = moved + moves, mean if moves else sigma
         same(state.server.sigma, torch.tensor([sigma], dtype=torch.float64))
     assert 0 < moved < len(SOME)
     assert min(turns[turn], turns["stays"]) > 0

@@ -170,7 +170,10 @@ def test_bad_input_is_a_sentence_and_leaves_nothing(out: Path, new: Path, tmp_pa
 
 def test_models_of_another_layout_are_refused(out: Path, new: Path) -> None:
     settings = out / "experiment.toml"
-    settings.write_text(settings.read_text().replace('kind = "softmax"', 'kind = "mlp"\nhidden = [7]'))
+    other = settings.read_text().replace('kind = "softmax"', 'kind = "mlp"\nhidden = [7]')
+    settings.write_text(other)
+    assert "is damaged, or was changed" in refused(out, "evaluate", out, "--data", new)
+    settings.write_text(other.rpartition("# ")[0])
     said = refused(out, "evaluate", out, "--data", new)
     assert "is a model of another layout" in said
     with pytest.raises(LayoutError):

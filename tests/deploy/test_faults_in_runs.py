@@ -545,4 +545,5 @@ def test_a_run_that_is_done_but_has_no_results_writes_them(tmp_path: Path) -> No
     assert {n for n in before if before[n] != after[n]} <= {"summary.json"}
     for name, site in again["sites"].items():  # they were greeted once more, and that is all that is new
         assert site.pop("last_reply") > summary["sites"][name].pop("last_reply")
+    assert summary.pop("digest") != again.pop("digest")
     assert summary == again

@@ -35,7 +35,7 @@ DOCUMENT: dict[str, Any] = {"data": {"source": "digits"}, "method": [{"algorithm
         ("fedavg", {"beta": 0.5}, "the partition, as fl.partition.dirichlet(beta=0.5)"),
         ("fedavg", {"workers": 2}, "it belongs in engine={'workers': 2}"),
         ("fedavg", {"roundz": 2}, "did you mean 'rounds'"),
-        ("fedavg", {"local": {"mu": 0.1}}, "unknown key 'mu'; it is an option of methods (fedprox, "),
+        ("fedavg", {"local": {"mu": 0.1}}, "unknown key 'mu'; it is an option of other methods (fedprox, "),
     ],
 )
 def test_in_python(method: Any, given: dict[str, Any], sentence: str) -> None:

@@ -142,11 +142,15 @@ DOORS = {
 }
 
 
+def changed(settings: Path, model: str) -> None:
+    """Give the settings of a run another model, and take out their digest, as one who attacks would."""
+    settings.write_text(settings.read_text().rpartition("# ")[0].replace('kind = "softmax"', model))
+
+
 @pytest.mark.parametrize("door", DOORS)
 def test_a_hostile_run_directory_runs_no_function_of_python(door: str, finished: Path) -> None:
     run = shutil.copytree(finished, Path("run"))
-    settings = run / "experiment.toml"
-    settings.write_text(settings.read_text().replace('kind = "softmax"', f'kind = "os:mkdir"\npath = "{MARK}"'))
+    changed(run / "experiment.toml", f'kind = "os:mkdir"\npath = "{MARK}"')
     for more in ((), ("--trust",)):
         result = call(door, run, *DOORS[door], *more)
         assert result.exit_code == 2, result.output
@@ -161,7 +165,7 @@ def test_what_another_user_wrote_is_run_only_when_it_is_trusted(door: str, finis
     if door in DOORS:
         target: Path = shutil.copytree(finished, Path("run"))
         file = target / "experiment.toml"
-        file.write_text(file.read_text().replace('kind = "softmax"', 'kind = "evil_net:Net"'))
+        changed(file, 'kind = "evil_net:Net"')
         more = DOORS[door]
     else:
         target = file = written(model={"kind": "evil_net:Net"})

@@ -308,7 +308,7 @@ def test_figures_are_of_benign_clients(tmp_path: Path) -> None:
     reproduce(make_recipe("attacked", attacked), "full", tmp_path, only=["flame"], seeds=[3])
     (run,) = read_runs([tmp_path / "many"])
     (record,) = run.summary.runs
-    attackers = run.attackers(record.method, record.seed)
+    attackers = run.attackers(record.seed)
     assert len(attackers) == 3
     table = [
         row

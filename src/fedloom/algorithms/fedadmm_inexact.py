@@ -21,8 +21,8 @@ that of linear models. Here it starts at 1/lr; a curvature k along the last step
 and r becomes k/2, by which L falls; where ||change of g|| < r/4 ||change of w||, it falls, by half at most, never below
 sigma. With r = k networks grow ever sharper (Roulet et al., arXiv:2407.06183). r is sent within e^-10/lr to e^10/lr: a
 client of weight w moves sigma by e^(20 w) at most. One sigma is for all: r0 times the geometric mean of the r_i, moved
-where this is below half or above twice of what it was, as u of absent clients has an older one; with ``rho`` both are
-fixed, r_i = 1/lr. Epochs, steps, batch size, and without it the schedule, are not used.
+where this is off by a factor above 1.9, as u of absent clients has an older one; with ``rho`` both are fixed, r_i =
+1/lr. Epochs, steps, batch size, and without it the schedule, are not used.
 
 Defaults: one dual step after at most five linearised ones (six gradients of all samples), and r0 = 1/inner: five steps
 go 0.6 of the way to a local solution, whatever local.lr, the clients' sizes and the number of rounds are.
@@ -147,4 +147,4 @@ class FedADMMInexact(Algorithm):
     def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
         old = server.sigma  # x = sum z_i / sum sigma_i over ALL clients
         mean = old if self.rho else (self.r0 / ctx.local.lr * (10 * up.curvature).exp()).to(old)
-        return Server(up.u, torch.where((mean - 1.25 * old).abs() > 0.75 * old, mean, old))  # below half or above twice
+        return Server(up.u, torch.where((mean / old).log().abs() > 0.64, mean, old))  # a factor of 1.9
