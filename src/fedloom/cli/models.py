@@ -13,7 +13,6 @@ from fedloom.errors import ConfigError
 
 if TYPE_CHECKING:
     from fedloom.experiment import RecordedRun, RunDirectory
-    from fedloom.trained.model import Model
     from fedloom.trained.predictions import Predictions
 
 RunArgument = Annotated[Path, typer.Argument(help="run directory of 'fedloom run'", show_default=False)]
@@ -215,7 +214,7 @@ def export(
 ) -> None:
     """Write a model for other programs.
 
-    It is an ONNX or torch graph that takes raw rows, or the parameters alone.
+    It is the model that predict uses, as an ONNX or torch graph that takes raw rows, or its parameters alone.
 
     Example: fedloom export runs/quickstart --method flame --client 3 --format onnx --out client3.onnx
     """
@@ -225,17 +224,16 @@ def export(
 
         opened = open_run(run, trust=trust)
         if model in (None, "global", "personal", "hybrid"):
-            models_to_export = _models(_one(opened, method, seed), client, model)
+            chosen = _one(opened, method, seed).models.ready(model, client)
         else:
-            models_to_export = [opened.adapted(model, method, seed)]
-        best = next((m for m in models_to_export if m.about["kind"] == "personal"), models_to_export[0])
-        thin = opened.low_rank(best.about["method"]) if factorise is None else factorise
-        ranks = write(best, out, format, factorised=thin)
+            chosen = opened.adapted(model, method, seed)
+        thin = opened.low_rank(chosen.about["method"]) if factorise is None else factorise
+        ranks = write(chosen, out, format, factorised=thin)
         if ranks:
             say(f"factorised: {', '.join(f'{name} has rank {rank}' for name, rank in ranks.items())}")
             if format == "safetensors":
                 say("load it into fedloom.models.thin(module, ranks), or export with --no-factorise")
-        say(f"{best.about['kind']} model of {best.about['method']}: {out}")
+        say(f"{chosen.about['kind']} model of {chosen.about['method']}: {out}")
 
 
 def _one(opened: RunDirectory, method: str | None, seed: int | None) -> RecordedRun:
@@ -245,11 +243,3 @@ def _one(opened: RunDirectory, method: str | None, seed: int | None) -> Recorded
     if len(methods) > 1:
         raise ConfigError(f"which method? give --method: {', '.join(methods)}")
     return runs[0]
-
-
-def _models(run: RecordedRun, client: str | None, model: str | None) -> list[Model]:
-    """The models of a run that are asked for: by kind, or the global one and those of the client."""
-    kinds = run.models.kinds_for(None, client) if model is None else [model]
-    if not kinds:
-        raise ConfigError(f"{run.method} has no global model; give --client for a personal one")
-    return [run.models.ready(kind, client) for kind in kinds]

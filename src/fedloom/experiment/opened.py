@@ -22,7 +22,7 @@ from fedloom.metrics import leading, metric
 from fedloom.report import result_table
 from fedloom.report.reading import read_table
 from fedloom.rundir import METRICS, MODELS, SETTINGS, SUMMARY, check_digest, folder_of, read_summary
-from fedloom.trained.model import Model
+from fedloom.trained.model import Model, facts_of, open_tensors
 from fedloom.trained.model_source import KINDS
 from fedloom.trained.models import MOST_PERSONAL_FIRST
 from fedloom.trained.predictions import (
@@ -218,7 +218,11 @@ class RunDirectory:
         Raises:
             LayoutError: no file of a model, or of another architecture.
         """
-        return Model.load(path, self.experiment.common.model, self.experiment.common.task)
+        with open_tensors(Path(path), check=False) as file:  # checked in whole by Model.load
+            label = facts_of(file, Path(path))[1].get("method")
+        settings = {method.label: method.setting for method in self.experiment.methods}
+        setting = settings.get(label, self.experiment.common)
+        return Model.load(path, setting.model, setting.task)
 
     def adapted(self, path: Path | str, method: str | None = None, seed: int | None = None) -> Model:
         """The model of a file, which must have been adapted to one of some runs.

@@ -64,6 +64,6 @@ class Guided(nn.Module):
         cosines = linear(normalize(generic), normalize(self.embedding.weight))
         weights = [self.embedding.weight, *self.valve.parameters()]
         size = torch.stack([weight.square().sum() for weight in weights]).sum() / 2
-        self.guidance(torch.cat([generic, cosines, size.expand(len(z), 1)], 1))
+        self.guidance(torch.cat([generic, cosines, size.expand(z.shape[0], 1)], 1))
         logits: Tensor = self.head(personal)
         return logits

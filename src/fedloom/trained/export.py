@@ -134,14 +134,18 @@ def _example(model: Model) -> Tensor:
 @contextmanager
 def _quietly() -> Iterator[None]:
     """Silence the exporters' own output; a failure is one sentence."""
-    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    for exporter in ("torch.onnx", "onnxscript", "onnx_ir"):
+        logging.getLogger(exporter).setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     except Exception as error:
+        root: BaseException = error
+        while root.__cause__ is not None:
+            root = root.__cause__
         raise ConfigError(
-            f"this model makes no graph ({cause_of(error).splitlines()[0]}); safetensors holds its parameters"
+            f"this model makes no graph ({cause_of(root).splitlines()[0]}); safetensors holds its parameters"
         ) from error
 
 
@@ -176,6 +180,7 @@ def _onnx(raw: RawModel, model: Model, header: dict[str, str]) -> bytes:
             dynamic_shapes=_dynamic(),
             dynamo=True,
             verbose=False,
+            custom_translation_table=_translations(),
         )
     model_proto: Any = program.model_proto
     if facts.table is not None:
@@ -188,6 +193,23 @@ def _onnx(raw: RawModel, model: Model, header: dict[str, str]) -> bytes:
     onnx.helper.set_model_props(model_proto, header)
     content: bytes = model_proto.SerializeToString()
     return content
+
+
+def _translations() -> dict[Any, Any]:
+    """Operators of kNN-Per that torch's exporter lacks: distances, and a stable sort, as ONNX breaks ties by place."""
+    from onnxscript import opset18 as op
+
+    def cdist(x: Any, keys: Any, p: float = 2.0, compute_mode: int | None = None) -> Any:
+        if p != 2:
+            raise ConfigError(f"a distance of power {p}, not 2")
+        differences = op.Sub(op.Unsqueeze(x, [-2]), op.Unsqueeze(keys, [-3]))
+        return op.Sqrt(op.ReduceSum(op.Mul(differences, differences), [-1], keepdims=0))
+
+    def stable_sort(x: Any, *, stable: bool = True, dim: int = -1, descending: bool = False) -> Any:
+        width = op.Gather(op.Shape(x), [dim])
+        return op.TopK(x, width, axis=dim, largest=int(descending), sorted=1)
+
+    return {torch.ops.aten._cdist_forward.default: cdist, torch.ops.aten.sort.stable: stable_sort}
 
 
 def _take_columns(onnx: Any, graph: Any, table: Table) -> dict[str, list[str]]:
