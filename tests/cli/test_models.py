@@ -130,9 +130,16 @@ def test_adapt_writes_a_model_that_evaluate_and_export_take(out: Path, new: Path
 
 
 def test_export_writes_the_model_that_was_asked_for(out: Path, tmp_path: Path) -> None:
-    call("export", out, "--method", "ditto", "--seed", 1, "--client", 3, "--out", tmp_path / "own.safetensors")
-    want = fl.open_run(out)["ditto", 1].models.personal[3].state_dict()
-    assert all(torch.equal(t, want[name]) for name, t in load_file(tmp_path / "own.safetensors").items())
+    models = fl.open_run(out)["ditto", 1].models
+    for words, want in ((("--model", "personal"), models.personal[3]), ((), models.hybrid[3])):  # () as predict does
+        call("export", out, "--method", "ditto", "--seed", 1, "--client", 3, *words, "--out", tmp_path / "own")
+        state = want.state_dict()
+        assert all(torch.equal(t, state[name]) for name, t in load_file(tmp_path / "own").items())
+    models = fl.open_run(out)["ditto", 0].models
+    shared = next(i for i, takes in enumerate(models.takes_global()) if takes)
+    call("export", out, "--method", "ditto", "--seed", 0, "--client", shared, "--out", tmp_path / "own")
+    state = models["global"].state_dict()
+    assert all(torch.equal(t, state[name]) for name, t in load_file(tmp_path / "own").items())
     assert "global model of fedavg" in call("export", out, "--method", "fedavg", "--out", tmp_path / "shared")
 
 

@@ -96,13 +96,14 @@ class Npz(_Arrays):
         return noted(of_arrays(place.stem, x, y, self.task, vocabulary=self.vocabulary or (), **options))
 
     def samples(self, data_dir: str | Path | None = None) -> tuple[NDArray[Any], None]:
-        """The features alone; an array of another name will do where it is the only one."""
+        """The features alone, those of a table to all their digits; the only array may have another name."""
         place, headers = self._headers(data_dir)
         keys_present = ([key for key in keys[::2] if key in headers] for keys in KEYS)
         keys = next((keys for keys in keys_present if keys), [*headers] if len(headers) == 1 else [])
         if not keys:
             raise DataError(f"{place}: needs an array x (or x_train, x_test), got {sorted(headers)}")
-        x = self._room_of_x(place, headers, keys)
+        columns = len(headers[keys[0]].shape) == 2
+        x = _room(place, headers, keys) if columns else self._room_of_x(place, headers, keys)
         self._read(place, headers, [(keys, x)])
         return x, None
 
