@@ -42,7 +42,7 @@ TARGETS = {
     "survival": 'label = "week"\nevent = "ill"',
 }
 OTHERS = ("count", "regression", "hazard", "survival")
-FEATURES = {"binary": ["age", "dose", "ward"], **dict.fromkeys(OTHERS, ["age", "dose"])}
+FEATURES = {"binary": ["age", "dose", "ward"], **{target: ["age", "dose"] for target in OTHERS}}
 LABELS = {"binary": ["ill"], "count": ["visits"], "regression": ["cost"]}
 EXPERIMENT = """
 rounds = 2
