@@ -130,7 +130,7 @@ class ClientError(CodeError):
         return type(self), (self.stage, self.round, self.clients, self.cause)
 
 
-def cause_of(error: Exception) -> str:
+def cause_of(error: BaseException) -> str:
     """An unexpected error as a sentence: what it was, and the last line of the user's code that it came through."""
     frames = traceback.extract_tb(error.__traceback__)
     user_frames = [

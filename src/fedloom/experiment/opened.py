@@ -221,7 +221,7 @@ class RunDirectory:
         with open_tensors(Path(path), check=False) as file:  # checked in whole by Model.load
             label = facts_of(file, Path(path))[1].get("method")
         settings = {method.label: method.setting for method in self.experiment.methods}
-        setting = settings.get(label, self.experiment.common)
+        setting = settings.get(str(label), self.experiment.common)
         return Model.load(path, setting.model, setting.task)
 
     def adapted(self, path: Path | str, method: str | None = None, seed: int | None = None) -> Model:
