@@ -199,7 +199,7 @@ def test_an_adapted_model_is_used_as_it_was_made(
     check_figures(line.metrics(), target, frame, want, "adapted")
 
 
-QUICK = [("binary", "knn-per", "onnx"), ("binary", "gpfl", "onnx"), ("binary", "gpfl", "torch")]
+QUICK = [("binary", "gpfl", "onnx"), ("binary", "gpfl", "torch")]
 EXPORTS = [(target, method, format) for target, method in CASES for format in ("onnx", "torch")]
 
 
