@@ -145,7 +145,7 @@ def test_nothing_else_seeds_a_generator() -> None:
     """PyTorch's and numpy's own seeding keeps 32 bits, or what it is given."""
     folder = Path(fedloom.__file__).parent
     seeding = re.compile(
-        r"manual_seed|\.seed\(|default_rng|RandomState\(|SeedSequence|PCG64\(|set_rng_state|set_state\("
+        r"manual_seed\(|\.seed\(|default_rng|RandomState\(|SeedSequence|PCG64\(|set_rng_state|set_state\("
     )
     found = {p.relative_to(folder).as_posix() for p in folder.rglob("*.py") if seeding.search(p.read_text())}
     resamples = "report/comparison/bootstrap.py"  # the same in every report, which does without PyTorch

@@ -349,7 +349,8 @@ def _sentence(
     where = f"{where}: " if where else ""
     if error["type"] == "extra_forbidden":
         return f"{where}unknown key {name!r}; {nearest(name, fields)}"
-    first, *alternatives = dict.fromkeys(_expected(choice) for choice in choices)
+    named = [choice for choice in choices if choice["type"] != "string_pattern_mismatch"]  # patterns: see the hint
+    first, *alternatives = dict.fromkeys(_expected(choice) for choice in named or choices)
     message = ", or ".join([first, *(other.removeprefix("input should be ") for other in alternatives)])
     got = "" if error["type"] in ("missing", "value_error") else f", got {_shown(error['input'])}"
     return f"{where}{name + ': ' if name else ''}{message}{got}{hint}"
@@ -359,5 +360,5 @@ def _expected(error: ErrorDetails) -> str:
     if error["type"] == "model_type":
         return "must be a table"
     message = error["msg"].removeprefix("Value error, ").replace("valid tuple", "list")
-    message = message.replace("String should match pattern", "Input should be text that matches")
+    message = message.replace("String should match pattern", "Input should be text that matches the pattern")
     return f"{message[:1].lower()}{message[1:]}"

@@ -82,7 +82,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "one of several types": (
         {"weights": "size"},
-        "weights: input should be 'samples', 'uniform' or 'groups', or text that matches '^(clusters",
+        "weights: input should be 'samples', 'uniform' or 'groups', or a list, got 'size' (",
     ),
     "an item of one of several types": ({"weights": [1.0, -1.0]}, "weights.1: input should be greater than or equal"),
     "a key of one of several types": (

@@ -61,7 +61,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "loaders": (lambda: run(fed=[LOADER, LOADER]), "client 0: cannot make a data set of DataLoader; give its .dataset"),
     "aggregator": (lambda: run(aggregator="krumm"), "did you mean 'krum'?"),
     "sampler as a number": (lambda: run(sampler=2), "sampler: must be a Sampler or a table, got 2"),
-    "weights": (lambda: run(weights="size"), "should be 'samples', 'uniform' or 'groups', got 'size'"),
+    "weights": (lambda: run(weights="size"), "should be 'samples', 'uniform' or 'groups', or a list, got 'size'"),
     "no such device": (lambda: run(engine={"device": "cuda:9"}), "engine.device is 'cuda:9', but "),
     "metrics": (lambda: run(evaluate={"metrics": ["auroc"]}), "it belongs in task={'metrics': ['auroc']}"),
     "lazy module": (lambda: run(model=nn.LazyLinear(3)), "has lazy parameters (weight, bias); call it on a sample"),

@@ -116,7 +116,7 @@ def test_samples_that_name_their_clients_are_read_by_their_models(run: Path, tmp
 
 def test_exports_give_what_predict_gives(run: Path, tmp_path: Path) -> None:
     rows = ["return the ", "if x"]
-    model = fl.open_run(run)["ditto", 0].models.model("personal", 2)
+    model = fl.open_run(run)["ditto", 0].models.ready(None, 2)
     wanted = model.predict_proba(rows)
     call("export", run, "--method", "ditto", "--client", 2, "--format", "torch", "--out", tmp_path / "m.pt2")
     np.testing.assert_allclose(load(tmp_path / "m.pt2").scores(rows), wanted, atol=1e-6)
