@@ -69,13 +69,8 @@ def deployed(masked: bool, sites: int, d: int, rounds: int) -> Round:
         "evaluate": {"every": 10 * rounds},
     }
     with tempfile.TemporaryDirectory() as folder:
-        make = secured if masked else scene
-        here = make(Path(folder), "fedavg", **changes)
-        if masked:
-            agreed = here.server.secure.with_(threshold=secure.safe_threshold(sites))
-            here = here._replace(
-                server=here.server.with_(secure=agreed), sites=[s.with_(secure=agreed) for s in here.sites]
-            )
+        threshold: dict[str, Any] = {"threshold": secure.safe_threshold(sites)} if masked else {}
+        here = (secured if masked else scene)(Path(folder), "fedavg", **threshold, **changes)
         grid.wire = counted
         try:
             assert serve(here.grid(), here.server.with_(deadline=600.0, ttl=600.0), note) is Stop.DONE
