@@ -44,7 +44,7 @@ the tolerance r for rho >= l (3 + 2/sqrt(r)), which no default is.
 
 Use it for personal models of clients with skewed labels, with a global model beside them; the hybrid model takes for
 each client the better of both on its validation part. Where most clients are absent the global model moves little, of
-which a run warns, and a personal model is hardly better than a local one. No rule for lam and rho helps: the first
+which a run warns, and a personal model is hardly better than a local one. No lam or rho of those tried helps: the first
 message of a client is x + 2c/(c + 1) (theta - x), c = lam alpha_i/rho, so that it counts less than twice, n of them are
 averaged, and those who never took part still send x0.
 """

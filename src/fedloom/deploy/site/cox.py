@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from pydantic import ValidationError
@@ -24,10 +25,12 @@ from fedloom.experiment.analyses.cox import rows_of, survival_site, table_of, wi
 from fedloom.storage.files import write_atomic
 from fedloom.tasks.cox import Floats, SurvivalSite
 from fedloom.tasks.cox_vectors import CoxAgreement, Ring, SiteVectors, bins_with_events, merged_ends
+from fedloom.values import Value
 
 FIT_FILE = "cox.json"
 """The file in the folder of a site's state with what the regression found."""
 HEAVIEST = 0.5
+V = TypeVar("V", bound=Value)
 
 
 class SiteCox:
@@ -118,13 +121,7 @@ class SiteCox:
         Raises:
             WireError: the message is no step.
         """
-        try:
-            if len(message) > LONGEST:
-                raise ValueError("it is too long")
-            step = CoxStep.model_validate_json(message)
-        except (ValidationError, ValueError) as error:
-            raise WireError(f"a step of the Cox regression cannot be read: {str(error)[:200]}") from None
-        return self.vector(step).astype("<u8", copy=False).tobytes()
+        return self.vector(_read(CoxStep, message, "a step of the Cox regression")).astype("<u8", copy=False).tobytes()
 
     def keep(self, message: bytes) -> None:
         """Write what the regression found into the folder of the site's state.
@@ -134,12 +131,7 @@ class SiteCox:
             Refused: nothing was agreed on.
         """
         self._terms()
-        try:
-            if len(message) > LONGEST:
-                raise ValueError("it is too long")
-            fit = CoxFound.model_validate_json(message)
-        except (ValidationError, ValueError) as error:
-            raise WireError(f"the Cox regression cannot be read: {str(error)[:200]}") from None
+        fit = _read(CoxFound, message, "the Cox regression")
         write_atomic(self._folder / FIT_FILE, (fit.model_dump_json(indent=2) + "\n").encode())
 
     def _terms(self) -> CoxAgreement:
@@ -161,6 +153,16 @@ class SiteCox:
         if record["steps"].setdefault(f"{step.step}", question) != question:
             raise Broken(f"step {step.step} of the Cox regression was answered already, at other coefficients")
         write_checked(self._steps, {**record, "rows": rows})
+
+
+def _read(kind: type[V], message: bytes, what: str) -> V:
+    """What a message holds."""
+    try:
+        if len(message) > LONGEST:
+            raise ValueError("it is too long")
+        return kind.model_validate_json(message)
+    except (ValidationError, ValueError) as error:
+        raise WireError(f"{what} cannot be read: {str(error)[:200]}") from None
 
 
 def merged(agreed: CoxAgreement, terms: Terms, first: int, threshold: int) -> CoxAgreement:
