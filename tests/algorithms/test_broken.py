@@ -14,8 +14,10 @@ from fedloom.algorithms.scaffold import Up as Variates
 from fedloom.errors import ConfigError
 from fedloom.local import Ctx, Nothing, Work, descend
 from fedloom.rows.layout import Layout
+from fedloom.seeds import generator
 from fedloom.testing import LAWS, check_algorithm, check_law
 from fedloom.testing.laws import CURES
+from fedloom.testing.network import Classifier
 
 
 class TwoPrimaries(NamedTuple):
@@ -290,8 +292,26 @@ def test_a_network_finds_what_quadratics_do_not() -> None:
         check_algorithm(ComparesClasses())
 
 
-def test_a_module_is_checked_with_samples_that_it_takes() -> None:
+def normalised(seed: int) -> nn.Module:
     module = nn.Sequential(OrderedDict(conv=nn.Linear(2, 3), norm=nn.BatchNorm1d(3), fc=nn.Linear(3, 2)))
+    draws = generator(seed)
+    with torch.no_grad():
+        for linear in (module.conv, module.fc):
+            for parameter in linear.parameters():
+                parameter.uniform_(-1, 1, generator=draws).div_(linear.in_features**0.5)
+    return module
+
+
+@pytest.mark.parametrize("seed", [775, 272, 45])  # float32 ends 4e-2, 1e-2 and 9e-4 from float64
+def test_a_network_that_magnifies_rounding_keeps_the_law_of_precision(seed: int) -> None:
+    network = Classifier.of(normalised(seed), (2,))
+    check_law("precision", FedBN(layers=("norm",)), on=network)
+    with pytest.raises(AssertionError, match=r"law precision on a network, RoundsTheSteps"):
+        check_law("precision", RoundsTheSteps(), on=network)
+
+
+def test_a_module_is_checked_with_samples_that_it_takes() -> None:
+    module = normalised(0)
     check_algorithm(FedBN(layers=("norm",)), layout=module, shape=(2,))
     with pytest.raises(ConfigError, match=r"does not take samples of shape \[5\].*give shape"):
         check_algorithm(FedAvg(), layout=module, shape=(5,))

@@ -104,6 +104,14 @@ class Classifier:
         """The same problem in another dtype."""
         return replace(self, dtype=dtype)
 
+    def perturbed(self, draw: int) -> Classifier:
+        """The same from an initial model with each parameter changed by about 1e-6 of itself."""
+        module, g = deepcopy(self.module).to(self.dtype), generator(draw, purpose="perturbation")
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.mul_(1 + 1e-6 * torch.randn(parameter.shape, generator=g, dtype=self.dtype))
+        return replace(self, module=module)
+
     def altered(self, client: int) -> Classifier:
         """The same with other samples of one client."""
         x, end = self.x.clone(), sum(SIZES[: client + 1])

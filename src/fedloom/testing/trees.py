@@ -88,7 +88,13 @@ def difference(got: object, want: object, tol: float = 0.0) -> str | None:
         x, y = a[name], b[name]
         if x.shape != y.shape or x.dtype != y.dtype:
             return f"{name or 'it'} is {list(x.shape)} {x.dtype} instead of {list(y.shape)} {y.dtype}"
-        gap = (x.double() - y.double()).abs().max().item() if x.numel() else 0.0
-        if not gap <= tol * (1 + (y.double().abs().max().item() if y.numel() else 0.0)):
-            return f"{name or 'it'} differs by {gap:.3g}"
+        if not distance(x, y) <= tol:
+            return f"{name or 'it'} differs by {(x.double() - y.double()).abs().max().item():.3g}"
     return None
+
+
+def distance(x: Tensor, y: Tensor) -> float:
+    """Measure the largest difference of two tensors of one shape, over 1 plus the largest entry of ``y``."""
+    if not x.numel():
+        return 0.0
+    return ((x.double() - y.double()).abs().max() / (1 + y.double().abs().max())).item()
