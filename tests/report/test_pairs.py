@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,11 +24,11 @@ from fedloom import report
 from fedloom.cli import app
 from fedloom.errors import ConfigError
 from fedloom.report import overview
-from fedloom.report.comparison.contenders import contenders
+from fedloom.report.comparison.contenders import contenders, same
 from fedloom.report.comparison.criteria import marks, winners
 from fedloom.report.comparison.pairs import Pair, pairs, pairs_csv, pairs_latex
 from fedloom.report.comparison.paper import results_latex
-from fedloom.report.numbers import Row, rows_of
+from fedloom.report.numbers import Estimate, Row, rows_of
 from fedloom.report.reading import read_runs
 from fedloom.report.run import Run
 
@@ -82,10 +84,12 @@ def test_the_rival_is_each_clients_better_one_on_validation(run: Run, rows: list
         assert rival.figures["accuracy/worst10"].by_seed[seed] == pytest.approx(np.nanmin(values))
 
 
-def recomputed(run: Run, rows: list[Row], reference: str) -> dict[str, tuple[float, float, bool]]:
+def recomputed(
+    run: Run, rows: list[Row], reference: str, doubles: tuple[str, ...] = ("fedprox",)
+) -> dict[str, tuple[float, float, bool]]:
     """Raw p, Holm's p and verdict of every distinct model, by SciPy and statsmodels from the result of every seed."""
     means = {row.method: row.figures["accuracy"].by_seed for row in contenders([run], rows)}
-    names = [m for m in means if m not in (reference, "fedprox")]
+    names = [m for m in means if m not in (reference, *doubles)]
     p = [stats.ttest_rel(*([means[k][s] for s in range(7)] for k in (m, reference))).pvalue for m in names]
     rejections, holm, *_ = multipletests(p, method="holm")
     return {m: found for m, *found in zip(names, p, holm, rejections, strict=True)}
@@ -117,6 +121,37 @@ def test_the_same_models_are_no_test(run: Run, rows: list[Row]) -> None:
     text = overview.cards([run], apart)
     assert "The models of fedprox are the same." in text
     assert "equal to" not in text
+
+
+@pytest.mark.parametrize("better", ["local", "fedavg"])
+def test_the_rival_is_no_test_of_its_own_where_it_is_one_of_both(better: str, folder: Path, tmp_path: Path) -> None:
+    """Where every client takes the same of both, the families are those without the rival."""
+    place = tmp_path / "equal"
+    shutil.copytree(folder, place)
+    table = pq.read_table(place / "metrics.parquet").to_pandas()
+    methods = {better, "fedprox"} if better == "fedavg" else {better}
+    chosen = (table["part"] == "validation") & table["method"].isin(methods)
+    table.loc[chosen, "value"] = np.where(table.loc[chosen, "metric"].str.startswith("loss"), -1.0, 2.0)
+    pq.write_table(pa.Table.from_pandas(table, preserve_index=False), place / "metrics.parquet")
+    run = read_runs([place])[0]
+    shown = contenders([run], rows_of([run]))
+    own, rival = (next(k for k, row in enumerate(shown) if row.method == m) for m in (better, "local or fedavg"))
+    for name, figure in shown[rival].figures.items():
+        assert figure.by_seed == pytest.approx(shown[own].figures[name].by_seed, nan_ok=True)
+    without = winners([run], [row for row in shown if row is not shown[rival]], "accuracy")
+    for one, other in zip(winners([run], shown, "accuracy"), without, strict=True):
+        assert (one.lead, one.half) == (pytest.approx(other.lead), pytest.approx(other.half))
+    for reference in [row.method for row in shown if row.method not in ("fedprox", "local or fedavg")]:
+        found = {pair.row.method: pair for pair in pairs([run], rows_of([run]), reference)}
+        for method, (_, holm, rejected) in recomputed(run, shown, reference, ("fedprox", "local or fedavg")).items():
+            assert found[method].comparison is not None
+            assert found[method].comparison[3:5] == (pytest.approx(holm), rejected)
+        assert (found["local or fedavg"].verdict == "same models") == (reference == better)
+
+
+def test_methods_without_a_result_are_not_the_same_models(rows: list[Row]) -> None:
+    lost = [replace(r, figures={"accuracy": Estimate({0: math.nan})}) for r in rows[:2]]
+    assert not same(*lost)
 
 
 def test_csv_and_latex_have_what_the_pairs_have(run: Run, rows: list[Row]) -> None:

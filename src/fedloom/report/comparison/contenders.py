@@ -23,7 +23,7 @@ it has none), as papers report it, or all."""
 MODELS: tuple[Models, ...] = ("used", "personal", "all")
 ORDER = {"used": ("hybrid", "personal", "global"), "personal": ("personal", "global", "hybrid")}
 SAME = 1e-9
-"""Models whose every figure differs by no more than this share are the same."""
+"""Models whose common figures all differ by no more than this share are the same."""
 
 
 def contenders(runs: Sequence[Run], rows: Sequence[Row], models: Models = "used") -> list[Row]:
@@ -121,15 +121,16 @@ def last_points(run: Run, row: Row, seed: int, part: str, name: str) -> Points |
 
 
 def same(one: Row, other: Row) -> bool:
-    """Whether two rows are of the same models: every figure but what they cost is equal with every seed."""
-    names = {name for row in (one, other) for name in row.figures if name not in COUNTED}
-    return bool(names) and all(_equal(one.figures.get(name), other.figures.get(name)) for name in names)
+    """Whether two rows are of the same models: every figure that both have is equal with every seed, costs aside."""
+    names = one.figures.keys() & other.figures.keys() - set(COUNTED)
+    results = any(row.figures[name].finite for row in (one, other) for name in names)
+    return results and all(_equal(one.figures[name], other.figures[name]) for name in names)
 
 
-def _equal(one: Estimate | None, other: Estimate | None) -> bool:
-    if one is None or other is None or one.finite.keys() != other.finite.keys():
-        return False
-    return all(math.isclose(value, other.finite[seed], rel_tol=SAME) for seed, value in one.finite.items())
+def _equal(one: Estimate, other: Estimate) -> bool:
+    return one.finite.keys() == other.finite.keys() and all(
+        math.isclose(value, other.finite[seed], rel_tol=SAME) for seed, value in one.finite.items()
+    )
 
 
 def distinct(rows: Sequence[Row], places: Sequence[int]) -> dict[int, int]:
