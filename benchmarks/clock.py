@@ -4,9 +4,9 @@
 
 Softmax regression on 8 features and 3 classes, 3 samples a client, FedAvg with one step of two samples. One line:
 microseconds per event of local work; of arithmetic on rows, which are copied from what is in flight, checked, summed up
-and stepped on; and of everything else, for the buffer and for one ten times as large. A synchronous round of as many
-clients as the buffer has stands beside them: its own rest per client is what any step of a server costs. Seconds are of
-the processor, the least of twenty repetitions.
+and stepped on; and of the rest, which is everything else. The rest of two buffers, the second ten times as large, has
+two parts: what one more event costs, and what a step of the server costs, whatever it takes. A synchronous round of as
+many clients stands beside them. Seconds are of the processor, the least of twenty repetitions.
 """
 
 from __future__ import annotations
@@ -110,12 +110,16 @@ def main() -> None:
         per_event(fed, Buffered(buffer=size), given.in_flight, size, given.steps)
         for size in (given.buffer, 10 * given.buffer)
     )
+    each = (10 * large["rest"] - small["rest"]) / 9
+    step = given.buffer * (small["rest"] - each)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(
         f"{given.clients} clients, {given.in_flight} in flight, buffer {given.buffer}: microseconds per event: "
         f"local work {small['work']:.1f}, arithmetic on rows {small['rows']:.1f}, "
         f"the rest {small['rest']:.1f}, of a buffer of {10 * given.buffer} {large['rest']:.1f}; "
-        f"per client of a synchronous round: all {plain['all']:.1f}, the rest {plain['rest']:.1f}; peak {peak:.0f} MiB"
+        f"so {each:.1f} for an event and {step:.0f} for a step of the server, "
+        f"for which a synchronous round of {given.buffer} clients takes {given.buffer * plain['rest']:.0f}; "
+        f"peak {peak:.0f} MiB"
     )
 
 

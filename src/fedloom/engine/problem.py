@@ -141,10 +141,12 @@ class RunProblem:
             return torch.arange(n)
         return torch.randperm(n, generator=generator(self.setting.seed, purpose="judged"))[:most].sort().values
 
-    @property
-    def forgers(self) -> Tensor:
-        """``[n]`` clients that forge their upload."""
-        return self.malicious if self.forges else torch.zeros(self.n, dtype=torch.bool)
+    def places_by_honesty(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Places of a cohort's clients who train as they should, and of those who forge their uploads."""
+        if not self.forges:
+            return torch.arange(len(ids)), torch.zeros(0, dtype=torch.long)
+        forges = self.malicious[ids]
+        return (~forges).nonzero()[:, 0], forges.nonzero()[:, 0]
 
     @property
     def kept_fields(self) -> list[str]:

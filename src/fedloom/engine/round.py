@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,16 +40,14 @@ def run_round(job: Job, clients: Clients, state: State) -> tuple[State, tuple[st
     if job.mixes:
         job.locations.replicate(job.mixed(cohort))
     down = job.down(state.server, t, cohort)
-    forges = job.forgers[cohort]
-    places = (~forges).nonzero()[:, 0]
+    places, forging = job.places_by_honesty(cohort)
     uploads = Uploads(job, state.sums)
     if len(places):
         request = TrainRequest(t, places, cohort[places], shares[places], down, state.server, alpha=state.shares)
         for result in clients.train(request):
             uploads.add(result)
-    if bool(forges.any()):
-        place = forges.nonzero()[:, 0]
-        task = TrainTask(t, place, cohort[place], shares[place])
+    if len(forging):
+        task = TrainTask(t, forging, cohort[forging], shares[forging])
         honest, m = uploads.answers("models"), len(cohort)
         uploads.add(clients.on_one(task.ids, lambda: forge(job, down, state.server, task, honest, m)))
     return take(job, state, t, cohort, sampler, query_counts, uploads)
@@ -87,7 +87,7 @@ def take(
 
 def _is_finite(values: Tensor) -> bool:
     """Whether all numbers are finite, in one pass."""
-    return not values.numel() or bool(torch.stack(values.aminmax()).isfinite().all())
+    return not values.numel() or all(math.isfinite(extreme) for extreme in values.aminmax())
 
 
 def sample(job: Job, clients: Clients, state: State, t: int) -> tuple[Tensor, Any, Tensor]:
@@ -117,4 +117,5 @@ def checked_ids(ids: Tensor, n: int) -> Tensor:
 
 def longest_first(job: Job, cohort: Tensor) -> Tensor:
     """Places of the cohort's clients by falling number of training samples, then by place."""
-    return torch.argsort(job.train_sizes[cohort, 0], descending=True, stable=True)
+    sizes = job.train_sizes.numpy()[cohort.numpy(), 0]
+    return torch.from_numpy(np.argsort(-sizes, kind="stable"))

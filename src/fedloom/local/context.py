@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -56,7 +57,7 @@ class Ctx(NamedTuple):
     @property
     def cohort_masses(self) -> Tensor:
         """``[m, 1]`` the `masses` of the cohort."""
-        return self.weight[self.ids].double() / self.weight.max().double()
+        return self.weight[self.ids].double() / _largest(self.weight)
 
     @property
     def part(self) -> float:
@@ -75,3 +76,9 @@ class Ctx(NamedTuple):
     def rng(self, purpose: str) -> torch.Generator:
         """The server's generator of this round."""
         return generator(self.seed, self.round, purpose=("server", purpose))
+
+
+@lru_cache(maxsize=2)
+def _largest(shares: Tensor) -> Tensor:
+    """The largest of all clients' shares, in double precision: found once, not in every round."""
+    return shares.max().double()

@@ -55,17 +55,16 @@ def compute(
     ids, times, steps = ids[order], times[order], None if steps is None else steps[order]
     if job.mixes:
         job.locations.replicate(job.mixed(ids))
-    down, forges = job.down(state.server, t, ids), job.forgers[ids]
-    places, share = (~forges).nonzero()[:, 0], times[:, None].double()
+    down, share = job.down(state.server, t, ids), times[:, None].double()
+    places, forging = job.places_by_honesty(ids)
     flights = list[Flight]()
     if len(places):
         some = None if steps is None else steps[places]
         request = TrainRequest(t, places, ids[places], share[places], down, state.server, some)
         for task, fields in clients.compute(request):
             flights.append(Flight.of(state.round, task.ids, task.share[:, 0].long(), fields))
-    if bool(forges.any()):
-        place = forges.nonzero()[:, 0]
-        task = TrainTask(t, place, ids[place], share[place])
+    if len(forging):
+        task = TrainTask(t, forging, ids[forging], share[forging])
         models = [f.fields["model"] for f in flights if "model" in f.fields]
         honest = torch.cat(models) if models and job.sees_honest else None
 
@@ -73,7 +72,7 @@ def compute(
             received, output = forged(job, down, task, honest, len(ids))
             return flat(computed(job, state.server, task.ids, received, output))
 
-        flights.append(Flight.of(state.round, task.ids, times[place], clients.on_one(task.ids, attack)))
+        flights.append(Flight.of(state.round, task.ids, times[forging], clients.on_one(task.ids, attack)))
     return flights
 
 

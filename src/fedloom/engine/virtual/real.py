@@ -11,6 +11,7 @@ from bisect import insort
 from typing import Final
 
 import torch
+from torch import Tensor
 
 from fedloom.algorithms._messages import download_type
 from fedloom.engine.clients.chunk import computed
@@ -46,9 +47,8 @@ class RealVersion(Version):
     def _is_there(self, client: int) -> bool:
         return client in self._present and client not in self._unusable
 
-    def _compute(self, pairs: list[tuple[int, int]]) -> None:
+    def _compute(self, ids: Tensor, times: Tensor) -> None:
         job, state = self._job, self._state
-        ids, times = (torch.tensor(column) for column in zip(*sorted(pairs), strict=True))
         order = longest_first(job, ids)
         ids, times = ids[order], times[order]
         down = job.down(state.server, state.round + 1, ids)

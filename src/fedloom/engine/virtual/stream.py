@@ -9,6 +9,7 @@ from itertools import islice
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from fedloom.engine.job import Job
 from fedloom.engine.round import checked_ids
@@ -120,7 +121,8 @@ class Version(ABC):
         if missing:
             waiting = (self._pool[place] for place in range(self._pool_start, len(self._pool)))
             further = (pair for pair in waiting if pair[0] not in self._ready and self._is_free(pair[0]))
-            self._compute([*missing, *islice(further, max(ahead - len(chosen), 0))])
+            pairs = sorted([*missing, *islice(further, max(ahead - len(chosen), 0))])
+            self._compute(*(torch.tensor(column) for column in zip(*pairs, strict=True)))
         for i, _ in chosen:
             self._dispatch(i)
 
@@ -166,8 +168,8 @@ class Version(ABC):
         self._draws, self._left = k + 1, self._left - 1
 
     @abstractmethod
-    def _compute(self, pairs: list[tuple[int, int]]) -> None:
-        """Make clients ready to be dispatched at this version, each with how often it was drawn."""
+    def _compute(self, ids: Tensor, times: Tensor) -> None:
+        """Make clients ``ids [m]``, ascending and drawn ``times [m]``, ready to be dispatched at this version."""
 
     def _serial_of_flight(self) -> int:
         return next(reversed(self._flights), -1) + 1
@@ -242,8 +244,7 @@ class VirtualVersion(Version):
         detail = f"round {t}: {len(self._waiting)} of {self._size} uploads have arrived and no more ever will"
         raise RunStopped(Stop.UNUSABLE, f"{detail}; give [schedule] a timeout, or fewer uploads of a step")
 
-    def _compute(self, pairs: list[tuple[int, int]]) -> None:
-        ids, times = torch.from_numpy(np.array(sorted(pairs)).T.copy())
+    def _compute(self, ids: Tensor, times: Tensor) -> None:
         for flight in compute(self._job, self._clients, self._state, ids, times):
             number = self._serial_of_flight()
             self._flights[number] = flight
