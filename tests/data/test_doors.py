@@ -18,6 +18,7 @@ from pyarrow import parquet
 import fedloom as fl
 from fedloom.data import Dataset
 from fedloom.data.input_spec import InputSpec
+from fedloom.data.new_data import NewData
 from fedloom.data.new_rows import new_rows
 from fedloom.data.tables import MARKERS
 from fedloom.errors import DataError
@@ -62,6 +63,16 @@ class Hub(list[dict[str, Any]]):
         return [row[key] for row in self] if isinstance(key, str) else super().__getitem__(key)
 
 
+class Stream:
+    """A table of another library, as Arrow reads it."""
+
+    def __init__(self, table: pa.Table) -> None:
+        self.columns, self._table = table.column_names, table
+
+    def __arrow_c_stream__(self, schema: object = None) -> object:
+        return self._table.__arrow_c_stream__(schema)
+
+
 NAMES = ("dose", "count", "alive", "ward", "grade", "site", "died")
 Hub.features = dict.fromkeys(NAMES)
 
@@ -76,9 +87,12 @@ def doors(rows: list[dict[str, Any]], folder: Path, spec: dict[str, Any]) -> dic
             table.writeheader()
             table.writerows({k: "" if v is None else change(v) for k, v in row.items()} for row in rows)
         found[name] = fl.load(path, **spec)
-    frame = pd.DataFrame(rows)
+    frame, arrow = pd.DataFrame(rows), pa.Table.from_pylist(rows)
+    own = Stream(pa.Table.from_pylist([{name: row[name] for name in reversed(NAMES)} for row in rows]).select(NAMES))
+    for door, table in (("arrow", arrow), ("arrow of another library", own)):
+        found[door] = Dataset.of(table, spec["label"], **{k: v for k, v in spec.items() if k != "label"})
     found["pandas"] = Dataset.of(frame, spec["label"], **{k: v for k, v in spec.items() if k != "label"})
-    parquet.write_table(pa.Table.from_pylist(rows), folder / "t.parquet")
+    parquet.write_table(arrow, folder / "t.parquet")
     found["parquet"] = fl.load(folder / "t.parquet", **spec)
     found["hub"] = Dataset.of(Hub(rows), spec["label"], **{k: v for k, v in spec.items() if k != "label"})
     return found
@@ -102,6 +116,9 @@ def test_the_same_rows_by_any_door_are_the_same_bits(tmp_path_factory: pytest.Te
         assert torch.equal(data.y, first.y), door
         assert (data.classes, data.user_names, data.prepare) == (first.classes, first.user_names, table), door
         assert torch.equal(new_rows(spec, data).x.nan_to_num(-1e9), want.nan_to_num(-1e9)), door
+    table = pa.Table.from_pylist(rows)
+    for arrow in (table, Stream(table.select([*reversed(NAMES)]))):
+        assert torch.equal(new_rows(spec, arrow).x.nan_to_num(-1e9), want.nan_to_num(-1e9))
 
 
 @settings(max_examples=12)
@@ -120,6 +137,24 @@ def test_converted_units_are_the_same_bits_by_any_door(
             assert torch.equal(data.x[:, place].nan_to_num(-1e9), torch.tensor(cells, dtype=data.x.dtype)), door
         assert torch.equal(data.x.nan_to_num(-1e9), converted["plain"].x.nan_to_num(-1e9)), door
         assert torch.equal(data.y, converted["plain"].y), door
+
+
+def test_arrow_codes_are_levels_and_unnamed_rows_are_converted_as_named_ones(tmp_path: Path) -> None:
+    """By an array, whose columns have no names, too."""
+    rows = pd.DataFrame({"dose": [1.0, 2.0, -9.0, 4.0], "count": [3.0, 1.0, 2.0, 5.0], "died": [0, 1, 0, 1]})
+    coded = rows.assign(ward=pd.Categorical(["A", "B", "A", "A"]))[["ward", *rows]]
+    by_door = [Dataset.of(t, "died", missing=("-9",), impute=True) for t in (coded, pa.Table.from_pandas(coded))]
+    assert [d.prepare.columns[0].names for d in by_door] == [("A", "B")] * 2  # type: ignore[union-attr]
+    assert torch.equal(*(d.x.nan_to_num(-1e9) for d in by_door))
+    data = Dataset.of(rows, "died", missing=("-9",), impute=True, factors={"dose": 3.7})
+    spec = InputSpec(shape=(3,), task="binary", classes=("0", "1"), table=data.prepare)  # type: ignore[arg-type]
+    features = rows[["dose", "count"]]
+    np.savez(tmp_path / "t.npz", x=features.to_numpy())
+    reader = NewData({"factors": {"dose": 3.7}})
+    for given_rows in (features, features.to_numpy(), tmp_path / "t.npz", pa.Table.from_pandas(features)):
+        found = reader.rows(spec, given_rows)
+        assert torch.equal(found.x.nan_to_num(-1e9), data.x.nan_to_num(-1e9))
+        assert found.notes == ("column 'dose': 1 cells filled as in training",)
 
 
 def test_a_data_set_made_without_the_markers_has_the_model_s_gaps() -> None:

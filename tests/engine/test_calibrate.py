@@ -132,6 +132,27 @@ def in_use_as_recorded(opened: fl.experiment.RunDirectory, path: Path, folder: P
     np.testing.assert_allclose(graph.run(["probabilities"], feed)[0], want, atol=1e-6)
     lines = torch.stack([run.models.ready("global", c).calibration for c in range(3)])  # type: ignore[arg-type]
     torch.testing.assert_close(run.models.ready().calibration, lines.nanquantile(0.5, dim=0))
+    personal = torch.stack([run.models.ready("personal", c).calibration for c in range(3)])  # type: ignore[arg-type]
+    new = hospitals.write(folder / "new.csv", hospitals.patients("Birke", seed=1), drop=("hospital",))
+    adapted = run.models.adapt(opened.read(new), rounds=2, holdout=0.3)
+    torch.testing.assert_close(adapted.calibration, personal.nanquantile(0.5, dim=0))
+    scores = opened.predict(new, kind=str(adapted.save(folder / "adapted.safetensors"))).scores
+    np.testing.assert_array_equal(scores, adapted.predict_proba(opened.read(new)))
+    assert float(scores[:, 1].mean()) == pytest.approx(26 / 600, abs=0.05)
+    assert adapted.about["scores"]["adapted"]["calibration_error"] < 0.1
+
+
+def test_a_site_that_cannot_be_recalibrated_is_named(tmp_path: Path) -> None:
+    path = hospitals.everyone(tmp_path / "all.csv", sites=("Amsel", "Esche"))
+    Plan(parse(tomllib.loads(EXPERIMENT.replace("PATH", str(path)).replace("CALIBRATE", "true"))), tmp_path / "o").run(
+        page=False
+    )
+    opened = fl.open_run(tmp_path / "o")
+    notes = opened.predict(path, "ditto").notes
+    model = opened["ditto", 0].models.ready("personal", "Esche")
+    assert model.calibration is not None
+    named = [note for note in notes if "not recalibrated" in note and note.endswith("20 rows of Esche")]
+    assert len(named) == bool(model.calibration.isnan().any()) == 1
 
 
 def test_what_is_not_binary_is_not_recalibrated() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import onnxruntime
 import pandas as pd
+import pyarrow as pa
 import pytest
 from sklearn.metrics import log_loss, mean_poisson_deviance, root_mean_squared_error
 
@@ -125,7 +126,7 @@ def doors(frame: pd.DataFrame, target: str, folder: Path) -> tuple[dict[str, obj
     bare[[*reversed(bare.columns)]].to_csv(folder / "bare.csv", index=False)
     bare.to_parquet(folder / "bare.parquet")
     named: dict[str, object] = {n: folder / n for n in ("rows.csv", "semicolon.csv", "bare.csv", "bare.parquet")}
-    named |= {"pandas": bare, "hub": hub(bare), "columns": bare.to_dict("list")}
+    named |= {"pandas": bare, "hub": hub(bare), "columns": bare.to_dict("list"), "arrow": pa.Table.from_pandas(bare)}
     if target == "binary":
         return named, {}
     numbers = frame[FEATURES[target]].to_numpy()

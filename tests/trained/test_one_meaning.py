@@ -228,3 +228,30 @@ def test_predictions_carry_ids_and_are_decided_by_a_threshold(opened: RunDirecto
     assert 0 < sum(row["prediction"] == "1" for row in table) < len(table)
     assert "no column 'id' to keep" in call(*words, "--keep", "id", code=2)
     assert "must be a probability from 0 to 1" in call(*words, "--threshold", 5, code=2)
+
+
+def test_a_graph_takes_markers_and_decides_by_the_threshold_that_it_is_given(
+    opened: RunDirectory, tmp_path: Path
+) -> None:
+    rows = hospitals.patients("Birke", seed=6)
+    file, words = hospitals.write(tmp_path / "new.csv", rows), ("export", opened.path, "--method", "fedavg")
+    want = opened.predict(file, "fedavg", client="Birke").decided(0.05)
+    assert 0 < list(want.labels).count("1") < len(rows)
+    numbers = np.array([[np.nan if row[n] is None else row[n] for n in NUMBERS] for row in rows], float)
+    assert (numbers == -9).any()
+    feed = {"numbers": numbers, "texts": np.array([[row["sex"], row["ward"]] for row in rows], object)}
+    for threshold, labels in ((0.05, want.labels), (None, want.decided(None).labels)):
+        more = () if threshold is None else ("--threshold", threshold)
+        said = call(*words, "--client", "Birke", "--format", "onnx", "--out", tmp_path / "m.onnx", *more)
+        assert f"class '1' from a probability of {threshold or 0.5:g} on" in said
+        graph = onnxruntime.InferenceSession(tmp_path / "m.onnx")
+        probabilities, classes = graph.run(["probabilities", "class"], feed)
+        np.testing.assert_allclose(probabilities, want.scores, atol=1e-6)
+        sure = np.abs(probabilities[:, 1] - (threshold or 0.5)) > 1e-6
+        assert classes[sure].tolist() == labels[sure].tolist()
+    for format in ("torch", "safetensors"):
+        said = call(*words, "--format", format, "--out", tmp_path / "m", "--threshold", 0.05, code=2)
+        assert f"{format} holds no class that a threshold could decide" in said
+    assert not (tmp_path / "m").exists()
+    said = call(*words, "--format", "onnx", "--out", tmp_path / "m", "--threshold", 5, code=2)
+    assert "must be a probability from 0 to 1" in said

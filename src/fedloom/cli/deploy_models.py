@@ -113,6 +113,7 @@ def export(
     out: Annotated[Path, typer.Option(help="file to write", show_default=False)],
     model: Kind = None,
     format: Annotated[str, typer.Option(help="onnx, torch or safetensors")] = "onnx",
+    threshold: ThresholdOption = None,
 ) -> None:
     """Write a site's model for other programs.
 
@@ -122,8 +123,11 @@ def export(
     """
     with errors():
         from fedloom.deploy.site.models import used
+        from fedloom.trained.export import decision
         from fedloom.trained.export import export as write
 
         trained = used(site, model)
-        write(trained, out, format)
+        write(trained, out, format, threshold=threshold)
+        if note := decision(trained, format, threshold):
+            say(note)
         say(f"{trained.about['kind']} model of {trained.about['client']}: {out}")

@@ -210,6 +210,7 @@ def export(
         bool | None,
         typer.Option(help="two thin layers for each of low rank; by default for methods of low rank, as FedSLR"),
     ] = None,
+    threshold: ThresholdOption = None,
     trust: Trust = False,
 ) -> None:
     """Write a model for other programs.
@@ -220,6 +221,7 @@ def export(
     """
     with errors():
         from fedloom.experiment import open_run
+        from fedloom.trained.export import decision
         from fedloom.trained.export import export as write
 
         opened = open_run(run, trust=trust)
@@ -228,11 +230,13 @@ def export(
         else:
             chosen = opened.adapted(model, method, seed)
         thin = opened.low_rank(chosen.about["method"]) if factorise is None else factorise
-        ranks = write(chosen, out, format, factorised=thin)
+        ranks = write(chosen, out, format, factorised=thin, threshold=threshold)
         if ranks:
             say(f"factorised: {', '.join(f'{name} has rank {rank}' for name, rank in ranks.items())}")
             if format == "safetensors":
                 say("load it into fedloom.models.thin(module, ranks), or export with --no-factorise")
+        if note := decision(chosen, format, threshold):
+            say(note)
         say(f"{chosen.about['kind']} model of {chosen.about['method']}: {out}")
 
 

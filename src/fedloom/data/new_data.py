@@ -67,7 +67,7 @@ class NewData(NamedTuple):
             if isinstance(reader, ImageFolder) and reader.rgb is None and len(facts.shape) == 3:
                 reader = reader.with_(rgb=facts.shape[0] == 3)
             samples, files = reader.samples(data_dir)
-            return new_rows(facts, samples, str(data))._replace(files=files)
+            return new_rows(facts, samples, str(data), factors=factors)._replace(files=files)
         if not isinstance(reader, TableSource):
             return new_rows(facts, reader.read(data_dir), str(data))
         with reader.open(data_dir) as raw:

@@ -13,7 +13,7 @@ from torch import Tensor
 from fedloom.data.dataset import Dataset, refuse
 from fedloom.data.input_spec import InputSpec
 from fedloom.data.sources.array_data import plain
-from fedloom.data.sources.memory import frame_cells, is_frame
+from fedloom.data.sources.memory import frame_cells, frame_names, is_frame
 from fedloom.data.sources.table.cells import Piece, Problems, is_missing
 from fedloom.data.sources.table.levels import Agreed, Factors, factor_of, factors_by_client, level, unapplied
 from fedloom.data.sources.table.reading import Raw
@@ -54,9 +54,9 @@ def new_rows(
 
     Args:
         facts: of the data that the model was trained on.
-        rows: a `Dataset`, an open table (`fedloom.data.sources.tabular.Raw`), a pandas table, columns by name, or an
-            array ``[N, *shape]``; of a table without text, an array of its columns; for a model of sequences texts, or
-            tokens ``[N, length]``. Columns that the model does not know are left alone.
+        rows: a `Dataset`, an open table (`fedloom.data.sources.tabular.Raw`), a table of pandas, pyarrow or polars,
+            columns by name, or an array ``[N, *shape]``; of a table without text, an array of its columns; for a model
+            of sequences texts, or tokens ``[N, length]``. Columns that the model does not know are left alone.
         name: for messages.
         users: column that names the client of a row.
         factors: numbers by which columns are multiplied; see `fedloom.data.sources.tabular.TableSource`.
@@ -74,8 +74,7 @@ def new_rows(
     if isinstance(rows, Raw):
         new = _by_column(facts, rows.names, rows.cells, rows.problems, users, factors, keep)
     elif is_frame(rows):
-        names = [str(c) for c in (rows.columns if hasattr(rows, "columns") else rows.column_names)]
-        new = _by_column(facts, names, frame_cells(rows), Problems(name, first=0), users, factors, keep)
+        new = _by_column(facts, frame_names(rows), frame_cells(rows), Problems(name, first=0), users, factors, keep)
     elif isinstance(rows, Mapping):
         columns = {str(c): plain(values, f"{name}, column {c!r}", mixed=True).tolist() for c, values in rows.items()}
         if len({len(cells) for cells in columns.values()}) > 1:
@@ -85,7 +84,7 @@ def new_rows(
     elif facts.vocabulary:
         new = _sequences(facts, plain(rows, name), name)
     else:
-        new = NewRows(_array(facts, plain(rows, name), name))
+        new = _array(facts, plain(rows, name), name, factors)
     if keep and not new.kept:
         raise DataError(f"{name}: has no named columns, so {keep[0]!r} cannot be kept")
     if not len(new.x):
@@ -165,7 +164,7 @@ def _sequences(facts: InputSpec, rows: np.ndarray[Any, Any], name: str) -> NewRo
     return NewRows(x.long(), notes=(note,) if strange else ())
 
 
-def _array(facts: InputSpec, x: np.ndarray[Any, Any], name: str) -> Tensor:
+def _array(facts: InputSpec, x: np.ndarray[Any, Any], name: str, factors: Factors | None) -> NewRows:
     table = facts.table
     if x.dtype.kind not in "uifb":
         raise DataError(f"{name}: must be numbers, got {x.dtype}; a table with text needs names of its columns")
@@ -175,8 +174,8 @@ def _array(facts: InputSpec, x: np.ndarray[Any, Any], name: str) -> Tensor:
         if x.ndim != 2 or x.shape[1] != len(table.columns):
             raise DataError(f"{name}: has shape {x.shape}, expected [rows, {len(table.columns)}]")
         cells = (Piece(0, c.name, x[:, k].tolist()) for k, c in enumerate(table.columns))
-        return _by_column(facts, [c.name for c in table.columns], cells, Problems(name, first=0), None).x
+        return _by_column(facts, [c.name for c in table.columns], cells, Problems(name, first=0), None, factors)
     if x.ndim > 1 and x.shape[1:] != facts.shape and (x.shape[0], 1, *x.shape[1:]) == (x.shape[0], *facts.shape):
         x = x[:, None]
     samples = torch.from_numpy(np.ascontiguousarray(x if x.dtype == np.uint8 else x.astype(np.float32)))
-    return facts.samples(samples, name)
+    return NewRows(facts.samples(samples, name))

@@ -18,14 +18,14 @@ from torch import Tensor
 
 from fedloom.data.input_spec import InputSpec
 from fedloom.data.new_rows import new_rows
-from fedloom.data.tables import Table
+from fedloom.data.tables import Table, markers_of
 from fedloom.errors import ConfigError, LayoutError, cause_of, unknown
 from fedloom.models import factorise, merged
 from fedloom.storage.checkpoint import save_tensors
 from fedloom.storage.files import make_folder, write_atomic
 from fedloom.trained.model import Model
 from fedloom.trained.program import checked_archive
-from fedloom.trained.raw import RawModel, labels_of
+from fedloom.trained.raw import RawModel, check_threshold, labels_of
 
 FORMATS = ("safetensors", "torch", "onnx")
 FACTS = "facts.json"
@@ -34,16 +34,23 @@ MISSING = -1
 """Code of a text that is missing or unknown, within a graph."""
 
 
-def export(model: Model, path: Path | str, format: str = "safetensors", *, factorised: bool = False) -> dict[str, int]:
+def export(
+    model: Model,
+    path: Path | str,
+    format: str = "safetensors",
+    *,
+    factorised: bool = False,
+    threshold: float | None = None,
+) -> dict[str, int]:
     """Write a model: a state dict of the plain `nn.Module`, or a graph that takes raw rows.
 
     ``safetensors`` holds the state dict, adapters added to their layers, and in its metadata what the module takes
     (``facts``). ``onnx`` and ``torch`` hold imputation, scaling and levels too, and give ``probabilities``
     ``[batch, C]`` or ``values`` ``[batch, k]``:
 
-    - of a table, ``onnx`` takes ``numbers`` ``[batch, .]`` float64 with NaN where missing, and ``texts`` ``[batch, .]``
-      strings; the metadata ``columns`` has the names of both, in order. A missing or unknown text is filled as in
-      training. It gives ``class`` ``[batch]`` too, by name.
+    - of a table, ``onnx`` takes ``numbers`` ``[batch, .]`` float64, NaN or a marker of the training where missing, and
+      ``texts`` ``[batch, .]`` strings; the metadata ``columns`` has the names of both, in order. A missing or unknown
+      text is filled as in training. It gives ``class`` ``[batch]`` too, by name.
     - of a table, ``torch`` takes both as ``samples`` ``[batch, p]`` float64, texts as codes; `load` does that.
     - of sequences, both take ``samples`` ``[batch, L]`` int64, tokens padded with 0, and with a label per position give
       ``probabilities`` ``[batch, L, C]``; the vocabulary stands in ``facts``.
@@ -54,22 +61,29 @@ def export(model: Model, path: Path | str, format: str = "safetensors", *, facto
         path: the file, replaced if it is there.
         format: one of `FORMATS`.
         factorised: two thin layers in the place of every layer of low rank, where they have fewer numbers (FedSLR).
+        threshold: of ``onnx``, probability of the second of two classes from which ``class`` is that one; None: 1/2.
 
     Returns:
         The ranks of the layers that were replaced, by name; `fedloom.models.thin` builds a module with these.
 
     Raises:
         ConfigError: an unknown format, the packages of the extra ``export`` are missing, a module that makes no graph,
-            or a table whose scaling is not known.
+            a table whose scaling is not known, or a threshold that decides nothing.
         CheckpointError: the disk is full or refuses.
     """
     if format not in FORMATS:
         raise unknown("format", format, FORMATS)
+    check_threshold(model.recipe.facts, threshold)
+    if threshold is not None and format != "onnx":
+        raise ConfigError(
+            f"{format} holds no class that a threshold could decide; export to onnx, or decide by the probabilities"
+        )
     path, module, ranks = Path(path), merged(model.module()), dict[str, int]()
     if factorised:
         thin = factorise(module)
         module, ranks = thin.module, thin.ranks
     header = model.recipe.header(model.about) | ({"ranks": json.dumps(ranks)} if ranks else {})
+    header |= {} if threshold is None else {"threshold": repr(threshold)}
     make = {"onnx": _onnx, "torch": _program}.get(format)
     content = None if make is None else make(model.raw(module), model, header)
     make_folder(path.parent)
@@ -78,6 +92,15 @@ def export(model: Model, path: Path | str, format: str = "safetensors", *, facto
     else:
         write_atomic(path, content)
     return ranks
+
+
+def decision(model: Model, format: str, threshold: float | None) -> str:
+    """The sentence on how the class of an exported graph is decided; empty where there is no choice."""
+    facts = model.recipe.facts
+    if facts.task != "binary" or format == "safetensors":
+        return ""
+    how = "--threshold gives another to onnx" if threshold is None else "as --threshold says"
+    return f"class {facts.classes[1]!r} from a probability of {0.5 if threshold is None else threshold:g} on; {how}"
 
 
 class Program:
@@ -187,7 +210,7 @@ def _onnx(raw: RawModel, model: Model, header: dict[str, str]) -> bytes:
         model_proto = onnx.compose.add_prefix(model_proto, "net/", rename_inputs=False, rename_outputs=False)
         header = header | {"columns": json.dumps(_take_columns(onnx, model_proto.graph, facts.table))}
     if facts.classed:
-        _name_classes(onnx, model_proto.graph, output, facts)
+        _name_classes(onnx, model_proto.graph, output, facts, header.get("threshold"))
     if "ai.onnx.ml" not in {opset.domain for opset in model_proto.opset_import}:
         model_proto.opset_import.append(onnx.helper.make_opsetid("ai.onnx.ml", 3))
     onnx.helper.set_model_props(model_proto, header)
@@ -222,15 +245,19 @@ def _take_columns(onnx: Any, graph: Any, table: Table) -> dict[str, list[str]]:
         kind = onnx.TensorProto.DOUBLE
         graph.input.append(onnx.helper.make_tensor_value_info("numbers", kind, ["batch", len(numbers)]))
         parts.append("numbers")
+        for marker in markers_of(table.missing).numbers:
+            place, known = f"marker {marker:g}", f"numbers but {marker:g}"
+            graph.initializer.append(onnx.helper.make_tensor(place, kind, [], [marker]))
+            nodes += [
+                node("Equal", [parts[-1], place], [f"is {marker:g}"]),
+                node("Where", [f"is {marker:g}", "nan", parts[-1]], [known]),
+            ]
+            parts[-1] = known
+    graph.initializer.append(onnx.helper.make_tensor("nan", onnx.TensorProto.DOUBLE, [], [float("nan")]))
     if texts:
         kind = onnx.TensorProto.STRING
         graph.input.append(onnx.helper.make_tensor_value_info("texts", kind, ["batch", len(texts)]))
-        graph.initializer.extend(
-            [
-                onnx.helper.make_tensor("gone", onnx.TensorProto.DOUBLE, [], [float(MISSING)]),
-                onnx.helper.make_tensor("nan", onnx.TensorProto.DOUBLE, [], [float("nan")]),
-            ]
-        )
+        graph.initializer.append(onnx.helper.make_tensor("gone", onnx.TensorProto.DOUBLE, [], [float(MISSING)]))
     for j, k in enumerate(texts):
         names, place = table.columns[k].names, f"column {j}"
         graph.initializer.append(onnx.helper.make_tensor(place, onnx.TensorProto.INT64, [1], [j]))
@@ -255,11 +282,18 @@ def _take_columns(onnx: Any, graph: Any, table: Table) -> dict[str, list[str]]:
     }
 
 
-def _name_classes(onnx: Any, graph: Any, output: str, facts: InputSpec) -> None:
-    """Adds the output ``class``: the name of the most probable one."""
-    text = [name.encode() for name in facts.classes]
-    graph.initializer.append(onnx.helper.make_tensor("classes", onnx.TensorProto.STRING, [len(text)], text))
-    graph.node.append(onnx.helper.make_node("ArgMax", [output], ["best"], axis=-1, keepdims=0))
-    graph.node.append(onnx.helper.make_node("Gather", ["classes", "best"], ["class"]))
+def _name_classes(onnx: Any, graph: Any, output: str, facts: InputSpec, threshold: str | None) -> None:
+    """Adds the output ``class``: the name of the most probable one, or of two the one that a threshold decides."""
+    text, node, tensor = [name.encode() for name in facts.classes], onnx.helper.make_node, onnx.helper.make_tensor
+    graph.initializer.append(tensor("classes", onnx.TensorProto.STRING, [len(text)], text))
+    if threshold is None:
+        graph.node.append(node("ArgMax", [output], ["best"], axis=-1, keepdims=0))
+    else:
+        graph.initializer.append(tensor("second", onnx.TensorProto.INT64, [], [1]))
+        graph.initializer.append(tensor("threshold", onnx.TensorProto.DOUBLE, [], [float(threshold)]))
+        graph.node.append(node("Gather", [output, "second"], ["probability of the second"], axis=-1))
+        graph.node.append(node("GreaterOrEqual", ["probability of the second", "threshold"], ["is the second"]))
+        graph.node.append(node("Cast", ["is the second"], ["best"], to=onnx.TensorProto.INT64))
+    graph.node.append(node("Gather", ["classes", "best"], ["class"]))
     places = ["batch", *(facts.shape if facts.each else ())]
     graph.output.append(onnx.helper.make_tensor_value_info("class", onnx.TensorProto.STRING, places))

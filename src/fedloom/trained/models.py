@@ -188,6 +188,8 @@ class Models:
     ) -> Model:
         """A personal model for a client that no round has seen; see `fedloom.trained.adapt.adapted`.
 
+        With ``[task] calibrate`` its logits have the medians of the clients' lines, since it has no validation part.
+
         Args:
             data: of the new client; labels may be some of the known classes only.
             rounds: client steps of the method, at least 1.
@@ -212,8 +214,9 @@ class Models:
         fitted = None if fed.data.fitted is None else fed.data.fitted.values[0]
         about = {**self._source.about, "kind": "adapted", "client": data.name}
         adapted_model = Model(self.recipe, row, torch.cat([row[:0], *statistics]), fitted, about)
-        if self.recipe.objective.horizon is not None:
-            adapted_model = replace(adapted_model, calibration=adapted_model.line(fed, "train"))
+        own = self.recipe.objective.line_part == "train"
+        line = adapted_model.line(fed, "train") if own else self._line("personal", None)
+        adapted_model = replace(adapted_model, calibration=line)
         scores = {"adapted": adapted_model.score_part(fed, "test")}
         if "global" in self.kinds():
             scores["global"] = self.model("global").score_part(fed, "test")

@@ -18,7 +18,7 @@ from fedloom.data.new_rows import NewRows
 from fedloom.errors import ConfigError
 from fedloom.trained.model import Model, figures
 from fedloom.trained.models import MOST_PERSONAL_FIRST, Models
-from fedloom.trained.raw import labels_of
+from fedloom.trained.raw import check_threshold, labels_of
 
 OWN_SCALE, TYPICAL_SCALE, NEW_SCALE = "as its client's", "as the clients' on average", "on these rows"
 
@@ -54,21 +54,15 @@ class Predictions:
     @property
     def labels(self) -> NDArray[Any]:
         """Names of the most probable classes ``[N]``, or values ``[N]`` (``[N, k]`` of several targets)."""
-        if self.threshold is None:
-            return labels_of(self.facts, self.scores)
-        names: NDArray[Any] = np.array(self.facts.classes)[(self.scores[..., 1] >= self.threshold).astype(int)]
-        return names
+        return labels_of(self.facts, self.scores, self.threshold)
 
     def decided(self, threshold: float | None) -> Predictions:
         """The same with another threshold.
 
         Raises:
-            ConfigError: it is not within 0 and 1, or the task is not binary.
+            ConfigError: see `check_threshold`.
         """
-        if threshold is not None and self.facts.task != "binary":
-            raise ConfigError(f"a threshold decides between two classes, and this is a {self.facts.task}; leave it out")
-        if threshold is not None and not 0 <= threshold <= 1:
-            raise ConfigError(f"threshold must be a probability from 0 to 1, got {threshold}")
+        check_threshold(self.facts, threshold)
         return replace(self, threshold=threshold)
 
     def table(self) -> pa.Table:
@@ -110,6 +104,15 @@ class Assignment(NamedTuple):
         """Outputs of the models on raw samples ``[N, ...]``, in the order of the rows."""
         parts = [model.outputs(x[places]) for places, model in self.groups]
         return torch.cat(parts)[torch.argsort(torch.cat([places for places, _ in self.groups]))]
+
+    def uncalibrated(self) -> list[str]:
+        """A sentence on rows whose model could not be recalibrated."""
+        places = [
+            rows for rows, model in self.groups if model.calibration is not None and model.calibration.isnan().any()
+        ]
+        owners = sorted({self.owners[int(rows[0])] for rows in places})
+        what = "not recalibrated, since the validation part had one class only"
+        return [f"{what}: {sum(map(len, places))} rows of {', '.join(owners)}"] if places else []
 
     def strange(self, x: Tensor) -> list[str]:
         """Sentences on columns that lie far from the training of the model that takes them."""
@@ -175,7 +178,7 @@ def predicted(rows: NewRows, choice: Assignment) -> Predictions:
     facts = model.recipe.facts
     present = (rows.x != 0).numpy() if facts.each else None
     scores = model.raw().after(choice.outputs(rows.x)).numpy()
-    notes = (*rows.notes, *meanings(model), *choice.notes, *choice.strange(rows.x))
+    notes = (*rows.notes, *meanings(model), *choice.notes, *choice.uncalibrated(), *choice.strange(rows.x))
     return Predictions(facts, scores, choice.owners, notes, present, rows.files, rows.kept)
 
 

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedloom.data.input_spec import InputSpec
+from fedloom.errors import ConfigError
 from fedloom.tasks.calibration import recalibrated
 
 
@@ -93,9 +94,28 @@ class Scaling(nn.Module):
         return samples.to(self.dtype) * self.scale + self.shift
 
 
-def labels_of(facts: InputSpec, scores: NDArray[np.float64]) -> NDArray[Any]:
-    """The prediction of every row, or of every position ``[N, L]``, from its probabilities or values."""
+def labels_of(facts: InputSpec, scores: NDArray[np.float64], threshold: float | None = None) -> NDArray[Any]:
+    """The prediction of every row, or of every position ``[N, L]``, from its probabilities or values.
+
+    Args:
+        facts: of the data.
+        scores: see `RawModel`.
+        threshold: probability of the second of two classes from which it is predicted; None: the more probable class.
+    """
     if not facts.classed:
         return scores[:, 0] if scores.shape[1] == 1 else scores
-    labels: NDArray[Any] = np.array(facts.classes)[scores.argmax(-1)]
+    places = scores.argmax(-1) if threshold is None else (scores[..., 1] >= threshold).astype(int)
+    labels: NDArray[Any] = np.array(facts.classes)[places]
     return labels
+
+
+def check_threshold(facts: InputSpec, threshold: float | None) -> None:
+    """Refuse a threshold that decides nothing.
+
+    Raises:
+        ConfigError: it is not within 0 and 1, or the task is not binary.
+    """
+    if threshold is not None and facts.task != "binary":
+        raise ConfigError(f"a threshold decides between two classes, and this is a {facts.task}; leave it out")
+    if threshold is not None and not 0 <= threshold <= 1:
+        raise ConfigError(f"threshold must be a probability from 0 to 1, got {threshold}")

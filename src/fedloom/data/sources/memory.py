@@ -35,7 +35,8 @@ PAIRS = (
 """Names that dictionaries have for features and targets."""
 LABELS = ("label", "labels", "fine_label", "target", "y")
 ACCEPTED = (
-    "arrays or tensors (x, y), a dictionary with x and y, a torch Dataset, a Hugging Face Dataset, a pandas DataFrame"
+    "arrays or tensors (x, y), a dictionary with x and y, a torch Dataset, a Hugging Face Dataset, a pandas DataFrame, "
+    "an Arrow table"
 )
 
 
@@ -54,7 +55,7 @@ def as_dataset(
         obj: a `Dataset` (given back as it is); features ``[N, ...]`` as a numpy array or tensor; a pair ``(x, y)``; a
             dictionary with ``x`` and ``y`` (or another pair of `PAIRS`), or with ``train`` and ``test`` that are one of
             these; a torch `Dataset` or a list of pairs; a Hugging Face `Dataset` or `DatasetDict`; a pandas
-            `DataFrame`, alone or with its targets.
+            `DataFrame`, alone or with its targets; a table of pyarrow, or one that Arrow can read (polars).
         target: targets ``[N]`` or ``[N, k]`` of features that come alone; or the name of the target's column, None:
             ``label``, ``labels``, ``fine_label``, ``target`` or ``y``, and of a table otherwise the last.
         task: what the targets are; None: classification if they are whole numbers, text or booleans.
@@ -257,16 +258,33 @@ def _is_hub(obj: object) -> bool:
 
 
 def is_frame(obj: Any) -> bool:
-    """A pandas table, or a data set of the hub whose columns are all single numbers or texts."""
-    if hasattr(obj, "columns") and hasattr(obj, "iloc"):
+    """A pandas table, an Arrow one, or a data set of the hub whose columns are all single numbers or texts."""
+    if (hasattr(obj, "columns") and hasattr(obj, "iloc")) or _is_arrow(obj):
         return True
     if _is_hub(obj) and not hasattr(obj, "__len__"):
         raise ConfigError("a stream of the hub has no length; load it without streaming, or make a Dataset of its rows")
     return _is_hub(obj) and len(obj) > 0 and all(np.ndim(cell) == 0 for cell in obj[0].values())
 
 
+def _is_arrow(obj: Any) -> bool:
+    """Whether a table is pyarrow's, or of another library without an index, which Arrow can read."""
+    return hasattr(obj, "__arrow_c_stream__") and hasattr(obj, "columns") and not hasattr(obj, "iloc")
+
+
+def _arrow(obj: Any) -> Any:
+    """A table as pyarrow has it, its cells where they were."""
+    import pyarrow as pa  # slow to import
+
+    return obj if isinstance(obj, pa.Table) else pa.table(obj)
+
+
+def frame_names(obj: Any) -> list[str]:
+    """The names of the columns of what `is_frame` takes."""
+    return [str(name) for name in (obj.column_names if hasattr(obj, "column_names") else obj.columns)]
+
+
 def _table(obj: Any, target: Any, task: Task | None, name: str, options: dict[str, Any]) -> Dataset:
-    frame = not _is_hub(obj)
+    frame = hasattr(obj, "iloc")
     if frame and np.ndim(target) == 1:
         if len(target) != len(obj):
             raise DataError(f"{name}: {len(obj)} samples but {len(target)} targets; every sample needs one target")
@@ -274,10 +292,14 @@ def _table(obj: Any, target: Any, task: Task | None, name: str, options: dict[st
         obj, target = obj.assign(**{label: target.array if hasattr(target, "array") else np.asarray(target)}), label
     if target is not None and (np.ndim(target) or not isinstance(target, (str, int))):
         raise ConfigError(f"{name}: target names a column of the table, or holds its targets, got {target!r:.60}")
-    names = list(obj.columns if frame else obj.column_names)
-    if not frame:
+    names = list(obj.columns) if frame else frame_names(obj)
+    if _is_hub(obj):
         target = target or next((n for n in LABELS if n in names), None)
         coded = [n for n in names if _class_names(obj, n)]
+    elif not frame:
+        from pyarrow import types  # slow to import
+
+        coded = [n for n, field in zip(names, _arrow(obj).schema, strict=True) if types.is_dictionary(field.type)]
     else:
         coded = [str(c) for c, kind in zip(names, obj.dtypes, strict=True) if kind.name == "category"]
     target = str(names[-1] if target is None else target)
@@ -289,13 +311,16 @@ def _table(obj: Any, target: Any, task: Task | None, name: str, options: dict[st
 
 
 def frame_cells(obj: Any) -> Iterator[Piece]:
-    """The columns of a pandas table, or of one of the hub; missing cells are None."""
+    """The columns of what `is_frame` takes; missing cells are None."""
     if _is_hub(obj):
         for column in obj.column_names:
             cells = [v.item() if isinstance(v, torch.Tensor | np.generic) else v for v in obj[column]]
             if names := _class_names(obj, column):
                 cells = [None if cell is None or cell < 0 else names[int(cell)] for cell in cells]
             yield Piece(0, str(column), cells)
+    elif _is_arrow(obj):
+        for column, chunks in zip(frame_names(obj), _arrow(obj).columns, strict=True):
+            yield Piece(0, column, chunks.to_pylist())
     else:
         for column in obj.columns:
             values = obj[column]
