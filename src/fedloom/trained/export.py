@@ -99,7 +99,7 @@ def decision(model: Model, format: str, threshold: float | None) -> str:
     facts = model.recipe.facts
     if facts.task != "binary" or format == "safetensors":
         return ""
-    how = "--threshold gives another to onnx" if threshold is None else "as --threshold says"
+    how = "--threshold gives another to onnx" if threshold is None else "from --threshold"
     return f"class {facts.classes[1]!r} from a probability of {0.5 if threshold is None else threshold:g} on; {how}"
 
 
@@ -246,13 +246,13 @@ def _take_columns(onnx: Any, graph: Any, table: Table) -> dict[str, list[str]]:
         graph.input.append(onnx.helper.make_tensor_value_info("numbers", kind, ["batch", len(numbers)]))
         parts.append("numbers")
         for marker in markers_of(table.missing).numbers:
-            place, known = f"marker {marker:g}", f"numbers but {marker:g}"
+            place, gap_free = f"marker {marker:g}", f"numbers but {marker:g}"
             graph.initializer.append(onnx.helper.make_tensor(place, kind, [], [marker]))
             nodes += [
                 node("Equal", [parts[-1], place], [f"is {marker:g}"]),
-                node("Where", [f"is {marker:g}", "nan", parts[-1]], [known]),
+                node("Where", [f"is {marker:g}", "nan", parts[-1]], [gap_free]),
             ]
-            parts[-1] = known
+            parts[-1] = gap_free
     graph.initializer.append(onnx.helper.make_tensor("nan", onnx.TensorProto.DOUBLE, [], [float("nan")]))
     if texts:
         kind = onnx.TensorProto.STRING

@@ -214,8 +214,8 @@ class Models:
         fitted = None if fed.data.fitted is None else fed.data.fitted.values[0]
         about = {**self._source.about, "kind": "adapted", "client": data.name}
         adapted_model = Model(self.recipe, row, torch.cat([row[:0], *statistics]), fitted, about)
-        own = self.recipe.objective.line_part == "train"
-        line = adapted_model.line(fed, "train") if own else self._line("personal", None)
+        fitted_here = self.recipe.objective.line_part == "train"
+        line = adapted_model.line(fed, "train") if fitted_here else self._line("personal", None)
         adapted_model = replace(adapted_model, calibration=line)
         scores = {"adapted": adapted_model.score_part(fed, "test")}
         if "global" in self.kinds():
