@@ -204,6 +204,9 @@ def test_a_pandas_table_is_read_as_a_csv_file(tmp_path: Any) -> None:
     for data in (Dataset.of(frame, "y", categorical=("s",)), Dataset.of(frame.astype({"s": "category"}))):
         assert data.checksum() == read.checksum()
         assert data.prepare == read.prepare
+    moved = Dataset.of(frame.rename(columns={"y": "label"})[["label", "a", "s"]], categorical=("s",))
+    assert moved.describe()["classes"] == read.describe()["classes"], "a column called label is the target"
+    assert Dataset.of(frame[["y", "a", "s"]], label="y", categorical=("s",)).shape == read.shape
     assert partition.iid(clients=2)(frame.drop(columns="s")).n == 2
     with pytest.raises(
         DataError, match=r"row 0, column 's': expected a finite number, got 'u' \(4 such, values 'u', 'v'\)"

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from torch import nn
@@ -20,6 +21,8 @@ FED = fl.partition.iid(clients=3)((X, Y), seed=0)
 HOLES = np.where(X > 2, np.nan, X)
 IMAGES = RNG.random((24, 8, 8, 3)).astype("float32")
 LOADER = DataLoader(TensorDataset(torch.tensor(X), torch.tensor(Y)))
+
+FRAME = pd.DataFrame({"a": X[:, 0], "ill": Y % 2, "site": Y})
 
 
 def run(method: Any = "fedavg", fed: Any = FED, **choices: Any) -> fl.simulate:
@@ -59,6 +62,24 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         "split the data among clients first, as in fl.partition.iid",
     ),
     "loaders": (lambda: run(fed=[LOADER, LOADER]), "client 0: cannot make a data set of DataLoader; give its .dataset"),
+    "two data sets": (lambda: split((LOADER.dataset, LOADER.dataset)), "give {'train': one, 'test': other}"),
+    "two loaders": (lambda: split((LOADER, LOADER)), "give {'train': one, 'test': other}"),
+    "the iterator of a loader": (lambda: split(iter(LOADER)), "such as the .dataset of a DataLoader"),
+    "frames of clients": (lambda: run(fed=[FRAME, FRAME]), "with a column that names the client"),
+    "the label of a table": (lambda: run(label="ill"), "give fl.Dataset.of(data, label='ill')"),
+    "target and label": (lambda: fl.Dataset.of(FRAME, "ill", label="ill"), "give the target or label, not both"),
+    "a partition that has split": (
+        lambda: fl.compare(["fedavg"], (X, Y), partition=FED),
+        "give it in the place of the data",
+    ),
+    "the class of a partition": (
+        lambda: fl.compare(["fedavg"], (X, Y), partition=fl.partition.Iid),
+        "call it with its options",
+    ),
+    "positions for a partition": (
+        lambda: fl.compare(["fedavg"], (X, Y), partition=[range(30), range(30, 60)]),
+        "are given as the data, in a list of (x, y)",
+    ),
     "aggregator": (lambda: run(aggregator="krumm"), "did you mean 'krum'?"),
     "sampler as a number": (lambda: run(sampler=2), "sampler: must be a Sampler or a table, got 2"),
     "weights": (lambda: run(weights="size"), "should be 'samples', 'uniform' or 'groups', or a list, got 'size'"),

@@ -229,9 +229,16 @@ def _federation(data: object, partition: object) -> tuple[Source, dict[str, Any]
     if isinstance(partition, str | Mapping):
         table = {"kind": partition} if isinstance(partition, str) else partition
         partition = make_kind("partition", PARTITIONS, table, "compare: partition", "iid", base=Partition)
+    if isinstance(partition, Federation):
+        raise ConfigError("compare: partition has split data already: give it in the place of the data")
+    if isinstance(partition, type) and issubclass(partition, Partition):
+        raise ConfigError("compare: partition is a class: call it with its options")
     if not isinstance(partition, Partition):
         kinds = ", ".join(f"fl.partition.{kind}" for kind in PARTITIONS if hasattr(partitions, kind))
-        raise ConfigError(f"compare: partition must be one of {kinds}, got {partition!r:.80}")
+        raise ConfigError(
+            f"compare: partition must be one of {kinds}, got {partition!r:.80}; clients that "
+            "are there already are given as the data, in a list of (x, y)"
+        )
     if isinstance(data, str | PathLike):
         return source_of(str(data)), {"source": str(data)}, partition
     data_set = Dataset.of(data)

@@ -18,6 +18,9 @@ from fedloom.models import MODELS, PAPERS, Import, ModelSpec, spec_of
 from fedloom.models.imported import given_model
 from fedloom.values import fields_of, make, make_kind
 
+OF_DATA = ("target", "label", "users", "categorical", "drop", "columns", "missing", "impute", "classes")
+"""Options of `fedloom.Dataset.of` that are taken for choices of a run."""
+
 
 @dataclass(frozen=True)
 class SettingTable:
@@ -134,6 +137,8 @@ def home_of(tables: Mapping[str, SettingTable], key: str, value: Any, algorithm:
         return f"it is an option of the method: give {named}({key}={value!r}) in its place"
     if places := _places(tables, key, value):
         return f"it belongs in {' or '.join(places)}"
+    if key in OF_DATA:
+        return f"it is said of the data: give fl.Dataset.of(data, {key}={value!r}) in their place"
     return _option_of_methods(key, value, "other ")
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from pydantic import Field
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torch.utils.data import Dataset as TorchDataset
-from torch.utils.data import IterableDataset, TensorDataset
 
 from fedloom.data.dataset import Dataset, Task
 from fedloom.data.sources._base import Source
@@ -129,6 +129,11 @@ def side_of(obj: Any, target: Any, column: str | None, users: Any, name: str) ->
         if len(obj.tensors) != 2:
             raise ConfigError(f"{name}: has {len(obj.tensors)} tensors, expected features and targets")
         obj = obj.tensors
+    if isinstance(obj, (tuple, list)) and obj and all(isinstance(part, TorchDataset | DataLoader) for part in obj):
+        raise ConfigError(
+            f"{name}: several data sets are no pair (x, y): give {{'train': one, 'test': other}}, or the data sets of "
+            "clients to fl.Federation.of"
+        )
     if isinstance(obj, (tuple, list)) and len(obj) == 2 and target is None and not isinstance(obj[0], tuple):
         return _Side(plain(obj[0], name), plain(obj[1], name))
     if isinstance(obj, list) and target is None and all(isinstance(s, tuple) and len(s) == 2 for s in obj):
@@ -147,9 +152,15 @@ def side_of(obj: Any, target: Any, column: str | None, users: Any, name: str) ->
     if isinstance(obj, TorchDataset):
         x, y = _stacked(_pairs(_samples(obj, name), name), name)
         return _Side(x, y, classes=tuple(str(c) for c in getattr(obj, "classes", ())))
+    if is_frame(obj):
+        raise ConfigError(
+            f"{name}: a table is no client: join them, with a column that names the client, as in "
+            "fl.Dataset.of(frame, label='ill', users='site'), and give partition=fl.partition.writers()"
+        )
     hints = {
         "toarray": "give x.toarray()",
         "batch_size": "give its .dataset",
+        "__next__": "give what it goes through, such as the .dataset of a DataLoader",
         "strip": "read a file by fl.load",
         "to_pandas": "give x.to_pandas()",
     }
@@ -290,11 +301,15 @@ def _table(obj: Any, target: Any, task: Task | None, name: str, options: dict[st
             raise DataError(f"{name}: {len(obj)} samples but {len(target)} targets; every sample needs one target")
         label = str(getattr(target, "name", None) or "target")
         obj, target = obj.assign(**{label: target.array if hasattr(target, "array") else np.asarray(target)}), label
+    if "label" in options:
+        if target is not None:
+            raise ConfigError(f"{name}: give the target or label, not both")
+        target = options.pop("label")
     if target is not None and (np.ndim(target) or not isinstance(target, (str, int))):
         raise ConfigError(f"{name}: target names a column of the table, or holds its targets, got {target!r:.60}")
     names = list(obj.columns) if frame else frame_names(obj)
+    target = next((n for n in LABELS if n in names), names[-1]) if target is None else target
     if _is_hub(obj):
-        target = target or next((n for n in LABELS if n in names), None)
         coded = [n for n in names if _class_names(obj, n)]
     elif not frame:
         from pyarrow import types  # slow to import
@@ -302,7 +317,7 @@ def _table(obj: Any, target: Any, task: Task | None, name: str, options: dict[st
         coded = [n for n, field in zip(names, _arrow(obj).schema, strict=True) if types.is_dictionary(field.type)]
     else:
         coded = [str(c) for c, kind in zip(names, obj.dtypes, strict=True) if kind.name == "category"]
-    target = str(names[-1] if target is None else target)
+    target = str(target)
     options["categorical"] = tuple({*options.get("categorical", ()), *coded} - {target, options.get("users")})
     table_options = {"label": target, "task": task or "auto", **options}
     spec = make(Csv, table_options, name, {k: v for k, v in fields_of(TableSource).items() if k != "path"})
