@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Generator, Tensor
 
-from fedloom.algorithms import FLAME, Ditto, FedACS, FedALA, FedAvg, FedAvgFT, FedRep, FedSLR, LocalOnly
+from fedloom.algorithms import FLAME, Ditto, FedACS, FedALA, FedAS, FedAvg, FedAvgFT, FedRep, FedSLR, LocalOnly
 from fedloom.choose import MIXERS, Angles, Attention, ClusterMeans, Mixer, Proximity, Uniform
 from fedloom.choose.mixers import attention
 from fedloom.data.federation import Federation
@@ -145,13 +145,19 @@ def state_of(result: Any) -> Tensor:
     return torch.cat([row.flatten().double() for row in rows])
 
 
-@pytest.mark.parametrize("method", [FedAvg(), FLAME(), Ditto(), FedSLR(), FedRep(head_epochs=1)])
+@pytest.mark.parametrize("method", [FedAvg(), FLAME(), Ditto(), FedSLR(), FedRep(head_epochs=1), FedAS()])
 def test_no_share_is_the_method_itself_and_a_share_is_not(fed: Federation, method: Any) -> None:
     bare, none, some = (
         state_of(run(fed, method, **m)) for m in ({}, {"mixer": Attention(share=0.0)}, {"mixer": Attention()})
     )
     assert torch.equal(bare, none)
     assert not torch.equal(bare, some)
+
+
+@pytest.mark.parametrize("kind", MIXERS)
+def test_where_nothing_travels_there_is_nothing_to_mix(fed: Federation, kind: str) -> None:
+    bare, mixed = (state_of(run(fed, FedRep(), model="softmax", mixer=m)) for m in (None, MIXERS[kind]()))
+    assert torch.equal(bare, mixed)
 
 
 def test_fedavg_with_attention_is_fedacs(fed: Federation) -> None:

@@ -113,7 +113,7 @@ REASONS = {
         "Its server also receives uploads of single clients, which noise on a mean does not protect.",
     ),
     "mixes itself": ("mixes single models for every", "Its server already mixes the clients' models for every client."),
-    "several": ("sends several models", "Its server sends several models, and a client chooses one of them."),
+    "clusters": ("has a model for each cluster", "Its server has a model for each cluster of clients already."),
     "consensus": (
         "towards one consensus",
         "Its clients keep duals or controls for one common model, which models of their own would contradict.",
@@ -201,8 +201,8 @@ def own_models(method: Algorithm, fields: Any, projected: bool) -> str | None:
     """The reason why clients cannot receive models of their own, or None."""
     if method.mixes:
         return "mixes itself"
-    if any(field.primary and not field.averaged for field in fields):
-        return "several"
+    if method.family == "clustered":
+        return "clusters"
     if type(method).personal is Algorithm.personal:
         if any(field.keeps or field.accumulates for field in fields):
             return "consensus"
@@ -432,8 +432,10 @@ Further rules:
 
 - `centralized` has one client: samplers, weighers, aggregators, attacks and channels are left out.
 
-- The clients' shares, `weights`, apply to every method. A sampler that draws by samples has them in its draws, so that
-  the clients of its cohort count alike. FedSkip counts by the samples that a model has seen, whatever `weights` is.
+- The clients' shares, `weights`, apply to every method that takes a mean by them. A weigher takes their place there. A
+  sampler that draws by samples has them in its draws, so that the clients of its cohort count alike. FedACS, FedAMP,
+  HeurFedAMP and FedFomo mix models by what they are, FedSkip counts by the samples that a model has seen, and `local`
+  uploads nothing. Where shares that are given change nothing, the run says so.
 
 - With `weights = "clusters-C"` every method that has shares takes Equitable-FL's objective. Clusters are found before
   round 1, from the activations of all clients; with `"clusters-C every K"` again after every K rounds. What the server

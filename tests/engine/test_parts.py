@@ -63,14 +63,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "lp-proj": {"dim": 4},
     "admm-lp-proj": {"dim": 4},
 }
+BY_SHARES = {"weights", "clusters"}
 UNMOVED = {
-    "afl": {"weights"},  # shares are what it learns
     "fedproto": {"attack"},  # prototypes of one value are as far from all features
-    **{
-        n: {"weights"} for n in ("fedfomo", "fedskip", "fedacs", "fedamp", "heurfedamp")
-    },  # their servers take no mean by shares
-    **{n: {"weights"} for n in ("equitable-fl", "fairfed")},  # their weighers take the place of shares
-    **{n: {"weights"} for n in ("clustered-sampling", "power-of-choice")},  # cohorts drawn by samples count alike
+    **dict.fromkeys(("fedfomo", "fedskip", "fedacs", "fedamp", "heurfedamp"), BY_SHARES),  # no mean by shares
+    **dict.fromkeys(("equitable-fl", "fairfed"), BY_SHARES),  # their weighers take the place of shares
+    **dict.fromkeys(("clustered-sampling", "power-of-choice"), BY_SHARES),  # cohorts drawn by samples count alike
     "local": {"sampler", "attack", "weights"},  # nothing is sent
 }
 """Parts that change no model of a method, with the reason."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -146,7 +147,7 @@ UNWEIGHED = {
 def test_every_method_weighs_by_the_same_shares(name: str) -> None:
     fed = Dirichlet(clients=4, beta=0.5, min_size=2)(load("digits"), seed=0)
     options: dict[str, Any] = {"model": MLP(hidden=(8,)), "rounds": 2, "local": LOCAL, "evaluate": Evaluate(every=2)}
-    numbers = tuple(fed.sizes("train").tolist())
+    numbers = tuple(fed.sizes("train").double().tolist())
     plain, uniform, given = (
         simulate(composed(name), fed, **options, weights=w) for w in ("samples", "uniform", numbers)
     )
@@ -154,6 +155,10 @@ def test_every_method_weighs_by_the_same_shares(name: str) -> None:
     assert same(plain.table(), given.table())
     assert same(plain.table(), uniform.table()) == (name in UNWEIGHED)
     assert any("changes nothing in FedSkip" in note for note in uniform.notes) == (name == "fedskip")
+    unread = (
+        rf"weights = {re.escape(repr(numbers))} changes nothing|takes the place of weights = {re.escape(repr(numbers))}"
+    )
+    assert any(re.search(unread, note) for note in given.notes) == (name in UNWEIGHED)
 
 
 def test_groups_count_the_same() -> None:
@@ -458,6 +463,7 @@ def test_it_is_said_that_a_rule_reads_no_weights(fed: Federation) -> None:
     replaced = run(fed, weigher=UniformWeigher(), rounds=1).notes
     assert any("weigher 'uniform' takes the place of weights = 'samples'" in note for note in replaced)
     assert not any("takes the place" in note for note in run(fed, sampler=SizeWeighted(), rounds=1).notes)
+    assert any("'uniform' changes nothing in FLAME" in n for n in run(fed, "flame", weigher=UniformWeigher()).notes)
 
 
 @pytest.mark.parametrize("common", [None, torch.arange(1500, 1797)])

@@ -118,9 +118,8 @@ def check_mixer(algorithm: Algorithm, mixer: Mixer, aggregator: Aggregator | Non
             f"{what} sends mixtures of single models, which noise on a mean does not protect; leave it out, or use "
             "channel 'gaussian-noise' in place of aggregator 'private-mean'"
         )
-    primary = kinds[primary_field(type(algorithm))]
-    if not primary.averaged:
-        raise Refused(f"{what} has no place in {name}: its server sends several models, of which a client chooses")
+    if algorithm.family == "clustered":
+        raise Refused(f"{what} has no place in {name}: its server has a model for each cluster of clients already")
     personal = type(algorithm).personal is not Algorithm.personal
     if not personal and any(k.keeps or k.accumulates for k in kinds.values()):
         raise Refused(
@@ -141,9 +140,11 @@ def check_mixed_width(method: Algorithm, down: Fields, d: int) -> None:
         Refused: the run makes no sense; the message has the reason.
     """
     if down[0].shape != (d,):
+        width = down[0].shape[-1]
+        sent = f"something {'smaller' if width < d else 'larger'}" if width != d else "each client a model of its own"
         raise Refused(
             f"a mixer sends models in place of the server's one, but the server of {type(method).__name__} sends "
-            f"{'something smaller' if down[0].shape[-1] != d else 'each client a model of its own'}; leave it out"
+            f"{sent}; leave it out"
         )
 
 
@@ -208,7 +209,7 @@ def notes_of(setting: Setting, oracle: Network, server: Fields, ctx: Ctx, fewest
     method, sampler = setting.method, setting.sampler
     notes = [*method.check(oracle.layout, ctx), *_counted_once(method, sampler), *sampler.remarks(ctx)]
     notes += [*setting.weigher.remarks(), *setting.task.remarks()]
-    notes += [*_unweighed(setting, len(ctx.weight.unique()) > 1), *_normalised(setting, oracle, server)]
+    notes += [*_unweighed(setting, server, ctx), *_normalised(setting, oracle, server)]
     notes += _softmax_twice(oracle)
     if isinstance(setting.attack, Forgery) and not upload_fields(type(method)):
         name = type(method).__name__
@@ -219,17 +220,18 @@ def notes_of(setting: Setting, oracle: Network, server: Fields, ctx: Ctx, fewest
     return notes
 
 
-def _unweighed(setting: Setting, unequal: bool) -> list[str]:
-    """The notes on shares or a weigher that a mean does not read.
-
-    Args:
-        setting: the run, presets resolved.
-        unequal: the clients' shares differ.
-    """
-    weigher, aggregator, weights = setting.weigher, setting.aggregator, setting.weights
-    name, kinds = type(setting.method).__name__, upload_fields(type(setting.method)).values()
+def _unweighed(setting: Setting, server: Fields, ctx: Ctx) -> list[str]:
+    """The notes on shares or a weigher that a mean does not read."""
+    method, weigher, aggregator, weights = setting.method, setting.weigher, setting.aggregator, setting.weights
+    name, kinds = type(method).__name__, upload_fields(type(method)).values()
+    unequal, explicit = by_clusters(weights) or len(ctx.weight.unique()) > 1, weights not in ("samples", "uniform")
     if weights != "samples" and any(getattr(kind, "weight", None) for kind in kinds):
         return [f"weights = {weights!r} changes nothing in {name}, whose clients count by what they send"]
+    if explicit and not kinds:
+        return [f"weights = {weights!r} changes nothing in {name}, which uploads nothing"]
+    if method.mixes and method.global_model(server) is None:
+        why = "whose server mixes models by what they are"
+        return [f"weights = {weights!r} changes nothing in {name}, {why}"] if explicit else []
     if aggregator is not None and not aggregator.weighted and kinds:
         if isinstance(weigher, SharesWeigher | UniformWeigher):
             reads = f"weights = {weights!r}" if unequal and isinstance(weigher, SharesWeigher) else ""
@@ -237,12 +239,19 @@ def _unweighed(setting: Setting, unequal: bool) -> list[str]:
             reads = f"weigher {weigher.kind!r}"
         alike = f"aggregator {kind_of(aggregator)!r} counts all clients alike: {reads} changes nothing"
         return [f"{alike} in what it makes of uploads"] if reads else []
-    if unequal and isinstance(weigher, UniformWeigher) and not setting.sampler.by_samples:
-        return [
-            f"weigher 'uniform' takes the place of weights = {weights!r} in the mean of uploads; for the same in every "
-            "method, leave it out and set weights = 'uniform'"
-        ]
-    return []
+    if isinstance(weigher, SharesWeigher) or not unequal:
+        return []
+    everywhere = "set weights = 'uniform' for clients that count alike in every method"
+    if not any(kind.weighable for kind in kinds):
+        idle = isinstance(weigher, UniformWeigher) and not setting.sampler.by_samples and kinds
+        return [f"weigher 'uniform' changes nothing in {name}, which reads shares alone; {everywhere}"] if idle else []
+    place = f"takes the place of weights = {weights!r} in the mean of uploads"
+    if isinstance(weigher, UniformWeigher) and setting.sampler.by_samples:
+        draws = f"sampler {setting.sampler.kind!r} draws by samples, which {place}"
+        return [f"{draws}: the clients of a round count alike"] if explicit else []
+    if isinstance(weigher, UniformWeigher):
+        return [f"weigher 'uniform' {place}; {everywhere}"]
+    return [f"weigher {weigher.kind!r} {place}"] if explicit else []
 
 
 def _normalised(setting: Setting, oracle: Network, server: Fields) -> list[str]:
