@@ -62,3 +62,11 @@ def test_a_link_to_a_file_of_methods_is_one_to_a_page_on_the_site(monkeypatch: p
 def test_pages_are_few_and_the_first_is_short() -> None:
     assert len(list((ROOT / "docs").glob("*.md"))) <= 25
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.stem)
+def test_a_page_opens_with_what_it_is_for_and_an_example(page: Path) -> None:
+    title, _, *screen = page.read_text().splitlines()[:42]
+    assert title.startswith("# ")
+    assert re.match(r"(\w|\*\*|`)", screen[0]), "a sentence comes first"
+    assert re.search(r"^(```|\[?!\[)", "\n".join(screen), re.MULTILINE), "a block of code or a picture"

@@ -416,6 +416,16 @@ method uploads, not from a list. `tests/engine/test_matrix.py` runs each method 
 `tests/engine/test_pairs.py` does so for two parts.
 [What each part is worth](../studies/pages/system.md) has what was measured of the parts so far.
 
+```python
+import fedloom as fl
+
+fed = fl.partition.iid(clients=10)(fl.load("digits"), seed=0)
+try:
+    fl.simulate("ifca", fed, aggregator="median")
+except fl.FedloomError as refused:
+    print(refused)
+```
+
 """
 
 NOTES = f"""

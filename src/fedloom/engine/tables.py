@@ -138,7 +138,7 @@ def home_of(tables: Mapping[str, SettingTable], key: str, value: Any, algorithm:
     if places := _places(tables, key, value):
         return f"it belongs in {' or '.join(places)}"
     if key in OF_DATA:
-        return f"it is said of the data: give fl.Dataset.of(data, {key}={value!r}) in their place"
+        return f"it belongs to the data: give fl.Dataset.of(data, {key}={value!r})"
     return _option_of_methods(key, value, "other ")
 
 

@@ -44,7 +44,12 @@ HEAD = """# The papers
 What five papers claim, and what comes of it here: **as published** with the paper's own settings, its public code's
 variants and its own way to choose; **in a fair test** with equal trials for every method, chosen on validation data.
 The page is generated from recorded runs; of its results only withdrawn ones are typed.
-[How claims are judged](#how-claims-are-judged).
+[How claims are judged](#how-claims-are-judged). One command repeats a table of them:
+
+<!-- not run: takes minutes, and needs the data set -->
+```sh
+fedloom reproduce fedacs-table2 --data-dir DATA
+```
 """
 RULES = files("fedloom_studies.reproduce").joinpath("rules.md")
 """How claims are judged, the end of the page."""
