@@ -12,8 +12,7 @@ Reference: M. Mohri, G. Sivek, A. T. Suresh, "Agnostic Federated Learning", ICML
     gamma_lambda   lambda_lr   step size of lambda
 
 Kept by a client: nothing. Sent per round: d + 1 down (x, share), d + 2 up (dw, share, loss). The server receives losses
-    of
-single clients.
+of single clients.
 
 Deviations: a client takes local steps instead of one, and its change counts in proportion to lam_i within the cohort;
 share is lam_i/alpha_i, 1 at the start, and the mean is by alpha_i. With everyone and one full-batch step this is the

@@ -14,8 +14,7 @@ learning).
     g(alpha)     gap      least separation gap: smallest cosine within the two parts less the largest across
 
 Kept by a client: nothing; the server keeps its last dw and its cluster. Sent per round: d down, d up. The server
-    receives
-the changes of single clients: no secure aggregation and no robust rule.
+receives the changes of single clients: no secure aggregation and no robust rule.
 
 Deviations: the paper has two bounds, eps_1 on the mean and eps_2 on the longest change, whose values belong to a model
 and a step size; here it is their ratio (0.4/1.6 in the public code). The best bipartition is the paper's; the public

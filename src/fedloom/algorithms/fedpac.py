@@ -18,8 +18,9 @@ Kept by a client: nothing; the server has its head. Sent per round: body, head a
 times c k features up, c classes. The server receives heads and moments of single clients: no secure aggregation.
 
 Deviations: the quadratic program of Eq. 11 is solved by projected gradient steps. A client that is absent keeps its
-head. The alignment is that of the public code: every sample to the prototype of its class, from the second round on.
-That code drops head weights below 0.001.
+head. The alignment is that of the public code: every sample to the prototype of its class, from the second round on. A
+class that no earlier cohort had adds nothing; there its samples are drawn to the client's own mean. Heads have the
+round's step size; there 0.1, and weights of heads below 0.001 are dropped.
 
 Use it when labels are skewed and some clients are alike. With lam = 0 features are not aligned.
 """

@@ -13,8 +13,7 @@ Learning", INFORMS Journal on Data Science 2(1), 2023, arXiv:2108.02741, Algorit
     r_k       r         groups with a smaller loss, minus groups with a larger one
 
 Kept by a client: nothing. Sent per round: d + 1 down (x, scale), d + 1 up (dw, loss). The server receives losses of
-    single
-clients and keeps the last of each.
+single clients and keeps the last of each.
 
 Deviations: losses are those of the received model on the client's training part, so the order is one round old. Groups
 of which no client has been seen are left out of the order; the public code starts with a random one. p_k is the

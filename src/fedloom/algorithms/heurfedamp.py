@@ -18,26 +18,32 @@ Kept by a client: d (w). Sent per round: d down (a different u to every client),
 
 Deviations: mixtures are over the cohort; in the paper everyone takes part. ``among`` and ``start`` as in FedAMP.
 
+Defaults: alpha = reach sqrt(rounds)/2, as FedAMP's: with a fixed pull, large steps leave a client one step from u_i.
+
 Use it for networks, whose distances say little; FedAMP's mixture is a gradient step of a stated problem, this one is
 not. The server receives single models: no secure aggregation.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
+from fedloom.algorithms._base import Derived, by_rule
 from fedloom.algorithms._mixture import Client, Down, Mixed, Up
 from fedloom.choose.mixers import Among, Angles
-from fedloom.local import Work, descend
+from fedloom.local import Ctx, Work, descend
 
 
 class HeurFedAMP(Mixed):
     """HeurFedAMP (Huang et al. 2021, Sec. 5)."""
 
     lam: float = Field(1.0, ge=0, description="lambda, weight of the attraction")
-    alpha: float = Field(1.0, gt=0, description="alpha_k; the pull is lam/alpha")
+    alpha: Derived = by_rule(
+        description="alpha_k; the pull is lam/alpha; reach sqrt(rounds)/2 when not given; 1 in PFLlib"
+    )
     sigma: float = Field(25.0, ge=0, description="sharpness sigma of exp(sigma cos)")
     self_weight: float | None = Field(
         None, ge=0, le=1, description="own weight xi_ii; 1/m of the m mixed models if not given"
@@ -46,6 +52,11 @@ class HeurFedAMP(Mixed):
     among: Among = Field(
         "cohort", description="whose models are mixed: the round's cohort, or also all clients seen so far, or all"
     )
+
+    paper: ClassVar[Mapping[str, Any]] = {"alpha": 1.0}
+
+    def derived(self, ctx: Ctx) -> dict[str, Any]:
+        return {"alpha": ctx.reach * ctx.rounds**0.5 / 2}
 
     def mixer(self, round: int) -> Angles:
         return Angles(sigma=self.sigma, self_weight=self.self_weight, among=self.among)

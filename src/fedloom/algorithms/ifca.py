@@ -12,8 +12,7 @@ NeurIPS 2020, arXiv:2006.04088v3, Algorithm 1, option II (model averaging).
     tau        local       local steps
 
 Kept by a client: nothing. Sent per round: k d down, d + 1 up. The server receives the models of single clients: no
-    secure
-aggregation and no robust rule.
+secure aggregation and no robust rule.
 
 Deviations: a client is counted with its share alpha_i within its cluster; a model that no client of the cohort chooses
 stays. The first model is the run's initial one, the others have its entries in another order within every tensor, which

@@ -12,8 +12,8 @@ Reference: C. McLaughlin, L. Su, "Personalized Federated Learning via Feature Di
 Kept by a client: nothing. Sent per round: the body's parameters and c k + k^2 down and up, c classes and k features.
 
 Deviations: one beta for means and covariance, the best of 0, 0.1, ..., 1 by the loss in a two-fold cross-validation
-(every other sample of a class); two by L-BFGS in the public code. Features are those after local training, there while
-it moves, with classes of one sample, and 1e-4 in all entries. The server lifts eigenvalues below min(ridge, 1)/2.
+(every other sample of a class). The public code has two by L-BFGS, no class of one sample in it, the features of its
+steps, and covariances with 1e-4 in all entries, shrunk by 1e-4. The server lifts eigenvalues below min(ridge, 1)/2.
 
 Use it when clients have few samples and classes look differently from client to client. The head needs a bias.
 """

@@ -141,8 +141,7 @@ for Clients Selection in Federated Learning", ICML 2021, arXiv:2105.05883, Algor
     rho          distance         angle between the G_i; the tree is Ward's
 
 Kept by a client: nothing. Sent per round: d down, d up. The server keeps n d numbers and receives single uploads: no
-    secure
-aggregation.
+secure aggregation.
 
 Deviations: a client drawn from two distributions trains once and counts twice. The size of the cohort is the run's
 sampler's unless given; where everyone takes part with equal masses there is no draw, of which a run warns.
