@@ -141,6 +141,13 @@ def test_numbers_as_people_write_them_are_told_apart(tmp_path: Path) -> None:
     assert "column 'cost': numbers with signs among the digits, as '1,007'; plain numbers would be a feature" in said
     assert "column 'part': numbers with signs among the digits, as '1%'" in said
     assert "column 'z': the same in every row, '1.5'" in said
+    units = [(f"{a:.1f} mg/dl", f"{b:.2f}", f"<{k}" if k % 9 else k, f"{k % 3} mg", f"{k}{'ABCDEF'[k % 6]}", y)
+             for k, (a, b, y) in enumerate(zip(AGE, BMI, ILL, strict=True), 1)]  # fmt: skip
+    said = init(write(tmp_path / "u.csv", [["glucose", "bmi", "crp", "dose", "bed", "y"], *units]))
+    for column, cell in (("glucose", units[0][0]), ("crp", "<1")):
+        assert f"column {column!r}: numbers with units or limits among the digits, as '" in said, cell
+    assert "column 'dose': text of 3 levels" in said
+    assert "column 'bed': names rows" in said
     for cells, sign in ((["1,234", "2,345"], ","), (["1,234", "23.69"], "."), (["1,2", "2,345"], ",")):
         table = [[cells[k % 2], cells[0], y] for k, y in enumerate(ILL)]
         path = write(tmp_path / f"{cells[1]}.semi.csv", [["a", "b", "y"], *table], ";")

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from fedloom.data.groups import groups_of, keeping
@@ -58,6 +60,14 @@ FAULTS: dict[str, tuple[list[hospitals.Row], Text, tuple[str, ...]]] = {
     "label gone": (every(10, died=None), same, ("column 'died': missing value (15 such); repair",)),
     "levels otherwise": (every(1, sex="W"), same, ("column 'sex': 150 of 150 cells have no agreed level ('W';",)),
     "row cut": (ROWS, lambda t: t + "1,2,3\n", ("row 152 has 3 cells, expected 11", "repair the row")),
+    "two header lines": (
+        ROWS, lambda t: t.replace("\n", "\n,,years,,,mmHg,mg/dL,,,,\n", 1),
+        ("row 2 has text where all others have numbers ('years' in 'age', 'mmHg' in 'systolic', 'mg/dL'", "delete it"),
+    ),
+    "groups above": (ROWS, lambda t: "Who,,,,,Labs,,,,,\n" + t, ("two columns have the same name, ''", "lines above")),
+    "title above": (ROWS, lambda t: "Export of May\n" + t, ("no columns 'age',", "is another line above it")),
+    "units in cells": (every(2, glucose="95.2 mg/dl"), same, ("column 'glucose'", "(75 such)", "in one unit")),
+    "limits in cells": (every(9, creatinine="<0.3"), same, ("column 'creatinine'", "'<0.3'", "write numbers alone")),
     "header only": ([], same, ("no rows below the header",)),
     "nothing": ([], lambda _: "", ("empty; a table needs a header row",)),
 }  # fmt: skip
@@ -132,6 +142,30 @@ FINE: tuple[tuple[str, dict[str, Any]], ...] = (
     ("age", {"levels": (*map(str, range(-9, 30)),)}),
     ("age", {"levels": tuple(str(10.0**k) for k in range(-4, 5))}),
 )
+
+
+@settings(max_examples=30)
+@given(numbers=st.lists(st.integers(1, 99_999), min_size=40, max_size=60))
+def test_points_that_may_part_thousands_are_noted(tmp_path_factory: pytest.TempPathFactory, numbers: list[int]) -> None:
+    """Where all fractions have three digits and nothing contradicts; in a file with decimal commas as well."""
+    folder, numbers = tmp_path_factory.mktemp("thousands"), [*numbers, *range(1001, 1005 + len(numbers))]
+    grouped = [f"{number:,}" for number in numbers]
+    columns = {
+        "points": [text.replace(",", ".") for text in grouped],
+        "plain": [str(number) for number in numbers],
+        "shares": [str(number / 1000) for number in [*numbers, 500]][1:],
+        "one other": [*(text.replace(",", ".") for text in grouped[1:]), "2.5"],
+    }
+    for separator, column, writing in (
+        *((",", name, texts) for name, texts in columns.items()),
+        (";", "points", columns["points"]),
+        (";", "points", grouped),
+    ):
+        rows = [separator.join((text, "10", str(k % 2))) for k, text in enumerate(writing)]
+        path = folder / "t.csv"
+        path.write_text("\n".join([separator.join(("count", "ten", "died")), *rows]) + "\n")
+        notes = Csv(path=str(path), label="died", drop=("ten",)).read(None).notes
+        assert any("column 'count': every fraction has three digits, as " in n for n in notes) == (column == "points")
 
 
 def plain(path: Path, column: str, levels: Sequence[str], **options: Any) -> Csv:

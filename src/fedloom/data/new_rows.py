@@ -15,6 +15,7 @@ from fedloom.data.input_spec import InputSpec
 from fedloom.data.sources.array_data import plain
 from fedloom.data.sources.memory import frame_cells, frame_names, is_frame
 from fedloom.data.sources.table.cells import Piece, Problems, is_missing
+from fedloom.data.sources.table.checks import rename
 from fedloom.data.sources.table.levels import Agreed, Factors, factor_of, factors_by_client, level, unapplied
 from fedloom.data.sources.table.reading import Raw
 from fedloom.data.text import UNKNOWN, encoded
@@ -113,7 +114,7 @@ def _by_column(
     if lost := [column for column in keep if column not in names]:
         raise DataError(f"{where}: no column {lost[0]!r} to keep; it has {', '.join(map(repr, names))}")
     if twice := sorted({c for c in names if list(names).count(c) > 1}):
-        raise DataError(f"{where}: two columns have the same name, {', '.join(map(repr, twice))}; rename one")
+        raise DataError(f"{where}: two columns have the same name, {', '.join(map(repr, twice))}; {rename(twice)}")
     agreed = {
         column.name: Agreed(column, table.impute, MEND, factor_of(factors or {}, column.name))
         for column in table.columns

@@ -11,6 +11,7 @@ import numpy as np
 
 from fedloom.data.sources import source
 from fedloom.data.sources.table.cells import is_missing
+from fedloom.data.sources.table.checks import rename
 from fedloom.data.sources.table.reading import TableSource
 from fedloom.data.sources.tabular import Csv
 from fedloom.data.survey.facts import FEW, LATER, PER_LEVEL, ColumnProfile
@@ -60,7 +61,7 @@ class Survey:
                 missing = is_missing(piece.cells, self.markers)
                 cells[piece.column] += ["" if g else str(c).strip() for c, g in zip(piece.cells, missing, strict=True)]
             blocked = raw.problems.sentences()
-        blocked += [f"more than one column is called {name!r}; rename them" for name in twice]
+        blocked += [f"more than one column is called {name!r}; {rename([name])}" for name in twice]
         if blocked:
             raise DataError(f"{path}: no draft runs until this is repaired:" + "".join(f"\n  - {b}" for b in blocked))
         if not raw.names:

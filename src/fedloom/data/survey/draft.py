@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -29,8 +28,6 @@ LEAK_SHARE = 0.995
 DOUBTFUL = 0.95
 """AUROC or R2 of a single column from which it is worth a second look; of one named as a later one, `LATE`."""
 DOUBTFUL_IF_LATER = 0.75
-SIGNS = re.compile(r"[€$£]?\s?[-+]?(\d{1,3}([,' ]\d{3})+|\d+)([.,]\d+)?\s?[%€$£]?")
-"""A number as people write it, which is none for a computer."""
 
 
 class Draft:
@@ -256,8 +253,8 @@ class Draft:
             return f"the same in every row, {next(level for level in c.levels if level not in c.odd)!r}"
         if c.name in twins:
             return f"the same as {twins[c.name]!r}"
-        if c.kind == "text" and all(SIGNS.fullmatch(level.strip()) for level in c.levels):
-            return f"numbers with signs among the digits, as {next(iter(c.levels))!r}; plain numbers would be a feature"
+        if what := c.quantity:
+            return f"numbers with {what}; plain numbers would be a feature"
         if c.identifies:
             return "names rows"
         if c.kind == "date":

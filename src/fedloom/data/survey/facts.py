@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from fedloom.data.sources.table.cells import QUANTITY
 from fedloom.data.tables import is_number
 
 Kind = Literal["number", "text", "date", "empty"]
@@ -25,6 +26,8 @@ TOKENS = frozenset(
 ODD = 0.05
 """Share of cells that may be no numbers in a column of numbers, where they are few different ones."""
 IDS = re.compile(r"(^|[_\W])(id|uuid|guid|key|index|idx|mrn|nr|no|number|row)([_\W]|$)|^unnamed|^$", re.IGNORECASE)
+UNITS = 3
+"""Units that the cells of one column may have."""
 FEW = 20
 """Classes that whole numbers may be, rows of a small site, and levels of text that need no count."""
 PER_LEVEL = 10
@@ -135,6 +138,18 @@ class ColumnProfile:
         """Whether all numbers are whole."""
         numbers = self.values[~np.isnan(self.values)]
         return self.kind == "number" and bool((numbers == np.floor(numbers)).all())
+
+    @property
+    def quantity(self) -> str:
+        """What keeps texts from being numbers: signs, or a unit of many; empty where they are none."""
+        if self.kind != "text":
+            return ""
+        matches = [QUANTITY.fullmatch(level.strip()) for level in islice(self.levels, 10_000)]
+        units = {(match["limit"] or match["unit"]).lower() for match in matches if match is not None} - {*"%€$£", ""}
+        if None in matches or (units and (len(units) > UNITS or len(self.levels) <= FEW)):
+            return ""
+        example = next(level for level in self.levels if not is_number(level))
+        return f"{'units or limits' if units else 'signs'} among the digits, as {example!r}"
 
     @property
     def identifies(self) -> bool:

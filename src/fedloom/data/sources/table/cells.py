@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedloom.data.sources.archive import Entry
-from fedloom.data.tables import is_number, markers_of
+from fedloom.data.tables import MARKERS, is_number, markers_of
 from fedloom.errors import DataError
 
 BATCH = 512
@@ -34,6 +34,11 @@ COMMA = re.compile(r"[-+]?(\d{1,3}(\.\d{3})+|\d+)(,\d+)?([eE][-+]?\d+)?")
 """A number with a decimal comma, perhaps with points between thousands."""
 GROUPED = re.compile(r"[-+]?\d{1,3}(,\d{3})+")
 """A whole number with commas between thousands, or one with a decimal comma and three digits behind it."""
+QUANTITY = re.compile(
+    r"(?P<limit>[<>~≤≥]?)\s?[€$£]?\s?[-+]?(\d{1,3}([,' ]\d{3})+|\d+)([.,]\d+)?\s?"
+    r"(?P<unit>[%€$£]?|[^\W\d_][\w/^.·* µμ°%]{0,15})"
+)
+"""A number as people write it, with signs or a unit, which is none for a computer."""
 HEAD = 2**18
 """Bytes of a CSV file from which its signs are found out."""
 LARGEST = float(np.finfo(np.float32).max)
@@ -228,15 +233,39 @@ def pieces(rows: Iterator[list[str]], names: Sequence[str], problems: Problems) 
     """Rows as pieces of columns; a row of another length is a problem and left out."""
     start, line, width = 0, problems.first, len(names)
     for block in _blocks(rows):
+        if not start and (texts := _second_header(block, names)):
+            shown = ", ".join(f"{cell!r} in {name!r}" for name, cell in texts[:LEVELS])
+            what = f"row {line} has text where all others have numbers ({shown})"
+            problems.add("header", "", what, [None], "delete it, if it is a second line of the header or of units")
+            block, line = block[1:], line + 1
         for number, row in enumerate(block, line):
             if row and len(row) != width:  # a blank line is no row
                 what = f"row {number} has {len(row)} cells, expected {width}"
-                problems.add("width", "", what, [None], "truncated or another file, repair the row")
+                cure = "repair the row" if number > problems.first else "or a line above the header, to be deleted"
+                problems.add("width", "", what, [None], f"truncated or another file, {cure}")
             elif width > 1 and row == names:
                 problems.add("header", "", f"row {number} repeats the header", [None], "delete it, it is no sample")
         line, block = line + len(block), [row for row in block if len(row) == width and (width == 1 or row != names)]
         yield from map(Piece, repeat(start), names, zip(*block, strict=True))
         start += len(block)
+
+
+def _second_header(block: Sequence[Sequence[str]], names: Sequence[str]) -> list[tuple[str, str]]:
+    """The columns, and the texts of a first row that has them where all rows below have numbers; empty if it is sound.
+
+    Two such columns at least, of rows that are three at least, and no number in any column of numbers.
+    """
+    table = [row for row in block if len(row) == len(names)]
+    if len(table) < 4 or table[0] is not block[0]:
+        return []
+    texts, hold = list[tuple[str, str]](), markers_of(MARKERS).hold
+    for name, cell, *below in zip(names, *table, strict=True):
+        filled = [pointed(text) for text in below if not hold(text)]
+        if filled and all(map(is_number, filled)) and not hold(cell):
+            if is_number(pointed(cell)):
+                return []
+            texts.append((name, cell))
+    return texts if len(texts) > 1 else []
 
 
 def with_points(cells: Iterator[Piece]) -> Iterator[Piece]:
@@ -281,6 +310,8 @@ def numbers(piece: Piece, missing: NDArray[np.bool_], problems: Problems, cure: 
         bad = [k for k, is_missing in enumerate(missing.tolist()) if not is_missing and not _readable(cells[k])]
         wanted = f"a number of at most {LARGEST:.3g}" if is_number(cells[bad[0]]) else "a finite number"
         what = f"row {problems.first + start + bad[0]}, column {column!r}: expected {wanted}, got "
+        if isinstance(cells[bad[0]], str) and QUANTITY.fullmatch(cells[bad[0]].strip()):
+            cure = f"write numbers alone, in one unit; else {cure}"
         if isinstance(cells[bad[0]], date | timedelta):
             cure = "drop the column, or give a number, such as days since a date"
         problems.add("number", column, what + shortened(cells[bad[0]]), [cells[k] for k in bad], cure)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedloom.data.sources.table.cells import LEVELS, shortened
+from fedloom.data.sources.table.cells import LEVELS, Cells, shortened
 from fedloom.data.sources.table.levels import Agreed, alike
-from fedloom.data.tables import Table
+from fedloom.data.tables import Table, is_number
 
 ENOUGH = 10
 """Rows from which a column is called constant, or a number far from the others."""
@@ -18,8 +19,50 @@ NEGATIVE = 0.05
 """Largest share of negative numbers among positive ones that is noted."""
 FARTHEST = 1000
 """Widths of the middle half of a column's numbers, from the nearer end of which a number is far beyond."""
+THREE, SHORT = re.compile(r"[-+]?[1-9]\d{0,2}\.\d{3}"), re.compile(r"[-+]?\d{1,3}")
 Coded = tuple[NDArray[np.float64], tuple[str, ...]]
 """Codes of all rows ``[N]``, NaN where missing, and the levels."""
+
+
+def rename(twice: Sequence[str]) -> str:
+    """What to do about columns of the same name."""
+    above = "" in twice
+    return "delete the lines above the header, or give every column a name" if above else "rename one"
+
+
+class Fractions:
+    """Columns of texts whose fractions all have three digits, as where a point parts thousands: 7.123 for 7,123."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, int] = {}
+        self._examples: dict[str, str] = {}
+        self._sound = set[str]()
+
+    def add(self, column: str, cells: Cells) -> None:
+        """More cells, numbers with a decimal point."""
+        if column in self._sound:
+            return
+        for cell in cells:
+            if not isinstance(cell, str):
+                self._sound.add(column)
+                return
+            text = cell.strip()
+            if THREE.fullmatch(text):
+                self._counts[column] = self._counts.get(column, 0) + 1
+                self._examples.setdefault(column, text)
+            elif not SHORT.fullmatch(text) and is_number(text):
+                self._sound.add(column)  # another fraction, or a thousand without a sign
+                return
+
+    def notes(self) -> Iterator[str]:
+        """A note on such columns."""
+        columns = [c for c, count in self._counts.items() if count >= ENOUGH and c not in self._sound]
+        if columns:
+            example = self._examples[columns[0]]
+            yield (
+                f"{_columns(columns)}: every fraction has three digits, as {example}; where that means "
+                f"{example.replace('.', '')}, write it so"
+            )
 
 
 def coded_numbers(values: NDArray[np.float64]) -> Coded:

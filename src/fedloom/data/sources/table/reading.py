@@ -174,7 +174,9 @@ class _Reading:
                 "features as an array (NPZ, or a folder with x.npy)"
             )
         if twice := sorted(column for column, count in Counter(names).items() if count > 1):
-            raise DataError(f"{where}: two columns have the same name, {', '.join(map(repr, twice))}; rename one")
+            raise DataError(
+                f"{where}: two columns have the same name, {', '.join(map(repr, twice))}; {checks.rename(twice)}"
+            )
         if absent := sorted(wanted - set(names)):
             raise ConfigError(f"{where}: {absence(absent, names, agreed=agreement is not None)}")
         self.agreed: dict[str, Agreed] = {}
@@ -199,6 +201,7 @@ class _Reading:
         self.numeric = {c for c in self.features if c not in categorical and c not in self.agreed}
         self.x = GrowingRows((len(self.features),), np.float64)
         self.measured = {column: GrowingRows((), np.float64) for column in (self.label, self.event) if column}
+        self.fractions = checks.Fractions()
         self.markers, self.unmatched = spec.markers, [text for text in spec.missing if text not in MARKERS]
 
     @property
@@ -217,6 +220,8 @@ class _Reading:
             self.unmatched = [text for text in self.unmatched if not any(map(markers_of((text,)).hold, holes))]
         if column not in self.agreed:
             self._check_gaps(piece, missing)
+        if column in self.numeric or column in self.agreed or (column in self.measured and self.numeric_label):
+            self.fractions.add(column, block)
         if column in self.codes:
             self._code(piece, missing)
         if column in self.agreed:
@@ -345,6 +350,7 @@ class _Reading:
         yield from unapplied(self.spec.factors, self.spec.users, None if clients is None else clients.levels)
         yield from checks.filled(self.agreed)
         yield from checks.beyond(self.agreed, columns)
+        yield from self.fractions.notes()
         yield from checks.doubtful({**columns, **targets}, {*self.numeric, *agreed, *targets}, self.problems.first)
         coded = {name: column for name, column in coded.items() if name not in targets}
         yield from checks.doubtful_levels(coded, self.label)

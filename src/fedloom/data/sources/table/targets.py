@@ -22,7 +22,8 @@ def absence(absent: list[str], names: list[str], *, agreed: bool) -> str:
         return f"no column {absent[0]!r}{cure}; {nearest(absent[0], names)}"
     cure = " (the agreement names them)" if agreed else ""
     header = f"the header has {', '.join(names[:20])}{', ...' if len(names) > 20 else ''}"
-    return f"no columns {', '.join(map(repr, absent))}{cure}; {header}: is it a row, or is the separator another?"
+    doubts = "is it a row, is another line above it, or is the separator another?"
+    return f"no columns {', '.join(map(repr, absent))}{cure}; {header}: {doubts}"
 
 
 def unlike(label: str, levels: str) -> str:
