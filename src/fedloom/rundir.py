@@ -53,6 +53,8 @@ NO_DIGEST = (_DIGEST + _ZEROS).decode()
 
 FEDERATION = -1
 """Client number of figures of the whole federation."""
+UPLOADS = "heard"
+"""Name under which the number of a client's uploads that were used is recorded."""
 SAMPLES = "samples"
 """Name under which the number of samples of a group is recorded."""
 MOST_CLIENTS = 2**31
@@ -98,7 +100,10 @@ class _Recorded(BaseModel):
 
 
 class RunRecord(_Recorded):
-    """One method with one seed; ``diverged`` is the round by which it had, if it went on to its end."""
+    """One method with one seed; ``diverged`` is the round by which it had, if it went on to its end.
+
+    ``device_classes`` are the names of the clients' classes of devices, by their number in the metrics.
+    """
 
     method: str
     algorithm: str = ""
@@ -111,6 +116,7 @@ class RunRecord(_Recorded):
     chunk: Whole | None = None
     device: str | None = None
     parameters: Whole | None = None
+    device_classes: tuple[str, ...] = ()
 
     @property
     def lost(self) -> bool:

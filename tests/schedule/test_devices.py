@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import math
 from pathlib import Path
+from statistics import fmean
 from typing import Any, ClassVar
 
 import numpy as np
@@ -12,10 +14,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import fedloom as fl
 from fedloom.algorithms import FIAELT, FedACS, FedAMP, FedAvg, HeurFedAMP
 from fedloom.algorithms._base import Delta, Model
+from fedloom.cli import app
 from fedloom.data.federation import Federation
 from fedloom.errors import ConfigError, DataError, Refused
 from fedloom.local import Ctx, Nothing, Work
@@ -319,6 +323,60 @@ def test_results_have_uploads_and_the_time_to_a_target() -> None:
     assert result.time_to(2.0) == {"all": math.inf}
     with pytest.raises(ConfigError, match="has no clock"):
         run("fedavg", None, Synchronous()).uploads()
+
+
+def test_a_report_has_the_classes_of_devices(tmp_path: Path) -> None:
+    text = """
+rounds = 30
+seeds = [0, 1]
+[data]
+source = "digits"
+[partition]
+kind = "dirichlet"
+beta = 0.5
+clients = 12
+[sampler]
+clients = 4
+[devices]
+kind = "lognormal"
+speed = 50
+[evaluate]
+every = 3
+[[method]]
+algorithm = "ditto"
+schedule = { kind = "buffered", buffer = 2 }
+"""
+    (tmp_path / "one.toml").write_text(text)
+    assert CliRunner().invoke(app, ["run", str(tmp_path / "one.toml"), "--out", str(tmp_path / "run")]).exit_code == 0
+    with (tmp_path / "run" / "report" / "devices.csv").open() as lines:
+        table = {line["class"]: line for line in csv.DictReader(lines)}
+    assert [*table] == ["slow", "middle", "fast"]
+    records = pq.read_table(tmp_path / "run" / "metrics.parquet").to_pylist()
+    for place, line in enumerate(table.values()):
+        figures: dict[str, list[float]] = {"mean": [], "uploads": [], "seconds_to_target": []}
+        for seed in (0, 1):
+            rows = [r for r in records if r["seed"] == seed]
+            ids = {r["client"] for r in rows if r["metric"] == "device_class" and r["value"] == place}
+            now = {r["round"]: r["value"] for r in rows if r["metric"] == "simulated_seconds"}
+            about = ("accuracy", "hybrid", "test")
+            by_round = {
+                t: fmean(
+                    r["value"]
+                    for r in rows
+                    if (r["metric"], r["model"], r["part"], r["round"]) == (*about, t) and r["client"] in ids
+                )
+                for t in sorted(now)
+            }
+            figures["mean"].append(by_round[30])
+            figures["uploads"].append(
+                fmean(r["value"] for r in rows if (r["metric"], r["round"]) == ("heard", 30) and r["client"] in ids)
+            )
+            at = [now[t] for t, mean in by_round.items() if mean >= float(line["target"])]
+            figures["seconds_to_target"] += at[:1]
+        for name, values in figures.items():
+            assert float(line[name] or "nan") == pytest.approx(fmean(values) if values else math.nan, nan_ok=True)
+        assert int(float(line["clients"])) == 4
+    assert any(line["seconds_to_target"] for line in table.values())
 
 
 def test_presence_pauses_work_and_a_run_waits_for_clients() -> None:

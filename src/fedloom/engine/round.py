@@ -117,5 +117,4 @@ def checked_ids(ids: Tensor, n: int) -> Tensor:
 
 def longest_first(job: Job, cohort: Tensor) -> Tensor:
     """Places of the cohort's clients by falling number of training samples, then by place."""
-    sizes = job.train_sizes.numpy()[cohort.numpy(), 0]
-    return torch.from_numpy(np.argsort(-sizes, kind="stable"))
+    return torch.from_numpy(np.argsort(-job.train_sizes.numpy()[cohort.numpy(), 0], kind="stable"))

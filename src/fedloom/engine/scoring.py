@@ -23,6 +23,7 @@ from fedloom.local.oracles import chunk_count
 from fedloom.local.rows import Fields, remade, rows_of, to_device
 from fedloom.metrics import mutual_information
 from fedloom.processes.clients import COUNTS, Clients, ScoreRequest, Scores
+from fedloom.rundir import UPLOADS
 from fedloom.schedule import Fleet
 
 
@@ -134,7 +135,7 @@ def _upload_records(t: int, clock: Clock, n: int, scored: Tensor) -> Iterator[Re
         staleness = used[:, ROUND] - used[:, VERSION] - 1
         yield Record.of_federation(t, "", "", "staleness/mean", float(staleness.mean()))
         yield Record.of_federation(t, "", "", "staleness/max", float(staleness.max()))
-    yield Record.of_clients(t, "", "", "heard", counts.used[scored])
+    yield Record.of_clients(t, "", "", UPLOADS, counts.used[scored])
     yield Record.of_clients(t, "", "", "staleness", counts.staleness[scored])
 
 

@@ -241,6 +241,7 @@ def _run(outcome: Outcome) -> RunRecord:
         fields |= {"rounds": result.rounds, "oracle": oracle.name, "chunk": result.job.chunk}
         fields |= {"device": str(oracle.device), "parameters": oracle.layout.d}
         fields |= {} if result.diverged is None else {"diverged": result.diverged}
+        fields |= {} if result.job.fleet is None else {"device_classes": result.job.fleet.names}
     return RunRecord.model_validate(fields)
 
 

@@ -19,6 +19,8 @@ from fedloom.report.charts.partition import skew_table
 from fedloom.report.comparison.by_patient import by_patients, differences_html
 from fedloom.report.comparison.contenders import contenders
 from fedloom.report.comparison.cox import cox_tables
+from fedloom.report.comparison.devices import LEAD as DEVICES
+from fedloom.report.comparison.devices import device_tables
 from fedloom.report.comparison.gains import LEAD, SiteGains, gains_html
 from fedloom.report.comparison.pairs import Pair, pairs_html
 from fedloom.report.comparison.paper import title
@@ -46,6 +48,7 @@ PLACES = {
     "groups": ("Groups of patients", GROUPED),
     "curves": ("Learning curves", "How the result grows with rounds, traffic, gradients of samples and time."),
     "clients": ("Clients", "A mean hides who gains and who loses; here is every client."),
+    "devices": ("Classes of devices", DEVICES),
     "fairness": ("Fairness", "A good mean that costs no client its share is best."),
     "attacks": ("Robustness", "How the result falls as more clients attack."),
     "clusters": ("Clusters", "Which clients were found to be alike, and how well that agrees with the planted groups."),
@@ -129,6 +132,7 @@ def document(
     bodies["references"] += reference_tables(runs, rows, lead)
     bodies["left_out"] += left_out_tables(runs, rows, lead)
     bodies["groups"] += group_tables(runs, rows, lead)
+    bodies["devices"] += device_tables(runs, rows, lead)
     bodies["partition"] += skew_table(runs)
     bodies["privacy"] += privacy_tables(runs)
     gained = gains_html(by_site) + differences_html(by_patients(runs, by_site)) if by_site else ""

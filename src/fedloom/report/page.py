@@ -21,6 +21,7 @@ from fedloom.report.charts.tradeoffs import costs, tradeoffs
 from fedloom.report.comparison.by_patient import by_patients, differences_csv
 from fedloom.report.comparison.contenders import Models
 from fedloom.report.comparison.cox import cox_csv
+from fedloom.report.comparison.devices import devices_csv
 from fedloom.report.comparison.gains import gains, gains_csv, gains_latex
 from fedloom.report.comparison.pairs import pairs, pairs_csv, pairs_latex
 from fedloom.report.comparison.paper import results_latex, title
@@ -94,6 +95,7 @@ def write(
     more = {
         "left_out": left_out_csv(runs),
         "groups": groups_csv(runs),
+        "devices": devices_csv(runs, rows, leading_metric(runs)),
         "cox": cox_csv(runs),
         "thresholds": thresholds_csv(runs, rows, leading_metric(runs)),
         "sites-by-patient": differences_csv(by_patient) if (by_patient := by_patients(runs, by_site)) else "",

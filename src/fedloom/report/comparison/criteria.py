@@ -171,12 +171,12 @@ def cost_to_reach(runs: list[Run], rows: list[Row], lead: str, target: float, co
         for seed in seeds:
             run = run_of(runs, row)
             result = curve(run, Key(row.method, seed, row.model, "test", lead), "mean")
-            reached = result.value >= target if metric(lead).higher else result.value <= target
-            if reached.any() and result.round[np.argmax(reached)] == 0:
+            reached = round_of(result, target, metric(lead).higher)
+            if reached == 0:
                 return {}
             total = cumulative(run, row.method, seed, cost)
-            if reached.any() and len(total.round):
-                spent[seed] = _up_to(total, int(result.round[np.argmax(reached)]))
+            if reached is not None and len(total.round):
+                spent[seed] = up_to(total, reached)
         if spent and len(spent) == len(seeds):
             spent_by_row[i] = Estimate(spent)
     return spent_by_row
@@ -195,7 +195,14 @@ def cumulative(run: Run, method: str, seed: int, cost: str) -> Curve:
     return Curve(curves[0].round, np.sum([part.value for part in curves], axis=0))
 
 
-def _up_to(total: Curve, round: int) -> float:
+def round_of(result: Curve, target: float, higher: bool) -> int | None:
+    """The first recorded round at which a result is at a target; None if it never is."""
+    reached = result.value >= target if higher else result.value <= target
+    return int(result.round[np.argmax(reached)]) if reached.any() else None
+
+
+def up_to(total: Curve, round: int) -> float:
+    """What was spent up to a round."""
     before = np.flatnonzero(total.round <= round)
     return float(total.value[before[-1]]) if len(before) else 0.0
 
