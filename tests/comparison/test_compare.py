@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -284,6 +285,7 @@ def test_a_method_of_an_experiment_has_its_own_model_and_task() -> None:
         ({"methods": {"a": {"algorithm": "ditto", "seeds": [1]}}}, r"all methods share it: give compare\(..., seeds="),
         ({"methods": {"a": {"algorithm": "ditto", "local": {"mu": 1}}}}, "a: local: unknown key 'mu'; it is an option"),
         ({"data": None}, "data is missing"),
+        ({"folder": 3}, "folder must be a path, got 3"),
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_a_sentence_before_any_work(change: dict[str, Any], sentence: str, tmp_path: Path) -> None:
@@ -309,6 +311,15 @@ def test_a_method_that_fails_is_named_and_the_others_go_on() -> None:
     assert "breaks, seed 0: client step failed" in repr(found)
     with pytest.raises(RunStopped, match=r"no run has a result; breaks, seed 0: .*broken by design"):
         fl.compare({"breaks": Breaks()}, "digits", partition=CUT, seeds=[0, 1], **SHORT)
+
+
+def test_one_method_is_compared_with_nothing_and_the_same_models_have_no_difference() -> None:
+    one = fl.compare(["fedavg"], "digits", partition=CUT, seeds=[0, 1], **SHORT)
+    for ask in (one.significance, one.significance_latex):
+        with pytest.raises(ConfigError, match="fedavg is the only method"):
+            ask()
+    twice = fl.compare({"one": "fedavg", "other": "fedavg"}, "digits", partition=CUT, seeds=[0, 1], **SHORT)
+    assert re.search(r"other: [\d.]+ ± [\d.]+, same models$", repr(twice))
 
 
 def test_a_preset_that_was_made_keeps_its_name() -> None:

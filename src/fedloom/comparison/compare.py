@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
+from os import PathLike
 from pathlib import Path
 from shutil import rmtree
 from tempfile import mkdtemp
@@ -116,6 +117,8 @@ def compare(
     if not isinstance(tune, int | Mapping | None):
         raise ConfigError(f"compare: tune must be a number of trials or the table [tune] of a file, got {tune!r:.80}")
     table = {"trials": tune} if isinstance(tune, int) else dict(tune or {})
+    if not isinstance(folder, str | PathLike | None):
+        raise ConfigError(f"compare: folder must be a path, got {folder!r:.80}")
     if models not in MODELS:
         raise unknown("choice", models, MODELS, "compare: models")
     definition = GivenExperiment(methods, data, partition, seeds, table, name, {"model": model, **choices})

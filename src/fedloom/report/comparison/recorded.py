@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from fedloom.errors import unknown
+from fedloom.errors import ConfigError, unknown
 from fedloom.formats import interval, p_value, pair
 from fedloom.report import notebook as display
 from fedloom.report.comparison.contenders import Models, contenders, reference
@@ -68,12 +68,11 @@ class RecordedComparison:
             fewer than five seeds.
 
         Raises:
-            ConfigError: there is no such method or figure.
+            ConfigError: there is no such method or figure, or no second method.
         """
-        compared = self._pairs(against or self.against, figure)
+        compared = self._tests(against, figure)
         records = [{k: v for k, v in pair.record().items() if k != "run"} for pair in compared]
-        names = list(records[0]) if records else []
-        return pa.table({name: [record[name] for record in records] for name in names})
+        return pa.table({name: [record[name] for record in records] for name in records[0]})
 
     def latex(self, columns: Sequence[str] | None = None) -> str:
         """The result table for a paper, a row per method: the best in bold, what is level with it with a dagger.
@@ -84,8 +83,12 @@ class RecordedComparison:
         return results_latex(self._runs, self._rows, columns, self.models)
 
     def significance_latex(self, against: str | None = None) -> str:
-        """`significance` for a paper."""
-        return pairs_latex(self._pairs(against or self.against), title(self._runs))
+        """`significance` for a paper.
+
+        Raises:
+            ConfigError: there is no such method, or no second one.
+        """
+        return pairs_latex(self._tests(against), title(self._runs))
 
     def report(self, out: Path | str | None = None) -> Path:
         """Write the offline HTML report, with ``results`` and ``pairs`` as CSV and LaTeX in a folder beside it.
@@ -131,7 +134,8 @@ class RecordedComparison:
 
     def __repr__(self) -> str:
         lines = [
-            f"{m}: {value}" + (f", {d} to {self.against}, {v}" if v else "") for m, _, value, d, _, v in self._lines()
+            ", ".join([f"{m}: {value}", *([f"{d} to {self.against}"] if d else []), *([v] if v else [])])
+            for m, _, value, d, _, v in self._lines()
         ]
         metric = within_line(titled(figure(self._lead)))
         return "\n  ".join([f"Comparison({title(self._runs)}, test {metric})", *lines])
@@ -150,6 +154,11 @@ class RecordedComparison:
             holm = p_value(one.holm) if one and one.testable else ""
             lines.append([row.method, row.model, pair(mean, half), difference, holm, other.verdict if other else ""])
         return lines
+
+    def _tests(self, against: str | None, name: str | None = None) -> list[Pair]:
+        if tests := self._pairs(against or self.against, name):
+            return tests
+        raise ConfigError(f"{self.against} is the only method: there is nothing to compare it with")
 
     def _pairs(self, against: str, name: str | None = None) -> list[Pair]:
         return pairs(self._runs, self._rows, against, self.models, name)
