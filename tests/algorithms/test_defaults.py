@@ -77,6 +77,21 @@ def test_pulls_follow_the_length_of_a_round(name: str) -> None:
         assert both[0] == pytest.approx(both[1])
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
+def test_the_length_of_a_round_is_how_far_sgd_goes_on_a_steady_gradient(momentum: float) -> None:
+    ctx = contexts()[0]
+    local = LocalSGD(lr=0.05, epochs=3, momentum=momentum)
+    far = []
+    for size in ctx.sizes[:, 0].tolist():
+        x = torch.zeros(1, requires_grad=True)
+        optimiser = torch.optim.SGD([x], lr=local.lr, momentum=momentum)
+        x.grad = torch.ones(1)
+        for _ in range(3 * local.batches(size)):
+            optimiser.step()
+        far.append(-float(x.detach()))
+    assert ctx._replace(local=local).reach == pytest.approx(sum(far) / len(far))
+
+
 @pytest.mark.parametrize("name", REGISTRY)
 def test_a_multiple_is_one_of_what_is_derived(name: str) -> None:
     made = REGISTRY[name]()

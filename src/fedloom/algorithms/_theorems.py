@@ -123,7 +123,7 @@ THEOREMS = {
     "fedsplit": Theorem(
         "Theorem 1: the model converges linearly to the minimum, up to the errors of the local solves",
         "smooth strongly convex losses, equal shares, and `step` = 1/sqrt(l L) of the curvatures l and L",
-        "The default step is 1.",
+        "The default step is chosen for speed and is another.",
     ),
     "fiaelt": Theorem(
         "Corollary 2: the mean squared distance of the rounds from stationarity falls like 1/rounds",

@@ -22,7 +22,9 @@ on is x + dw.
 
 Defaults: gamma_lambda = 1/(n sqrt(rounds)), the step of projected ascent: a radius over sqrt(rounds) times the norm of
 a gradient. The radius is 1/sqrt(n), of mixtures that weigh clients from 0 to twice the mean; n losses of order one have
-the norm sqrt(n). A fixed step puts more weight on single clients the more clients there are.
+the norm sqrt(n). A fixed step puts more weight on single clients the more clients there are. Where losses are
+far from one, as of targets that are not scaled, or of a client whose targets are noise, one client takes all weight and
+others pay: scale the targets, or give lambda_lr.
 
 Use it to bound the loss of the worst client, with few clients that all return often.
 """

@@ -16,6 +16,9 @@ Kept by a client: d (z). Sent per round: d down, d up; the server keeps the last
 Deviations: the local prox step is solved by the run's local training, started at x. The paper has every client take
 part; a client that does not is counted with its last z.
 
+Defaults: step = 2 reach, reach the length of a round (lr times its mean number of steps): FedDR's eta, for its reasons.
+With a fixed step, steps of about its size leave the local prox at one batch.
+
 Use it for convex problems with well-solved local problems: its rate is linear there. It is FedDR with alpha = 2 and no
 regulariser, and without strong convexity it need not converge. Where most clients are absent its model moves little,
 of which a run warns.
@@ -23,12 +26,11 @@ of which a run warns.
 
 from __future__ import annotations
 
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Kept, Model
+from fedloom.algorithms._base import Algorithm, Derived, Kept, Model, by_rule
 from fedloom.local import Ctx, Work, descend
 
 
@@ -47,9 +49,12 @@ class Up(NamedTuple):
 class FedSplit(Algorithm):
     """FedSplit (Pathak and Wainwright 2020, Algorithm 1)."""
 
-    step: float = Field(
-        1.0, gt=0, description="s of the prox; 1/sqrt(l L) of the curvatures is the theory's (Theorem 1)"
+    step: Derived = by_rule(
+        description="s of the prox; 2 reach when not given; 1/sqrt(l L) of the curvatures is the theory's (Theorem 1)"
     )
+
+    def derived(self, ctx: Ctx) -> dict[str, Any]:
+        return {"step": 2 * ctx.reach}
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, Up]:
         return Model(x0), Client(x0), Up(x0)

@@ -15,7 +15,7 @@ Deviations: one beta for means and covariance, the best of 0, 0.1, ..., 1 by the
 (every other sample of a class). The public code has two by L-BFGS, no class of one sample in it, the features of its
 steps, and covariances with 1e-4 in all entries, shrunk by 1e-4. The server lifts eigenvalues below min(ridge, 1)/2.
 
-Use it when clients have few samples and classes look differently from client to client. The head needs a bias.
+Use it when classes look differently from client to client. It needs a bias, and trains nothing of a model all head.
 """
 
 from __future__ import annotations

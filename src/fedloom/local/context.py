@@ -67,11 +67,16 @@ class Ctx(NamedTuple):
 
     @property
     def reach(self) -> float:
-        """How far local SGD goes in a round, as time on the gradient flow: step size times the mean number of steps."""
-        local = self.local
+        """How far local SGD goes in a round, as time on the gradient flow: step size times the mean number of steps.
+
+        With momentum the i-th step counts 1 + ... + momentum^(i-1), as on a steady gradient.
+        """
+        local, rest = self.local, 1 - self.local.momentum
         sizes, counts = (tensor.tolist() for tensor in self.sizes[:, 0].unique(return_counts=True))
-        passes = sum(local.batches(size) * count for size, count in zip(sizes, counts, strict=True)) / len(self.sizes)
-        return local.lr * max(local.epochs * passes if local.steps is None else local.steps, 1.0)
+        steps = [local.epochs * local.batches(size) if local.steps is None else local.steps for size in sizes]
+        lengths = [(k - local.momentum * (1 - local.momentum**k) / rest) / rest for k in steps]
+        mean: float = sum(length * count for length, count in zip(lengths, counts, strict=True)) / len(self.sizes)
+        return local.lr * max(mean, 1.0)
 
     def rng(self, purpose: str) -> torch.Generator:
         """The server's generator of this round."""
