@@ -112,10 +112,7 @@ def of_classes(
     for name, values in (("recall", recall), ("precision", precision)):
         if name in wanted:
             figures |= {of_class(name, label): values[:, k] for k, label in enumerate(names)}
-    if "balanced_accuracy" in wanted:
-        figures["balanced_accuracy"] = recall.nanmean(1)
-    if "macro_precision" in wanted:
-        figures["macro_precision"] = torch.where(true > 0, precision.nan_to_num(0), torch.nan).nanmean(1)
+    figures |= {name: value for name, value in of_counts(true, guessed, hits).items() if name in wanted}
     if {"auroc_ovr", "auprc_ovr"} & {*wanted}:
         each = [torch.stack(ranking(p[:, k], (y == k).double(), owner, n)) for k in range(classes)]
         auroc, auprc = torch.stack(each).nanmean(0)
@@ -126,3 +123,11 @@ def of_classes(
     if "calibration_error" in wanted:
         figures["calibration_error"] = calibration_error(p.amax(1), hit.double(), owner, n)
     return figures
+
+
+def of_counts(true: Tensor, guessed: Tensor, hits: Tensor) -> dict[str, Tensor]:
+    """Metrics ``[...]`` that follow from the samples of every class ``[..., C]``: true, predicted, and both."""
+    return {
+        "balanced_accuracy": (hits / true).nanmean(-1),
+        "macro_precision": torch.where(true > 0, (hits / guessed).nan_to_num(0), torch.nan).nanmean(-1),
+    }

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from fedloom.metrics import of_class
 from fedloom.tasks.chosen import Chosen, labels
-from fedloom.tasks.figures import BINS, total, wide
+from fedloom.tasks.figures import BINS, of_counts, total, wide
 from fedloom.tasks.kinds import Binary, Classification, Count, Regression, Task
 
 TINY = 1e-24
@@ -118,7 +118,6 @@ def _of_classes(task: Task, size: Tensor, rest: Tensor) -> dict[str, Tensor]:
         "calibration_error": bins.abs().sum() / size,
         "brier": gap / size,
         "perplexity": (loss / size).exp(),
-        "balanced_accuracy": recall.nanmean(),
-        "macro_precision": torch.where(true > 0, precision.nan_to_num(0), torch.nan).nanmean(),
+        **of_counts(true, guessed, hits),
         **({"f1": 2 * hits[1] / (true[1] + guessed[1])} if binary else {"macro_f1": f1}),
     }
