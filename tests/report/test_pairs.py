@@ -24,7 +24,7 @@ from fedloom import report
 from fedloom.cli import app
 from fedloom.errors import ConfigError
 from fedloom.report import overview
-from fedloom.report.comparison.contenders import contenders, same
+from fedloom.report.comparison.contenders import Models, contenders, same
 from fedloom.report.comparison.criteria import marks, winners
 from fedloom.report.comparison.pairs import Pair, pairs, pairs_csv, pairs_latex
 from fedloom.report.comparison.paper import results_latex
@@ -147,6 +147,21 @@ def test_the_rival_is_no_test_of_its_own_where_it_is_one_of_both(better: str, fo
             assert found[method].comparison is not None
             assert found[method].comparison[3:5] == (pytest.approx(holm), rejected)
         assert (found["local or fedavg"].verdict == "same models") == (reference == better)
+
+
+@pytest.mark.parametrize("models", ["used", "personal", "all"])
+def test_cards_and_pairs_of_a_page_are_about_the_same_models(models: Models, folder: Path, tmp_path: Path) -> None:
+    page = report.write([folder], tmp_path / "r.html", models=models, charts=False).read_text()
+    cards = set(re.findall(r'<p class="who">([^<]+) <span class="model" data-model="(\w+)"', page))
+    compared = {(pair.row.method, pair.row.model) for pair in pairs(*_read(folder), None, models)}
+    assert cards
+    assert cards <= compared | {("local", "personal")} or models == "all"
+    assert models != "personal" or "hybrid" not in {model for _, model in cards}
+
+
+def _read(folder: Path) -> tuple[list[Run], list[Row]]:
+    runs = read_runs([folder])
+    return runs, rows_of(runs)
 
 
 def test_methods_without_a_result_are_not_the_same_models(rows: list[Row]) -> None:

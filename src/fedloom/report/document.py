@@ -17,7 +17,7 @@ from fedloom.report.charts.kit import HIDDEN, Figure, Rows
 from fedloom.report.charts.look import theme
 from fedloom.report.charts.partition import skew_table
 from fedloom.report.comparison.by_patient import by_patients, differences_html
-from fedloom.report.comparison.contenders import contenders
+from fedloom.report.comparison.contenders import Models, contenders
 from fedloom.report.comparison.cox import cox_tables
 from fedloom.report.comparison.devices import LEAD as DEVICES
 from fedloom.report.comparison.devices import device_tables
@@ -77,8 +77,8 @@ READING = {
     "Variance of losses": "Variance over clients of their test losses: 0 is perfectly fair.",
     "Models": "Global: one model for all. Personal: each client's own. "
     "Hybrid: for each client the better of the two on its validation part. A method is compared by the model that a "
-    "client would use: the hybrid one of two, else its only one. Beside hybrid models stands what they must beat: for "
-    "each client the better of training alone and FedAvg.",
+    "client would use, the hybrid one of two, else its only one; on request by its personal one. Beside hybrid models "
+    "stands what they must beat: for each client the better of training alone and FedAvg.",
     "Work and traffic": "Totals over all clients up to the last round. MB is 10⁶ bytes of the messages as sent.",
     "Clear, not significant, not decidable": "The leader is compared with every other method, one row each, seed by "
     "seed (paired t test, Holm's correction, level 5 %); a lead's interval leaves out 0 exactly where it is "
@@ -122,6 +122,7 @@ def document(
     tex: str,
     compared: Sequence[Pair] = (),
     by_site: Sequence[SiteGains] = (),
+    models: Models = "used",
 ) -> str:
     """The whole page as text."""
     name = escape(title(runs))
@@ -140,7 +141,7 @@ def document(
         **({"gains": ("Who gains", _section("gains", "Who gains", LEAD, gained))} if by_site else {}),
         "overview": (
             "Overview",
-            _section("overview", "Overview", "Who leads by which criterion.", overview.cards(runs, rows)),
+            _section("overview", "Overview", "Who leads by which criterion.", overview.cards(runs, rows, models)),
         ),
         **({"pairs": ("Pairs", _section("pairs", "Pairs", PAIRS, pairs_html(compared)))} if compared else {}),
         "results": (

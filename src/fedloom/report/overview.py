@@ -12,7 +12,7 @@ from fedloom.formats import DASH, interval, pair, percent, total
 from fedloom.report.charts.curves import share_of
 from fedloom.report.charts.kit import off_axis
 from fedloom.report.charts.tradeoffs import REACHED
-from fedloom.report.comparison.contenders import contenders
+from fedloom.report.comparison.contenders import Models, contenders
 from fedloom.report.comparison.criteria import Winner, tasks, winners
 from fedloom.report.naming import COSTS, figure, metric
 from fedloom.report.numbers import ENOUGH, Row, leading_metric, run_of, seeds_of
@@ -56,14 +56,20 @@ def facts(runs: list[Run], rows: list[Row]) -> str:
     return " · ".join(part for part in parts if part)
 
 
-def cards(runs: list[Run], rows: list[Row]) -> str:
-    """A card per criterion: who leads, with what, and how sure that is; runs of other data or attacks apart."""
+def cards(runs: list[Run], rows: list[Row], models: Models = "used") -> str:
+    """A card per criterion: who leads, with what, and how sure that is; runs of other data or attacks apart.
+
+    Args:
+        runs: of the rows.
+        rows: every model of every method.
+        models: which row of a method is compared; one at most, also where all are asked for.
+    """
     lead = leading_metric(runs)
     parts = []
     several = tasks(runs, rows)
     for label, own_runs, task_rows in several:
         card_rows = task_rows if len(own_runs) > 1 else [replace(row, run="") for row in task_rows]
-        card_rows = contenders(own_runs, card_rows)
+        card_rows = contenders(own_runs, card_rows, "used" if models == "all" else models)
         own_cards = "".join(_card(winner, card_rows) for winner in winners(own_runs, card_rows, lead))
         title = f"<h3>{escape(label)}</h3>" if len(several) > 1 else ""
         parts.append(f'{title}<div class="cards" role="list">{own_cards}</div>')

@@ -81,7 +81,7 @@ def write(
         tex = results_latex(runs, rows, columns, models)
         compared = pairs(runs, rows, against, models)
         by_site = gains(runs, rows, leading_metric(runs))
-        text = document(runs, rows, shown, tex, compared, by_site)
+        text = document(runs, rows, shown, tex, compared, by_site, models)
     with _explained(beside):
         beside.mkdir(parents=True, exist_ok=True)
     _replace(beside / "results.csv", csv_text(rows))
