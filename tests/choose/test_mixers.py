@@ -67,11 +67,12 @@ def test_clients_never_seen_are_left_out_of_those_seen() -> None:
 
 @pytest.mark.parametrize("quantile", [0.3, 0.5, 0.9, 0.97])
 @pytest.mark.parametrize("k", [2, 3, 5])
-def test_copies_of_a_model_count_as_one(k: int, quantile: float) -> None:
+@pytest.mark.parametrize("copies", [0.999, 1.0])
+def test_copies_of_a_model_count_as_one(copies: float, k: int, quantile: float) -> None:
     """Whatever the number of attackers that send one direction, honest clients have the same mixtures."""
     honest, sybil = models(6), models(1, 1)
-    first = attention(torch.cat([honest, sybil]), quantile, copies=0.999)
-    more = attention(torch.cat([honest, sybil.repeat(k, 1) * torch.arange(1, k + 1)[:, None]]), quantile, copies=0.999)
+    first = attention(torch.cat([honest, sybil]), quantile, copies=copies)
+    more = attention(torch.cat([honest, sybil.repeat(k, 1) * torch.arange(1, k + 1)[:, None]]), quantile, copies=copies)
     torch.testing.assert_close(more[:6, :6], first[:6, :6], rtol=0, atol=1e-12)
     torch.testing.assert_close(more[:6, 6:].sum(1), first[:6, 6], rtol=0, atol=1e-12)
 

@@ -22,6 +22,7 @@ from flwr.app import Message
 from safetensors.torch import load_file
 
 from fedloom.algorithms import PRESETS, REGISTRY
+from fedloom.choose import MIXERS
 from fedloom.deploy.noise import SharedMean
 from fedloom.deploy.ops.check import check_site
 from fedloom.deploy.ops.status import lines, status_of
@@ -726,6 +727,10 @@ def test_what_needs_single_uploads_is_refused() -> None:
         assert not refusal(name)
     for kind in ({"kind": "median"}, {"kind": "multi-krum", "f": 1}):
         assert "compares single uploads" in refusal("fedavg", aggregator=kind)
+    for mixer in MIXERS:
+        assert f"mixer '{mixer}' mixes the models of single clients" in refusal("flame", mixer={"kind": mixer})
+    assert "mixes the kept rows of single clients" in refusal("fedacs")
+    assert "weigher 'equitable' queries single clients" in refusal("fedavg", weigher={"kind": "equitable"})
     assert "draws a client twice" in refusal("fedavg", sampler={"kind": "size-weighted", "fraction": 1.0})
     assert not refusal("fedavg", aggregator=PRIVATE)
     assert "too little noise to be shared" in refusal("fedavg", aggregator={**PRIVATE, "sigma": 1e-7})

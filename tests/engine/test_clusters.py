@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,13 +14,15 @@ from torch import Generator, Tensor
 
 from fedloom.algorithms import FIAELT, FLAME, SCAFFOLD, Algorithm, FedADMM, FedAvg, FedDR, FedDyn, FedSLR
 from fedloom.choose import EquitableWeigher
+from fedloom.choose.shares import equal_clusters
 from fedloom.data.federation import Federation
 from fedloom.data.partition import Writers
 from fedloom.data.sources import Csv
 from fedloom.engine.setting import Setting
 from fedloom.engine.setup import check
 from fedloom.engine.simulate import simulate
-from fedloom.errors import ConfigError, Refused
+from fedloom.errors import ConfigError, Refused, RunStopped
+from fedloom.experiment import Plan, read
 from fedloom.local import LocalSGD
 from fedloom.models import MLP
 from fedloom.testing import Problem
@@ -76,6 +80,40 @@ def test_refused_where_they_cannot_be(fed: Federation) -> None:
 def test_a_check_trains_nobody(fed: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedloom.engine.setup.cluster_shares", None)
     check(Setting.of("flame", model="mlp", weights="clusters-2"), fed)
+
+
+@pytest.mark.parametrize("weights", ["clusters-2", "clusters"])
+def test_activations_that_are_not_finite_end_their_run_alone(weights: str, tmp_path: Path) -> None:
+    """A step size with which clients diverge costs the methods that look for clusters their run, and no other."""
+    file = tmp_path / "far.toml"
+    file.write_text(
+        f"""rounds = 1
+data = {{ source = "digits" }}
+partition = {{ kind = "iid", clients = 4 }}
+model = {{ kind = "mlp", hidden = [4] }}
+local = {{ lr = 1e30 }}
+[[method]]
+algorithm = "fedavg"
+weights = "{weights}"
+[[method]]
+algorithm = "fedavg"
+label = "uniform"
+weights = "uniform"
+"""
+    )
+    clustered, uniform = Plan(read(file), tmp_path / "out").run(page=False)
+    assert re.search("before round 1: . of 4 clients have activations that are not finite", clustered.reason)
+    assert (clustered.status, uniform.status) == ("failed", "diverged")
+
+
+def test_clusters_are_sought_among_finite_activations_only() -> None:
+    for bad in (math.nan, math.inf):
+        info = torch.eye(4, dtype=torch.float64).index_fill(0, torch.tensor([2]), bad)
+        for t, when in ((0, "before round 1"), (3, "round 3")):
+            p = Problem.random(0)
+            ctx = Clients(p.oracle(), p.alpha, LocalSGD()).ctx(t, range(p.n))._replace(n=4, m=4, ids=torch.arange(4))
+            with pytest.raises(RunStopped, match=f"{when}: 1 of 4 clients have activations that are not finite"):
+                equal_clusters(2, info, ctx)
 
 
 # --- shares by a column

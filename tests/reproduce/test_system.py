@@ -144,3 +144,16 @@ def test_the_page_is_that_of_its_records(system: Any) -> None:
     assert text == system.page(records)
     if records:
         check_page(system, records, text)
+
+
+def test_the_table_has_the_variance_over_clients_once_it_is_recorded(system: Any) -> None:
+    records = records_of(system, ["labels"])
+    rows = [row for row in system.page(records).split("### labels\n")[1].splitlines() if row.startswith("| ")]
+    assert "variance, points²" in rows[0]
+    for record in records:
+        for references in record["numbers"].values():
+            for reference in [r for r in references if r.endswith("/variance")]:
+                del references[reference]
+    text = system.page(records)
+    assert "No record has the variance yet." in text
+    assert "points²" not in text

@@ -10,7 +10,7 @@ from torch import Tensor
 from fedloom.choose.weighers import EquitableWeigher
 from fedloom.data.dataset import MISSING
 from fedloom.data.federation import Federation
-from fedloom.errors import ConfigError, Refused, unknown
+from fedloom.errors import ConfigError, Refused, RunStopped, Stop, unknown
 from fedloom.local import Ctx, Work, descend
 from fedloom.local.oracles import Network, chunk_count, chunk_limit
 from fedloom.rows.attacks import Attack
@@ -111,8 +111,19 @@ def equal_clusters(clusters: int | None, activations: Tensor, ctx: Ctx) -> Tenso
     Args:
         clusters: C; None where it is sought.
         activations: ``[n, k]`` of all clients (`described`).
-        ctx: all clients.
+        ctx: all clients, of the round that begins with that, or before round 1.
+
+    Raises:
+        RunStopped: activations are not finite.
     """
+    finite = activations.isfinite().all(1)
+    if not bool(finite.all()):
+        when = f"round {ctx.round}" if ctx.round else "before round 1"
+        raise RunStopped(
+            Stop.DIVERGED,
+            f"{when}: {int((~finite).sum())} of {ctx.n} clients have activations that are not finite, so that weights "
+            "finds no clusters; set local.lr lower",
+        )
     weigher = EquitableWeigher(clusters=clusters)
     shares, _ = weigher.apply(weigher.init(ctx), activations, ctx)
     return shares / shares.sum()
@@ -139,6 +150,7 @@ def cluster_shares(
 
     Raises:
         ConfigError: more clusters than clients.
+        RunStopped: activations are not finite.
         Refused: a client has no training samples, of which there are no activations.
     """
     if clusters is not None and clusters > ctx.n:

@@ -19,7 +19,7 @@ from fedloom.engine.result import Result
 from fedloom.engine.setting import Setting
 from fedloom.engine.setup import check
 from fedloom.engine.simulate import Progress, simulate
-from fedloom.errors import CodeError, DamagedCheckpoint, DataError, LayoutError, Refused, RunDirError, Stop
+from fedloom.errors import CodeError, DamagedCheckpoint, DataError, LayoutError, Refused, RunDirError, RunStopped, Stop
 from fedloom.experiment.analyses.cox import check_cox, cox_regression
 from fedloom.experiment.analyses.importance import check_importance
 from fedloom.experiment.analyses.left_out import scores_of_new, without
@@ -187,7 +187,7 @@ class Plan:
             progress: list[Progress] = [emitter, *live]
             result = simulate(setting, fed, folder=folder, progress=progress, advance=advance, ranks=self.ranks)
             outcome = Outcome(method.label, method.algorithm, seed, result)
-        except CodeError as error:
+        except (CodeError, RunStopped) as error:
             outcome = Outcome(method.label, method.algorithm, seed, None, str(error))
         except DamagedCheckpoint as error:
             if self.ranks.size > 1:  # the other ranks wait for what the first has read

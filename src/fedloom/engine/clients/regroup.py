@@ -15,7 +15,7 @@ from fedloom.engine.job import Job
 from fedloom.engine.privacy import accounted
 from fedloom.engine.setting import Setting
 from fedloom.engine.state import State
-from fedloom.errors import Refused, RunStopped, Stop, attribute_error
+from fedloom.errors import Refused, attribute_error
 from fedloom.local import Ctx
 from fedloom.local.rows import Fields
 from fedloom.processes.clients import Answers, AskRequest, Clients
@@ -43,8 +43,6 @@ def regrouped(job: Job, clients: Clients, state: State) -> tuple[Job, State]:
     assert model is not None  # or the shares are refused
     answers: Sequence[Answers] = list(clients.ask(AskRequest(t, job.everyone, model, describes=True)))
     activations, counts = torch.cat([a.values for a in answers]), torch.cat([a.counts for a in answers]).sum(0)
-    if not bool(activations.isfinite().all()):
-        raise RunStopped(Stop.DIVERGED, f"round {t}: the activations by which clusters are found are not finite")
     shares = equal_clusters(clusters_of(job.setting.weights), activations, job.ctx(t)).to(job.alpha)
     totals = state.totals.clone()
     totals[: len(counts)] += counts
