@@ -113,7 +113,7 @@ KNOWN = {
     ("fedproto", "hundred"): _SIX_TURNS,
     ("ditto", "hundred"): _FEW_SAMPLES,
     **dict.fromkeys(
-        [(m, "pictures") for m in ("fedprox", "feddyn", "fedskip", "fedacs", "heurfedamp")],
+        [(m, "pictures") for m in ("fedprox", "feddyn", "fedskip", "fedacs")],
         f"{_PLATEAU}; {_LEVEL}",
     ),
     **dict.fromkeys(
@@ -137,9 +137,7 @@ KNOWN = {
         "many",
     ): "its worst tenth is 7 points better than FedAvg's with the same cohorts, in a model as close",
     **dict.fromkeys([(m, "many") for m in ("fedprox", "scaffold", "feddyn", "fedbn", "afl")], _SAME_COHORTS),
-    **dict.fromkeys(
-        [(m, "many") for m in ("fednova", "q-ffl", "heurfedamp", "equitable-fl", "fairfed")], _SAME_COHORTS
-    ),
+    **dict.fromkeys([(m, "many") for m in ("fednova", "q-ffl", "equitable-fl", "fairfed")], _SAME_COHORTS),
     ("fedslr", "pictures"): "an epoch of phase II at this step size leads a few samples away from a good average",
     **dict.fromkeys([("apfl", "few"), ("pfedme", "slow")], _FEW_SAMPLES),
     **dict.fromkeys([("fedskip", "slow"), ("q-ffl", "slow")], _ONE_PATH),

@@ -67,6 +67,9 @@ A triangle up: significantly better, down: significantly worse. Pale: not signif
 
 - *Not applicable*: the pair does not exist. *Stale*: recorded with another commit of the method, or another protocol.
 
+- No setup is of texts: the source that needs no download reads the docstrings of the Python that runs, so that two
+  machines would have two federations.
+
 Everything as one table, a row per run: [Parquet]({folder}/map.parquet), [CSV]({folder}/map.csv). Place a method of your
 own with [one command](own-algorithm.md#on-the-map)."""
 
