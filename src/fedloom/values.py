@@ -5,10 +5,8 @@ from __future__ import annotations
 import inspect
 import json
 import re
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
@@ -30,8 +28,6 @@ NUMBERS: dict[str, Literal["int_type", "float_type"]] = {"int": "int_type", "flo
 """Numbers in a schema of pydantic, and the error that refuses what is none."""
 LARGEST = 2**63 - 1
 """The largest whole number of a tensor, or of a TOML file."""
-DEEPEST = 32
-"""Tables and arrays of a TOML file within one another."""
 FACTOR = r"(\d+\.?\d*|\.\d+)x"
 """A multiple of what is derived, as 2x or 0.5x."""
 VALIDATOR = r"function-|constrained-|(literal|tuple|list|dict)\[|(float|int|str|bool)$"
@@ -225,52 +221,6 @@ def difference(before: Mapping[str, object], now: Mapping[str, object]) -> str:
             old, new = (json.dumps(d[key], default=str) if key in d else "not set" for d in (before, now))
             return f"{key} was {old}, now it is {new}"
     return ""
-
-
-def read_toml(path: Path, what: str) -> dict[str, Any]:
-    """The document of a TOML file.
-
-    Args:
-        path: the file.
-        what: what it is called in messages, e.g. ``"experiment file"``.
-
-    Raises:
-        ConfigError: it is missing, unreadable or not TOML.
-    """
-    if path.exists() and not path.is_file():
-        kind = "is a folder" if path.is_dir() else "is a pipe, socket or device"
-        raise ConfigError(f"cannot read the {what} {path}: it {kind}; give the path of a TOML file")
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"cannot read the {what} {path}: {error.strerror}; give the path of a TOML file") from None
-    return document_of(content, path)
-
-
-def document_of(content: bytes, path: Path) -> dict[str, Any]:
-    """The document in the bytes of a TOML file.
-
-    Raises:
-        ConfigError: they are not TOML; the message names the path.
-    """
-    try:
-        document = tomllib.loads(content.decode())
-        if not _is_shallow(document):
-            raise RecursionError
-        return document
-    except RecursionError:
-        raise ConfigError(f"{path} is not read: its arrays or tables are nested too deeply") from None
-    except ValueError as error:  # of TOML, of UTF-8, or of a number with thousands of digits
-        raise ConfigError(f"{path} is not a TOML file: {error}") from None
-
-
-def _is_shallow(document: Mapping[str, object]) -> bool:
-    """Whether tables and arrays lie in one another at most `DEEPEST` times."""
-    level: list[Any] = [document]
-    for _ in range(DEEPEST):
-        inner = [v for value in level for v in (value.values() if isinstance(value, dict) else value)]
-        level = [value for value in inner if isinstance(value, dict | list)]
-    return not level
 
 
 def _exact(schema: object, owner: type) -> Any:

@@ -21,7 +21,7 @@ from fedloom.cli import app
 from fedloom.data.sources.table import cells
 from fedloom.data.sources.table import reading as table_reading
 from fedloom.errors import ConfigError, DataError
-from fedloom.values import read_toml
+from fedloom.storage import read_toml
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.attack("hostile files")]
 

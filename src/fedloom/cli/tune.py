@@ -36,8 +36,9 @@ def tune(
     Example: fedloom tune examples/quickstart.toml --out runs/quickstart-tune --trials 20
     """
     with errors():
+        from fedloom.storage import read_toml
         from fedloom.trust import check_document
-        from fedloom.values import read_toml, table
+        from fedloom.values import table
 
         document = read_toml(file, "experiment file")
         check_document(document, file, trust=trust)

@@ -24,8 +24,8 @@ from fedloom.experiment import Experiment, read
 from fedloom.imports import is_path
 from fedloom.models.spec import DIGEST
 from fedloom.storage.disk import regular
+from fedloom.storage.toml_files import document_of
 from fedloom.trust import is_installed, vouch
-from fedloom.values import document_of
 
 FOLDER = "code"
 START = "weights.safetensors"

@@ -20,8 +20,9 @@ from fedloom.data.sources import SOURCES
 from fedloom.deploy.secure.protocol import FEWEST, MOST, least_threshold
 from fedloom.errors import ConfigError
 from fedloom.imports import is_path
+from fedloom.storage import read_toml
 from fedloom.storage.disk import regular
-from fedloom.values import Value, fields_of, make, read_toml
+from fedloom.values import Value, fields_of, make
 from fedloom.version import __version__
 
 V = TypeVar("V", bound=Value)

@@ -21,8 +21,9 @@ from fedloom.experiment.schema import TABLES, Constants, Experiment, Head, Metho
 from fedloom.imports import is_path
 from fedloom.models import Import
 from fedloom.rundir import label_of
+from fedloom.storage import read_toml
 from fedloom.trust import check_document
-from fedloom.values import choose, difference, fields_of, flat, make, read_toml, table
+from fedloom.values import choose, difference, fields_of, flat, make, table
 
 METHOD = 'for example [[method]] and below it algorithm = "fedavg"'
 """How an experiment file names a method."""

@@ -22,6 +22,7 @@ from fedloom.metrics import leading, metric
 from fedloom.report import result_table
 from fedloom.report.reading import read_table
 from fedloom.rundir import METRICS, MODELS, SETTINGS, SUMMARY, check_digest, folder_of, read_summary
+from fedloom.storage import read_toml
 from fedloom.trained.model import Model, facts_of, open_tensors
 from fedloom.trained.model_source import KINDS
 from fedloom.trained.models import MOST_PERSONAL_FIRST
@@ -36,7 +37,6 @@ from fedloom.trained.predictions import (
 )
 from fedloom.trained.saved import SavedModels
 from fedloom.trust import check_document
-from fedloom.values import read_toml
 
 COLUMNS = ("method", "seed", "round", "client", "model", "part", "metric", "value")
 

@@ -1,8 +1,9 @@
-"""Files: written whole or not at all; rows, checkpoints and their undo journal."""
+"""Files: written whole or not at all; TOML; rows, checkpoints and their undo journal."""
 
 from __future__ import annotations
 
 from fedloom.storage.files import make_folder, write_atomic
 from fedloom.storage.locks import lock
+from fedloom.storage.toml_files import read_toml
 
-__all__ = ["lock", "make_folder", "write_atomic"]
+__all__ = ["lock", "make_folder", "read_toml", "write_atomic"]

@@ -21,7 +21,8 @@ from typing import Any, Literal
 from fedloom.algorithms import REGISTRY, Algorithm, Preset
 from fedloom.experiment import Experiment, Tune, parse
 from fedloom.rundir import file_name
-from fedloom.values import choose, dump, make, read_toml
+from fedloom.storage import read_toml
+from fedloom.values import choose, dump, make
 from fedloom_studies.reproduce.recipe import merged, without_uniform
 
 Scale = Literal["smoke", "full"]

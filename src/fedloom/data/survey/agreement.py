@@ -12,7 +12,8 @@ from pydantic import Field, model_validator
 from fedloom.data.dataset import CLASSED, Task
 from fedloom.data.tables import MARKERS, Table, TableColumn
 from fedloom.errors import ConfigError
-from fedloom.values import Value, fields_of, make, read_toml
+from fedloom.storage import read_toml
+from fedloom.values import Value, fields_of, make
 
 HEAD = """\
 # What the columns mean at every site. Fill in the units, look at the levels and ranges, and sign it.

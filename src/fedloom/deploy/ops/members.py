@@ -36,7 +36,8 @@ from fedloom.storage.checkpoint import check_digest as check_digest_of
 from fedloom.storage.disk import regular
 from fedloom.storage.files import make_folder, write_atomic
 from fedloom.storage.locks import lock
-from fedloom.values import document_of, fields_of, make, read_toml
+from fedloom.storage.toml_files import document_of, read_toml
+from fedloom.values import fields_of, make
 
 CHANGE = "agreement.json"
 SAME = ("name", "version", "samples", "fixed_data", "code", "installed")

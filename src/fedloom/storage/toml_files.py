@@ -1,0 +1,59 @@
+"""TOML files: read as documents, with one sentence where that cannot be."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fedloom.errors import ConfigError
+
+DEEPEST = 32
+"""Tables and arrays of a TOML file within one another."""
+
+
+def read_toml(path: Path, what: str) -> dict[str, Any]:
+    """The document of a TOML file.
+
+    Args:
+        path: the file.
+        what: what it is called in messages, e.g. ``"experiment file"``.
+
+    Raises:
+        ConfigError: it is missing, unreadable or not TOML.
+    """
+    if path.exists() and not path.is_file():
+        kind = "is a folder" if path.is_dir() else "is a pipe, socket or device"
+        raise ConfigError(f"cannot read the {what} {path}: it {kind}; give the path of a TOML file")
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read the {what} {path}: {error.strerror}; give the path of a TOML file") from None
+    return document_of(content, path)
+
+
+def document_of(content: bytes, path: Path) -> dict[str, Any]:
+    """The document in the bytes of a TOML file.
+
+    Raises:
+        ConfigError: they are not TOML; the message names the path.
+    """
+    try:
+        document = tomllib.loads(content.decode())
+        if not _is_shallow(document):
+            raise RecursionError
+        return document
+    except RecursionError:
+        raise ConfigError(f"{path} is not read: its arrays or tables are nested too deeply") from None
+    except ValueError as error:  # of TOML, of UTF-8, or of a number with thousands of digits
+        raise ConfigError(f"{path} is not a TOML file: {error}") from None
+
+
+def _is_shallow(document: Mapping[str, object]) -> bool:
+    """Whether tables and arrays lie in one another at most `DEEPEST` times."""
+    level: list[Any] = [document]
+    for _ in range(DEEPEST):
+        inner = [v for value in level for v in (value.values() if isinstance(value, dict) else value)]
+        level = [value for value in inner if isinstance(value, dict | list)]
+    return not level
