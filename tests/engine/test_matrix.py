@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,7 +34,7 @@ from fedloom.data import load
 from fedloom.data.federation import Federation
 from fedloom.data.partition import Hybrid
 from fedloom.engine.setting import Evaluate, Setting
-from fedloom.engine.setup import make_job
+from fedloom.engine.setup import check, make_job
 from fedloom.engine.simulate import simulate
 from fedloom.errors import Refused, Stop
 from fedloom.experiment.cards import LOSES, card, loses
@@ -144,6 +145,8 @@ REASONS = {
     ),
 }
 """Why a pair is refused: what the error says, and what the page says."""
+CURE = re.compile(r"; (find|keep|leave|or|set|take|use|weights)\b|'flame' and 'fedslr'|'fedslr' and 'lpgd'")
+"""What an error names to be done."""
 
 
 def has_global_model(method: Algorithm) -> bool:
@@ -371,6 +374,21 @@ def test_a_pair_runs_or_is_refused_for_its_reason(fed: Federation, grouped: Fede
     if cell.kind != "weights" and not made.pooled and getattr(made, cell.kind, None) is None:
         drawn = cell.plugin == "shares" and result.job.setting.sampler.by_samples
         assert plugin.kind == ("uniform" if drawn else cell.plugin)
+
+
+def test_a_refusal_has_its_reason_and_a_cure(grouped: Federation) -> None:
+    daily, others = every_cell()
+    wrong = []
+    for cell in (*daily, *others):
+        made = composed(cell.method, cell.plugin)
+        if (reason := refusal(made, cell.kind, cell.plugin)) is None:
+            continue
+        choices = choices_of(cell.kind, cell.plugin, root=0)
+        setting = Setting.of(made, model=MODEL, rounds=ROUNDS, local=LOCAL, **{"sampler": PARTIAL, **choices})
+        with pytest.raises(Refused, match=REASONS[reason][0]) as error:
+            check(setting, grouped)
+        wrong += [] if CURE.search(str(error.value)) else [str(error.value)]
+    assert wrong == []
 
 
 def test_every_plugin_and_every_method_has_its_cell() -> None:

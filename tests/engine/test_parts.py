@@ -150,6 +150,17 @@ def test_a_part_that_is_what_a_method_does_anyway_changes_no_bit(fed: Federation
             assert same(models(fed, name, part), bare, within), part
 
 
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in REGISTRY if n != "centralized"]
+)
+def test_all_neutral_parts_together_change_no_bit(fed: Federation, name: str) -> None:
+    bare, made, parts = models(fed, name, {}), method(name), dict[str, Any]()
+    for part in sorted(EXACT - {"over-selection", "buffered"}):
+        if getattr(made, part, None) is None and not refused(fed, name, parts | NEUTRAL[part]):
+            parts |= NEUTRAL[part]
+    assert same(models(fed, name, parts), bare, 0.0), parts
+
+
 def uploads_models(made: Any) -> bool:
     """Whether a channel takes what the client received from the upload, and adds it again, which rounds."""
     algorithm = made.algorithm if isinstance(made, Composition) else made

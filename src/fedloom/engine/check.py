@@ -30,7 +30,9 @@ def check_width(method: Algorithm, upload: Fields, weigher: Weigher, sampler: Sa
     for what, value, looks in (("weigher", weigher, weigher.probes), ("sampler", sampler, sampler.learns)):
         if looks:
             name = type(method).__name__
-            raise Refused(f"{what} {value.kind!r} looks at clients' models, but {name} uploads something smaller")
+            raise Refused(
+                f"{what} {value.kind!r} looks at clients' models, but {name} uploads something smaller; take another"
+            )
 
 
 def check_together(
@@ -69,6 +71,8 @@ def check_together(
         cure = "leave the weigher out"
         if isinstance(weigher, SamplesWeigher):
             cure += "; weights = 'samples' weighs every method's clients by their samples"
+        elif weigher.describes and kinds and not algorithm.mixes:
+            cure += "; weights = 'clusters' has clusters count alike in the method's own shares"
         raise Refused(f"weigher {weigher.kind!r} has nothing to act on in {name}: {why}; {cure}")
     if weigher.signed and aggregator is not None and aggregator.weighted and not aggregator.linear:
         raise Refused(
@@ -112,14 +116,18 @@ def check_mixer(algorithm: Algorithm, mixer: Mixer, aggregator: Aggregator | Non
     if not kinds:
         raise Refused(f"{what} has nothing to mix in {name}: it uploads nothing; leave it out")
     if algorithm.mixes:
-        raise Refused(f"{what} has no place in {name}: its server mixes single models for every client itself")
+        raise Refused(
+            f"{what} has no place in {name}: its server mixes single models for every client itself; leave it out"
+        )
     if isinstance(aggregator, PrivateMean):
         raise Refused(
             f"{what} sends mixtures of single models, which noise on a mean does not protect; leave it out, or use "
             "channel 'gaussian-noise' in place of aggregator 'private-mean'"
         )
     if algorithm.family == "clustered":
-        raise Refused(f"{what} has no place in {name}: its server has a model for each cluster of clients already")
+        raise Refused(
+            f"{what} has no place in {name}: its server has a model for each cluster of clients already; leave it out"
+        )
     personal = type(algorithm).personal is not Algorithm.personal
     if not personal and any(k.keeps or k.accumulates for k in kinds.values()):
         raise Refused(
@@ -174,7 +182,7 @@ def check_sampler(algorithm: Algorithm, sampler: Sampler, weigher: Weigher) -> N
     """
     name = type(algorithm).__name__
     if sampler.learns and not upload_fields(type(algorithm)):
-        raise Refused(f"sampler {sampler.kind!r} looks at uploads, but {name} uploads nothing")
+        raise Refused(f"sampler {sampler.kind!r} looks at uploads, but {name} uploads nothing; take another")
     if sampler.repeats and weigher.signed:
         raise Refused(
             f"sampler {sampler.kind!r} may draw a client twice, so that the weights of {weigher.kind!r} without its "

@@ -55,7 +55,10 @@ def check_privacy(
     fields, name = upload_fields(type(algorithm)).values(), type(algorithm).__name__
     if isinstance(aggregator, PrivateMean):
         if any(k.primary and k.base == "zero" for k in fields):
-            raise Refused(f"aggregator 'private-mean' clips differences, but {name} uploads absolute values")
+            raise Refused(
+                f"aggregator 'private-mean' clips differences, but {name} uploads absolute values; use channel "
+                "'gaussian-noise', which acts on their changes"
+            )
         if any(k.single for k in fields):
             raise Refused(
                 f"aggregator 'private-mean' protects means only, but the server of {name} also gets uploads of single "

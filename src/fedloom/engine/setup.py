@@ -175,7 +175,9 @@ def make_problem(
     check_shares(setting, server, ctx)
     if sampler.probes and method.global_model(server) is None:
         name = type(method).__name__
-        raise Refused(f"sampler {sampler.kind!r} queries clients about the global model, but {name} has none")
+        raise Refused(
+            f"sampler {sampler.kind!r} queries clients about the global model, but {name} has none; take another"
+        )
     fewest = sampler.smallest(fed.n) if replay.cohorts is None else min(len(set(map(int, c))) for c in replay.cohorts)
     if setting.mixer is not None:
         with attribute_error("method", method, "down"):

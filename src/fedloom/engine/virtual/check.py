@@ -67,7 +67,10 @@ def check_stream(setting: Setting, n: int | None) -> None:
             f"clients train one by one; {cure}"
         )
     if isinstance(setting.attack, Forgery) and setting.attack.sees_honest:
-        raise Refused(f"{what} has no rounds whose honest uploads attack {kind_of(setting.attack)!r} could look at")
+        raise Refused(
+            f"{what} has no rounds whose honest uploads attack {kind_of(setting.attack)!r} could look at; take another "
+            "attack, or a deadline, which keeps rounds"
+        )
     if setting.aggregator is not None:
         setting.aggregator.check(schedule.size)
     if n is None:
