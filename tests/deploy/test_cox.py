@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
+import tomli_w
 from flwr.app import Message
 from lifelines import CoxPHFitter
 from lifelines.datasets import load_rossi
@@ -27,6 +28,7 @@ from fedloom.errors import Stop
 from fedloom.tasks.cox import SurvivalSite, fit_cox
 from fedloom.tasks.cox_vectors import CoxAgreement, binned, bins_with_events, merged_ends
 from fedloom.tasks.secure_cox import fit_secure_cox
+from tests.commands import call
 from tests.deploy.grid import Fault
 from tests.deploy.scene import FIRST, Scene, changed, scene
 from tests.deploy.sessions import arrays_of, kind_of
@@ -105,13 +107,24 @@ def test_under_masks_it_is_the_pooled_fit_of_the_merged_bins(tmp_path: Path) -> 
     here = deployed(tmp_path, {"width": 4, "until": 52, "least": 2})
     grid = here.grid()
     assert here.serve(grid) is Stop.DONE, here.audit()
-    sites, terms = sites_of(rossi()), agreed_terms(4, least=2)
+    found = results(here)
+    check_pooled_fit(found, 4, least=2)
+    steps = asked(here, grid.sent)
+    assert [*dict.fromkeys(step["step"] for step in steps)] == [*range(len({str(step) for step in steps}))]
+    for site in here.sites:
+        kept = json.loads(next(site.state.rglob("cox.json")).read_text())
+        assert kept["coefficients"] == found["coefficient"].tolist()
+        assert kept["columns"] == NAMES
+
+
+def check_pooled_fit(found: pd.DataFrame, width: float, least: int) -> None:
+    """The regression of five masked sites is that of lifelines on the rows in the bins that the sites had merged."""
+    sites, terms = sites_of(rossi()), agreed_terms(width, least=least)
     wide = merged_ends(terms, np.array([bins_with_events(site, terms) for site in sites]), missing=1, fewest=3)
     rows = [binned(site, wide)[0] for site in sites]
     used = SurvivalSite(*map(np.concatenate, zip(*rows, strict=True)))
     for k, end in enumerate(wide.ends):  # events of four sites in every bin, so of three without any
         assert sum(bool(((row.time == end) & (row.event == 1)).any()) for row in rows) >= 4 or k == len(wide.ends) - 1
-    found = results(here)
     table = pd.DataFrame({**dict(zip(NAMES, used.x.T, strict=True)), "t": used.time, "e": used.event})
     pooled = CoxPHFitter().fit(table, "t", "e")
     gap = np.abs(found["coefficient"] - pooled.params_[NAMES].to_numpy())
@@ -123,12 +136,30 @@ def test_under_masks_it_is_the_pooled_fit_of_the_merged_bins(tmp_path: Path) -> 
     assert found["likelihood"][0] == pytest.approx(simulated.fit.likelihood, abs=1e-9)
     assert found["events"][0] == used.event.sum() < rossi()["arrest"].sum()
     assert found["rare_lost"][0] + found["late_lost"][0] + found["events"][0] == rossi()["arrest"].sum()
-    steps = asked(here, grid.sent)
-    assert [*dict.fromkeys(step["step"] for step in steps)] == [*range(len({str(step) for step in steps}))]
-    for site in here.sites:
-        kept = json.loads(next(site.state.rglob("cox.json")).read_text())
-        assert kept["coefficients"] == found["coefficient"].tolist()
-        assert kept["columns"] == NAMES
+
+
+@pytest.mark.slow
+@pytest.mark.deploy
+@pytest.mark.timeout(1800)
+def test_over_real_processes_it_is_the_pooled_fit(tmp_path: Path) -> None:
+    """A server and five sites over TLS, under masks, by the commands."""
+    rossi().to_csv(tmp_path / "rossi.csv", index=False)
+    columns = [{"name": name, "range": list(limits)} for name, limits in RANGES.items()]
+    agreement = {"target": "week", "event": "arrest", "task": "survival", "column": columns}
+    experiment = {
+        "name": "rossi", "rounds": 1, "seeds": [0], "method": [{"algorithm": "fedavg"}],
+        "data": {"source": str(tmp_path / "rossi.csv"), "users": "site", "agreement": agreement},
+        "partition": {"kind": "writers"}, "local": {"lr": 0.01, "batch_size": "full"},
+        "evaluate": {"cox": {"width": 4, "until": 52, "least": 2}},
+    }  # fmt: skip
+    (tmp_path / "rossi.toml").write_text(tomli_w.dumps(experiment))
+    made = tmp_path / "made"
+    call("deploy", "init", tmp_path / "rossi.toml", "--sites", SITES, "--secure-aggregation", "--out", made)
+    printed = call("deploy", "local", made)
+    assert "round 1/1: 5 of 5 accepted" in printed
+    assert f"Cox regression of {len(rossi())} rows" in printed
+    assert "Cox regression: done" in call("deploy", "status", made / "server")
+    check_pooled_fit(pq.read_table(made / "server" / "results" / "cox.parquet").to_pandas(), 4, least=2)
 
 
 @pytest.mark.parametrize("masked", [True, False])
