@@ -18,6 +18,7 @@ from torch import nn
 from fedloom.data.groups import keeping
 from fedloom.deploy.groups import GroupSums
 from fedloom.deploy.ops.plan import plan
+from fedloom.deploy.server.run import serve
 from fedloom.deploy.settings import Secure, text_of
 from fedloom.deploy.site.models import figures, importances, module_of, owned, used
 from fedloom.engine.simulate import simulate
@@ -217,8 +218,11 @@ def test_figures_and_importance_at_a_site_are_those_of_the_simulation(model: str
 
 
 def test_batch_statistics_of_a_site_are_named_where_a_simulation_has_others(tmp_path: Path) -> None:
-    here = deployed(tmp_path, method="fedavg", model={"kind": NORMALISED})
-    assert here.serve() is Stop.DONE
+    here, lines = deployed(tmp_path, method="fedavg", model={"kind": NORMALISED}), list[str]()
+    assert serve(here.grid(), here.server, lines.append) is Stop.DONE
+    (note,) = [line for line in lines if "statistics do not travel" in line]
+    assert "the client's own" in note
+    assert "averaged" not in note
     site = here.sites[2]
     (site.state / "site.toml").write_text(text_of(site))
     assert "statistics of this site's own training part" in call("deploy", "evaluate", site.state, "--importance")

@@ -324,11 +324,13 @@ class _Run(Hooks):
         setting = experiment.methods[0].setting
         setting = setting.with_(engine=setting.engine.with_(quorum=1e-9, device="cpu"))
         schedule = setting.schedule  # which is of real time; `check_deployable` has looked at it
-        job, server = make_job(setting.with_(schedule=Synchronous()), fed, folder=self._settings.checkpoints)
+        scored = setting.evaluate.with_(statistics="own")  # as sites score
+        planned = setting.with_(schedule=Synchronous(), evaluate=scored)
+        job, server = make_job(planned, fed, folder=self._settings.checkpoints)
         forms = Forms(job, server)
         survivors = None if self._settings.secure is None else self._settings.secure.threshold
         noisy = {name: released(getattr(job.setting, name), survivors) for name in ("channel", "aggregator")}
-        job = replace(job, setting=job.setting.with_(schedule=schedule, **noisy))
+        job = replace(job, setting=job.setting.with_(schedule=schedule, evaluate=setting.evaluate, **noisy))
         none: Store[Fields] = Store(job.n, Nothing())
         return replace(job, clients=none, residue=none, optimizer=none, memory=None), server, forms
 
