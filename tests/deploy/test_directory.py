@@ -185,6 +185,9 @@ def test_renew_makes_another_certificate_of_the_same_authority(ready):
         x509.load_pem_x509_certificate((ready / "server" / "ca.crt").read_bytes())
     )
     assert stat.S_IMODE((ready / "server" / "server.key").stat().st_mode) == 0o600
+    said = CliRunner().invoke(app, ["deploy", "renew", str(ready), "--host", "fl.example.org"]).output
+    for text in (said, (ready / "README.md").read_text().replace("\n  ", " ")):  # both hold the old certificate
+        assert re.search("reload the gate .*restart fedloom-superlink|Restart `fedloom-superlink` and reload", text)
     (ready / "authority" / "ca.key").unlink()
     with pytest.raises(ConfigError, match="has no authority"):
         renew(ready, "fl.example.org", 100)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -211,6 +212,18 @@ def test_a_site_that_lost_its_disk_begins_anew(tmp_path: Path) -> None:  # 18
     assert here.serve() is Stop.DONE
     assert any("begins anew" in r.get("reason", "") for r in here.audit("accepted", client=LOST))
     assert bool(here.model().isfinite().all())
+
+
+def test_a_run_weighed_by_samples_states_why_it_waits_for_all(tmp_path: Path) -> None:
+    """Though the quorum is there: every share depends on the samples of the missing site."""
+    here = scene(tmp_path, "fedavg", **{**SMALL, "weights": "samples"})
+    two = here.grid()
+    del two.nodes[FIRST + LOST]
+    assert here.serve(two, quorum=2) is Stop.TOO_FEW
+    detail = here.summary()["detail"]
+    assert "2 of 3 sites are there, missing: site-1" in detail
+    assert re.search("'samples'.* needs every site's number of samples when the run begins", detail)
+    assert here.serve() is Stop.DONE
 
 
 def test_too_few_sites(tmp_path: Path, whole: Scene) -> None:  # 20
