@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, get_args
 
 import pytest
@@ -77,19 +79,24 @@ def test_pulls_follow_the_length_of_a_round(name: str) -> None:
         assert both[0] == pytest.approx(both[1])
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
-def test_the_length_of_a_round_is_how_far_sgd_goes_on_a_steady_gradient(momentum: float) -> None:
-    ctx = contexts()[0]
-    local = LocalSGD(lr=0.05, epochs=3, momentum=momentum)
-    far = []
+@pytest.mark.parametrize(
+    ("local", "optimiser"),
+    [(LocalSGD(lr=0.05, epochs=3, momentum=m), partial(torch.optim.SGD, momentum=m)) for m in (0.0, 0.5, 0.9)]
+    + [(LocalSGD(lr=0.05, epochs=3, optimizer="adam"), torch.optim.Adam)],
+)
+def test_the_length_of_a_round_is_how_far_it_goes_on_a_steady_gradient_of_norm_one(
+    local: LocalSGD, optimiser: Callable[..., torch.optim.Optimizer]
+) -> None:
+    ctx, times = contexts()[0]._replace(local=local), []
+    d = ctx.layout.d
     for size in ctx.sizes[:, 0].tolist():
-        x = torch.zeros(1, requires_grad=True)
-        optimiser = torch.optim.SGD([x], lr=local.lr, momentum=momentum)
-        x.grad = torch.ones(1)
+        x = torch.zeros(d, requires_grad=True)
+        x.grad = torch.full((d,), d**-0.5)
+        steps = optimiser([x], lr=local.lr)
         for _ in range(3 * local.batches(size)):
-            optimiser.step()
-        far.append(-float(x.detach()))
-    assert ctx._replace(local=local).reach == pytest.approx(sum(far) / len(far))
+            steps.step()
+        times.append(float(x.detach().norm() / x.grad.norm()))
+    assert ctx.reach == pytest.approx(sum(times) / len(times), rel=1e-5)
 
 
 @pytest.mark.parametrize("name", REGISTRY)

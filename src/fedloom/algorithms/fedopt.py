@@ -22,7 +22,8 @@ mean over the cohort is by the clients' shares.
 
 Defaults: the adaptive optimisers move no coordinate by much more than server_lr in a round: reach/10, reach the length
 of a local round (lr times its mean number of steps), is what a gradient of 0.1 moves one; the smallest of the factors
-in studies/benchmarks/factors.py that keeps up with FedAvg. With momentum 0.1 = 1 - beta1, FedAvg's speed in the end.
+in studies/benchmarks/factors.py that keeps up with FedAvg; where clients use Adam or the like, what these move one by.
+With momentum 0.1 = 1 - beta1, FedAvg's speed in the end.
 
 Use it where some coordinates see rare gradients (embeddings); tune server_lr and tau together with the local lr.
 """
@@ -64,7 +65,8 @@ class FedOpt(Algorithm):
     needs: ClassVar[Mapping[str, str]] = {"beta2": "optimiser adam yogi", "tau": "optimiser adagrad adam yogi"}
 
     def derived(self, ctx: Ctx) -> dict[str, Any]:
-        return {"server_lr": 0.1 if self.optimiser == "momentum" else ctx.reach / 10}
+        unit = 10 if issubclass(ctx.local.optimizer_class, torch.optim.SGD) else ctx.layout.d**0.5
+        return {"server_lr": 0.1 if self.optimiser == "momentum" else ctx.reach / unit}
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Nothing, None]:
         return Server(x0, torch.zeros_like(x0), torch.full_like(x0, self.tau**2)), Nothing(), None

@@ -69,14 +69,16 @@ class Ctx(NamedTuple):
     def reach(self) -> float:
         """How far local SGD goes in a round, as time on the gradient flow: step size times the mean number of steps.
 
-        With momentum the i-th step counts 1 + ... + momentum^(i-1), as on a steady gradient.
+        With momentum the i-th step counts 1 + ... + momentum^(i-1), as on a steady gradient. Another optimiser moves
+        every coordinate by the step size, whatever the gradient; that is counted as if the gradient's norm were one.
         """
         local, rest = self.local, 1 - self.local.momentum
         sizes, counts = (tensor.tolist() for tensor in self.sizes[:, 0].unique(return_counts=True))
         steps = [local.epochs * local.batches(size) if local.steps is None else local.steps for size in sizes]
         lengths = [(k - local.momentum * (1 - local.momentum**k) / rest) / rest for k in steps]
         mean: float = sum(length * count for length, count in zip(lengths, counts, strict=True)) / len(self.sizes)
-        return local.lr * max(mean, 1.0)
+        unit = 1.0 if issubclass(local.optimizer_class, torch.optim.SGD) else self.layout.d**0.5
+        return local.lr * max(mean, 1.0) * unit
 
     def rng(self, purpose: str) -> torch.Generator:
         """The server's generator of this round."""
