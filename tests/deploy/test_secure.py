@@ -3,9 +3,11 @@
 import itertools
 import os
 from collections.abc import Collection
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from Crypto.Protocol.SecretSharing import Shamir
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -135,7 +137,7 @@ def test_every_bit_of_the_secret_changes_the_whole_stream() -> None:
 
 def test_masks_depend_on_both_keys_the_session_the_question_and_the_peers() -> None:
     sites, session = ready(range(3), 2)
-    other = session._replace(name=bytes(32))
+    other = replace(session, name=bytes(32))
     zero = np.zeros(64, dtype=np.uint64)
     seen = [
         secure.masked(s, bound(s, p, q), c, sites[c].secrets, p, zero)
@@ -213,12 +215,12 @@ def test_a_share_decrypts_only_as_it_was_meant() -> None:
     sites, session = ready(range(3), 2)
     sent = shares.share(session, 0, sites[0].secrets, sites[0].signing)
     assert len(opened(sites, session, 1, 0, sent[1])) == 64
-    other = session._replace(adverts={c: a for c, a in session.adverts.items() if c != 2})
+    other = replace(session, adverts={c: a for c, a in session.adverts.items() if c != 2})
     for wrong in (
         lambda: opened(sites, session, 1, 2, sent[1]),
         lambda: opened(sites, session, 2, 0, sent[1]),
         lambda: opened(sites, other, 1, 0, sent[1]),
-        lambda: opened(sites, session._replace(threshold=3), 1, 0, sent[1]),
+        lambda: opened(sites, replace(session, threshold=3), 1, 0, sent[1]),
         *(lambda k=k: opened(sites, session, 1, 0, flipped(sent[1], k)) for k in (0, 32, 44, 123, 124, 187)),
     ):
         with pytest.raises(Refused, match="not made with the keys of this session"):
@@ -247,10 +249,23 @@ def test_who_is_to_blame_for_a_share_that_does_not_decrypt() -> None:
     assert shares.is_accused(session, 1, 0, signature, public)
     for wrong in (
         lambda: shares.is_accused(session, 1, 2, signature, public),
-        lambda: shares.is_accused(session._replace(name=bytes(32)), 1, 0, signature, public),
+        lambda: shares.is_accused(replace(session, name=bytes(32)), 1, 0, signature, public),
         lambda: shares.is_accused(session, 1, 0, signature, sites[2].signing.public_key()),
     ):
         assert not wrong()
+
+
+@given(st.data(), st.integers(2, 100), st.binary(min_size=32, max_size=32))
+@settings(max_examples=15, deadline=None)
+def test_shares_join_to_what_was_split(data: st.DataObject, n: int, secret: bytes) -> None:
+    """Any threshold of the shares in any order; of any bytes in their places, what PyCryptodome makes of them."""
+    threshold = data.draw(st.integers(2, min(n, 12)))
+    places = data.draw(st.lists(st.integers(1, n), min_size=threshold, max_size=threshold, unique=True))
+    halves = [dict(Shamir.split(threshold, n, secret[k : k + 16])) for k in (0, 16)]
+    assert shares.joined([(k, halves[0][k] + halves[1][k]) for k in places]) == secret
+    wrong = [(k, data.draw(st.binary(min_size=32, max_size=32))) for k in places]
+    combined = [Shamir.combine([(k, both[a : a + 16]) for k, both in wrong]) for a in (0, 16)]
+    assert shares.joined(wrong) == b"".join(combined)
 
 
 def test_never_both_shares_of_a_site() -> None:

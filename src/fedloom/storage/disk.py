@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,7 +46,11 @@ def regular(path: Path) -> Path:
     Raises:
         OSError: it is a pipe, a socket, a device or a folder: to open a pipe would wait for who writes to it.
     """
-    if path.exists() and not path.is_file():
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        return path
+    if not stat.S_ISREG(mode):
         raise OSError(errno.EINVAL, "is no regular file", str(path))
     return path
 

@@ -78,9 +78,9 @@ class OpenedSums:
                 )
             if before != new:
                 raise Broken(f"the {what} of round {t} were summed already, on another model or from other states")
-            for other in opened.values():
+            for other in (one for one in opened.values() if models[what] and one["models"] == models[what]):
                 apart = sum(bases.get(c) != other["bases"].get(c) for c in {*bases, *other["bases"]})
-                if models[what] and other["models"] == models[what] and 0 < apart < threshold:
+                if 0 < apart < threshold:
                     raise Broken(
                         f"the {what} on these models were summed already, in another round, of sites of which {apart} "
                         "differ; the two sums reveal their difference"

@@ -22,8 +22,8 @@ other, so both together need T - c honest sites twice: 2 T <= n + c.
 
 Masks are ChaCha20 streams under 256-bit keys from HKDF-SHA256; shares travel under AES-256-GCM with a key pair of the
 sender's for each receiver, and the digest of all advertised keys as associated data, so an answer to other keys does
-not decrypt. All bits come from the operating system. Ciphers are those of ``cryptography``, shares those of
-PyCryptodome.
+not decrypt. All bits come from the operating system. Ciphers are those of ``cryptography``. PyCryptodome cuts
+secrets into shares.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -76,7 +78,8 @@ class Advert(NamedTuple):
     signature: bytes
 
 
-class Session(NamedTuple):
+@dataclass(frozen=True)
+class Session:
     """What all sites of a session agree on.
 
     Attributes:
@@ -89,7 +92,7 @@ class Session(NamedTuple):
     threshold: int
     adverts: Mapping[int, Advert]
 
-    @property
+    @cached_property
     def digest(self) -> bytes:
         """SHA-256 of all of it."""
         parts = (a.client.to_bytes(4, "little") + a.sealing + a.masking + a.seed for a in self.adverts.values())
@@ -165,17 +168,22 @@ def committed(seed: bytes) -> bytes:
 
 def public_of(private: bytes) -> bytes:
     """The public key of a private one."""
-    return X25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw()
+    return private_key(private).public_key().public_bytes_raw()
 
 
-def common(private: bytes, public: bytes) -> bytes:
+def private_key(private: bytes) -> X25519PrivateKey:
+    """A private key of X25519, of its bytes."""
+    return X25519PrivateKey.from_private_bytes(private)
+
+
+def common(private: X25519PrivateKey, public: bytes) -> bytes:
     """The secret that only the owners of two key pairs know.
 
     Raises:
         Broken: the public key is no point with which there is a secret.
     """
     try:
-        return X25519PrivateKey.from_private_bytes(private).exchange(X25519PublicKey.from_public_bytes(public))
+        return private.exchange(X25519PublicKey.from_public_bytes(public))
     except ValueError:
         raise Broken("an advertised key is no public key of X25519") from None
 
@@ -242,13 +250,14 @@ def masked(
 ) -> Integers:
     """A site's vector ``[D]`` under its own mask and those that it has with the ``peers``, itself left out."""
     total = vector + stream(derived(secrets.seed, bound, b"seed"), len(vector))
+    masking = private_key(secrets.masking)
     for peer in peers:
         if peer != client:
-            total += _pair(session, bound, client, secrets.masking, peer, len(vector))
+            total += _pair(session, bound, client, masking, peer, len(vector))
     return total
 
 
-def _pair(session: Session, bound: bytes, client: int, masking: bytes, peer: int, length: int) -> Integers:
+def _pair(session: Session, bound: bytes, client: int, masking: X25519PrivateKey, peer: int, length: int) -> Integers:
     """What ``client`` adds for ``peer``, who adds the opposite."""
     pair = b"mask" + b"".join(c.to_bytes(4, "little") for c in sorted((client, peer)))
     mask = stream(derived(common(masking, session.adverts[peer].masking), bound, pair), length)
@@ -272,8 +281,9 @@ def unmasked(
         if owner in arrived:
             total -= stream(derived(secret, bound, b"seed"), len(total))
             continue
+        masking = private_key(secret)
         for peer in arrived:
-            total += _pair(session, bound, owner, secret, peer, len(total))
+            total += _pair(session, bound, owner, masking, peer, len(total))
     return total
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import lru_cache
 
 from Crypto.Protocol.SecretSharing import Shamir
 from cryptography.exceptions import InvalidSignature, InvalidTag
@@ -28,6 +29,7 @@ from fedloom.deploy.secure.protocol import (
     committed,
     common,
     derived,
+    private_key,
     public_of,
 )
 from fedloom.seeds import numpy_generator
@@ -37,6 +39,8 @@ SEALED = KEY + NONCE + 2 * KEY + 16 + SIGNATURE
 """Bytes of a sealed share: a public key, a nonce, two shares with AES-GCM's tag, a signature."""
 SUBSETS = 200
 """Most subsets of the shares of a secret that are tried."""
+_MODULUS = 1 << 8 * _HALF | 0x87
+"""x^128 + x^7 + x^2 + x + 1, the polynomial of `Shamir`'s field."""
 
 
 class Unreadable(Broken):
@@ -56,9 +60,9 @@ def share(session: Session, client: int, secrets: Secrets, key: Ed25519PrivateKe
 
 
 def _sealed(session: Session, sender: int, to: int, secrets: Secrets, plain: bytes, key: Ed25519PrivateKey) -> bytes:
-    private, nonce = one_time_key(session, secrets, to), os.urandom(NONCE)
+    private, nonce = private_key(one_time_key(session, secrets, to)), os.urandom(NONCE)
     way = _way(session, common(private, session.adverts[to].sealing), sender, to)
-    body = public_of(private) + nonce + AESGCM(way).encrypt(nonce, plain, session.digest)
+    body = private.public_key().public_bytes_raw() + nonce + AESGCM(way).encrypt(nonce, plain, session.digest)
     return body + key.sign(_sent(session, sender, to, body))
 
 
@@ -86,7 +90,7 @@ def open_share(
     """
     if not is_signed(session, sender, client, sealed, public):
         raise Broken(f"the share of client {sender} was not made with the keys of this session")
-    return decrypted(session, common(secrets.sealing, sealed[:KEY]), sender, client, sealed)
+    return decrypted(session, common(private_key(secrets.sealing), sealed[:KEY]), sender, client, sealed)
 
 
 def is_signed(session: Session, sender: int, to: int, sealed: bytes, public: Ed25519PublicKey) -> bool:
@@ -126,8 +130,50 @@ def reveal_shares(shares: Mapping[int, bytes], survivors: Collection[int]) -> di
 
 
 def joined(parts: Sequence[tuple[int, bytes]]) -> bytes:
-    """The secret of ``(place, share)``, as many as the threshold."""
-    return b"".join(Shamir.combine([(k, s[a : a + _HALF]) for k, s in parts], ssss=False) for a in (0, _HALF))
+    """The secret of ``(place, share)``, as many as the threshold: what `Shamir.combine` gives.
+
+    Each half is a sum of the shares times `_weights`, which are the same for all secrets of these places. The time of
+    it may depend on the secret, since whoever joins shares is to know it.
+    """
+    weights, halves = _weights(tuple(k for k, _ in parts)), [0, 0]
+    for weight, (_, both) in zip(weights, parts, strict=True):
+        for k in (0, 1):
+            halves[k] ^= _times(int.from_bytes(both[k * _HALF : (k + 1) * _HALF]), weight)
+    return b"".join(half.to_bytes(_HALF) for half in halves)
+
+
+@lru_cache(maxsize=2 * SUBSETS)
+def _weights(places: tuple[int, ...]) -> tuple[int, ...]:
+    """What shares at these places are multiplied by, so that their sum is the secret: Lagrange's polynomials at 0."""
+    weights = []
+    for k in places:
+        above, below = 1, 1
+        for other in places:
+            if other != k:
+                above, below = _times(above, other), _times(below, other ^ k)
+        weights.append(_times(above, _inverse(below)))
+    return tuple(weights)
+
+
+def _times(a: int, b: int) -> int:
+    """The product in `Shamir`'s field of 2^128 numbers, whose bits are the coefficients of a polynomial."""
+    product = 0
+    while b:
+        product ^= a if b & 1 else 0
+        a, b = a << 1, b >> 1
+        a ^= _MODULUS if a >> 8 * _HALF else 0
+    return product
+
+
+def _inverse(a: int) -> int:
+    """What ``a``, not 0, is multiplied by to give 1, by Euclid's algorithm: x a = r and y a = s modulo `_MODULUS`."""
+    r, s, x, y = a, _MODULUS, 1, 0
+    while r != 1:
+        if r.bit_length() < s.bit_length():
+            r, s, x, y = s, r, y, x
+        shift = r.bit_length() - s.bit_length()
+        r, x = r ^ s << shift, x ^ y << shift
+    return x
 
 
 # --------------------------------------------------------------------------------------------------------- accusations
@@ -160,7 +206,7 @@ def is_readable(session: Session, sender: int, to: int, sealed: bytes, private: 
     if public_of(private) != sealed[:KEY]:
         return False
     try:
-        decrypted(session, common(private, session.adverts[to].sealing), sender, to, sealed)
+        decrypted(session, common(private_key(private), session.adverts[to].sealing), sender, to, sealed)
     except Broken:
         return False
     return True

@@ -16,7 +16,7 @@ from fedloom.deploy.protocol.envelope import STEPS, Envelope, Kind
 from fedloom.deploy.protocol.lengths import lengths
 from fedloom.deploy.secure.member import SessionMember
 from fedloom.deploy.secure.protocol import ACCUSES, Broken
-from fedloom.deploy.secure.terms import check_models, check_terms, read_terms
+from fedloom.deploy.secure.terms import Terms, check_models, check_terms, read_terms
 from fedloom.deploy.secure.vectors import ScoreVector, UploadVector
 from fedloom.deploy.settings import Site, bound_of
 from fedloom.deploy.site.cox import SiteCox
@@ -45,6 +45,7 @@ class MaskedAnswers:
         self._site, self._agreed, self._trainer = site, site.secure, trainer
         self._member, self._groups = SessionMember(site, key, folder), SiteGroups(trainer)
         self._cox = SiteCox(trainer, folder)
+        self._last: tuple[object, Job] | None = None
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
@@ -113,7 +114,7 @@ class MaskedAnswers:
         if terms.question is not None:
             first = len(ScoreVector(trainer.job).figures) + len(self._groups.sums.groups)
             return self._member.masked(t, head["session"], self._cox.masked_vector(terms, first))
-        job, state = trainer.with_local_data(head["accepted"], terms.weighed(trainer.job, self._site.samples))
+        job, state = trainer.with_local_data(head["accepted"], self._weighed(terms))
         vectors = []
         if terms.scored >= 0:
             scores = trainer.scores(job, models, terms.scored, common=terms.common)
@@ -137,6 +138,12 @@ class MaskedAnswers:
             new = trainer.train(job, state, t, envelope.arrays[0], self._send(weights), weights)
             vectors.insert(0, new.tensors["reply"].numpy().view(np.uint64))
         return self._member.masked(t, head["session"], np.concatenate([np.zeros(0, np.uint64), *vectors]))
+
+    def _weighed(self, terms: Terms) -> Job:
+        """The run with the shares of these terms, which stay as long as the numbers of samples do."""
+        if self._last is None or self._last[0] != terms.sizes:
+            self._last = terms.sizes, terms.weighed(self._trainer.job, self._site.samples)
+        return self._last[1]
 
     def _send(self, weights: tuple[float, float]) -> Callable[..., dict[str, Tensor]]:
         """Write an upload as the integers that are masked.
