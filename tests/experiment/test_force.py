@@ -164,6 +164,34 @@ def damage(out: Path, name: str) -> None:
         path.write_bytes(path.read_bytes()[:-7])
 
 
+LINKS = ["checkpoints", "models", "live", "checkpoints/fedavg-0", "models/fedavg-0", "trials", "checkpoints/fedavg"]
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_nothing_is_written_or_deleted_where_a_linked_folder_leads(
+    link: str, finished: Path, searched: Path, tmp_path: Path
+) -> None:
+    """A directory that somebody else has made could lead to one's own files, which --force and trials delete."""
+    is_search = link in LINKS[-2:]
+    out = shutil.copytree(searched if is_search else finished, tmp_path / "out")
+    precious = shutil.copytree(finished / "checkpoints", tmp_path / "precious")
+    shutil.rmtree(out / link, ignore_errors=True)
+    (out / link).parent.mkdir(exist_ok=True)
+    (out / link).symlink_to(precious, target_is_directory=True)
+    before = contents(precious)
+
+    def begin(**options: bool) -> None:
+        if is_search:
+            Tuning(SEARCH, "search.toml", out, **options).run()
+        else:
+            Plan(parse(SMALL), out, **options).run(page=False)
+
+    for options in ({}, {"force": True}, *(() if is_search else ({"force": True, "partly": True},))):
+        with pytest.raises(RunDirError, match="is a link"):
+            begin(**options)
+        assert contents(precious) == before
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_damaged_checkpoint_stops_its_own_method_only(workers: int, copy: Path) -> None:
     damage(copy, "two+words-0")

@@ -45,7 +45,7 @@ from fedloom.processes.ranks import ALONE, Ranks
 from fedloom.processes.signals import interruptible
 from fedloom.rundir import CHECKPOINTS, FILES, FOLDERS, LIVE, MODELS, REPORT, SETTINGS, folder_of
 from fedloom.storage.checkpoint import check_digest
-from fedloom.storage.files import is_unused, make_folder
+from fedloom.storage.files import is_unused, make_folder, refuse_links
 from fedloom.storage.locks import lock
 
 FEW_CLIENTS = 16
@@ -259,6 +259,7 @@ class Plan:
             raise RunDirError(
                 f"{self.out} is not empty and not a run directory (no experiment.toml); choose another --out"
             )
+        refuse_links(self.out, FOLDERS)
         if self._force and not self._partly:
             return
         free = [f"{table}.{field}" for table, value in Setting.tables().items() for field in value.base.free]

@@ -6,6 +6,7 @@ import io
 import os
 import weakref
 from contextlib import AbstractContextManager, suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,7 +56,9 @@ def make_folder(folder: Path, mode: int = 0o777) -> None:
     Raises:
         CheckpointError: the disk refuses.
     """
-    missing = [f for f in (folder, *folder.parents) if not f.exists()]
+    if folder.exists():
+        return
+    missing = [*takewhile(lambda f: not f.exists(), (folder, *folder.parents))]
     with explained(folder):
         for path in reversed(missing):
             disk.step("create", path)
@@ -68,6 +71,22 @@ def is_unused(folder: Path) -> bool:
     if folder.exists() and not folder.is_dir():
         raise RunDirError(f"{folder} is a file, not a folder; choose another --out")
     return not folder.exists() or all(path.name.startswith(".") for path in folder.iterdir())
+
+
+def refuse_links(folder: Path, names: Iterable[str]) -> None:
+    """Refuses folders of these names, and folders in them, that are links: all in them may be replaced and deleted.
+
+    Raises:
+        RunDirError: the first of them.
+    """
+    for place in (folder / name for name in names):
+        inside = () if place.is_symlink() else sorted(place.glob("*"))
+        link = next((path for path in (place, *inside) if path.is_symlink()), None)
+        if link is not None:
+            raise RunDirError(
+                f"{link} is a link, and files would be written and deleted where it leads; remove it, or choose "
+                "another --out"
+            )
 
 
 def write_atomic(path: Path, content: Buffer | Callable[[Sink], object]) -> None:

@@ -23,7 +23,7 @@ from fedloom.processes.distributed import check_alone
 from fedloom.processes.pool import WorkerPool, cores
 from fedloom.processes.signals import interruptible
 from fedloom.rundir import file_name
-from fedloom.storage.files import is_unused, make_folder, write_atomic
+from fedloom.storage.files import is_unused, make_folder, refuse_links, write_atomic
 from fedloom.storage.locks import lock
 from fedloom.tune.report import write_report
 from fedloom.tune.search import (
@@ -44,6 +44,8 @@ from fedloom.values import difference, dump, flat
 
 FREE = ("seeds", "name", "evaluate")
 """Parts of an experiment that no trial depends on."""
+FOLDERS = ("trials", "checkpoints")
+"""Folders of a search."""
 
 OnTrial = Callable[[str, Trial], None]
 """(label, trial): called after every trial."""
@@ -261,6 +263,7 @@ class Tuning:
         out, path = self.out, self.out / "search.toml"
         if not is_unused(out) and not path.exists():
             raise RunDirError(f"{out} is not empty and holds no search (no search.toml); choose another --out")
+        refuse_links(out, FOLDERS)
         if self._force:
             return
         now = tomllib.loads(tomli_w.dumps(self._identity()))
@@ -273,8 +276,8 @@ class Tuning:
         """Make the directory this search's own, forgetting what it holds where that was asked for."""
         self._check_directory()
         if self._force:
-            for folder in (self.out / "trials", self.out / "checkpoints"):
-                shutil.rmtree(folder, ignore_errors=True)
+            for name in FOLDERS:
+                shutil.rmtree(self.out / name, ignore_errors=True)
         self._force = False
         write_atomic(self.out / "search.toml", tomli_w.dumps(self._identity()).encode())
         make_folder(self.out / "trials")
