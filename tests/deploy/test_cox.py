@@ -17,14 +17,14 @@ from lifelines import CoxPHFitter
 from lifelines.datasets import load_rossi
 from statsmodels.duration.hazard_regression import PHReg
 
-from fedloom.deploy.cox import STEPS, STEPS_FILE, CoxStep
+from fedloom.deploy.cox import STEPS, STEPS_FILE, CoxStep, check_cox
 from fedloom.deploy.ops.status import lines, status_of
 from fedloom.deploy.secure.opened import OpenedSums, read_checked, write_checked
 from fedloom.deploy.secure.protocol import Broken
 from fedloom.deploy.server.cox import CoxServer
 from fedloom.deploy.settings import Secure
 from fedloom.deploy.site.client import Client
-from fedloom.errors import Stop
+from fedloom.errors import DataError, Refused, Stop, WireError
 from fedloom.tasks.cox import SurvivalSite, fit_cox
 from fedloom.tasks.cox_vectors import CoxAgreement, binned, bins_with_events, merged_ends
 from fedloom.tasks.secure_cox import fit_secure_cox
@@ -328,6 +328,52 @@ def test_one_row_may_not_weigh_more_than_all_others(tmp_path: Path) -> None:
     site.vector(CoxStep(step=0, beta=(0.1, 0.2, 0.3)))
     with pytest.raises(Broken, match="step 0 .* at other coefficients"):
         site.vector(CoxStep(step=0, beta=(0.1, 0.2, 0.4)))
+
+
+def test_a_damaged_list_of_steps_answers_none(tmp_path: Path) -> None:
+    """Else a server would get a second sum of each."""
+    site = Client(deployed(tmp_path, {"stratify": True}, masked=False).sites[0]).answers._cox
+    site.vector(CoxStep(step=0, beta=(0.1, 0.2, 0.3)))
+    whole = site._steps.read_bytes()
+    for damaged in (b"", whole[:-1], whole.replace(b'"0"', b'"9"'), b"\xff"):
+        site._steps.write_bytes(damaged)
+        for beta in ((0.1, 0.2, 0.3), (0.1, 0.2, 0.4)):
+            with pytest.raises(Broken, match="cannot be known"):
+                site.vector(CoxStep(step=0, beta=beta))
+
+
+def test_a_regression_asks_for_24_sums_at_most(tmp_path: Path) -> None:
+    """The server ends there, and a site reads no further step."""
+
+    class Total:
+        def cox_sum(self, _step: CoxStep, agreed: CoxAgreement, _clients: Any) -> Any:
+            return np.zeros(3, dtype=np.uint64), [*range(SITES)], agreed
+
+    server: Any = CoxServer(Total(), agreed_terms(4), NAMES, tmp_path)
+    for k in range(24):
+        server._next(np.full(3, k / 100))
+    with pytest.raises(DataError, match="after 24 sums"):
+        server._next(np.ones(3))
+    site = Client(deployed(tmp_path / "site", {"stratify": True}, masked=False).sites[0]).answers._cox
+    for step in (-1, 24):
+        with pytest.raises(WireError, match="cannot be read"):
+            site.answer(json.dumps({"step": step, "beta": [0.0, 0.0, 0.0]}).encode())
+
+
+def test_sums_without_noise_are_refused_under_a_delta(tmp_path: Path) -> None:
+    """By `init`, and by a site that has an epsilon of its own."""
+    noise = {"channel": {"kind": "gaussian-noise", "clip": 1.0, "sigma": 3.0, "delta": 1e-5}}
+    step = CoxStep(step=0, beta=(0.0, 0.0, 0.0))
+    for name, changes, limit in (("delta", noise, None), ("epsilon", {}, 1.0)):
+        here = deployed(tmp_path / name, {"stratify": True}, masked=False, **changes)
+        site = here.sites[0].with_(epsilon=limit)
+        client = Client(site)
+        if changes:
+            with pytest.raises(Refused, match="have no noise"):
+                check_cox(client.trainer.job, here.experiment, site.samples)
+        with pytest.raises(Refused, match="sends nothing of a Cox regression"):
+            client.answers._cox.answer(step.encode())
+        assert client.answers._cox.bits == 0
 
 
 @pytest.mark.parametrize("masked", [True, False])

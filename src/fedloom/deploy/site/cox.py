@@ -143,9 +143,15 @@ class SiteCox:
         """Enter a step before it is answered.
 
         Raises:
-            Broken: it was answered at other coefficients, or a step on other rows.
+            Broken: it was answered at other coefficients, or a step on other rows; or none of that is known any more.
         """
-        record = read_checked(self._steps) or {"rows": "", "steps": {}}
+        record = read_checked(self._steps)
+        if record is None and self._steps.exists():
+            raise Broken(
+                f"{STEPS_FILE} of this site is damaged, so the steps of the Cox regression that it has answered cannot "
+                "be known"
+            )
+        record = record or {"rows": "", "steps": {}}
         rows = digest_of([part.tobytes() for part in self._rows[0]])
         if record["rows"] not in ("", rows):
             raise Broken("the rows of this site are not those of the first step of the Cox regression")
