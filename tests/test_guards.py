@@ -1,10 +1,16 @@
-"""Every protection has a test that fails without it: the list of them is true, and (slow) each is taken out."""
+"""Every promise of the pages on security has a test, and every protection one that fails without it.
+
+The lists of both are true; the slow tests take each protection out.
+"""
 
 from __future__ import annotations
 
 import ast
 import importlib.util
+import re
 import sys
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -25,6 +31,42 @@ def load_guards() -> ModuleType:
 
 guards = load_guards()
 ROWS = guards.guards()
+CLAIMS: dict[str, dict[str, list[str] | str]] = tomllib.loads((ROOT / "tests" / "claims.toml").read_text())
+PROMISE = re.compile(r"\b(refuse[sd]?|rejected|never|nothing|cannot|at most)\b")
+
+
+def sentences() -> Iterator[tuple[str, str]]:
+    """The sentences and rows of tables of the pages on security, by the heading that they stand under."""
+    for page in ("SECURITY.md", "docs/deployment.md"):
+        heading = page
+        text = re.sub(r"^[ ]*```.*?```", "", (ROOT / page).read_text(), flags=re.S | re.M)
+        for block in re.split(r"\n\s*\n", text):
+            if block.startswith("#"):
+                heading = block.strip("# ") if page != "SECURITY.md" else page
+            elif block.startswith("|"):
+                yield from ((heading, row) for row in block.splitlines())
+            else:
+                yield from ((heading, one) for one in re.split(r"(?<=[.:;])\s+(?=\W*[A-Z`])", " ".join(block.split())))
+
+
+def functions_of(file: str) -> set[str]:
+    return {node.name for node in ast.walk(ast.parse((ROOT / file).read_text())) if hasattr(node, "name")}
+
+
+def test_every_promise_has_a_test() -> None:
+    """A sentence that says that something is refused or never happens stands in the list of claims."""
+    promises = [(heading, text) for heading, text in sentences() if PROMISE.search(text)]
+    missing = [text for heading, text in promises if not any(words in text for words in CLAIMS.get(heading, ()))]
+    assert not missing, "\n".join(missing)
+
+
+def test_claims_are_on_their_page_and_their_tests_are_there() -> None:
+    texts = [*sentences()]
+    for heading, claims in CLAIMS.items():
+        for words, tests in claims.items():
+            assert sum(words in text for where, text in texts if where == heading) == 1, (heading, words)
+            for file, _, name in (one.partition("::") for one in tests if not isinstance(tests, str)):
+                assert name in functions_of(file), (words, name)
 
 
 def test_no_two_rows_are_of_one_guard() -> None:
@@ -38,8 +80,7 @@ def test_a_row_names_code_and_a_test_that_are_there(row: guards.Guard) -> None:
     if row.file.endswith(".py"):
         ast.parse(text)
     file, _, name = row.test.partition("::")
-    functions = {node.name for node in ast.walk(ast.parse((ROOT / file).read_text())) if hasattr(node, "name")}
-    assert name.partition("[")[0].rpartition("::")[2] in functions
+    assert name.partition("[")[0].rpartition("::")[2] in functions_of(file)
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from flwr.app import ConfigRecord
+from flwr.app import ConfigRecord, Message
 from safetensors.torch import load_file
 
 from fedloom.deploy.audit import Audit, lines_of
@@ -23,8 +23,9 @@ from fedloom.errors import CheckpointError, Stop
 from fedloom.rows.channel import GaussianNoise
 from fedloom.storage import disk
 from fedloom.version import __version__
-from tests.deploy.scene import Scene, scene
+from tests.deploy.scene import FIRST, Scene, scene
 from tests.deploy.sessions import losing
+from tests.deploy.test_faults_in_runs import personal
 from tests.deploy.test_private import LOCAL, SMALL, limited, lines
 
 
@@ -317,6 +318,37 @@ def test_buffers_of_a_model_do_not_travel(name: str, tmp_path: Path) -> None:
         assert len(uploads[-1]) < len(download(client)) + 8 * sum(b.numel() for b in buffers)
         assert {client.trainer.job.oracle.layout.d} == {sum(p.numel() for p in module.parameters())}
     assert uploads[0] == uploads[1]
+
+
+@pytest.mark.parametrize("name", ["ditto", "flame", "pfedme", "apfl"])
+def test_neither_samples_nor_personal_models_leave_a_site(name: str, tmp_path: Path) -> None:
+    """No reply has eight numbers of a sample or of the site's own model in a row, but what the server sent."""
+    here, sent, received = scene(tmp_path, name, **SMALL), dict[int, bytes](), dict[int, bytes]()
+
+    def look(node: int, message: Message, reply: Message) -> Message:
+        for content, by_node in ((reply.content, sent), (message.content, received)):
+            by_node[node] = by_node.get(node, b"") + b"".join(a.data for a in content["arrays"].values())
+        return reply
+
+    clients = here.clients()
+    assert here.serve(here.grid(look, clients)) is Stop.DONE
+
+    def part_left(row: torch.Tensor, node: int) -> float:
+        """The part of the pieces of a row that a site has sent and was not sent."""
+        pieces = [piece for piece in row.split(8) if len(piece) == 8 and piece.unique().numel() > 4]
+        texts = [[piece.to(dtype).numpy().tobytes() for dtype in (torch.float32, torch.float64)] for piece in pieces]
+        left = [any(text in sent[node] and text not in received[node] for text in both) for both in texts]
+        return sum(left) / max(1, len(left))
+
+    for client in clients:
+        node, trainer = FIRST + client.site.client, client.trainer
+        index, _ = trainer.fed.gather("train", torch.tensor([client.site.client]))
+        rows = [sample.flatten() for sample in trainer.fed.fetch(index)]
+        assert rows
+        assert not any(part_left(row, node) for row in rows)
+        # where no sample has a gradient, FLAME's own model may be what it sends
+        assert part_left(personal(here, client.site.client).flatten(), node) < 0.03
+        assert part_left(torch.frombuffer(bytearray(sent[node][-512:]), dtype=torch.float64), node) == 1
 
 
 def test_a_site_has_a_log_of_its_own_of_what_left_it(tmp_path: Path) -> None:

@@ -30,14 +30,14 @@ from tests.deploy.test_faults_in_runs import Killed, killing, personal
 from tests.deploy.test_hostile_folders import kept_sum
 
 pytestmark = pytest.mark.attack("flipped bits")
-TIMES = [1, pytest.param(12, marks=pytest.mark.slow)]
+TIMES = [1, pytest.param(12, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
 """Bits per file; of files with one name in several folders, the quick tests take one."""
 SMALL: dict[str, Any] = {
     "rounds": 2,
     "data": {"source": "digits"},
     "partition": {"kind": "iid", "clients": 3, "keep": 30, "validation": 0.2},
     "model": {"kind": "softmax"},
-    "engine": {"workers": 1},
+    "engine": {"workers": 1, "checkpoint_every": 1e6},
     "method": [{"algorithm": "ditto"}, {"algorithm": "scaffold"}],
 }
 CUT: dict[str, Any] = {"partition": {"kind": "iid", "clients": 3, "keep": 12}, "rounds": 4, "evaluate": {"every": 9}}

@@ -189,8 +189,10 @@ def test_the_command(tmp_path):
     here = scene(tmp_path, "fedavg", **SMALL)
     assert here.serve() is Stop.DONE
     (tmp_path / "server.toml").write_text(text_of(here.server))
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     shown = CliRunner().invoke(app, ["deploy", "status", str(tmp_path)])
     assert shown.exit_code == 0, shown.output
+    assert before == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}  # nothing is written
     assert "rounds: 4 of 4" in shown.output
     assert "site-2" in shown.output
     found = json.loads(CliRunner().invoke(app, ["deploy", "status", str(tmp_path), "--json"]).output)
