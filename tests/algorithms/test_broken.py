@@ -100,6 +100,22 @@ class InPlaceRows(SCAFFOLD):
         return up, new
 
 
+class Written(NamedTuple):
+    v: Tensor
+
+
+class WritesTheSameTwice(FedAvg):
+    """What is written into the rows does not depend on them, so that a second call changes nothing."""
+
+    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Written, None]:
+        return Model(x0), Written(x0), None
+
+    def client(self, down: Model, rows: Any, work: Work) -> tuple[Delta, Written]:
+        w = descend(down.x, work)
+        rows.v.copy_(w)
+        return Delta(w - down.x), rows
+
+
 class ChangesWork(FedAvg):
     def client(self, down: Model, rows: Nothing, work: Work) -> tuple[Delta, Nothing]:
         answer = super().client(down, rows, work)
@@ -238,6 +254,7 @@ BROKEN: list[tuple[str, type[Algorithm]]] = [
     ("permutation", FirstRowCounts),
     ("arguments_unmodified", InPlaceServer),
     ("arguments_unmodified", InPlaceRows),
+    ("arguments_unmodified", WritesTheSameTwice),
     ("arguments_unmodified", ChangesWork),
     ("no_state", Remembers),
     ("no_state", ChangesItself),

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from fedloom import load, metrics, open_run, partition
-from fedloom.algorithms import FedAvg, Kept, Mean
+from fedloom.algorithms import Delta, FedAvg, Kept, Mean, Model
 from fedloom.choose import Uniform, UniformWeigher
 from fedloom.cli import app
 from fedloom.data import Source
@@ -27,6 +27,7 @@ from fedloom.engine.result import Result
 from fedloom.engine.simulate import simulate
 from fedloom.errors import CodeError, ConfigError, FedloomError, RunDirError
 from fedloom.experiment import Experiment, Plan, json_schema, parse
+from fedloom.local import descend
 from fedloom.models import Import
 from fedloom.report import result_table
 from fedloom.rows.aggregate import Median
@@ -382,7 +383,16 @@ FAULTS = {
     "server fails": ({"algorithm": (FedAvg, {"server": _fails})}, "method Broken failed in round 1: KeyError"),
     "server of a type": ({"algorithm": (FedAvg, {"server": lambda *_: 5})}, "server must return a Model, got int"),
     "down fails": ({"algorithm": (FedAvg, {"down": _fails})}, "method Broken failed in round 1"),
-    "init fails": ({"algorithm": (FedAvg, {"init": lambda *_: 5})}, "method Broken failed in init"),
+    "init fails": ({"algorithm": (FedAvg, {"init": lambda *_: 5})}, "Broken.init must return three values"),
+    "init of two": ({"algorithm": (FedAvg, {"init": lambda *_: (1, 2)})}, "got tuple of 2"),
+    "init of a number": (
+        {"algorithm": (FedAvg, {"init": lambda s, x, c: (Model(x), Delta(torch.tensor(1.0)), None)})},
+        r"the client's 'dw' must be \[k\]",
+    ),
+    "a pull that is no pair": (
+        {"algorithm": (FedAvg, {"client": lambda s, d, r, w: (Delta(descend(d.x, w, pull=(0.1, d.x)) - d.x), r)})},
+        "pull must be pairs of a strength and a point",
+    ),
     "global of a shape": ({"algorithm": (FedAvg, {"global_model": lambda *_: torch.ones(4)})}, r"\[d\] = \[650\]"),
     "personal of a shape": ({"algorithm": (FedAvg, {"personal": lambda *_: torch.ones(4)})}, r"must return \[3, 650\]"),
 }

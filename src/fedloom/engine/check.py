@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from torch import nn
+from torch import Tensor, nn
 
 from fedloom.algorithms import Algorithm, primary_field, upload_fields
 from fedloom.choose import Mixer, Sampler, SamplesWeigher, SharesWeigher, UniformWeigher, Weigher
 from fedloom.choose.shares import by_clusters
 from fedloom.engine.setting import Setting
-from fedloom.errors import Refused
+from fedloom.errors import CodeError, Refused
 from fedloom.local import Ctx, LocalSGD
 from fedloom.local.oracles import Network
 from fedloom.local.rows import Fields
@@ -202,6 +202,21 @@ def check_attack(setting: Setting) -> None:
             f"attack {kind_of(attack)!r} has nothing to forge: clients are described by activations with weights = "
             "'clusters' or weigher 'equitable' only; take one of them, or another attack"
         )
+
+
+def initial(method: Algorithm, x0: Tensor, ctx: Ctx) -> tuple[Fields, Fields, Fields | None]:
+    """The states that `Algorithm.init` gives; user code may give others."""
+    name, states = type(method).__name__, method.init(x0, ctx)
+    if type(states) is not tuple or len(states) != 3:
+        size = f" of {len(states)}" if isinstance(states, tuple) else ""
+        raise CodeError(
+            f"{name}.init must return three values, (server, client, kept) with None for no kept upload, got "
+            f"{type(states).__name__}{size}"
+        )
+    for key, value in states[1]._asdict().items() if hasattr(states[1], "_asdict") else ():
+        if isinstance(value, Tensor) and not value.ndim:
+            raise CodeError(f"{name}.init: the client's {key!r} must be [k], a row of one client; of a number give [1]")
+    return states
 
 
 def notes_of(setting: Setting, oracle: Network, server: Fields, ctx: Ctx, fewest: int | None) -> list[str]:

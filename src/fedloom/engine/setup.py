@@ -23,6 +23,7 @@ from fedloom.engine.check import (
     check_sampler,
     check_together,
     check_width,
+    initial,
     notes_of,
 )
 from fedloom.engine.clients.forging import poisoned
@@ -170,7 +171,7 @@ def make_problem(
         ctx = ctx._replace(weight=shares.to(dtype))
     with attribute_error("method", method, "init"):
         method = method.with_derived_options(ctx)
-        server, client, kept = method.init(x0, ctx)
+        server, client, kept = initial(method, x0, ctx)
     setting = setting.with_(algorithm=method)
     check_shares(setting, server, ctx)
     if sampler.probes and method.global_model(server) is None:

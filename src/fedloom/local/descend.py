@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from fedloom.errors import Refused
+from fedloom.errors import CodeError, Refused
 from fedloom.local.iterate import iterate
 from fedloom.local.optimizer import decays_itself
 from fedloom.local.rows import each_client, per_client
@@ -79,9 +79,12 @@ def descend(
         ``[m, d]``. A problem that can be solved exactly (`Quadratic` with ``solve=True``) is.
 
     Raises:
+        CodeError: pulls that are no pairs.
         Refused: a prox with another optimiser than plain SGD; terms that the model or an exact solution cannot have.
     """
     m, local = work.m, work.local
+    if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pull):
+        raise CodeError("descend: pull must be pairs of a strength and a point, as pull=((mu, x),)")
     rate = work.lr if lr is None else lr
     w = each_client(w, m)
     pulled: float | Tensor = sum((mu for mu, _ in pull), 0.0)

@@ -71,7 +71,13 @@ def arguments_unmodified(s: Subject) -> None:
     kept = picked(state.kept, slice(None if a.mixes_all else 3)) if a.mixes else None  # views: a write shows
     rows = picked(state.rows, slice(3))
     down, work = scene.down, scene.work()
+
+    def received() -> Any:
+        return scene.problem.tensors, tuple(state[1:]), down, rows
+
+    first = map_rows(torch.clone, received())
     up, new = a.client(down, rows, work)
+    agree(received(), first, "client changed an argument")  # also one that a second call would write alike
     whole = scene.aggregate(up)
 
     def arguments() -> Any:
