@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from fedloom.algorithms import Algorithm, primary_field, upload_fields
@@ -206,7 +208,8 @@ def check_attack(setting: Setting) -> None:
 
 def initial(method: Algorithm, x0: Tensor, ctx: Ctx) -> tuple[Fields, Fields, Fields | None]:
     """The states that `Algorithm.init` gives; user code may give others."""
-    name, states = type(method).__name__, method.init(x0, ctx)
+    name = type(method).__name__
+    states: Any = method.init(x0, ctx)
     if type(states) is not tuple or len(states) != 3:
         size = f" of {len(states)}" if isinstance(states, tuple) else ""
         raise CodeError(
@@ -216,7 +219,8 @@ def initial(method: Algorithm, x0: Tensor, ctx: Ctx) -> tuple[Fields, Fields, Fi
     for key, value in states[1]._asdict().items() if hasattr(states[1], "_asdict") else ():
         if isinstance(value, Tensor) and not value.ndim:
             raise CodeError(f"{name}.init: the client's {key!r} must be [k], a row of one client; of a number give [1]")
-    return states
+    server, client, kept = states
+    return server, client, kept
 
 
 def notes_of(setting: Setting, oracle: Network, server: Fields, ctx: Ctx, fewest: int | None) -> list[str]:

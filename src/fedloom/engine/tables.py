@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
-from torch import nn
+from torch import Tensor, nn
 
 from fedloom.algorithms import REGISTRY, Preset
 from fedloom.data.partition import PARTITIONS
@@ -18,7 +18,18 @@ from fedloom.models import MODELS, PAPERS, Import, ModelSpec, spec_of
 from fedloom.models.imported import given_model
 from fedloom.values import fields_of, make, make_kind
 
-OF_DATA = ("target", "label", "users", "categorical", "drop", "columns", "missing", "impute", "classes")
+OF_DATA = (
+    "target",
+    "label",
+    "users",
+    "categorical",
+    "drop",
+    "columns",
+    "missing",
+    "impute",
+    "classes",
+    "channels_last",
+)
 """Options of `fedloom.Dataset.of` that are taken for choices of a run."""
 
 
@@ -95,6 +106,8 @@ class SettingTable:
 
 def _model(options: Mapping[str, Any], where: str) -> ModelSpec:
     """The specification of a table: of a kind, of a paper's name, or of user code."""
+    if options and all(isinstance(value, Tensor) for value in options.values()):
+        raise ConfigError(f"{where}: this is a state dict: load it into a module, and give the module")
     kind = options.get("kind", "softmax")
     rest = {k: v for k, v in options.items() if k != "kind"}
     if is_path(kind):
@@ -105,7 +118,9 @@ def _model(options: Mapping[str, Any], where: str) -> ModelSpec:
             return make(Import, {**import_options, **common}, where, fields_of(Import))
         return make_kind("model", MODELS, options, where, base=ModelSpec)
     if kind not in (*MODELS, *PAPERS):
-        raise unknown("model kind", kind, (*MODELS, *PAPERS), where)
+        saved = isinstance(kind, str) and kind.endswith((".pt", ".pth", ".bin", ".ckpt", ".safetensors"))
+        cure = "weights are in that file: load them into a module, and give the module" if saved else ""
+        raise unknown("model kind", kind, (*MODELS, *PAPERS), where, cure=cure)
     value = type(PAPERS[kind]) if kind in PAPERS else MODELS[kind]
     return make(lambda **options_of_kind: spec_of(kind, **options_of_kind), rest, where, fields_of(value))
 

@@ -83,7 +83,8 @@ def descend(
         Refused: a prox with another optimiser than plain SGD; terms that the model or an exact solution cannot have.
     """
     m, local = work.m, work.local
-    if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pull):
+    pairs: Sequence[object] = pull  # of user code, perhaps
+    if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
         raise CodeError("descend: pull must be pairs of a strength and a point, as pull=((mu, x),)")
     rate = work.lr if lr is None else lr
     w = each_client(w, m)
