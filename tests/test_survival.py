@@ -141,25 +141,34 @@ def test_ranks_brier_and_calibration_are_those_of_lifelines(seed: int, rows: int
             lifelines.utils.concordance_index(time, -score, event)
         )
     risk, horizon = SurvivalRows(1 / (1 + np.exp(-x[:, 0])), time, event), float(np.median(time))
-    free = lifelines.KaplanMeierFitter().fit(time, 1 - event)
+    wanted = figures_by_lifelines(risk, horizon)
     if (time > horizon).any():
-        terms = [
-            (1 - r) ** 2 / free.predict(t - 0.5)
-            if t <= horizon and e
-            else r**2 / free.predict(horizon)
-            if t > horizon
-            else 0
-            for r, t, e in zip(*risk, strict=True)
-        ]
-        assert brier(risk, horizon) == pytest.approx(np.mean(terms))
-    alive = lifelines.KaplanMeierFitter().fit(time, event)
-    assert observed_expected(risk, horizon)[1] == pytest.approx((1 - alive.predict(horizon)) / risk.z.mean())
-    groups = np.array_split(np.argsort(risk.z, kind="stable"), max(1, min(5, rows // 10)))
+        assert brier(risk, horizon) == pytest.approx(wanted["brier"])
+    assert observed_expected(risk, horizon) == pytest.approx((wanted["calibration_error"], wanted["observed_expected"]))
+
+
+def figures_by_lifelines(risk: SurvivalRows, horizon: float) -> dict[str, float]:
+    """The figures of risks of an event by a horizon, from lifelines' curves; Brier's where some are observed longer."""
+    z, time, event = risk
+    free, alive = (lifelines.KaplanMeierFitter().fit(time, happened) for happened in (1 - event, event))
+    terms = [
+        (1 - r) ** 2 / free.predict(t - 0.5)
+        if t <= horizon and e
+        else r**2 / free.predict(horizon)
+        if t > horizon
+        else 0
+        for r, t, e in zip(*risk, strict=True)
+    ]
+    groups = np.array_split(np.argsort(z, kind="stable"), max(1, min(5, len(z) // 10)))
     gaps = [
-        len(g) * abs(1 - lifelines.KaplanMeierFitter().fit(time[g], event[g]).predict(horizon) - risk.z[g].mean())
+        len(g) * abs(1 - lifelines.KaplanMeierFitter().fit(time[g], event[g]).predict(horizon) - z[g].mean())
         for g in groups
     ]
-    assert observed_expected(risk, horizon)[0] == pytest.approx(sum(gaps) / rows)
+    return {
+        "brier": float(np.mean(terms)),
+        "observed_expected": float((1 - alive.predict(horizon)) / z.mean()),
+        "calibration_error": float(sum(gaps) / len(z)),
+    }
 
 
 def test_the_baseline_is_breslows() -> None:
@@ -218,6 +227,27 @@ def test_every_method_trains_scores_and_predicts_alike(run: Path) -> None:
     assert "114 events" in call("cox", run / "rossi.toml")
     with pytest.raises(ConfigError, match="a survival has no probabilities"):
         model.predict_proba(table)
+
+
+def test_every_site_has_the_figures_of_lifelines(run: Path) -> None:
+    """What the run recorded of each site's test part, from the risks that its models predict."""
+    import pandas as pd
+
+    opened, table = fl.open_run(run / "run"), pd.read_csv(run / "rossi.csv")
+    fed = fl.partition.writers(validation=0.2)(opened.read(run / "rossi.csv"), seed=0)
+    for recorded in opened:
+        for kind in recorded.models.kinds():
+            risks = opened.predict(run / "rossi.csv", recorded.method, kind=kind).scores[:, 0]
+            for client, site in enumerate(recorded.models.names):
+                rows = fed.indices("test", client).numpy()
+                part = table.iloc[rows]
+                assert set(part.site) == {site}
+                risk = SurvivalRows(risks[rows], part.week.to_numpy(float), part.arrest.to_numpy(float))
+                wanted = figures_by_lifelines(risk, 40.0)
+                wanted["c_index"] = lifelines.utils.concordance_index(risk.time, -risk.z, risk.event)
+                for name, value in wanted.items():
+                    figure = float(recorded.final(kind, name)[client])
+                    assert figure == pytest.approx(value, rel=1e-4, abs=1e-6), (recorded.method, kind, site, name)
 
 
 def test_a_run_has_the_cox_regression_over_all_rows_of_its_clients(run: Path) -> None:
