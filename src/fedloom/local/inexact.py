@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fedloom.local.descend import descend
 from fedloom.local.iterate import iterate
-from fedloom.local.rows import each_client, per_client
-from fedloom.local.svrg import svrg
+from fedloom.local.rows import each_client
+from fedloom.local.svrg import full_direction, pulled, svrg
 
 if TYPE_CHECKING:
     from fedloom.local.descend import Pull
@@ -64,20 +64,14 @@ def gradient_descent(
     """
     m, rate = work.m, work.lr if lr is None else lr
     w = each_client(w, m)
-    mu = sum((per_client(k, m, w) for k, _ in pull), torch.zeros_like(w[:, :1]))
-    steady = torch.zeros_like(w) if shift is None else each_client(shift, m)
-    for k, x in pull:
-        steady = steady - per_client(k, m, w) * x
-
-    def direction(w: Tensor, work: Work, mu: Tensor, steady: Tensor) -> Tensor:
-        return work.add_full_grad_(torch.addcmul(steady, w, mu), w)
+    mu, steady = pulled(w, pull, shift)
 
     def step(rows: _Rows, work: Work) -> _Rows:
         work.count_steps()
         w = rows.w.sub_(rows.direction, alpha=rate)
-        return rows._replace(direction=direction(w, work, rows.mu, rows.steady), done=rows.done + 1)
+        return rows._replace(direction=full_direction(w, work, rows.mu, rows.steady), done=rows.done + 1)
 
-    first = direction(w, work, mu, steady)
+    first = full_direction(w, work, mu, steady)
     done = torch.zeros(m, 1, dtype=torch.long, device=w.device)
     rows = _Rows(w.clone(memory_format=torch.contiguous_format), first, first, done, mu, steady)
     stop = None if until is None else (lambda rows, _work: until(rows.direction, rows.start))

@@ -82,13 +82,7 @@ def svrg(
     m = work.m
     rate = work.lr if lr is None else lr
     w = each_client(w, m)
-    mu = sum((per_client(k, m, w) for k, _ in pull), torch.zeros_like(w[:, :1]))
-    steady = torch.zeros_like(w) if shift is None else each_client(shift, m)
-    for k, x in pull:
-        steady = steady - per_client(k, m, w) * x
-
-    def direction(w: Tensor, work: Work, mu: Tensor, steady: Tensor) -> Tensor:
-        return work.add_full_grad_(torch.addcmul(steady, w, mu), w)
+    mu, steady = pulled(w, pull, shift)
 
     def sweep(rows: _Outer, work: Work) -> _Outer:
         count = work.epochs(1).clamp(min=2) if inner is None else torch.full((work.m, 1), inner)
@@ -98,7 +92,7 @@ def svrg(
         rest = torch.addcmul(-rate * rows.direction, v, shrunk)
         start = _Inner(v.clone(), v, 1 - shrunk, rest)
         snapshot = iterate(step, start, work, pick.to(w.device), stream=(str(stream), work.k)).w
-        now = direction(snapshot, work, rows.mu, rows.steady)
+        now = full_direction(snapshot, work, rows.mu, rows.steady)
         return rows._replace(snapshot=snapshot, direction=now, done=rows.done + 1)
 
     def step(rows: _Inner, work: Work, batch: Batch) -> _Inner:
@@ -106,9 +100,24 @@ def svrg(
         step_(rows.w, work, batch, -rate, at=rows.snapshot)
         return rows
 
-    first = direction(w, work, mu, steady)
+    first = full_direction(w, work, mu, steady)
     rows = _Outer(w, first, first, torch.zeros(m, 1, dtype=torch.long, device=w.device), mu, steady)
     stop = None if until is None else (lambda rows, _work: until(rows.direction, rows.start))
     end = iterate(sweep, rows, work, outer, batches=0, stream=stream, until=stop)
     met = torch.zeros_like(end.done, dtype=torch.bool) if until is None else until(end.direction, end.start)
     return SvrgResult(end.snapshot, end.done, met)
+
+
+def pulled(w: Tensor, pull: Sequence[Pull], shift: Tensor | None) -> tuple[Tensor, Tensor]:
+    """What pulls and a shift add to a gradient at ``w [m, d]``: ``mu w + steady``, with mu ``[m, 1]``."""
+    m = len(w)
+    mu = sum((per_client(k, m, w) for k, _ in pull), torch.zeros_like(w[:, :1]))
+    steady = torch.zeros_like(w) if shift is None else each_client(shift, m)
+    for k, x in pull:
+        steady = steady - per_client(k, m, w) * x
+    return mu, steady
+
+
+def full_direction(w: Tensor, work: Work, mu: Tensor, steady: Tensor) -> Tensor:
+    """The gradient over all samples of each client, with its pulls and shift, ``[m, d]``; see `pulled`."""
+    return work.add_full_grad_(torch.addcmul(steady, w, mu), w)
