@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 import onnxruntime
+import pandas as pd
 import pytest
 import tomli_w
+from sklearn.metrics import log_loss
 
 from fedloom.data.new_data import NewData
 from fedloom.data.survey.agreement import Agreement
@@ -145,9 +147,10 @@ def test_all_five_hospitals_can_take_part_train_and_use_their_models(agreed: Pat
         with out.open(newline="") as file:
             scores = np.array([float(row["probability of 1"]) for row in csv.DictReader(file)])
         assert len(scores) == len(rows)
+        died = np.array([row["died"] for row in rows])
+        check_doors(home, new, rows, scores, tmp_path)
         if site != "Esche":
             assert "auroc" in call("deploy", "evaluate", home, new)
-            died = np.array([row["died"] for row in rows])
             ranks = scores.argsort().argsort()
             assert ranks[died == 1].mean() > ranks[died == 0].mean()
         same_as_graph(home, site, rows, scores, tmp_path)
@@ -157,6 +160,25 @@ def test_all_five_hospitals_can_take_part_train_and_use_their_models(agreed: Pat
     ):
         assert "fedloom deploy predict" in call(*command, code=2)
     assert "models are at its sites" in call("models", agreed / "server" / "results", code=2)
+
+
+def check_doors(home: Path, new: Path, rows: list[hospitals.Row], scores: np.ndarray, folder: Path) -> None:
+    """A site's rows by other kinds of file have the same predictions, and evaluate scores these."""
+    frame = pd.DataFrame(rows).drop(columns="troponin_hs")
+    frame.to_parquet(folder / "d.parquet")
+    hospitals.write(folder / "d.tsv", rows, "\t", drop=("died",))
+    frame.to_csv(folder / "d.csv", sep=";", decimal=",", index=False, na_rep="NA")
+    for door in ("d.parquet", "d.tsv", "d.csv"):
+        call("deploy", "predict", home, folder / door, "--out", folder / "d.out")
+        found = pd.read_csv(folder / "d.out")["probability of 1"].to_numpy()
+        np.testing.assert_array_equal(found, scores, err_msg=f"{home.name}, {door}")
+    loss = log_loss(frame["died"], scores, labels=[0, 1])
+    for file in (new, folder / "d.parquet"):
+        lines = [line.split() for line in call("deploy", "evaluate", home, file).splitlines()]
+        head = next(k for k, words in enumerate(lines) if "loss" in words)
+        figure = next(words for words in lines[head + 1 :] if home.name in words)
+        places = len(figure) - len(lines[head])  # a scaling is several words
+        assert float(figure[lines[head].index("loss") + places]) == pytest.approx(loss, abs=6e-5), (home.name, figure)
 
 
 @pytest.mark.slow
@@ -217,14 +239,18 @@ def test_times_to_an_event_are_learned_and_used_at_every_site(tmp_path: Path) ->
 
 def same_as_graph(home: Path, site: str, rows: list[hospitals.Row], scores: np.ndarray, folder: Path) -> None:
     """The exported graph says of raw rows in the agreed units what the site's own command says."""
-    if site not in ("Amsel", "Esche"):
-        return
-    call("deploy", "export", home, "--out", folder / "m.onnx")
+    printed = call("deploy", "export", home, "--out", folder / "m.onnx")
+    converted = "in the agreed units: multiply glucose by 18, creatinine by 0.01131 first" in printed
+    assert converted == (site in hospitals.SI)
+    factors = {"glucose": 18.0, "creatinine": 0.01131} if converted else {}
     graph = onnxruntime.InferenceSession(folder / "m.onnx")
     names: Any = json.loads(graph.get_modelmeta().custom_metadata_map["columns"])
     gone = (None, -9.0)
     feed = {
-        "numbers": np.array([[np.nan if row[n] in gone else row[n] for n in names["numbers"]] for row in rows], float),
+        "numbers": np.array(
+            [[np.nan if row[n] in gone else row[n] * factors.get(n, 1) for n in names["numbers"]] for row in rows],
+            float,
+        ),
         "texts": np.array([[row[n] for n in names["texts"]] for row in rows], object),
     }
     np.testing.assert_allclose(graph.run(None, feed)[0][:, -1], scores, atol=1e-6)

@@ -122,12 +122,12 @@ def export(
     Example: fedloom deploy export /srv/fedloom/site --out model.onnx
     """
     with errors():
-        from fedloom.deploy.site.models import used
-        from fedloom.trained.export import decision
+        from fedloom.deploy.site.models import new_rows, used
+        from fedloom.trained.export import decision, units
         from fedloom.trained.export import export as write
 
         trained = used(site, model)
         write(trained, out, format, threshold=threshold)
-        if note := decision(trained, format, threshold):
+        for note in filter(None, (decision(trained, format, threshold), units(trained, new_rows(site).factors))):
             say(note)
         say(f"{trained.about['kind']} model of {trained.about['client']}: {out}")

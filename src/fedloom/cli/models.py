@@ -221,7 +221,7 @@ def export(
     """
     with errors():
         from fedloom.experiment import open_run
-        from fedloom.trained.export import decision
+        from fedloom.trained.export import decision, units
         from fedloom.trained.export import export as write
 
         opened = open_run(run, trust=trust)
@@ -235,7 +235,7 @@ def export(
             say(f"factorised: {', '.join(f'{name} has rank {rank}' for name, rank in ranks.items())}")
             if format == "safetensors":
                 say("load it into fedloom.models.thin(module, ranks), or export with --no-factorise")
-        if note := decision(chosen, format, threshold):
+        for note in filter(None, (decision(chosen, format, threshold), units(chosen, opened.new_data.factors))):
             say(note)
         say(f"{chosen.about['kind']} model of {chosen.about['method']}: {out}")
 

@@ -14,6 +14,7 @@ from fedloom.data.sources._base import SampleSource
 from fedloom.data.sources.detect import detect
 from fedloom.data.sources.images import ImageFolder
 from fedloom.data.sources.leaf import Leaf
+from fedloom.data.sources.table.levels import Factors
 from fedloom.data.sources.table.reading import TableSource
 from fedloom.data.sources.texts import Sent140, Shakespeare, Texts
 from fedloom.data.survey.agreement import agreement_of
@@ -34,6 +35,12 @@ class NewData(NamedTuple):
 
     options: Mapping[str, Any]
 
+    @property
+    def factors(self) -> Factors:
+        """Numbers by which columns are multiplied; see `fedloom.data.sources.tabular.TableSource`."""
+        factors: Factors = self.options.get("factors", {})
+        return factors
+
     def labelled(self, facts: InputSpec, data: str | Path, data_dir: str | Path | None = None) -> Dataset:
         """New data with labels, in the terms of the old: a table by the names of the columns, others are ignored.
 
@@ -52,7 +59,7 @@ class NewData(NamedTuple):
         self, facts: InputSpec, data: object, data_dir: str | Path | None = None, keep: Sequence[str] = ()
     ) -> NewRows:
         """Rows without labels, of a file or in memory; arguments and errors as `labelled`, and `new_rows`."""
-        users, factors = self.options.get("users"), self.options.get("factors")
+        users, factors = self.options.get("users"), self.factors
         if not isinstance(data, str | Path):
             return new_rows(facts, data, users=users, factors=factors, keep=keep)
         if facts.vocabulary and Path(data).suffix == ".txt":

@@ -6,7 +6,7 @@ import io
 import json
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fedloom.data.input_spec import InputSpec
 from fedloom.data.new_rows import new_rows
+from fedloom.data.sources.table.levels import Factors
 from fedloom.data.tables import Table, markers_of
 from fedloom.errors import ConfigError, LayoutError, cause_of, unknown
 from fedloom.models import factorise, merged
@@ -101,6 +102,23 @@ def decision(model: Model, format: str, threshold: float | None) -> str:
         return ""
     how = "--threshold gives another to onnx" if threshold is None else "from --threshold"
     return f"class {facts.classes[1]!r} from a probability of {0.5 if threshold is None else threshold:g} on; {how}"
+
+
+def units(model: Model, factors: Factors | None) -> str:
+    """The sentence on columns that must be converted before a file takes them; empty where there is none.
+
+    Args:
+        model: that was exported.
+        factors: of the data that it was trained on; see `fedloom.data.sources.tabular.TableSource`.
+    """
+    table, client = model.recipe.facts.table, str(model.about.get("client", ""))
+    columns, parts = set[str]() if table is None else {column.name for column in table.columns}, list[str]()
+    for column, factor in (factors or {}).items():
+        number = factor.get(client, 1.0) if isinstance(factor, Mapping) else factor
+        several = isinstance(factor, Mapping) and not client
+        if column in columns and (several or number != 1):
+            parts.append(f"{column} by {'the factor of its client' if several else format(number, 'g')}")
+    return f"numbers are taken in the agreed units: multiply {', '.join(parts)} first, as predict does" if parts else ""
 
 
 class Program:
