@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,7 +26,7 @@ from fedloom.engine.simulate import simulate
 from fedloom.errors import ConfigError, Refused, Stop
 from fedloom.schedule import Devices, Fleet
 from tests.deploy.grid import Clock, Delay, FakeGrid
-from tests.deploy.scene import FIRST, Scene, scene
+from tests.deploy.scene import FIRST, Scene, changed, scene
 
 N = 4
 SMALL = {
@@ -173,6 +173,39 @@ def test_a_slow_site_holds_no_step_and_a_mute_one_its_place_until_the_time_out(t
     figures = pq.read_table(here.server.results / "metrics.parquet").to_pylist()
     last = {f["client"]: f["value"] for f in figures if (f["round"], f["metric"]) == (20, "heard")}
     assert last == {i: sum(f"site-{i}" in step for step in taken) for i in range(N)}
+
+
+FORGED: dict[str, tuple[int, Callable[[Message, list[Message]], Message | list[Message]]]] = {
+    "garbage": (6, lambda reply, _: changed(reply, 1, arrays=[b"garbage"])),
+    "in another's name": (4, lambda reply, _: changed(reply, 1, head={"client": 2})),
+    "twice": (1, lambda reply, _: [reply, reply]),
+    "an old one again": (1, lambda _, sent: sent[0]),
+}
+
+
+@pytest.mark.attack("forged replies")
+@pytest.mark.parametrize("case", FORGED)
+def test_forged_replies_hold_no_step_and_no_place(case: str, tmp_path: Path, clock: Clock) -> None:
+    """The fastest site forges every upload: it is asked once a step, and has one upload in a step at most."""
+    here, sent = scene(tmp_path, "fedavg", **{**SMALL, "rounds": 4}, **buffered(2)), list[Message]()
+    step, forge = FORGED[case]
+
+    def fault(node: int, message: Message, reply: Message) -> Any:
+        if node != FIRST + 1 or message.content[HEAD]["kind"] != "train":
+            return reply
+        sent.append(reply)
+        return forge(reply, sent)
+
+    nodes = {FIRST + c.site.client: c.answer for c in here.clients()}
+    assert here.serve(FakeGrid(nodes, fault, clock, seconds({0: 5.0, 1: 1.0, 2: 6.0, 3: 7.0})), **WAIT) is Stop.DONE
+    taken, rejected = steps(here), here.audit("rejected")
+    assert [len(clients) for clients in taken] == [2] * 4
+    assert rejected
+    assert {line["step"] for line in rejected} == {step}
+    assert len(sent) <= len(taken)
+    honest = sum(x["kind"] == "train" for x in here.audit("accepted", client=1))
+    assert sum("site-1" in clients for clients in taken) == honest
+    assert honest == {"twice": len(sent), "an old one again": 1}.get(case, 0)
 
 
 def test_a_server_that_is_killed_goes_on_with_what_is_under_way(tmp_path: Path, clock: Clock) -> None:
