@@ -122,6 +122,20 @@ def test_every_chart_is_drawn_within_the_page_and_nothing_bars_anyone(
     assert found.violations_count == 0, found.generate_report()
 
 
+def test_tables_fit_on_paper(rich: Path, open_page: Open) -> None:
+    """A4 with usual margins; the columns of the wide table that are left out are named to be in its file."""
+    page = open_page(rich)
+    wide = page.locator("#results thead th").count()
+    page.set_viewport_size({"width": 718, "height": 1000})
+    page.emulate_media(media="print")
+    for table in page.locator("table").all():
+        assert not table.is_visible() or table.bounding_box()["width"] <= 718
+    shown = [head for head in page.locator("#results thead th").all() if head.is_visible()]
+    after = page.evaluate("getComputedStyle(document.querySelector('#results'), '::after').content")
+    assert len(shown) == min(wide, 11)
+    assert ("results.csv" in after) == (wide > 11)
+
+
 def test_no_name_is_cut_on_a_phone(open_page: Open, tmp_path: Path) -> None:
     plain = Recording(methods=4, seeds=2, rounds=10, clients=5).write(tmp_path / "plain")
     other = Recording(methods=4, seeds=2, rounds=10, clients=5, seed=1).write(tmp_path / "a-run-with-quite-a-long-name")
