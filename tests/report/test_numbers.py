@@ -154,8 +154,12 @@ def test_equal_results_are_no_lead() -> None:
     one, other = row("a", [0.5, 0.6, 0.5, 0.6, 0.5]), row("b", [0.5, 0.6, 0.5, 0.6, 0.5])
     same = win(one, other)
     assert (same.rivals, same.equals, same.runner_up) == ((), (1,), None)  # the same models are one
-    unlike = replace(other, figures=other.figures | {"loss": Estimate(dict.fromkeys(range(5), 0.4))})
-    assert (win(one, unlike).rivals, win(one, unlike).equals) == ((1,), ())
+    first, unlike = (
+        replace(r, figures=r.figures | {"loss": Estimate(dict.fromkeys(range(5), loss))})
+        for r, loss in ((one, 0.5), (other, 0.4))
+    )
+    assert (win(first, unlike).rivals, win(first, unlike).equals) == ((1,), ())
+    assert win(one, unlike).equals == (1,)  # of one, the loss was not recorded
 
 
 def test_a_diverged_method_cannot_win_and_a_running_one_makes_it_provisional() -> None:
