@@ -20,7 +20,7 @@ are as likely to be drawn; the paper draws them, and takes the best of several d
 
 Defaults: two clusters, as the number belongs to the federation.
 
-Use it when clients fall into groups, each with a model of its own; where they do not, a model sees a part of them, and
+Use it when clients fall into groups, each with a model of its own; where they do not, a model has a part of them, and
 learns slower. With one cluster it is FedAvg.
 """
 
