@@ -78,7 +78,10 @@ def experiment_file(roles: ColumnRoles, place: Path, agreement: Path | None = No
         [
             f"# Drafted by 'fedloom init' from {_bare(roles.survey.path.name)}; change what you like.",
             f"#   fedloom run {_bare(str(place))}",
-            _lines({"name": place.stem, "rounds": 30, "seeds": [0, 1, 2]}, {"seeds": "repetitions"}),
+            _lines(
+                {"name": place.stem, "rounds": 30, "seeds": [0, 1, 2]},
+                {"seeds": "repetitions; tests of differences need 5"},
+            ),
             "[data]",
             _lines(_data(roles, agreement), _notes(roles)),
             f"[partition]  # {why}",
