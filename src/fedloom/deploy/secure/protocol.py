@@ -22,8 +22,8 @@ other, so both together need T - c honest sites twice: 2 T <= n + c.
 
 Masks are ChaCha20 streams under 256-bit keys from HKDF-SHA256; shares travel under AES-256-GCM with a key pair of the
 sender's for each receiver, and the digest of all advertised keys as associated data, so an answer to other keys does
-not decrypt. All bits come from the operating system. Ciphers are those of ``cryptography``. PyCryptodome cuts
-secrets into shares.
+not decrypt. All bits come from the operating system. Ciphers are those of ``cryptography``, shares those of
+PyCryptodome.
 """
 
 from __future__ import annotations

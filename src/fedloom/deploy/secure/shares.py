@@ -13,9 +13,10 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, reduce
+from operator import mul
 
-from Crypto.Protocol.SecretSharing import Shamir
+from Crypto.Protocol.SecretSharing import Shamir, _Element
 from cryptography.exceptions import InvalidSignature, InvalidTag
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -39,8 +40,6 @@ SEALED = KEY + NONCE + 2 * KEY + 16 + SIGNATURE
 """Bytes of a sealed share: a public key, a nonce, two shares with AES-GCM's tag, a signature."""
 SUBSETS = 200
 """Most subsets of the shares of a secret that are tried."""
-_MODULUS = 1 << 8 * _HALF | 0x87
-"""x^128 + x^7 + x^2 + x + 1, the polynomial of `Shamir`'s field."""
 
 
 class Unreadable(Broken):
@@ -132,48 +131,24 @@ def reveal_shares(shares: Mapping[int, bytes], survivors: Collection[int]) -> di
 def joined(parts: Sequence[tuple[int, bytes]]) -> bytes:
     """The secret of ``(place, share)``, as many as the threshold: what `Shamir.combine` gives.
 
-    Each half is a sum of the shares times `_weights`, which are the same for all secrets of these places. The time of
-    it may depend on the secret, since whoever joins shares is to know it.
+    Each half is a sum of the shares times `_weights`, which are the same for all secrets of these places.
     """
-    weights, halves = _weights(tuple(k for k, _ in parts)), [0, 0]
+    weights, halves = _weights(tuple(k for k, _ in parts)), [_Element(0), _Element(0)]
     for weight, (_, both) in zip(weights, parts, strict=True):
         for k in (0, 1):
-            halves[k] ^= _times(int.from_bytes(both[k * _HALF : (k + 1) * _HALF]), weight)
-    return b"".join(half.to_bytes(_HALF) for half in halves)
+            halves[k] += mul(weight, _Element(both[k * _HALF : (k + 1) * _HALF]))
+    return b"".join(half.encode() for half in halves)
 
 
 @lru_cache(maxsize=2 * SUBSETS)
-def _weights(places: tuple[int, ...]) -> tuple[int, ...]:
+def _weights(places: tuple[int, ...]) -> tuple[_Element, ...]:
     """What shares at these places are multiplied by, so that their sum is the secret: Lagrange's polynomials at 0."""
-    weights = []
-    for k in places:
-        above, below = 1, 1
-        for other in places:
-            if other != k:
-                above, below = _times(above, other), _times(below, other ^ k)
-        weights.append(_times(above, _inverse(below)))
+    points, weights = [_Element(k) for k in places], []
+    for k in points:
+        others = [point for point in points if point is not k]
+        above, below = (reduce(mul, factors, _Element(1)) for factors in (others, [k + point for point in others]))
+        weights.append(mul(above, below.inverse()))
     return tuple(weights)
-
-
-def _times(a: int, b: int) -> int:
-    """The product in `Shamir`'s field of 2^128 numbers, whose bits are the coefficients of a polynomial."""
-    product = 0
-    while b:
-        product ^= a if b & 1 else 0
-        a, b = a << 1, b >> 1
-        a ^= _MODULUS if a >> 8 * _HALF else 0
-    return product
-
-
-def _inverse(a: int) -> int:
-    """What ``a``, not 0, is multiplied by to give 1, by Euclid's algorithm: x a = r and y a = s modulo `_MODULUS`."""
-    r, s, x, y = a, _MODULUS, 1, 0
-    while r != 1:
-        if r.bit_length() < s.bit_length():
-            r, s, x, y = s, r, y, x
-        shift = r.bit_length() - s.bit_length()
-        r, x = r ^ s << shift, x ^ y << shift
-    return x
 
 
 # --------------------------------------------------------------------------------------------------------- accusations
