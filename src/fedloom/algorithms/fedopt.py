@@ -65,7 +65,7 @@ class FedOpt(Algorithm):
     needs: ClassVar[Mapping[str, str]] = {"beta2": "optimiser adam yogi", "tau": "optimiser adagrad adam yogi"}
 
     def derived(self, ctx: Ctx) -> dict[str, Any]:
-        unit = 10 if issubclass(ctx.local.optimizer_class, torch.optim.SGD) else ctx.layout.d**0.5
+        unit = 10 if ctx.local.follows_gradient else ctx.layout.d**0.5
         return {"server_lr": 0.1 if self.optimiser == "momentum" else ctx.reach / unit}
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Nothing, None]:

@@ -77,7 +77,7 @@ class Ctx(NamedTuple):
         steps = [local.epochs * local.batches(size) if local.steps is None else local.steps for size in sizes]
         lengths = [(k - local.momentum * (1 - local.momentum**k) / rest) / rest for k in steps]
         mean: float = sum(length * count for length, count in zip(lengths, counts, strict=True)) / len(self.sizes)
-        unit = 1.0 if issubclass(local.optimizer_class, torch.optim.SGD) else self.layout.d**0.5
+        unit = 1.0 if local.follows_gradient else self.layout.d**0.5
         return local.lr * max(mean, 1.0) * unit
 
     def rng(self, purpose: str) -> torch.Generator:

@@ -108,6 +108,11 @@ class LocalSGD(Value):
         """The class of `optimizer`."""
         return OPTIMIZERS.get(self.optimizer) or find_class(self.optimizer, "optimizer", torch.optim.Optimizer)
 
+    @property
+    def follows_gradient(self) -> bool:
+        """Whether the length of a step is in proportion to the gradient, as with SGD, not with Adam."""
+        return issubclass(self.optimizer_class, torch.optim.SGD)
+
     def lr_at(self, round: int) -> float:
         """Step size in ``round`` (from 1); before the first round, that of the first."""
         round = max(round, 1)
