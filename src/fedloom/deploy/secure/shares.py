@@ -143,10 +143,10 @@ def joined(parts: Sequence[tuple[int, bytes]]) -> bytes:
 @lru_cache(maxsize=2 * SUBSETS)
 def _weights(places: tuple[int, ...]) -> tuple[_Element, ...]:
     """What shares at these places are multiplied by, so that their sum is the secret: Lagrange's polynomials at 0."""
-    points, weights = [_Element(k) for k in places], []
-    for k in points:
-        others = [point for point in points if point is not k]
-        above, below = (reduce(mul, factors, _Element(1)) for factors in (others, [k + point for point in others]))
+    nodes, weights = [_Element(k) for k in places], []
+    for k in nodes:
+        rest = [node for node in nodes if node is not k]
+        above, below = (reduce(mul, factors, _Element(1)) for factors in (rest, [k + node for node in rest]))
         weights.append(mul(above, below.inverse()))
     return tuple(weights)
 
