@@ -13,9 +13,9 @@ from torch import Tensor
 from fedloom.data.dataset import Dataset, refuse
 from fedloom.data.input_spec import InputSpec
 from fedloom.data.sources.array_data import plain
-from fedloom.data.sources.memory import frame_cells, frame_names, is_frame
 from fedloom.data.sources.table.cells import Piece, Problems, is_missing
 from fedloom.data.sources.table.checks import rename
+from fedloom.data.sources.table.frames import frame_cells, frame_names, is_frame
 from fedloom.data.sources.table.levels import Agreed, Factors, factor_of, factors_by_client, level, unapplied
 from fedloom.data.sources.table.reading import Raw
 from fedloom.data.text import UNKNOWN, encoded

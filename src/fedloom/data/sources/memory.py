@@ -18,7 +18,8 @@ from fedloom.data.dataset import Dataset, Task
 from fedloom.data.sources._base import Source
 from fedloom.data.sources.archive import GrowingRows
 from fedloom.data.sources.array_data import as_array, noted, of_arrays, plain
-from fedloom.data.sources.table.cells import Piece, Problems
+from fedloom.data.sources.table.cells import Problems
+from fedloom.data.sources.table.frames import class_names, coded_columns, frame_cells, frame_names, is_frame, is_hub
 from fedloom.data.sources.table.reading import TableSource, read_table
 from fedloom.data.sources.tabular import Csv
 from fedloom.errors import ConfigError, DataError, NoSamples, cause_of, nearest
@@ -120,7 +121,7 @@ class _Side(NamedTuple):
 
 def side_of(obj: Any, target: Any, column: str | None, users: Any, name: str) -> _Side:
     """The training or test set that `as_dataset` takes, as arrays."""
-    if _is_hub(obj):
+    if is_hub(obj):
         return _hub_side(obj, target, column, users, name)
     if pair := _named(obj):
         x, y = (plain(part, name) for part in pair)
@@ -223,12 +224,7 @@ def _hub_side(obj: Any, target: Any, column: str | None, users: str | None, name
             yield value if isinstance(value, torch.Tensor) else _planes(_pixels(value)), row[y_name]
 
     x, y = _stacked(samples(), name)
-    return _Side(x, y, np.array(owners) if users is not None else None, _class_names(obj, y_name))
-
-
-def _class_names(obj: Any, column: Any) -> tuple[str, ...]:
-    """Names of the classes of a column of the hub that holds their numbers; of others none."""
-    return tuple(getattr(obj.features[column], "names", None) or ())
+    return _Side(x, y, np.array(owners) if users is not None else None, class_names(obj, y_name))
 
 
 def _pixels(value: Any) -> NDArray[Any]:
@@ -264,39 +260,8 @@ def _stacked(samples: Iterable[tuple[object, object]], name: str) -> tuple[NDArr
     return x.done(), plain(y, name)
 
 
-def _is_hub(obj: object) -> bool:
-    return hasattr(obj, "column_names") and hasattr(obj, "features")
-
-
-def is_frame(obj: Any) -> bool:
-    """A pandas table, an Arrow one, or a data set of the hub whose columns are all single numbers or texts."""
-    if (hasattr(obj, "columns") and hasattr(obj, "iloc")) or _is_arrow(obj):
-        return True
-    if _is_hub(obj) and not hasattr(obj, "__len__"):
-        raise ConfigError("a stream of the hub has no length; load it without streaming, or make a Dataset of its rows")
-    return _is_hub(obj) and len(obj) > 0 and all(np.ndim(cell) == 0 for cell in obj[0].values())
-
-
-def _is_arrow(obj: Any) -> bool:
-    """Whether a table is pyarrow's, or of another library without an index, which Arrow can read."""
-    return hasattr(obj, "__arrow_c_stream__") and hasattr(obj, "columns") and not hasattr(obj, "iloc")
-
-
-def _arrow(obj: Any) -> Any:
-    """A table as pyarrow has it, its cells where they were."""
-    import pyarrow as pa  # slow to import
-
-    return obj if isinstance(obj, pa.Table) else pa.table(obj)
-
-
-def frame_names(obj: Any) -> list[str]:
-    """The names of the columns of what `is_frame` takes."""
-    return [str(name) for name in (obj.column_names if hasattr(obj, "column_names") else obj.columns)]
-
-
 def _table(obj: Any, target: Any, task: Task | None, name: str, options: dict[str, Any]) -> Dataset:
-    frame = hasattr(obj, "iloc")
-    if frame and np.ndim(target) == 1:
+    if hasattr(obj, "iloc") and np.ndim(target) == 1:
         if len(target) != len(obj):
             raise DataError(f"{name}: {len(obj)} samples but {len(target)} targets; every sample needs one target")
         label = str(getattr(target, "name", None) or "target")
@@ -307,39 +272,15 @@ def _table(obj: Any, target: Any, task: Task | None, name: str, options: dict[st
         target = options.pop("label")
     if target is not None and (np.ndim(target) or not isinstance(target, (str, int))):
         raise ConfigError(f"{name}: target names a column of the table, or holds its targets, got {target!r:.60}")
-    names = list(obj.columns) if frame else frame_names(obj)
+    names = frame_names(obj)
     target = next((n for n in LABELS if n in names), names[-1]) if target is None else target
-    if _is_hub(obj):
-        coded = [n for n in names if _class_names(obj, n)]
-    elif not frame:
-        from pyarrow import types  # slow to import
-
-        coded = [n for n, field in zip(names, _arrow(obj).schema, strict=True) if types.is_dictionary(field.type)]
-    else:
-        coded = [str(c) for c, kind in zip(names, obj.dtypes, strict=True) if kind.name == "category"]
     target = str(target)
-    options["categorical"] = tuple({*options.get("categorical", ()), *coded} - {target, options.get("users")})
+    options["categorical"] = tuple(
+        {*options.get("categorical", ()), *coded_columns(obj)} - {target, options.get("users")}
+    )
     table_options = {"label": target, "task": task or "auto", **options}
     spec = make(Csv, table_options, name, {k: v for k, v in fields_of(TableSource).items() if k != "path"})
-
-    return read_table(spec, name, [str(c) for c in names], frame_cells(obj), Problems(name, first=0))
-
-
-def frame_cells(obj: Any) -> Iterator[Piece]:
-    """The columns of what `is_frame` takes; missing cells are None."""
-    if _is_hub(obj):
-        for column in obj.column_names:
-            cells = [v.item() if isinstance(v, torch.Tensor | np.generic) else v for v in obj[column]]
-            if names := _class_names(obj, column):
-                cells = [None if cell is None or cell < 0 else names[int(cell)] for cell in cells]
-            yield Piece(0, str(column), cells)
-    elif _is_arrow(obj):
-        for column, chunks in zip(frame_names(obj), _arrow(obj).columns, strict=True):
-            yield Piece(0, column, chunks.to_pylist())
-    else:
-        for column in obj.columns:
-            values = obj[column]
-            yield Piece(0, str(column), values.astype(object).where(values.notna(), None).tolist())
+    return read_table(spec, name, names, frame_cells(obj), Problems(name, first=0))
 
 
 class HubData(Source):

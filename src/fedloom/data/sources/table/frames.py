@@ -1,0 +1,77 @@
+"""Frames: tables in memory of pandas, of Arrow and of the Hugging Face hub, as columns of cells."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedloom.data.sources.table.cells import Piece
+from fedloom.errors import ConfigError
+
+
+def class_names(obj: Any, column: Any) -> tuple[str, ...]:
+    """Names of the classes of a column of the hub that holds their numbers; of others none."""
+    return tuple(getattr(obj.features[column], "names", None) or ())
+
+
+def is_hub(obj: object) -> bool:
+    """Whether it is a data set of the Hugging Face hub."""
+    return hasattr(obj, "column_names") and hasattr(obj, "features")
+
+
+def is_frame(obj: Any) -> bool:
+    """A pandas table, an Arrow one, or a data set of the hub whose columns are all single numbers or texts."""
+    if (hasattr(obj, "columns") and hasattr(obj, "iloc")) or _is_arrow(obj):
+        return True
+    if is_hub(obj) and not hasattr(obj, "__len__"):
+        raise ConfigError("a stream of the hub has no length; load it without streaming, or make a Dataset of its rows")
+    return is_hub(obj) and len(obj) > 0 and all(np.ndim(cell) == 0 for cell in obj[0].values())
+
+
+def _is_arrow(obj: Any) -> bool:
+    """Whether a table is pyarrow's, or of another library without an index, which Arrow can read."""
+    return hasattr(obj, "__arrow_c_stream__") and hasattr(obj, "columns") and not hasattr(obj, "iloc")
+
+
+def _arrow(obj: Any) -> Any:
+    """A table as pyarrow has it, its cells where they were."""
+    import pyarrow as pa  # slow to import
+
+    return obj if isinstance(obj, pa.Table) else pa.table(obj)
+
+
+def frame_names(obj: Any) -> list[str]:
+    """The names of the columns of what `is_frame` takes."""
+    return [str(name) for name in (obj.column_names if hasattr(obj, "column_names") else obj.columns)]
+
+
+def coded_columns(obj: Any) -> list[str]:
+    """The columns of what `is_frame` takes whose cells are levels by their type."""
+    names = frame_names(obj)
+    if is_hub(obj):
+        return [name for name in names if class_names(obj, name)]
+    if _is_arrow(obj):
+        from pyarrow import types  # slow to import
+
+        return [name for name, field in zip(names, _arrow(obj).schema, strict=True) if types.is_dictionary(field.type)]
+    return [name for name, kind in zip(names, obj.dtypes, strict=True) if kind.name == "category"]
+
+
+def frame_cells(obj: Any) -> Iterator[Piece]:
+    """The columns of what `is_frame` takes; missing cells are None."""
+    if is_hub(obj):
+        for column in obj.column_names:
+            cells = [v.item() if isinstance(v, torch.Tensor | np.generic) else v for v in obj[column]]
+            if names := class_names(obj, column):
+                cells = [None if cell is None or cell < 0 else names[int(cell)] for cell in cells]
+            yield Piece(0, str(column), cells)
+    elif _is_arrow(obj):
+        for column, chunks in zip(frame_names(obj), _arrow(obj).columns, strict=True):
+            yield Piece(0, column, chunks.to_pylist())
+    else:
+        for column in obj.columns:
+            values = obj[column]
+            yield Piece(0, str(column), values.astype(object).where(values.notna(), None).tolist())
