@@ -56,6 +56,11 @@ class Job(RunProblem):
             "optimizer": self.optimizer,
         }
 
+    @property
+    def state_stores(self) -> dict[str, Store[Fields]]:
+        """What the clients keep, by the names of `fedloom.engine.clients.chunk.ClientState`."""
+        return {"rows": self.clients, "residue": self.residue, "optimizer": self.optimizer}
+
     @cached_property
     def locations(self) -> RowLocations:
         """The machines that have the latest row of every client."""

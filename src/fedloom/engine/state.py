@@ -14,7 +14,7 @@ from fedloom.engine.clients.uploads import first_sums
 from fedloom.engine.job import Job
 from fedloom.engine.records import Records
 from fedloom.engine.virtual.clock import Clock
-from fedloom.local.rows import F, Fields, remade
+from fedloom.local.rows import F, Fields, group_of, named, remade
 from fedloom.processes.clients import COUNTS
 from fedloom.schedule import Stream
 
@@ -163,25 +163,17 @@ class State:
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything by name, for a checkpoint."""
-        named: dict[str, Tensor] = {"totals": self.totals, "uploads": self.uploads, "cohort": self.cohort}
-        named["trained"] = torch.tensor(self.trained)
-        named |= {} if self.shares is None else {"shares": self.shares}
-        for group, value in (("server", self.server), ("sampler", self.sampler), ("weigher", self.weigher)):
-            named |= {f"{group}.{name}": t for name, t in zip(value._fields, value, strict=True)}
-        named |= {f"aggregator.{name}": t for name, t in self.aggregator.items()}
-        named |= {f"sums.{name}": t for name, t in self.sums.items()}
-        if self.clock is not None:
-            named |= {f"clock.{name}": t for name, t in self.clock.tensors().items()}
-        return named | {f"records.{name}": t for name, t in self.records.tensors().items()}
+        parts = {name: getattr(self, name) for name in ("server", "sampler", "weigher", "aggregator", "sums")}
+        numbers = {"totals": self.totals, "uploads": self.uploads, "cohort": self.cohort, "shares": self.shares}
+        clock = None if self.clock is None else self.clock.tensors()
+        trained = torch.tensor(self.trained)
+        return named({**parts, **numbers, "trained": trained, "clock": clock, "records": self.records.tensors()})
 
     def restored(self, round: int, tensors: dict[str, Tensor], notes: Sequence[str], times: Times) -> State:
         """Restore this run's state after another round from its `tensors`; ``self`` gives the types."""
 
-        def group(name: str) -> dict[str, Tensor]:
-            return {k.partition(".")[2]: t for k, t in tensors.items() if k.partition(".")[0] == name}
-
         def like(value: F, name: str) -> F:
-            saved = group(name)
+            saved = group_of(tensors, name)
             return remade(value, [saved[f].to(t.device) for f, t in zip(value._fields, value, strict=True)])
 
         return State(
@@ -189,16 +181,16 @@ class State:
             like(self.server, "server"),
             like(self.sampler, "sampler"),
             like(self.weigher, "weigher"),
-            group("aggregator"),
-            group("sums"),
+            group_of(tensors, "aggregator"),
+            group_of(tensors, "sums"),
             tensors["totals"],
             Tally(tensors["uploads"]),
             tensors["cohort"],
             int(tensors.get("trained", round)),
-            Records.from_tensors(group("records")),
+            Records.from_tensors(group_of(tensors, "records")),
             tuple(notes),
             times,
-            None if self.clock is None else Clock.restored(group("clock")),
+            None if self.clock is None else Clock.restored(group_of(tensors, "clock")),
             tensors.get("shares"),
         )
 

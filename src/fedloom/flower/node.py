@@ -37,7 +37,7 @@ from fedloom.flower.records import (
     shapes_of,
     tensors_of,
 )
-from fedloom.local.rows import to_device
+from fedloom.local.rows import group_of, named, remade, to_device
 from fedloom.processes.clients import AskTask, ScoreTask, TrainTask
 from fedloom.storage.checkpoint import save_tensors
 from fedloom.storage.files import make_folder
@@ -190,14 +190,7 @@ class _Node:
         job, t, ids = self._job(values, message, context), values["round"], _ids(values)
         down = to_device(self._down(values, message, context), job.oracle.device)
         output = run_clients(job, down, TrainTask(t, torch.tensor([0]), ids, torch.ones(1, 1)))
-        groups = {"rows": output.state.rows, "residue": output.state.residue, "optimizer": output.state.optimizer}
-        state = {
-            f"{group}.{name}": field[0]
-            for group, value in groups.items()
-            if value is not None
-            for name, field in value._asdict().items()
-        }
-        context.state[f"{STATE}{t}"] = arrays_of(state)
+        context.state[f"{STATE}{t}"] = arrays_of({name: rows[0] for name, rows in named(output.state).items()})
         self._keep(context, values.get("run", ""))
         answers = {"weigher": output.weigher_answer, "sampler": output.sampler_report}
         return RecordDict(
@@ -303,7 +296,7 @@ class _Node:
         newest = f"{STATE}{accepted}"
         for name in [name for name in context.state if name.startswith(STATE) and name != newest]:
             del context.state[name]
-        stores = {"rows": job.clients, "residue": job.residue, "optimizer": job.optimizer}
+        stores = job.state_stores
         if accepted and newest not in context.state:
             self._recall(context, run, accepted)
         tensors = tensors_of(context.state, newest)
@@ -312,10 +305,9 @@ class _Node:
         for group, store in stores.items():
             store.reset()
             if accepted:
-                rows = {name.partition(".")[2]: t for name, t in tensors.items() if name.startswith(f"{group}.")}
-                template = type(store.template)(*[field[None] for field in store.template])
-                batched = {name: row[None] for name, row in rows.items()}
-                store.write(torch.tensor([seat]), fields_like(template, batched, f"state of {group}"))
+                rows = {name: row[None] for name, row in group_of(tensors, group).items()}
+                template = remade(store.template, [field[None] for field in store.template])
+                store.write(torch.tensor([seat]), fields_like(template, rows, f"state of {group}"))
 
     def _down(self, values: dict[str, Any], message: Message, context: Context) -> Any:
         """What the node receives."""

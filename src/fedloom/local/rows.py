@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, Self, TypeVar
 
 import torch
@@ -50,6 +50,36 @@ def concat_rows(pieces: Sequence[R]) -> R:
         return torch.cat(pieces)  # type: ignore[arg-type, return-value]
     columns = [concat_rows(column) for column in zip(*pieces, strict=True)]
     return type(first)(*columns) if hasattr(first, "_fields") else tuple(columns)  # type: ignore[return-value]
+
+
+def named(tree: object, prefix: str = "") -> dict[str, Tensor]:
+    """List every tensor of a NamedTuple, or of a dict of them, by its dotted name.
+
+    Args:
+        tree: a tensor, a NamedTuple, a dict of them, or None, which has no tensor.
+        prefix: begins every name.
+
+    Raises:
+        AssertionError: something else is in it.
+    """
+    return dict(_walk(tree, prefix))
+
+
+def _walk(tree: object, name: str) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(tree, Tensor):
+        yield name, tree
+    elif isinstance(tree, tuple | dict):
+        fields = list(tree) if isinstance(tree, dict) else getattr(tree, "_fields", range(len(tree)))
+        tree = tree.values() if isinstance(tree, dict) else tree
+        for field, part in zip(fields, tree, strict=True):
+            yield from _walk(part, f"{name}.{field}" if name else str(field))
+    elif tree is not None:
+        raise AssertionError(f"{name or 'a state'} must hold tensors in NamedTuples, got {type(tree).__name__}")
+
+
+def group_of(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+    """The tensors ``name.field`` of `named`, by field."""
+    return {key.removeprefix(f"{name}."): t for key, t in tensors.items() if key.startswith(f"{name}.")}
 
 
 def per_client(value: Tensor | float | int, m: int, like: Tensor) -> Tensor:

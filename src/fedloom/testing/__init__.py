@@ -1,10 +1,11 @@
 """For tests of anyone's algorithm: the laws, problems with known optima, and a plain run to compare with."""
 
+from fedloom.local.rows import named
 from fedloom.testing.federate import ReferenceFederation, ReferenceState, federate, personal_models
 from fedloom.testing.laws import LAWS, check_algorithm, check_law, laws_of
 from fedloom.testing.problems import LAYOUT, Problem
 from fedloom.testing.timing import TIME_LAWS, check_timing
-from fedloom.testing.trees import difference, named
+from fedloom.testing.trees import difference
 
 __all__ = [
     "LAWS",

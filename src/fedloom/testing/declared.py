@@ -9,11 +9,11 @@ from torch import Tensor
 
 from fedloom.algorithms import primary_field, upload_fields
 from fedloom.algorithms._messages import base_of
-from fedloom.local.rows import map_rows
+from fedloom.local.rows import map_rows, named
 from fedloom.testing.federate import ReferenceFederation, ReferenceState, begin, mixed, personal_models
 from fedloom.testing.problems import Problem
 from fedloom.testing.scene import COHORT, HISTORY, SETTINGS, TIGHT, Scene, Subject, agree, demand
-from fedloom.testing.trees import difference, named, picked, plus
+from fedloom.testing.trees import difference, picked, plus
 
 
 def declarations(s: Subject) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 from fedloom.algorithms import Algorithm, Composition
 from fedloom.choose import Weigher
 from fedloom.errors import ConfigError, FedloomError
-from fedloom.local.rows import map_rows
+from fedloom.local.rows import map_rows, named
 from fedloom.rows.layout import Layout
 from fedloom.testing.declared import (
     bases,
@@ -34,7 +34,7 @@ from fedloom.testing.federate import ReferenceState, mixed, play
 from fedloom.testing.network import Classifier
 from fedloom.testing.problems import LAYOUT
 from fedloom.testing.scene import COHORT, HISTORY, TIGHT, Scene, Subject, agree, demand, law_problem
-from fedloom.testing.trees import difference, distance, named, picked, received, through_checkpoint
+from fedloom.testing.trees import difference, distance, picked, received, through_checkpoint
 
 
 def row_independence(s: Subject) -> None:

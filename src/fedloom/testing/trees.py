@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import safetensors.torch
 from torch import Tensor
 
-from fedloom.local.rows import map_rows
+from fedloom.local.rows import map_rows, named
 
 Index = Sequence[int] | slice | int
 
@@ -21,31 +21,6 @@ def picked(tree: object, clients: Index) -> Any:
 def received(down: object, clients: Index) -> Any:
     """What the clients at ``clients`` of the cohort get of a download: their rows, and whole what all share."""
     return map_rows(lambda t: t[clients] if t.dim() == 2 else t, down)
-
-
-def named(tree: object, prefix: str = "") -> dict[str, Tensor]:
-    """List every tensor of a NamedTuple, or of a dict of them, by its dotted name.
-
-    Args:
-        tree: a tensor, a NamedTuple, a dict of them, or None, which has no tensor.
-        prefix: begins every name.
-
-    Raises:
-        AssertionError: something else is in it.
-    """
-    return dict(_walk(tree, prefix))
-
-
-def _walk(tree: object, name: str) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(tree, Tensor):
-        yield name, tree
-    elif isinstance(tree, tuple | dict):
-        fields = list(tree) if isinstance(tree, dict) else getattr(tree, "_fields", range(len(tree)))
-        tree = tree.values() if isinstance(tree, dict) else tree
-        for field, part in zip(fields, tree, strict=True):
-            yield from _walk(part, f"{name}.{field}" if name else str(field))
-    elif tree is not None:
-        raise AssertionError(f"{name or 'a state'} must hold tensors in NamedTuples, got {type(tree).__name__}")
 
 
 def rebuilt(tree: object, tensors: Mapping[str, Tensor], prefix: str = "") -> Any:

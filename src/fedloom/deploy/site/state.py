@@ -20,6 +20,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from fedloom.errors import CheckpointError
+from fedloom.local.rows import group_of
 from fedloom.storage.checkpoint import save_tensors
 from fedloom.storage.disk import regular
 from fedloom.storage.files import discard, explained, make_folder, write_atomic
@@ -53,7 +54,7 @@ class Generation(NamedTuple):
 
     def group(self, name: str) -> dict[str, Tensor]:
         """The tensors ``<name>.<field>`` by field."""
-        return {k.partition(".")[2]: t for k, t in self.tensors.items() if k.partition(".")[0] == name}
+        return group_of(self.tensors, name)
 
 
 class SiteState:

@@ -28,6 +28,7 @@ from fedloom.engine.privacy import Noise, accounted, epsilon
 from fedloom.engine.setup import make_job
 from fedloom.errors import CheckpointError, ConfigError, FedloomError, LayoutError, Refused, RunDirError, WireError
 from fedloom.experiment import Experiment
+from fedloom.local.rows import named, remade
 from fedloom.processes.clients import Scores, ScoreTask, TrainTask
 from fedloom.schedule import Synchronous
 
@@ -126,11 +127,11 @@ class Trainer:
     def with_local_data(self, accepted: int, job: Job) -> tuple[Job, Generation | None]:
         """The run, with its shares of the objective, with the state that the server names as accepted."""
         ids, state = self.ids, self._memory.settle(accepted)
-        for name, store in (("rows", job.clients), ("residue", job.residue), ("optimizer", job.optimizer)):
+        for name, store in job.state_stores.items():
             store.reset()
             if state is not None:
                 tensors = state.group(name)
-                store.write(ids, type(store.template)(*[tensors[f][None] for f in store.template._fields]))
+                store.write(ids, remade(store.template, [tensors[field][None] for field in store.template._fields]))
         return job, state
 
     def train(
@@ -166,10 +167,7 @@ class Trainer:
         self._check_units(t, down)
         releases = self._ledger.release(t, samples=self.samples)
         output = self._output(job, down, t)
-        tensors = {f"rows.{name}": value[0] for name, value in output.state.rows._asdict().items()}
-        for group, values in (("residue", output.state.residue), ("optimizer", output.state.optimizer)):
-            tensors |= {f"{group}.{n}": v[0] for n, v in (values._asdict() if values else {}).items()}
-        tensors |= send(job, state, output, down)
+        tensors = {name: rows[0] for name, rows in named(output.state).items()} | send(job, state, output, down)
         new = Generation(
             t, base, digest, tensors, {"work": output.work[0].tolist(), "releases": releases, "norms": norms}
         )
@@ -259,8 +257,8 @@ class Trainer:
             assert job.setting.channel is not None
             sent, _ = job.setting.channel.apply(None, torch.zeros_like(job.messages.update(up)), ())
             up = job.messages.absolute(job.messages.with_update(up, sent), job.algorithm.received(down, up))
-        rows, residue, optimizer = (s.read(ids) for s in (job.clients, job.residue, job.optimizer))
-        return ClientOutput(up, ClientState(rows, residue, optimizer), torch.zeros(1, 3).long())
+        state = ClientState(**{name: store.read(ids) for name, store in job.state_stores.items()})
+        return ClientOutput(up, state, torch.zeros(1, 3).long())
 
     def scores(self, job: Job, models: Sequence[bytes], t: int, *, common: bool) -> Scores:
         """The scores of round ``t``, none if it is below 0; where they cannot be found, that is a note.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from torch import Generator, Tensor
@@ -31,14 +31,10 @@ class ClientState(NamedTuple):
     residue: Fields | None = None
     optimizer: Fields | None = None
 
-    def select(self, mask: Tensor) -> ClientState:
-        """The state of some of the clients, a mask ``[m]``."""
-        rows, residue, optimizer = self
-        return ClientState(select_rows(rows, mask), select_rows(residue, mask), select_rows(optimizer, mask))
-
     def write(self, job: Job, ids: Tensor) -> None:
         """Store the state of the clients ``ids [m]``."""
-        for store, rows in zip((job.clients, job.residue, job.optimizer), self, strict=True):
+        for name, store in job.state_stores.items():
+            rows = getattr(self, name)
             if rows is not None:
                 store.write(ids, rows)
 
@@ -63,15 +59,6 @@ class ClientOutput(NamedTuple):
     sampler_report: Tensor | None = None
     model: Tensor | None = None
     sent: Fields | None = None
-
-    def select(self, mask: Tensor) -> Self:
-        """The output of some of the clients, a mask ``[m]``."""
-        upload, state, work, weigher_answer, sampler_report, model, sent = self
-        weigher_answer, sampler_report, model = (select_rows(r, mask) for r in (weigher_answer, sampler_report, model))
-        sent = select_rows(sent, mask)
-        return type(self)(
-            select_rows(upload, mask), state.select(mask), work[mask], weigher_answer, sampler_report, model, sent
-        )
 
 
 class Inputs(NamedTuple):
@@ -254,17 +241,15 @@ def accept(
     bound = job.setting.engine.norm_bound
     accepted = usable((*upload, *output.state.rows), len(task.ids), bound, job.weights(upload))
     ids, share = task.ids, task.share
-    everyone = bool(accepted.all())
-    if not everyone:
-        output, ids, share = output.select(accepted), ids[accepted], share[accepted]
-        applied = select_rows(applied, accepted)
+    if not bool(accepted.all()):
+        output, applied, ids, share = select_rows((output, applied, ids, share), accepted)
+        down = rows_of(down, accepted)
     upload, state, _, answer, report, model, _ = output
     answers = {} if answer is None else {"weigher": answer}
     if job.sees_honest and model is not None:
         answers["models"] = model
     if job.setting.sampler.learns and model is not None:
-        received = down[0] if everyone or down[0].dim() == 1 else down[0][accepted]
-        answers["sampler"] = model - received if report is None else report
+        answers["sampler"] = model - down[0] if report is None else report
     parts = partials(job, upload if applied is None else applied, ids, share)
     if len(ids):
         state.write(job, ids)
@@ -278,8 +263,7 @@ def accept(
         if job.models.template:
             row = getattr(upload, job.primary)
             is_change = job.fields[job.primary].base != "zero"
-            received = down[0] if everyone or down[0].dim() == 1 else down[0][accepted]
-            job.models.write(ids, remade(job.models.template, [row + received if is_change else row]))
+            job.models.write(ids, remade(job.models.template, [row + down[0] if is_change else row]))
     return ChunkResult(task.ids, task.share, accepted, parts, answers, float(share.sum()), counts)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from fedloom.algorithms._messages import download_type
 from fedloom.engine.clients.chunk import ClientOutput, ClientState, Computed
 from fedloom.engine.job import Job
+from fedloom.local.rows import group_of, named
 from fedloom.schedule import Fleet
 
 Rows = NDArray[np.float64]
@@ -87,16 +88,10 @@ class Flight(NamedTuple):
 
 def flat(computed: Computed) -> dict[str, Tensor]:
     """What a chunk's clients have computed, by name: the fields of a flight."""
-    output, fields = computed.output, {"counts": computed.counts, "work": computed.output.work}
-    groups = {
-        "upload": output.upload, "received": computed.down, "rows": output.state.rows,
-        "residue": output.state.residue, "optimizer": output.state.optimizer,
-    }  # fmt: skip
-    for group, values in groups.items():
-        if values is not None:
-            fields |= {f"{group}.{name}": t for name, t in zip(values._fields, values, strict=True)}
+    output = computed.output
+    groups = {"upload": output.upload, "received": computed.down, **output.state._asdict()}
     answers = {"weigher": output.weigher_answer, "sampler": output.sampler_report, "model": output.model}
-    return fields | {name: t for name, t in answers.items() if t is not None}
+    return named({"counts": computed.counts, "work": output.work, **groups, **answers})
 
 
 Piece = tuple[Flight, Ids]
@@ -216,11 +211,9 @@ class Clock:
         """The clock of `tensors`."""
         flights, back = dict[int, Flight](), dict[int, tuple[int, ...]]()
         for number in sorted({int(name.partition(".")[0]) for name in tensors if name[0].isdigit()}):
-            head = f"{number}.fields."
-            fields = {name.removeprefix(head): t for name, t in tensors.items() if name.startswith(head)}
-            alike = f"{number}.alike."
-            for name in [name.removeprefix(alike) for name in tensors if name.startswith(alike)]:
-                fields[name] = flights[int(tensors[alike + name])].fields[name]
+            fields = group_of(tensors, f"{number}.fields")
+            for name, first in group_of(tensors, f"{number}.alike").items():
+                fields[name] = flights[int(first)].fields[name]
             version, ids, times, places, landed_places = (
                 tensors[f"{number}.{name}"] for name in ("version", "ids", "times", "places", "back")
             )
