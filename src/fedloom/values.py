@@ -179,6 +179,11 @@ def make(make_value: Callable[..., T], options: Mapping[str, object], where: str
         raise _refused(error, where, fields) from None
 
 
+def kind_of(value: Value) -> str:
+    """The name of a value's class, as in files."""
+    return str(getattr(value, "kind", type(value).__name__))
+
+
 def fields_of(value: Any) -> Mapping[str, Any]:
     """The fields of a value's class, or the options of a preset."""
     fields: Mapping[str, Any] = value.model_fields if hasattr(value, "model_fields") else value.options

@@ -18,7 +18,7 @@ from fedloom.rows.aggregate import Aggregator, PrivateMean
 from fedloom.rows.attacks import Forgery
 from fedloom.rows.channel import Channel
 from fedloom.tasks import Classification
-from fedloom.values import Value
+from fedloom.values import kind_of
 
 
 def check_width(method: Algorithm, upload: Fields, weigher: Weigher, sampler: Sampler, d: int) -> None:
@@ -345,8 +345,3 @@ def _slow_with(algorithm: Algorithm, fewest: int, n: int) -> list[str]:
         f"{type(algorithm).__name__} counts absent clients by what they last sent: with {fewest} of {n} in a round its "
         f"global model goes about {fewest / n:.0%} as far as with all; set sampler.fraction or rounds higher"
     ]
-
-
-def kind_of(value: Value) -> str:
-    """The name of a value's class, as in files."""
-    return str(getattr(value, "kind", type(value).__name__))

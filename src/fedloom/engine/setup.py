@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedloom.algorithms import Algorithm, check_declaration, primary_field, upload_fields
+from fedloom.algorithms import Algorithm, check_declaration
 from fedloom.choose import SharesWeigher, Uniform
 from fedloom.choose.shares import by_clusters, cluster_shares, clusters_of, shares_of
 from fedloom.data.federation import Federation
@@ -95,18 +95,9 @@ def make_job(
         memory = Forked() if workers > 1 else ranks.memory
         return Store(problem.n, on_cpu, path=path, budget=engine.store_budget << 20, memory=memory)
 
-    job = Job(
-        **{field.name: getattr(problem, field.name) for field in fields(problem)},
-        workers=workers,
-        ranks=ranks,
-        clients=store("clients", start.client),
-        kept=store("kept", Nothing() if start.kept is None else start.kept),
-        models=store("models", Nothing() if start.model is None else LastModel(start.model)),
-        summed=store("summed", Nothing() if start.summed is None else start.summed),
-        residue=store("residue", start.residue),
-        optimizer=store("optimizer", Nothing() if problem.memory is None else Moments(problem.memory.rows[0])),
-    )
-    return job, start.server
+    facts = {field.name: getattr(problem, field.name) for field in fields(problem)}
+    stores = {name: store(name, template) for name, template in start.templates.items()}
+    return Job(workers=workers, ranks=ranks, **facts, **stores), start.server  # type: ignore[arg-type]
 
 
 class Start(NamedTuple):
@@ -114,19 +105,11 @@ class Start(NamedTuple):
 
     Attributes:
         server: the server's state.
-        client: the rows of a client, without the clients' dimension.
-        kept: the rows that the server keeps of a client; None if it keeps none.
-        residue: the rows of the channel at a client.
-        model: the initial model, where the server keeps the clients' last models beside ``kept``.
-        summed: the rows of a client to which changes are added up for a robust rule; None if none are.
+        templates: the rows of a client, without the clients' dimension, by the store of `Job` that has room for them.
     """
 
     server: Fields
-    client: Fields
-    kept: Fields | None
-    residue: Fields
-    model: Tensor | None = None
-    summed: Fields | None = None
+    templates: dict[str, Fields]
 
 
 def make_problem(
@@ -186,17 +169,14 @@ def make_problem(
     notes = [*pooled_notes, *notes_of(setting, oracle, server, ctx, fewest)]
     if setting.aggregator is not None and fewest is not None:
         setting.aggregator.check(fewest)
-    memory, width = _memory(method, (server, client, kept), oracle, ctx), 0
-    tracked = None
+    memory = _memory(method, (server, client, kept), oracle, ctx)
+    residue: Fields = Nothing()
     if channel is not None or setting.weigher.probes or sampler.learns:
         sample = idle_upload(method, (server, client, kept), oracle, ctx)
         check_width(method, sample, setting.weigher, sampler, oracle.layout.d)
         if channel is not None:
             messages = Messages(method, oracle.layout, device, channel)
-            width, tracked = (
-                messages.update(sample).shape[1],
-                getattr(kept, messages.changed) if messages.tracks else None,
-            )
+            residue = _residue(messages, channel, sample, kept, dtype)
     problem = RunProblem(
         setting=setting,
         oracle=oracle,
@@ -212,19 +192,20 @@ def make_problem(
     )
     if problem.fleet is not None and isinstance(setting.schedule, Stream) and replay.cohorts is not None:
         raise Refused(f"cohorts are those of rounds, which schedule {setting.schedule.kind!r} does not have")
-    keeps = upload_fields(type(method))[primary_field(type(method))].keeps if setting.mixer is not None else True
-    return problem, Start(
-        server,
-        client,
-        kept,
-        _residue(channel, width, dtype) if tracked is None else Residue(tracked),
-        None if keeps else x0,
-        _summed(problem, client),
-    )
+    mixes_models = setting.mixer is not None and not problem.fields[problem.primary].keeps
+    templates: dict[str, Fields] = {
+        "clients": client,
+        "kept": Nothing() if kept is None else kept,
+        "models": LastModel(x0) if mixes_models else Nothing(),
+        "summed": _summed(problem, client),
+        "residue": residue,
+        "optimizer": Nothing() if memory is None else Moments(memory.rows[0]),
+    }
+    return problem, Start(server, templates)
 
 
 def _summed(problem: RunProblem, client: Fields) -> Any:
-    """The rows of a client to which the fields of `RunProblem.summed_fields` are added; None without any.
+    """The rows of a client to which the fields of `RunProblem.summed_fields` are added, for a robust rule.
 
     Changes are added to the row of the client's template that they change, others to zero.
     """
@@ -232,7 +213,7 @@ def _summed(problem: RunProblem, client: Fields) -> Any:
     sources = [problem.fields[name].base.partition(".") for name in names]
     zero = problem.oracle.layout.vector(problem.oracle.module, problem.oracle.dtype) * 0
     rows = [getattr(client, field) if source == "rows" else zero for source, _, field in sources]
-    return namedtuple("Summed", names)(*rows) if names else None  # the method's fields are its own
+    return namedtuple("Summed", names)(*rows) if names else Nothing()  # the method's fields are its own
 
 
 class LastModel(NamedTuple):
@@ -339,9 +320,11 @@ def _memory(
     return memory.of(memory.rows * 0) if local.optimizer_state == "kept" else None
 
 
-def _residue(channel: Channel | None, width: int, dtype: torch.dtype) -> Fields:
-    """Template of the channel's memory at a client."""
-    state = None if channel is None else channel.init(width, dtype)
+def _residue(messages: Messages, channel: Channel, upload: Fields, kept: Fields | None, dtype: torch.dtype) -> Fields:
+    """Template of what the channel keeps of a client that sends such an upload."""
+    if messages.tracks:
+        return Residue(getattr(kept, messages.changed))
+    state = channel.init(messages.update(upload).shape[1], dtype)
     return Nothing() if state is None else Residue(state)
 
 

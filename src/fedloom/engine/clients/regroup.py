@@ -9,7 +9,6 @@ import torch
 
 from fedloom.algorithms import upload_fields
 from fedloom.choose.shares import by_clusters, clusters_of, equal_clusters, period_of
-from fedloom.engine.check import kind_of
 from fedloom.engine.clients.uploads import kept_sums, moved_sums
 from fedloom.engine.job import Job
 from fedloom.engine.privacy import accounted
@@ -20,6 +19,7 @@ from fedloom.local import Ctx
 from fedloom.local.rows import Fields
 from fedloom.processes.clients import Answers, AskRequest, Clients
 from fedloom.schedule import Synchronous
+from fedloom.values import kind_of
 
 
 def regrouped(job: Job, clients: Clients, state: State) -> tuple[Job, State]:

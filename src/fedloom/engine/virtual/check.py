@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from fedloom.algorithms import REGISTRY
-from fedloom.engine.check import kind_of
 from fedloom.engine.setting import Setting
 from fedloom.errors import ConfigError, Refused
 from fedloom.rows.attacks import Forgery
 from fedloom.schedule import Deadline, OverSelection, Stream, Synchronous
+from fedloom.values import kind_of
 
 
 def check_schedule(setting: Setting, n: int) -> None:
