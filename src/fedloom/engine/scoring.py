@@ -71,10 +71,7 @@ def scores_of(job: Job, clients: Clients, state: State) -> Scores:
         key: {name: torch.cat([piece[key][name] for piece in pieces if key in piece]) for name in values}
         for key, values in pieces[0].items()
     }
-    part = job.setting.evaluate.select_on
-    if ("personal", part) in scores and ("global", part) in scores:
-        scores |= hybrid_scores(scores, part)
-    return scores
+    return scores | hybrid_scores(scores, job.setting.evaluate.select_on)
 
 
 def records_of(job: Job, state: State, scores: Scores) -> Iterator[Record]:

@@ -212,8 +212,7 @@ class _Node:
             model = down[0].reshape(-1)
         everyone = None if down is None else type(down)(*[f.expand(job.n, -1) if f.dim() > 1 else f for f in down])
         scores = score_chunk(job, everyone, model, ScoreTask(t, ids, ids, common=False))
-        if {("global", part := job.setting.evaluate.select_on), ("personal", part)} <= set(scores):
-            scores |= hybrid_scores(scores, part)
+        scores |= hybrid_scores(scores, job.setting.evaluate.select_on)
         row = model if everyone is None else personal_models(job, everyone, t, ids)[0]
         if row is not None:
             local = self._run(context).local

@@ -11,7 +11,7 @@ from torch import Tensor
 from fedloom.deploy.groups import Cells, GroupSums, agreed_groups
 from fedloom.deploy.site.local_data import part_sizes
 from fedloom.deploy.site.trainer import Trainer
-from fedloom.engine.clients.scores import Pass, choose_model, outputs_of_models, personal_models
+from fedloom.engine.clients.scores import Pass, choose_model, outputs_of, personal_models
 from fedloom.engine.job import Job
 from fedloom.processes.clients import Scores
 
@@ -57,9 +57,9 @@ class SiteGroups:
         trainer, ids, passes = self._trainer, self._trainer.ids, dict[str, Pass]()
         down, shared = trainer.received(models, common=common)
         if shared is not None:
-            passes["global"] = outputs_of_models(job, shared.to(job.oracle.device), ids, ids)
+            passes["global"] = outputs_of(job, shared.to(job.oracle.device), ids, ids)("test")
         if down is not None:
-            passes["personal"] = outputs_of_models(job, personal_models(job, down, t, ids)[0], ids, ids)
+            passes["personal"] = outputs_of(job, personal_models(job, down, t, ids)[0], ids, ids)("test")
         part = job.setting.evaluate.select_on
         if {("global", part), ("personal", part)} <= set(scores):
             takes_global = bool(choose_model(scores, part)[0])

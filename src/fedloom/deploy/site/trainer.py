@@ -297,9 +297,7 @@ class Trainer:
         if not has_samples or self.scoring == "off":
             return {}
         scores: Scores = score_chunk(job, everyone, shared, ScoreTask(t, ids, ids, common=False))
-        part = job.setting.evaluate.select_on
-        both = self.scoring == "masked" and {("global", part), ("personal", part)} <= set(scores)
-        return scores | hybrid_scores(scores, part) if both else scores
+        return scores | (hybrid_scores(scores, job.setting.evaluate.select_on) if self.scoring == "masked" else {})
 
     def received(self, models: Sequence[bytes], *, common: bool) -> tuple[Any, Tensor | None]:
         """The download, as if every client had received it, and the global model ``[d]``; either may be None."""

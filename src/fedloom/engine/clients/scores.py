@@ -39,7 +39,9 @@ def choose_model(scores: Scores, select_on: str) -> Tensor:
 
 
 def hybrid_scores(scores: Scores, select_on: str) -> Scores:
-    """Scores of the hybrid model on every part, from those of the other two."""
+    """Scores of the hybrid model on every part, from those of the other two; none where one of them has none."""
+    if not {("global", select_on), ("personal", select_on)} <= scores.keys():
+        return {}
     takes_global = choose_model(scores, select_on)
     both = [part for model, part in scores if model == "personal" and ("global", part) in scores]
     parts = [part for part in both if part not in ("common", "")]
@@ -62,22 +64,17 @@ def _scores(job: Job, down: Fields | None, global_model: Tensor | None, task: Sc
     scores: Scores = {}
     if global_model is not None:
         row = global_model.to(job.oracle.device)
-        job.oracle.set_statistics(row, task.cohort)
-        if job.oracle.normalisers and job.setting.evaluate.statistics == "own":
-            local_statistics = _score_own(job, row.expand(len(task.ids), -1), task.ids)
-            scores |= {("global", part): values for part, values in local_statistics.items()}
-            job.oracle.set_statistics(row, task.cohort)
-        else:
-            shared = _score_shared(job, row, task.ids)
-            scores |= {("global", part): values for part, values in shared.items()}
+        scores |= _by_part(job, "global", row, task)
         if task.common:
+            if _by_own_statistics(job):
+                job.oracle.set_statistics(row, task.cohort)
             scores["global", "common"] = _score_common(job, row)
             scores["global", ""] = sizes_of(job.algorithm, job.oracle.layout, row[None])
     if job.has_personal:
         assert down is not None
         models, cost = _personal_models(job, down, task.round, task.ids)
         scores[COST] = dict(zip(COUNTS[:2], cost.double().T.contiguous(), strict=True))
-        scores |= {("personal", part): values for part, values in _score_own(job, models, task.ids).items()}
+        scores |= _by_part(job, "personal", models, task)
         scores["personal", ""] = sizes_of(job.algorithm, job.oracle.layout, models)
         if job.setting.evaluate.personal_on_common:
             common = [_score_common(job, row) for row in models]
@@ -133,20 +130,10 @@ Pass = tuple[Tensor, Tensor, Tensor]
 """Outputs ``[N, k]``, positions ``[N]`` of the samples, and samples ``[m]`` of every client."""
 
 
-def _score_shared(job: Job, row: Tensor, ids: Tensor) -> dict[str, dict[str, Tensor]]:
-    """One model on the parts of many clients, in one pass over the samples of each."""
-    return _by_part(job, lambda part: pass_shared(job, row, ids, part))
-
-
 def pass_shared(job: Job, row: Tensor, ids: Tensor, part: str) -> Pass:
     """One model on a part of many clients."""
     index, sizes = job.eval_fed.gather(part, ids)
     return torch.cat([*_outputs(job.oracle, row, index)]), index, sizes
-
-
-def _score_own(job: Job, models: Tensor, ids: Tensor) -> dict[str, dict[str, Tensor]]:
-    """Every client's model on its own parts, by part, with the normalisation statistics of its training part."""
-    return _by_part(job, lambda part: pass_own(job, models, ids, part))
 
 
 def pass_own(job: Job, models: Tensor, ids: Tensor, part: str) -> Pass:
@@ -162,54 +149,52 @@ def pass_own(job: Job, models: Tensor, ids: Tensor, part: str) -> Pass:
     return torch.cat(pieces), index, sizes
 
 
-def _by_part(job: Job, outputs: Callable[[str], Pass]) -> dict[str, dict[str, Tensor]]:
-    """Metrics of every part, of outputs on each client's line where the objective has one (`Objective.line`)."""
-    fitted = job.setting.task.line_part
-    line = None if fitted is None else line_of(job, outputs(fitted))
-    scores = dict[str, dict[str, Tensor]]()
-    for part in job.setting.evaluate.parts:
-        predictions, index, sizes = outputs(part)
-        if line is not None:
-            predictions = recalibrated(predictions, line.repeat_interleave(sizes.cpu(), 0))
-        scores[part] = _metrics(job, predictions, index, sizes)
-    return scores
+def outputs_of(job: Job, models: Tensor, ids: Tensor, cohort: Tensor) -> Callable[[str], Pass]:
+    """Outputs by part of clients ``ids [m]``, on their lines: of one model ``[d]``, or one of each client ``[m, d]``.
 
-
-def final_outputs(job: Job, state: State, kind: str, part: str = "test") -> Pass:
-    """Outputs of the "global" or the "personal" models on a part of the scored clients, on their lines.
-
-    They are those that `scores_of` judges. Without such models there are no samples.
+    The statistics of normalisation layers in one model are those of the cohort, as `Evaluate.statistics` has it. Lines
+    are those of the objective, where it has any (`Objective.line`).
     """
-    ids, row = job.scored_ids, job.algorithm.global_model(state.server)
-    if kind == "personal" and job.has_personal:
-        t = max(state.round, 1)
-        models = personal_models(job, job.down(state.server, t), t, ids)
-        return outputs_of_models(job, models, ids, state.cohort, part)
-    if kind == "global" and row is not None:
-        return outputs_of_models(job, row.to(job.oracle.device), ids, state.cohort, part)
-    empty = torch.zeros(0, dtype=torch.long)
-    return torch.zeros(0, job.oracle.task.outputs), empty, torch.zeros(len(ids), dtype=torch.long)
-
-
-def outputs_of_models(job: Job, models: Tensor, ids: Tensor, cohort: Tensor, part: str = "test") -> Pass:
-    """Outputs on a part of clients ``ids [m]``, on their lines: of one model ``[d]``, or one of each client ``[m, d]``.
-
-    The statistics of normalisation layers in one model are those of the cohort, as `Evaluate.statistics` has it.
-    """
-    fitted = job.setting.task.line_part
     if models.ndim == 1:
         job.oracle.set_statistics(models, cohort)
-        if job.oracle.normalisers and job.setting.evaluate.statistics == "own":
+        if _by_own_statistics(job):
             models = models.expand(len(ids), -1)
+    pass_of, fitted = pass_shared if models.ndim == 1 else pass_own, job.setting.task.line_part
+    line = None if fitted is None else line_of(job, pass_of(job, models, ids, fitted))
 
-    def outputs(of: str) -> Pass:
-        return pass_own(job, models, ids, of) if models.ndim == 2 else pass_shared(job, models, ids, of)
-
-    predictions, index, sizes = outputs(part)
-    if fitted is None:
+    def outputs(part: str) -> Pass:
+        predictions, index, sizes = pass_of(job, models, ids, part)
+        if line is not None:
+            predictions = recalibrated(predictions, line.repeat_interleave(sizes.cpu(), 0))
         return predictions, index, sizes
-    line = line_of(job, outputs(fitted))
-    return recalibrated(predictions, line.repeat_interleave(sizes.cpu(), 0)), index, sizes
+
+    return outputs
+
+
+def _by_own_statistics(job: Job) -> bool:
+    """Whether clients score the global model with statistics of normalisation layers of their own."""
+    return bool(job.oracle.normalisers) and job.setting.evaluate.statistics == "own"
+
+
+def _by_part(job: Job, kind: str, models: Tensor, task: ScoreTask) -> Scores:
+    """Scores of models of a kind on every part of a chunk of clients."""
+    outputs = outputs_of(job, models, task.ids, task.cohort)
+    return {(kind, part): _metrics(job, *outputs(part)) for part in job.setting.evaluate.parts}
+
+
+def final_outputs(job: Job, state: State, kind: str) -> Pass:
+    """Outputs of the "global" or the "personal" models on the test parts of the scored clients, on their lines.
+
+    They are those that `scores_of` judges.
+    """
+    if kind == "personal":
+        t = max(state.round, 1)
+        models = personal_models(job, job.down(state.server, t), t, job.scored_ids)
+    else:
+        row = job.algorithm.global_model(state.server)
+        assert row is not None
+        models = row.to(job.oracle.device)
+    return outputs_of(job, models, job.scored_ids, state.cohort)("test")
 
 
 def line_of(job: Job, fitted: Pass) -> Tensor:
