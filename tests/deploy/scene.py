@@ -15,12 +15,11 @@ from torch import Tensor
 
 from fedloom.data.input_spec import InputSpec
 from fedloom.deploy.audit import Audit
-from fedloom.deploy.code import digest
 from fedloom.deploy.ops.keys import key_pair
 from fedloom.deploy.protocol.envelope import digest_of, seal
 from fedloom.deploy.protocol.identity import sign
 from fedloom.deploy.server.run import serve
-from fedloom.deploy.settings import Member, Server, Site
+from fedloom.deploy.settings import Member, Server, Site, digest
 from fedloom.deploy.site.client import Client
 from fedloom.engine.result import Result
 from fedloom.engine.simulate import simulate

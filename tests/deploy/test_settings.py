@@ -5,12 +5,12 @@ import tomllib
 import pytest
 
 from fedloom.data.input_spec import InputSpec
-from fedloom.deploy.code import digest
 from fedloom.deploy.settings import (
     Member,
     Server,
     Site,
     check_fingerprint,
+    digest,
     read_server,
     read_site,
     text_of,

@@ -8,7 +8,6 @@ folder nothing else is imported: no other file, and no compiled one.
 from __future__ import annotations
 
 import ast
-import hashlib
 import json
 import sys
 from collections.abc import Iterator, Mapping
@@ -18,12 +17,12 @@ from importlib.util import find_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
-from fedloom.deploy.settings import Shared, check_fingerprint
+from fedloom.deploy.settings import Shared, check_agreed, check_fingerprint, digest
 from fedloom.errors import ConfigError
 from fedloom.experiment import Experiment, read
 from fedloom.imports import is_path
 from fedloom.models.spec import DIGEST
-from fedloom.storage.disk import regular
+from fedloom.storage.files import content_of
 from fedloom.storage.toml_files import document_of
 from fedloom.trust import is_installed, vouch
 
@@ -49,11 +48,6 @@ class Code:
     def digests(self) -> dict[str, str]:
         """SHA-256 of the files, by path."""
         return {path: digest(data) for path, data in self.files.items()}
-
-
-def digest(data: bytes) -> str:
-    """SHA-256 in hexadecimal digits."""
-    return hashlib.sha256(data).hexdigest()
 
 
 def code_of(settings: Mapping[str, object]) -> Code:
@@ -94,11 +88,7 @@ def check_code(shared: Shared) -> None:
     """
     for path, wanted in shared.code.items():
         file = shared.experiment.parent / FOLDER / path
-        try:
-            data = regular(file).read_bytes()
-        except OSError as error:
-            raise ConfigError(f"cannot read the user code {file}: {error.strerror}; get it from the server") from None
-        _compare(str(file), data, wanted, "get the file from the server again")
+        check_agreed(f"{file}", "user code", content_of(file, "the user code", "get it from the server"), wanted)
     for module, wanted in shared.installed.items():
         try:
             spec = find_spec(module)
@@ -106,7 +96,8 @@ def check_code(shared: Shared) -> None:
             spec = None
         if spec is None or spec.origin is None:
             raise ConfigError(f"user code {module!r} is not installed here; install the version the server has")
-        _compare(f"module {module!r}", Path(spec.origin).read_bytes(), wanted, "install the version the server has")
+        code = Path(spec.origin).read_bytes()
+        check_agreed(f"module {module!r}", "user code", code, wanted, "install the version the server has")
 
 
 def read_agreed(shared: Shared, **engine: Any) -> Experiment:
@@ -167,7 +158,7 @@ class _Loader(SourceFileLoader):
     def get_data(self, path: Any) -> bytes:
         data = super().get_data(path)
         if str(path) == self.path:
-            _compare(self.path, data, self._wanted, "get the file from the server again")
+            check_agreed(self.path, "user code", data, self._wanted)
         return data
 
 
@@ -180,25 +171,9 @@ def _start_of(shared: Shared) -> list[str]:
     if shared.start is None:
         return []
     file = shared.experiment.parent / START
-    try:
-        got = digest(regular(file).read_bytes())
-    except OSError as error:
-        raise ConfigError(f"cannot read the initial model {file}: {error.strerror}; get it from the server") from None
-    if got != shared.start:
-        raise ConfigError(
-            f"{file} is not the initial model that was agreed on: its SHA-256 is {got[:16]}..., agreed was "
-            f"{shared.start[:16]}...; get the file from the server again"
-        )
-    return [f"model.weights={json.dumps(f'{file}{DIGEST}{got}')}"]  # compared again where the file is loaded
-
-
-def _compare(what: str, data: bytes, wanted: str, do: str) -> None:
-    got = digest(data)
-    if got != wanted:
-        raise ConfigError(
-            f"{what} is not the user code that was agreed on: its SHA-256 is {got[:16]}..., agreed was "
-            f"{wanted[:16]}...; {do}"
-        )
+    content = content_of(file, "the initial model", "get it from the server")
+    check_agreed(f"{file}", "initial model", content, shared.start)
+    return [f"model.weights={json.dumps(f'{file}{DIGEST}{shared.start}')}"]  # compared again where the file is loaded
 
 
 def _paths(settings: object) -> Iterator[str]:

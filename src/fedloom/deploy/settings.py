@@ -21,7 +21,7 @@ from fedloom.deploy.secure.protocol import FEWEST, MOST, least_threshold
 from fedloom.errors import ConfigError
 from fedloom.imports import is_path
 from fedloom.storage import read_toml
-from fedloom.storage.disk import regular
+from fedloom.storage.files import content_of
 from fedloom.values import Value, fields_of, make
 from fedloom.version import __version__
 
@@ -301,17 +301,30 @@ def check_fingerprint(shared: Shared) -> bytes:
     Raises:
         ConfigError: it cannot be read, or the digests differ; both are named.
     """
-    try:
-        content = regular(shared.experiment).read_bytes()
-    except OSError as error:
-        raise ConfigError(f"cannot read the experiment file {shared.experiment}: {error.strerror}") from None
-    got = hashlib.sha256(content).hexdigest()
-    if got != shared.fingerprint:
-        raise ConfigError(
-            f"{shared.experiment} is not the experiment file that was agreed on: its SHA-256 is {got[:16]}..., agreed "
-            f"was {shared.fingerprint[:16]}...; get the file from the server again"
-        )
+    content = content_of(shared.experiment, "the experiment file")
+    check_agreed(f"{shared.experiment}", "experiment file", content, shared.fingerprint)
     return content
+
+
+def digest(content: bytes) -> str:
+    """SHA-256 in hexadecimal digits."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def check_agreed(
+    what: str, kind: str, content: bytes, wanted: str, cure: str = "get the file from the server again"
+) -> None:
+    """Refuse content of another SHA-256 than was agreed on.
+
+    Raises:
+        ConfigError: the digests differ; both are named.
+    """
+    got = digest(content)
+    if got != wanted:
+        raise ConfigError(
+            f"{what} is not the {kind} that was agreed on: its SHA-256 is {got[:16]}..., agreed was {wanted[:16]}...; "
+            f"{cure}"
+        )
 
 
 def _read(kind: type[V], path: Path, what: str) -> V:

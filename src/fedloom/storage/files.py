@@ -10,7 +10,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedloom.errors import DamagedCheckpoint, RunDirError, explain_os_error
+from fedloom.errors import ConfigError, DamagedCheckpoint, RunDirError, explain_os_error
 from fedloom.storage import disk
 
 if TYPE_CHECKING:
@@ -48,6 +48,23 @@ class Sink(io.RawIOBase):
     def replace(self, data: Buffer, at: int) -> None:
         """Other bytes in the place of those from byte ``at`` on."""
         disk.write(self._fd, self._path, disk.as_bytes(data), at)
+
+
+def content_of(path: Path, what: str = "", cure: str = "") -> bytes:
+    """The content of a regular file.
+
+    Args:
+        path: the file.
+        what: what it is called in the message, e.g. ``"the site file"``.
+        cure: what to do, the end of the message.
+
+    Raises:
+        ConfigError: it is missing, no regular file, or cannot be read.
+    """
+    try:
+        return disk.regular(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read {what}{what and ' '}{path}: {error.strerror}{cure and '; '}{cure}") from None
 
 
 def make_folder(folder: Path, mode: int = 0o777) -> None:

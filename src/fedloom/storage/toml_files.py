@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.errors import ConfigError
+from fedloom.storage.files import content_of
 
 DEEPEST = 32
 """Tables and arrays of a TOML file within one another."""
@@ -26,11 +27,7 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
     if path.exists() and not path.is_file():
         kind = "is a folder" if path.is_dir() else "is a pipe, socket or device"
         raise ConfigError(f"cannot read the {what} {path}: it {kind}; give the path of a TOML file")
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"cannot read the {what} {path}: {error.strerror}; give the path of a TOML file") from None
-    return document_of(content, path)
+    return document_of(content_of(path, f"the {what}", "give the path of a TOML file"), path)
 
 
 def document_of(content: bytes, path: Path) -> dict[str, Any]:

@@ -5,7 +5,6 @@ Units, gate, app and directions are the files of `ops/`, filled.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import secrets
@@ -24,7 +23,7 @@ from fedloom.deploy.ops import keys
 from fedloom.deploy.ops.check import versions
 from fedloom.deploy.ops.commands import OPS, command, environment, filled, profile
 from fedloom.deploy.ops.plan import DeploymentPlan
-from fedloom.deploy.settings import Member, Secure, Server, Site, placed, text_of
+from fedloom.deploy.settings import Member, Secure, Server, Site, digest, placed, text_of
 from fedloom.errors import ConfigError
 from fedloom.storage.disk import regular
 from fedloom.values import Value, make
@@ -196,7 +195,7 @@ def _sides(plan: DeploymentPlan, place: Location) -> Iterator[tuple[str, str, Fi
     shared: dict[str, Any] = {
         "name": plan.name,
         "experiment": "experiment.toml",
-        "fingerprint": hashlib.sha256(plan.experiment.encode()).hexdigest(),
+        "fingerprint": digest(plan.experiment.encode()),
         "version": __version__,
         "versions": versions(),
         "clients": len(plan.sites),
@@ -209,7 +208,7 @@ def _sides(plan: DeploymentPlan, place: Location) -> Iterator[tuple[str, str, Fi
         signing_keys = tuple(m.signing_key for m in members)
         shared["secure"] = Secure(threshold=plan.threshold, keys=signing_keys, norm_bound=plan.norm_bound)
     if plan.start is not None:
-        shared["start"] = hashlib.sha256(plan.start).hexdigest()
+        shared["start"] = digest(plan.start)
     agreed: Files = {} if plan.start is None else {START: plan.start}
     agreed |= {"experiment.toml": plan.experiment, "ca.crt": ca.pem()}
     agreed |= {f"{FOLDER}/{path}": data for path, data in plan.code.files.items()}

@@ -7,7 +7,6 @@ and answers no message of another: a server that adds sites by itself gets refus
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +25,7 @@ from fedloom.deploy.secure.opened import read_checked
 from fedloom.deploy.secure.pending import PendingSums
 from fedloom.deploy.secure.protocol import safe_threshold
 from fedloom.deploy.secure.stages import Stage, progress_of
-from fedloom.deploy.settings import Member, Secure, Server, Shared, Site, read_server, read_site
+from fedloom.deploy.settings import Member, Secure, Server, Shared, Site, digest, read_server, read_site
 from fedloom.deploy.site.approval import check_digest
 from fedloom.deploy.site.ledger import NAME as LEDGER
 from fedloom.errors import ConfigError, Refused, RunDirError
@@ -34,7 +33,7 @@ from fedloom.rows.layout import Layout
 from fedloom.storage.checkpoint import Checkpoints
 from fedloom.storage.checkpoint import check_digest as check_digest_of
 from fedloom.storage.disk import regular
-from fedloom.storage.files import make_folder, write_atomic
+from fedloom.storage.files import content_of, make_folder, write_atomic
 from fedloom.storage.locks import lock
 from fedloom.storage.toml_files import document_of, read_toml
 from fedloom.values import fields_of, make
@@ -55,7 +54,7 @@ class Change(NamedTuple):
 def keys_digest(members: Sequence[Member]) -> str:
     """SHA-256 of the names, numbers and public keys of sites."""
     lines = [f"{m.client} {m.site} {m.node_key} {m.signing_key}\n" for m in members]
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
+    return digest("".join(lines).encode())
 
 
 def add(folder: Path, name: str, place: Location) -> Change:
@@ -95,9 +94,9 @@ def add(folder: Path, name: str, place: Location) -> Change:
     header = f"# agreement {number}, after {server.fingerprint}; members: SHA-256 {keys_digest(members)}\n"
     experiment = (header + tomli_w.dumps(document)).encode()
     settings = read_toml(file, "server file")
-    new = {"clients": server.clients + 1, "fingerprint": hashlib.sha256(experiment).hexdigest()}
+    new = {"clients": server.clients + 1, "fingerprint": digest(experiment)}
     if start is not None:
-        new["start"] = hashlib.sha256(start).hexdigest()
+        new["start"] = digest(start)
     if server.secure is not None:
         n, before = server.clients + 1, server.secure
         threshold = max(before.threshold, safe_threshold(n))
@@ -116,7 +115,7 @@ def add(folder: Path, name: str, place: Location) -> Change:
         Site, {**shared, "site": name, "client": member.client, "data": data, "server": address}, name, fields_of(Site)
     )
     common: dict[str, str | bytes] = {"experiment.toml": experiment, **({} if start is None else {START: start})}
-    code: dict[str, str | bytes] = {f"{FOLDER}/{path}": _content(file.parent / FOLDER / path) for path in server.code}
+    code: dict[str, str | bytes] = {f"{FOLDER}/{path}": content_of(file.parent / FOLDER / path) for path in server.code}
     proposal = {
         "before": server.fingerprint,
         "shared": agreed.model_dump(mode="json", include={*Shared.model_fields}, exclude_none=True),
@@ -126,7 +125,7 @@ def add(folder: Path, name: str, place: Location) -> Change:
         **site_files(site, *pairs, place),
         **common,
         **code,
-        "ca.crt": _content(server.ca),
+        "ca.crt": content_of(server.ca),
     }
     write_files(
         out / "server", {**common, "server.toml": tomli_w.dumps(settings), f"nodes/{name}.pub": member.node_key}
@@ -176,14 +175,14 @@ def proposed(folder: Path, change: Path) -> Proposal:
         sentence = next(iter(str(error).splitlines()), type(error).__name__)
         raise ConfigError(f"{change} holds no new agreement: {sentence}") from None
     header = experiment.partition(b"\n")[0].decode(errors="replace")
-    files = {"experiment.toml": experiment} | ({} if new.start is None else {START: _content(change / START)})
-    start = hashlib.sha256(files[START]).hexdigest() if START in files else None
+    files = {"experiment.toml": experiment} | ({} if new.start is None else {START: content_of(change / START)})
+    start = digest(files[START]) if START in files else None
     wrong = [
         what
         for what, holds in {
             f"it changes settings of the site's own ({', '.join(sorted(foreign))})": not foreign,
             "it is no change of this site's agreement": site.fingerprint in (former, new.fingerprint),
-            "the experiment file is another one": hashlib.sha256(experiment).hexdigest() == new.fingerprint,
+            "the experiment file is another one": digest(experiment) == new.fingerprint,
             "the experiment file names other members": header.endswith(keys_digest(members)),
             "the experiment changes": document == before and rounds[0] <= rounds[1],
             "the agreement changes": all(getattr(new, f) == getattr(site, f) for f in SAME),
@@ -217,7 +216,7 @@ def take(folder: Path, change: Path, digest: str) -> Site:
     ledger = before.state / before.fingerprint[:16] / LEDGER
     if ledger.exists():  # what was released stays released
         make_folder(before.state / new.fingerprint[:16])
-        write_atomic(before.state / new.fingerprint[:16] / LEDGER, _content(ledger))
+        write_atomic(before.state / new.fingerprint[:16] / LEDGER, content_of(ledger))
     for name in sorted(files, key=lambda name: name == "site.toml"):  # which counts, last
         write_atomic(folder / name, files[name])
     return read_site(folder / "site.toml")
@@ -304,7 +303,7 @@ def _last_model(server: Server) -> bytes | None:
     """
     file = server.results / "global.safetensors"
     if not file.exists():
-        return None if server.start is None else _content(server.experiment.parent / START)
+        return None if server.start is None else content_of(server.experiment.parent / START)
     experiment = read_agreed(server)
     spec, samples = experiment.common.model, server.samples
     if spec.adapters is not None:
@@ -313,10 +312,3 @@ def _last_model(server: Server) -> bytes | None:
     check_digest_of(file)
     Layout.of(module).load(module, load_file(file)["rows"].reshape(-1))
     return save({key: part.contiguous() for key, part in module.state_dict().items()})
-
-
-def _content(path: Path) -> bytes:
-    try:
-        return regular(path).read_bytes()
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from None

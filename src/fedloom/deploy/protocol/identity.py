@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
 
 from fedloom.errors import ConfigError
-from fedloom.storage.disk import regular
+from fedloom.storage.files import content_of
 
 NONCE = 16
 """Bytes of a nonce."""
@@ -29,10 +29,9 @@ def signing_key(path: Path) -> Ed25519PrivateKey:
     Raises:
         ConfigError: the file is missing, or not an Ed25519 key in OpenSSH form.
     """
+    content = content_of(path, "the signing key")
     try:
-        key = load_ssh_private_key(regular(path).read_bytes(), None)
-    except OSError as error:
-        raise ConfigError(f"cannot read the signing key {path}: {error.strerror}") from None
+        key = load_ssh_private_key(content, None)
     except (ValueError, UnsupportedAlgorithm) as error:
         raise ConfigError(f"{path} is not a private key in OpenSSH form: {error}") from None
     if not isinstance(key, Ed25519PrivateKey):

@@ -26,6 +26,7 @@ from pathlib import Path
 from fedloom.deploy.site.pinned import SECRET, run_network
 from fedloom.errors import ConfigError, FedloomError
 from fedloom.storage.disk import regular
+from fedloom.storage.files import content_of
 from fedloom.version import __version__
 
 SOCKET, LOCK, LOG = "warm.sock", "warm.lock", "warm.log"
@@ -106,10 +107,7 @@ def key_of(site_file: Path) -> bytes:
     Raises:
         ConfigError: the settings cannot be read.
     """
-    try:
-        return hashlib.sha256(__version__.encode() + b"\0" + regular(site_file).read_bytes()).digest()
-    except OSError as error:
-        raise ConfigError(f"cannot read the site file {site_file}: {error.strerror}") from None
+    return hashlib.sha256(__version__.encode() + b"\0" + content_of(site_file, "the site file")).digest()
 
 
 def is_own(line: socket.socket) -> bool:
