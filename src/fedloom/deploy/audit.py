@@ -44,16 +44,17 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
     Raises:
         RunDirError: it is no regular file, or cannot be read.
     """
-    entries = []
     try:
         content = regular(path).read_bytes() if path.exists() else b""
     except OSError as error:
         raise RunDirError(f"cannot read the log {path}: {error.strerror}") from None
-    for line in content.splitlines():
-        try:
-            entry = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(entry, dict):
-            entries.append(entry)
-    return entries
+    return [entry for line in content.splitlines() if (entry := entry_of(line)) is not None]
+
+
+def entry_of(line: bytes) -> dict[str, Any] | None:
+    """The values of a line of a log; None where it was cut short."""
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return entry if isinstance(entry, dict) else None

@@ -39,6 +39,18 @@ TRAINING = ("train", "masked")
 """Kinds of messages whose replies are a share of a round."""
 
 
+@contextmanager
+def _fitting() -> Iterator[None]:
+    """Explain files whose contents are not what a server writes."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise RunDirError(
+            f"the server's log and checkpoints do not fit together ({what}); nothing was changed"
+        ) from None
+
+
 def server_of(folder: Path) -> Server:
     """The server's settings in a deployment's directory, or in the server's own folder.
 
@@ -105,6 +117,7 @@ def tallies(log: Sequence[Mapping[str, Any]], members: Mapping[int, str], rounds
     return rows
 
 
+@_fitting()
 def status_of(server: Server) -> dict[str, Any]:
     """How far a deployment is; plain values, as ``fedloom deploy status --json`` prints them.
 
@@ -121,11 +134,6 @@ def status_of(server: Server) -> dict[str, Any]:
     Raises:
         RunDirError: the files do not fit together.
     """
-    with _fitting():
-        return _status_of(server)
-
-
-def _status_of(server: Server) -> dict[str, Any]:
     log, meta = lines_of(server.audit), Checkpoints(server.checkpoints).meta() or {}
     rounds, seconds, more = meta.get("round", 0), meta.get("seconds", []), meta.get("more", {})
     members, document = {m.client: m.site for m in server.sites}, _document(server.experiment)
@@ -148,13 +156,9 @@ def _status_of(server: Server) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def lines(status: Mapping[str, object]) -> list[str]:
+@_fitting()
+def lines(status: Mapping[str, Any]) -> list[str]:
     """A status in a few lines of text; the sites are in `table`."""
-    with _fitting():
-        return _lines(status)
-
-
-def _lines(status: Mapping[str, Any]) -> list[str]:
     seconds, limit, disk = status["round_seconds"], status["epsilon_limit"], status["disk"]
     texts = [f"{status['name']}: {status['state']}{f', {why}' if (why := status['reason']) else ''}"]
     pace = f", {seconds['last']:.1f} s the last, {seconds['median']:.1f} s in the median" if seconds else ""
@@ -179,13 +183,9 @@ def _lines(status: Mapping[str, Any]) -> list[str]:
     return [*texts, f"disk: {used}", f"last event: {_ago(status['last_event'])}"]
 
 
-def table(status: Mapping[str, object]) -> list[dict[str, Any]]:
+@_fitting()
+def table(status: Mapping[str, Any]) -> list[dict[str, Any]]:
     """A row per site, for people; losses are of the site's own test samples."""
-    with _fitting():
-        return _table(status)
-
-
-def _table(status: Mapping[str, Any]) -> list[dict[str, Any]]:
     rows = []
     for site in status["sites"]:
         rejected = sum(step["count"] for step in site["rejected"].values())
@@ -200,18 +200,6 @@ def _table(status: Mapping[str, Any]) -> list[dict[str, Any]]:
         losses = {f"{one['model']} loss": one["loss"] for one in site["scores"] if "loss" in one}
         rows.append({**row, "rejected": rejected, **losses})
     return rows
-
-
-@contextmanager
-def _fitting() -> Iterator[None]:
-    """Explain files whose contents are not what a server writes."""
-    try:
-        yield
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        what = f"{type(error).__name__}: {error}"
-        raise RunDirError(
-            f"the server's log and checkpoints do not fit together ({what}); nothing was changed"
-        ) from None
 
 
 @contextmanager

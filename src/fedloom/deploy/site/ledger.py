@@ -15,8 +15,8 @@ import hashlib
 import json
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
+from fedloom.deploy.audit import entry_of
 from fedloom.deploy.noise import left_to_sites
 from fedloom.engine.privacy import Noise, epsilon
 from fedloom.errors import Refused
@@ -65,10 +65,10 @@ class Ledger:
         content = self._content()
         lines = content.removesuffix(b"\n").split(b"\n") if content else []
         for k, line in enumerate(lines):
-            entry = _entry(line)
+            entry = entry_of(line)
             if entry is None:
                 last = k + 1 == len(lines)
-                following = None if last else _entry(lines[k + 1])
+                following = None if last else entry_of(lines[k + 1])
                 valid = line.startswith(b"{") and (last or following is not None)
             else:
                 before = hashlib.sha256(lines[k - 1]).hexdigest() if k else ""
@@ -125,12 +125,3 @@ class Ledger:
         torn = bool(lines) and not self._content().endswith(b"\n")
         append_synced(self._path, [b"\n" * torn + json.dumps(entry).encode() + b"\n"])
         return count
-
-
-def _entry(line: bytes) -> dict[str, Any] | None:
-    """The values of a line; None where it was cut short."""
-    try:
-        entry = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return entry if isinstance(entry, dict) else None

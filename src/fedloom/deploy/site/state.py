@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
@@ -28,6 +28,9 @@ from fedloom.storage.locks import lock
 
 DIGEST = hashlib.sha256().digest_size
 MODEL = "model.safetensors"
+ACCEPTED, SAMPLES = "accepted.json", "samples.json"
+"""Files with the rounds that the server has named as accepted, and with the digest of the samples."""
+T = TypeVar("T")
 
 
 class Rewound(CheckpointError):
@@ -110,9 +113,7 @@ class SiteState:
                 self.notes.append(f"the server went back: round {current} was accepted here, now it is {accepted}")
             before = current if accepted > current else 0
             held = held if state is None else state.round
-            text = json.dumps({**self._key, "accepted": accepted, "previous": before, "held": held})
-            make_folder(self.folder)
-            write_atomic(self.folder / "accepted.json", text.encode())
+            self._note(ACCEPTED, accepted=accepted, previous=before, held=held)
         return state
 
     def accepted(self) -> tuple[int, int]:
@@ -132,13 +133,21 @@ class SiteState:
 
     def _accepted_rounds(self) -> tuple[int, int, int]:
         """The last accepted round, the one before, and the last of which a state was there; 0 is none."""
+        accepted, previous, held = self._noted(ACCEPTED, int, "accepted", "previous", "held") or (0, 0, 0)
+        return accepted, previous, held
+
+    def _note(self, name: str, **facts: object) -> None:
+        """Write a small file of the folder, with the experiment and the client that it is of."""
+        make_folder(self.folder)
+        write_atomic(self.folder / name, json.dumps({**self._key, **facts}).encode())
+
+    def _noted(self, name: str, kind: Callable[[Any], T], *facts: str) -> tuple[T, ...] | None:
+        """The facts of a file of `_note`; None where it is missing, damaged or of another experiment."""
         try:
-            entry = json.loads(regular(self.folder / "accepted.json").read_bytes())
-            if {k: entry[k] for k in self._key} != self._key:
-                return 0, 0, 0
-            return int(entry["accepted"]), int(entry["previous"]), int(entry["held"])
+            entry = json.loads(regular(self.folder / name).read_bytes())
+            return tuple(kind(entry[k]) for k in facts) if {k: entry[k] for k in self._key} == self._key else None
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            return 0, 0, 0
+            return None
 
     def _set_model_aside(self) -> None:
         """Keep the model of a state that is lost, which the next one would take the place of."""
@@ -150,19 +159,14 @@ class SiteState:
 
     def changed(self, samples: str) -> str | None:
         """The digest of the site's samples that was noted last, where it is another; the first is noted by itself."""
-        try:
-            entry = json.loads(regular(self._data).read_bytes())
-            before = str(entry["samples"]) if {k: entry[k] for k in self._key} == self._key else None
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            before = None
-        if before is None:
+        noted = self._noted(SAMPLES, str, "samples")
+        if noted is None:
             self.note_samples(samples)
-        return None if before in (None, samples) else before
+        return None if noted in (None, (samples,)) else noted[0]
 
     def note_samples(self, samples: str) -> None:
         """Keeps the digest of the site's samples, for `changed`."""
-        make_folder(self.folder)
-        write_atomic(self._data, json.dumps({**self._key, "samples": samples}).encode())
+        self._note(SAMPLES, samples=samples)
 
     def answered(self, round: int, base: int, digest: str) -> Generation | None:
         """The generation of a round that was asked before with the same download, from the same state."""
@@ -209,10 +213,6 @@ class SiteState:
         make_folder(self.folder)
         about = {**self._key, "round": round, "kind": kind}
         save_tensors(self.folder / MODEL, {"rows": row[None]}, {**header, "about": json.dumps(about)})
-
-    @property
-    def _data(self) -> Path:
-        return self.folder / "samples.json"
 
     def _path(self, round: int) -> Path:
         return self.folder / f"round-{round:06d}.state"
