@@ -33,6 +33,8 @@ import torch
 from pydantic import Field
 from torch import Generator, Tensor
 
+from fedloom.engine.privacy import Noise, accounted
+from fedloom.engine.setting import Setting
 from fedloom.errors import Refused
 from fedloom.rows.aggregate import PrivateMean
 from fedloom.rows.aggregate._base import Rows, State
@@ -165,6 +167,16 @@ class ReleasedMean(PrivateMean):
         total = noisy_sum(torch.cat([*rows.values()], 1), self.clip, self.sigma) / len(weights)
         parts = total.split([r.shape[1] for r in rows.values()])
         return {name: part.to(r) for (name, r), part in zip(rows.items(), parts, strict=True)}, state
+
+
+def deployed(setting: Setting, survivors: int | None = None) -> Setting:
+    """A run's setting with channel and aggregator as they are deployed; see `released`."""
+    return setting.with_(channel=released(setting.channel), aggregator=released(setting.aggregator, survivors))
+
+
+def noise_of_site(setting: Setting) -> Noise | None:
+    """What a site's epsilon is of, as deployed: its own noise; noise of the server does not protect it from that."""
+    return accounted(setting.channel, setting.aggregator if isinstance(setting.aggregator, SharedMean) else None)
 
 
 def released(part: Any, survivors: int | None = None) -> Any:

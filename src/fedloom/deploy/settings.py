@@ -100,6 +100,11 @@ class Shared(Value):
     secure: Secure | None = Field(None, description="secure aggregation; left out: the server receives single uploads")
 
     @property
+    def survivors(self) -> int | None:
+        """Fewest sites of a sum under secure aggregation; None without it."""
+        return None if self.secure is None else self.secure.threshold
+
+    @property
     def digest(self) -> str:
         """SHA-256 of all that is agreed on, by which people name a run; the same on every machine."""
         agreed = self.model_dump(mode="json", include={*Shared.model_fields} - {"experiment"})

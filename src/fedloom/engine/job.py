@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -13,7 +13,7 @@ from fedloom.choose import Mixer
 from fedloom.choose.mixers import Rule
 from fedloom.engine.problem import RunProblem
 from fedloom.errors import ConfigError, attribute_error
-from fedloom.local import Ctx, Work
+from fedloom.local import Ctx, Nothing, Work
 from fedloom.local.rows import Fields
 from fedloom.processes.ranks import Ranks
 from fedloom.processes.row_locations import RowLocations
@@ -65,6 +65,11 @@ class Job(RunProblem):
     def locations(self) -> RowLocations:
         """The machines that have the latest row of every client."""
         return RowLocations(self.ranks, self.stores)
+
+    def without_states(self) -> Job:
+        """The run at a server whose clients keep what is theirs."""
+        none: Store[Fields] = Store(self.n, Nothing())
+        return replace(self, clients=none, residue=none, optimizer=none, memory=None)
 
     def with_shares(self, alpha: Tensor | None) -> Job:
         """The run with other shares of the objective ``[n, 1]``, and the same stores; this run when None."""

@@ -133,18 +133,6 @@ class NodeProblem(NamedTuple):
     fed: Federation
     objective: Objective
 
-    def seated(self, seat: int, sizes: list[int]) -> Federation:
-        """The samples as those of one client of all; of the others only the numbers of samples are known."""
-        parts, filler = {}, self.fed.indices("train", 0)[:1]
-        for part in PARTS:
-            index = self.fed.indices(part, 0)
-            counts = torch.tensor(sizes if part == "train" else [0] * len(sizes))
-            counts[seat] = len(index)
-            pieces = [index if i == seat else filler.expand(count) for i, count in enumerate(counts.tolist())]
-            offsets = torch.cat([torch.zeros(1, dtype=torch.long), counts.cumsum(0)])
-            parts[part] = Split(torch.cat(pieces), offsets)
-        return Federation(self.fed.data, parts, tuple(map(str, range(len(sizes)))))
-
 
 def _splits(parts: Mapping[str, Any]) -> dict[str, Split]:
     """Places of the samples of every part, one part after another."""

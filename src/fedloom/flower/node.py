@@ -17,8 +17,8 @@ from flwr.common.constant import ErrorCode
 from torch import Tensor, nn
 
 from fedloom.data.input_spec import InputSpec
-from fedloom.deploy.noise import released
-from fedloom.deploy.site.local_data import part_sizes
+from fedloom.deploy.noise import deployed
+from fedloom.deploy.site.local_data import part_sizes, seated
 from fedloom.engine.clients.chunk import ask_chunk, run_clients
 from fedloom.engine.clients.scores import hybrid_scores, personal_models, score_chunk
 from fedloom.engine.job import Job
@@ -37,7 +37,7 @@ from fedloom.flower.records import (
     shapes_of,
     tensors_of,
 )
-from fedloom.local.rows import group_of, named, remade, to_device
+from fedloom.local.rows import for_everyone, group_of, named, remade, to_device
 from fedloom.processes.clients import AskTask, ScoreTask, TrainTask
 from fedloom.storage.checkpoint import save_tensors
 from fedloom.storage.files import make_folder
@@ -210,7 +210,7 @@ class _Node:
         model = tensors["model"].to(job.oracle.dtype) if tensors else None
         if model is None and values["global"] and down is not None:
             model = down[0].reshape(-1)
-        everyone = None if down is None else type(down)(*[f.expand(job.n, -1) if f.dim() > 1 else f for f in down])
+        everyone = None if down is None else for_everyone(down, job.n)
         scores = score_chunk(job, everyone, model, ScoreTask(t, ids, ids, common=False))
         scores |= hybrid_scores(scores, job.setting.evaluate.select_on)
         row = model if everyone is None else personal_models(job, everyone, t, ids)[0]
@@ -259,10 +259,10 @@ class _Node:
             model, objective = run.problem.model, run.problem.objective
             setting = setting_of(values["document"], model, values["rounds"], task=objective)
             setting = setting.with_(engine=setting.engine.with_(device=str(run.local.device), workers=1, chunk=1))
-            initial = start.get("start")
+            fed, initial = seated(run.problem.fed, 0, seat, torch.tensor(values["sizes"])), start.get("start")
             replay = Replay() if initial is None else Replay(initial=initial)
-            job, run.server = make_job(setting, run.problem.seated(seat, values["sizes"]), replay=replay)
-            run.job = replace(job, setting=job.setting.with_(channel=released(job.setting.channel)))
+            job, run.server = make_job(setting, fed, replay=replay)
+            run.job = replace(job, setting=deployed(job.setting))
             run.key = key
         assert run.job is not None
         job = replace(run.job, alpha=torch.tensor(values["weights"], dtype=torch.float64)[:, None].to(run.job.alpha))

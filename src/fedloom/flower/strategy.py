@@ -19,7 +19,7 @@ from flwr.serverapp.strategy import Strategy as FlowerStrategy
 from torch import nn
 
 from fedloom.data.input_spec import InputSpec
-from fedloom.deploy.noise import released
+from fedloom.deploy.noise import deployed
 from fedloom.deploy.site.local_data import federation_of
 from fedloom.engine.checkpoints import RunCheckpoints
 from fedloom.engine.clients.messages import idle_upload
@@ -43,9 +43,6 @@ from fedloom.flower.records import (
     state_dict_of,
 )
 from fedloom.flower.samples import Signature, adapted
-from fedloom.local import Nothing
-from fedloom.local.rows import Fields
-from fedloom.storage.store import Store
 
 INSTEAD = {
     "fraction_train": "sampler={'kind': 'uniform', 'fraction': 0.5}",
@@ -272,9 +269,7 @@ class Strategy(FlowerStrategy):
         job, server = make_job(setting, federation_of(schema, torch.tensor(members.sizes)))
         start = (server, job.clients.template, job.kept.template if job.kept_fields else None)
         idle = idle_upload(job.algorithm, start, job.oracle, job.ctx(0, torch.tensor([0])))
-        none: Store[Fields] = Store(job.n, Nothing())
-        noisy = job.setting.with_(channel=released(job.setting.channel), aggregator=released(job.setting.aggregator))
-        self._job = replace(job, setting=noisy, clients=none, residue=none, optimizer=none, memory=None)
+        self._job = replace(job, setting=deployed(job.setting)).without_states()
         document = resolved_document(job.setting)
         self._clients = FlowerClients(self._job, idle, members, document, parameters, grid.send_and_receive)
         self._checkpoints = RunCheckpoints(self._job, self._folder, members.run)

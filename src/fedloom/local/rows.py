@@ -102,6 +102,11 @@ def to_device(rows: F, device: torch.device) -> F:
     return rows if device.type == "cpu" else remade(rows, (r.to(device) for r in rows))
 
 
+def for_everyone(message: F, n: int) -> F:
+    """A message of one client, fields ``[d]`` or ``[1, .]``, as every client's, without a copy."""
+    return remade(message, (f.expand(n, -1) if f.dim() > 1 else f for f in message))
+
+
 def rows_of(message: F, where: slice | Tensor) -> F:
     """Some clients of a NamedTuple whose fields are ``[d]``, the same for all, or ``[m, .]``."""
     return remade(message, (f[where] if f.dim() > 1 else f for f in message))

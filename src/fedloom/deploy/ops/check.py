@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 
 from fedloom.deploy.code import read_agreed
-from fedloom.deploy.noise import SharedMean, left_to_sites, released
+from fedloom.deploy.noise import deployed, left_to_sites, noise_of_site
 from fedloom.deploy.ops.keys import SOON
 from fedloom.deploy.ops.processes import check_free
 from fedloom.deploy.server.run import check_deployable
@@ -122,10 +122,8 @@ def _experiment(site: Site) -> Iterator[Finding]:
 
 
 def _privacy(site: Site, experiment: Experiment) -> Iterator[Finding]:
-    setting = experiment.methods[0].setting
-    survivors = None if site.secure is None else site.secure.threshold
-    central = accounted(None, released(setting.aggregator, survivors))
-    noise = accounted(released(setting.channel), central if isinstance(central, SharedMean) else None)
+    setting = deployed(experiment.methods[0].setting, site.survivors)
+    noise = noise_of_site(setting)
     if noise is not None:
         one, most = epsilon(noise, 1), epsilon(noise, setting.rounds)
         cost = f"an upload costs epsilon {one:.3g}, {setting.rounds} of them {most:.3g}, at delta {noise.delta}"
@@ -135,7 +133,7 @@ def _privacy(site: Site, experiment: Experiment) -> Iterator[Finding]:
         yield Finding("ok", f"privacy: {cost}; scores stay here")
     elif site.epsilon is not None:
         Ledger(site.state, None, site.epsilon, f"site {site.site}").release(0)
-    elif central is not None:
+    elif accounted(None, setting.aggregator) is not None:
         yield Finding("ok", "privacy: the server adds the noise; uploads reach it as they are, scores stay here")
 
 

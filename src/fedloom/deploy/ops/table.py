@@ -15,17 +15,16 @@ from fedloom.metrics import SUMMARY
 from fedloom.storage.disk import regular
 
 
-def site_table(metrics: Path, sites: Sequence[str], part: str = "test") -> list[dict[str, Any]]:
-    """The last figures of every site: a row per site and model, with ``site``, ``model``, ``round`` and metrics.
+def site_table(metrics: Path, sites: Sequence[str]) -> list[dict[str, Any]]:
+    """The last test figures of every site: a row per site and model, with ``site``, ``model``, ``round`` and metrics.
 
     They are of the last round in which the site had any.
 
     Args:
         metrics: a file `metrics.parquet`.
         sites: names in the order of the clients.
-        part: part of each site's data.
     """
-    records = [r for r in _read(metrics, part, SUMMARY) if 0 <= r["client"] < len(sites)]
+    records = [r for r in _read(metrics, SUMMARY) if 0 <= r["client"] < len(sites)]
     last = {(r["client"], r["model"]): r["round"] for r in records if r["value"] == r["value"]}
     rows: dict[tuple[int, str], dict[str, Any]] = {}
     for r in records:
@@ -36,19 +35,18 @@ def site_table(metrics: Path, sites: Sequence[str], part: str = "test") -> list[
     return [rows[key] for key in sorted(rows)]
 
 
-def mean_table(metrics: Path, part: str = "test") -> list[dict[str, Any]]:
+def mean_table(metrics: Path) -> list[dict[str, Any]]:
     """The last means over the sites: a row per model, with ``model``, ``round`` and metrics.
 
     ``sites``: how many a mean of losses is of.
 
     Args:
         metrics: a file `metrics.parquet`.
-        part: part of each site's data.
     """
     rows: dict[str, dict[str, Any]] = {}
-    losses = [r for r in _read(metrics, part, ["loss"]) if r["client"] >= 0 and r["value"] == r["value"]]
+    losses = [r for r in _read(metrics, ["loss"]) if r["client"] >= 0 and r["value"] == r["value"]]
     counts = Counter((r["model"], r["round"]) for r in losses)  # none where the server has sums only
-    for r in _read(metrics, part, [*(f"{name}/mean" for name in SUMMARY), "loss/sites"]):
+    for r in _read(metrics, [*(f"{name}/mean" for name in SUMMARY), "loss/sites"]):
         name, _, what = r["metric"].partition("/")
         row = rows.setdefault(r["model"], {"model": r["model"]})
         row |= {"round": r["round"], **({name: r["value"]} if what == "mean" else {"sites": int(r["value"])})}
@@ -57,9 +55,9 @@ def mean_table(metrics: Path, part: str = "test") -> list[dict[str, Any]]:
     return [rows[key] for key in sorted(rows)]
 
 
-def _read(metrics: Path, part: str, names: Sequence[str]) -> list[dict[str, Any]]:
-    """Figures of a part by their names, by round."""
+def _read(metrics: Path, names: Sequence[str]) -> list[dict[str, Any]]:
+    """Figures of test parts by their names, by round."""
     table = pq.read_table(regular(metrics))
-    mask = pc.and_(pc.equal(table["part"], part), pc.is_in(table["metric"], pa.array(names)))
+    mask = pc.and_(pc.equal(table["part"], "test"), pc.is_in(table["metric"], pa.array(names)))
     records: list[dict[str, Any]] = table.filter(mask).sort_by("round").to_pylist()
     return records

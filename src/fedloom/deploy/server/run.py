@@ -18,7 +18,7 @@ from fedloom.deploy.audit import Audit
 from fedloom.deploy.code import read_agreed
 from fedloom.deploy.cox import agreed_cox
 from fedloom.deploy.groups import GroupSums, agreed_groups
-from fedloom.deploy.noise import SharedMean, left_to_sites, released
+from fedloom.deploy.noise import SharedMean, deployed, left_to_sites
 from fedloom.deploy.ops.status import serve_metrics
 from fedloom.deploy.protocol.forms import Forms
 from fedloom.deploy.secure.member import check_maskable
@@ -43,14 +43,11 @@ from fedloom.engine.virtual.check import check_stream
 from fedloom.engine.virtual.clock import CLIENT, VERSION
 from fedloom.errors import DataError, GivenUp, Refused, RunStopped, Stop
 from fedloom.experiment import Experiment
-from fedloom.local import Nothing
-from fedloom.local.rows import Fields
 from fedloom.rows.channel import GaussianNoise
 from fedloom.rundir import SUMMARY
 from fedloom.schedule import Stream, Synchronous
 from fedloom.storage.checkpoint import Checkpoints
 from fedloom.storage.locks import lock
-from fedloom.storage.store import Store
 from fedloom.version import __version__
 
 Say = Callable[[str], None]
@@ -328,11 +325,9 @@ class _Run(Hooks):
         planned = setting.with_(schedule=Synchronous(), evaluate=scored)
         job, server = make_job(planned, fed, folder=self._settings.checkpoints)
         forms = Forms(job, server)
-        survivors = None if self._settings.secure is None else self._settings.secure.threshold
-        noisy = {name: released(getattr(job.setting, name), survivors) for name in ("channel", "aggregator")}
-        job = replace(job, setting=job.setting.with_(schedule=schedule, evaluate=setting.evaluate, **noisy))
-        none: Store[Fields] = Store(job.n, Nothing())
-        return replace(job, clients=none, residue=none, optimizer=none, memory=None), server, forms
+        noisy = deployed(job.setting, self._settings.survivors)
+        job = replace(job, setting=noisy.with_(schedule=schedule, evaluate=setting.evaluate))
+        return job.without_states(), server, forms
 
     def _line(self, state: State) -> str:
         text = f"fedloom: round {state.round}/{self._job.setting.rounds}: "

@@ -229,14 +229,10 @@ class Transport:
             self._posted = {id_: posted for id_, posted in self._posted.items() if id_ not in ended}
             if not is_greeting:
                 replies, failed = good, {p.client for p in ended.values() if p.client is not None} - set(good)
-        self._give_up(None, self._settings.deadline)
+        self.give_up(None, self._settings.deadline)
         return replies, failed
 
-    def give_up(self, client: int) -> None:
-        """Wait no more for the reply to a client's posted request."""
-        self._give_up(client, 0.0)
-
-    def _give_up(self, client: int | None, most: float) -> None:
+    def give_up(self, client: int | None, most: float = 0.0) -> None:
         """Wait no more for a client's reply, or a greeting's for None, that is out for ``most`` seconds."""
         now = time.monotonic()
         for id_, (pending, start) in [*self._posted.items()]:

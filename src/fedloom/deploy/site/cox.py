@@ -108,12 +108,8 @@ class SiteCox:
             first: place of the first bin among the bits of a site.
         """
         assert terms.question is not None
-        return self.vector(terms.question, merged(self._terms(), terms, first, self._threshold))
-
-    @property
-    def _threshold(self) -> int:
-        secure = self._trainer.site.secure
-        return FEWEST if secure is None else secure.threshold
+        threshold = self._trainer.site.survivors or FEWEST
+        return self.vector(terms.question, merged(self._terms(), terms, first, threshold))
 
     def answer(self, message: bytes) -> bytes:
         """The vector that a server without secure aggregation requests.

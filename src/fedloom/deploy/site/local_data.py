@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ def site_federation(experiment: Experiment, site: Site) -> Federation:
         fed, client = Iid(clients=1, **fields)(data, seed), 0
     fed = replace(fed, data=_in_order(fed.data, site.samples))
     check_samples(site, fed.data)
-    return _seated(fed, client, site.client, site.clients)
+    return seated(fed, client, site.client, torch.ones(site.clients, dtype=torch.long))
 
 
 def read_data(experiment: Experiment, site: Site) -> Dataset:
@@ -176,17 +176,23 @@ def _in_order(data: Dataset, samples: InputSpec) -> Dataset:
     return replace(data, y=torch.where(data.y < 0, data.y, place[data.y]), classes=classes)
 
 
-def _seated(fed: Federation, client: int, seat: int, n: int) -> Federation:
-    """Client ``client`` of a federation as client ``seat`` of n; the others have one sample of it and are not used."""
-    parts: Mapping[str, Split] = {}
+def seated(fed: Federation, client: int, seat: int, others: Tensor) -> Federation:
+    """Client ``client`` of a federation as client ``seat`` of n; its samples stand for those of the others.
+
+    Args:
+        fed: the federation.
+        client: whose samples are used.
+        seat: its new number.
+        others: ``[n]`` training samples that the others have, of which no more is known.
+    """
+    parts, filler = dict[str, Split](), fed.indices("train", client)[:1]
     for part in PARTS:
         rows = fed.indices(part, client)
-        sizes = torch.full((n,), int(part == "train"))
+        sizes = others.clone() if part == "train" else torch.zeros_like(others)
         sizes[seat] = len(rows)
-        filler = fed.indices("train", client)[:1]
-        index = [rows if i == seat else filler[: int(sizes[i])] for i in range(n)]
-        parts = {**parts, part: Split(torch.cat(index), _offsets(sizes))}
-    names = tuple(fed.names[client] if i == seat else str(i) for i in range(n))
+        index = [rows if i == seat else filler.repeat(size) for i, size in enumerate(sizes.tolist())]
+        parts[part] = Split(torch.cat(index), _offsets(sizes))
+    names = tuple(fed.names[client] if i == seat else str(i) for i in range(len(others)))
     return replace(fed, parts=parts, names=names, test=None, groups=None)
 
 

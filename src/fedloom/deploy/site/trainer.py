@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedloom.data import Federation
 from fedloom.deploy.code import read_agreed
-from fedloom.deploy.noise import SharedMean, released
+from fedloom.deploy.noise import deployed, noise_of_site
 from fedloom.deploy.protocol.envelope import digest_of
 from fedloom.deploy.protocol.forms import Forms
 from fedloom.deploy.secure.member import check_maskable
@@ -28,7 +28,7 @@ from fedloom.engine.privacy import Noise, accounted, epsilon
 from fedloom.engine.setup import make_job
 from fedloom.errors import CheckpointError, ConfigError, FedloomError, LayoutError, Refused, RunDirError, WireError
 from fedloom.experiment import Experiment
-from fedloom.local.rows import named, remade
+from fedloom.local.rows import for_everyone, named, remade
 from fedloom.processes.clients import Scores, ScoreTask, TrainTask
 from fedloom.schedule import Synchronous
 
@@ -93,11 +93,7 @@ class Trainer:
     @cached_property
     def _run(self) -> tuple[Job, Any]:
         job, server = make_job(self.experiment.methods[0].setting.with_(schedule=Synchronous()), self.fed)
-        survivors = None if self.site.secure is None else self.site.secure.threshold
-        setting = job.setting.with_(
-            channel=released(job.setting.channel), aggregator=released(job.setting.aggregator, survivors)
-        )
-        return replace(job, setting=setting), server
+        return replace(job, setting=deployed(job.setting, self.site.survivors)), server
 
     @property
     def job(self) -> Job:
@@ -111,9 +107,8 @@ class Trainer:
 
     @property
     def noise(self) -> Noise | None:
-        """What this site's epsilon is of: its own noise; noise that the server adds does not protect it from that."""
-        setting = self.job.setting
-        return accounted(setting.channel, setting.aggregator if isinstance(setting.aggregator, SharedMean) else None)
+        """What this site's epsilon is of; see `noise_of_site`."""
+        return noise_of_site(self.job.setting)
 
     @property
     def ids(self) -> Tensor:
@@ -302,7 +297,7 @@ class Trainer:
     def received(self, models: Sequence[bytes], *, common: bool) -> tuple[Any, Tensor | None]:
         """The download, as if every client had received it, and the global model ``[d]``; either may be None."""
         down, shared = self.forms.read_models([*models], global_there=common)
-        return None if down is None else _for_all(down, self.job.n), shared
+        return None if down is None else for_everyone(down, self.job.n), shared
 
     @property
     def sends_groups(self) -> bool:
@@ -330,8 +325,3 @@ def _digest(download: bytes, weights: Sequence[float]) -> str:
 def describe_error(error: Exception) -> str:
     """An error as a sentence."""
     return str(error) if isinstance(error, FedloomError) else f"{type(error).__name__}: {error}"
-
-
-def _for_all(down: Any, n: int) -> Any:
-    """A download of one client in the place of every client's, of which `score_chunk` takes that of its number."""
-    return type(down)(*[f.expand(n, -1) if f.dim() > 1 else f for f in down])
