@@ -11,7 +11,7 @@ from torch import Tensor
 from fedloom.local.descend import descend
 from fedloom.local.iterate import iterate
 from fedloom.local.rows import each_client
-from fedloom.local.svrg import full_direction, pulled, svrg
+from fedloom.local.svrg import Solving, full_direction, solved, svrg
 
 if TYPE_CHECKING:
     from fedloom.local.descend import Pull
@@ -28,15 +28,6 @@ class DescentResult(NamedTuple):
     w: Tensor
     steps: Tensor
     met: Tensor
-
-
-class _Rows(NamedTuple):
-    w: Tensor
-    direction: Tensor
-    start: Tensor
-    done: Tensor
-    mu: Tensor
-    steady: Tensor
 
 
 def gradient_descent(
@@ -62,22 +53,14 @@ def gradient_descent(
     Returns:
         The last point, the number of steps of each client, and whether the stop rule holds.
     """
-    m, rate = work.m, work.lr if lr is None else lr
-    w = each_client(w, m)
-    mu, steady = pulled(w, pull, shift)
+    rate = work.lr if lr is None else lr
 
-    def step(rows: _Rows, work: Work) -> _Rows:
+    def step(rows: Solving, work: Work) -> Solving:
         work.count_steps()
-        w = rows.w.sub_(rows.direction, alpha=rate)
-        return rows._replace(direction=full_direction(w, work, rows.mu, rows.steady), done=rows.done + 1)
+        w = rows.w.sub(rows.direction, alpha=rate)
+        return rows._replace(w=w, direction=full_direction(w, work, rows.mu, rows.steady), done=rows.done + 1)
 
-    first = full_direction(w, work, mu, steady)
-    done = torch.zeros(m, 1, dtype=torch.long, device=w.device)
-    rows = _Rows(w.clone(memory_format=torch.contiguous_format), first, first, done, mu, steady)
-    stop = None if until is None else (lambda rows, _work: until(rows.direction, rows.start))
-    end = iterate(step, rows, work, steps, batches=0, until=stop)
-    met = torch.zeros_like(done, dtype=torch.bool) if until is None else until(end.direction, end.start)
-    return DescentResult(end.w, end.done, met)
+    return DescentResult(*solved(step, w, work, pull, shift, steps, until))
 
 
 def inexact(

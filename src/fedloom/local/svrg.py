@@ -30,8 +30,13 @@ class SvrgResult(NamedTuple):
     met: Tensor
 
 
-class _Outer(NamedTuple):
-    snapshot: Tensor
+class Solving(NamedTuple):
+    """Where every client is ``w [m, d]``, directions there and at the start, and iterations ``done [m, 1]``.
+
+    mu ``[m, 1]`` and steady ``[m, d]`` are those of `pulled`.
+    """
+
+    w: Tensor
     direction: Tensor
     start: Tensor
     done: Tensor
@@ -79,33 +84,45 @@ def svrg(
     Returns:
         The last snapshot and the number of outer iterations of each client; ``met`` is False without a stop rule.
     """
-    m = work.m
     rate = work.lr if lr is None else lr
-    w = each_client(w, m)
-    mu, steady = pulled(w, pull, shift)
 
-    def sweep(rows: _Outer, work: Work) -> _Outer:
+    def sweep(rows: Solving, work: Work) -> Solving:
         count = work.epochs(1).clamp(min=2) if inner is None else torch.full((work.m, 1), inner)
         draws = zip(count[:, 0].tolist(), work.rng((str(stream), work.k, "option II")), strict=True)
         pick = torch.stack([torch.randint(int(c), (1,), generator=g) for c, g in draws])
-        v, shrunk = rows.snapshot, rate * rows.mu
+        v, shrunk = rows.w, rate * rows.mu
         rest = torch.addcmul(-rate * rows.direction, v, shrunk)
         start = _Inner(v.clone(), v, 1 - shrunk, rest)
         snapshot = iterate(step, start, work, pick.to(w.device), stream=(str(stream), work.k)).w
         now = full_direction(snapshot, work, rows.mu, rows.steady)
-        return rows._replace(snapshot=snapshot, direction=now, done=rows.done + 1)
+        return rows._replace(w=snapshot, direction=now, done=rows.done + 1)
 
     def step(rows: _Inner, work: Work, batch: Batch) -> _Inner:
         step_(rows.w, work, batch, rate, keep=rows.keep, steady=rows.steady)
         step_(rows.w, work, batch, -rate, at=rows.snapshot)
         return rows
 
+    return SvrgResult(*solved(sweep, w, work, pull, shift, outer, until))
+
+
+def solved(
+    step: Callable[[Solving, Work], Solving],
+    w: Tensor,
+    work: Work,
+    pull: Sequence[Pull],
+    shift: Tensor | None,
+    most: Tensor | int | None,
+    until: Until | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Iterations of a solver from ``w``: the last point, how many each client took, and whether the stop rule holds."""
+    w = each_client(w, work.m)
+    mu, steady = pulled(w, pull, shift)
     first = full_direction(w, work, mu, steady)
-    rows = _Outer(w, first, first, torch.zeros(m, 1, dtype=torch.long, device=w.device), mu, steady)
+    rows = Solving(w, first, first, torch.zeros(work.m, 1, dtype=torch.long, device=w.device), mu, steady)
     stop = None if until is None else (lambda rows, _work: until(rows.direction, rows.start))
-    end = iterate(sweep, rows, work, outer, batches=0, stream=stream, until=stop)
+    end = iterate(step, rows, work, most, batches=0, until=stop)
     met = torch.zeros_like(end.done, dtype=torch.bool) if until is None else until(end.direction, end.start)
-    return SvrgResult(end.snapshot, end.done, met)
+    return end.w, end.done, met
 
 
 def pulled(w: Tensor, pull: Sequence[Pull], shift: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -176,23 +176,23 @@ def _in_order(data: Dataset, samples: InputSpec) -> Dataset:
     return replace(data, y=torch.where(data.y < 0, data.y, place[data.y]), classes=classes)
 
 
-def seated(fed: Federation, client: int, seat: int, others: Tensor) -> Federation:
+def seated(fed: Federation, client: int, seat: int, train_sizes: Tensor) -> Federation:
     """Client ``client`` of a federation as client ``seat`` of n; its samples stand for those of the others.
 
     Args:
         fed: the federation.
         client: whose samples are used.
         seat: its new number.
-        others: ``[n]`` training samples that the others have, of which no more is known.
+        train_sizes: ``[n]`` training samples of the others, of which no more is known.
     """
     parts, filler = dict[str, Split](), fed.indices("train", client)[:1]
     for part in PARTS:
         rows = fed.indices(part, client)
-        sizes = others.clone() if part == "train" else torch.zeros_like(others)
+        sizes = train_sizes.clone() if part == "train" else torch.zeros_like(train_sizes)
         sizes[seat] = len(rows)
         index = [rows if i == seat else filler.repeat(size) for i, size in enumerate(sizes.tolist())]
         parts[part] = Split(torch.cat(index), _offsets(sizes))
-    names = tuple(fed.names[client] if i == seat else str(i) for i in range(len(others)))
+    names = tuple(fed.names[client] if i == seat else str(i) for i in range(len(train_sizes)))
     return replace(fed, parts=parts, names=names, test=None, groups=None)
 
 

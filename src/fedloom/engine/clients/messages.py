@@ -77,6 +77,7 @@ class Messages:
         mixed: bool = False,
     ) -> None:
         self._algorithm, self._layout, self._device, self._channel = algorithm, layout, device, channel
+        self._kinds, self._through = upload_fields(type(algorithm)), channel_fields(type(algorithm), channel)
         self._sent = {"down": encodings(algorithm, "down"), "up": encodings(algorithm, "up")}
         if mixed:
             first = next(iter(self._sent["down"]))
@@ -86,7 +87,7 @@ class Messages:
     @cached_property
     def masks(self) -> Mapping[str, Tensor]:
         """Coordinates that travel, of the upload fields that send only a part."""
-        return self._masks({name: kind.part for name, kind in upload_fields(type(self._algorithm)).items()})
+        return self._masks({name: kind.part for name, kind in self._kinds.items()})
 
     @cached_property
     def _down_masks(self) -> Mapping[str, Tensor]:
@@ -108,8 +109,7 @@ class Messages:
         """How an upload is written, what passes the channel as one field, and answers ``[m, k]`` that go with it."""
         values = message._asdict()
         if self._channel is not None and message:
-            through = channel_fields(type(self._algorithm), self._channel)
-            values = {n: v for n, v in values.items() if n not in through} | {UPDATE: self.update(message)}
+            values = {n: v for n, v in values.items() if n not in self._through} | {UPDATE: self.update(message)}
         return self._letter("up", values | dict(answers or {}), {})
 
     def vector(self, name: str, value: Tensor) -> Letter:
@@ -127,10 +127,8 @@ class Messages:
 
         A change is clipped, has noise scaled to its norm, or is compressed, whatever a method uploads.
         """
-        name = next((n for n, kind in upload_fields(type(self._algorithm)).items() if kind.primary), "")
-        if not name or self._channel is None:
-            return ""
-        return name if upload_fields(type(self._algorithm))[name].base == "zero" else ""
+        absolute = (name for name, kind in self._kinds.items() if kind.primary and kind.base == "zero")
+        return "" if self._channel is None else next(absolute, "")
 
     @property
     def sends_change(self) -> bool:
@@ -144,7 +142,7 @@ class Messages:
         So is all that was left out before part of the next change (EF21: Richtarik, Sokolov and Fatkhullin, NeurIPS
         2021, arXiv:2106.05203, Algorithm 1), and nothing is left out where uploads settle.
         """
-        return self.sends_change and upload_fields(type(self._algorithm))[self.changed].keeps
+        return self.sends_change and self._kinds[self.changed].keeps
 
     def change(self, up: Fields, base: Tensor) -> Fields:
         """The upload with the change to the base ``[d]`` or ``[m, d]`` in place of an absolute model."""
@@ -156,12 +154,12 @@ class Messages:
 
     def update(self, up: Fields) -> Tensor:
         """What passes the channel of an upload ``[m, D]``: its fields side by side, of a part only what travels."""
-        pieces = {name: getattr(up, name) for name in channel_fields(type(self._algorithm), self._channel)}
+        pieces = {name: getattr(up, name) for name in self._through}
         return torch.cat([p[:, self.masks[n]] if n in self.masks else p for n, p in pieces.items()], 1)
 
     def with_update(self, up: Fields, update: Tensor) -> Fields:
         """The upload with other values in the place of those of `update`."""
-        fields = {name: getattr(up, name) for name in channel_fields(type(self._algorithm), self._channel)}
+        fields = {name: getattr(up, name) for name in self._through}
         widths = [int(self.masks[n].sum()) if n in self.masks else f.shape[1] for n, f in fields.items()]
         for (name, old), new in zip(fields.items(), update.split(widths, 1), strict=True):
             fields[name] = torch.zeros_like(old).masked_scatter(self.masks[name], new) if name in self.masks else new
