@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from fedloom.cli import app
 from fedloom.deploy.ops import keys
 from fedloom.deploy.ops import run as service
-from fedloom.deploy.ops.directory import Location, compose, gate, renew, server_units, site_unit, write
+from fedloom.deploy.ops.directory import Location, compose, gate, renew, units, write
 from fedloom.deploy.ops.plan import plan
 from fedloom.deploy.settings import check_fingerprint, read_server, read_site
 from fedloom.deploy.site import handover
@@ -228,8 +228,8 @@ def test_units_run_the_command_lines_with_every_switch_and_write_only_their_fold
     server = read_server(written / "server" / "server.toml")
     place = Location(host="192.0.2.7", home="/srv/fl", programs="/opt/fl/bin")
     site = read_site(written / "sites" / "site-1" / "site.toml")
-    units = {**server_units(server, place), "fedloom-site": site_unit(site, place)}
-    for name, unit in units.items():
+    texts = {**units(server, place), **units(site, place)}
+    for name, unit in texts.items():
         given = settings(unit)
         environment = {value for key, value in given if key == "Environment"}
         assert {
@@ -262,7 +262,7 @@ def test_units_run_the_command_lines_with_every_switch_and_write_only_their_fold
             assert words[5 if side == "site" else 0].startswith("/opt/fl/bin/flower-super")
         assert ("ExecStartPre", "-/opt/fl/bin/fedloom deploy check /srv/fl/site") in given or side == "server"
         assert not any("--insecure" in word for word in words)
-    assert dict(settings(units["fedloom-site"]))["IPAddressAllow"] == "localhost 192.0.2.7"
+    assert dict(settings(texts["fedloom-site"]))["IPAddressAllow"] == "localhost 192.0.2.7"
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
@@ -271,11 +271,11 @@ def test_systemd_takes_the_units(written, tmp_path):
     place = Location(programs=tmp_path)
     for program in ("flower-superlink", "flower-superexec", "flower-supernode", "python3", "fedloom"):
         (tmp_path / program).touch(0o755)
-    units = server_units(server, place)
-    units["fedloom-site"] = site_unit(read_site(written / "sites" / "site-1" / "site.toml"), place)
-    for name, text in units.items():
+    site = read_site(written / "sites" / "site-1" / "site.toml")
+    texts = {**units(server, place), **units(site, place)}
+    for name, text in texts.items():
         (tmp_path / f"{name}.service").write_text(text)
-    files = [tmp_path / f"{name}.service" for name in units]
+    files = [tmp_path / f"{name}.service" for name in texts]
     done = subprocess.run(
         ["systemd-analyze", "verify", *files], capture_output=True, text=True, check=False, timeout=60
     )
@@ -356,12 +356,12 @@ def test_containers_run_the_commands_of_the_units(written):
     place = Location(home="/srv/fl", programs="/opt/fl/bin")
     server = read_server(written / "server" / "server.toml")
     site = read_site(written / "sites" / "site-1" / "site.toml")
-    units = {**server_units(server, place), "fedloom-site": site_unit(site, place)}
+    texts = {**units(server, place), **units(site, place)}
     services = {n: s for of in (server, site) for n, s in yaml.safe_load(compose(of, place))["services"].items()}
-    assert {f"fedloom-{name}" for name in services} == units.keys()
+    assert {f"fedloom-{name}" for name in services} == texts.keys()
     for name, container in services.items():
         side = "site" if name == "site" else "server"
-        given = settings(units[f"fedloom-{name}"])
+        given = settings(texts[f"fedloom-{name}"])
         assert container["command"] == shlex.split(dict(given)["ExecStart"].replace("$$", "$"))
         assert {f"{k}={v}" for k, v in container["environment"].items()} == {
             value.strip('"') for key, value in given if key == "Environment"

@@ -10,10 +10,10 @@ import hashlib
 import json
 import math
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import tomli_w
-from pydantic import AfterValidator, BaseModel, Field, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from fedloom.data.input_spec import InputSpec
 from fedloom.data.sources import SOURCES
@@ -99,6 +99,12 @@ class Shared(Value):
     start: Digest | None = Field(None, description="SHA-256 of weights.safetensors beside the settings: initial model")
     secure: Secure | None = Field(None, description="secure aggregation; left out: the server receives single uploads")
 
+    @model_validator(mode="after")
+    def _keys_of_all(self) -> Self:
+        if self.secure is not None and len(self.secure.keys) != self.clients:
+            raise ValueError(f"secure.keys must be of all {self.clients} sites, got {len(self.secure.keys)}")
+        return self
+
     @property
     def survivors(self) -> int | None:
         """Fewest sites of a sum under secure aggregation; None without it."""
@@ -162,8 +168,6 @@ class Site(Shared):
     def _one_of_them(self) -> Site:
         if self.client >= self.clients:
             raise ValueError(f"client must be within 0..{self.clients - 1}, got {self.client}")
-        if self.secure is not None and len(self.secure.keys) != self.clients:
-            raise ValueError(f"secure.keys must be of all {self.clients} sites, got {len(self.secure.keys)}")
         return self
 
 
@@ -230,8 +234,6 @@ class Server(Shared):
         if self.quorum > len(self.sites):
             raise ValueError(f"quorum must be at most the {len(self.sites)} sites, got {self.quorum}")
         if self.secure is not None:
-            if len(self.secure.keys) != self.clients:
-                raise ValueError(f"secure.keys must be of all {self.clients} sites, got {len(self.secure.keys)}")
             wrong = [m.site for m in self.sites if self.secure.keys[m.client] != m.signing_key]
             if wrong:
                 raise ValueError(f"secure.keys must have the signing key of each site at its number, not so {wrong[0]}")
@@ -293,7 +295,7 @@ def text_of(value: Value) -> str:
 
     The table of the data comes first, since a site edits that one.
     """
-    tables = _plain(value)
+    tables = value.model_dump(mode="json", exclude_none=True)
     return tomli_w.dumps({key: tables.pop(key) for key in ("data",) if key in tables} | tables)
 
 
@@ -335,7 +337,3 @@ def check_agreed(
 def _read(kind: type[V], path: Path, what: str) -> V:
     value = make(kind, read_toml(path, what), str(path), fields_of(kind))
     return placed(value, path.parent.resolve())
-
-
-def _plain(value: BaseModel) -> dict[str, Any]:
-    return value.model_dump(mode="json", exclude_none=True)

@@ -9,17 +9,15 @@ from fedloom.models.spec import ModelSpec
 
 PAPERS: dict[str, ModelSpec] = {
     # Zhu et al. (FLAME), code
-    "flame-mlp": MLP(
-        hidden=(128, 64)
-    ),  # 109,386 on 1x28x28, 10 classes; the paper's Table II has 7,850, which is softmax
+    # 109,386 on 1x28x28, 10 classes; the paper's Table II has 7,850, which is softmax
+    "flame-mlp": MLP(hidden=(128, 64)),
     "flame-cifar10": CNN(channels=(16, 32), kernel=3, padding=1, hidden=(128,)),  # 268,650 on 3x32x32, 10 classes
     "flame-mmnist": CNN(channels=(32, 16), kernel=3, dropout=0.2, hidden=(64,)),  # 206,678 on 3x64x64, 6 classes
     "flame-femnist": CNN(channels=(32, 64), kernel=(7, 3), padding=(3, 1), hidden=()),  # 214,590 on 1x28x28, 62 classes
     # Equitable-FL
     "equitable-mnist": MLP(hidden=(200, 200)),  # 199,210 on 1x28x28, 10 classes
-    "lenet": CNN(
-        channels=(6, 16), kernel=5, hidden=(120, 84)
-    ),  # 62,006 on 3x32x32, 10 classes; widths not in the paper
+    # 62,006 on 3x32x32, 10 classes; widths not in the paper
+    "lenet": CNN(channels=(6, 16), kernel=5, hidden=(120, 84)),
     "equitable-femnist": CNN(channels=(32, 64), kernel=5, dropout=0.2, hidden=(512,)),  # 608,702 on 1x28x28, 62 classes
     "equitable-cifar100": CNN(  # five convolutions, three poolings, 512; the other widths are not in the paper
         channels=(32, 64, 128, 128, 128), kernel=3, padding=1, pool=(True, True, False, False, True), hidden=(512,)

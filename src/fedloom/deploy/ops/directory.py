@@ -113,27 +113,32 @@ def renew(folder: Path, host: str, days: int) -> Path:
     return folder / "server" / "server.crt"
 
 
-def server_units(server: Server, place: Location) -> dict[str, str]:
-    """The systemd units of the server, by name."""
+def units(of: Server | Site, place: Location) -> dict[str, str]:
+    """The systemd units of a side, by name."""
     about = {
         "superlink": "the server's connections",
         "superexec": "the server's work",
         "run": "the experiment, until all rounds are done",
+        "site": f"site {of.site}" if isinstance(of, Site) else "",
     }
     return {
-        f"fedloom-{name}": _unit(f"fedloom-{name}", about[name], server, "server", place, words)
-        for name, words in _commands(server, place).items()
+        f"fedloom-{name}": _unit(name, about[name], of, place, words) for name, words in _commands(of, place).items()
     }
 
 
-def site_unit(site: Site, place: Location) -> str:
-    """The systemd unit of a site."""
-    return _unit("fedloom-site", f"site {site.site}", site, "site", place, _commands(site, place)["site"])
+def _side(of: Server | Site) -> str:
+    return "server" if isinstance(of, Server) else "site"
+
+
+def _environment(of: Server | Site, name: str, place: Location) -> dict[str, str]:
+    """What a process of a side, by its name, needs in its environment."""
+    home = place.home / _side(of) / (CLI if name == "run" else "flower")
+    return environment(home, place.programs, of.threads if isinstance(of, Site) else None)
 
 
 def _commands(of: Server | Site, place: Location) -> dict[str, list[str]]:
     """The command lines of a side's processes, by name."""
-    home, programs = place.home / ("server" if isinstance(of, Server) else "site"), place.programs
+    home, programs = place.home / _side(of), place.programs
     location = placed(of, home)
     if isinstance(of, Site):
         return {"site": command("supernode", location, programs, file=home / "site.toml")}
@@ -150,18 +155,15 @@ def site_files(site: Site, node: keys.KeyPair, signing: keys.KeyPair, place: Loc
         "node-key": node.private,
         "node-key.pub": f"{node.public}\n",
         "signing-key": signing.private,
-        "fedloom-site.service": site_unit(site, place),
         "compose.yaml": compose(site, place),
+        **{f"{name}.service": text for name, text in units(site, place).items()},
     }
 
 
 def compose(of: Server | Site, place: Location) -> str:
     """The same as the units, for containers: a file of ``docker compose`` in the folder of a side."""
-    side = "server" if isinstance(of, Server) else "site"
-    folder, services = place.home / side, []
+    folder, services = place.home / _side(of), []
     for name, words in _commands(of, place).items():
-        runs = name == "run"
-        threads = of.threads if isinstance(of, Site) else None
         services.append(
             filled(
                 "service.yaml",
@@ -169,8 +171,8 @@ def compose(of: Server | Site, place: Location) -> str:
                 version=of.version,
                 command=json.dumps([word.replace("$", "$$") for word in words]),
                 folder=folder,
-                environment=json.dumps(environment(folder / (CLI if runs else "flower"), place.programs, threads)),
-                restart="on-failure" if runs else "unless-stopped",
+                environment=json.dumps(_environment(of, name, place)),
+                restart="on-failure" if name == "run" else "unless-stopped",
                 network="host" if name in ("superlink", "site") else "service:superlink",
             )
         )
@@ -231,7 +233,7 @@ def _sides(plan: DeploymentPlan, place: Location) -> Iterator[tuple[str, str, Fi
             "gate.conf": gate(server, place),
             "compose.yaml": compose(server, place),
             f"{CLI}/config.toml": profile(_behind(server), home / "ca.crt"),
-            **{f"units/{name}.service": text for name, text in server_units(server, place).items()},
+            **{f"units/{name}.service": text for name, text in units(server, place).items()},
             **{f"nodes/{m.site}.pub": f"{m.node_key}\n" for m in members},
             **{f"{APP}/{name}": OPS.joinpath(APP, name).read_text() for name in _APP},
         },
@@ -286,21 +288,18 @@ def _readme(plan: DeploymentPlan, server: Server, place: Location) -> str:
     )
 
 
-def _unit(unit: str, what: str, of: Server | Site, side: str, place: Location, words: list[str]) -> str:
+def _unit(name: str, what: str, of: Server | Site, place: Location, words: list[str]) -> str:
+    side, runs = _side(of), name == "run"
     folder, peer = place.home / side, "localhost" if isinstance(of, Server) else place.host
-    runs = unit == "fedloom-run"
     check = "" if isinstance(of, Server) else f"ExecStartPre=-{place.programs / 'fedloom'} deploy check {folder}\n"
-    variables = environment(
-        folder / (CLI if runs else "flower"), place.programs, of.threads if isinstance(of, Site) else None
-    )
     return filled(
         "unit.service",
-        unit=unit,
+        unit=f"fedloom-{name}",
         what=what,
         name=of.name,
         home=place.home,
         folder=folder,
-        environment="\n".join(f"Environment={_quoted(f'{k}={v}')}" for k, v in variables.items()),
+        environment="\n".join(f"Environment={_quoted(f'{k}={v}')}" for k, v in _environment(of, name, place).items()),
         check=check,
         command=" ".join(map(_quoted, words)),
         restart="on-failure" if runs else "always",

@@ -130,9 +130,8 @@ def plan(
         fed = one.partition(one.source.read(data_dir), seed)
         samples = InputSpec.of(fed.data)
     check_stream(one.methods[0].setting.resolved(), fed.n)
-    job, start = make_job(
-        one.methods[0].setting.with_(schedule=Synchronous()), fed
-    )  # refuses what does not go together
+    # refuses what does not go together
+    job, start = make_job(one.methods[0].setting.with_(schedule=Synchronous()), fed)
     if sites is not None and sites != fed.n and not own_data:
         raise ConfigError(
             f"the partition of {experiment.head.name} gives {fed.n} clients, but {sites} sites were asked for; change "
