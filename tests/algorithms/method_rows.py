@@ -840,7 +840,10 @@ PAPERS: dict[str, dict[str, tuple[Any, str]]] = {
         "log_softmax": (True, "Fig. 1"),
         "reduce": (ANY, OURS),
     },
-    "afl": {"lambda_lr": (0.1, "the q-FFL authors' code: learning_rate_lambda = 0.1")},
+    "afl": {
+        "lambda_lr": (0.1, "the q-FFL authors' code: learning_rate_lambda = 0.1"),
+        "step": ("fixed", "Figure 3: one gamma_lambda"),
+    },
     "fednova": {"mu": (0.0, OPTION), "gamma": (1.0, OPTION)},
     "fedopt": {
         "optimiser": ("adam", OPTION),

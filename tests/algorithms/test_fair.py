@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,6 +15,7 @@ from short_runs import PARTIAL, SEEDS, SGD, equal, models, run
 from torch import Tensor
 
 from fedloom.algorithms import AFL, GIFAIR, QFFL, REGISTRY, Composition, Delta, FedAvg, Model
+from fedloom.algorithms.afl import Up as AflUp
 from fedloom.choose import Clustered, FairFedWeigher, PowerOfChoice, Sampler, SizeWeighted, Uniform, UniformWeigher
 from fedloom.data import load
 from fedloom.data.federation import Federation as Data
@@ -111,6 +113,67 @@ def test_one_full_step_of_everyone_is_stochastic_afl(seed: int) -> None:
         equal(state.server.x, x)
         equal(state.server.lam, lam)
     assert bool((lam == 0).any())
+
+
+@SEEDS
+def test_the_adaptive_step_is_a_radius_over_the_norm_of_all_gradients_so_far(seed: int) -> None:
+    p = Problem.random(seed)
+    states = run(AFL(), p, cohorts=PARTIAL, noise=0.0)
+    lam, squares = torch.full((p.n,), 0.2, dtype=torch.float64), 0.0
+    for before, after, cohort in zip(states[:-1], states[1:], PARTIAL, strict=True):
+        told = torch.zeros(p.n, dtype=torch.float64)
+        told[list(cohort)] = losses(p, before.server.x)[list(cohort)] * p.n / len(cohort)
+        squares += float(told.square().sum())
+        lam = nearest_on_simplex(lam + told / (p.n * squares) ** 0.5)
+        equal(after.server.lam, lam)
+
+
+@SEEDS
+@pytest.mark.parametrize("scale", [1e-6, 1e-3, 1e3, 1e6])
+@pytest.mark.parametrize("factor", [None, "0.5x"])
+def test_losses_in_other_units_give_the_same_mixtures(seed: int, scale: float, factor: str | None) -> None:
+    """Targets times c are models times c and losses times c^2."""
+    p = Problem.random(seed)
+    other = replace(p, minimiser=scale * p.minimiser, x0=scale * p.x0)
+    states, others = (run(AFL(lambda_lr=factor), q, 5, noise=0.0, cohorts=PARTIAL) for q in (p, other))
+    for a, b in zip(states, others, strict=True):
+        equal(b.server.lam, a.server.lam)
+        equal(b.server.x / scale, a.server.x)
+    assert float((states[-1].server.lam - 0.2).abs().max()) > 0.01
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", [0.0, 1e-30, 1e30])
+def test_losses_of_any_size_leave_a_mixture(dtype: torch.dtype, scale: float) -> None:
+    p = Problem.random(0, dtype=dtype)
+    ctx = ReferenceFederation(p.oracle(), p.alpha, SGD).ctx(1, range(p.n))
+    method = AFL().with_derived_options(ctx)
+    server = method.init(p.x0, ctx)[0]
+    loss = scale * torch.arange(5, dtype=dtype)[:, None]
+    up = AflUp(torch.zeros(p.d, dtype=dtype), torch.ones(1, dtype=dtype), loss)
+    for _ in range(3):
+        server = method.server(server, up, ctx)
+    assert float(server.lam.sum()) == pytest.approx(1, abs=1e-6)
+    assert server.lam.dtype == dtype
+    if scale:
+        assert float(server.lam[-1]) > 0.5
+    else:
+        equal(server.lam, p.alpha[:, 0])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_adaptive_step_has_its_regret(seed: int) -> None:
+    """At most (D^2/(2 eta) + eta) times the root of the sum of squared norms, with D^2 = 2 and eta the radius."""
+    g, p = torch.Generator().manual_seed(seed), Problem.random(seed)
+    ctx = ReferenceFederation(p.oracle(), p.alpha, SGD).ctx(1, range(p.n))
+    method = AFL().with_derived_options(ctx)
+    server, total, got, squares = method.init(p.x0, ctx)[0], torch.zeros(p.n, dtype=torch.float64), 0.0, 0.0
+    for _ in range(200):
+        loss = torch.rand(p.n, generator=g, dtype=torch.float64) * torch.rand(1, generator=g, dtype=torch.float64).exp()
+        total, got, squares = total + loss, got + float(server.lam @ loss), squares + float(loss.square().sum())
+        server = method.server(server, AflUp(torch.zeros(p.d), torch.ones(1), loss[:, None]), ctx)
+        eta = p.n**-0.5
+        assert float(total.max()) - got <= (1 / eta + eta) * squares**0.5
 
 
 def nearest_on_simplex(v: Tensor) -> Tensor:

@@ -20,11 +20,12 @@ paper's step. The losses of a cohort, times n/m, are an unbiased estimate of all
 not the mean of all. What travels is the change times share, so the model that a weigher, a sampler or an attacker works
 on is x + dw.
 
-Defaults: gamma_lambda = 1/(n sqrt(rounds)), the step of projected ascent: a radius over sqrt(rounds) times the norm of
-a gradient. The radius is 1/sqrt(n), of mixtures that weigh clients from 0 to twice the mean; n losses of order one have
-the norm sqrt(n). A fixed step puts more weight on single clients the more clients there are. Where losses are
-far from one, as of targets that are not scaled, or of a client whose targets are noise, one client takes all weight and
-others pay: scale the targets, or give lambda_lr.
+Defaults: gamma_lambda is a radius over the root of the sum of squared norms of the gradients so far (step "adaptive"),
+the step of adaptive projected ascent (Streeter and McMahan 2010, arXiv:1002.4862; Duchi, Hazan, Singer, JMLR 2011).
+Losses in other units give the same mixtures. A gradient is the losses of a cohort, times n/m. The radius is 1/sqrt(n),
+of mixtures that weigh clients from 0 to twice the mean. A lambda_lr that is given is the step itself (step "fixed"), as
+in the paper; with "fixed" alone it is 1/(n sqrt(rounds)), which supposes losses of order one. A client whose loss no
+model lowers, as where its targets are noise, gets most weight in the end, and others pay: that is the problem's answer.
 
 Use it to bound the loss of the worst client, with few clients that all return often.
 """
@@ -33,21 +34,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from fedloom.algorithms._base import Algorithm, DerivedFrom0, Mean, Rows, by_rule
 from fedloom.local import Ctx, Nothing, Work, descend
 from fedloom.rows import algebra
 
+SMALLEST = 1e-300
+"""Norms are at least this, so that losses that are all zero move no weight."""
+
 
 class Server(NamedTuple):
-    """x ``[d]``, lam ``[n]``."""
+    """x ``[d]``, lam ``[n]``; met ``[1]`` float64, the norm of all gradients of lambda so far."""
 
     x: Tensor
     lam: Tensor
+    met: Tensor
 
 
 class Down(NamedTuple):
@@ -69,17 +75,23 @@ class AFL(Algorithm):
     """Agnostic federated learning (Mohri et al. 2019, Figure 3)."""
 
     lambda_lr: DerivedFrom0 = by_rule(
-        description="step of lambda; 1/(n sqrt(rounds)) when not given; 0.1 in the q-FFL authors' code; 0 is FedAvg"
+        description="step of lambda; by the rule of step when not given; 0.1 in the q-FFL authors' code; 0 is FedAvg"
+    )
+    step: Literal["adaptive", "fixed"] | None = Field(
+        None,
+        description="lambda_lr over the norm of all losses met, or itself; when not given fixed if lambda_lr is given",
     )
 
     family: ClassVar[str] = "fair"
-    paper: ClassVar[Mapping[str, Any]] = {"lambda_lr": 0.1}
+    paper: ClassVar[Mapping[str, Any]] = {"lambda_lr": 0.1, "step": "fixed"}
 
     def derived(self, ctx: Ctx) -> dict[str, Any]:
-        return {"lambda_lr": 1 / (ctx.n * ctx.rounds**0.5)}
+        step = self.step or ("fixed" if self.lambda_lr else "adaptive")
+        radius = ctx.n**-0.5
+        return {"lambda_lr": radius if step == "adaptive" else radius / (ctx.n * ctx.rounds) ** 0.5, "step": step}
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Nothing, None]:
-        return Server(x0, ctx.weight[:, 0]), Nothing(), None
+        return Server(x0, ctx.weight[:, 0], x0.new_zeros(1, dtype=torch.float64)), Nothing(), None
 
     def down(self, server: Server, kept: None, ctx: Ctx) -> Down:
         counts = (ctx.n * ctx.masses[:, 0] / ctx.masses.sum()).to(server.lam)  # n alpha_i
@@ -97,5 +109,7 @@ class AFL(Algorithm):
         x = server.x + torch.where(up.share > 0, up.dw / up.share, 0.0)  # sum of lam_i (w_i - x) over sum of lam_i
         losses = torch.zeros_like(server.lam)
         losses[ctx.ids] = up.loss[:, 0].to(losses) * (ctx.n / ctx.m)  # grad_lambda L(w_{t-1}, lambda_{t-1})
-        lam = algebra.onto_simplex(server.lam + self.lambda_lr * losses, 1.0)  # projection on the simplex
-        return Server(x, lam)
+        met = torch.hypot(server.met, losses.double().norm())
+        rate = self.lambda_lr / met.clamp(min=SMALLEST) if self.step == "adaptive" else self.lambda_lr
+        lam = algebra.onto_simplex(server.lam + (rate * losses).to(losses), 1.0)  # projection on the simplex
+        return Server(x, lam, met)
