@@ -82,7 +82,20 @@ def test_pulls_follow_the_length_of_a_round(name: str) -> None:
 @pytest.mark.parametrize(
     ("local", "optimiser"),
     [(LocalSGD(lr=0.05, epochs=3, momentum=m), partial(torch.optim.SGD, momentum=m)) for m in (0.0, 0.5, 0.9)]
-    + [(LocalSGD(lr=0.05, epochs=3, optimizer="adam"), torch.optim.Adam)],
+    + [
+        (LocalSGD(lr=0.05, epochs=3, optimizer="torch.optim:SGD", optimizer_options=o), partial(torch.optim.SGD, **o))
+        for o in (
+            {"momentum": 0.9},
+            {"momentum": 0.9, "dampening": 0.3},
+            {"momentum": 0.9, "dampening": 1.0},
+            {"momentum": 0.9, "nesterov": True},
+            {"dampening": 0.5},
+        )
+    ]
+    + [
+        (LocalSGD(lr=0.05, epochs=3, optimizer="adam", optimizer_options=o), partial(torch.optim.Adam, **o))
+        for o in ({}, {"betas": (0.5, 0.99)}, {"betas": (0.0, 0.9), "amsgrad": True})
+    ],
 )
 def test_the_length_of_a_round_is_how_far_it_goes_on_a_steady_gradient_of_norm_one(
     local: LocalSGD, optimiser: Callable[..., torch.optim.Optimizer]
@@ -97,6 +110,30 @@ def test_the_length_of_a_round_is_how_far_it_goes_on_a_steady_gradient_of_norm_o
             steps.step()
         times.append(float(x.detach().norm() / x.grad.norm()))
     assert ctx.reach == pytest.approx(sum(times) / len(times), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_momentum_derives_the_same_defaults_by_both_spellings(name: str) -> None:
+    made = REGISTRY[name]()
+    method = made.algorithm if isinstance(made, tuple) else made
+    ctx = contexts()[0]
+    key = LocalSGD(lr=0.05, epochs=3, momentum=0.9)
+    option = LocalSGD(lr=0.05, epochs=3, optimizer="torch.optim:SGD", optimizer_options={"momentum": 0.9})
+    derived = [method.derived(ctx._replace(local=local)) for local in (key, option)]
+    assert derived[0] == derived[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"momentum": 1.0}, "momentum must be a number from 0 and below 1, got 1.0"),
+        ({"momentum": "0.9"}, "momentum must be a number from 0 and below 1, got '0.9'"),
+        ({"momentum": 0.5, "dampening": 1.5}, "dampening must be a number from 0 and at most 1, got 1.5"),
+    ],
+)
+def test_momentum_among_the_options_has_its_range(options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        LocalSGD(optimizer="torch.optim:SGD", optimizer_options=options)
 
 
 @pytest.mark.parametrize("name", REGISTRY)

@@ -69,13 +69,14 @@ class Ctx(NamedTuple):
     def reach(self) -> float:
         """How far local SGD goes in a round, as time on the gradient flow: step size times the mean number of steps.
 
-        With momentum the i-th step counts 1 + ... + momentum^(i-1), as on a steady gradient. Another optimiser moves
-        every coordinate by the step size, whatever the gradient; that is counted as if the gradient's norm were one.
+        With momentum the i-th step counts 1 + ... + momentum^(i-1), as on a steady gradient; dampening and Nesterov's
+        step are counted, too. Another optimiser moves every coordinate by the step size, whatever the gradient; that is
+        counted as if the gradient's norm were one. The averages of Adam leave a steady gradient as it is.
         """
-        local, rest = self.local, 1 - self.local.momentum
+        local = self.local
         sizes, counts = (tensor.tolist() for tensor in self.sizes[:, 0].unique(return_counts=True))
         steps = [local.epochs * local.batches(size) if local.steps is None else local.steps for size in sizes]
-        lengths = [(k - local.momentum * (1 - local.momentum**k) / rest) / rest for k in steps]
+        lengths = [_length(k, *local.momenta) for k in steps]
         mean: float = sum(length * count for length, count in zip(lengths, counts, strict=True)) / len(self.sizes)
         unit = 1.0 if local.follows_gradient else self.layout.d**0.5
         return local.lr * max(mean, 1.0) * unit
@@ -83,6 +84,15 @@ class Ctx(NamedTuple):
     def rng(self, purpose: str) -> torch.Generator:
         """The server's generator of this round."""
         return generator(self.seed, self.round, purpose=("server", purpose))
+
+
+def _length(steps: int, momentum: float, dampening: float, nesterov: bool) -> float:
+    """How far steps of momentum go on a steady gradient of one, where the step size is one; see `torch.optim.SGD`."""
+    rest = 1 - momentum
+    length = (steps - momentum * (1 - momentum**steps) / rest) / rest
+    if dampening:  # the first gradient is not dampened
+        length = (1 - dampening) * length + dampening * (1 - momentum**steps) / rest
+    return steps + momentum * length if nesterov else length
 
 
 @lru_cache(maxsize=2)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeGuard
 
 import torch
 from pydantic import AfterValidator, Field, model_validator
@@ -20,8 +20,15 @@ ADAMW = re.compile(r"adamw|torch\.optim[\w.]*:AdamW")
 """Names of AdamW, whose weight decay is `ADAMW_DECAY` where it is not given, as in torch."""
 ADAMW_DECAY = 0.01
 
+MOMENTA: dict[str, Callable[[float], bool]] = {"momentum": lambda m: 0 <= m < 1, "dampening": lambda t: 0 <= t <= 1}
+"""Numbers of a torch optimiser with momentum, and their ranges."""
+
 SMALLEST = 1e-45
 """Step sizes below are zero in float32."""
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _checked_optimizer(name: str) -> str:
@@ -94,9 +101,12 @@ class LocalSGD(Value):
                     )
         elif self.momentum:
             raise ValueError(f"momentum is of plain sgd; give {self.optimizer!r} its own in optimizer_options")
-        for key in self.optimizer_options:
+        for key, value in self.optimizer_options.items():
             if key in ("lr", "weight_decay"):
                 raise ValueError(f"optimizer_options: {key} is a key of [local], set it there")
+            if key in MOMENTA and self.has_momentum and not (_is_number(value) and MOMENTA[key](value)):
+                most = "below 1" if key == "momentum" else "at most 1"
+                raise ValueError(f"optimizer_options: {key} must be a number from 0 and {most}, got {value!r}")
         return self
 
     def __hash__(self) -> int:
@@ -112,6 +122,18 @@ class LocalSGD(Value):
     def follows_gradient(self) -> bool:
         """Whether the length of a step is in proportion to the gradient, as with SGD, not with Adam."""
         return issubclass(self.optimizer_class, torch.optim.SGD)
+
+    @property
+    def has_momentum(self) -> bool:
+        """Whether the optimiser is one of torch whose option momentum adds up its steps."""
+        return issubclass(self.optimizer_class, torch.optim.SGD | torch.optim.RMSprop)
+
+    @property
+    def momenta(self) -> tuple[float, float, bool]:
+        """Momentum, its dampening, and whether it is Nesterov's, by either spelling."""
+        options = self.optimizer_options if self.has_momentum else {}
+        momentum = options.get("momentum", self.momentum)
+        return momentum, options.get("dampening", 0.0) if momentum else 0.0, bool(options.get("nesterov"))
 
     def lr_at(self, round: int) -> float:
         """Step size in ``round`` (from 1); before the first round, that of the first."""
