@@ -199,21 +199,17 @@ def seal(
     return RecordDict(records)
 
 
+def common_head(experiment: str, kind: str, round: int, client: int, nonce: bytes, digest: str) -> dict[str, Any]:
+    """The fields that every message and every reply has, see `COMMON`."""
+    return dict(zip(COMMON, (PROTOCOL, __version__, experiment, kind, round, client, nonce, digest), strict=True))
+
+
 def message_of(request: Request, round: int, experiment: str, ttl: float) -> tuple[Message, Pending]:
     """The message of Flower to a site, with a nonce of its own, and what is noted until its reply is there."""
     nonce, round = new_nonce(), round if request.round is None else request.round
-    head = {
-        "protocol": PROTOCOL,
-        "release": __version__,
-        "experiment": experiment,
-        "kind": request.kind,
-        "round": round,
-        "client": -1 if request.client is None else request.client,
-        "nonce": nonce,
-        "digest": digest_of(request.arrays),
-        **(request.more or {}),
-    }
-    records, kind = seal(head, request.arrays), TYPES[request.kind]
+    client = -1 if request.client is None else request.client
+    head = common_head(experiment, request.kind, round, client, nonce, digest_of(request.arrays))
+    records, kind = seal({**head, **(request.more or {})}, request.arrays), TYPES[request.kind]
     message = Message(records, dst_node_id=request.node, message_type=kind, ttl=ttl, group_id=str(round))
     down, read, most = request.down, request.read, request.most
     return message, Pending(request.kind, round, request.client, request.node, nonce, down, read, most)

@@ -10,7 +10,16 @@ from flwr.app import Message, RecordDict
 
 from fedloom.data.input_spec import compared
 from fedloom.deploy.audit import Audit
-from fedloom.deploy.protocol.envelope import PROTOCOL, REASON, REQUEST_FIELDS, Envelope, digest_of, seal, unseal
+from fedloom.deploy.protocol.envelope import (
+    PROTOCOL,
+    REASON,
+    REQUEST_FIELDS,
+    Envelope,
+    common_head,
+    digest_of,
+    seal,
+    unseal,
+)
 from fedloom.deploy.protocol.identity import sign, signing_key
 from fedloom.deploy.secure.protocol import Broken
 from fedloom.deploy.secure.site import MaskedAnswers
@@ -114,16 +123,8 @@ class Client:
     def _signed(
         self, about: dict[str, Any], more: dict[str, Any], arrays: Sequence[bytes], metrics: dict[str, float] | None
     ) -> RecordDict:
-        head = {
-            "protocol": PROTOCOL,
-            "release": __version__,
-            "experiment": self.site.fingerprint,
-            "kind": about.get("kind", "hello"),
-            "round": about.get("round", 0),
-            "client": self.site.client,
-            "nonce": about.get("nonce", b""),
-            **more,
-        }
+        kind, round, nonce = about.get("kind", "hello"), about.get("round", 0), about.get("nonce", b"")
+        head = common_head(self.site.fingerprint, kind, round, self.site.client, nonce, more["digest"]) | more
         return seal({**head, "signature": sign(self._key, {**head, "metrics": metrics or {}})}, arrays, metrics)
 
     def _check(self, envelope: Envelope) -> None:

@@ -108,7 +108,7 @@ def gathered(job: Job, pieces: Sequence[Piece]) -> Computed:
         fields[name] = parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def group(name: str, kind: Any) -> Any:
-        return kind(*(fields[f"{name}.{field}"] for field in kind._fields))
+        return kind(**group_of(fields, name))
 
     has_optimizer = any(name.startswith("optimizer.") for name in fields)
     state = ClientState(

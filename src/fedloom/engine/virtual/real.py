@@ -22,7 +22,7 @@ from fedloom.engine.state import State
 from fedloom.engine.virtual.clock import Event, Flight, flat
 from fedloom.engine.virtual.stream import DRAWS, Version
 from fedloom.errors import RunStopped, Stop
-from fedloom.local.rows import Fields, rows_of
+from fedloom.local.rows import Fields, group_of, named, rows_of
 from fedloom.schedule import Stream
 
 END: Final = 0
@@ -55,8 +55,7 @@ class RealVersion(Version):
         for place in range(len(ids)):
             one, number = slice(place, place + 1), self._serial_of_flight()
             received = rows_of(down, one)
-            fields = {f"received.{name}": t for name, t in zip(received._fields, received, strict=True)}
-            self._flights[number] = Flight.of(state.round, ids[one], times[one], fields)
+            self._flights[number] = Flight.of(state.round, ids[one], times[one], named({"received": received}))
             self._ready[int(ids[place])] = number, 0, 0.0
 
     def _dispatch(self, client: int) -> None:
@@ -74,8 +73,7 @@ class RealVersion(Version):
         insort(self._queue, (end, serial, client, number, place, self._clients.seconds(), 0.0, False), lo=self._next)
 
     def _received(self, flight: Flight) -> Fields:
-        kind = download_type(type(self._job.algorithm))
-        received: Fields = kind(*(flight.fields[f"received.{name}"] for name in kind._fields))
+        received: Fields = download_type(type(self._job.algorithm))(**group_of(flight.fields, "received"))
         return received
 
     def _wait(self) -> None:
