@@ -140,6 +140,11 @@ def cause_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}{at}"
 
 
+def sentence_of(error: Exception) -> str:
+    """An error as a sentence; one that is not fedloom's own begins with its class."""
+    return str(error) if isinstance(error, FedloomError) else f"{type(error).__name__}: {error}"
+
+
 @contextmanager
 def attribute_error(what: str, part: object, where: str) -> Iterator[None]:
     """Attribute errors within to the code of ``part``.

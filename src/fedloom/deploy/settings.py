@@ -157,6 +157,11 @@ class Site(Shared):
         description="epsilon that the site never exceeds; it sends no scores then, nor under a delta; none: no limit",
     )
 
+    @property
+    def folder(self) -> Path:
+        """The folder of what the site keeps of this experiment."""
+        return self.state / self.fingerprint[:16]
+
     @field_validator("data")
     @classmethod
     def _names_source(cls, data: dict[str, Any]) -> dict[str, Any]:

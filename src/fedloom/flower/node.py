@@ -24,7 +24,7 @@ from fedloom.engine.clients.scores import hybrid_scores, personal_models, score_
 from fedloom.engine.job import Job
 from fedloom.engine.replay import Replay
 from fedloom.engine.setup import make_job
-from fedloom.errors import ConfigError, FedloomError, Refused, WireError
+from fedloom.errors import ConfigError, FedloomError, Refused, WireError, sentence_of
 from fedloom.flower.local import Local, NodeProblem
 from fedloom.flower.records import (
     HEAD,
@@ -156,7 +156,7 @@ class _Node:
                 values = head_of(message.content)
                 return Message(act(values, message, context), reply_to=message)
             except Exception as error:
-                sentence = str(error) if isinstance(error, FedloomError) else f"{type(error).__name__}: {error}"
+                sentence = sentence_of(error)
                 sys.stderr.write(f"fedloom: node {context.node_id}: {sentence}\n")
                 reply = head(error=sentence, lost=isinstance(error, _Lost))
                 return Message(RecordDict({HEAD: reply}), reply_to=message)

@@ -196,7 +196,7 @@ def proposed(folder: Path, change: Path) -> Proposal:
     ]
     if wrong:
         raise ConfigError(f"{change} cannot be approved: {'; '.join(wrong)}")
-    record = read_checked(site.state / site.fingerprint[:16] / "session" / "session.json") or {}
+    record = read_checked(site.folder / "session" / "session.json") or {}
     if progress_of(record).stage in (Stage.MASKED, Stage.AGREED):
         raise RunDirError("a secure session is under way here; let its round come to its end, then approve")
     files["site.toml"] = tomli_w.dumps(settings).encode()
@@ -213,10 +213,10 @@ def take(folder: Path, change: Path, digest: str) -> Site:
     before = read_site(folder / "site.toml")
     new, _, files = proposed(folder, change)
     check_digest(new, digest)
-    ledger = before.state / before.fingerprint[:16] / LEDGER
+    ledger, later = before.folder / LEDGER, before.with_(fingerprint=new.fingerprint).folder
     if ledger.exists():  # what was released stays released
-        make_folder(before.state / new.fingerprint[:16])
-        write_atomic(before.state / new.fingerprint[:16] / LEDGER, content_of(ledger))
+        make_folder(later)
+        write_atomic(later / LEDGER, content_of(ledger))
     for name in sorted(files, key=lambda name: name == "site.toml"):  # which counts, last
         write_atomic(folder / name, files[name])
     return read_site(folder / "site.toml")

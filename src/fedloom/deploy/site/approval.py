@@ -21,7 +21,7 @@ def approve(site: Site, digest: str) -> Path:
         ConfigError: the digest is of another run.
     """
     check_digest(site, digest)
-    path = _path(site)
+    path = site.folder / NAME
     make_folder(path.parent)
     time = datetime.now(UTC).isoformat(timespec="seconds")
     write_atomic(path, json.dumps({"digest": site.digest, "time": time}).encode())
@@ -47,14 +47,10 @@ def check_approved(site: Site) -> None:
     if not site.approval:
         return
     try:
-        approved = json.loads(regular(_path(site)).read_bytes())["digest"]
+        approved = json.loads(regular(site.folder / NAME).read_bytes())["digest"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         approved = None
     if approved != site.digest:
         raise Refused(
             f"site {site.site} has not approved run {site.digest[:16]}; there: fedloom deploy approve FOLDER --digest"
         )
-
-
-def _path(site: Site) -> Path:
-    return site.state / site.fingerprint[:16] / NAME

@@ -30,8 +30,8 @@ from fedloom.deploy.site.ledger import Spent
 from fedloom.deploy.site.local_data import part_sizes
 from fedloom.deploy.site.plain import Answer, PlainAnswers
 from fedloom.deploy.site.state import Rewound, SiteState
-from fedloom.deploy.site.trainer import PLAIN, Trainer, describe_error
-from fedloom.errors import CheckpointError, Refused, RunDirError, WireError
+from fedloom.deploy.site.trainer import PLAIN, Trainer
+from fedloom.errors import CheckpointError, Refused, RunDirError, WireError, sentence_of
 from fedloom.version import __version__
 
 SENT = "sent.jsonl"
@@ -95,7 +95,7 @@ class Client:
                 more, arrays, metrics = self._act(envelope)
             more |= {"status": "ok", "reason": "; ".join(self._memory.notes)[:REASON]}
         except Exception as error:  # the server gets the sentence, and logs it
-            reason = describe_error(error)
+            reason = sentence_of(error)
             if not isinstance(error, SAFE if secret else PLAIN):
                 reason = self.trainer.log_privately(reason)
             more, arrays, metrics = {"status": "refused", "reason": reason[:REASON]}, [], None

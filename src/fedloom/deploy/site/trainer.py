@@ -26,7 +26,7 @@ from fedloom.engine.clients.scores import hybrid_scores, personal_models, score_
 from fedloom.engine.job import Job
 from fedloom.engine.privacy import Noise, accounted, epsilon
 from fedloom.engine.setup import make_job
-from fedloom.errors import CheckpointError, ConfigError, FedloomError, LayoutError, Refused, RunDirError, WireError
+from fedloom.errors import CheckpointError, ConfigError, LayoutError, Refused, RunDirError, WireError, sentence_of
 from fedloom.experiment import Experiment
 from fedloom.local.rows import for_everyone, named, remade
 from fedloom.processes.clients import Scores, ScoreTask, TrainTask
@@ -242,7 +242,7 @@ class Trainer:
         except Exception as error:
             if self.noise is None:
                 raise
-            self.log_privately(describe_error(error))
+            self.log_privately(sentence_of(error))
             return self._noise_alone(job, down)
         return output
 
@@ -275,7 +275,7 @@ class Trainer:
             sentence = (
                 f"{what}: {error}" if isinstance(error, PLAIN) else f"{what}; the reason is in the site's own log"
             )
-            self.log_privately(f"{what}: {describe_error(error)}")
+            self.log_privately(f"{what}: {sentence_of(error)}")
             if not self.private and self.site.secure is None:
                 self._memory.notes.append(sentence)
             return None
@@ -320,8 +320,3 @@ class Trainer:
 def _digest(download: bytes, weights: Sequence[float]) -> str:
     """Digest of a round's request: of the download and of the weights, where there are any."""
     return digest_of([download, *([repr(tuple(weights)).encode()] if weights else [])])
-
-
-def describe_error(error: Exception) -> str:
-    """An error as a sentence."""
-    return str(error) if isinstance(error, FedloomError) else f"{type(error).__name__}: {error}"
