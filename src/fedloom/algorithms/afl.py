@@ -44,12 +44,9 @@ from fedloom.algorithms._base import Algorithm, DerivedFrom0, Mean, Rows, by_rul
 from fedloom.local import Ctx, Nothing, Work, descend
 from fedloom.rows import algebra
 
-SMALLEST = 1e-300
-"""Norms are at least this, so that losses that are all zero move no weight."""
-
 
 class Server(NamedTuple):
-    """x ``[d]``, lam ``[n]``; met ``[1]`` float64, the norm of all gradients of lambda so far."""
+    """x ``[d]``, lam ``[n]``; met ``[1]``, the norm of all gradients of lambda so far."""
 
     x: Tensor
     lam: Tensor
@@ -91,7 +88,7 @@ class AFL(Algorithm):
         return {"lambda_lr": radius if step == "adaptive" else radius / (ctx.n * ctx.rounds) ** 0.5, "step": step}
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Nothing, None]:
-        return Server(x0, ctx.weight[:, 0], x0.new_zeros(1, dtype=torch.float64)), Nothing(), None
+        return Server(x0, ctx.weight[:, 0], ctx.weight.new_zeros(1)), Nothing(), None
 
     def down(self, server: Server, kept: None, ctx: Ctx) -> Down:
         counts = (ctx.n * ctx.masses[:, 0] / ctx.masses.sum()).to(server.lam)  # n alpha_i
@@ -109,7 +106,7 @@ class AFL(Algorithm):
         x = server.x + torch.where(up.share > 0, up.dw / up.share, 0.0)  # sum of lam_i (w_i - x) over sum of lam_i
         losses = torch.zeros_like(server.lam)
         losses[ctx.ids] = up.loss[:, 0].to(losses) * (ctx.n / ctx.m)  # grad_lambda L(w_{t-1}, lambda_{t-1})
-        met = torch.hypot(server.met, losses.double().norm())
-        rate = self.lambda_lr / met.clamp(min=SMALLEST) if self.step == "adaptive" else self.lambda_lr
-        lam = algebra.onto_simplex(server.lam + (rate * losses).to(losses), 1.0)  # projection on the simplex
+        met = torch.hypot(server.met, losses.norm())
+        gradient = losses / met.clamp(min=torch.finfo(met.dtype).tiny) if self.step == "adaptive" else losses
+        lam = algebra.onto_simplex(server.lam + self.lambda_lr * gradient, 1.0)  # projection on the simplex
         return Server(x, lam, met)
