@@ -30,6 +30,11 @@ def rounded(value: float, digits: int = 5) -> float | None:
     return float(f"{value:.{digits}g}") if math.isfinite(value) else None
 
 
+def finite(value: float) -> float | None:
+    """A number for a file; None for one that is not finite."""
+    return value if math.isfinite(value) else None
+
+
 def fixed(value: float, decimals: int, *, signed: bool = False) -> str:
     r"""So many decimals, thin spaces between thousands, and with ``signed`` a plus above 0.
 

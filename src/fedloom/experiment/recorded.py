@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fedloom.engine.records import not_measured
 from fedloom.metrics import leading
+from fedloom.report.reading import rows_where
 from fedloom.trained.models import MOST_PERSONAL_FIRST, Models
 from fedloom.trained.saved import SavedModels
 
@@ -44,8 +45,7 @@ class RecordedRun:
     def table(self) -> pa.Table:
         """Tidy: round, client (-1 is the federation), model, part, metric, value."""
         whole = self._whole()
-        of_run = pc.and_(pc.equal(whole["method"], self.method), pc.equal(whole["seed"], self.seed))
-        return whole.filter(of_run).drop_columns(["method", "seed"])
+        return rows_where(whole, method=self.method, seed=self.seed).drop_columns(["method", "seed"])
 
     def final(self, model: str | None = None, metric: str | None = None, part: str = "test") -> Tensor:
         """A metric of every client that is scored after the last evaluated round, float64 ``[s]``.
@@ -65,9 +65,7 @@ class RecordedRun:
         metric = metric or ("accuracy" if "accuracy" in names else leading(names))
         if (model, part, metric) not in self.measured():
             raise not_measured(model, metric, part, self.measured())
-        rows = self._clients
-        for column, value in (("model", model), ("part", part), ("metric", metric)):
-            rows = rows.filter(pc.equal(rows[column], value))
+        rows = rows_where(self._clients, model=model, part=part, metric=metric)
         last = rows.filter(pc.equal(rows["round"], pc.max(rows["round"]))).sort_by("client")
         return torch.from_numpy(last["value"].to_numpy().copy())
 

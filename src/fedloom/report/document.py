@@ -138,24 +138,18 @@ def document(
     bodies["privacy"] += privacy_tables(runs)
     gained = gains_html(by_site) + differences_html(by_patients(runs, by_site)) if by_site else ""
     parts = {
-        **({"gains": ("Who gains", _section("gains", "Who gains", LEAD, gained))} if by_site else {}),
-        "overview": (
-            "Overview",
-            _section("overview", "Overview", "Who leads by which criterion.", overview.cards(runs, rows, models)),
-        ),
-        **({"pairs": ("Pairs", _section("pairs", "Pairs", PAIRS, pairs_html(compared)))} if compared else {}),
-        "results": (
-            "Results",
-            _section(
-                "results", "Results", READING["Result"], overview.results([*rows, *_rivals(runs, rows)]) + _downloads()
-            ),
-        ),
-        **{g: (PLACES[g][0], _section(g, *PLACES[g], body)) for g, body in bodies.items() if body},
-        **({"sites": ("Sites", _section("sites", "Sites", SITES, table))} if (table := site_tables(runs)) else {}),
-        "settings": ("Settings", _section("settings", "Settings", "Exactly what ran.", settings(runs))),
-        "reading": ("How to read", _section("reading", "How to read this report", "", _glossary())),
+        **({"gains": ("Who gains", LEAD, gained)} if by_site else {}),
+        "overview": ("Overview", "Who leads by which criterion.", overview.cards(runs, rows, models)),
+        **({"pairs": ("Pairs", PAIRS, pairs_html(compared))} if compared else {}),
+        "results": ("Results", READING["Result"], overview.results([*rows, *_rivals(runs, rows)]) + _downloads()),
+        **{group: (*PLACES[group], body) for group, body in bodies.items() if body},
+        **({"sites": ("Sites", SITES, table)} if (table := site_tables(runs)) else {}),
+        "settings": ("Settings", "Exactly what ran.", settings(runs)),
+        "reading": ("How to read this report", "", _glossary()),
     }
-    links = "".join(f'<li><a href="#{id}">{name}</a></li>' for id, (name, _) in parts.items())
+    links = "".join(
+        f'<li><a href="#{id}">{name.removesuffix(" this report")}</a></li>' for id, (name, *_) in parts.items()
+    )
     payload = [_payload(figure) for figure in shown]
     return f"""<!doctype html>
 <html lang="en" data-look="light">
@@ -177,7 +171,7 @@ def document(
 <nav aria-label="Sections"><div class="wrap"><ul>{links}</ul></div></nav>
 <main class="wrap">
 <noscript><p>The charts need JavaScript; the tables do not.</p></noscript>
-{"".join(html for _, html in parts.values())}
+{"".join(_section(id, *part) for id, part in parts.items())}
 </main>
 <footer class="wrap">Made by fedloom from recorded files only. This page works offline and makes no request.</footer>
 {_json("figures", payload)}

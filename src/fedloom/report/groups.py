@@ -8,16 +8,14 @@ from html import escape
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from fedloom.formats import DASH, fixed
 from fedloom.metrics import leading
-from fedloom.report.comparison.contenders import contenders_of
-from fedloom.report.comparison.gains import FEW, federated_leader
+from fedloom.report.comparison.gains import FEW, leader_of
 from fedloom.report.csv_files import csv_of
 from fedloom.report.naming import figure, titled
 from fedloom.report.numbers import Row
-from fedloom.report.reading import read_table
+from fedloom.report.reading import rows_where, table_of
 from fedloom.report.run import Run
 from fedloom.report.tables import scrolling
 from fedloom.rundir import FEDERATION, GROUPS, SAMPLES
@@ -34,8 +32,7 @@ def group_tables(runs: list[Run], rows: list[Row], lead: str) -> str:
     """An HTML table per run whose groups were scored."""
     text = ""
     for run in runs:
-        compared = contenders_of(run, runs, rows, lead)
-        best = federated_leader(compared, lead)
+        best = leader_of(run, runs, rows, lead)
         table = None if best is None else group_cells(run, best, lead)
         if best is None or table is None:
             continue
@@ -54,7 +51,7 @@ def group_cells(run: Run, row: Row, lead: str) -> tuple[list[str], list[list[str
     table = _read(run)
     if table is None:
         return None
-    table = table.filter(pc.and_(pc.equal(table["method"], row.method), pc.equal(table["model"], row.model)))
+    table = rows_where(table, method=row.method, model=row.model)
     means = _means(table, ["client", "subgroup", "metric"])
     recorded = {client for client, *_ in means} - {FEDERATION}
     metrics = dict.fromkeys(str(name) for *_, name in means)
@@ -66,8 +63,7 @@ def group_cells(run: Run, row: Row, lead: str) -> tuple[list[str], list[list[str
 
 
 def _read(run: Run) -> pa.Table | None:
-    path = run.path / GROUPS
-    return read_table(path, NAMES) if path.exists() else None
+    return table_of(run.path / GROUPS, NAMES)
 
 
 def _means(table: pa.Table, keys: Sequence[str]) -> dict[tuple[object, ...], float]:

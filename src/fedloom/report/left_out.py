@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from html import escape
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
-from fedloom.formats import DASH, pair
+from fedloom.formats import DASH
 from fedloom.report.comparison.contenders import contenders_of
 from fedloom.report.comparison.gains import federated_leader, site_estimate, values_by_seed
 from fedloom.report.csv_files import csv_of
 from fedloom.report.naming import figure, titled
 from fedloom.report.numbers import Estimate, Row
-from fedloom.report.reading import read_table
+from fedloom.report.reading import rows_where, table_of
 from fedloom.report.run import Run
-from fedloom.report.tables import cell, scrolling
+from fedloom.report.tables import cell_text, scrolling
 from fedloom.rundir import LEFT_OUT
 
 NAMES = ("method", "seed", "client", "scaling", "metric", "value")
@@ -32,27 +30,24 @@ def left_out_tables(runs: list[Run], rows: list[Row], lead: str) -> str:
     """An HTML table per run that left out every site in turn, of each method with a global model."""
     text = ""
     for run in runs:
-        path = run.path / LEFT_OUT
-        if not path.exists():
+        table = table_of(run.path / LEFT_OUT, NAMES)
+        if table is None:
             continue
-        table = read_table(path, NAMES)
         shown = contenders_of(run, runs, rows, lead)
         alone = next((row for row in shown if row.algorithm == "local"), None)
         best = federated_leader(shown, lead)
         methods = [row for row in shown if row.method in set(table["method"].to_pylist())]
         for row in sorted(methods, key=lambda row: row is not best):
-            text += _table(run, table.filter(pc.equal(table["method"], row.method)), row, alone, lead, len(runs) > 1)
+            text += _table(run, rows_where(table, method=row.method), row, alone, lead, len(runs) > 1)
     return text
 
 
 def _table(run: Run, table: pa.Table, row: Row, alone: Row | None, lead: str, several: bool) -> str:
     scalings = list(dict.fromkeys(table["scaling"].to_pylist()))
     values: dict[tuple[int, str], dict[int, float]] = {}
-    for line in table.filter(pc.equal(table["metric"], lead)).to_pylist():
+    for line in rows_where(table, metric=lead).to_pylist():
         values.setdefault((line["client"], line["scaling"]), {})[line["seed"]] = line["value"]
-    samples = {
-        line["client"]: int(line["value"]) for line in table.filter(pc.equal(table["metric"], "samples")).to_pylist()
-    }
+    samples = {line["client"]: int(line["value"]) for line in rows_where(table, metric="samples").to_pylist()}
     inside = {r.method: values_by_seed(run, r, lead) for r in (row, alone) if r is not None}
     title = titled(figure(lead))
     heads = [
@@ -63,16 +58,10 @@ def _table(run: Run, table: pa.Table, row: Row, alone: Row | None, lead: str, se
     for client in range(run.clients):
         estimates = [Estimate(values.get((client, scaling), {})) for scaling in scalings]
         estimates += [site_estimate(by_seed, client) for by_seed in inside.values()]
-        words = [_words(lead, estimate) for estimate in estimates]
+        words = [cell_text(lead, estimate) for estimate in estimates]
         lines.append([escape(run.client(client)), str(samples.get(client, DASH)), *words])
     label = f"{row.method}{f', {run.label}' if several else ''}"
     return f"<h3>{escape(label)}</h3>" + scrolling(f"Sites left out: {label}", heads, lines)
-
-
-def _words(lead: str, estimate: Estimate) -> str:
-    if not any(math.isfinite(value) for value in estimate.finite.values()):
-        return DASH
-    return pair(*cell(lead, estimate))
 
 
 def left_out_csv(runs: list[Run]) -> str:
@@ -80,7 +69,7 @@ def left_out_csv(runs: list[Run]) -> str:
     lines = [
         (run.label, *(run.client(line[name]) if name == "client" else line[name] for name in NAMES))
         for run in runs
-        if (run.path / LEFT_OUT).exists()
-        for line in read_table(run.path / LEFT_OUT, NAMES).to_pylist()
+        if (table := table_of(run.path / LEFT_OUT, NAMES)) is not None
+        for line in table.to_pylist()
     ]
     return csv_of(("run", "method", "seed", "site", "scaling", "metric", "value"), lines) if lines else ""

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from fedloom import metrics
 from fedloom.errors import ConfigError, nearest, unknown
@@ -15,6 +14,7 @@ from fedloom.formats import DASH, significant
 from fedloom.report.charts import kit, look
 from fedloom.report.naming import figure, metric, titled
 from fedloom.report.numbers import MODELS, Estimate
+from fedloom.report.reading import rows_where
 
 if TYPE_CHECKING:
     from altair import LayerChart
@@ -101,12 +101,11 @@ def _chart(rows: list[dict[str, Any]], name: str, part: str) -> Spec:
 
 
 def _curves(table: pa.Table, name: str, part: str, *, strict: bool = True) -> list[dict[str, Any]]:
-    wanted = pc.and_(pc.equal(table["metric"], f"{name}/mean"), pc.equal(table["part"], part))
-    rows = table.filter(wanted).sort_by("round")
+    rows = rows_where(table, metric=f"{name}/mean", part=part).sort_by("round")
     if strict and not len(rows):
         if part not in (parts := set(table["part"].to_pylist()) - {""}):
             raise unknown("part", part, parts)
-        measured = set(table.filter(pc.equal(table["part"], part))["metric"].to_pylist())
+        measured = set(rows_where(table, part=part)["metric"].to_pylist())
         names = [metric.removesuffix("/mean") for metric in measured if metric.endswith("/mean")]
         raise ConfigError(f"{name!r} on the part {part!r} was not measured; {nearest(name, names)}")
     scale = metric(name).scale
@@ -118,9 +117,7 @@ def _curves(table: pa.Table, name: str, part: str, *, strict: bool = True) -> li
 
 
 def _last(table: pa.Table, model: str, part: str, name: str) -> float | None:
-    rows = table
-    for column, value in (("model", model), ("part", part), ("metric", name)):
-        rows = rows.filter(pc.equal(rows[column], value))
+    rows = rows_where(table, model=model, part=part, metric=name)
     if not len(rows):
         return None
     value = rows.sort_by([("round", "descending")])["value"][0].as_py()

@@ -155,6 +155,11 @@ class Row:
         """Method, run and model."""
         return f"{self.name} · {self.model}" if self.model else self.name
 
+    def result(self, name: str) -> Estimate | None:
+        """A figure, if some seed has it."""
+        estimate = self.figures.get(name)
+        return estimate if estimate is not None and estimate.finite else None
+
     @property
     def measured(self) -> int:
         """Seeds that have a result."""

@@ -168,13 +168,13 @@ def _equals(value: float, best: float | None) -> bool:
 
 def _best(name: str, rows: list[Row]) -> float | None:
     """Best mean of a column; None where there is nothing to compare, or no direction is better."""
-    means = [row.figures[name].mean for row in rows if name in row.figures and row.figures[name].finite]
+    means = [estimate.mean for row in rows if (estimate := row.result(name)) is not None]
     return (max if figure(name).higher else min)(means) if len(means) > 1 and figure(name).rated else None
 
 
 def _span(name: str, rows: list[Row]) -> tuple[float, float]:
     """Ends of the scale of a column, without what is far outside."""
-    means = {row.title: row.figures[name].mean for row in rows if name in row.figures and row.figures[name].finite}
+    means = {row.title: estimate.mean for row in rows if (estimate := row.result(name)) is not None}
     off = off_axis(means)
     near = [mean for title, mean in means.items() if title not in off] or [0.0]
     air = 0.2 * (max(near) - min(near)) or 1.0
@@ -183,8 +183,8 @@ def _span(name: str, rows: list[Row]) -> tuple[float, float]:
 
 def _bar(row: Row, name: str, span: tuple[float, float]) -> str:
     """A dot with its interval, or with few seeds these, on the scale of the whole column."""
-    estimate = row.figures.get(name)
-    if estimate is None or not estimate.finite:
+    estimate = row.result(name)
+    if estimate is None:
         return ""
 
     def place(value: float) -> float:

@@ -6,11 +6,10 @@ from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from fedloom.report.reading import read_table
+from fedloom.report.reading import read_table, rows_where
 from fedloom.report.run import Numbers, Run
 from fedloom.rundir import PREDICTIONS
 
@@ -54,7 +53,7 @@ def tested(run: Run, method: str, model: str) -> Predicted | None:
     measured = ["target", "prediction", *(["event"] if "event" in columns else [])]
     table = read_table(path, (*names, *measured[2:]))
     hostile = {seed: run.attackers(seed) for seed in set(table["seed"].to_pylist())}
-    table = table.filter(pc.and_(pc.equal(table["method"], method), pc.equal(table["model"], model)))
+    table = rows_where(table, method=method, model=model)
     seeds, clients = table["seed"].to_numpy(), table["client"].to_numpy()
     benign = np.array([c not in hostile[s] for s, c in zip(seeds.tolist(), clients.tolist(), strict=True)], bool)
     table = table.filter(pa.array(benign))

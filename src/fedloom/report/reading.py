@@ -147,7 +147,7 @@ def _partitions(path: Path) -> tuple[dict[int, RunPartition], list[str]]:
     seed, attacks = table["seed"].to_numpy(), table["attacks"].to_numpy()
     partitions, names = {}, []
     for value in dict.fromkeys(seed.tolist()):
-        clients = table.filter(pc.equal(table["seed"], value)).sort_by("client")
+        clients = rows_where(table, seed=value).sort_by("client")
         if clients["client"].to_pylist() != list(range(len(clients))):
             raise RunDirError(f"{path}: seed {value}: clients must be numbered from 0 to {len(clients) - 1}, each once")
         flat = clients["counts"].combine_chunks().flatten().to_numpy()
@@ -201,6 +201,18 @@ def read_table(path: Path, names: tuple[str, ...], *, coded: bool = False) -> pa
         if name in _KINDS and columns[name].null_count:
             raise RunDirError(f"{path}: column {name!r} has {columns[name].null_count} empty cells")
     return pa.table(columns)
+
+
+def table_of(path: Path, names: tuple[str, ...]) -> pa.Table | None:
+    """The named columns of a file of a run directory, None where it is not there; see `read_table`."""
+    return read_table(path, names) if path.exists() else None
+
+
+def rows_where(table: pa.Table, **values: object) -> pa.Table:
+    """The rows in which the named columns have these values."""
+    for name, value in values.items():
+        table = table.filter(pc.equal(table[name], value))
+    return table
 
 
 def _split(table: pa.Table) -> dict[Key, Points]:

@@ -85,6 +85,13 @@ class Run:
         return tomllib.loads(self.settings)
 
     @property
+    def versions(self) -> dict[str, str]:
+        """What the run was made with: versions by name."""
+        resolved = self.options.get("resolved", {})
+        versions = resolved.get("versions", resolved)
+        return {name: version for name, version in versions.items() if isinstance(version, str)}
+
+    @property
     def methods(self) -> list[str]:
         """Labels of the methods, in the order of the experiment."""
         named = [record.method for record in self.summary.runs]

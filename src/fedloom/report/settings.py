@@ -75,9 +75,7 @@ def _methods(run: Run) -> str:
 
 
 def _versions(run: Run) -> str:
-    resolved = run.options.get("resolved", {})
-    versions = resolved.get("versions", resolved)
-    words = ", ".join(f"{name} {version}" for name, version in versions.items() if isinstance(version, str))
+    words = ", ".join(f"{name} {version}" for name, version in run.versions.items())
     devices = dict.fromkeys(record.device for record in run.summary.runs if record.device)
     where = f" Computed on {', '.join(devices)}." if devices else ""
     return f'<p class="versions"><b>Versions</b> {escape(words)}.{escape(where)}</p>' if words else ""

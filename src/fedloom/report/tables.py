@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import pyarrow as pa
 
 from fedloom.errors import ConfigError
-from fedloom.formats import DASH, PERCENT, PLAIN, interval, total
+from fedloom.formats import DASH, PERCENT, PLAIN, finite, interval, pair, total
 from fedloom.metrics import leading
 from fedloom.report.comparison.criteria import Marks
 from fedloom.report.csv_files import csv_of
@@ -63,8 +63,8 @@ def arrow(rows: list[Row]) -> pa.Table:
     for name in dict.fromkeys(name for row in rows for name in row.figures):
         column = column_of(name)
         estimates = [row.figures.get(name) for row in rows]
-        columns[column] = [_number(e.mean) if e else None for e in estimates]
-        columns[f"{column}_ci95"] = [_number(e.half) if e else None for e in estimates]
+        columns[column] = [finite(e.mean) if e else None for e in estimates]
+        columns[f"{column}_ci95"] = [finite(e.half) if e else None for e in estimates]
         columns[f"{column}_seeds"] = [len(e.finite) if e else None for e in estimates]
     return pa.table(columns)
 
@@ -87,10 +87,6 @@ def column_of(name: str) -> str:
     ('accuracy_worst10', 'accuracy_at_validation')
     """
     return name.replace("/", "_").replace("@validation", "_at_validation").replace("@", "_")
-
-
-def _number(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def csv_text(rows: list[Row]) -> str:
@@ -143,6 +139,11 @@ def cell(name: str, estimate: Estimate | None) -> tuple[str, str]:
     if estimate is None or not estimate.finite:
         return DASH, ""
     return measured(name, estimate.mean, estimate.half)
+
+
+def cell_text(name: str, estimate: Estimate | None) -> str:
+    """The same in one text."""
+    return pair(*cell(name, estimate))
 
 
 def measured(name: str, mean: float, half: float) -> tuple[str, str]:

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from fedloom.formats import DASH, fixed, percent, rounded, significant
 from fedloom.report.charts import kit
 from fedloom.report.charts.kit import Figure, Rows
-from fedloom.report.comparison.contenders import contenders_of
-from fedloom.report.comparison.gains import FEW, federated_leader
+from fedloom.report.comparison.gains import FEW, leader_of
 from fedloom.report.csv_files import csv_of
 from fedloom.report.numbers import Row
 from fedloom.report.patients import Predicted, is_binary, tested
@@ -93,8 +92,7 @@ def _chosen(runs: list[Run], rows: list[Row], lead: str) -> list[tuple[Run, Row,
     """Runs of binary tasks with kept predictions, the federated method that leads, and the samples of its sites."""
     chosen = []
     for run in runs:
-        compared = contenders_of(run, runs, rows, lead)
-        best = federated_leader(compared, lead)
+        best = leader_of(run, runs, rows, lead)
         samples = None if best is None else tested(run, best.method, best.model)
         if best is None or samples is None or not is_binary(run, samples):
             continue

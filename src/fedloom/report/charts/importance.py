@@ -5,16 +5,14 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import pyarrow.compute as pc
 
 from fedloom.formats import fixed, rounded
 from fedloom.report.charts import kit
 from fedloom.report.charts.kit import Figure, Rows
-from fedloom.report.comparison.contenders import contenders_of
-from fedloom.report.comparison.gains import federated_leader
+from fedloom.report.comparison.gains import leader_of
 from fedloom.report.naming import metric
 from fedloom.report.numbers import Row
-from fedloom.report.reading import read_table
+from fedloom.report.reading import rows_where, table_of
 from fedloom.report.run import Run
 from fedloom.rundir import IMPORTANCE
 
@@ -27,15 +25,13 @@ def importances(runs: list[Run], rows: list[Row], lead: str) -> list[Figure]:
     """A heat map per run that permuted columns, of the federated method that leads."""
     figures = []
     for place, run in enumerate(runs, start=1):
-        path = run.path / IMPORTANCE
-        compared = contenders_of(run, runs, rows, lead)
-        best = federated_leader(compared, lead)
-        if not path.exists() or best is None:
+        best = leader_of(run, runs, rows, lead)
+        table = None if best is None else table_of(run.path / IMPORTANCE, NAMES)
+        if best is None or table is None:
             continue
-        table = read_table(path, NAMES)
-        table = table.filter(pc.equal(table["method"], best.method))
+        table = rows_where(table, method=best.method)
         model = best.model if best.model in set(table["model"].to_pylist()) else "personal"
-        lines = table.filter(pc.equal(table["model"], model)).to_pylist()
+        lines = rows_where(table, model=model).to_pylist()
         if lines:
             figures.append(_figure(run, lines, f"{best.method}, {model} model", place if len(runs) > 1 else 0))
     return figures

@@ -15,7 +15,7 @@ from fedloom.formats import rounded, significant
 from fedloom.report.charts import kit
 from fedloom.report.charts.kit import Figure, Rows, Spec
 from fedloom.report.charts.spread import without_attackers
-from fedloom.report.reading import read_table
+from fedloom.report.reading import rows_where, table_of
 from fedloom.report.run import Key, Run
 
 PANELS = 12
@@ -50,14 +50,12 @@ def _chosen(run: Run, table: Any) -> tuple[str, int, str]:
 
 def _drawn(run: Run, name: str, columns: tuple[str, ...]) -> tuple[Rows, str] | None:
     """Rows of the drawn method, model and seed, of its first benign clients; words on them."""
-    path = run.path / f"{name}.parquet"
-    table = read_table(path, ("method", "seed", "client", "model", *columns)) if path.exists() else None
+    table = table_of(run.path / f"{name}.parquet", ("method", "seed", "client", "model", *columns))
     if table is None or not len(table):
         return None
     method, seed, model = _chosen(run, table)
     hostile = pa.array(sorted(run.attackers(seed)), pa.int64())
-    for column, value in (("method", method), ("seed", seed), ("model", model)):
-        table = table.filter(pc.equal(table[column], value))
+    table = rows_where(table, method=method, seed=seed, model=model)
     table = table.filter(pc.invert(pc.is_in(table["client"], value_set=hostile)))
     clients = sorted(pc.unique(table["client"]).to_pylist())
     rows = table.filter(pc.is_in(table["client"], value_set=pa.array(clients[:PANELS], pa.int64()))).to_pylist()

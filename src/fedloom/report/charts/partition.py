@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from html import escape
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 
 from fedloom.formats import fixed, rounded, significant
 from fedloom.report.charts import kit
-from fedloom.report.charts.kit import Figure, Rows
+from fedloom.report.charts.kit import Figure, Rows, Spec
 from fedloom.report.numbers import Row, run_of, seeds_of
 from fedloom.report.run import Integers, Key, Numbers, Run, RunPartition
 from fedloom.report.tables import scrolling
@@ -195,28 +196,17 @@ def clusters(runs: list[Run], rows: list[Row]) -> Figure | None:
     """A panel per method that clusters its clients, of its first seed: cluster by round and client; else None."""
     data: Rows = []
     planted = some = False
-    for row in {row.name: row for row in rows}.values():
-        run = run_of(runs, row)
-        seeds = [s for s in seeds_of(run, row.method) if Key(row.method, s, "", "", "cluster") in run.series]
-        if seeds:
-            part = run.partitions.get(seeds[0])
-            groups = part.groups if part is not None and (part.groups >= 0).any() else None
-            planted |= groups is not None
-            some |= run.clients > CLUSTERED
-            data += _clustered(run, row, seeds[0], groups)
+    for run, row, seed in _first_seeds(runs, rows, "cluster"):
+        part = run.partitions.get(seed)
+        groups = part.groups if part is not None and (part.groups >= 0).any() else None
+        planted |= groups is not None
+        some |= run.clients > CLUSTERED
+        data += _clustered(run, row, seed, groups)
     if not data:
         return None
     order = [cell["client"] for cell in sorted(data, key=lambda cell: cell["planted"])]
-    shown = ("method", "client", "round", "cluster", "planted", "seed")
-    inner = kit.heat_map(
-        {**kit.names("round", [], scale={"padding": 0.06}), "type": "ordinal", "sort": None},
-        kit.names("client", order, "Client", scale={"padding": 0.1}),
-        {"field": "cluster", "type": "nominal", "title": "Cluster", "scale": {"range": "category"}},
-        kit.tips(*((name, name.capitalize()) for name in shown)),
-        cornerRadius=1,
-    )
-    high = max(120, min(600, 18 * len(set(order))))
-    drawn = kit.panels(inner, "method", [cell["method"] for cell in data], "Round", high=high)
+    tint = {"field": "cluster", "type": "nominal", "title": "Cluster", "scale": {"range": "category"}}
+    drawn = _by_round(data, order, tint, ("cluster", "planted", "seed"))
     beside = (
         " Clients are sorted by their planted group, which their names end with; clusters have the number of the group "
         "that they share most clients with."
@@ -234,38 +224,47 @@ def clusters(runs: list[Run], rows: list[Row]) -> Figure | None:
 def cluster_shares(runs: list[Run], rows: list[Row]) -> Figure | None:
     """A panel per method with shares by recovered clusters: every client's by round, of its first seed."""
     cells: Rows = []
-    for row in {row.name: row for row in rows}.values():
-        run = run_of(runs, row)
-        seeds = [s for s in seeds_of(run, row.method) if Key(row.method, s, "", "", SHARE) in run.series]
-        if seeds:
-            points, chosen = run.series[Key(row.method, seeds[0], "", "", SHARE)], _evenly(run.clients, CLUSTERED)
-            shown = np.isin(points.round, _evenly(np.unique(points.round), ROUNDS)) & np.isin(points.client, chosen)
-            cells += [
-                {"method": row.name, "seed": seeds[0], "round": t, "client": run.client(client), SHARE: share}
-                for t, client, share in zip(
-                    points.round[shown].tolist(),
-                    points.client[shown].tolist(),
-                    points.value[shown].tolist(),
-                    strict=True,
-                )
-            ]
+    for run, row, seed in _first_seeds(runs, rows, SHARE):
+        points, chosen = run.series[Key(row.method, seed, "", "", SHARE)], _evenly(run.clients, CLUSTERED)
+        shown = points.at(
+            np.isin(points.round, _evenly(np.unique(points.round), ROUNDS)) & np.isin(points.client, chosen)
+        )
+        cells += [
+            {"method": row.name, "seed": seed, "round": t, "client": run.client(client), SHARE: share}
+            for t, client, share in zip(*(column.tolist() for column in shown), strict=True)
+        ]
     if not cells:
         return None
-    inner = kit.heat_map(
-        {**kit.names("round", [], scale={"padding": 0.06}), "type": "ordinal", "sort": None},
-        kit.names("client", [*dict.fromkeys(cell["client"] for cell in cells)], "Client", scale={"padding": 0.1}),
-        kit.shade(SHARE, "Share", form="%"),
-        kit.tips(*((name, name.capitalize()) for name in ("method", "client", "round", SHARE, "seed"))),
-        cornerRadius=1,
-    )
-    high = max(120, min(600, 18 * len({cell["client"] for cell in cells})))
-    drawn = kit.panels(inner, "method", [cell["method"] for cell in cells], "Round", high=high)
+    order = [cell["client"] for cell in cells]
+    drawn = _by_round(cells, order, kit.shade(SHARE, "Share", form="%"), (SHARE, "seed"))
     caption = (
         "How much every client counts in the objective after each recorded round, first seed: every recovered cluster "
         "counts the same, and in a cluster every client."
     )
     title = "Clients' shares by recovered clusters"
     return Figure("cluster-shares", "clusters", "Shares", title, caption, drawn, {"rows": cells}, "facet")
+
+
+def _first_seeds(runs: list[Run], rows: list[Row], name: str) -> Iterator[tuple[Run, Row, int]]:
+    """Every method that recorded a series of its clients: its run, one of its rows, and the first seed that has it."""
+    for row in {row.name: row for row in rows}.values():
+        run = run_of(runs, row)
+        seeds = [s for s in seeds_of(run, row.method) if Key(row.method, s, "", "", name) in run.series]
+        if seeds:
+            yield run, row, seeds[0]
+
+
+def _by_round(cells: Rows, clients: list[str], colour: Spec, more: tuple[str, ...]) -> Spec:
+    """A panel for each method: rounds across, clients down; a hint has the columns ``more`` too."""
+    inner = kit.heat_map(
+        {**kit.names("round", [], scale={"padding": 0.06}), "type": "ordinal", "sort": None},
+        kit.names("client", clients, "Client", scale={"padding": 0.1}),
+        colour,
+        kit.tips(*((name, name.capitalize()) for name in ("method", "client", "round", *more))),
+        cornerRadius=1,
+    )
+    high = max(120, min(600, 18 * len(set(clients))))
+    return kit.panels(inner, "method", [cell["method"] for cell in cells], "Round", high=high)
 
 
 def _evenly(items: int | Integers, most: int) -> Integers:

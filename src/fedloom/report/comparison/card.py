@@ -13,10 +13,10 @@ from fedloom.report.comparison.contenders import contenders
 from fedloom.report.comparison.gains import FEW, federated_leader, site_estimate, values_by_seed
 from fedloom.report.groups import group_cells
 from fedloom.report.naming import figure, titled
-from fedloom.report.numbers import Estimate, Row, leading_metric, rows_of, test_metrics
+from fedloom.report.numbers import Row, leading_metric, rows_of, test_metrics
 from fedloom.report.reading import read_runs
 from fedloom.report.run import Run
-from fedloom.report.tables import cell
+from fedloom.report.tables import cell_text
 
 OPEN = "*To be filled in by the people who answer for the model.*"
 
@@ -52,7 +52,7 @@ def write_card(run_dirs: Sequence[Path], out: Path) -> Path:
 def card(run: Run) -> str:
     """The card of the model that leads by the leading metric, federated if there is such a one."""
     lead = leading_metric([run])
-    shown = [row for row in contenders([run], rows_of([run])) if lead in row.figures and row.figures[lead].finite]
+    shown = [row for row in contenders([run], rows_of([run])) if row.result(lead)]
     row = federated_leader(shown, lead) or next((row for row in shown if row.algorithm), None)
     options = run.options
     data = options.get("data", {})
@@ -91,8 +91,8 @@ def _results(run: Run, row: Row) -> list[str]:
         for place, site in enumerate(run.names):
             sizes = sorted({int(part.sizes[place]) for part in run.partitions.values()})
             size = " to ".join(dict.fromkeys((str(sizes[0]), str(sizes[-1])))) if sizes else ""
-            lines.append([_plain(site), size, *(_cell(n, site_estimate(values[n], place)) for n in names)])
-    lines.append(["Mean over clients", "", *(_cell(name, row.figures.get(name)) for name in names)])
+            lines.append([_plain(site), size, *(cell_text(n, site_estimate(values[n], place)) for n in names)])
+    lines.append(["Mean over clients", "", *(cell_text(name, row.figures.get(name)) for name in names)])
     about = "On the clients' test parts at the last round: mean over seeds ± half the width of the 95 % interval."
     return [about, "", *(f"| {' | '.join(line)} |" for line in lines)]
 
@@ -110,11 +110,6 @@ def _groups(run: Run, row: Row, lead: str) -> list[str]:
     return ["## Groups of patients", "", about, "", *(f"| {' | '.join(map(_plain, line))} |" for line in table), ""]
 
 
-def _cell(name: str, estimate: Estimate | None) -> str:
-    mean, half = cell(name, estimate)
-    return f"{mean} ± {half}" if half else mean
-
-
 def _privacy(run: Run, row: Row) -> str:
     spent = [
         float(points.value.max())
@@ -127,11 +122,7 @@ def _privacy(run: Run, row: Row) -> str:
 
 
 def _versions(run: Run) -> str:
-    resolved = run.options.get("resolved", {})
-    versions = resolved.get("versions", resolved)
-    return (
-        ", ".join(f"{name} {_plain(version)}" for name, version in versions.items() if isinstance(version, str)) + "."
-    )
+    return ", ".join(f"{name} {_plain(version)}" for name, version in run.versions.items()) + "."
 
 
 def _plain(text: str) -> str:

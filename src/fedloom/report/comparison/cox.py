@@ -8,7 +8,7 @@ from typing import Any
 
 from fedloom.formats import p_value, significant
 from fedloom.report.csv_files import csv_of
-from fedloom.report.reading import read_table
+from fedloom.report.reading import table_of
 from fedloom.report.run import Run
 from fedloom.report.tables import scrolling
 from fedloom.rundir import COX
@@ -39,8 +39,8 @@ def cox_csv(runs: list[Run]) -> str:
 
 
 def _rows(run: Run) -> list[dict[str, Any]]:
-    path = run.path / COX
-    return read_table(path, NAMES).to_pylist() if path.exists() else []
+    table = table_of(run.path / COX, NAMES)
+    return [] if table is None else table.to_pylist()
 
 
 def cox_words(row: dict[str, Any]) -> str:

@@ -110,9 +110,7 @@ def marks(rows: list[Row], columns: Iterable[str]) -> dict[str, Marks]:
     marks_of_columns: dict[str, Marks] = {}
     for name in columns:
         shown = figure(name)
-        values = {
-            i: row.figures[name] for i, row in enumerate(rows) if name in row.figures and row.figures[name].finite
-        }
+        values = _results(rows, name)
         if name in COSTS or not shown.rated or len(values) < 2:
             continue
         first = winner(Criterion(name, "", "", 1.0, shown.higher, values), rows)
@@ -123,14 +121,14 @@ def marks(rows: list[Row], columns: Iterable[str]) -> dict[str, Marks]:
     return marks_of_columns
 
 
+def _results(rows: list[Row], name: str) -> dict[int, Estimate]:
+    """A figure of every row that has it, by the row's place."""
+    return {i: estimate for i, row in enumerate(rows) if (estimate := row.result(name)) is not None}
+
+
 def _criteria(runs: list[Run], rows: list[Row], lead: str) -> list[Criterion]:
     shown = metric(lead)
     worst = f"Worst 10 % of clients, {shown.title}"
-
-    def of(figure: str) -> dict[int, Estimate]:
-        return {
-            i: row.figures[figure] for i, row in enumerate(rows) if figure in row.figures and row.figures[figure].finite
-        }
 
     target = common_target(rows, lead)
     costs = {name: cost_to_reach(runs, rows, lead, target, name) for name in ("bytes", "samples_backward")}
@@ -138,9 +136,18 @@ def _criteria(runs: list[Run], rows: list[Row], lead: str) -> list[Criterion]:
     time = [("simulated_seconds", "Simulated hours", "", 1 / 3600)] if clocked else []
     goal = f"until {shown.title} {significant(target * shown.scale)}{' %' if shown.unit == '%' else ''}"
     return [
-        Criterion(lead, f"{shown.title}, mean over clients", shown.unit, shown.scale, shown.higher, of(lead)),
-        Criterion(f"{lead}/worst10", worst, shown.unit, shown.scale, shown.higher, of(f"{lead}/worst10")),
-        Criterion("loss/variance", "Fairness: variance of clients' test losses", "", 1.0, False, of("loss/variance")),
+        Criterion(
+            lead, f"{shown.title}, mean over clients", shown.unit, shown.scale, shown.higher, _results(rows, lead)
+        ),
+        Criterion(f"{lead}/worst10", worst, shown.unit, shown.scale, shown.higher, _results(rows, f"{lead}/worst10")),
+        Criterion(
+            "loss/variance",
+            "Fairness: variance of clients' test losses",
+            "",
+            1.0,
+            False,
+            _results(rows, "loss/variance"),
+        ),
         Criterion("bytes", f"Traffic {goal}", "MB", 1 / MB, False, costs["bytes"]),
         Criterion("samples_backward", f"Gradients of samples {goal}", "", 1.0, False, costs["samples_backward"]),
         *(

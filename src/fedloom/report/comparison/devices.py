@@ -8,14 +8,14 @@ from html import escape
 
 import numpy as np
 
-from fedloom.formats import DASH, fixed, pair, significant
+from fedloom.formats import DASH, finite, fixed, significant
 from fedloom.report.comparison.contenders import contenders_of
 from fedloom.report.comparison.criteria import common_target, cumulative, round_of, up_to
 from fedloom.report.csv_files import csv_of
 from fedloom.report.naming import figure, titled
 from fedloom.report.numbers import Estimate, Row, over_clients, seeds_of
 from fedloom.report.run import Key, Numbers, Run
-from fedloom.report.tables import cell, scrolling
+from fedloom.report.tables import cell_text, scrolling
 from fedloom.rundir import UPLOADS
 
 LEAD = (
@@ -33,7 +33,7 @@ def device_tables(runs: list[Run], rows: list[Row], lead: str) -> str:
     for run in runs:
         by_class, lines = [*_figures(run, runs, rows, lead)], []
         for row, name, _, figures in by_class:
-            of_metric = (pair(*cell(lead, figures[key])) for key in ("mean", "worst10"))
+            of_metric = (cell_text(lead, figures[key]) for key in ("mean", "worst10"))
             counts = (fixed(figures[key].mean, 1) for key in ("uploads", "staleness"))
             hours, idle = figures["seconds_to_target"], fixed(100 * figures["idle_share"].mean, 1)
             missed = len(hours.finite) < len(hours.by_seed)
@@ -60,15 +60,11 @@ def device_tables(runs: list[Run], rows: list[Row], lead: str) -> str:
 def devices_csv(runs: list[Run], rows: list[Row], lead: str) -> str:
     """The figures of every class, means over seeds, unscaled; empty where they are not known."""
     lines = [
-        (run.label, row.method, row.model, name, lead, target, *(_finite(figures[key].mean) for key in NAMES))
+        (run.label, row.method, row.model, name, lead, target, *(finite(figures[key].mean) for key in NAMES))
         for run in runs
         for row, name, target, figures in _figures(run, runs, rows, lead)
     ]
     return csv_of(("run", "method", "model", "class", "metric", "target", *NAMES), lines) if lines else ""
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def _figures(

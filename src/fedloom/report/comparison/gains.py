@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedloom.formats import DASH, interval, pair
-from fedloom.report.comparison.contenders import contenders, last_points
+from fedloom.formats import DASH, finite, interval, pair
+from fedloom.report.comparison.contenders import contenders, contenders_of, last_points
 from fedloom.report.comparison.family import TestedDifference, differences, family
 from fedloom.report.csv_files import csv_of
 from fedloom.report.naming import figure, metric, titled
@@ -103,7 +103,7 @@ def _by_site(run: Run) -> bool:
 
 
 def _table(run: Run, rows: list[Row], lead: str) -> SiteGains | None:
-    shown = [row for row in contenders([run], rows) if lead in row.figures and row.figures[lead].finite]
+    shown = [row for row in contenders([run], rows) if row.result(lead)]
     alone = next((row for row in shown if row.algorithm == "local"), None)
     together = federated_leader(shown, lead)
     if alone is None or together is None:
@@ -134,6 +134,11 @@ def federated_leader(rows: Sequence[Row], lead: str) -> Row | None:
     federated = [row for row in rows if row.algorithm not in APART]
     whole = [row for row in federated if not row.lost] or federated
     return max(whole, key=lambda row: sign * row.figures[lead].mean, default=None)
+
+
+def leader_of(run: Run, runs: list[Run], rows: Sequence[Row], lead: str) -> Row | None:
+    """The federated method of one of several runs with the best mean, None if there is none."""
+    return federated_leader(contenders_of(run, runs, rows, lead), lead)
 
 
 def values_by_seed(run: Run, row: Row, name: str) -> dict[int, Numbers]:
@@ -226,7 +231,7 @@ def _record(table: SiteGains, line: Gain) -> dict[str, Any]:
     return {
         "run": table.run, "site": line.site, "metric": table.metric, "alone_method": table.alone.method,
         "together_method": table.together.method, "together_model": table.together.model, "seeds": test.seeds,
-        **{key: value if math.isfinite(value) else None for key, value in numbers.items()},
+        **{key: finite(value) for key, value in numbers.items()},
         "verdict": line.verdict, "reason": line.reason,
     }  # fmt: skip
 

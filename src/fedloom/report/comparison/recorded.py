@@ -19,7 +19,7 @@ from fedloom.report.numbers import Row, leading_metric, rows_of
 from fedloom.report.page import write
 from fedloom.report.reading import read_runs
 from fedloom.report.run import Run
-from fedloom.report.tables import arrow, as_pandas, cell, decimals
+from fedloom.report.tables import arrow, as_pandas, cell_text, decimals
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -145,14 +145,13 @@ class RecordedComparison:
         beside = {(pair.row.method, pair.row.model): pair for pair in self._pairs(self.against)}
         scale, lines = figure(self._lead).scale, []
         for row in contenders(self._runs, self._rows, self.models):
-            mean, half = cell(self._lead, row.figures.get(self._lead))
-            other = beside.get((row.method, row.model))
+            result, other = cell_text(self._lead, row.figures.get(self._lead)), beside.get((row.method, row.model))
             one = other.comparison if other else None
             difference = (
                 pair(*interval(one.mean * scale, one.half * scale, decimals(self._lead), signed=True)) if one else ""
             )
             holm = p_value(one.holm) if one and one.testable else ""
-            lines.append([row.method, row.model, pair(mean, half), difference, holm, other.verdict if other else ""])
+            lines.append([row.method, row.model, result, difference, holm, other.verdict if other else ""])
         return lines
 
     def _tests(self, against: str | None, name: str | None = None) -> list[Pair]:
