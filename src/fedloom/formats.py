@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 DASH = "\N{EN DASH}"
 """Stands for a number that is not known."""
@@ -110,6 +110,15 @@ def p_value(p: float) -> str:
     if not math.isfinite(p):
         return DASH
     return "< 0.001" if p < 0.001 else fixed(p, 3)
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    """The first of some names, and how many more there are.
+
+    >>> listed(["a", "b", "c"], 2)
+    'a, b and 1 more'
+    """
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def duration(minutes: float) -> str:

@@ -56,9 +56,10 @@ def options(
     """Options of the program itself."""
 
 
-def say(text: object = "", *, err: bool = False) -> None:
-    """Write a line to the terminal; names in it come from files, so its control characters are shown as escapes."""
-    typer.echo(printable(text), err=err)
+def say(*lines: object, err: bool = False) -> None:
+    """Write lines to the terminal; names in them come from files, so control characters are shown as escapes."""
+    for line in lines:
+        typer.echo(printable(line), err=err)
 
 
 FileArgument = Annotated[Path, typer.Argument(help="experiment file (TOML)", show_default=False)]

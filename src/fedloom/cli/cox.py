@@ -51,8 +51,7 @@ def cox(
         from fedloom.tasks.secure_cox import fit_secure_cox
 
         table = survival_rows(read(file).source, time, event, data_dir)
-        for note in table.notes:
-            say(note)
+        say(*table.notes)
         if bins is not None and stratify:
             raise ConfigError(
                 "--stratify sends what one site alone has, so secure sums have nothing to add; leave one out"

@@ -190,8 +190,7 @@ def local(
 
             print_rows(rows, ("site", "model", "round"), width=WIDE)
         else:  # no site's own scores reach the server: their means, or that there are none
-            for line in lines(status_of(deployment.server)):
-                say(line)
+            say(*lines(status_of(deployment.server)))
         say(f"results of the server: {deployment.server.results}")
         for site in deployment.sites.values():
             say(f"models of {site.site}: {site.state}")
@@ -222,6 +221,5 @@ def status(
         if as_json:
             say(json.dumps(shown, indent=1))
             return
-        for line in lines(shown):
-            say(line)
+        say(*lines(shown))
         print_rows(table(shown), ("site",), width=WIDE)

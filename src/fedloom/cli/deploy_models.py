@@ -95,16 +95,14 @@ def evaluate(
         if rows is None:
             heads = ("column", "metric", "cost of permuting", "standard deviation")
             print_rows([dict(zip(heads, line, strict=True)) for line in importances(site, model)])
-            for note in notes:
-                say(note)
+            say(*notes)
             return
         trained = used(site, model)
         data = new_rows(site).labelled(trained.recipe.facts, rows)
         inputs = taken(trained.recipe.facts, data)
         scored = Evaluated(trained.about, trained.about["kind"], OWN_SCALE, alone(trained, inputs), inputs, data)
         print_rows([scored.row()])
-        for note in (*inputs.notes, *scored.choice.strange(inputs.x), *notes):
-            say(note)
+        say(*inputs.notes, *scored.choice.strange(inputs.x), *notes)
 
 
 @deploy.command()
@@ -128,6 +126,5 @@ def export(
 
         trained = used(site, model)
         write(trained, out, format, threshold=threshold)
-        for note in filter(None, (decision(trained, format, threshold), units(trained, new_rows(site).factors))):
-            say(note)
+        say(*filter(None, (decision(trained, format, threshold), units(trained, new_rows(site).factors))))
         say(f"{trained.about['kind']} model of {trained.about['client']}: {out}")

@@ -38,8 +38,7 @@ def glm(
             cure = "fedloom cox is its regression" if rows.data.task == "survival" else "take two classes of it"
             raise ConfigError(f"{rows.data.name} is a {rows.data.task}; {cure}")
         family = families[rows.data.task]
-        for note in rows.notes:
-            say(note)
+        say(*rows.notes)
         sites = [GlmSite(x, y[:, 0]) for x, y in rows.sites]
         fit = fit_glm(sites, family, rows.columns, rows.names if by_site else None)
         low, high = fit.interval()

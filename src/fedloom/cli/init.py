@@ -47,12 +47,10 @@ def init(
         if agree and document.exists() and not force:
             raise ConfigError(f"{document} is there already; give --force to replace it")
         draft = Draft(Survey(table), by, target, event)
-        for line in draft.report:
-            say(line)
+        say(*draft.report)
         text = draft.text(place)
         data = _try(text, place)
-        for note in data.notes:
-            say(f"  {note}")
+        say(*(f"  {note}" for note in data.notes))
         make_folder(place.parent)
         if agree:
             write_atomic(document, draft.agreement(data).text().encode())

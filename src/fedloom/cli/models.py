@@ -84,8 +84,7 @@ def evaluate(
         lines = list(opened.evaluate(fresh, method, seed, client, model))
         print_rows([line.row() for line in lines])
         notes = [note for line in lines for note in line.choice.strange(line.rows.x)]
-        for note in dict.fromkeys((*fresh.notes, *lines[0].rows.notes, *notes)):
-            say(note)
+        say(*dict.fromkeys((*fresh.notes, *lines[0].rows.notes, *notes)))
 
 
 @app.command()
@@ -101,13 +100,7 @@ def predict(
         str | None,
         typer.Option("--client", help="whose model; by default that of each row's site", autocompletion=offer.clients),
     ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="global, personal, hybrid, or the file of an adapted model",
-            autocompletion=offer.one_of("global", "personal", "hybrid"),
-        ),
-    ] = None,
+    model: ModelOption = None,
     out: Annotated[Path, typer.Option(help="CSV file to write")] = Path("predictions.csv"),
     keep: KeepOption = None,
     threshold: ThresholdOption = None,
@@ -135,9 +128,7 @@ def write_predictions(predictions: Predictions, threshold: float | None, out: Pa
     predictions = predictions.decided(threshold)
     make_folder(out.parent)
     write_atomic(out, csv_of_table(predictions.table()))
-    for note in predictions.notes:
-        say(note)
-    say(f"{len(predictions.scores)} predictions{by}: {out}")
+    say(*predictions.notes, f"{len(predictions.scores)} predictions{by}: {out}")
 
 
 @app.command()
@@ -235,8 +226,7 @@ def export(
             say(f"factorised: {', '.join(f'{name} has rank {rank}' for name, rank in ranks.items())}")
             if format == "safetensors":
                 say("load it into fedloom.models.thin(module, ranks), or export with --no-factorise")
-        for note in filter(None, (decision(chosen, format, threshold), units(chosen, opened.new_data.factors))):
-            say(note)
+        say(*filter(None, (decision(chosen, format, threshold), units(chosen, opened.new_data.factors))))
         say(f"{chosen.about['kind']} model of {chosen.about['method']}: {out}")
 
 

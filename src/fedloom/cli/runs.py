@@ -88,8 +88,7 @@ def run(
             where = out or Path("runs") / (f"{file.stem}-refit" if refit else file.stem)
             check_tracker(track)
             plan = Plan(experiment, where, data_dir, force=force, partly=bool(method), dry=dry_run, ranks=ranks)
-            for remark in plan.remarks if ranks.rank == 0 else ():
-                say(remark, err=True)
+            say(*(plan.remarks if ranks.rank == 0 else ()), err=True)
             if dry_run:
                 if ranks.rank == 0:
                     _preview(plan)

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from sklearn.metrics import r2_score, roc_auc_score
 
 from fedloom.data.survey.facts import FEW, ColumnProfile
+from fedloom.formats import listed
 from fedloom.seeds import numpy_generator
 
 EVENTS = 5
@@ -100,7 +101,7 @@ def sentences(column: ColumnProfile, rows: Rows) -> Iterator[str]:
         least, most = min(shares, key=lambda s: shares[s]), max(shares, key=lambda s: shares[s])
         if len(present) < len(rows):
             absent = [site for site in rows if site not in present]
-            yield f"is not there at {_named(absent)}"
+            yield f"is not there at {listed([*map(repr, absent)], 8)}"
         elif shares[most] - shares[least] >= APART:
             yield f"missing in {shares[least]:.0%} of the rows at {least!r}, in {shares[most]:.0%} at {most!r}"
     if column.kind == "number":
@@ -167,7 +168,3 @@ def _alike(a: float, b: float) -> bool:
 def _ratio(a: float, b: float) -> float:
     a, b = abs(a), abs(b)
     return max(a, b) / min(a, b) if min(a, b) > 0 else np.inf
-
-
-def _named(sites: list[str]) -> str:
-    return ", ".join(map(repr, sites[:8])) + (f" and {len(sites) - 8} more" if len(sites) > 8 else "")

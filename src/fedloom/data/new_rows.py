@@ -14,9 +14,9 @@ from fedloom.data.dataset import Dataset, refuse
 from fedloom.data.input_spec import InputSpec
 from fedloom.data.sources.array_data import plain
 from fedloom.data.sources.table.cells import Piece, Problems, is_missing
-from fedloom.data.sources.table.checks import rename
+from fedloom.data.sources.table.checks import refuse_twins
 from fedloom.data.sources.table.frames import frame_cells, frame_names, is_frame
-from fedloom.data.sources.table.levels import Agreed, Factors, factor_of, factors_by_client, level, unapplied
+from fedloom.data.sources.table.levels import Factors, agreed_columns, factors_by_client, level, unapplied
 from fedloom.data.sources.table.reading import Raw
 from fedloom.data.text import UNKNOWN, encoded
 from fedloom.errors import DataError, NoSamples
@@ -113,12 +113,8 @@ def _by_column(
         )
     if lost := [column for column in keep if column not in names]:
         raise DataError(f"{where}: no column {lost[0]!r} to keep; it has {', '.join(map(repr, names))}")
-    if twice := sorted({c for c in names if list(names).count(c) > 1}):
-        raise DataError(f"{where}: two columns have the same name, {', '.join(map(repr, twice))}; {rename(twice)}")
-    agreed = {
-        column.name: Agreed(column, table.impute, MEND, factor_of(factors or {}, column.name))
-        for column in table.columns
-    }
+    refuse_twins(where, names)
+    agreed = agreed_columns(table, MEND, factors or {})
     parts: dict[str, list[np.ndarray[Any, Any]]] = {name: [] for name in agreed}
     sites: list[str] = []
     kept: dict[str, list[str]] = {column: [] for column in keep}

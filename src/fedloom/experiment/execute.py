@@ -31,9 +31,9 @@ from fedloom.experiment.live import LiveFigures
 from fedloom.experiment.outputs import (
     Outcome,
     left_out_before,
-    write_cox,
     write_inspection,
     write_left_out,
+    write_parquet,
     write_settings,
     write_splits,
     write_summary,
@@ -43,7 +43,7 @@ from fedloom.experiment.schema import Experiment, Method
 from fedloom.processes.pool import WorkerPool, cores
 from fedloom.processes.ranks import ALONE, Ranks
 from fedloom.processes.signals import interruptible
-from fedloom.rundir import CHECKPOINTS, FILES, FOLDERS, LIVE, MODELS, REPORT, SETTINGS, folder_of
+from fedloom.rundir import CHECKPOINTS, COX, FILES, FOLDERS, LIVE, MODELS, REPORT, SETTINGS, folder_of
 from fedloom.storage.checkpoint import check_digest
 from fedloom.storage.files import is_unused, make_folder, refuse_links
 from fedloom.storage.locks import lock
@@ -122,7 +122,7 @@ class Plan:
     @property
     def rounds(self) -> dict[str, int]:
         """Rounds of all seeds of every method together, by its label."""
-        return {m.label: m.setting.rounds * len(self.experiment.head.seeds) for m in self.experiment.methods}
+        return self.experiment.rounds
 
     def run(self, *listeners: Listener, page: bool = True) -> list[Outcome]:
         """Do what is missing, and write every file of the run directory, the report if ``page``.
@@ -232,7 +232,7 @@ class Plan:
                 tables = [cox_regression(choice, self._cox, self.federations[seed])]
             except (DataError, Refused) as error:
                 notes = [f"the Cox regression has no fit: {error}"]
-        write_cox(self.out, tables)
+        write_parquet(self.out / COX, tables)
         return notes
 
     def _leave(self, data: Dataset, outcomes: Sequence[Outcome]) -> None:

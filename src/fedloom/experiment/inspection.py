@@ -16,6 +16,7 @@ from fedloom.engine.setting import Evaluate
 from fedloom.errors import ConfigError, Refused
 from fedloom.seeds import generator, random_state
 
+WHOLE, TEXT, NUMBER = pa.int64(), pa.string(), pa.float64()
 FEWEST = 5
 """t-SNE needs so many test samples of a client."""
 
@@ -74,7 +75,7 @@ def confusion(result: Result) -> pa.Table:
         for cell, count in enumerate(counts.tolist())
         if count
     ]
-    return _table(rows, client=pa.int64(), model=pa.string(), true=pa.int64(), predicted=pa.int64(), count=pa.int64())
+    return table_of(rows, client=WHOLE, model=TEXT, true=WHOLE, predicted=WHOLE, count=WHOLE)
 
 
 def tsne(result: Result, clients: tuple[int, ...]) -> tuple[pa.Table, list[str]]:
@@ -104,8 +105,7 @@ def tsne(result: Result, clients: tuple[int, ...]) -> tuple[pa.Table, list[str]]
         plane = TSNE(perplexity=min(PERPLEXITY, (len(index) - 1) / 3), init="random", random_state=rng, n_jobs=1)
         places = plane.fit_transform(representations).tolist()
         rows += [(client, model, float(label), *place) for label, place in zip(labels, places, strict=True)]
-    kind = pa.float64()
-    return _table(rows, client=pa.int64(), model=pa.string(), label=kind, x=kind, y=kind), notes
+    return table_of(rows, client=WHOLE, model=TEXT, label=NUMBER, x=NUMBER, y=NUMBER), notes
 
 
 def models_of(result: Result, model: str, ids: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -131,5 +131,6 @@ def models_of(result: Result, model: str, ids: Tensor) -> Iterator[tuple[int, Te
             yield int(client), row
 
 
-def _table(rows: Sequence[tuple[object, ...]], **kinds: pa.DataType) -> pa.Table:
+def table_of(rows: Sequence[tuple[object, ...]], **kinds: pa.DataType) -> pa.Table:
+    """Rows as a table whose columns have these names and types."""
     return pa.table({n: pa.array([r[k] for r in rows], kind) for k, (n, kind) in enumerate(kinds.items())})

@@ -6,11 +6,10 @@ import shutil
 import time
 from pathlib import Path
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fedloom.engine.state import State
-from fedloom.experiment.outputs import labelled, write_parquet
+from fedloom.experiment.outputs import labelled, of_runs, write_parquet
 from fedloom.rundir import LIVE, METRICS, PARTITION, SETTINGS, SUMMARY, TIMINGS, file_name
 from fedloom.storage.files import make_folder
 
@@ -64,11 +63,7 @@ def snapshot(out: Path, into: Path) -> Path:
     tables = [pq.read_table(path) for path in live.values()]
     recorded = {(t["method"][0].as_py(), t["seed"][0].as_py()) for t in tables if t.num_rows}
     if (out / METRICS).exists():
-        before = pq.read_table(out / METRICS)
-        unrecorded = [
-            key not in recorded for key in zip(before["method"].to_pylist(), before["seed"].to_pylist(), strict=True)
-        ]
-        tables = [before.filter(pa.array(unrecorded, pa.bool_())), *tables]
+        tables = [of_runs(pq.read_table(out / METRICS), recorded, others=True), *tables]
     for name in (SETTINGS, TIMINGS, PARTITION):
         (into / name).unlink(missing_ok=True)
         if (out / name).exists():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -20,13 +20,12 @@ from fedloom.data.federation import Federation
 from fedloom.engine.result import Result
 from fedloom.engine.setting import Evaluate
 from fedloom.experiment.analyses.importance import importance
-from fedloom.experiment.analyses.patients import GroupScore, group_scores, group_table, predictions
+from fedloom.experiment.analyses.patients import group_scores, predictions
 from fedloom.experiment.analyses.references import references
 from fedloom.experiment.inspection import confusion, tsne
 from fedloom.experiment.schema import Experiment
 from fedloom.rundir import (  # fmt: skip
     CONFUSION,
-    COX,
     GROUPS,
     IMPORTANCE,
     LEFT_OUT,
@@ -127,41 +126,28 @@ def write_inspection(out: Path, evaluate: Evaluate, outcomes: Sequence[Outcome])
         ((o, o.result) for o in outcomes if o.result is not None and o.complete),
         key=lambda pair: (pair[0].label, pair[0].seed),
     )
-    counts, places, notes, groups, rows, drives = [], [], [], [], [], []
-    fitted: dict[int, pa.Table] = {}
-    keep = [(o.label, o.seed) for o in outcomes if o.damaged]
+    analyses = {
+        CONFUSION: (evaluate.confusion, confusion),
+        GROUPS: (evaluate.groups, group_scores),
+        PREDICTIONS: (evaluate.predictions, predictions),
+        IMPORTANCE: (evaluate.importance, importance),
+    }
+    tables = {name: list[pa.Table]() for name in (*analyses, TSNE)}
+    notes, fitted = list[str](), dict[int, pa.Table]()
     for outcome, result in done:
-        if evaluate.confusion:
-            counts.append(labelled(confusion(result), outcome.label, outcome.seed))
+        for name, (wanted, analysis) in analyses.items():
+            if wanted:
+                tables[name].append(labelled(analysis(result), outcome.label, outcome.seed))
         if evaluate.tsne:
             table, tsne_notes = tsne(result, evaluate.tsne)
-            places.append(labelled(table, outcome.label, outcome.seed))
+            tables[TSNE].append(labelled(table, outcome.label, outcome.seed))
             notes += tsne_notes
-        if evaluate.groups:
-            groups.append(labelled(group_scores(result), outcome.label, outcome.seed))
-        if evaluate.predictions:
-            rows.append(labelled(predictions(result), outcome.label, outcome.seed))
-        if evaluate.importance:
-            drives.append(labelled(importance(result), outcome.label, outcome.seed))
         if evaluate.references and outcome.seed not in fitted:
             fitted[outcome.seed] = labelled(references(result), "", outcome.seed)
-    write_parquet(out / CONFUSION, counts, keep)
+    for name, some in tables.items():
+        write_parquet(out / name, some, [(o.label, o.seed) for o in outcomes if o.damaged])
     write_parquet(out / REFERENCES, [*fitted.values()])
-    write_parquet(out / IMPORTANCE, drives, keep)
-    write_parquet(out / GROUPS, groups, keep)
-    write_parquet(out / PREDICTIONS, rows, keep)
-    write_parquet(out / TSNE, places, keep)
     return notes
-
-
-def write_groups(out: Path, label: str, seed: int, rows: Sequence[GroupScore]) -> None:
-    """``groups.parquet`` of one run; without scores, no file is left."""
-    write_parquet(out / GROUPS, [labelled(group_table(rows), label, seed)] if rows else [])
-
-
-def write_cox(out: Path, tables: Sequence[pa.Table]) -> None:
-    """``cox.parquet``, of at most one regression; without one, no file is left."""
-    write_parquet(out / COX, [*tables])
 
 
 def left_out_before(out: Path) -> list[tuple[str, int]]:
@@ -186,9 +172,7 @@ def write_left_out(
 def write_parquet(path: Path, tables: list[pa.Table], keep: Sequence[tuple[str, int]] = ()) -> None:
     """One table of all, and of the rows of the runs to ``keep`` that are there; without any, no file is left."""
     if keep and path.exists():
-        before = pq.read_table(path)
-        runs = zip(before["method"].to_pylist(), before["seed"].to_pylist(), strict=True)
-        tables = [*tables, before.filter(pa.array([run in keep for run in runs], pa.bool_()))]
+        tables = [*tables, of_runs(pq.read_table(path), keep)]
     if not tables:
         path.unlink(missing_ok=True)
         return
@@ -197,6 +181,12 @@ def write_parquet(path: Path, tables: list[pa.Table], keep: Sequence[tuple[str, 
         writer.write_table(table)
         writer.add_key_value_metadata({"digest": NO_DIGEST})
     write_atomic(path, with_digest(sink.getvalue()))
+
+
+def of_runs(table: pa.Table, runs: Collection[tuple[str, int]], *, others: bool = False) -> pa.Table:
+    """The rows of the named runs of a table of several; ``others``: of all that are not named."""
+    keys = zip(table["method"].to_pylist(), table["seed"].to_pylist(), strict=True)
+    return table.filter(pa.array([(key in runs) != others for key in keys], pa.bool_()))
 
 
 def write_summary(
@@ -229,7 +219,8 @@ def write_splits(
 ) -> None:
     """``partition.parquet``: how the data were split with every seed, and who attacks, as far as that is known."""
     attackers_by_seed = attackers or {}
-    write_partition(out, [_partition(seed, fed, attackers_by_seed.get(seed)) for seed, fed in federations.items()])
+    tables = [_partition(seed, fed, attackers_by_seed.get(seed)) for seed, fed in federations.items()]
+    write_parquet(out / PARTITION, tables)
 
 
 def _run(outcome: Outcome) -> RunRecord:
@@ -280,11 +271,6 @@ def partition_table(
         "counts": pa.ListArray.from_arrays(pa.array(ends, pa.int32()), pa.array(counts.flatten())),
     }
     return pa.table(columns)
-
-
-def write_partition(out: Path, tables: list[pa.Table]) -> None:
-    """``partition.parquet``, from a table per seed."""
-    write_parquet(out / PARTITION, tables)
 
 
 def _timings(seconds: Sequence[float], startup: Sequence[float]) -> pa.Table:

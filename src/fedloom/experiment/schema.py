@@ -130,6 +130,11 @@ class Experiment:
     tune: Tune
     methods: tuple[Method, ...]
 
+    @property
+    def rounds(self) -> dict[str, int]:
+        """Rounds of every method, all seeds together, by label."""
+        return {method.label: method.setting.rounds * len(self.head.seeds) for method in self.methods}
+
     def with_(self, **choices: object) -> Experiment:
         """The same experiment with other choices, in every method."""
         methods = tuple(replace(m, setting=m.setting.with_(**choices)) for m in self.methods)

@@ -111,10 +111,7 @@ class Model:
         """A plain `nn.Module` in evaluation mode; it takes samples that are scaled as in `InputSpec`."""
         module = self.recipe.build()
         self.recipe.layout.load(module, self.row)
-        places = running_statistics(module)
-        if places:
-            for place, value in zip(places, self.statistics.split([p.numel() for p in places]), strict=True):
-                place.copy_(value.view_as(place))
+        load_statistics(module, self.statistics)
         return module
 
     def raw(self, module: nn.Module | None = None) -> RawModel:
@@ -204,22 +201,23 @@ class Model:
 
     def score_part(self, fed: Federation, part: str, client: int = 0) -> dict[str, float]:
         """The metrics on a part of one client of a federation; empty where there is no sample."""
-        fed = fed.to(dtype=self.recipe.dtype)
-        index = fed.indices(part, client)
-        if not len(index):
+        outputs, y, owner = self._on_part(fed, part, client)
+        if not len(owner):
             return {}
-        outputs, owner = outputs_of(self.module(), fed, index), torch.zeros(len(index), dtype=torch.long)
         outputs = outputs if self.calibration is None else recalibrated(outputs, self.calibration)
-        metrics = task_of(fed.data, self.recipe.objective).metrics(outputs, fed.targets(index), owner, 1)
+        metrics = task_of(fed.data, self.recipe.objective).metrics(outputs, y, owner, 1)
         return {name: float(value) for name, value in metrics.items()}
 
     def line(self, fed: Federation, part: str, client: int = 0) -> Tensor:
         """Slope and intercept ``[2]`` of its outputs by a part of one client of a federation; see `Objective.line`."""
+        return self.recipe.objective.line(*self._on_part(fed, part, client), 1)[0]
+
+    def _on_part(self, fed: Federation, part: str, client: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Outputs before recalibration, targets and owners of the samples of a part."""
         fed = fed.to(dtype=self.recipe.dtype)
         index = fed.indices(part, client)
         outputs = outputs_of(self.module(), fed, index) if len(index) else self.row.new_zeros(0, 1)
-        owner = torch.zeros(len(index), dtype=torch.long)
-        return self.recipe.objective.line(outputs, fed.targets(index), owner, 1)[0]
+        return outputs, fed.targets(index), torch.zeros(len(index), dtype=torch.long)
 
     def save(self, path: Path | str) -> Path:
         """A safetensors file with ``rows`` ``[d]`` and the layout in its header; see `load`.
@@ -290,6 +288,14 @@ def running_statistics(module: nn.Module) -> list[Tensor]:
     """The buffers of batch normalisation that evaluation uses, in the order of the modules."""
     normalisers: Any = [m for m in module.modules() if isinstance(m, BATCH_STATISTICS)]
     return [s for m in normalisers for s in (m.running_mean, m.running_var) if s is not None]
+
+
+def load_statistics(module: nn.Module, statistics: Tensor | None) -> None:
+    """Put a model's running statistics, one vector, into a module that has any."""
+    places = running_statistics(module)
+    values = () if statistics is None or not places else statistics.split([place.numel() for place in places])
+    for place, value in zip(places, values, strict=True):
+        place.copy_(value.view_as(place))
 
 
 def open_tensors(path: Path, *, check: bool = True) -> Any:

@@ -10,7 +10,7 @@ from torch import nn
 from fedloom.errors import LayoutError
 from fedloom.models import ModelSpec
 from fedloom.rows.layout import Layout
-from fedloom.trained.model import BASE, Model, check_layout, file_layout, open_tensors, running_statistics
+from fedloom.trained.model import BASE, Model, check_layout, file_layout, load_statistics, open_tensors
 
 
 def open_model(path: Path | str, model: nn.Module | ModelSpec) -> nn.Module:
@@ -54,8 +54,5 @@ def open_model(path: Path | str, model: nn.Module | ModelSpec) -> nn.Module:
     if base:
         module.load_state_dict(base)
     layout.load(module, tensors["rows"])
-    places = running_statistics(module)
-    pieces = tensors["statistics"].split([place.numel() for place in places]) if places else ()
-    for place, values in zip(places, pieces, strict=True):
-        place.copy_(values.view_as(place))
+    load_statistics(module, tensors.get("statistics"))
     return module

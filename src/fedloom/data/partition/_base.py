@@ -30,6 +30,11 @@ class Pool(NamedTuple):
     index: Ints  # type: ignore[assignment]
     y: Ints | None
 
+    @classmethod
+    def of(cls, data: Dataset, index: Ints) -> Pool:
+        """The samples at these positions."""
+        return cls(data, index, None if data.labels is None else data.labels.numpy()[index])
+
     def __len__(self) -> int:
         return len(self.index)
 
@@ -192,8 +197,7 @@ class Partition(Value):
         mask = np.ones(len(data), bool)
         if data.test is not None and not self.pool:
             mask[data.test.numpy()] = False
-        index = np.flatnonzero(mask)
-        return Pool(data, index, None if data.labels is None else data.labels.numpy()[index])
+        return Pool.of(data, np.flatnonzero(mask))
 
     def _check(self, draw: Draw, data: Dataset) -> None:
         sizes = np.diff(draw.dealt.offsets)
@@ -222,9 +226,8 @@ class Partition(Value):
     def _matched(self, data: Dataset, train: Dealt, seed: int) -> Dealt:
         """For every client `test_count` official test samples in the label ratio of its training part."""
         assert data.test is not None
-        pool = Pool(data, data.test.numpy(), None if data.labels is None else data.labels.numpy()[data.test.numpy()])
         rng = numpy_generator(seed, purpose="matched test")
-        lists, n = pool.by_class(self.kind, rng), len(train.offsets) - 1
+        lists, n = Pool.of(data, data.test.numpy()).by_class(self.kind, rng), len(train.offsets) - 1
         cells = owners(train) * len(lists) + data.y.numpy()[train.index]
         counts = np.bincount(cells, minlength=n * len(lists)).reshape(n, -1)
         wanted = round_to_total(counts / counts.sum(1, keepdims=True), self.test_count)

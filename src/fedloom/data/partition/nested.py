@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from fedloom.data.partition._base import Draw, Partition, Pool, Sized
@@ -16,6 +17,11 @@ from fedloom.data.partition.skew import Dirichlet, Few, Iid, Quantity, Shards
 from fedloom.errors import ConfigError, PartitionError, Refused
 from fedloom.seeds import derive, numpy_generator
 from fedloom.values import choose
+
+Below = Annotated[
+    dict[str, Any],
+    Field(default_factory=lambda: {"kind": "iid"}, description="the partition below, a table with its kind"),
+]
 
 
 class Quality(Sized):
@@ -62,9 +68,7 @@ class Concept(Sized):
 
     kind: ClassVar[str] = "concept"
     groups: int = Field(default=2, ge=1, description="number of groups")
-    base: dict[str, Any] = Field(
-        default_factory=lambda: {"kind": "iid"}, description="the partition below, a table with its kind"
-    )
+    base: Below
 
     def draw(self, pool: Pool, seed: int) -> Draw:
         """The base's clients, each with the classes of its group."""
@@ -95,9 +99,7 @@ class Rotated(Sized):
     kind: ClassVar[str] = "rotated"
     turns: int = Field(default=4, ge=1, le=4, description="quarter turns: 1 leaves images upright, 2 adds 180 degrees")
     inverted: bool = Field(default=False, description="each turn also with light and dark exchanged")
-    base: dict[str, Any] = Field(
-        default_factory=lambda: {"kind": "iid"}, description="the partition below, a table with its kind"
-    )
+    base: Below
 
     def draw(self, pool: Pool, seed: int) -> Draw:
         """The base's clients, each with the view of its group."""
@@ -183,20 +185,18 @@ def _joined(draws: list[Draw], classes: int) -> Draw:
     index = np.concatenate([draw.dealt.index for draw in draws])
     offsets = np.concatenate([[0], np.cumsum(np.concatenate([np.diff(draw.dealt.offsets) for draw in draws]))])
     channels = max((d.noise.shape[1] for d in draws if d.noise is not None), default=1)
-    noise = [
-        np.broadcast_to(0.0 if d.noise is None else d.noise, (n, channels)) for d, n in zip(draws, sizes, strict=True)
-    ]
-    same = np.arange(classes)
-    relabel = [np.tile(same, (n, 1)) if d.relabel is None else d.relabel for d, n in zip(draws, sizes, strict=True)]
-    views = [np.zeros((n, 2), np.int64) if d.views is None else d.views for d, n in zip(draws, sizes, strict=True)]
+
+    def joint(values: list[Any], none: NDArray[Any]) -> Any:
+        """What kinds give a row per client, `none` for each client of the others; None: no kind gives it."""
+        rows = [np.broadcast_to(none if v is None else v, (n, *none.shape)) for v, n in zip(values, sizes, strict=True)]
+        return np.concatenate(rows) if any(v is not None for v in values) else None
+
     return Draw(
         Dealt(index, offsets),
-        noise=np.concatenate(noise) if any(d.noise is not None for d in draws) else None,
-        anew=np.concatenate(
-            [np.zeros(n, bool) if d.anew is None else d.anew for d, n in zip(draws, sizes, strict=True)]
-        ),
-        relabel=np.concatenate(relabel) if any(d.relabel is not None for d in draws) else None,
-        views=np.concatenate(views) if any(d.views is not None for d in draws) else None,
+        noise=joint([d.noise for d in draws], np.zeros(channels)),
+        anew=joint([d.anew for d in draws], np.array(False)),
+        relabel=joint([d.relabel for d in draws], np.arange(classes)),
+        views=joint([d.views for d in draws], np.zeros(2, np.int64)),
         groups=np.repeat(np.arange(len(draws)), sizes),
         notes=tuple(note for draw in draws for note in draw.notes),
     )

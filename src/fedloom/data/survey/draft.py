@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from fedloom.data.survey.document import SHOWN, SMALLEST, ColumnRoles, experimen
 from fedloom.data.survey.facts import FEW, LATER, PER_LEVEL, TOKENS, ColumnProfile
 from fedloom.data.tables import Table, is_number
 from fedloom.errors import ConfigError, DataError
+from fedloom.formats import listed
 
 LEAST = 10
 """Rows that a federation needs, and a class that is not rare."""
@@ -53,7 +54,7 @@ class Draft:
         how = "".join(f", {k} {v!r}" for k, v in survey.options.items() if (k, v) != ("separator", ","))
         self.report = [f"{survey.path}: {survey.rows} rows, {len(survey.names)} columns{how}"]
         if first := [name for name in survey.names if is_number(name)]:
-            self.report.append(f"header: {_list(np.array(first))}: is it a row? Then put one with names above it")
+            self.report.append(f"header: {_list(first)}: is it a row? Then put one with names above it")
         self._ask = f"columns: {', '.join(survey.names[:30])}{', ...' if len(survey.names) > 30 else ''}"
         if by is not None and by == target:
             raise ConfigError(f"{survey.path}: {by!r} cannot be the target and the site; name two columns")
@@ -101,13 +102,11 @@ class Draft:
         )
         self._task = "regression" if measured else "binary" if len(classes) == 2 else "classification"
         self._task = "survival" if self._event is not None else "count" if count else self._task
-        self._values = target.values[~np.isnan(target.values)]
         if not measured and (same := alike(classes)):
             raise DataError(f"{survey.path}: {unlike(target.name, same)}")
-        spread = ", ".join(f"{name} {count}" for name, count in list(classes.items())[:SHOWN])
-        spread += f" and {len(classes) - SHOWN} more" if len(classes) > SHOWN else ""
+        spread = listed([f"{name} {count}" for name, count in classes.items()], SHOWN)
         if measured:
-            spread = f"{self._values.min():g} to {self._values.max():g}, mean {self._values.mean():g}"
+            spread = f"{target.numbers.min():g} to {target.numbers.max():g}, mean {target.numbers.mean():g}"
         self.report.append(f"target: {self._named(target, option, fit)}, {self._task}: {spread}")
         if self._event is not None:
             ended = int(np.nansum(self._event.values))
@@ -160,7 +159,7 @@ class Draft:
         if without_site := survey.rows - len(site.present):
             self._say(site, f"{without_site} rows have no site; they are left out")
         if not keep.all():
-            self._say(site, f"sites of fewer than {SMALLEST} rows, left out: {_list(names[~keep])}")
+            self._say(site, f"sites of fewer than {SMALLEST} rows, left out: {_list(names[~keep].tolist())}")
         if (small := keep & (counts < FEW)).any():
             few = ", ".join(f"{n!r} ({c})" for n, c in zip(names[small].tolist(), counts[small], strict=True))
             self._say(site, f"sites of fewer than {FEW} rows: {few}; their results are uncertain")
@@ -168,7 +167,7 @@ class Draft:
             target = self._classes
             here = {n: has_target & (site.cells == n) for n in names[keep].tolist()}
             if lone := [n for n, rows in here.items() if len(set(target.cells[rows])) == 1]:
-                self._say(site, f"sites of one class only: {_list(np.array(lone))}")
+                self._say(site, f"sites of one class only: {_list(lone)}")
         self._rows = {name: has_target & (site.cells == name) for name in names[keep].tolist()}
         if self._classes is not None:
             self._say_events(self._classes)
@@ -187,9 +186,7 @@ class Draft:
         more = f" and {len(counts) - SHOWN} sites more" if len(counts) > SHOWN else ""
         self._say(target, f"{rare!r} by site: {shown}{more}")
         if few := [site for site, count in counts.items() if count[rare] < LEAST]:
-            self._say(
-                target, f"fewer than {LEAST} rows of {rare!r} at {_list(np.array(few))}: too few to score a model there"
-            )
+            self._say(target, f"fewer than {LEAST} rows of {rare!r} at {_list(few)}: too few to score a model there")
 
     def _take_features(self) -> None:
         survey = self._survey
@@ -207,23 +204,19 @@ class Draft:
                 continue
             if c.kind == "text":
                 self._categorical.append(c.name)
-                self._say(c, f"text of {len(c.levels)} levels, a feature for each: {_list(np.array(list(c.levels)))}")
+                self._say(c, f"text of {len(c.levels)} levels, a feature for each: {_list(c.levels)}")
                 self._report_gaps(c)
             elif c.odd:
                 self._odd += [odd for odd in c.odd if odd not in self._odd]
-                self._say(c, f"numbers, but for {_list(np.array(c.odd))}, which count as missing")
+                self._say(c, f"numbers, but for {_list(c.odd)}, which count as missing")
             if c.extremes:
                 self._odd += [odd for odd in map(level, c.extremes) if odd not in self._odd]
                 shown = ", ".join(f"{level(odd)} in {count}" for odd, count in c.extremes.items())
-                numbers = c.values[~np.isnan(c.values)]
-                self._say(
-                    c, f"{shown} cells, far from the rest ({numbers.min():g} to {numbers.max():g}): counts as missing"
-                )
+                span = f"{c.numbers.min():g} to {c.numbers.max():g}"
+                self._say(c, f"{shown} cells, far from the rest ({span}): counts as missing")
             for odd, clash in clashes.items():
                 if odd in c.extremes and clash:
-                    self._say(
-                        c, f"{odd} is an ordinary number in {_list(np.array(clash))}, and is missing there too now"
-                    )
+                    self._say(c, f"{odd} is an ordinary number in {_list(clash)}, and is missing there too now")
             for sentence in by_site.sentences(c, self._rows):
                 self._say(c, sentence)
             if factors := by_site.units(c, self._rows):
@@ -241,8 +234,7 @@ class Draft:
         """For every number that means missing in one column, the columns where it is an ordinary one."""
         marks = {level for c in numbers for level in c.extremes}
         return {
-            mark: [c.name for c in numbers if mark not in c.extremes and float(mark) in c.values[~np.isnan(c.values)]]
-            for mark in marks
+            mark: [c.name for c in numbers if mark not in c.extremes and float(mark) in c.numbers] for mark in marks
         }
 
     def _reason_to_drop(self, c: ColumnProfile, twins: dict[str, str]) -> str:
@@ -277,7 +269,7 @@ class Draft:
     def _report_gaps(self, c: ColumnProfile) -> None:
         """Levels that may mean missing."""
         if missing := [level for level in c.levels if level.strip().lower() in TOKENS]:
-            self._say(c, f"{_list(np.array(missing))} may mean missing; name such cells in missing, with impute = true")
+            self._say(c, f"{_list(missing)} may mean missing; name such cells in missing, with impute = true")
 
     def agreement(self, data: Dataset) -> Agreement:
         """What sites would agree on, from the drafted data: units are left open, ranges are those of the table.
@@ -306,6 +298,5 @@ class Draft:
         return experiment_file(roles, place, agreement)
 
 
-def _list(names: NDArray[Any]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(map(repr, names[:SHOWN].tolist())) + more
+def _list(names: Iterable[object]) -> str:
+    return listed([*map(repr, names)], SHOWN)

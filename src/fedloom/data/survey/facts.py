@@ -99,6 +99,11 @@ class ColumnProfile:
         missing = {"", *self.extremes}
         return np.array([float(c) if c not in missing and is_number(c) else np.nan for c in self.cells])
 
+    @cached_property
+    def numbers(self) -> NDArray[np.float64]:
+        """The values that are there, where the column is of numbers."""
+        return self.values[~np.isnan(self.values)] if self.kind == "number" else np.empty(0)
+
     def _extremes(self) -> dict[str, int]:
         """Cells that recur at one end of the numbers, as people write what is not known, and their counts.
 
@@ -136,8 +141,7 @@ class ColumnProfile:
     @property
     def whole(self) -> bool:
         """Whether all numbers are whole."""
-        numbers = self.values[~np.isnan(self.values)]
-        return self.kind == "number" and bool((numbers == np.floor(numbers)).all())
+        return self.kind == "number" and bool((self.numbers == np.floor(self.numbers)).all())
 
     @property
     def quantity(self) -> str:
@@ -159,7 +163,7 @@ class ColumnProfile:
             return False
         if self.kind == "text":
             return True
-        ordered = np.sort(self.values[~np.isnan(self.values)])
+        ordered = np.sort(self.numbers)
         steady = len(ordered) > 1 and bool((np.diff(ordered) == 1).all())
         return self.whole and different == n and (steady or bool(IDS.search(self.name)))
 

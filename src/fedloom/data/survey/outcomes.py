@@ -37,19 +37,18 @@ class Timed(NamedTuple):
 
 def is_event(column: ColumnProfile) -> bool:
     """Whether a column holds 0 and 1 only, both of them."""
-    numbers = column.values[~np.isnan(column.values)] if column.kind == "number" else np.empty(0)
-    return set(numbers.tolist()) == {0.0, 1.0}
+    return set(column.numbers.tolist()) == {0.0, 1.0}
 
 
 def is_time(column: ColumnProfile) -> bool:
     """Whether a column holds times: numbers above 0, more than two, by that name."""
-    numbers = column.values[~np.isnan(column.values)] if column.kind == "number" else np.empty(0)
+    numbers = column.numbers
     return bool(TIME.search(column.name)) and len(set(numbers.tolist())) > 2 and bool((numbers > 0).all())
 
 
 def is_count(column: ColumnProfile) -> bool:
     """Whether a column holds counts: whole numbers from 0 on, more than two, by that name."""
-    numbers = column.values[~np.isnan(column.values)]
+    numbers = column.numbers
     return column.whole and bool(COUNT.search(column.name)) and len(set(numbers.tolist())) > 2 and numbers.min() == 0
 
 
@@ -105,12 +104,13 @@ def _doubtful(survey: Survey, time: ColumnProfile, target: str | None) -> str:
     for column in survey.columns.values():
         if column.name == target or not (named := EVENT.search(column.name) or CENSORED.search(column.name)):
             continue
-        numbers = column.values[~np.isnan(column.values)] if column.kind == "number" else np.empty(0)
-        levels, ended = set(numbers.tolist()), int((numbers == 1).sum())
+        levels, ended = set(column.numbers.tolist()), int((column.numbers == 1).sum())
         what = f"{time.name!r} beside {column.name!r} may be a time to event"
         flags = f"--target {time.name} --event {column.name}"
         if levels == {0.0, 1.0} and named.re is CENSORED:
-            return f"{what}: {flags} where 1 is an event ({ended} of {len(numbers)} rows), not where 1 is censored"
+            return (
+                f"{what}: {flags} where 1 is an event ({ended} of {len(column.numbers)} rows), not where 1 is censored"
+            )
         if levels == {1.0, 2.0}:
             return f"{what}, but is coded 1 and 2: write 1 for an event and 0 for none, then {flags}"
     return ""

@@ -15,16 +15,15 @@ from fedloom.engine.state import State
 from fedloom.errors import Stop
 from fedloom.experiment import Experiment
 from fedloom.experiment.analyses.cox import cox_table
-from fedloom.experiment.analyses.patients import GroupScore
+from fedloom.experiment.analyses.patients import GroupScore, group_table
 from fedloom.experiment.outputs import (
+    labelled,
     partition_table,
-    write_cox,
-    write_groups,
     write_measured,
-    write_partition,
+    write_parquet,
     write_settings,
 )
-from fedloom.rundir import SUMMARY, RunRecord, SiteSummary, Summary
+from fedloom.rundir import COX, GROUPS, PARTITION, SUMMARY, RunRecord, SiteSummary, Summary
 from fedloom.storage.checkpoint import save_tensors
 from fedloom.storage.files import make_folder, write_atomic
 from fedloom.tasks.cox_vectors import CoxAgreement
@@ -62,7 +61,7 @@ class Results:
         members = {m.client: m.site for m in self._settings.sites}
         names = [members.get(c, str(c)) for c in range(job.n)]
         sizes = job.fed.sizes("train").numpy()
-        write_partition(out, [partition_table(seed, names, sizes, np.zeros((job.n, 0), np.int64))])
+        write_parquet(out / PARTITION, [partition_table(seed, names, sizes, np.zeros((job.n, 0), np.int64))])
         shared = job.algorithm.global_model(state.server)
         if shared is not None:
             header = {**job.oracle.layout.header(), "round": str(state.round)}
@@ -71,11 +70,11 @@ class Results:
     def groups(self, scores: Sequence[GroupScore]) -> None:
         """Scores of groups after the last round."""
         label, seed = self._experiment.methods[0].label, self._experiment.head.seeds[0]
-        write_groups(self._settings.results, label, seed, scores)
+        write_parquet(self._settings.results / GROUPS, [labelled(group_table(scores), label, seed)] if scores else [])
 
     def cox(self, fit: SecureCoxFit, names: Sequence[str], terms: CoxAgreement) -> None:
         """The Cox regression over the rows of all sites."""
-        write_cox(self._settings.results, [cox_table(fit, names, terms)])
+        write_parquet(self._settings.results / COX, [cox_table(fit, names, terms)])
 
     def summary(self, stop: Stop | None, detail: str, here: Collection[int], diverged: int | None = None) -> None:
         """How far the run is, or how it ended, and how every site did.

@@ -18,7 +18,7 @@ from fedloom.data.federation import Federation
 from fedloom.data.tables import Table
 from fedloom.engine.result import Result
 from fedloom.errors import Refused
-from fedloom.experiment.inspection import models_of
+from fedloom.experiment.inspection import NUMBER, TEXT, WHOLE, models_of, table_of
 from fedloom.metrics import leading, metric
 from fedloom.seeds import generator, random_state
 from fedloom.tasks import Task
@@ -55,9 +55,7 @@ def importance(result: Result) -> pa.Table:
             if len(index) >= FEWEST:
                 scored = Scored(partial(job.oracle.run, row), job.oracle.task, job.eval_fed, index)
                 rows += [(client, model, *line) for line in permuted(scored, job.setting.seed, client)]
-    kinds = {"client": pa.int64(), "model": pa.string(), "column": pa.string(), "metric": pa.string()}
-    columns = [*kinds.items(), ("value", pa.float64()), ("spread", pa.float64())]
-    return pa.table({name: pa.array([row[k] for row in rows], kind) for k, (name, kind) in enumerate(columns)})
+    return table_of(rows, client=WHOLE, model=TEXT, column=TEXT, metric=TEXT, value=NUMBER, spread=NUMBER)
 
 
 class Scored:

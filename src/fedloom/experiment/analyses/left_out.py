@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pyarrow as pa
@@ -12,6 +12,7 @@ from fedloom.data.dataset import Dataset
 from fedloom.data.federation import PARTS, Federation, Split
 from fedloom.data.tables import Fitted
 from fedloom.engine.result import Result
+from fedloom.experiment.inspection import NUMBER, TEXT, WHOLE, table_of
 from fedloom.tasks import task_of
 from fedloom.trained.model import Model
 from fedloom.trained.predictions import NEW_SCALE, TYPICAL_SCALE
@@ -57,7 +58,7 @@ def scores_of_new(result: Result, raw: Dataset, fed: Federation, client: int) ->
             values = task_of(fed.data, model.recipe.objective).metrics(outputs.flatten(0, -2), y, owner, 1)
             rows.append((client, scaling, SAMPLES, float(len(index))))
             rows += [(client, scaling, name, float(value)) for name, value in values.items()]
-    return table_of(rows)
+    return table_of(rows, client=WHOLE, scaling=TEXT, metric=TEXT, value=NUMBER)
 
 
 def _models(result: Result, raw: Dataset, index: torch.Tensor) -> Iterator[tuple[str, Model]]:
@@ -66,9 +67,3 @@ def _models(result: Result, raw: Dataset, index: torch.Tensor) -> Iterator[tuple
     if (table := model.recipe.facts.table) is not None:
         x, owner = raw.x[index], torch.zeros(len(index), dtype=torch.long)
         yield NEW_SCALE, replace(model, fitted=table.fit(x, owner, owner == 0)[0])
-
-
-def table_of(rows: Sequence[tuple[int, str, str, float]]) -> pa.Table:
-    """Rows as a table."""
-    kinds = (("client", pa.int64()), ("scaling", pa.string()), ("metric", pa.string()), ("value", pa.float64()))
-    return pa.table({name: pa.array([row[k] for row in rows], kind) for k, (name, kind) in enumerate(kinds)})

@@ -11,6 +11,7 @@ from torch import Tensor
 from fedloom.data.groups import groups_of, row_counts
 from fedloom.engine.clients.scores import final_outputs
 from fedloom.engine.result import Result
+from fedloom.experiment.inspection import NUMBER, TEXT, WHOLE, table_of
 from fedloom.rundir import FEDERATION, SAMPLES
 
 GroupScore = tuple[int, str, str, str, float]
@@ -84,6 +85,4 @@ def group_scores(result: Result) -> pa.Table:
 
 def group_table(rows: Sequence[GroupScore]) -> pa.Table:
     """Scores of groups as a table."""
-    kinds = {"client": pa.int64(), "model": pa.string(), "subgroup": pa.string(), "metric": pa.string()}
-    columns = [*kinds.items(), ("value", pa.float64())]
-    return pa.table({name: pa.array([row[k] for row in rows], of) for k, (name, of) in enumerate(columns)})
+    return table_of(rows, client=WHOLE, model=TEXT, subgroup=TEXT, metric=TEXT, value=NUMBER)

@@ -12,6 +12,7 @@ from torch import Tensor
 from fedloom.data.federation import Federation
 from fedloom.engine.result import Result
 from fedloom.errors import Refused
+from fedloom.experiment.inspection import NUMBER, TEXT, WHOLE, table_of
 
 TREES = 200
 SMALLEST = 1e-12
@@ -48,8 +49,7 @@ def references(result: Result) -> pa.Table:
             owner = torch.zeros(len(test), dtype=torch.long)
             scores = task.metrics(outputs, fed.targets(test), owner, 1)
             rows += [(client, name, metric, float(value)) for metric, value in scores.items()]
-    kinds = (("client", pa.int64()), ("model", pa.string()), ("metric", pa.string()), ("value", pa.float64()))
-    return pa.table({name: pa.array([row[k] for row in rows], kind) for k, (name, kind) in enumerate(kinds)})
+    return table_of(rows, client=WHOLE, model=TEXT, metric=TEXT, value=NUMBER)
 
 
 def _models(fed: Federation, seed: int) -> dict[str, Any]:

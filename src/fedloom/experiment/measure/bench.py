@@ -114,8 +114,7 @@ class Bench:
 
     def minutes(self, speeds: Sequence[Speed]) -> float:
         """Minutes for all methods, rounds and seeds, as measured in the way that is picked, without evaluation."""
-        rounds = {m.label: m.setting.rounds * len(self.experiment.head.seeds) for m in self.experiment.methods}
-        return sum(s.seconds * rounds[s.method] for s in speeds if s.way.picked) / self.processes / 60
+        return sum(s.seconds * self.experiment.rounds[s.method] for s in speeds if s.way.picked) / self.processes / 60
 
     def costs(self, method: Method) -> Costs:
         """Constants of a method on this federation; see `costs_of`."""

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from fedloom.data.sources.archive import Entry
 from fedloom.data.tables import MARKERS, is_number, markers_of
 from fedloom.errors import DataError
+from fedloom.formats import listed
 
 BATCH = 512
 csv.field_size_limit(2**24)  # characters of a cell: a text may be long, a quote that nothing closes may not fill memory
@@ -138,13 +139,18 @@ class Problems:
         """Cells of a column that are wrong in the same way; `what` describes the first."""
         self._cells_of.setdefault((kind, column), (what, [], cure))[1].extend(cells)
 
+    def add_gaps(self, piece: Piece, missing: NDArray[np.bool_], cure: str) -> None:
+        """Note the missing cells of a piece, if it has any."""
+        if missing.any():
+            what = f"row {self.first + piece.start + int(missing.argmax())}, column {piece.column!r}: missing value"
+            self.add("missing", piece.column, what, [None] * int(missing.sum()), cure)
+
     def sentences(self) -> list[str]:
         """One for each column and kind."""
         lines: list[str] = []
         for what, cells, cure in self._cells_of.values():
             levels = list(dict.fromkeys(str(cell) for cell in cells if cell is not None))
-            more = f" and {len(levels) - LEVELS} more" if len(levels) > LEVELS else ""
-            names = f", values {', '.join(map(shortened, levels[:LEVELS]))}{more}" if len(levels) > 1 else ""
+            names = f", values {listed([*map(shortened, levels)], LEVELS)}" if len(levels) > 1 else ""
             lines.append(f"{what}{f' ({len(cells)} such{names})' if len(cells) > 1 else ''}; {cure}")
         return lines
 

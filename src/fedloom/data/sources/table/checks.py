@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -12,6 +13,8 @@ from numpy.typing import NDArray
 from fedloom.data.sources.table.cells import LEVELS, Cells, shortened
 from fedloom.data.sources.table.levels import Agreed, alike
 from fedloom.data.tables import Table, is_number
+from fedloom.errors import DataError
+from fedloom.formats import listed
 
 ENOUGH = 10
 """Rows from which a column is called constant, or a number far from the others."""
@@ -28,6 +31,16 @@ def rename(twice: Sequence[str]) -> str:
     """What to do about columns of the same name."""
     above = "" in twice
     return "delete the lines above the header, or give every column a name" if above else "rename one"
+
+
+def refuse_twins(where: str, names: Sequence[str]) -> None:
+    """Refuse a header in which a name comes twice.
+
+    Raises:
+        DataError: two columns have the same name.
+    """
+    if twice := sorted(name for name, count in Counter(names).items() if count > 1):
+        raise DataError(f"{where}: two columns have the same name, {', '.join(map(repr, twice))}; {rename(twice)}")
 
 
 class Fractions:
@@ -215,6 +228,4 @@ def doubtful_levels(coded: Mapping[str, Coded], label: str) -> Iterator[str]:
 
 
 def _columns(names: Sequence[str]) -> str:
-    shown = ", ".join(map(shortened, names[:LEVELS]))
-    more = f" and {len(names) - LEVELS} more" if len(names) > LEVELS else ""
-    return f"column{'s'[: len(names) > 1]} {shown}{more}"
+    return f"column{'s'[: len(names) > 1]} {listed([*map(shortened, names)], LEVELS)}"

@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedloom.data.sources.table.cells import LEVELS, Cells, Piece, Problems, numbers, shortened
-from fedloom.data.tables import TableColumn
+from fedloom.data.tables import Table, TableColumn
 from fedloom.errors import DataError
+from fedloom.formats import listed
 
 LONGEST_NAME = 1000
 """Characters of a level: a class, a client or a category; longer cells are texts."""
@@ -65,7 +66,7 @@ def alike(counts: Mapping[str, int]) -> str:
     for name, text in plain.items():
         groups.setdefault(text, []).append(f"{shortened(name)} ({counts[name]})")
     several = [" = ".join(names[:LEVELS]) for names in groups.values() if len(names) > 1]
-    return ", ".join(several[:SHOWN]) + (f" and {len(several) - SHOWN} more" if len(several) > SHOWN else "")
+    return listed(several, SHOWN)
 
 
 Factors = Mapping[str, float | Mapping[str, float]]
@@ -168,9 +169,8 @@ class Agreed:
             problems: takes what is no number, no code, and unless cells are filled what is missing or unknown.
         """
         column, name = self.column, self.column.name
-        if missing.any() and not self._impute:
-            what = f"row {problems.first + piece.start + int(missing.argmax())}, column {name!r}: missing value"
-            problems.add("missing", name, what, [None] * int(missing.sum()), self._cure)
+        if not self._impute:
+            problems.add_gaps(piece, missing, self._cure)
         self.filled += int(missing.sum())
         if not column.names:
             out = numbers(piece, missing, problems, "repair the cell, or name it in missing")
@@ -191,6 +191,11 @@ class Agreed:
         self.filled += int(strange.sum())
         self.unknown.update(level(cell) for cell, odd in zip(piece.cells, strange, strict=True) if odd)
         return np.where(out < 0, np.nan, out)
+
+
+def agreed_columns(table: Table, cure: str, factors: Factors) -> dict[str, Agreed]:
+    """The columns of a table that was agreed on, by name; see `Agreed`."""
+    return {c.name: Agreed(c, table.impute, cure, factor_of(factors, c.name)) for c in table.columns}
 
 
 def natural(text: str) -> tuple[float, str]:

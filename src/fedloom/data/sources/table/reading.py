@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -21,7 +20,7 @@ from fedloom.data.sources.archive import GrowingRows
 from fedloom.data.sources.table import checks
 from fedloom.data.sources.table.cells import Piece, Problems, is_missing, numbers
 from fedloom.data.sources.table.checks import Coded, coded_numbers, rows_of_levels
-from fedloom.data.sources.table.levels import Agreed, Codes, factor_of, factors_by_client, unapplied
+from fedloom.data.sources.table.levels import Agreed, Codes, agreed_columns, factor_of, factors_by_client, unapplied
 from fedloom.data.sources.table.targets import absence, agreed_classes, check_event, task_of_levels
 from fedloom.data.survey.agreement import Agreement, agreement_of
 from fedloom.data.tables import MARKERS, Table, TableColumn, markers_of
@@ -156,7 +155,7 @@ class _Reading:
         if not names:
             raise NoSamples(f"{where}: empty; a table needs a header row and rows below it")
         self.spec, self.name, self.problems = spec, name, problems
-        agreement, optional = spec.agreement, {*spec.drop, *spec.columns, *([spec.users] if spec.users else [])}
+        agreement = spec.agreement
         self.label, self.event = spec.targets.get("label", names[-1]), spec.targets.get("event")
         self.task = "survival" if spec.event and spec.task == "auto" else spec.task
         self.task = self.task if agreement is None else agreement.task
@@ -164,7 +163,7 @@ class _Reading:
         self.special = [*spec.columns, *([spec.users] if spec.users else [])]
         wanted = {self.label, *([self.event] if self.event else []), *spec.factors, *spec.kept}
         if agreement is None:
-            wanted |= {*spec.categorical, *optional}
+            wanted |= {*spec.categorical, *spec.drop, *self.special}
         else:
             wanted |= {column.name for column in agreement.table.columns}
             self.special = [column for column in self.special if column in names]
@@ -173,22 +172,15 @@ class _Reading:
                 f"{where}: {len(names):,} columns, at most {MOST_COLUMNS:,} are read; check the separator, or give the "
                 "features as an array (NPZ, or a folder with x.npy)"
             )
-        if twice := sorted(column for column, count in Counter(names).items() if count > 1):
-            raise DataError(
-                f"{where}: two columns have the same name, {', '.join(map(repr, twice))}; {checks.rename(twice)}"
-            )
+        checks.refuse_twins(where, names)
         if absent := sorted(wanted - set(names)):
             raise ConfigError(f"{where}: {absence(absent, names, agreed=agreement is not None)}")
         self.agreed: dict[str, Agreed] = {}
         self.features = [c for c in names if c not in {self.label, self.event, spec.users, *spec.drop}]
         if agreement is not None:
-            cure = "repair it, or agree on impute = true"
             if self.label in {column.name for column in agreement.column}:
                 raise ConfigError(f"{where}: {self.label!r} is a feature of the agreement; name the target in label")
-            self.agreed = {
-                c.name: Agreed(c, agreement.impute, cure, factor_of(spec.factors, c.name))
-                for c in agreement.table.columns
-            }
+            self.agreed = agreed_columns(agreement.table, "repair it, or agree on impute = true", spec.factors)
             self.features = list(self.agreed)
         if not self.features:
             raise ConfigError(
@@ -242,15 +234,14 @@ class _Reading:
 
     def _check_gaps(self, piece: Piece, missing: NDArray[np.bool_]) -> None:
         """Missing cells that nothing allows are a problem."""
-        spec, column, problems = self.spec, piece.column, self.problems
+        spec, column = self.spec, piece.column
         special = column in self.measured or column in self.special
-        if not missing.any() or column in spec.drop or (spec.unlabelled == "drop" if special else spec.impute):
+        if column in spec.drop or (spec.unlabelled == "drop" if special else spec.impute):
             return
-        what = f"row {problems.first + piece.start + int(missing.argmax())}, column {column!r}: missing value"
         cure = "repair it, name the column in drop, or set impute = true for a feature"
         if special:
             cure = "repair it, or set unlabelled = 'drop' to leave such rows out"
-        problems.add("missing", column, what, [None] * int(missing.sum()), cure)
+        self.problems.add_gaps(piece, missing, cure)
 
     def done(self) -> Dataset:
         """The data set, once all cells are there."""
