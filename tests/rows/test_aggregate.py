@@ -326,6 +326,8 @@ def test_steps_before_the_rule(seed, s):
     order = torch.randperm(M, generator=generator(seed, 1, purpose="bucketing"))
     first = order[:s]
     torch.testing.assert_close(mixed["w"][0], (weights[first] * rows["w"][first]).sum(0) / weights[first].sum())
+    by_share, _ = A.Bucketing(s=s).mix(rows, weights / weights.sum(), "w", ctx(M, seed=seed))
+    torch.testing.assert_close(by_share["w"], mixed["w"])
 
     near, _ = A.NNM(f=3).mix(rows, weights, "w", ctx(M))
     for i in range(M):

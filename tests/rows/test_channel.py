@@ -115,6 +115,8 @@ def test_contractions(seed, fraction):
         (C.Sign(), 1 - x.abs().sum(1).square() / (D * square)),
     ]:
         assert ((x - channel.send(x, gens(5))).square().sum(1) <= factor * square + 1e-12).all()
+    x[:, seed % D] = 0
+    torch.testing.assert_close(C.Sign().send(x, [])[:, seed % D], x.abs().mean(1))
 
 
 @given(seed=SEEDS, k=st.integers(1, D))

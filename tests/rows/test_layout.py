@@ -131,6 +131,8 @@ def test_value_header_and_fingerprint():
     assert copy == layout
     assert copy.fingerprint == layout.fingerprint
     assert Layout.of(nn.Linear(2, 3)).fingerprint != Layout.of(nn.Linear(3, 2)).fingerprint
+    for sizes in ((0, 4), (1000,), (2**48 - 1,)):
+        assert Layout.from_header({"layout": json.dumps([["w", sizes]])}).shapes == (torch.Size(sizes),)
 
 
 @given(st.text() | st.recursive(st.none() | st.integers() | st.text(max_size=3), st.lists).map(json.dumps))
@@ -140,6 +142,12 @@ def test_a_damaged_header_is_a_layout_error(text):
     except LayoutError:
         return
     assert Layout.from_header(layout.header()) == layout
+
+
+@pytest.mark.parametrize("size", [-1, 2**48, 1.0, True, "3", None])
+def test_a_size_in_a_header_is_a_whole_number_in_bounds(size):
+    with pytest.raises(LayoutError, match="damaged"):
+        Layout.from_header({"layout": json.dumps([["w", [4, size]]])})
 
 
 def test_errors_say_what_is_wrong():

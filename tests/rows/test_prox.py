@@ -213,6 +213,8 @@ def test_a_row_that_is_not_finite_stays_so_and_harms_no_other():
         v[1, D - 5] = torch.nan
         x = f.prox(v, 0.5, LAYOUT)
         assert x[1].isnan().any(), f
+        if isinstance(f, P.Nuclear | P.NuclearBall):
+            assert LAYOUT.matrices(x)["fc.weight"][1].isnan().all(), f
         torch.testing.assert_close(x[[0, 2]], f.prox(v[[0, 2]], 0.5, LAYOUT))
 
 

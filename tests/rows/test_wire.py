@@ -69,7 +69,7 @@ def test_sparse_is_chosen_exactly_when_shorter():
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("rank", [0, 1, 3, 8])
+@pytest.mark.parametrize("rank", [0, 1, 3, 8, 15])
 def test_lowrank_round_trip_length_and_papers_count(dtype, rank):
     codec = Codec(LAYOUT, {"w": Field((LAYOUT.d,), dtype, "lowrank", layout=LAYOUT)})
     rows = lowrank_rows(3, rank, dtype)
@@ -83,6 +83,18 @@ def test_lowrank_round_trip_length_and_papers_count(dtype, rank):
         got = codec.decode(codec.encode({"w": row}))["w"]
         torch.testing.assert_close(got, row, rtol=1e-5, atol=1e-4 if dtype == torch.float32 else 1e-10)
         assert torch.equal(LAYOUT.tree(got)["fc.bias"], LAYOUT.tree(row)["fc.bias"])
+
+
+def test_matrices_alone_of_rank_zero_travel_as_their_table():
+    layout = Layout.from_shapes({"a": (6, 5), "b": (4, 7)})
+    codec = Codec(layout, {"w": Field((layout.d,), torch.float32, "lowrank", layout=layout)})
+    zero = torch.zeros(layout.d)
+    assert torch.equal(codec.decode(codec.encode({"w": zero}))["w"], zero)
+
+
+def test_an_index_holds_every_place():
+    for n in (1, 2**31 - 1, 2**31, 2**31 + 1, 2**40):
+        assert torch.iinfo(Field((n,)).index).max >= n - 1
 
 
 def test_ranks_per_row_and_truncation():
@@ -311,10 +323,16 @@ def test_wrong_use_is_refused():
         {"encoding": "sign", "dtype": torch.int64},
         {"mask": torch.ones(2, dtype=torch.bool)},
         {"levels": 0},
+        {"levels": 2**15},
     ]:
         with pytest.raises(ConfigError):
             Field((3,), **options)
     with pytest.raises(ConfigError, match="another model"):
         Codec(Layout.from_shapes({"z": (LAYOUT.d,)}), CODEC.fields)
-    with pytest.raises(ConfigError, match="255"):
-        Codec(LAYOUT, {"": Field((1,))})
+    assert Field((3,), levels=2**15 - 1).bits == 16
+    for name in ("", "n" * 256, "é" * 128):
+        with pytest.raises(ConfigError, match="255"):
+            Codec(LAYOUT, {name: Field((1,))})
+    longest = Codec(LAYOUT, {"é" * 127 + "n": Field((1,))})
+    one = dict.fromkeys(longest.fields, torch.ones(1))
+    assert torch.equal(*(values[name] for values in (longest.decode(longest.encode(one)), one) for name in one))
