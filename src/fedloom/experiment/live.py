@@ -63,7 +63,7 @@ def snapshot(out: Path, into: Path) -> Path:
     tables = [pq.read_table(path) for path in live.values()]
     recorded = {(t["method"][0].as_py(), t["seed"][0].as_py()) for t in tables if t.num_rows}
     if (out / METRICS).exists():
-        tables = [of_runs(pq.read_table(out / METRICS), recorded, others=True), *tables]
+        tables = [of_runs(pq.read_table(out / METRICS), recorded, invert=True), *tables]
     for name in (SETTINGS, TIMINGS, PARTITION):
         (into / name).unlink(missing_ok=True)
         if (out / name).exists():

@@ -183,10 +183,10 @@ def write_parquet(path: Path, tables: list[pa.Table], keep: Sequence[tuple[str, 
     write_atomic(path, with_digest(sink.getvalue()))
 
 
-def of_runs(table: pa.Table, runs: Collection[tuple[str, int]], *, others: bool = False) -> pa.Table:
-    """The rows of the named runs of a table of several; ``others``: of all that are not named."""
+def of_runs(table: pa.Table, runs: Collection[tuple[str, int]], *, invert: bool = False) -> pa.Table:
+    """The rows of the named runs of a table of several; ``invert``: of all that are not named."""
     keys = zip(table["method"].to_pylist(), table["seed"].to_pylist(), strict=True)
-    return table.filter(pa.array([(key in runs) != others for key in keys], pa.bool_()))
+    return table.filter(pa.array([(key in runs) != invert for key in keys], pa.bool_()))
 
 
 def write_summary(
