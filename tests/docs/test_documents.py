@@ -190,8 +190,11 @@ def test_the_gallery_has_every_entry_with_its_experiment_as_it_is_and_its_chart(
     assert [part.partition("\n")[0] for part in shown] == [entry["title"] for entry in entries.values()]
     for name, part in zip(entries, shown, strict=True):
         assert (folder / f"{name}.toml").read_text() in part
-        assert f"](gallery/{name}.svg)" in part
-        assert (ROOT / "docs" / "gallery" / f"{name}.svg").read_text().startswith("<svg")
+        charts = re.findall(r"\]\(gallery/([^)]+)\)\]", part) or re.findall(r"!\[[^\]]*\]\(gallery/([^)]+)\)", part)
+        assert charts[0] == f"{name}.svg"
+        assert len(charts) == len(entries[name].get("figures", [name]))
+        for chart in charts:
+            assert (ROOT / "docs" / "gallery" / chart).read_text().startswith("<svg")
 
 
 def test_the_answers_of_the_gallery_follow_from_their_differences() -> None:

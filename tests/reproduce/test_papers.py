@@ -74,6 +74,19 @@ def test_the_pages_in_the_documentation_are_the_generated_ones(tmp_path: Path, m
             assert (ROOT / file).read_text() == text, file
 
 
+def test_a_corrected_verdict_waits_for_its_recipe_until_that_was_run() -> None:
+    known = recipes()
+    waiting = {one.recipe for sheet in sheets() for one in sheet.corrected if one.recipe}
+    assert waiting <= known.keys()
+    recorded = {name: last(recipe, ROOT / CHECKOUT) for name, recipe in known.items()}
+    run = {n: replace(s, protocol=known[n].protocol(s.scale), complete=True) for n in waiting if (s := recorded[n])}
+    assert run
+    for other, notes in ((dict.fromkeys(waiting), waiting), (run, waiting - run.keys())):
+        text = overview(known, recorded | other, {})
+        for name in waiting:
+            assert (f"{name}.md) has not been run since." in text) == (name in notes)
+
+
 def test_a_page_elsewhere_has_its_appendices_beside_it(tmp_path: Path) -> None:
     contents = [("", "[a](all/a.md) ![b](all/b.svg)"), ("a.md", "[back](../page.md), [b](b.svg)"), ("b.svg", b"<svg/>")]
     write_pages(tmp_path / "page.md", "all", contents)

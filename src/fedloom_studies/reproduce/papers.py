@@ -73,6 +73,7 @@ class Corrected(Value):
     text: str = Field(description="the claim")
     was: str = Field(description="the verdict that stood here")
     why: str = Field(description="what was wrong with it")
+    recipe: str = Field("", description="the recipe that judges it now, where that may not have been run yet")
 
 
 class Sheet(Value):
@@ -135,7 +136,7 @@ def overview(recipes: Mapping[str, Recipe], summaries: Summaries, needed: Mappin
     lines += ["", "</div>", ""]
     for sheet, cells in papers:
         lines += _section(sheet, cells, recipes, summaries, needed)
-    lines += [*_corrections(papers), *_unaffordable(papers, recipes, summaries, needed), RULES.read_text()]
+    lines += [*_corrections(recipes, summaries), *_unaffordable(papers, recipes, summaries, needed), RULES.read_text()]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -197,7 +198,7 @@ def _cell(recipes: Mapping[str, Recipe], summaries: Summaries, row: HeadlineClai
     measured = []
     for name in names:
         recipe, summary = recipes[name], summaries.get(name)
-        if summary is None or not summary.complete or earlier(recipe, summary):
+        if summary is None or not _current(recipe, summary):
             continue
         one = _verdict_on(recipe, summary, row.claim)
         if one is not None:
@@ -215,6 +216,11 @@ def _number(one: judge.ClaimVerdict) -> str:
         return of.difference(look.difference, look.half)
     sign = 1 if one.claim.higher is not None else -1
     return f"{of.value(float(rival) + sign * look.difference, look.half)} against {rival}"
+
+
+def _current(recipe: Recipe, summary: RecipeSummary | None) -> bool:
+    """Whether a summary has all runs of the recipe as it is now."""
+    return summary is not None and summary.complete and not earlier(recipe, summary)
 
 
 def _full_length(recipe: Recipe, summary: RecipeSummary) -> bool:
@@ -269,7 +275,7 @@ def _counts(cells: list[tuple[ClaimCell, ClaimCell]]) -> str:
 
 def _verdicts(recipe: Recipe, summary: RecipeSummary | None) -> str:
     """How the claims of a recipe came out; empty where its present version has no result."""
-    if summary is None or earlier(recipe, summary) or not summary.complete:
+    if summary is None or not _current(recipe, summary):
         return ""
     words = [
         one.verdict for one in judge.claims(recipe, summary.numbers) if one.measured and not one.claim.construction
@@ -291,13 +297,15 @@ def _claim(recipe: Recipe, start: str) -> Claim | None:
     return next((claim for claim in recipe.paper.claims if claim.text.startswith(start)), None)
 
 
-def _corrections(papers: list[tuple[Sheet, list[tuple[ClaimCell, ClaimCell]]]]) -> Iterator[str]:
+def _corrections(recipes: Mapping[str, Recipe], summaries: Summaries) -> Iterator[str]:
     """Verdicts that were public here and have changed, with the reason."""
     yield from ("## Corrected", "", "Verdicts that stood on this page before and do not any more:", "")
     yield from ("| claim | verdict before | reason |", "|---|---|---|")
-    for sheet, _ in papers:
+    for sheet in sheets():
         for one in sheet.corrected:
-            yield f"| {sheet.name}, {one.text} | {one.was} | {one.why} |"
+            waits = one.recipe and not _current(recipes[one.recipe], summaries.get(one.recipe))
+            note = f" [{one.recipe}]({FOLDER}/{one.recipe}.md) has not been run since." if waits else ""
+            yield f"| {sheet.name}, {one.text} | {one.was} | {one.why}{note} |"
     yield ""
 
 
