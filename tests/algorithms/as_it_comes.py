@@ -84,10 +84,6 @@ KNOWN = {
     ("ditto", "fast"): "FedAvg is 11 points better than Local here: a personal model has little to add",
     ("fedper", "slow"): "the run is the start of training: heads of their own learn from 60 samples each",
     ("fedas", "slow"): "as FedPer's; its alignment holds bodies near their start, too",
-    (
-        "afl",
-        "few",
-    ): "its variance of losses is an eighth of FedAvg's; five clients of 180 samples have nearly one model",
     ("fairfed", "few"): "the clients' accuracies are within 3 points, and the weights follow them",
     ("fairfed", "slow"): "as on five clients",
     ("fairfed", "fast"): "as on five clients",
