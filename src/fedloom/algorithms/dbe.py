@@ -20,6 +20,9 @@ Deviations: the consensus is formed in the first round, which is a round of FedA
 of all clients before it. A client's part of it is the mean over its samples after training. The head on z + m is the
 head on z with another bias, which makes the personal model one network. Means of batches are taken without dropout.
 
+Replayed: clients and server of TsingZ0/PFLlib (d832e76f) make the same models and memories, to 1e-15, from the
+consensus on.
+
 Defaults: kappa = 1, as the paper's 50 is for 512 features, of which a small network has fewer; momentum 1.
 
 Use it where clients see the same things under other conditions. With kappa = 0 and no memory it is FedAvg. It needs a

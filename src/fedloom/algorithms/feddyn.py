@@ -18,6 +18,9 @@ Deviations: alpha is the paper's constant; the public code scales a client's by 
 down), which weighs by samples in itself and so takes ``weights = "uniform"``, and clips gradients at 10, here a setting
 of local training. The difference w - x travels once: the server's h and its mean over the cohort both come from it.
 
+Replayed: the clients of alpemreacar/FedDyn (48a19fa) make the same models, to 1e-15, with ``scaled`` and clipping at
+10.
+
 Defaults: alpha = 1/reach, reach the length of a round (lr times its mean number of steps): on a steady gradient the
 server's model moves by 1/alpha times that gradient in a round, which is FedAvg's speed.
 

@@ -20,6 +20,8 @@ Kept by a client: nothing. Sent per round: d down, d up.
 Deviations: none from Algorithm 2; no bias correction, as there. Momentum is m <- beta1 m + Delta, x <- x + eta m. The
 mean over the cohort is by the clients' shares.
 
+Replayed: the server of KarhouTam/FL-bench (06e658b) makes the same models, to 1e-14, once its v starts at tau^2.
+
 Defaults: the adaptive optimisers move no coordinate by much more than server_lr in a round: reach/10, reach the length
 of a local round (lr times its mean number of steps), is what a gradient of 0.1 moves one; the smallest of the factors
 in studies/benchmarks/factors.py that keeps up with FedAvg; where clients use Adam or the like, what these move one by.
