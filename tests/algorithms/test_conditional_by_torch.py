@@ -25,7 +25,10 @@ from by_torch import (
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+import fedloom as fl
 from fedloom.algorithms import GPFL, FedAvg, FedPer, KNNPer
+from fedloom.errors import Refused
+from fedloom.models import LSTM
 from fedloom.seeds import generator
 
 N, HEAD, K = len(SIZES), 18, 5
@@ -172,3 +175,19 @@ def test_knnper_keeps_as_many_samples_as_its_memory_has_places() -> None:
     rows = run(KNNPer(weight=0.5), memory=6).models.rows("personal")
     counts = [int(put(network(memory=6), row).memory.labels.sum()) for row in rows]
     assert counts == [6, 5, 6, 6]
+
+
+# --- sequences
+
+
+@pytest.mark.parametrize(("method", "part"), [("gpfl", {"guided": True}), ("knn-per", {"memory": 8})])
+def test_sequences_take_valves_and_memories_where_each_has_one_label(method: str, part: dict[str, Any]) -> None:
+    x, y = torch.randint(1, 5, (40, 4), generator=generator(0)).numpy(), torch.arange(40).numpy() % 2
+    model = LSTM(embedding=3, hidden=4, **part)
+    for labels in (y, np.stack([y] * 4, 1)):
+        fed = fl.partition.iid(clients=2)(fl.Dataset.of((x, labels), vocabulary=5), seed=0)
+        if labels.ndim == 2:
+            with pytest.raises(Refused, match=f"model.{next(iter(part))} .* a label per position; leave it out"):
+                fl.simulate(method, fed, model, rounds=1)
+        else:
+            assert bool(fl.simulate(method, fed, model, rounds=1).models.rows("personal").isfinite().all())
