@@ -73,11 +73,15 @@ def run(fed: Federation, progress: list[Any], **more: Any) -> Any:
 
 
 def test_an_ended_run_is_evaluated_and_stays_ended(fed: Federation, tmp_path: Path) -> None:
+    rounds = list[int]()
+
     def enough(state: State) -> str | None:
+        rounds.append(state.round)
         return "that is enough" if state.round == 5 else None
 
     result = run(fed, [enough], folder=tmp_path)
     assert (result.stop, result.detail, result.rounds) == (Stop.STOPPED, "that is enough", 5)
+    assert rounds == [1, 2, 3, 4, 5]
     assert result.table()["round"].to_pylist()[-1] == 5
     again = run(fed, [], folder=tmp_path)
     assert (again.stop, again.rounds) == (Stop.STOPPED, 5)

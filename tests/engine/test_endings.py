@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import time
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -224,19 +225,23 @@ def test_a_round_that_ends_the_run_changes_nothing_and_says_whom_it_dropped(fed:
 
 
 def test_too_few_usable_uploads_end_a_simulation_for_good(fed: Federation, tmp_path: Path) -> None:
-    largest = torch.zeros(4)
+    largest, cohorts = torch.zeros(4), list[list[int]]()
 
     class Watched(fl.algorithms.FedAvg):
         def client(self, down, rows, work):  # type: ignore[no-untyped-def]
+            cohorts.append(work.ids.tolist())
             up, rows = super().client(down, rows, work)
             largest[work.ids] = up.dw.norm(dim=1).float()
             return up, rows
 
     fl.simulate(Watched(), fed, model="softmax", rounds=1)
     engine = {"norm_bound": float(largest.median()), "quorum": 1.0}
+    trained = list[int]()
     for _ in range(2):
-        result = fl.simulate("fedavg", fed, model="softmax", rounds=2, engine=engine, folder=tmp_path)
+        result = fl.simulate(Watched(), fed, model="softmax", rounds=2, engine=engine, folder=tmp_path)
         assert (result.stop, result.status, result.rounds) == (Stop.UNUSABLE, "failed", 0)
+        trained.append(len(cohorts))
+    assert trained[0] == trained[1]
 
 
 def test_a_round_modifies_no_state(fed: Federation) -> None:
@@ -324,9 +329,12 @@ def test_seconds_leave_out_compilation(fed: Federation, tmp_path: Path) -> None:
 
 def test_timings_have_the_startup_in_a_column_of_its_own(tmp_path: Path) -> None:
     document = {"rounds": 3, "data": {"source": "digits"}, "method": [{"algorithm": "fedavg"}]}
+    start = time.perf_counter()
     (outcome,) = Plan(parse(document), tmp_path / "out").run(page=False)
     table = pq.read_table(tmp_path / "out" / "timings.parquet")
     assert outcome.result is not None
+    times = outcome.result.state.times
+    assert 0 < sum(times.rounds) + sum(times.evaluations) < time.perf_counter() - start
     assert table["seconds"].to_pylist() == outcome.result.seconds
     assert table["startup"].to_pylist() == outcome.result.startup
     assert result_table(tmp_path / "out")["seconds"].to_pylist() == [pytest.approx(sum(outcome.result.seconds))]
