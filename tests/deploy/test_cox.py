@@ -272,20 +272,22 @@ def test_shares_of_a_second_sum_of_a_step_are_refused(tmp_path: Path) -> None:
     everyone = {f"{c}": 1 for c in range(5)}
     models, threshold = {"cox": "cox"}, 4
     for step in range(2):
-        opened.reveal({"cox": step}, models, everyone, threshold, f"question {step}")
-        opened.reveal({"cox": step}, models, everyone, threshold, f"question {step}")
+        opened.reveal("session", {"cox": step}, models, everyone, threshold, f"question {step}")
+        opened.reveal("session", {"cox": step}, models, everyone, threshold, f"question {step}")
     for bases, question, sentence in (
         (everyone, "another", "on another model"),
         ({c: t for c, t in everyone.items() if c != "4"}, "question 1", "of other sites"),
     ):
         with pytest.raises(Broken, match=sentence):
-            opened.reveal({"cox": 1}, models, bases, threshold, question)
+            opened.reveal("session", {"cox": 1}, models, bases, threshold, question)
     with pytest.raises(Broken, match="in another round, of sites of which 1 differ"):
-        opened.reveal({"cox": 2}, models, {c: t for c, t in everyone.items() if c != "4"}, threshold, "question 2")
+        opened.reveal(
+            "session", {"cox": 2}, models, {c: t for c, t in everyone.items() if c != "4"}, threshold, "question 2"
+        )
     (tmp_path / "round-1.state").touch()
     next(tmp_path.rglob("opened.json")).write_text("damaged")
     with pytest.raises(Broken, match="too long ago"):
-        opened.reveal({"cox": STEPS - 1}, models, everyone, threshold, "last")
+        opened.reveal("session", {"cox": STEPS - 1}, models, everyone, threshold, "last")
 
 
 def test_a_damaged_list_of_opened_sums_costs_no_regression_before_its_first_step(tmp_path: Path) -> None:
@@ -308,11 +310,11 @@ def test_a_damaged_list_of_opened_sums_costs_no_regression_before_its_first_step
         assert record is not None
         assert record["whole"] is True
         assert [*record["steps"]] == [f"{k}" for k in range(len(record["steps"]))]
-        next(site.state.rglob("opened.json")).write_text("damaged")
         for kept in (record, {**record, "steps": {}, "whole": False}, None):  # answered, begun anew, gone
+            next(site.state.rglob("opened.json")).write_text("damaged")
             file.unlink() if kept is None else write_checked(file, kept)
             with pytest.raises(Broken, match="too long ago"):
-                OpenedSums(file.parent).reveal({"cox": STEPS - 1}, {"cox": "cox"}, everyone, 4, "last")
+                OpenedSums(file.parent).reveal("session", {"cox": STEPS - 1}, {"cox": "cox"}, everyone, 4, "last")
         masked = Client(site).answers
         masked._cox.begin()  # of a site that has a state, a record cannot be whole
         assert not file.exists()

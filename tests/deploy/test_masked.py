@@ -317,7 +317,7 @@ def test_what_a_site_remembers_is_bounded(tmp_path: Path, monkeypatch: pytest.Mo
         assert len(known["past"]) <= 2
     with pytest.raises(Broken, match="too long ago"):
         opened.OpenedSums(clients[0]._memory.folder).reveal(
-            {"uploads": 4}, {"uploads": ""}, {"0": 3, "1": 3, "2": 3}, 3
+            "another", {"uploads": 4}, {"uploads": ""}, {"0": 3, "1": 3, "2": 3}, 3
         )
 
 

@@ -22,9 +22,10 @@ def encode(values: np.ndarray[Any, Any]) -> tuple[Integers, int]:
     """
     if not np.isfinite(values).all():
         raise Broken("a number to be masked is not finite")
-    clipped = np.clip(values.astype(np.float64), -RANGE, RANGE)
-    steps = np.rint(np.ldexp(clipped, BITS)).astype(np.int64)
-    return steps.view(np.uint64), int((clipped != values).sum())
+    clipped = np.clip(values.astype(np.float64, copy=False), -RANGE, RANGE)
+    count = int((clipped != values).sum())
+    steps = np.rint(np.ldexp(clipped, BITS, out=clipped), out=clipped).astype(np.int64)
+    return steps.view(np.uint64), count
 
 
 def decode(total: Integers, count: int) -> np.ndarray[Any, np.dtype[np.float64]]:

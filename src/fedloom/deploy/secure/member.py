@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,8 @@ class SessionMember:
 
     def __init__(self, site: Site, key: Ed25519PrivateKey, folder: Path) -> None:
         assert site.secure is not None
-        self._agreed, self._client, self._key, self._folder = site.secure, site.client, key, folder
+        self._agreed, self._client, self._key = site.secure, site.client, key
+        self._path = folder / "session" / "session.json"
         self._agreement = site.secure.digest(site.fingerprint)
         self._public = {c: verifying_key(line, f"client {c}") for c, line in enumerate(site.secure.keys)}
         self._opened = OpenedSums(folder)
@@ -152,12 +154,12 @@ class SessionMember:
         """Step 3, second half: this site's vector under its masks, behind its signature that all may be summed."""
         record = self._session(round, nonce, "masked")
         progress_of(record).at_least(Stage.RECEIVED)
-        self._once(record, "vector", hashlib.sha256(vector.tobytes()).hexdigest())
+        self._once(record, "vector", hashlib.sha256(vector.data).hexdigest())
         self._save(record)
         peers, bound = [int(c) for c in record["held"]], self._bound(record)
         sent = secure.masked(self._agreed_by(record), bound, self._client, _secrets(record), peers, vector)
         signature = self._key.sign(secure.statement(bound, peers))
-        return signature + sent.astype("<u8", copy=False).tobytes()
+        return b"".join((signature, sent.astype("<u8", copy=False).data))
 
     def open(self, round: int, nonce: bytes, message: bytes) -> bytes:
         """Where others say that they cannot read this site's shares: the one-time keys of what they were sent."""
@@ -189,7 +191,10 @@ class SessionMember:
                 raise Broken("this site has signed that the sum is of other sites")
             secure.check_statement(self._agreed_by(record), self._bound(record), signed, self._public)
             bases = {str(c): record["bases"][str(c)] for c in arrived}
-            self._opened.reveal(record["sums"], record["asked"], bases, self._agreed.threshold, record["question"])
+            question = record["question"]
+            self._opened.reveal(
+                record["name"], record["sums"], record["asked"], bases, self._agreed.threshold, question
+            )
             answer = secure.write(shares.reveal_shares(held, arrived)).hex()
             record = {"name": record["name"], REVEALED: answer, "survivors": survivors}  # all secrets are gone
             self._save(record)
@@ -228,14 +233,14 @@ class SessionMember:
 
     def _agreed_by(self, record: dict[str, Any], message: bytes | None = None) -> secure.Session:
         """The session, of those that advertised; checked when they arrive for the first time."""
-        adverts = _adverts(bytes.fromhex(record["adverts"]) if message is None else message)
-        name = bytes.fromhex(record["name"])
-        if message is not None:
-            secure.check_adverts(name, adverts, self._public)
-            if bytes.fromhex(record["advert"]) not in [secure.write_adverts([a]) for a in adverts]:
-                raise Broken("this site's own keys are missing or are not those that it advertised")
-            if len(adverts) < self._agreed.threshold:
-                raise Broken(f"{len(adverts)} sites advertised keys, {self._agreed.threshold} are needed")
+        if message is None:
+            return _session_of(bytes.fromhex(record["name"]), self._agreed.threshold, record["adverts"])
+        name, adverts = bytes.fromhex(record["name"]), _adverts(message)
+        secure.check_adverts(name, adverts, self._public)
+        if bytes.fromhex(record["advert"]) not in [secure.write_adverts([a]) for a in adverts]:
+            raise Broken("this site's own keys are missing or are not those that it advertised")
+        if len(adverts) < self._agreed.threshold:
+            raise Broken(f"{len(adverts)} sites advertised keys, {self._agreed.threshold} are needed")
         return secure.session_of(name, self._agreed.threshold, adverts)
 
     @staticmethod
@@ -248,9 +253,11 @@ class SessionMember:
     def _save(self, record: dict[str, Any]) -> None:
         write_checked(self._path, record)
 
-    @property
-    def _path(self) -> Path:
-        return self._folder / "session" / "session.json"
+
+@lru_cache(maxsize=1)
+def _session_of(name: bytes, threshold: int, adverts: str) -> secure.Session:
+    """The session of a record, which its messages have in common."""
+    return secure.session_of(name, threshold, _adverts(bytes.fromhex(adverts)))
 
 
 def _secrets(record: dict[str, Any]) -> secure.Secrets:

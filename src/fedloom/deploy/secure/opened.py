@@ -43,19 +43,21 @@ class OpenedSums:
             Broken: the new one is over.
         """
         record = self._load()
+        if before == name.hex():
+            return
         if name.hex() in record["past"]:
             raise Broken("this session is over")
-        if before not in (None, name.hex()):
-            record["past"] = [*record["past"], before][-REMEMBERED:]
-        write_checked(self._path, record)
+        if before is not None and _ended(record, before):
+            write_checked(self._path, record)
 
     def reveal(
-        self, sums: Mapping[str, int], models: Mapping[str, str], bases: Mapping[str, int], threshold: int,
+        self, name: str, sums: Mapping[str, int], models: Mapping[str, str], bases: Mapping[str, int], threshold: int,
         question: str = "",
     ) -> None:  # fmt: skip
-        """Enter a sum before a share of it is given.
+        """Enter a sum, and that its session is over, before a share of it is given.
 
         Args:
+            name: of the session, as hexadecimal digits.
             sums: the round of what is summed, by what that is.
             models: digest of the models that it is of, by what it is; empty for none.
             bases: the round of the state that each of its sites answers from, by the site's number.
@@ -89,10 +91,11 @@ class OpenedSums:
                 oldest = min(opened, key=int)
                 del opened[oldest]
                 record["forgotten"][what] = int(oldest)
+        _ended(record, name)
         write_checked(self._path, record)
 
     def _load(self) -> dict[str, Any]:
-        """Read the record; where the file is gone or damaged, all rounds up to the newest state count as summed.
+        """Read the record; where it is gone or damaged, make one by which all rounds up to the newest state are summed.
 
         So do all steps of a Cox regression, but where a whole record shows that the site has answered none: it enters a
         step before it masks a vector, and gives shares of no sum without its own.
@@ -104,7 +107,17 @@ class OpenedSums:
         answered = read_checked(self._folder / STEPS_FILE) or {}
         untouched = answered.get("whole") is True and not answered["steps"]
         steps = {"cox": STEPS - 1} if newest >= 0 and not untouched else {}
-        return {"past": [], "opened": {}, "forgotten": {"uploads": newest, "scores": newest, **steps}}
+        values = {"past": [], "opened": {}, "forgotten": {"uploads": newest, "scores": newest, **steps}}
+        write_checked(self._path, values)
+        return values
+
+
+def _ended(record: dict[str, Any], name: str) -> bool:
+    """Enter a session that is over in the record; whether it was not there."""
+    new = name not in record["past"]
+    if new:
+        record["past"] = [*record["past"], name][-REMEMBERED:]
+    return new
 
 
 def read_checked(path: Path) -> dict[str, Any] | None:

@@ -80,16 +80,24 @@ class PendingSums:
             return None
         return PendingSum(**fields, total=total.astype(np.uint64, copy=False))
 
+    def about(self, what: str) -> tuple[int, str]:
+        """The round and the models of the sum of a kind that was asked for last, which is not read; -1 for none."""
+        try:
+            entry = self._read()[what]
+            return entry["sums"][what], entry["models"].get(what, "")
+        except (KeyError, TypeError, AttributeError):
+            return -1, ""
+
     def of(self, sums: Mapping[str, int]) -> PendingSum | None:
         """The sum of any of these, by kind and round."""
-        matches = (pending for what, t in sums.items() if (pending := self.newest(what)) and pending.sums[what] == t)
+        matches = (pending for what, t in sums.items() if self.about(what)[0] == t and (pending := self.newest(what)))
         return next(matches, None)
 
     def keep(self, pending: PendingSum) -> None:
         """Make it last; it takes the place of the one before of its kind."""
         make_folder(self._folder)
         name = f"{pending.nonce.hex()}.{'sum' if pending.told else 'masked'}"
-        content = pending.total.astype("<u8", copy=False).tobytes()
+        content = pending.total.astype("<u8", copy=False).data
         if not (self._folder / name).exists():
             write_atomic(self._folder / name, content)
         entry = {**pending._asdict(), "file": name, "digest": hashlib.sha256(content).hexdigest()}

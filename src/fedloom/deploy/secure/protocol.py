@@ -253,15 +253,17 @@ def masked(
     masking = private_key(secrets.masking)
     for peer in peers:
         if peer != client:
-            total += _pair(session, bound, client, masking, peer, len(vector))
+            _add_pair(total, session, bound, client, masking, peer)
     return total
 
 
-def _pair(session: Session, bound: bytes, client: int, masking: X25519PrivateKey, peer: int, length: int) -> Integers:
-    """What ``client`` adds for ``peer``, who adds the opposite."""
+def _add_pair(
+    total: Integers, session: Session, bound: bytes, client: int, masking: X25519PrivateKey, peer: int
+) -> None:
+    """Add what ``client`` adds for ``peer``, who adds the opposite."""
     pair = b"mask" + b"".join(c.to_bytes(4, "little") for c in sorted((client, peer)))
-    mask = stream(derived(common(masking, session.adverts[peer].masking), bound, pair), length)
-    return mask if client < peer else -mask
+    mask = stream(derived(common(masking, session.adverts[peer].masking), bound, pair), len(total))
+    (np.add if client < peer else np.subtract)(total, mask, out=total)
 
 
 def unmasked(
@@ -283,7 +285,7 @@ def unmasked(
             continue
         masking = private_key(secret)
         for peer in arrived:
-            total += _pair(session, bound, owner, masking, peer, len(total))
+            _add_pair(total, session, bound, owner, masking, peer)
     return total
 
 

@@ -131,24 +131,32 @@ def reveal_shares(shares: Mapping[int, bytes], survivors: Collection[int]) -> di
 def joined(parts: Sequence[tuple[int, bytes]]) -> bytes:
     """The secret of ``(place, share)``, as many as the threshold: what `Shamir.combine` gives.
 
-    Each half is a sum of the shares times `_weights`, which are the same for all secrets of these places.
+    Each half is a weighted sum of the shares times a factor; `_weights` has them, the same for all secrets of these
+    places.
     """
-    weights, halves = _weights(tuple(k for k, _ in parts)), [_Element(0), _Element(0)]
+    (weights, factor), halves = _weights(tuple(k for k, _ in parts)), [_Element(0), _Element(0)]
     for weight, (_, both) in zip(weights, parts, strict=True):
         for k in (0, 1):
             halves[k] += mul(weight, _Element(both[k * _HALF : (k + 1) * _HALF]))
-    return b"".join(half.encode() for half in halves)
+    return b"".join(mul(factor, half).encode() for half in halves)
 
 
 @lru_cache(maxsize=2 * SUBSETS)
-def _weights(places: tuple[int, ...]) -> tuple[_Element, ...]:
-    """What shares at these places are multiplied by, so that their sum is the secret: Lagrange's polynomials at 0."""
+def _weights(places: tuple[int, ...]) -> tuple[list[_Element], _Element]:
+    """What shares at these places are multiplied by, and their sum, so that it is the secret.
+
+    These are Lagrange's polynomials at 0 and one; or, where they have fewer bits, for each of which a product takes a
+    step, these times all differences of the places, and the inverse of that.
+    """
     nodes, weights = [_Element(k) for k in places], []
     for k in nodes:
         rest = [node for node in nodes if node is not k]
         above, below = (reduce(mul, factors, _Element(1)) for factors in (rest, [k + node for node in rest]))
         weights.append(mul(above, below.inverse()))
-    return tuple(weights)
+    apart = reduce(mul, (a + b for a, b in itertools.combinations(nodes, 2)), _Element(1))
+    multiples = [mul(weight, apart) for weight in weights]
+    forms = (weights, _Element(1)), (multiples, apart.inverse())
+    return min(forms, key=lambda form: sum(int(element).bit_length() for element in (*form[0], form[1])))
 
 
 # --------------------------------------------------------------------------------------------------------- accusations

@@ -202,13 +202,9 @@ class SecureSums:
             RunStopped: sites of that sum are missing.
         """
         for what, t in terms.sums.items():
-            before = self._unmasked.newest(what)
-            if (
-                before is None
-                or before.sums[what] == t
-                or not terms.model_digests[what]
-                or (before.models.get(what) != terms.model_digests[what])
-            ):
+            round, models = self._unmasked.about(what)
+            before = self._unmasked.newest(what) if models == terms.model_digests[what] != "" and round != t else None
+            if before is None:
                 continue
             apart = {*clients} ^ {*before.clients}
             if not 0 < len(apart) < self._agreed.threshold:
