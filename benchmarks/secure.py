@@ -2,6 +2,7 @@
 
     python benchmarks/secure.py [--sites 5 9] [--d 10000 1000000] [--pairs 5] [--rounds 4]
     python benchmarks/secure.py --protocol [--sites 5 20 100] [--d 100000] [--lost 0.1]
+    python benchmarks/secure.py --protections [--sites 5 9] [--d 10000 1000000]
 
 The first form plays whole deployments in this process, the server and every site, plain and under masks in turn, over
 messages that are written to bytes and read back. Processor seconds of a round are those of the server and all sites;
@@ -9,15 +10,20 @@ the first round, which has the greetings, is left out. A figure is the median ov
 
 The second has neither training nor messages. The threshold is the default one; a share of the sites drop out after the
 shares, so that the server restores their masking keys. A site's seconds are the mean over sites.
+
+The third times each operation of the protections against a dishonest server and bad sites alone, and multiplies by how
+many there are in a round.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import sys
 import tempfile
 import time
-from itertools import pairwise
+from collections.abc import Callable
+from itertools import count, pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -30,9 +36,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the deploymen
 from flwr.app import Message
 from flwr.common.serde import message_to_proto
 
+from fedloom.deploy.audit import Audit
 from fedloom.deploy.secure import integers, shares
 from fedloom.deploy.secure import protocol as secure
+from fedloom.deploy.secure.opened import OpenedSums
 from fedloom.deploy.server.run import serve
+from fedloom.deploy.site.state import SiteState
 from fedloom.errors import Stop
 from tests.deploy import grid
 from tests.deploy.scene import scene
@@ -102,6 +111,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5, help="deployments of each kind")
     parser.add_argument("--rounds", type=int, default=4, help="rounds of a deployment, with the first")
     parser.add_argument("--protocol", action="store_true", help="the protocol alone, without training and messages")
+    parser.add_argument("--protections", action="store_true", help="operations of the protections, each timed alone")
     parser.add_argument("--lost", type=float, default=0.1, help="share of the sites that drop out after the shares")
     given = parser.parse_args()
     if given.protocol:
@@ -109,6 +119,13 @@ def main() -> None:
         for d in given.d or [100_000]:
             for n in given.sites or [5, 20, 100]:
                 print(f"{n:5} {d:9,} " + row(n, d, int(given.lost * n)), flush=True)
+        return
+    if given.protections:
+        for d in given.d or [10_000, 1_000_000]:
+            for n in given.sites or [5, 9]:
+                print(f"{n} sites, {d:,} parameters: processor ms of a round")
+                for what, seconds in prices(n, d).items():
+                    print(f"{1e3 * seconds:7.1f}  {what}", flush=True)
         return
     print(f"a round of the server and all sites: median of {given.pairs} pairs (least-most)")
     print(f"sites {'d':>9} | {'MB plain':>9} {'MB masked':>9} | {'s plain':>21} {'s masked':>21} | masked / plain")
@@ -157,6 +174,47 @@ def row(n: int, d: int, lost: int) -> str:
     up = advert + sealed + 8 * d + agree + n * (4 + secure.KEY)
     down = n * advert + sealed + (4 * bool(lost) + 4 + secure.SIGNATURE) * len(survivors)
     return f"{lost:4} {threshold:9} | {up / 1e6:14.3f} {down / 1e6:17.3f} | {at_sites:6.2f} {at_server:9.2f}"
+
+
+def prices(n: int, d: int) -> dict[str, float]:
+    """Processor seconds of a round by protection, of the server and all sites."""
+
+    def timed(call: Callable[[], object], times: int = 200) -> float:
+        call()
+        start = time.process_time()
+        for _ in range(times):
+            call()
+        return (time.process_time() - start) / times
+
+    name, threshold, key = bytes(32), secure.safe_threshold(n), Ed25519PrivateKey.generate()
+    secrets = [secure.new_secrets() for _ in range(n)]
+    session = secure.session_of(name, threshold, [secure.advertise(name, c, x, key) for c, x in enumerate(secrets)])
+    text, public, rounds = bytes(shares.SEALED), key.public_key(), count(1)
+    signature, bases, download, total = key.sign(text), {f"{c}": 0 for c in range(n)}, bytes(4 * d), bytes(8 * d)
+    sign, check = timed(lambda: key.sign(text)), timed(lambda: public.verify(signature, text))
+    one_time = timed(lambda: secure.public_of(shares.one_time_key(session, secrets[0], 1)))
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        opened, state, log = OpenedSums(place), SiteState(place, name.hex(), 0), place / "sent.jsonl"
+        state.settle(1)
+
+        def reveal() -> None:
+            t = next(rounds)
+            opened.reveal(f"{t:064x}", {"uploads": t}, {"uploads": name.hex()}, bases, threshold)
+
+        once, over = timed(reveal), timed(state.accepted)
+        facts = {"kind": "masked", "round": 1, "status": "ok", "bytes": 8 * d, "numbers": 0, "digest": name.hex()}
+        sent = timed(lambda: Audit(log).write("sent", **facts))
+    few = 200 if d < 100_000 else 5
+    of_download, of_total = (timed(lambda part=part: hashlib.sha256(part).digest(), few) for part in (download, total))
+    return {
+        "a bad share is shown to be its sender's": n * (n - 1) * (sign + one_time + 2 * check),
+        "all sites were asked the same": n * sign + (n * n + n) * check + n * of_download,
+        "a round has one sum, a session never begins twice": n * once,
+        "a site has a log of what left it": 4 * n * sent,
+        "a site answers no round that is over": 4 * n * over,
+        "a damaged sum is noticed": 2 * of_total,
+    }
 
 
 if __name__ == "__main__":
