@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -498,3 +499,5 @@ def test_a_site_claims_no_more_samples_than_the_agreed_parts_have(written: Path,
     with pytest.raises(Rejected, match="numbers of samples must be three from 0 to"):
         Checks(server, {}).check_data(head)
     Checks(server, {}).check_data(head | {"sizes": [server.examples_limit, 0, 0]})
+    greeting, other = (Checks(server, {}).longest(kind) for kind in ("hello", "score"))
+    assert greeting - other >= len(json.dumps(server.samples.model_dump_json()))  # beside the head, JSON in JSON

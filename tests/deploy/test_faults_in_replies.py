@@ -154,6 +154,7 @@ CASES: dict[str, tuple[int, Bend]] = {
     "8 oversized": (3, with_arrays(bytes(3_000_000))),
     "8 many metrics": (3, lambda reply: changed(reply, BAD, metrics={f"m{k}": 0.0 for k in range(FIGURES + 1)})),
     "8 a list of metrics": (3, with_records(**{METRICS: MetricRecord({"m": [0.0] * 10_000})})),
+    "8 a long list in the head": (3, with_head(work=[1] * 200_000)),
     "9 negative": (9, with_head(samples=-5)),
     "9 zero": (9, with_head(samples=0)),
     "9 NaN": (3, with_head(samples=float("nan"))),
