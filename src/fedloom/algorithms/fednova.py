@@ -22,6 +22,9 @@ Momentum is the local one of the run; ``mu`` and ``gamma`` are the proximal and 
 three go together, where the paper has one at a time (momentum acts on the proximal term too). What travels is the
 change divided by ||a_i||_1, so the model that a weigher, a sampler or an attacker works on is x + dw.
 
+Replayed: the clients of JYWa/FedNova (47b4e09) make the same models, to 1e-15, with momentum and without, mu = 0; with
+mu its tau_eff counts the steps.
+
 Use it where clients take different numbers of local steps. With equal numbers it is FedAvg,
 of which a run warns.
 """
