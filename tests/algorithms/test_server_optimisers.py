@@ -49,6 +49,25 @@ def by_torch(make: Any, x0: Tensor, changes: Tensor) -> Tensor:
 
 
 @SEEDS
+@pytest.mark.parametrize("optimiser", ["adam", "yogi", "adagrad"])
+@pytest.mark.parametrize("clip", [0.01, 1.0, None])
+def test_a_first_round_of_clipped_gradients_goes_no_further_than_fedavgs_can(
+    seed: int, optimiser: Any, clip: float | None
+) -> None:
+    p = Problem.random(seed)
+    ctx = ReferenceFederation(p.oracle(), p.alpha, LocalSGD(lr=0.1, batch_size=2, clip=clip)).ctx(1, range(p.n))
+    method = FedOpt(optimiser=optimiser, tau=1e-9).with_derived_options(ctx)
+    if clip is None:
+        assert method.server_lr == pytest.approx(ctx.reach / 10)
+        return
+    change = torch.randn(p.d, generator=generator(seed), dtype=torch.float64)
+    change *= ctx.reach * clip / change.norm()  # the longest sum of steps
+    for dw in (change, ctx.reach * clip * torch.eye(len(change), dtype=change.dtype)[0]):
+        first = method.server(method.init(p.x0, ctx)[0], Delta(dw), ctx)
+        assert float((first.x - p.x0).norm()) <= ctx.reach * clip * (1 + 1e-6)
+
+
+@SEEDS
 @pytest.mark.parametrize("beta1", [None, 0.0, 0.5])
 def test_momentum_is_torchs(seed: int, beta1: float | None) -> None:
     changes = differences(seed)

@@ -27,8 +27,8 @@ of mixtures that weigh clients from 0 to twice the mean. A lambda_lr that is giv
 in the paper; with "fixed" alone it is 1/(n sqrt(rounds)), which supposes losses of order one. A client whose loss no
 model lowers, as where its targets are noise, gets most weight in the end, and others pay: that is the problem's answer.
 
-Replayed: the AFL of litian96/fair_flearn (f097971) makes the same x and lambda, to 1e-15, with one full step and a fixed
-step of lambda; its model is the mean of all.
+Replayed: the projection of litian96/fair_flearn (f097971), in the loop of its AFL, makes the same x and lambda, to
+1e-15, with one full step and a fixed step of lambda. There the model is the mean of all iterates.
 
 Use it to bound the loss of the worst client, with few clients that all return often.
 """

@@ -25,6 +25,7 @@ Replayed: the server of KarhouTam/FL-bench (06e658b) makes the same models, to 1
 Defaults: the adaptive optimisers move no coordinate by much more than server_lr in a round: reach/10, reach the length
 of a local round (lr times its mean number of steps), is what a gradient of 0.1 moves one; the smallest of the factors
 in studies/benchmarks/factors.py that keeps up with FedAvg; where clients use Adam or the like, what these move one by.
+Where gradients are clipped at c it is at most reach c/sqrt(d): the first round goes no further than FedAvg's can.
 With momentum 0.1 = 1 - beta1, FedAvg's speed in the end.
 
 Use it where some coordinates see rare gradients (embeddings); tune server_lr and tau together with the local lr.
@@ -67,7 +68,9 @@ class FedOpt(Algorithm):
     needs: ClassVar[Mapping[str, str]] = {"beta2": "optimiser adam yogi", "tau": "optimiser adagrad adam yogi"}
 
     def derived(self, ctx: Ctx) -> dict[str, Any]:
-        unit = 10 if ctx.local.follows_gradient else ctx.layout.d**0.5
+        unit = root = ctx.layout.d**0.5
+        if ctx.local.follows_gradient:
+            unit = 10 if ctx.local.clip is None else max(10, root / ctx.local.clip)
         return {"server_lr": 0.1 if self.optimiser == "momentum" else ctx.reach / unit}
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Nothing, None]:
