@@ -109,7 +109,8 @@ class AFL(Algorithm):
         x = server.x + torch.where(up.share > 0, up.dw / up.share, 0.0)  # sum of lam_i (w_i - x) over sum of lam_i
         losses = torch.zeros_like(server.lam)
         losses[ctx.ids] = up.loss[:, 0].to(losses) * (ctx.n / ctx.m)  # grad_lambda L(w_{t-1}, lambda_{t-1})
-        met = torch.hypot(server.met, losses.norm())
+        peak = losses.max().clamp(min=torch.finfo(losses.dtype).tiny)
+        met = torch.hypot(server.met, peak * (losses / peak).norm())
         gradient = losses / met.clamp(min=torch.finfo(met.dtype).tiny) if self.step == "adaptive" else losses
         lam = algebra.onto_simplex(server.lam + self.lambda_lr * gradient, 1.0)  # projection on the simplex
         return Server(x, lam, met)
