@@ -81,7 +81,7 @@ def changes_in_words(c: BothProtocols) -> str:
 def summary(comparisons: Sequence[BothProtocols]) -> Iterator[str]:
     """Lines of the map's page: the protocol, and a row for every setup in which local and FedAvg are there."""
     methods = methods_of(PROTOCOL)
-    records = [record for c in comparisons for record in c.records.values()]
+    records = [record for c in comparisons for name, record in c.records.items() if name in methods]
     yield from ("## At equal gradients", "")
     yield ABOUT.format(
         picked=len(methods) - 3, run=len(records), cells=len(methods) * len(comparisons),
@@ -96,7 +96,9 @@ def summary(comparisons: Sequence[BothProtocols]) -> Iterator[str]:
         j = c.gradients
         top, better = j.standings[0], listed(s.method for s in rivals_of(j) if s.better)
         link = f"[{j.setup.title}]({FOLDER}/{j.setup.name}.md#at-equal-gradients)"
-        shown = [link, f"{len(c.records)} of {len(methods)}", f"{top.method} {in_percent(top.figures['mean'])}",
+        others = len(c.records.keys() - set(methods))
+        count = f"{len(c.records) - others} of {len(methods)}{f' and {others} more' if others else ''}"
+        shown = [link, count, f"{top.method} {in_percent(top.figures['mean'])}",
                  better or "none", listed(c.changed(-1)) or "none", listed(c.changed(1)) or "none"]  # fmt: skip
         yield f"| {' | '.join(shown)} |"
     waiting = [c.rounds.setup.name for c in comparisons if c not in begun]
