@@ -7,8 +7,9 @@ the masks off, so there is a control in which the same steps are asked honestly.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,14 @@ from flwr.app import ArrayRecord, ConfigRecord
 from fedloom.deploy.protocol.envelope import COMMON, PROTOCOL, REQUEST_FIELDS, Kind, digest_of, seal
 from fedloom.deploy.secure import integers, shares
 from fedloom.deploy.secure import protocol as secure
+from fedloom.deploy.secure.member import SessionMember
 from fedloom.deploy.secure.protocol import Broken
 from fedloom.deploy.secure.terms import Terms
 from fedloom.deploy.secure.vectors import UploadVector
 from fedloom.deploy.site.local_data import part_sizes
+from fedloom.storage import disk
 from fedloom.version import __version__
-from tests.deploy.scene import Scene
+from tests.deploy.scene import Scene, signing_key_of
 from tests.deploy.sessions import Steps, secured
 
 pytestmark = pytest.mark.attack("a dishonest server")
@@ -356,6 +359,76 @@ def test_a_site_is_evicted_before_the_sum_is_opened(rogue: Rogue) -> None:
     assert first.told.keys() == {4}  # which has heard of no other session: one share is no secret
     with pytest.raises(Broken, match="1 sites gave their shares, 3 are needed"):
         first.total(terms)
+
+
+@pytest.mark.parametrize("t", [0, 4])
+def test_scores_of_fewer_sites_after_damage_where_nothing_was_trained(rogue: Rogue, t: int) -> None:
+    """No site has the state of a round, but each has its log of the shares that it gave."""
+    model, rest = rogue.model(), [0, 1, 2, 3]
+    assert honest(rogue, t, None, model).told.keys() == {*ALL}
+    for content in (b"damaged", None):
+        for site in rogue.here.sites:
+            [file] = site.state.rglob("opened.json")
+            file.unlink() if content is None else file.write_bytes(content)
+        rogue.sites = rogue.here.clients()
+        assert not honest(rogue, t, None, model, clients=rest).told
+    assert len(rogue.refused) == 2 * len(rest)
+    assert all(f"round {t} is too long ago" in reason for reason in rogue.refused)
+
+
+class Killed(BaseException):
+    """A site's process has ended."""
+
+
+def killed_at(place: int) -> Callable[[str, Path], None]:
+    """The end of a process before its step of work on the disk of that number."""
+    count = itertools.count(1)
+
+    def hook(_op: str, _path: Path) -> None:
+        if next(count) >= place:
+            raise Killed
+
+    return hook
+
+
+@pytest.mark.parametrize("action", ["unmask", "keys"])
+@pytest.mark.parametrize("damaged", ["nothing", "session", "opened", "session and opened"])
+def test_a_site_killed_at_any_write_opens_one_sum(
+    action: str, damaged: str, tmp_path: Path, record_property: Any
+) -> None:
+    """It ends in the last step or as another session begins; then two lists are asked for, which all have signed."""
+    here, tries, opened = secured(tmp_path, "fedavg"), 0, set[int]()
+    for order in ([5, 4], [4, 5]):
+        for place in itertools.count(1):
+            tries, folder, answers = tries + 1, f"{order[0]}-{place}", set[bytes]()
+            steps = Steps(here, folder)
+            steps.receive(0, ALL)
+            steps.masked(0)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(disk, "hook", killed_at(place))
+                try:
+                    answers |= {steps.reveal(0, ALL) if action == "unmask" else steps.sites[0].keys(2, steps.nonce)}
+                    done = True
+                except Killed:
+                    done = False
+            steps.sites[0] = SessionMember(here.sites[0], signing_key_of(0), here.sites[0].state / folder)
+            for file in (here.sites[0].state / folder / "session").glob("*.json"):
+                if file.stem in damaged:
+                    file.write_bytes(b"damaged")
+            answers = answers if action == "unmask" else set()
+            for count in order:
+                try:
+                    answers.add(steps.reveal(0, range(count)))
+                except Broken:
+                    continue
+                opened.add(count)
+            assert len(answers) <= 1, place
+            assert damaged != "nothing" or answers or action == "keys", place
+            if done:
+                break
+    assert tries > 2 * 5
+    assert opened == (set() if "session" in damaged else {4, 5})
+    record_property("tries", tries)
 
 
 @pytest.mark.parametrize("target", ALL)

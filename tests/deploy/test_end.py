@@ -13,9 +13,9 @@ import torch
 from flwr.app import ConfigRecord, Message
 from safetensors.torch import load_file
 
-from fedloom.deploy.audit import Audit, lines_of
+from fedloom.deploy.audit import SENT, Audit, lines_of
 from fedloom.deploy.protocol.envelope import COMMON, PROTOCOL, REQUEST_FIELDS, Kind, digest_of, seal
-from fedloom.deploy.site.client import SENT, Client
+from fedloom.deploy.site.client import Client
 from fedloom.deploy.site.ledger import Ledger, Spent
 from fedloom.deploy.site.state import MODEL, Generation, Rewound, SiteState
 from fedloom.engine.privacy import epsilon

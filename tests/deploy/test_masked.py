@@ -890,6 +890,14 @@ REFUSED: dict[str, tuple[str, Any]] = {
         "this session is over",
         lambda s: (s.sites[0].keys(2, s.nonce), s.sites[0].keys(1, s.nonce)),
     ),
+    "a session whose sum is open, after damage": (
+        "this session is over",
+        lambda s: (
+            *(s.receive(0, range(5)), s.masked(0), s.reveal(0, range(5))),
+            (s.here.sites[0].state / "alone" / "session" / "session.json").write_bytes(b"damaged"),
+            s.sites[0].keys(1, s.nonce),
+        ),
+    ),
     "an earlier session": (
         "is another one",
         lambda s: (s.receive(0, range(5)), s.sites[0].keys(2, s.nonce), s.masked(0)),

@@ -17,14 +17,14 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from fedloom.cli import app
-from fedloom.deploy.audit import lines_of
+from fedloom.deploy.audit import SENT, lines_of
 from fedloom.deploy.ops import members
 from fedloom.deploy.ops.directory import Location, write
 from fedloom.deploy.ops.members import add, keys_digest, proposed, remove, revoke, take
 from fedloom.deploy.ops.plan import plan
 from fedloom.deploy.server.run import serve
 from fedloom.deploy.settings import Server, Site, read_server, read_site
-from fedloom.deploy.site.client import SENT, Client
+from fedloom.deploy.site.client import Client
 from fedloom.errors import ConfigError, Refused, RunDirError, Stop
 from tests.deploy.conftest import make_experiment
 from tests.deploy.grid import FakeGrid, outside_flower

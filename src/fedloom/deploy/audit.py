@@ -11,6 +11,9 @@ from fedloom.errors import RunDirError
 from fedloom.storage.disk import regular
 from fedloom.storage.files import append_synced, create_file, make_folder
 
+SENT = "sent.jsonl"
+"""The log in the folder of a site's state of what has left the site."""
+
 
 class Audit:
     """A log that is only ever appended to.

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fedloom.deploy.audit import SENT, lines_of
 from fedloom.deploy.cox import STEPS, STEPS_FILE
 from fedloom.deploy.secure.protocol import Broken
 from fedloom.storage.disk import regular
@@ -95,15 +96,20 @@ class OpenedSums:
         write_checked(self._path, record)
 
     def _load(self) -> dict[str, Any]:
-        """Read the record; where it is gone or damaged, make one by which all rounds up to the newest state are summed.
+        """Read the record; where it is gone or damaged, make one by which all rounds up to the newest are summed.
 
-        So do all steps of a Cox regression, but where a whole record shows that the site has answered none: it enters a
-        step before it masks a vector, and gives shares of no sum without its own.
+        The newest is that of a state that is there, or of a session of which the site gave shares, by its log of what
+        left it. So are all steps of a Cox regression, but where a whole record shows that the site has answered none:
+        it enters a step before it masks a vector, and gives shares of no sum without its own.
         """
         values = read_checked(self._path)
         if values is not None:
             return values
-        newest = max((int(p.stem.partition("-")[2]) for p in self._folder.glob("round-*.state")), default=-1)
+        rounds = [int(p.stem.partition("-")[2]) for p in self._folder.glob("round-*.state")]
+        for line in lines_of(self._folder / SENT):
+            if (line.get("kind"), line.get("status")) == ("unmask", "ok") and isinstance(line.get("round"), int):
+                rounds.append(line["round"])
+        newest = max(rounds, default=-1)
         answered = read_checked(self._folder / STEPS_FILE) or {}
         untouched = answered.get("whole") is True and not answered["steps"]
         steps = {"cox": STEPS - 1} if newest >= 0 and not untouched else {}

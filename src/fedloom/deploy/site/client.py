@@ -9,7 +9,7 @@ import torch
 from flwr.app import Message, RecordDict
 
 from fedloom.data.input_spec import compared
-from fedloom.deploy.audit import Audit
+from fedloom.deploy.audit import SENT, Audit
 from fedloom.deploy.protocol.envelope import (
     PROTOCOL,
     REASON,
@@ -34,8 +34,6 @@ from fedloom.deploy.site.trainer import PLAIN, Trainer
 from fedloom.errors import CheckpointError, Refused, RunDirError, WireError, sentence_of
 from fedloom.version import __version__
 
-SENT = "sent.jsonl"
-"""Name of the site's own log of what left it, in the folder of its state."""
 SAFE = (Spent, Broken, CheckpointError, RunDirError, WireError)
 """Errors whose sentence holds nothing of the samples, whenever they are raised."""
 
