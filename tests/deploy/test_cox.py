@@ -17,6 +17,7 @@ from lifelines import CoxPHFitter
 from lifelines.datasets import load_rossi
 from statsmodels.duration.hazard_regression import PHReg
 
+from fedloom.deploy.audit import SENT
 from fedloom.deploy.cox import STEPS, STEPS_FILE, CoxStep, check_cox
 from fedloom.deploy.ops.status import lines, status_of
 from fedloom.deploy.secure.opened import OpenedSums, read_checked, write_checked
@@ -284,10 +285,13 @@ def test_shares_of_a_second_sum_of_a_step_are_refused(tmp_path: Path) -> None:
         opened.reveal(
             "session", {"cox": 2}, models, {c: t for c, t in everyone.items() if c != "4"}, threshold, "question 2"
         )
-    (tmp_path / "round-1.state").touch()
-    next(tmp_path.rglob("opened.json")).write_text("damaged")
-    with pytest.raises(Broken, match="too long ago"):
-        opened.reveal("session", {"cox": STEPS - 1}, models, everyone, threshold, "last")
+    trained, sent = tmp_path / "round-1.state", tmp_path / SENT
+    for trace, content in ((trained, ""), (sent, '{"kind": "unmask", "round": 1, "status": "ok"}\n')):
+        trace.write_text(content)
+        next(tmp_path.rglob("opened.json")).write_text("damaged")
+        with pytest.raises(Broken, match="too long ago"):
+            opened.reveal("session", {"cox": STEPS - 1}, models, everyone, threshold, "last")
+        trace.unlink()
 
 
 def test_a_damaged_list_of_opened_sums_costs_no_regression_before_its_first_step(tmp_path: Path) -> None:
