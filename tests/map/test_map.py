@@ -474,7 +474,7 @@ class RecomputedChange:
         pairs = {m: ([means[1][m][k] for k in sorted(means[1][m])], [means[0][m][k] for k in sorted(means[0][m])])
                  for m in self.anew}  # fmt: skip
         if pairs:
-            p = [stats.ttest_rel(*pairs[m]).pvalue for m in self.anew]
+            p = [1.0 if pairs[m][0] == pairs[m][1] else stats.ttest_rel(*pairs[m]).pvalue for m in self.anew]
             rejections = multipletests(p, alpha=0.05, method="holm")[0]
             for m, apart in zip(self.anew, rejections, strict=True):
                 if apart:

@@ -96,8 +96,8 @@ def summary(comparisons: Sequence[BothProtocols]) -> Iterator[str]:
         j = c.gradients
         top, better = j.standings[0], listed(s.method for s in rivals_of(j) if s.better)
         link = f"[{j.setup.title}]({FOLDER}/{j.setup.name}.md#at-equal-gradients)"
-        others = len(c.records.keys() - set(methods))
-        count = f"{len(c.records) - others} of {len(methods)}{f' and {others} more' if others else ''}"
+        outside = len(c.records.keys() - set(methods))
+        count = f"{len(c.records) - outside} of {len(methods)}{f' and {outside} more' if outside else ''}"
         shown = [link, count, f"{top.method} {in_percent(top.figures['mean'])}",
                  better or "none", listed(c.changed(-1)) or "none", listed(c.changed(1)) or "none"]  # fmt: skip
         yield f"| {' | '.join(shown)} |"
