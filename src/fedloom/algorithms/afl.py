@@ -110,7 +110,7 @@ class AFL(Algorithm):
         losses = torch.zeros_like(server.lam)
         losses[ctx.ids] = up.loss[:, 0].to(losses) * (ctx.n / ctx.m)  # grad_lambda L(w_{t-1}, lambda_{t-1})
         peak = losses.max().clamp(min=torch.finfo(losses.dtype).tiny)
-        met = torch.hypot(server.met, peak * (losses / peak).norm())
+        met = torch.hypot(server.met, peak * (losses / peak).norm())  # a norm of losses of any size
         gradient = losses / met.clamp(min=torch.finfo(met.dtype).tiny) if self.step == "adaptive" else losses
         lam = algebra.onto_simplex(server.lam + self.lambda_lr * gradient, 1.0)  # projection on the simplex
         return Server(x, lam, met)

@@ -162,16 +162,15 @@ def check_mixture(setting: Setting, *, classed: bool, each: bool) -> None:
     """Refuse a mixture of networks, embeddings of classes or a memory of labels where the task has no use for them.
 
     Raises:
-        Refused: the task has no classes, or other losses than their probabilities'; a memory or embeddings of classes
-            for labels per position.
+        Refused: the task has no classes, a label per position, or other losses than those of probabilities.
     """
+    positions = "these sequences have a label per position"
     if setting.model.guided and each:
         raise Refused(
-            "model.guided compares one representation of a sample with classes, and these sequences have a label per "
-            "position; leave it out"
+            f"model.guided compares one representation of a sample with classes, and {positions}; leave it out"
         )
     if setting.model.memory is not None and (each or not classed):
-        what = "these sequences have a label per position" if each else "this task has none"
+        what = positions if each else "this task has none"
         raise Refused(f"model.memory recalls the classes of samples, and {what}; leave it out")
     if not setting.model.mixture:
         return

@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.resources import files
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 from pydantic import Field
 
@@ -198,7 +198,7 @@ def _cell(recipes: Mapping[str, Recipe], summaries: Summaries, row: HeadlineClai
     measured = []
     for name in names:
         recipe, summary = recipes[name], summaries.get(name)
-        if summary is None or not _current(recipe, summary):
+        if not _current(summary, recipe):
             continue
         one = _verdict_on(recipe, summary, row.claim)
         if one is not None:
@@ -218,8 +218,8 @@ def _number(one: judge.ClaimVerdict) -> str:
     return f"{of.value(float(rival) + sign * look.difference, look.half)} against {rival}"
 
 
-def _current(recipe: Recipe, summary: RecipeSummary | None) -> bool:
-    """Whether a summary has all runs of the recipe as it is now."""
+def _current(summary: RecipeSummary | None, recipe: Recipe) -> TypeGuard[RecipeSummary]:
+    """Whether there is a summary with all runs of the recipe as it is now."""
     return summary is not None and summary.complete and not earlier(recipe, summary)
 
 
@@ -275,7 +275,7 @@ def _counts(cells: list[tuple[ClaimCell, ClaimCell]]) -> str:
 
 def _verdicts(recipe: Recipe, summary: RecipeSummary | None) -> str:
     """How the claims of a recipe came out; empty where its present version has no result."""
-    if summary is None or not _current(recipe, summary):
+    if not _current(summary, recipe):
         return ""
     words = [
         one.verdict for one in judge.claims(recipe, summary.numbers) if one.measured and not one.claim.construction
@@ -303,7 +303,7 @@ def _corrections(recipes: Mapping[str, Recipe], summaries: Summaries) -> Iterato
     yield from ("| claim | verdict before | reason |", "|---|---|---|")
     for sheet in sheets():
         for one in sheet.corrected:
-            waits = one.recipe and not _current(recipes[one.recipe], summaries.get(one.recipe))
+            waits = one.recipe and not _current(summaries.get(one.recipe), recipes[one.recipe])
             note = f" [{one.recipe}]({FOLDER}/{one.recipe}.md) has not been run since." if waits else ""
             yield f"| {sheet.name}, {one.text} | {one.was} | {one.why}{note} |"
     yield ""
