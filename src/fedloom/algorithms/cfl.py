@@ -28,8 +28,7 @@ comes by chance in 40 % of clusters of 4, 7 % of 5 and 0.6 % of 6, so smaller on
 of the rounds.
 
 Replayed: clients and server of felisat/clustered-federated-learning (23a1c388) make the same models and clusters, to
-1e-15, with the ratio for its bounds, the paper's bipartition and the means of the cluster that parts. Its notebook
-takes places in a cluster for ids of clients: from the second bipartition on it has other members.
+1e-15, with bound, parts and means as here; its notebook takes places in a cluster for ids: a second parting is wrong.
 
 Use it when clients fall into groups whose number is unknown. With ratio = 0, or where they do not, it is FedAvg, of
 which a run warns.
