@@ -21,6 +21,9 @@ d_sub up; the server keeps the last u of every client.
 
 Deviations: "z" in line 5 of Algorithm 2 is u. The public code never moves w_i and pi_i. Defaults are FLAME's.
 
+Replayed: the clients of zsk66/FLAME (215a04b2) make the same theta, w_i, pi_i and w, to 1e-15, once w_i and pi_i move
+and theta is pulled to the own w_i. Its weight decay acts on the pull, which overwrites theta there.
+
 Defaults: lam = 1/reach, reach the length of a round (lr times its mean number of steps), and rho = lam/n, the mean lam
 alpha_i. Ten of many directions are tied: the models are nearly those of local training unless dim is raised, of which
 a run warns.

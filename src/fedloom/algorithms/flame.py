@@ -24,6 +24,8 @@ Deviations: the theta step starts at the client's theta and is pulled to its w_i
 to the received w (``centre = "received"``) and moves w_i and pi_i after every epoch (``dual = "epoch"``, the next epoch
 is then pulled to the new w_i). With ``eps0`` the theta step is gradient descent until the client's tolerance is met
 (Eqs. 17, 18), at most ``most`` steps; epochs and batch size of the run are not used then.
+Replayed: the clients of zsk66/FLAME (215a04b2) make the same models and duals, to 1e-15, with these two; those of its
+forerunner zsk66/FLAME-master (5a7bf7c5) with the received w alone, and as Eq. 11 once they are pulled to w_i^t.
 
 Defaults: lam = 4/(reach rounds), reach the length of a round (lr times its mean number of steps): on a steady gradient
 a personal model goes as far from the global one as local training in a quarter of the run, so that a client whose data
