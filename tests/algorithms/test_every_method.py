@@ -93,9 +93,12 @@ def test_a_replay_of_what_a_run_drew_has_its_bits(name: str, monkeypatch: pytest
 
 
 def kept(result: Result) -> list[torch.Tensor]:
-    """The server's state, and the rows of all clients; without the key of a matrix."""
+    """The server's state without the key of a matrix, the rows of all clients, personal models of the trained."""
     server = [t for field, t in result.state.server._asdict().items() if field != "key"]
-    return [*server, *result.job.clients.read(torch.arange(result.job.n))]
+    rows, occupied = result.job.clients.read(torch.arange(result.job.n)), result.job.clients.occupied
+    seen = occupied if rows else torch.ones_like(occupied)
+    personal = [result.models.rows("personal")[seen]] if result.job.has_personal else []
+    return [*server, *rows, *personal]
 
 
 DRAWS = ("ifca", "pfedfda", "fedfomo", "fedskip", "fedspa", "fedpd", "equitable-fl", "lp-proj", "admm-lp-proj")

@@ -16,7 +16,8 @@ is made where it is asked for and never sent; its gradients count as work of the
 
 Deviations: the head is the last layer with a matrix unless ``head`` names others.
 
-Replayed: the clients of TsingZ0/PFLlib (d832e76f) make the same bodies in the rounds, to 1e-15.
+Replayed: clients and server of TsingZ0/PFLlib (d832e76f) make the same bodies and tuned models, to 1e-15, once the
+last mean is sent before the fine-tuning; there each client tunes the body that it had in the last round.
 
 Defaults: whole models are tuned for 5 epochs, as in the paper's tables, or for a quarter of the rounds' local epochs
 where that is more: the head has to be learned from where it was drawn, in steps of the run's size.

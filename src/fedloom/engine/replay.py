@@ -27,7 +27,8 @@ class Replay:
         batches: of every client (a list of n, or by id), of every round a list of steps, each a list of positions in
             the client's training part. They are those of the stream "local"; for a method with more streams, of which
             an error gives the names, a round is a table of such lists by stream. A client takes as many steps as there
-            are batches (Per-FedAvg's steps take two or three each), unless ``local.steps`` is given.
+            are batches (Per-FedAvg's steps take two or three each), unless ``local.steps`` is given. Where a round has
+            other streams than "local", its evaluation takes them for personal models that it trains.
         projection: ``[dim, d]``, the matrix of a method in a subspace (Lp-Proj, ADMM-Lp-Proj).
     """
 
@@ -72,6 +73,14 @@ class Replay:
     def fixed_batches(self, round: int, ids: Tensor) -> list[FixedBatches] | None:
         """The batches of clients in a round, from 1, by stream, if they are given."""
         return None if self.batches is None else [self._read[i][round] for i in ids.tolist()]
+
+    def evaluation_batches(self, round: int, ids: Tensor) -> list[FixedBatches] | None:
+        """Those after a round, from 0: of all streams but "local"; None where no client has another one."""
+        tuning = {
+            i: {stream: table for stream, table in of.get(round, {}).items() if stream != "local"}
+            for i, of in self._read.items()
+        }
+        return [tuning.get(i, {}) for i in ids.tolist()] if any(tuning.values()) else None
 
     def check(self, algorithm: Algorithm, sampler: Sampler, rounds: int, sizes: Tensor) -> None:
         """Read cohorts and batches.

@@ -115,7 +115,7 @@ def _personal(job: Job, down: Fields, round: int, ids: Tensor, *, trains: bool) 
     try:
         if trains:
             _, rows = job.algorithm.client(download, rows, work)
-        models = job.personal(download, rows, work)
+        models = job.personal(download, rows, work.with_(fixed_batches=job.replay.evaluation_batches(round, ids)))
         if models is None or models.shape != (len(ids), job.oracle.layout.d):
             got = None if models is None else [*models.shape]
             raise ValueError(f"personal must return [{len(ids)}, {job.oracle.layout.d}], got {got}")
