@@ -22,6 +22,9 @@ models of any clients, absent ones included; with probability epsilon all of the
 The public code draws each with it, takes means of groups of clients beside them, and likes by weights below zero, too;
 its distance is by default the sum of absolute differences.
 
+Replayed: the clients of TsingZ0/PFLlib (d832e76f) make the same models and weights, to 1e-14, of equal received
+models and held-out samples, without the 1e-5 that it adds to distances.
+
 Defaults: five models, a fifth of the samples held out, epsilon as in the paper 0.3 at first, 0.05 less every round. A
 client for which no model is better than where its training began keeps its trained one, as in PFLlib; with ``returns``
 it goes back there, as in the paper, which costs a round's work where steps rarely lower the loss on few samples.
