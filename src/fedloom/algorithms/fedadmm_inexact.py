@@ -23,11 +23,11 @@ sigma. With r = k networks grow ever sharper (Roulet et al., arXiv:2407.06183). 
 client of weight w moves sigma by e^(20 w) at most. One sigma is for all: r0 times the geometric mean of the r_i, moved
 where this is off by a factor above 1.9, as u of absent clients has an older one; with ``rho`` both are fixed, r_i =
 1/lr. Epochs, steps, batch size, and without it the schedule, are not used.
+Replayed: ShenglongZhou/FedADMM (6525b2ae) in Octave makes the same x, to 1e-15, with ``rho`` and equal r_i, once it
+starts a dual step at x_i, not at x, and tests the gradient there, not the one before the step.
 
 Defaults: one dual step after at most five linearised ones (six gradients of all samples), and r0 = 1/inner: five steps
-go 0.6 of the way to a local solution, whatever local.lr, the clients' sizes and the number of rounds are.
-
-Use it where full gradients are cheap.
+go 0.6 of the way to a local solution, whatever local.lr, sizes and rounds are. Use it where full gradients are cheap.
 """
 
 from __future__ import annotations

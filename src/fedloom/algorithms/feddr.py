@@ -22,6 +22,9 @@ Deviations: clients start with x_i = y_i = x^0, so that a client's first round i
 public code starts y at zero and weighs by samples. Local work starts at xbar, of which the prox does not depend;
 ``start = "own"`` is the public code's, the client's x_i.
 
+Replayed: clients and server of unc-optimization/FedDR (4097eb44), in TensorFlow, make the same x_i, y_i and xbar, to
+1e-15, with L1 and without, absent clients among them, once their y_i and xhat_i start at x^0.
+
 Defaults: eta = 2 reach, reach the length of a round (lr times its mean number of steps), and a start at xbar. With c_i
 the part of the way to the prox that client i's steps go, the server's model moves eta/((1 - 1/alpha) m + 2/alpha - 1)
 on a steady gradient, m the mean of the 1/c_i: 1.6 reach where clients have equal sizes (c = 0.39), and still FedAvg's
