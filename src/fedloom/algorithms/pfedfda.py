@@ -1,23 +1,19 @@
 """pFedFDA: clients share how features are distributed by class; a client's head follows from its own mixture.
 
-Problem: min over x of sum_i alpha_i f_i(x), whose head is Bayes' rule for Gaussian features.
+Problem: min over x (phi, body on the server) of sum_i alpha_i f_i(x), whose head is Bayes' rule for Gaussian features.
 
 Reference: C. McLaughlin, L. Su, "Personalized Federated Learning via Feature Distribution Adaptation", NeurIPS 2024.
 
     paper          here          meaning
-    phi            x             body, on the server
     mu, Sigma      means, cov    means of classes, and their covariance: g on the server, i of a client's features
     pi_i, beta_i   prior, beta   shares of a client's classes; weight of its own estimate beside the server's
 
 Kept by a client: nothing. Sent per round: the body's parameters and c k + k^2 down and up, c classes and k features.
 
-Deviations: one beta for means and covariance, the best of 0, 0.1, ..., 1 by the loss in a two-fold cross-validation
-(every other sample of a class). The public code has two by L-BFGS, no class of one sample in it, the features of its
-steps, and covariances with 1e-4 in all entries, shrunk by 1e-4. A class has a mean of its own from three samples on; in
-training there from one. The server lifts eigenvalues below min(ridge, 1)/2.
-
-Replayed: clients and server of cj-mclaughlin/pFedFDA (73c7c407) make the same bodies, distributions and heads, to
-1e-15, once these differences are taken out of it.
+Deviations: one beta for means and covariance, the best of 0, 0.1, ..., 1 by the loss in two folds (every other sample
+of a class); own means of classes with three samples; the server lifts eigenvalues below min(ridge, 1)/2. Replayed: the
+code of cj-mclaughlin/pFedFDA (73c7c407) makes the same models, to 1e-15, without its two betas by L-BFGS, features of
+its steps, means of fewer samples in training, and covariances with 1e-4 in all entries, shrunk by 1e-4.
 
 Use it when classes look differently from client to client. It needs a bias, and trains nothing of a model all head.
 """
