@@ -1,0 +1,79 @@
+"""Features of photographs that were learned elsewhere, as a network trained on other data would give them.
+
+Coates, Ng 2011, The importance of encoding versus training with sparse coding and vector quantization: patches are
+normalised and whitened, and compared with random patches by a soft threshold. Patches, whitening and the scale of the
+features come from CIFAR-100, whose photographs no client has.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import adaptive_avg_pool2d, relu, unfold
+
+from fedloom.data import Dataset, Source, load
+
+SIDE, STRIDE = 6, 2
+"""Pixels of a patch's side, and between two patches."""
+PATCHES = 64
+THRESHOLD = 0.25
+CONTRAST, RIDGE = 10 / 255**2, 0.1
+"""Added to variances: of a patch before it is normalised, and along every direction before it is whitened."""
+IMAGES = 2000
+BLOCK = 200
+
+
+class Cifar10Features(Source):
+    """The 10,000 official test images of CIFAR-10 as 512 numbers each; CIFAR-100 must be there, too."""
+
+    def load(self, data_dir: str | Path | None = None) -> Dataset:
+        """Features ``[10000, 512]`` and classes, of mean 0 and standard deviation 1 on images of CIFAR-100."""
+        return _features(data_dir)
+
+
+@cache
+def _features(data_dir: str | Path | None) -> Dataset:
+    photographs, elsewhere = load("cifar-10", data_dir), load("cifar-100", data_dir)
+    generator = torch.Generator().manual_seed(0)
+    fitted, scaled = elsewhere.x[torch.randperm(len(elsewhere.x), generator=generator)[: 2 * IMAGES]].split(IMAGES)
+    encoder = PatchEncoder(fitted, generator)
+    scale = encoder(scaled)
+    x = (encoder(photographs.x[photographs.test]) - scale.mean(0)) / scale.std(0)
+    return Dataset("cifar-10-features", x, photographs.y[photographs.test], "classification", photographs.classes)
+
+
+class PatchEncoder:
+    """Features of images, fitted on others.
+
+    Args:
+        images: bytes ``[N, 3, height, width]``.
+        generator: draws the patches.
+    """
+
+    def __init__(self, images: Tensor, generator: torch.Generator) -> None:
+        patches = torch.cat([normalised(block) for block in images.split(BLOCK)]).flatten(0, 1)
+        self.mean = patches.mean(0)
+        variances, directions = torch.linalg.eigh(torch.cov(patches.T))
+        whitening = directions / (variances + RIDGE).sqrt() @ directions.T
+        drawn = (patches[torch.randperm(len(patches), generator=generator)[:PATCHES]] - self.mean) @ whitening
+        self.weights = whitening @ (drawn / drawn.norm(dim=1, keepdim=True)).T
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """Features ``[N, 8 * PATCHES]``: how far patches exceed the threshold either way, mean of every quarter."""
+        return torch.cat([self._block(block) for block in images.split(BLOCK)])
+
+    def _block(self, images: Tensor) -> Tensor:
+        likeness = ((normalised(images) - self.mean) @ self.weights).transpose(1, 2)
+        maps = torch.cat([relu(likeness - THRESHOLD), relu(-likeness - THRESHOLD)], 1)
+        rows = (images.shape[2] - SIDE) // STRIDE + 1
+        return adaptive_avg_pool2d(maps.unflatten(2, (rows, -1)), 2).flatten(1)
+
+
+def normalised(images: Tensor) -> Tensor:
+    """All patches ``[N, places, 3 * SIDE**2]`` of images, each of mean 0 and variance 1 unless it has no contrast."""
+    patches = unfold(images.float() / 255, SIDE, stride=STRIDE).transpose(1, 2)
+    patches = patches - patches.mean(-1, keepdim=True)
+    return patches / (patches.square().mean(-1, keepdim=True) + CONTRAST).sqrt()
