@@ -78,6 +78,27 @@ def test_an_instance_starts_from_its_weights_and_stays_as_it_is(fed: Federation)
     assert not other.table().equals(found.table())
 
 
+@pytest.mark.parametrize("how", ["instance", "class", "function"])
+def test_a_model_in_double_precision_is_trained_in_single(how: str, fed: Federation) -> None:
+    class Double(Net):
+        def __init__(self, shape: tuple[int, ...], outputs: int) -> None:
+            super().__init__(shape, outputs)
+            self.load_state_dict(start)
+            self.double()
+
+    start = Net((1, 8, 8), 10).state_dict()
+    single, double = Net((1, 8, 8), 10), Double((1, 8, 8), 10)
+    single.load_state_dict(start)
+    given: Any = {"instance": double, "class": Double, "function": lambda shape, outputs: Double(shape, outputs)}[how]
+    want = fl.simulate("fedavg", fed, single, **SHORT).table()
+    assert fl.simulate("fedavg", fed, given, **SHORT).table().equals(want)
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert fl.simulate("fedavg", fed, given, **SHORT).table().equals(want)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_workers_that_fork_train_what_is_held(fed: Federation) -> None:
     model = lambda: Net((1, 8, 8), 10)  # noqa: E731
     one, two = (fl.simulate("ditto", fed, model, engine={"workers": k}, **SHORT) for k in (1, 2))

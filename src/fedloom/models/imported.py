@@ -68,7 +68,7 @@ class Held(ModelSpec):
     def _build(self, shape: tuple[int, ...], outputs: int, tokens: tuple[int, bool] | None) -> nn.Module:
         if not isinstance(self.held, nn.Module):
             return _build(self.held, {}, self.name, shape, outputs, tokens)
-        copy = deepcopy(self.held).cpu().float()
+        copy = deepcopy(self.held).cpu()
         return _build(lambda: copy, {}, self.name, shape, outputs, tokens)
 
 
@@ -128,7 +128,7 @@ def _build(
     odd = [n for n, p in module.named_parameters() if not isinstance(p, UninitializedParameter) and p.is_complex()]
     if odd:
         raise ConfigError(f"model {name!r} has complex parameters ({', '.join(odd)}); give real and imaginary parts")
-    try_out(module, shape, outputs, name, tokens)
+    try_out(module.float(), shape, outputs, name, tokens)
     return module
 
 
@@ -146,7 +146,7 @@ def try_out(
     if tokens and tokens[0]:
         tries = [torch.ones(2, *shape, dtype=torch.int64)]
     else:
-        tries = [torch.zeros(2, *shape), torch.ones(2, *shape)]
+        tries = [make(2, *shape, dtype=torch.float32) for make in (torch.zeros, torch.ones)]
     wanted: tuple[int | str, ...] = (*shape, outputs) if tokens and tokens[1] else (outputs,)
     output, errors = None, list[Exception]()
     for samples in tries:
