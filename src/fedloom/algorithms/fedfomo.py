@@ -20,10 +20,11 @@ up. The server receives the models of single clients: no secure aggregation.
 Deviations: the held-out samples are a share of the training part, the same in every round. A client receives last
 models of any clients, absent ones included; with probability epsilon all of them are drawn, not those it likes best.
 The public code draws each with it, takes means of groups of clients beside them, and likes by weights below zero, too;
-its distance is by default the sum of absolute differences.
+its distance is by default the sum of absolute differences, with "l2" the square of the norm.
 
 Replayed: the clients of TsingZ0/PFLlib (d832e76f) make the same models and weights, to 1e-14, of equal received
-models and held-out samples, without the 1e-5 that it adds to distances.
+models and held-out samples, without the 1e-5 that it adds to distances. With ``returns`` so do the functions of
+NVlabs/FedFomo (fe04f664) for weights and mixtures, once the root is taken of its "l2".
 
 Defaults: five models, a fifth of the samples held out, epsilon as in the paper 0.3 at first, 0.05 less every round. A
 client for which no model is better than where its training began keeps its trained one, as in PFLlib; with ``returns``
