@@ -19,6 +19,9 @@ Deviations: the download is dense and masked by the client: the server needs no 
 uploads; the paper sends the masked model. Parameters with fewer than two dimensions are always in the mask. What is
 regrown is the largest gradients of one batch among all that is out, the pruned included.
 
+Replayed: the clients of rong-dai/DisPFL (e2f47d4a), by some of the authors, whose search is the same, make the same
+models and masks, to 1e-15, once the number that is exchanged is rounded down; there it is rounded up.
+
 Defaults: T is the rounds of the run.
 
 Use it when clients can afford a part of the model only. ``density`` 1 is FedAvg.
