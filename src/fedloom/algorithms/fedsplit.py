@@ -17,7 +17,7 @@ Deviations: the local prox step is solved by the run's local training, started a
 part; a client that does not is counted with its last z.
 
 Replayed: clients and server of wenh06/fl-sim (61b57ec9) make the same z_j and x, to 1e-14, once local work starts at x;
-there it goes on from the client's last model.
+there it starts at the client's last model.
 
 Defaults: step = 2 reach, reach the length of a round (lr times its mean number of steps): FedDR's eta, for its reasons.
 With a fixed step, steps of about its size leave the local prox at one batch.
