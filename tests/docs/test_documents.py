@@ -26,7 +26,7 @@ import pytest
 import fedloom as fl
 from fedloom import report
 from fedloom.algorithms import REGISTRY, upload_fields
-from fedloom.experiment.cards import text
+from fedloom.experiment.cards import cards, text
 from fedloom.values import fields_of
 from tests.commands import end, fork
 
@@ -63,9 +63,11 @@ def test_the_comparison_of_the_first_page_prints_what_is_shown(
         assert float(here) == pytest.approx(float(there), abs=1), "processors differ by less than a point"
 
 
-def test_the_first_page_counts_laws_and_the_federations_of_the_map() -> None:
+def test_the_first_page_counts_laws_replays_and_the_federations_of_the_map() -> None:
     text = (ROOT / "README.md").read_text()
     assert f"| **Laws** | {len(fl.testing.LAWS)} laws and a known optimum hold every method" in text
+    replayed = [name for name, card in cards().items() if "Replayed:" in card]
+    assert f"| **Replays** | {len(replayed)} of {len(REGISTRY)} methods make the same models" in text
     with (ROOT / "studies" / "pages" / "map" / "map.csv").open() as file:
         measured = {(row["method"], row["setup"]) for row in csv.DictReader(file) if row["mean"]}
     methods, setups = ({pair[k] for pair in measured} for k in (0, 1))
