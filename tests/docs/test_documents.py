@@ -67,7 +67,7 @@ def test_the_first_page_counts_laws_replays_and_the_federations_of_the_map() -> 
     text = (ROOT / "README.md").read_text()
     assert f"| **Laws** | {len(fl.testing.LAWS)} laws and a known optimum hold every method" in text
     replayed = [name for name, card in cards().items() if "Replayed:" in card]
-    assert f"; {len(replayed)} of {len(REGISTRY)} make the models of a public code" in text
+    assert f"; {len(replayed)} of {len(REGISTRY)} were held against a public code step by step" in text
     with (ROOT / "studies" / "pages" / "map" / "map.csv").open() as file:
         measured = {(row["method"], row["setup"]) for row in csv.DictReader(file) if row["mean"]}
     methods, setups = ({pair[k] for pair in measured} for k in (0, 1))
