@@ -17,17 +17,17 @@ Reference: S. Zhou, G. Y. Li, "Federated Learning via Inexact ADMM", IEEE TPAMI 
 Kept by a client: 2d + 2 (w, y, eps, r), by the server its last u and r. Sent per round: d + 1 down, d + 1 up.
 
 Deviations: the paper's 1/n is divided out of duals, penalty, gradients and eps (n^2); shares weigh the mean. Its r_i is
-that of linear models. Here it starts at 1/lr; a curvature k along the last step above 2 (r + sigma) means that L rose,
-and r becomes k/2, by which L falls; where ||change of g|| < r/4 ||change of w||, it falls, by half at most, never below
-sigma. With r = k networks grow ever sharper (Roulet et al., arXiv:2407.06183). r is sent within e^-10/lr to e^10/lr: a
-client of weight w moves sigma by e^(20 w) at most. One sigma is for all: r0 times the geometric mean of the r_i, moved
-where this is off by a factor above 1.9, as u of absent clients has an older one; with ``rho`` both are fixed, r_i =
-1/lr. Epochs, steps, batch size, and without it the schedule, are not used.
-Replayed: ShenglongZhou/FedADMM (6525b2ae) in Octave makes the same x, to 1e-15, with ``rho`` and equal r_i, once it
-starts a dual step at x_i, not at x, and tests the gradient there, not the one before the step.
+for linear models; here it starts at 1/lr; a curvature k along the last step above 2 (r + sigma) makes r k/2, by which L
+falls; where ||change of g|| < r/4 ||change of w||, it falls, by half at most, never below sigma. With r = k networks
+grow ever sharper (Roulet et al., arXiv:2407.06183). r is sent within e^-10/lr to e^10/lr: a client of weight w moves
+sigma by e^(20 w) at most. One sigma is for all: r0 times the geometric mean of the r_i, moved where this is off by a
+factor above 1.9, as u of absent clients has an older one; with ``rho`` both are fixed, r_i = 1/lr. Epochs, steps and
+batch size (without it the schedule) are unused. Replayed: ShenglongZhou/FedADMM (6525b2ae) in Octave makes the same x,
+to 1e-15, with ``rho`` and equal r_i, once it starts a dual step at x_i, not x, and tests the gradient there.
 
-Defaults: one dual step after at most five linearised ones (six gradients of all samples), and r0 = 1/inner: five steps
-go 0.6 of the way to a local solution, whatever local.lr, sizes and rounds are. Use it where full gradients are cheap.
+Defaults: r0 = 1/inner and up to five linearised steps (six full gradients), 0.6 of the way to a local solution.
+
+Use it where full gradients are cheap.
 """
 
 from __future__ import annotations
