@@ -137,7 +137,9 @@ class Cell:
     @property
     def document(self) -> dict[str, Any]:
         """The experiment of its fresh seeds, before settings are chosen."""
-        method = {"algorithm": self.method, "label": self.method}
+        method: dict[str, Any] = {"algorithm": self.method, "label": self.method}
+        if parts := _declared()["models"].get(self.method):
+            method["model"] = {**self.setup.document["model"], **parts}
         return {**self.setup.document, "name": self.where, "seeds": list(self.setup.seeds), "method": [method]}
 
     @property
