@@ -26,6 +26,7 @@ from typer.testing import CliRunner
 
 from fedloom.algorithms import REGISTRY
 from fedloom.cli import app
+from fedloom.engine.setup import check
 from fedloom.engine.simulate import simulate
 from fedloom.errors import DataError
 from fedloom.experiment import Plan, parse
@@ -114,6 +115,13 @@ def test_every_setup_can_be_drawn_with_all_of_its_seeds(setup: Setup) -> None:
             assert int(fed.sizes(part).min()) >= 1, (seed, part)
     if setup.name == "scarce":
         assert {int(sum(fed.sizes(p)[i] for p in ("train", "validation", "test"))) for i in range(20)} == {50}
+
+
+@pytest.mark.parametrize("method", [name for name in REGISTRY if name != "fedbn"])
+def test_no_method_is_another_one_on_the_map_for_lack_of_a_part(method: str) -> None:
+    plan = Cell(FULL["labels"], method).plan
+    fed = plan.partition(plan.source.read(None), 0)
+    assert not [note for note in check(plan.methods[0].setting, fed) if "on a model without" in note]
 
 
 # --- how it is judged

@@ -18,7 +18,7 @@ from fedloom_studies.map.judge import Overall, SetupVerdict, Standing, judge, ov
 from fedloom_studies.map.pictures import SIGNS, ladder, overview
 from fedloom_studies.map.records import NOT_RUN, CellRecord, stale
 from fedloom_studies.map.references import References, lines
-from fedloom_studies.map.setups import MARKS, Cell, Setup
+from fedloom_studies.map.setups import MARKS, Cell, Setup, parts_of_networks
 from fedloom_studies.map.statements import FOLDER, WANTED, advice, finding, in_percent, joined, sentences, signed
 
 NOTHING: Records = MappingProxyType({})
@@ -66,6 +66,10 @@ A triangle up: significantly better, down: significantly worse. Pale: not signif
 - **A second look.** What is significant is run again on other seeds, and called *seen twice* where these agree.
 
 - *Not applicable*: the pair does not exist. *Stale*: recorded with another commit of the method, or another protocol.
+
+- **Parts of the network.** Some methods ask for more than a plain network, without which they are FedAvg or FedPer: {parts}.
+
+- **No regulariser.** The problems have none; FedMiD and FedDualAvg are FedAvg then.
 
 - No setup is of texts: the source that needs no download reads the docstrings of the Python that runs, so that two
   machines would have two federations.
@@ -126,6 +130,7 @@ def _overview(
         seeds=len(setup.seeds), enough=ENOUGH, wanted=WANTED, folder=FOLDER, finding=finding(verdicts),
         advice="\n".join(advice(verdicts, references)), hours=fixed(sum(j.setup.share for j in verdicts) / 60, 1),
         signs=", ".join(f"{sign}: {state}" for state, sign in SIGNS.items()),
+        parts=", ".join(f"{name} has {options(parts)}" for name, parts in parts_of_networks().items()),
     )  # fmt: skip
     lines = [head, "", "## Setup by setup", ""]
     for j in verdicts:

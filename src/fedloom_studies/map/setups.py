@@ -101,6 +101,12 @@ def _declared() -> dict[str, Any]:
     return tomllib.loads(files("fedloom_studies.map").joinpath("setups.toml").read_text(encoding="utf-8"))
 
 
+def parts_of_networks() -> dict[str, dict[str, Any]]:
+    """The parts that methods ask of every setup's network."""
+    parts: dict[str, dict[str, Any]] = _declared()["models"]
+    return parts
+
+
 def methods_of(protocol: Protocol) -> tuple[str, ...]:
     """Choose the methods that a protocol has in every setup, those that others are compared with first."""
     if protocol == "rounds":
@@ -138,7 +144,7 @@ class Cell:
     def document(self) -> dict[str, Any]:
         """The experiment of its fresh seeds, before settings are chosen."""
         method: dict[str, Any] = {"algorithm": self.method, "label": self.method}
-        if parts := _declared()["models"].get(self.method):
+        if parts := parts_of_networks().get(self.method):
             method["model"] = {**self.setup.document["model"], **parts}
         return {**self.setup.document, "name": self.where, "seeds": list(self.setup.seeds), "method": [method]}
 
