@@ -67,7 +67,8 @@ A triangle up: significantly better, down: significantly worse. Pale: not signif
 
 - *Not applicable*: the pair does not exist. *Stale*: recorded with another commit of the method, or another protocol.
 
-- **Parts of the network.** Some methods ask for more than a plain network, without which they are FedAvg or FedPer: {parts}.
+- **Parts of the network.** On a plain network some methods are FedAvg or FedPer. They have the parts that they ask for:
+  {parts}.
 
 - **No regulariser.** The problems have none; FedMiD and FedDualAvg are FedAvg then.
 
