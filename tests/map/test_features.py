@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from fedloom.errors import DataError
 from fedloom_studies.map import features
 from fedloom_studies.map.features import Cifar10Features, PatchEncoder, normalised
 
@@ -74,3 +75,7 @@ def test_the_data_have_the_official_test_images_and_their_classes(
     assert data.x.shape == (9, 8 * features.PATCHES)
     assert data.y.tolist() == list(range(9))
     assert data.x.isfinite().all()
+    (tmp_path / "cifar-10-batches-bin" / "test_batch.bin").unlink()
+    features._features.cache_clear()
+    with pytest.raises(DataError, match="no test images"):
+        Cifar10Features().load(tmp_path)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d, relu, unfold
 
 from fedloom.data import Dataset, Source, load
+from fedloom.errors import DataError
 
 SIDE, STRIDE = 6, 2
 """Pixels of a patch's side, and between two patches."""
@@ -30,15 +31,23 @@ class Cifar10Features(Source):
     """The 10,000 official test images of CIFAR-10 as 512 numbers each; CIFAR-100 must be there, too."""
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Features ``[10000, 512]`` and classes, of mean 0 and standard deviation 1 on images of CIFAR-100."""
+        """Features ``[10000, 512]`` and classes, of mean 0 and standard deviation 1 on images of CIFAR-100.
+
+        Raises:
+            DataError: one of the two data sets, or the test images, are missing.
+        """
         return _features(data_dir)
 
 
 @cache
 def _features(data_dir: str | Path | None) -> Dataset:
     photographs, elsewhere = load("cifar-10", data_dir), load("cifar-100", data_dir)
+    if photographs.test is None:
+        raise DataError(
+            "cifar-10: no test images, of which the features are; put test_batch.bin beside the other files"
+        )
     generator = torch.Generator().manual_seed(0)
-    fitted, scaled = elsewhere.x[torch.randperm(len(elsewhere.x), generator=generator)[: 2 * IMAGES]].split(IMAGES)
+    fitted, scaled = elsewhere.x[torch.randperm(len(elsewhere.x), generator=generator)[: 2 * IMAGES]].chunk(2)
     encoder = PatchEncoder(fitted, generator)
     scale = encoder(scaled)
     x = (encoder(photographs.x[photographs.test]) - scale.mean(0)) / scale.std(0)

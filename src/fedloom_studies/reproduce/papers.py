@@ -336,8 +336,6 @@ def _unaffordable(
         "",
         "Each of these commands can be stopped, and it resumes where it was;",
         "`fedloom reproduce --all --budget 8h` goes through all that is unfinished.",
-        "`studies/unfinished` has the trials of recipes that were begun: with that folder as its `--out` a recipe",
-        "resumes from them.",
         "",
     )
 
