@@ -6,7 +6,7 @@
 
 The lines are those of a Markdown table. A cell of the column looped / stacked above 1 says that stacking is faster.
 `captured` is a stacked step as a CUDA graph, which the engine does not use; a graph that cannot be captured is refused
-with a sentence. tf32 lets products round to TF32, bf16 is `precision = "bf16"` of the engine, for convolutions. A row
+with a sentence. float32, tf32 and bf16 are `precision = "full"`, "tf32" and "bf16" of the engine. A row
 during which other processes used more than 0.1 core ends with `disturbed`. `--device cpu` shows that the program runs,
 no more.
 """
@@ -28,7 +28,8 @@ from workloads import CLASSES, Workload
 
 from fedloom.errors import FedloomError, Refused
 from fedloom.local import LocalSGD, Work, descend
-from fedloom.local.oracles import chunk_count, chunk_limit, make_oracle
+from fedloom.local.oracles import Precision, chunk_count, chunk_limit, make_oracle
+from fedloom.local.oracles.precision import repeatable
 from fedloom.models import CNN, MLP, ResNet18, Softmax
 from fedloom.processes.machine_load import QUIET, watch_others
 from fedloom.tasks import Classification
@@ -42,7 +43,7 @@ MODELS = {
     "cnn": (CNN(), IMAGE),
     "resnet18-gn": (ResNet18(), COLOUR),
 }
-PRECISIONS = ("float32", "tf32", "bf16")
+PRECISIONS: dict[str, Precision] = {"float32": "full", "tf32": "tf32", "bf16": "bf16"}
 CLIENTS = (10, 100, 1000)
 
 
@@ -53,11 +54,9 @@ class Measured:
         spec, shape = MODELS[name]
         samples = BATCH * given.steps
         work = Workload(name, spec, shape, clients, clients, samples, BATCH, 1)
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision == "tf32"
         fed = work.federation().to(given.device)
         module = spec.build(shape, CLASSES)
-        low = "bf16" if precision == "bf16" else "full"
-        self.oracle = make_oracle(module, Classification(classes=CLASSES), fed, oracle, precision=low)
+        self.oracle = make_oracle(module, Classification(classes=CLASSES), fed, oracle, precision=PRECISIONS[precision])
         self.row = self.oracle.layout.vector(module, torch.float32).to(given.device)
         self.local = LocalSGD(lr=0.01, batch_size=BATCH, steps=given.steps)
         limit = given.chunk or chunk_limit(self.oracle)
@@ -131,7 +130,8 @@ def seconds(name: str, clients: int, way: str, precision: str, given: argparse.N
         torch.cuda.reset_peak_memory_stats()
     try:
         measured = WAYS[way](name, clients, "stacked" if way == "captured" else way, precision, given)
-        found = statistics.median([measured(round) for round in range(given.rounds + 1)][1:])
+        with repeatable(measured.oracle.device, PRECISIONS[precision]):
+            found = statistics.median([measured(round) for round in range(given.rounds + 1)][1:])
     except (torch.OutOfMemoryError, FedloomError) as error:
         print(f"{name}, {clients} clients, {way}, {precision}: {str(error).splitlines()[0]}", file=sys.stderr)
         return float("nan"), float("nan")

@@ -18,6 +18,7 @@ from fedloom.data.federation import Federation
 from fedloom.data.partition import Iid
 from fedloom.engine.setting import Engine, Evaluate
 from fedloom.engine.simulate import simulate
+from fedloom.errors import Refused
 from fedloom.local import LocalSGD
 from fedloom.models import CNN, MLP
 
@@ -89,6 +90,11 @@ def test_every_method_keeps_to_the_device(fed: Federation, name: str) -> None:
             local=LocalSGD(lr=0.05, batch_size=64),
             engine=Engine(device="cuda:0"),
         ).rounds
+
+
+def test_forked_workers_are_refused_on_a_device(fed: Federation) -> None:
+    with pretend.accelerator(), pytest.raises(Refused, match=r"engine\.workers is 2.*leave workers out, or start one"):
+        simulate("fedavg", fed, MODELS["fused"], rounds=1, engine=Engine(device="cuda:0", workers=2))
 
 
 def benchmark(*options: str) -> subprocess.CompletedProcess[str]:

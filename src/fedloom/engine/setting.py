@@ -98,8 +98,10 @@ class Engine(Value):
     chunk: int | None = Field(None, ge=1, description="most clients of a chunk; a fixed rule when not given")
     device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N")
     dtype: Literal["float32", "float64"] = Field("float32", description="type of models and samples")
-    precision: Literal["full", "bf16"] = Field(
-        "full", description="of the gradients of steps: dtype's, or bfloat16 for convolutions; rows are always dtype's"
+    precision: Literal["full", "tf32", "bf16"] = Field(
+        "full",
+        description="of gradients: dtype's, in all products of a GPU TF32, or in steps bfloat16 for convolutions; rows "
+        "are always dtype's",
     )
     checkpoint_every: float = Field(30.0, gt=0, description="seconds of work between checkpoints")
     store_budget: int = Field(1024, ge=0, description="MiB of client state kept in memory; beyond it, files")

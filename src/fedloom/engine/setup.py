@@ -278,7 +278,7 @@ def _oracle(setting: Setting, fed: Federation) -> Network:
     check_mixture(setting, classed=fed.data.classed, each=fed.data.each)
     module = setting.model.build(tuple(fed.data.shape), task.outputs, setting.seed, fed.data.tokens)
     oracle = make_oracle(module, task, fed, engine.oracle, augment if augment.changes else None, engine.precision)
-    if oracle.low and setting.method.full_gradients:
+    if engine.precision != "full" and setting.method.full_gradients:
         why = setting.method.full_gradients
         raise Refused(f"{why} takes full gradients, which stay float32; leave engine.precision out")
     return oracle
@@ -329,7 +329,17 @@ def _residue(messages: Messages, channel: Channel, upload: Fields, kept: Fields 
 
 
 def worker_count(engine: Engine, rounds: int, d: int, samples: int) -> int:
-    """Processes of a run; ``auto`` uses the cores when there is enough to do to pay for starting them."""
-    if engine.workers != "auto":
-        return engine.workers
-    return cores() if engine.device == "cpu" and 3.0 * rounds * samples * d > WORTH_FORKING else 1
+    """Processes of a run; ``auto`` uses the cores when there is enough to do to pay for starting them.
+
+    Raises:
+        Refused: several on a GPU.
+    """
+    on_cpu = engine.device == "cpu"
+    if engine.workers == "auto":
+        return cores() if on_cpu and 3.0 * rounds * samples * d > WORTH_FORKING else 1
+    if engine.workers > 1 and not on_cpu:
+        raise Refused(
+            f"engine.workers is {engine.workers}, but workers are forks of this process, and a fork cannot use the GPU "
+            f"{engine.device!r} of its parent; leave workers out, or start one process per GPU with torchrun"
+        )
+    return engine.workers

@@ -26,6 +26,7 @@ from fedloom.engine.setup import make_job
 from fedloom.engine.state import State, initial_state
 from fedloom.engine.virtual.clock import flat
 from fedloom.errors import ConfigError, Stop, nearest, unknown
+from fedloom.local.oracles.precision import repeatable
 from fedloom.processes.clients import COUNTS, Clients, Handlers, LocalClients
 from fedloom.processes.pool import WorkerPool
 from fedloom.processes.rank_pool import RankPool
@@ -127,7 +128,7 @@ def simulate(
     resumed = checkpoints.resume(initial_state(job, server))
     if not advance or resumed.stop is not None:
         return Result(job, resumed.state, resumed.stop or Stop.INTERRUPTED, resumed.detail, resumed.diverged)
-    with one_thread(), clients_of(job) as clients, interruptible() as interrupted:
+    with arithmetic(job), clients_of(job) as clients, interruptible() as interrupted:
         return Result(
             job, *run_rounds(job, clients, checkpoints, _Simulation(job, clients, progress, interrupted), resumed.state)
         )
@@ -177,11 +178,12 @@ def clients_of(job: Job) -> Iterator[LocalClients]:
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
-    """torch computes with one thread meanwhile: a run's results must not depend on the machine's cores."""
+def arithmetic(job: Job) -> Iterator[None]:
+    """torch computes with one thread, and on a GPU what repeats: results must not depend on the machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        yield
+        with repeatable(job.oracle.device, job.setting.engine.precision):
+            yield
     finally:
         torch.set_num_threads(before)

@@ -37,6 +37,7 @@ from fedloom.flower.records import (
     shapes_of,
     tensors_of,
 )
+from fedloom.local.oracles.precision import repeatable
 from fedloom.local.rows import for_everyone, group_of, named, remade, to_device
 from fedloom.processes.clients import AskTask, ScoreTask, TrainTask
 from fedloom.storage.checkpoint import save_tensors
@@ -189,7 +190,8 @@ class _Node:
         """Train from the state that the server names as accepted; the new state waits for the next message."""
         job, t, ids = self._job(values, message, context), values["round"], _ids(values)
         down = to_device(self._down(values, message, context), job.oracle.device)
-        output = run_clients(job, down, TrainTask(t, torch.tensor([0]), ids, torch.ones(1, 1)))
+        with repeatable(job.oracle.device, job.setting.engine.precision):
+            output = run_clients(job, down, TrainTask(t, torch.tensor([0]), ids, torch.ones(1, 1)))
         context.state[f"{STATE}{t}"] = arrays_of({name: rows[0] for name, rows in named(output.state).items()})
         self._keep(context, values.get("run", ""))
         answers = {"weigher": output.weigher_answer, "sampler": output.sampler_report}

@@ -151,6 +151,7 @@ def costs_of(setting: Setting, fed: Federation, rounds: int) -> Costs:
     cohort = round(statistics.fmean(w.clients for _, w in measured))
     client = _per_client(setting, fed, rounds, cohort, row)
     share = statistics.median(w.work / w.clients for _, w in measured)
+    crowded = cores() > 1 and setting.engine.device == "cpu"
     return Costs(
         share=share,
         result=statistics.median(w.passing / w.chunks for _, w in measured),
@@ -160,7 +161,7 @@ def costs_of(setting: Setting, fed: Federation, rounds: int) -> Costs:
         row=row,
         chunk=job.chunk,
         cohort=cohort,
-        crowd=max(1.0, _share_in_a_crowd(setting, fed, rounds) / share) if cores() > 1 else 1.0,
+        crowd=max(1.0, _share_in_a_crowd(setting, fed, rounds) / share) if crowded else 1.0,
         cores=cores(),
     )
 

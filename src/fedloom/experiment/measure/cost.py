@@ -20,7 +20,7 @@ from fedloom.engine.round import run_round
 from fedloom.engine.scoring import scores_of
 from fedloom.engine.setting import Setting
 from fedloom.engine.setup import make_job
-from fedloom.engine.simulate import clients_of, one_thread, simulate
+from fedloom.engine.simulate import arithmetic, clients_of, simulate
 from fedloom.engine.state import State, initial_state
 from fedloom.processes.clients import COUNTS, Clients
 from fedloom.processes.pool import Workers
@@ -157,7 +157,7 @@ def play(
         ClientError: code of the method failed.
     """
     job, server = make_job(setting, fed)
-    with one_thread(), clients_of(job) as clients:
+    with arithmetic(job), clients_of(job) as clients:
         state = initial_state(job, server)
         while True:
             before, start = state, clock()

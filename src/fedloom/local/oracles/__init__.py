@@ -12,7 +12,7 @@ from fedloom.local.oracles.base import Oracle
 from fedloom.local.oracles.fused import Fused, chain_of
 from fedloom.local.oracles.looped import Looped, draws_itself
 from fedloom.local.oracles.network import BATCH_STATISTICS, Network
-from fedloom.local.oracles.precision import Precision, check_bf16
+from fedloom.local.oracles.precision import Precision, check_bf16, check_tf32
 from fedloom.local.oracles.quadratic import Quadratic
 from fedloom.local.oracles.stacked import Stacked
 from fedloom.values import choose
@@ -59,6 +59,8 @@ def make_oracle(
         raise Refused("oracle 'stacked' cannot take batch statistics or a module's own randomness; use 'looped'")
     if precision == "bf16":
         check_bf16(fed.device, fed.dtype, oracle.name)
+    if precision == "tf32":
+        check_tf32(fed.device, fed.dtype)
     network: Network = oracle(module, task, fed, augment)
     network.low = precision == "bf16"
     return network

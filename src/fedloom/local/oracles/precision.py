@@ -1,9 +1,12 @@
-"""bfloat16 for the gradients of steps, where a run chooses it; rows, updates and passes over all samples stay full."""
+"""bfloat16 for the gradients of steps, where a run chooses it; rows, updates and passes over all samples stay full.
+
+A GPU's products and convolutions of float32 are those of float32, unless a run chooses TF32 for all of them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal
 
 import torch
@@ -11,7 +14,7 @@ from torch import Tensor, nn
 
 from fedloom.errors import Refused
 
-Precision = Literal["full", "bf16"]
+Precision = Literal["full", "tf32", "bf16"]
 INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")
 """Names in `torch.cpu.get_capabilities` of instructions for bfloat16, of x86 and of ARM."""
 PRODUCTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -39,6 +42,39 @@ def check_bf16(device: torch.device, dtype: torch.dtype, oracle: str) -> None:
         raise Refused(f"{choice} is for convolutions; the loops for linear layers are float32: leave it out")
     if not has_bf16(device):
         raise Refused(f"{choice}: this processor has no instructions for bfloat16, and would be slower; leave it out")
+
+
+def check_tf32(device: torch.device, dtype: torch.dtype) -> None:
+    """Refuse TF32 where it cannot be had.
+
+    Raises:
+        Refused: TF32 cannot be used; the message has the reason.
+    """
+    choice = "engine.precision = 'tf32'"
+    if device.type != "cuda":
+        raise Refused(f"{choice} is a format of GPUs, but engine.device is {device.type!r}; leave it out")
+    if dtype is not torch.float32:
+        raise Refused(f"{choice} rounds float32, but engine.dtype is {str(dtype).removeprefix('torch.')!r}")
+
+
+@contextmanager
+def repeatable(device: torch.device, precision: Precision) -> Iterator[None]:
+    """A GPU computes meanwhile as precisely as is chosen, and by convolutions that give the same bits again.
+
+    PyTorch's own default is to round what enters a convolution of float32 to TF32, and to take the fastest algorithms,
+    some of which add up in any order.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    before = cudnn.allow_tf32, matmul.allow_tf32, cudnn.deterministic, cudnn.benchmark
+    cudnn.allow_tf32 = matmul.allow_tf32 = precision == "tf32"
+    cudnn.deterministic, cudnn.benchmark = True, False
+    try:
+        yield
+    finally:
+        cudnn.allow_tf32, matmul.allow_tf32, cudnn.deterministic, cudnn.benchmark = before
 
 
 def lowered(device: torch.device, on: bool) -> AbstractContextManager[object]:
