@@ -151,8 +151,9 @@ def descend(
     def direction(rows: _Rows, work: Work, batch: Batch, factor: float | Tensor) -> Tensor:
         g = torch.empty_like(rows.w) if rows.velocity is None else rows.velocity
         if local.clip is None:
-            work.addgrad_(g, rows.w, _scaled(batch, rows), local.momentum, 1.0, rows.steady)
-            work.add_terms_(g, rows.w, batch, functions, rows.terms)
+            work.addgrad_and_terms_(
+                g, rows.w, _scaled(batch, rows), local.momentum, rows.steady, functions, _unscaled(rows)
+            )
         else:
             clipped = work.clipped(rows.w, batch, functions, rows.terms)
             clipped = clipped if rows.scale is None else clipped.mul_(rows.scale)
@@ -178,6 +179,12 @@ def _hold_(rows: _Rows) -> None:
 
 def _scaled(batch: Batch, rows: _Rows) -> Batch:
     return batch if rows.scale is None else batch.scaled(rows.scale)
+
+
+def _unscaled(rows: _Rows) -> Sequence[Bound]:
+    """Terms whose mean over a scaled batch is their mean over the batch."""
+    scale = rows.scale
+    return rows.terms if scale is None else [t._replace(weight=t.weight / scale) for t in rows.terms]
 
 
 def _steady(factor: float, pull: Sequence[Pull], shift: Tensor | None, w: Tensor) -> Tensor | None:

@@ -137,8 +137,7 @@ class Work:
     ) -> Tensor:
         """Gradient of the mean loss of ``batch`` and terms at ``w`` ``[m, d]``, its norm at most ``local.clip``."""
         g = torch.empty_like(w, memory_format=torch.contiguous_format)
-        self.addgrad_(g, w, batch, 0.0, 1.0)
-        self.add_terms_(g, w, batch, functions, terms)
+        self.addgrad_and_terms_(g, w, batch, 0.0, None, functions, terms)
         if self.local.clip is not None:
             norm = torch.linalg.vector_norm(g, dim=1, keepdim=True)
             g.mul_((self.local.clip / norm).clamp(max=1.0))
@@ -157,6 +156,23 @@ class Work:
         self._count(self.counts.backward, batch.count)
         self.oracle.addgrad_(out, w, batch, beta, alpha, steady)
 
+    def addgrad_and_terms_(
+        self,
+        out: Tensor,
+        w: Tensor,
+        batch: Batch,
+        beta: float,
+        steady: Tensor | None,
+        functions: Sequence[TermFunction],
+        terms: Sequence[Bound],
+    ) -> None:
+        """`addgrad_` with the factor 1, then `add_terms_`, counted alike, in one pass where the oracle has one."""
+        if not terms:
+            return self.addgrad_(out, w, batch, beta, 1.0, steady)
+        self._count(self.counts.backward, batch.count)
+        self._count_anchors(batch, terms)
+        self.oracle.addgrad_and_terms_(out, w, batch, beta, steady, functions, terms)
+
     def add_terms_(
         self, out: Tensor, w: Tensor, batch: Batch, functions: Sequence[TermFunction], terms: Sequence[Bound]
     ) -> None:
@@ -168,9 +184,11 @@ class Work:
             Refused: the model's samples cannot be looked at one by one.
         """
         if terms:
-            anchors = sum(len(term.anchors) for term in terms)
-            self._count(self.counts.forward, anchors * batch.count)
+            self._count_anchors(batch, terms)
             self.oracle.add_terms_(out, w, batch, functions, terms)
+
+    def _count_anchors(self, batch: Batch, terms: Sequence[Bound]) -> None:
+        self._count(self.counts.forward, sum(len(term.anchors) for term in terms) * batch.count)
 
     def slope(self, w: Tensor, batch: Batch, functions: Sequence[TermFunction], terms: Sequence[Bound]) -> Tensor:
         """Gradient of terms alone at ``w`` ``[m, d]``, counted as samples backward."""

@@ -128,6 +128,24 @@ class Oracle(ABC):
         """
         raise Refused(f"oracle {self.name!r} has no representation for a term; take a method without one")
 
+    def addgrad_and_terms_(
+        self,
+        out: Tensor,
+        w: Tensor,
+        batch: Batch,
+        beta: float,
+        steady: Tensor | None,
+        functions: Sequence[TermFunction],
+        terms: Sequence[Bound],
+    ) -> None:
+        """`addgrad_` with the factor 1, then `add_terms_`, or both in one pass.
+
+        Raises:
+            Refused: as `add_terms_`.
+        """
+        self.addgrad_(out, w, batch, beta, 1.0, steady)
+        self.add_terms_(out, w, batch, functions, terms)
+
     def class_means(self, w: Tensor, ids: Tensor) -> Tensor:
         """Mean representation of every class in the clients' training parts, ``[m, c, k]``; 0 where it has none.
 

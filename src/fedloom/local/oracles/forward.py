@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,20 @@ USUAL_BATCH = 20
 def forked(device: torch.device) -> AbstractContextManager[None]:
     """The global generators of a device as they were afterwards."""
     return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+
+
+@contextmanager
+def caught(layer: nn.Module | None) -> Iterator[list[Tensor]]:
+    """What ``layer`` gives meanwhile, call by call; nothing where there is none."""
+    outputs: list[Tensor] = []
+    if layer is None:
+        yield outputs
+        return
+    hook = layer.register_forward_hook(lambda _module, _inputs, out: outputs.append(out))
+    try:
+        yield outputs
+    finally:
+        hook.remove()
 
 
 def at_least_two(x: Tensor) -> Tensor:

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from fedloom.local.oracles.forward import at_least_two, forked
+from fedloom.local.oracles.forward import at_least_two, caught, forked
 from fedloom.local.oracles.linear import Pass, prepare
 from fedloom.local.oracles.network import scale_
 from fedloom.local.oracles.pooling import join
 from fedloom.local.oracles.precision import of_products
 from fedloom.local.oracles.samples import slope
-from fedloom.local.oracles.terms import TermNetwork
+from fedloom.local.oracles.terms import Representations, TermNetwork, summed
+from fedloom.models import penultimate
 from fedloom.seeds import as_global
 
 if TYPE_CHECKING:
     from fedloom.data.federation import Federation
     from fedloom.local.batches import Batch
+    from fedloom.local.terms import Bound, TermFunction
     from fedloom.models import Augment
     from fedloom.tasks import Task
 
@@ -45,6 +49,39 @@ class Looped(TermNetwork):
         self, out: Tensor, w: Tensor, batch: Batch, beta: float | Tensor, alpha: float, steady: Tensor | None = None
     ) -> None:
         """A forward and backward pass for every client in turn."""
+        self._add_(out, w, batch, beta, alpha, steady, (), ())
+
+    def addgrad_and_terms_(
+        self,
+        out: Tensor,
+        w: Tensor,
+        batch: Batch,
+        beta: float,
+        steady: Tensor | None,
+        functions: Sequence[TermFunction],
+        terms: Sequence[Bound],
+    ) -> None:
+        """`addgrad_` and `add_terms_` in one pass where both have one precision and no gradient is a `Pass`'s.
+
+        Raises:
+            Refused: the model's samples cannot be looked at one by one.
+        """
+        if self.lowers(batch) or self.linear.used:
+            return super().addgrad_and_terms_(out, w, batch, beta, steady, functions, terms)
+        self._check_terms()
+        self._add_(out, w, batch, beta, 1.0, steady, functions, terms)
+
+    def _add_(
+        self,
+        out: Tensor,
+        w: Tensor,
+        batch: Batch,
+        beta: float | Tensor,
+        alpha: float,
+        steady: Tensor | None,
+        functions: Sequence[TermFunction],
+        terms: Sequence[Bound],
+    ) -> None:
         data = self.samples(batch, step=True)
         self.module.train()
         for normaliser in self.normalisers:
@@ -54,15 +91,29 @@ class Looped(TermNetwork):
             if not count:
                 scale_(out[i : i + 1], factor)
                 continue
+            x = self.arranged(data.x[i, :count])
+            anchors = [[self._features_of(a[i], data.x[i, :count]) for a in term.anchors] for term in terms]
+            if terms:
+                self.module.train()
             for name, layer in self.dropouts.items():
                 layer.mask = self._mask(name, batch, i, count)
             views = self.views(w[i])
             self.linear.begin(self.layout, out[i : i + 1], w[i : i + 1], alpha)
             self._hold(self._narrowed(views) if self.lowers(batch) else views)
-            with torch.enable_grad(), self.lowered(batch):
-                outputs = self._forward(self.arranged(data.x[i, :count]), batch, i).flatten(0, -2)
-            above = slope(self.task, outputs.to(self.dtype), data, i).to(outputs.dtype)
-            grads: tuple[Tensor | None, ...] = torch.autograd.grad(outputs, self.parameters, above, allow_unused=True)
+            with (
+                torch.enable_grad(),
+                self.lowered(batch),
+                caught(self._layer if terms else None) as features,
+            ):
+                outputs = self._forward(x, batch, i).flatten(0, -2)
+            ends, above = [outputs], [slope(self.task, outputs.to(self.dtype), data, i).to(outputs.dtype)]
+            if terms:
+                with torch.enable_grad():
+                    now = Representations(features[-1].flatten(1), outputs)
+                    total = summed(functions, terms, i, now, data.y[i, :count], anchors)
+                if total.requires_grad:
+                    ends, above = [outputs, total], [*above, batch.total[i, 0].to(total).reciprocal()]
+            grads: tuple[Tensor | None, ...] = torch.autograd.grad(ends, self.parameters, above, allow_unused=True)
             scale_(out[i : i + 1], factor)
             targets = views if out is w else self.views(out[i])
             added = [(to, g) for to, g in zip(targets, grads, strict=True) if g is not None]
@@ -71,6 +122,17 @@ class Looped(TermNetwork):
             self.linear.end()
         if steady is not None:
             out.add_(steady)
+
+    @cached_property
+    def _layer(self) -> nn.Module:
+        """The layer whose output is the representation."""
+        return self.module.get_submodule(penultimate(self.module))
+
+    def _features_of(self, row: Tensor, x: Tensor) -> Tensor:
+        """The representation ``[b, k]`` by the model ``row [d]`` in evaluation mode."""
+        with caught(self._layer) as features:
+            self.run(row, x)
+        return features[-1].flatten(1)
 
     def _narrowed(self, views: list[Tensor]) -> list[Tensor]:
         """Parameters of products in bfloat16, turned once instead of once per direction."""

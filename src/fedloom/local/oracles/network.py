@@ -16,7 +16,14 @@ from fedloom.errors import unknown
 from fedloom.local.batches import PASS
 from fedloom.local.oracles.allocator import keep_memory
 from fedloom.local.oracles.base import Oracle, Reduce
-from fedloom.local.oracles.forward import PIECE, at_least_two, dropout_shapes, evaluated_together, memory_format
+from fedloom.local.oracles.forward import (
+    PIECE,
+    at_least_two,
+    caught,
+    dropout_shapes,
+    evaluated_together,
+    memory_format,
+)
 from fedloom.local.oracles.precision import lowered
 from fedloom.local.oracles.samples import Samples, batch_loss, probe
 from fedloom.models import Augment, penultimate
@@ -142,14 +149,10 @@ class Network(Oracle):
         if name != "logits" and name not in modules:
             raise unknown("layer", layer, ["penultimate", "logits", *modules])
         pieces = index.split(self._together)  # measured by a forward pass, which the hook must not see
-        caught: list[Tensor] = []
-        hook = modules.get(name, self.module).register_forward_hook(lambda _m, _i, out: caught.append(out))
-        try:
+        with caught(modules.get(name, self.module)) as outputs:
             for piece in pieces:
                 self.run(row, self.fed.fetch(piece))
-        finally:
-            hook.remove()
-        features = torch.cat(caught)
+        features = torch.cat(outputs)
         if self.labels_each is not None:
             return features.flatten(0, 1).flatten(1)[self.fed.targets(index) >= 0]
         return features.flatten(1)

@@ -13,6 +13,7 @@ from torch.func import functional_call
 
 from fedloom.errors import Refused
 from fedloom.local.oracles.base import Features
+from fedloom.local.oracles.forward import caught
 from fedloom.local.oracles.network import Network
 from fedloom.local.rows import map_rows
 from fedloom.models import penultimate
@@ -43,13 +44,33 @@ class Representation:
 
     def __call__(self, parameters: dict[str, Tensor], x: Tensor, *, train: bool) -> Representations:
         """Features and outputs of samples ``[b, *shape]``."""
-        caught: list[Tensor] = []
-        hook = self.layer.register_forward_hook(lambda _module, _inputs, out: caught.append(out))
-        try:
+        with caught(self.layer) as features:
             outputs = functional_call(self.module.train(train), parameters, (x,))
-        finally:
-            hook.remove()
-        return Representations(caught[-1].flatten(1), outputs)
+        return Representations(features[-1].flatten(1), outputs)
+
+
+def summed(
+    functions: Sequence[TermFunction],
+    terms: Sequence[Bound],
+    i: int,
+    now: Representations,
+    y: Tensor,
+    anchors: Sequence[Sequence[Tensor]],
+) -> Tensor:
+    """Sum over client ``i``'s samples of all terms, each with its weight and the features of its ``anchors``.
+
+    Raises:
+        ValueError: a function gives something else than one number per sample.
+    """
+    total = now.features.new_zeros(())
+    for fn, term, features in zip(functions, terms, anchors, strict=True):
+        beside = torch.stack([*features]) if features else now.features.new_empty(0, *now.features.shape)
+        argument = map_rows(lambda t: t[i], term.argument)
+        values = fn(now.features, now.outputs, y, beside, argument)
+        if values.shape != y.shape[:1]:
+            raise ValueError(f"a term must give one number per sample, [{len(y)}], got {[*values.shape]}")
+        total = total + term.weight[i, 0] * values.sum()
+    return total
 
 
 class TermNetwork(Network):
@@ -100,18 +121,10 @@ class TermNetwork(Network):
             for name, mask in self.masks_of(batch, i, count).items():
                 model.module.get_submodule(name).mask = mask
             leaves = {name: value.detach().requires_grad_() for name, value in layout.tree(w[i]).items()}
+            with torch.no_grad():
+                anchors = [[model(layout.tree(a[i]), x, train=False).features for a in t.anchors] for t in terms]
             with torch.enable_grad():
-                now = model(leaves, x, train=True)
-                total = now.features.new_zeros(())
-                for fn, term in zip(functions, terms, strict=True):
-                    with torch.no_grad():
-                        anchors = [model(layout.tree(a[i]), x, train=False).features for a in term.anchors]
-                    beside = torch.stack(anchors) if anchors else now.features.new_empty(0, *now.features.shape)
-                    argument = map_rows(lambda t, i=i: t[i], term.argument)  # type: ignore[misc]
-                    values = fn(now.features, now.outputs, y, beside, argument)
-                    if values.shape != (count,):
-                        raise ValueError(f"a term must give one number per sample, [{count}], got {[*values.shape]}")
-                    total = total + term.weight[i, 0] * values.sum()
+                total = summed(functions, terms, i, model(leaves, x, train=True), y, anchors)
             if total.requires_grad:
                 grads = torch.autograd.grad(
                     total / batch.total[i, 0].to(total), list(leaves.values()), allow_unused=True
