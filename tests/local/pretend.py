@@ -115,5 +115,11 @@ def accelerator() -> Iterator[None]:
         "set_rng_state": lambda *_: None,
         "_lazy_init": lambda: None,
     }
-    with patch.multiple(torch.cuda, **there), _Everywhere():
+    make = torch.tensor
+
+    def tensor(values: Any, **options: Any) -> Tensor:
+        place = options.pop("device", None)
+        return make(values, **options) if place is None else make(values, **options).to(place)
+
+    with patch.multiple(torch.cuda, **there), patch.object(torch, "tensor", tensor), _Everywhere():
         yield

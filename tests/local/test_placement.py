@@ -18,9 +18,10 @@ from fedloom.data.federation import Federation
 from fedloom.data.partition import Iid
 from fedloom.engine.setting import Engine, Evaluate
 from fedloom.engine.simulate import simulate
-from fedloom.errors import Refused
+from fedloom.errors import Refused, Stop
 from fedloom.local import LocalSGD
 from fedloom.models import CNN, MLP
+from tests.engine.test_matrix import KINDS, choices_of, in_groups
 
 MODELS: dict[str, Any] = {
     "fused": MLP(hidden=(12,), dropout=0.2),
@@ -32,6 +33,12 @@ MODELS: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def fed() -> Federation:
     return Iid(clients=6, keep=100)(load("digits"), seed=0)
+
+
+@pytest.fixture(scope="module")
+def nine() -> Federation:
+    """Nine clients in two groups."""
+    return in_groups(Iid(clients=9, keep=180)(load("digits"), seed=0))
 
 
 def run(fed: Federation, method: str, oracle: str, device: str) -> Any:
@@ -90,6 +97,35 @@ def test_every_method_keeps_to_the_device(fed: Federation, name: str) -> None:
             local=LocalSGD(lr=0.05, batch_size=64),
             engine=Engine(device="cuda:0"),
         ).rounds
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in KINDS for name in KINDS[kind]])
+def test_every_part_keeps_to_the_device(nine: Federation, kind: str, name: str, tmp_path: Path) -> None:
+    choices = {"sampler": Uniform(clients=9), **choices_of(kind, name, root=0)}
+    choices |= {"weights": "clusters-2"} if name == "forged-activations" else {}
+
+    class Killed(Exception):
+        pass
+
+    def kill(state: Any) -> None:
+        if state.round == 2:
+            raise Killed
+
+    engine, local = Engine(device="cuda:0", checkpoint_every=1e-9), LocalSGD(lr=0.05, batch_size=64)
+    choices |= {"rounds": 3, "local": local, "engine": engine, "folder": tmp_path}
+    with pretend.accelerator():
+        with pytest.raises(Killed):
+            simulate("fedavg", nine, MODELS["fused"], progress=[kill], **choices)
+        assert simulate("fedavg", nine, MODELS["fused"], **choices).stop is Stop.DONE
+
+
+@pytest.mark.parametrize("name", ["flame", "ditto", "fedrep", "fedacs", "fedslr", "apfl"])
+def test_a_new_client_adapts_a_run_of_the_device(fed: Federation, name: str) -> None:
+    found = run(fed, name, "fused", "cpu").models.adapt(load("digits"), steps=2).row
+    with pretend.accelerator():
+        result = run(fed, name, "fused", "cuda:0")
+        row = result.models.adapt(load("digits"), steps=2).row
+    torch.testing.assert_close(row, found, rtol=1e-9, atol=1e-9)
 
 
 def test_forked_workers_are_refused_on_a_device(fed: Federation) -> None:

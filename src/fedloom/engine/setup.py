@@ -39,6 +39,7 @@ from fedloom.errors import ConfigError, Refused, attribute_error
 from fedloom.local import Ctx, Nothing, Work
 from fedloom.local.optimizer import OptimizerStates, slots_of
 from fedloom.local.oracles import Network, chunk_limit, make_oracle
+from fedloom.local.oracles.precision import wake
 from fedloom.local.rows import Fields, remade
 from fedloom.processes.pool import cores
 from fedloom.processes.ranks import ALONE, Ranks
@@ -231,6 +232,8 @@ def _place(engine: Engine) -> tuple[torch.device, torch.dtype]:
     device: torch.device = torch.device(engine.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"engine.device is {engine.device!r}, but no CUDA device is there; use 'cpu'")
+    if device.type == "cuda":
+        wake(device)
     return device, getattr(torch, engine.dtype)
 
 

@@ -99,7 +99,7 @@ def remade(like: F, fields: Iterable[Any]) -> F:
 
 def to_device(rows: F, device: torch.device) -> F:
     """A NamedTuple of tensors on a device."""
-    return rows if device.type == "cpu" else remade(rows, (r.to(device) for r in rows))
+    return remade(rows, (r.to(device) for r in rows))
 
 
 def for_everyone(message: F, n: int) -> F:

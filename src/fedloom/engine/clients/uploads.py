@@ -291,6 +291,8 @@ class Uploads:
         job = self.job
         assert job.setting.aggregator is not None
         primary = job.primary if job.primary in rows else next(iter(rows))
+        place = rows[primary].device
+        state, weights = {name: value.to(place) for name, value in state.items()}, weights.to(place)
         try:
             with attribute_error("aggregator", job.setting.aggregator, f"round {ctx.round}"):
                 deciding = job.ctx(ctx.round, ids)

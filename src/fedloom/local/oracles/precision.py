@@ -5,9 +5,12 @@ A GPU's products and convolutions of float32 are those of float32, unless a run 
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Literal
+from functools import cache
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -59,22 +62,37 @@ def check_tf32(device: torch.device, dtype: torch.dtype) -> None:
 
 @contextmanager
 def repeatable(device: torch.device, precision: Precision) -> Iterator[None]:
-    """A GPU computes meanwhile as precisely as is chosen, and by convolutions that give the same bits again.
+    """A GPU computes meanwhile as precisely as is chosen, and gives the same bits again.
 
     PyTorch's own default is to round what enters a convolution of float32 to TF32, and to take the fastest algorithms,
-    some of which add up in any order.
+    some of which add up in any order. It warns of an operation of a user's model that has no other.
     """
     if device.type != "cuda":
         yield
         return
-    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
-    before = cudnn.allow_tf32, matmul.allow_tf32, cudnn.deterministic, cudnn.benchmark
+    cudnn, matmul, filled = torch.backends.cudnn, torch.backends.cuda.matmul, cast(Any, torch.utils.deterministic)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS does not promise the same bits
+    tf32, benchmark = (cudnn.allow_tf32, matmul.allow_tf32), cudnn.benchmark
+    strict = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = filled.fill_uninitialized_memory
     cudnn.allow_tf32 = matmul.allow_tf32 = precision == "tf32"
-    cudnn.deterministic, cudnn.benchmark = True, False
+    cudnn.benchmark, filled.fill_uninitialized_memory = False, False
+    torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
     finally:
-        cudnn.allow_tf32, matmul.allow_tf32, cudnn.deterministic, cudnn.benchmark = before
+        torch.use_deterministic_algorithms(strict[0], warn_only=strict[1])
+        (cudnn.allow_tf32, matmul.allow_tf32), cudnn.benchmark = tf32, benchmark
+        filled.fill_uninitialized_memory = fill
+
+
+@cache
+def wake(device: torch.device) -> None:
+    """Take a first gradient on a GPU: PyTorch warns of it, and of no later one."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        x = torch.ones(2, 2, device=device, requires_grad=True)
+        (x @ x).sum().backward()
 
 
 def lowered(device: torch.device, on: bool) -> AbstractContextManager[object]:
