@@ -129,6 +129,41 @@ def test_a_term_sees_the_dropout_of_its_step_and_anchors_none() -> None:
     assert float(torch.stack(shares).max()) == 0
 
 
+PARTS = {
+    "mixture": MLP(hidden=(5,), activation="tanh", dropout=0.3, mixture=2),
+    "guided": MLP(hidden=(5,), guided=True),
+    "memory": MLP(hidden=(5,), activation="tanh", memory=4),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("momentum", [0.0, 0.6])
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_terms_on_a_network_with_parts_are_those_of_every_oracle(
+    part: str, momentum: float, clip: float | None
+) -> None:
+    one, other = (PARTS[part].build((6,), CLASSES, seed).double() for seed in (1, 2))
+    scale = torch.tensor([[0.3], [2.0], [1.2], [0.7]], dtype=torch.float64)
+
+    def beside(z: Tensor, outputs: Tensor, y: Tensor, anchors: Tensor, factor: Tensor) -> Tensor:
+        return factor * (z * anchors.sum(0)).tanh().sum(1) + outputs.gather(1, y[:, None])[:, 0].square()
+
+    ends = []
+    for name in ORACLES:
+        w = work(name, one, epochs=2, momentum=momentum, clip=clip)
+        start = w.layout.vector(one)
+        terms = (
+            Term(beside, scale / 2, (w.layout.vector(other), start.expand(N, -1)), scale[:, 0]),
+            Term(far, 0.2),
+            Term(lambda z, *_: z.new_ones(len(z))),  # without a gradient
+        )
+        ends.append(descend(start, w, terms=terms, pull=((0.1, start + 1),), scale=None if clip else scale))
+        assert w.counts.forward.tolist() == (4 * torch.tensor(SIZES)).tolist()
+    assert float((ends[0] - start).abs().max()) > 1e-3
+    same(ends[1], ends[0])
+    same(ends[2], ends[0])
+
+
 @pytest.mark.parametrize("name", ORACLES)
 def test_class_means_are_those_of_the_representations(name: str) -> None:
     w, rows = work(name), torch.stack([vector(Net().build((6,), CLASSES, seed).double()) for seed in range(N)])

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fedloom.data.federation import Federation
 from fedloom.local import LocalSGD, Work, descend
-from fedloom.local.oracles import Network, chain_of, make_oracle
+from fedloom.local.oracles import Network, chains_of, make_oracle
 from fedloom.models import CNN, MLP, ModelSpec, Softmax
 from fedloom.tasks import task_of
 
@@ -34,6 +34,11 @@ CASES = {
     "mlp sigmoid": Case(MLP(hidden=(5,), activation="sigmoid")),
     "mlp gelu": Case(MLP(hidden=(5,), activation="gelu")),
     "mlp dropout": Case(MLP(hidden=(5, 3), dropout=0.4), features={"fc1_drop": (5,), "fc2_drop": (3,)}),
+    "mixture": Case(
+        MLP(hidden=(5,), dropout=0.4, mixture=3), features={f"components.{m}.fc1_drop": (5,) for m in range(3)}
+    ),
+    "guided": Case(MLP(hidden=(5,), guided=True)),
+    "memory": Case(MLP(hidden=(5, 3), activation="tanh", memory=7)),
     "cnn": Case(CNN(channels=(4, 2), kernel=3, pool=(True, False), norm="group", hidden=(5,)), IMAGE),
     "cnn dropout": Case(
         CNN(channels=(4,), kernel=3, hidden=(5,), dropout=0.25, dropout_hidden=0.5),
@@ -145,7 +150,7 @@ class Problem:
 
 
 def oracles_of(problem: Problem) -> list[str]:
-    return [*(["fused"] if chain_of(problem.module) is not None else []), "stacked", "looped"]
+    return [*(["fused"] if chains_of(problem.module) is not None else []), "stacked", "looped"]
 
 
 def make_work(oracle: Any, local: LocalSGD, ids: list[int] | None = None, **options: Any) -> Work:

@@ -87,6 +87,11 @@ def use_masks(
         layer.mask = layer.draw((count, *shape), generator(seed, round, client, ("local", k, name)))
 
 
+def slopes(module: nn.Module) -> Tensor:
+    """Gradients of all parameters in one vector; 0 where there is none."""
+    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in module.parameters()])
+
+
 def sgd(
     module: nn.Module,
     fed: Federation,
@@ -122,7 +127,7 @@ def sgd(
         use_masks(module, features or {}, len(batch), client, k, seed, round)
         optimiser.zero_grad()
         mean_loss(module(x[batch]), y[batch], task).backward()
-        gradient = torch.cat([p.grad.reshape(-1) for p in module.parameters() if p.grad is not None])
+        gradient = slopes(module)
         if clip is not None and gradient.norm() > clip:
             gradient = gradient * clip / gradient.norm()
         w = parameters_to_vector(module.parameters()).detach()
@@ -151,5 +156,5 @@ def gradient_at(
     module = copy.deepcopy(module).to(row.dtype).train()
     vector_to_parameters(row.clone(), module.parameters())
     mean_loss(module(x), y, task).backward()
-    g = torch.cat([p.grad.reshape(-1) for p in module.parameters() if p.grad is not None])
+    g = slopes(module)
     return g + decay * row

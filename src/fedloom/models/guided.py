@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, normalize
 
-from fedloom.models.parts import parted
+from fedloom.models.parts import Bodied, parted
 
 EMBEDDING, CONDITION = "embedding.weight", "condition"
 """Parameters of a guided network: embeddings of the classes, and the two conditions of its valve."""
@@ -30,7 +30,7 @@ class Valve(nn.Module):
         return torch.relu(z * (self.gamma(condition) + 1) + self.beta(condition))
 
 
-class Guided(nn.Module):
+class Guided(Bodied):
     """A network with a valve before its head, and an embedding of every class (GPFL).
 
     It predicts from the features under the second condition. The embeddings have no part in a prediction.
@@ -57,9 +57,10 @@ class Guided(nn.Module):
         self.guidance = nn.Identity()
         self.head = head
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Logits ``[b, c]``."""
-        z = self.body(x)
+    def bodies(self) -> dict[str, nn.Module]:
+        return {"body": self.body}
+
+    def above(self, z: Tensor) -> Tensor:  # type: ignore[override]
         generic, personal = (self.valve(z, condition) for condition in self.condition.split(1))
         cosines = linear(normalize(generic), normalize(self.embedding.weight))
         weights = [self.embedding.weight, *self.valve.parameters()]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.models.mixture import log_probabilities
-from fedloom.models.parts import parted
+from fedloom.models.parts import Bodied, parted
 
 KEYS, LABELS, RULE = "memory.keys", "memory.labels", "memory.rule"
 """Parameters of a network with a memory: those of its `Recall`."""
@@ -40,7 +40,7 @@ class Recall(nn.Module):
         return recalled(z, self.keys, self.labels, self.rule[1], self.rule[2])
 
 
-class WithMemory(nn.Module):
+class WithMemory(Bodied):
     """A network whose probabilities are mixed with those of the nearest of stored samples (kNN-Per).
 
     In training it is the network alone, as it is while the memory has weight 0.
@@ -59,9 +59,10 @@ class WithMemory(nn.Module):
         self.memory = Recall(places, head.in_features, max(2, head.out_features))
         self.head = head
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Logits ``[b, c]``."""
-        z = self.body(x)
+    def bodies(self) -> dict[str, nn.Module]:
+        return {"body": self.body}
+
+    def above(self, z: Tensor) -> Tensor:  # type: ignore[override]
         logits: Tensor = self.head(z)
         if self.training:
             return logits

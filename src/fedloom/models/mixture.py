@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
+from fedloom.models.parts import Bodied
+
 MIXING = "mixing"
 """Name of the parameter with the logarithms of a mixture's weights, up to a constant."""
 
@@ -19,7 +21,7 @@ def log_probabilities(logits: Tensor) -> Tensor:
     return torch.cat([logsigmoid(-logits), logsigmoid(logits)], -1)
 
 
-class Mixture(nn.Module):
+class Mixture(Bodied):
     """Networks whose probabilities are mixed with the same weights for all samples.
 
     Its outputs are the logits of the mixed probabilities, so that it is scored, saved and exported as any network.
@@ -38,9 +40,12 @@ class Mixture(nn.Module):
         self.components = nn.ModuleList(components)
         self.logits = nn.Identity()
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Logits ``[b, ..., c]``."""
-        logits: Tensor = self.logits(torch.stack([component(x) for component in self.components], 1))
+    def bodies(self) -> dict[str, nn.Module]:
+        return {f"components.{m}": component for m, component in enumerate(self.components)}
+
+    def above(self, *z: Tensor) -> Tensor:
+        """Logits ``[b, ..., c]`` from those of the components."""
+        logits: Tensor = self.logits(torch.stack(z, 1))
         weights = self.mixing.log_softmax(0).view(-1, *[1] * (logits.dim() - 2))
         mixed = (log_probabilities(logits) + weights).logsumexp(1)
         return mixed if logits.shape[-1] > 1 else mixed[..., 1:] - mixed[..., :1]

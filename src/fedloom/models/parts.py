@@ -5,10 +5,27 @@ A module of user code may name them itself with string attributes ``head`` and `
 
 from __future__ import annotations
 
-from torch import nn
+from torch import Tensor, nn
 
 from fedloom.errors import ConfigError, nearest
 from fedloom.models.dropout import Dropout
+
+
+class Bodied(nn.Module):
+    """A network of bodies, which all take the samples, and of what is above their outputs."""
+
+    def bodies(self) -> dict[str, nn.Module]:
+        """The bodies by their names."""
+        raise NotImplementedError
+
+    def above(self, *z: Tensor) -> Tensor:
+        """Logits ``[b, c]`` from the output of every body."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits ``[b, c]``."""
+        return self.above(*(body(x) for body in self.bodies().values()))
+
 
 ADAPTED = ".wrapped"
 """End of the name of a layer within its adapter."""

@@ -9,12 +9,13 @@ from torch import nn
 
 from fedloom.errors import Refused
 from fedloom.local.oracles.base import Oracle
-from fedloom.local.oracles.fused import Fused, chain_of
+from fedloom.local.oracles.fused import Fused, chains_of
 from fedloom.local.oracles.looped import Looped, draws_itself
 from fedloom.local.oracles.network import BATCH_STATISTICS, Network
 from fedloom.local.oracles.precision import Precision, check_bf16, check_tf32
 from fedloom.local.oracles.quadratic import Quadratic
 from fedloom.local.oracles.stacked import Stacked
+from fedloom.models.parts import Bodied
 from fedloom.values import choose
 
 if TYPE_CHECKING:
@@ -41,8 +42,9 @@ def make_oracle(
 ) -> Network:
     """The oracle of a model on a federation.
 
-    ``auto`` is a fixed rule: linear layers and pointwise activations are `Fused`; a model with batch statistics or
-    with randomness of its own is `Looped`; any other model is `Looped` on a CPU and `Stacked` on an accelerator.
+    ``auto`` is a fixed rule: linear layers and pointwise activations, on a CPU also as bodies of a larger network
+    (`fedloom.models.parts.Bodied`), are `Fused`; a model with batch statistics or with randomness of its own is
+    `Looped`; any other model is `Looped` on a CPU and `Stacked` on an accelerator.
 
     Raises:
         ConfigError: unknown name.
@@ -67,9 +69,10 @@ def make_oracle(
 
 
 def _rule(module: nn.Module, fed: Federation) -> str:
-    if chain_of(module) is not None:
+    cpu = fed.device.type == "cpu"
+    if chains_of(module) is not None and (cpu or not isinstance(module, Bodied)):
         return "fused"
-    return "looped" if fed.device.type == "cpu" or _needs_loop(module, fed) else "stacked"
+    return "looped" if cpu or _needs_loop(module, fed) else "stacked"
 
 
 def _needs_loop(module: nn.Module, fed: Federation) -> bool:
@@ -105,7 +108,7 @@ __all__ = [
     "Oracle",
     "Quadratic",
     "Stacked",
-    "chain_of",
+    "chains_of",
     "chunk_count",
     "chunk_limit",
     "make_oracle",

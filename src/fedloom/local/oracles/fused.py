@@ -6,23 +6,27 @@ The backward product of a layer adds straight into ``out`` (the parameters thems
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fedloom.errors import Refused
+from fedloom.local.oracles.above import Above
+from fedloom.local.oracles.network import scale_
 from fedloom.local.oracles.pooling import hooked
 from fedloom.local.oracles.products import Batched, Compiled, Linear, Products, Stored, apply
-from fedloom.local.oracles.samples import slopes
+from fedloom.local.oracles.samples import Samples, slopes
 from fedloom.local.oracles.terms import TermNetwork
 from fedloom.models.dropout import Dropout
+from fedloom.models.parts import Bodied
 
 if TYPE_CHECKING:
     from fedloom.data.federation import Federation
     from fedloom.local.batches import Batch, BatchPlan
     from fedloom.local.oracles.base import Descend, Steps
+    from fedloom.local.terms import Bound, TermFunction
     from fedloom.models import Augment
     from fedloom.tasks import Task
 
@@ -45,7 +49,7 @@ def chain_of(module: nn.Module) -> list[tuple[str, nn.Module]] | None:
     """The (name, layer) steps of a network that Fused can compute; None if there is anything else in it."""
     if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward:
         return None
-    chain = list(module._modules.items())
+    chain = [(name, layer) for name, layer in module._modules.items() if type(layer) is not nn.Identity]
     linear = [name for name, layer in chain if type(layer) is nn.Linear]
     names_of_module = {name for name, _ in module.named_parameters()}
     names_of_chain = {f"{name}.{part}" for name in linear for part, p in module._modules[name].named_parameters()}
@@ -66,8 +70,37 @@ def chain_of(module: nn.Module) -> list[tuple[str, nn.Module]] | None:
     return chain
 
 
+class Chain(NamedTuple):
+    """The (name, layer) steps of a network, and the place of its first linear layer."""
+
+    steps: list[tuple[str, nn.Module]]
+    first: int
+
+
+def chains_of(module: nn.Module) -> list[Chain] | None:
+    """The chain of a network, or those of the bodies of one; None if there is anything else in one of them."""
+    bodies, chains = {"": module}, list[Chain]()
+    if isinstance(module, Bodied):
+        if type(module).forward is not Bodied.forward or any(map(hooked, module.modules())):
+            return None
+        if len({*module.parameters()}) < sum(1 for _ in module.named_parameters(remove_duplicate=False)):
+            return None
+        if not all(p.requires_grad for p in module.parameters()):
+            return None
+        bodies = module.bodies()
+    for prefix, body in bodies.items():
+        steps = chain_of(body)
+        if steps is None:
+            return None
+        steps = [(f"{prefix}.{name}" if prefix else name, layer) for name, layer in steps]
+        chains.append(Chain(steps, next(k for k, (_, layer) in enumerate(steps) if isinstance(layer, nn.Linear))))
+    return chains
+
+
 class Fused(TermNetwork):
     """Gradient steps of stacked networks of linear layers by batched products; see `Network` for the arguments.
+
+    What is above the bodies of a network (`fedloom.models.parts.Bodied`) is computed client by client, by autograd.
 
     Raises:
         Refused: the network has anything but linear layers and pointwise activations in it.
@@ -77,31 +110,90 @@ class Fused(TermNetwork):
 
     def __init__(self, module: nn.Module, task: Task, fed: Federation, augment: Augment | None = None) -> None:
         super().__init__(module, task, fed, augment)
-        chain = chain_of(self.module)
-        if chain is None:
+        chains = chains_of(self.module)
+        if chains is None:
             raise Refused("oracle 'fused' needs a sequence of linear layers and pointwise activations; use 'auto'")
-        for _, layer in chain:
+        self.chains, steps = chains, [step for chain in chains for step in chain.steps]
+        for _, layer in steps:
             if isinstance(layer, nn.ReLU | nn.ELU | nn.SiLU):
                 layer.inplace = False
-        self.chain = chain
-        self.linear = {name: Linear.of(self.layout, name) for name, layer in chain if isinstance(layer, nn.Linear)}
-        self.first = next(k for k, (name, _) in enumerate(chain) if name in self.linear)
+        self.linear = {name: Linear.of(self.layout, name) for name, layer in steps if isinstance(layer, nn.Linear)}
+        below = {f"{name}.{part}" for name in self.linear for part in ("weight", "bias")}
+        self.above = Above(self.module, self.layout, task, below) if isinstance(self.module, Bodied) else None
 
     def addgrad_(
         self, out: Tensor, w: Tensor, batch: Batch, beta: float | Tensor, alpha: float, steady: Tensor | None = None
     ) -> None:
         """One forward and backward pass; the weight gradient is added by the product itself."""
+        self._add_(out, w, batch, beta, alpha, steady, (), ())
+
+    def addgrad_and_terms_(
+        self,
+        out: Tensor,
+        w: Tensor,
+        batch: Batch,
+        beta: float,
+        steady: Tensor | None,
+        functions: Sequence[TermFunction],
+        terms: Sequence[Bound],
+    ) -> None:
+        """`addgrad_` and `add_terms_` in one pass where the representation is above the bodies.
+
+        Raises:
+            Refused: the model's samples cannot be looked at one by one.
+        """
+        if self.above is None or not self.above.represents:
+            return super().addgrad_and_terms_(out, w, batch, beta, steady, functions, terms)
+        self._check_terms()
+        self._add_(out, w, batch, beta, 1.0, steady, functions, terms)
+
+    def _add_(
+        self,
+        out: Tensor,
+        w: Tensor,
+        batch: Batch,
+        beta: float | Tensor,
+        alpha: float,
+        steady: Tensor | None,
+        functions: Sequence[TermFunction],
+        terms: Sequence[Bound],
+    ) -> None:
         data = self.samples(batch, step=True)
         masks = self._masks(batch, data.counts) if self.dropouts else {}
         kind = Compiled if Compiled.fits(out) else Batched
         products = kind(self.layout, out, w, beta, alpha, steady)
-        values = self._forward(products, masks, data.x)
-        delta = slopes(self.task, values[-1], data)
-        for k in range(len(self.chain) - 1, self.first - 1, -1):
-            name, layer = self.chain[k]
+        values = [self._forward(chain, products, masks, data.x) for chain in self.chains]
+        if self.above is None:
+            deltas = [slopes(self.task, values[0][-1], data)]
+        else:
+            ends = [inputs[-1] for inputs in values]
+            anchors = [[self._represented(kind, a.contiguous(), data) for a in term.anchors] for term in terms]
+            gradients, deltas = self.above.slopes(w, ends, data, batch.total, functions, terms, anchors)
+            targets, constant = self.layout.tree(out), {} if steady is None else self.layout.tree(steady)
+            for name in self.above.parameters:
+                scale_(targets[name], beta)
+                if name in gradients:
+                    targets[name].add_(gradients[name], alpha=alpha)
+                if name in constant:
+                    targets[name].add_(constant[name])
+        for chain, inputs, delta in zip(self.chains, values, deltas, strict=True):
+            self._backward(chain, products, masks, inputs, delta)
+
+    def _represented(self, kind: type[Products], w: Tensor, data: Samples) -> list[Tensor]:
+        """Each client's representation ``[b, k]`` by the models ``w [m, d]``, which is above the bodies."""
+        assert self.above is not None
+        products = kind(self.layout, w, w, 1.0, 1.0, None)
+        return self.above.features(w, [self._forward(chain, products, {}, data.x)[-1] for chain in self.chains], data)
+
+    def _backward(
+        self, chain: Chain, products: Products, masks: dict[str, Tensor], values: list[Tensor], delta: Tensor
+    ) -> None:
+        """Add the gradients of a chain's layers; ``delta [m, b, k]`` is that of its outputs."""
+        for k in range(len(chain.steps) - 1, chain.first - 1, -1):
+            name, layer = chain.steps[k]
             if name in self.linear:
                 linear = self.linear[name]
-                below = products.backward(linear, delta) if k > self.first else delta
+                below = products.backward(linear, delta) if k > chain.first else delta
                 products.add_gradient_(linear, delta, values[k])
                 delta = below
             elif isinstance(layer, Dropout):
@@ -112,16 +204,19 @@ class Fused(TermNetwork):
     def at_once(self, w: Tensor) -> Descend | None:
         """For rectifiers and the cross-entropy of classes, without random changes to a layer's input."""
         data = self.fed.stored()[0]
-        supported = all(type(layer) in (nn.Flatten, nn.Linear, nn.ReLU, Dropout) for _, layer in self.chain)
+        if self.above is not None:
+            return None
+        steps, first = self.chains[0]
+        supported = all(type(layer) in (nn.Flatten, nn.Linear, nn.ReLU, Dropout) for _, layer in steps)
         whole = Compiled.fits(w) and data.dtype in (torch.uint8, w.dtype) and data.is_contiguous()
-        wide = data.shape[1] == self.linear[self.chain[self.first][0]].inputs
+        wide = data.shape[1] == self.linear[steps[first][0]].inputs
         plain = self.fed.data.task == "classification" and self.labels_each is None and self.task.own_loss is None
         random = self.dropouts or self.augment is not None or self.fed.noise is not None
         return self._descend if supported and whole and wide and plain and not random else None
 
     def _descend(self, w: Tensor, plan: BatchPlan, steps: Tensor, step: Steps) -> None:
         layers: list[list[int]] = []
-        for name, layer in self.chain:
+        for name, layer in self.chains[0].steps:
             if name in self.linear:
                 layers.append([*self.linear[name][2:], 0])
             elif isinstance(layer, nn.ReLU):
@@ -134,7 +229,7 @@ class Fused(TermNetwork):
     @torch.no_grad()
     def outputs_of(self, rows: Tensor, index: Tensor, sizes: Tensor) -> Tensor:
         """By the compiled loops on a CPU: many models of few samples each cost one call; see `Network.outputs_of`."""
-        if not Compiled.fits(rows):
+        if self.above is not None or not Compiled.fits(rows):
             return super().outputs_of(rows, index, sizes)
         ends, blocks, start = [0, *sizes.cumsum(0).tolist()], [], 0
         while start < len(rows):
@@ -150,7 +245,7 @@ class Fused(TermNetwork):
     def _apply(self, rows: Tensor, x: Tensor, sizes: Tensor) -> Tensor:
         """Outputs ``[N, k]`` in evaluation mode on samples ``x [N, *shape]``, client after client."""
         ends = sizes.cumsum(0).numpy()
-        for name, layer in self.chain:
+        for name, layer in self.chains[0].steps:
             if name in self.linear:
                 x = apply(rows.numpy(), self.linear[name], x.flatten(1), ends)
             elif isinstance(layer, nn.ReLU):
@@ -159,10 +254,10 @@ class Fused(TermNetwork):
                 x = torch.cat([layer(samples) for samples in x.split(sizes.tolist())])
         return x
 
-    def _forward(self, products: Products, masks: dict[str, Tensor], x: Tensor) -> list[Tensor]:
-        """The input of every step of the chain, and the outputs of the last, each ``[m, b, .]``."""
+    def _forward(self, chain: Chain, products: Products, masks: dict[str, Tensor], x: Tensor) -> list[Tensor]:
+        """The input of every step of a chain, and the outputs of the last, each ``[m, b, .]``."""
         values = [x.flatten(2)]
-        for name, layer in self.chain:
+        for name, layer in chain.steps:
             h = values[-1]
             if name in self.linear:
                 h = products.forward(self.linear[name], h)
