@@ -102,7 +102,7 @@ def test_gpfl_without_guidance_and_a_valve_that_ignores_its_condition_is_fedper(
     settings: Any = {"guided": True, "initial": start}
     one, two = (run(m, **settings).models.rows("personal") for m in (GPFL(lam=0, mu=0, angle=0), FedPer()))
     rest = torch.cat([torch.full_like(p, name != "condition").flatten() for name, p in start.items()]) > 0
-    assert torch.equal(one[:, rest], two[:, rest])
+    same(one[:, rest], two[:, rest])
 
 
 # --- kNN-Per
