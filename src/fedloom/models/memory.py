@@ -67,6 +67,8 @@ class WithMemory(Bodied):
         if self.training:
             return logits
         weight = self.memory.rule[0]
+        if not torch.compiler.is_compiling() and not weight > 0:  # a program that is exported has no branches
+            return logits
         logs = mixed(log_probabilities(logits).exp(), self.memory(z), weight)
         return torch.where(weight > 0, logs if logits.shape[-1] > 1 else logs[..., 1:] - logs[..., :1], logits)
 
@@ -94,4 +96,4 @@ def recalled(z: Tensor, keys: Tensor, labels: Tensor, scale: Tensor, neighbours:
     beyond = torch.arange(len(keys), device=z.device) >= neighbours
     counts = (-near.square() / (z.shape[1] * scale)).masked_fill(beyond, -torch.inf)
     counts = torch.where(vacant[order], -torch.finfo(z.dtype).max, counts).softmax(1)
-    return (counts[:, :, None] * labels[order]).sum(1)
+    return torch.zeros_like(counts).scatter(1, order, counts) @ labels
