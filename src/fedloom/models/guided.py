@@ -26,8 +26,8 @@ class Valve(nn.Module):
         )
 
     def forward(self, z: Tensor, condition: Tensor) -> Tensor:
-        """Features ``[b, k]`` of ``z [b, k]`` under ``condition [1, k]``."""
-        return torch.relu(z * (self.gamma(condition) + 1) + self.beta(condition))
+        """Features ``[q, b, k]`` of ``z [b, k]`` under each ``condition [q, k]``."""
+        return torch.relu(z * (self.gamma(condition) + 1)[:, None] + self.beta(condition)[:, None])
 
 
 class Guided(Bodied):
@@ -61,10 +61,10 @@ class Guided(Bodied):
         return {"body": self.body}
 
     def above(self, z: Tensor) -> Tensor:  # type: ignore[override]
-        generic, personal = (self.valve(z, condition) for condition in self.condition.split(1))
+        generic, personal = self.valve(z, self.condition)
         cosines = linear(normalize(generic), normalize(self.embedding.weight))
         weights = [self.embedding.weight, *self.valve.parameters()]
-        size = torch.stack([weight.square().sum() for weight in weights]).sum() / 2
+        size = torch.cat([weight.flatten() for weight in weights]).square().sum() / 2
         self.guidance(torch.cat([generic, cosines, size.expand(z.shape[0], 1)], 1))
         logits: Tensor = self.head(personal)
         return logits
