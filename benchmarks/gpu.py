@@ -129,8 +129,8 @@ def seconds(name: str, clients: int, way: str, precision: str, given: argparse.N
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     try:
-        measured = WAYS[way](name, clients, "stacked" if way == "captured" else way, precision, given)
-        with repeatable(measured.oracle.device, PRECISIONS[precision]):
+        with repeatable(torch.device(given.device), PRECISIONS[precision]):
+            measured = WAYS[way](name, clients, "stacked" if way == "captured" else way, precision, given)
             found = statistics.median([measured(round) for round in range(given.rounds + 1)][1:])
     except (torch.OutOfMemoryError, FedloomError) as error:
         print(f"{name}, {clients} clients, {way}, {precision}: {str(error).splitlines()[0]}", file=sys.stderr)

@@ -111,15 +111,21 @@ def accelerator() -> Iterator[None]:
     state: Callable[..., Tensor] = lambda *_: torch.zeros(16, dtype=torch.uint8)  # noqa: E731
     there = {
         "is_available": lambda: True,
+        "device_count": lambda: 1,
         "get_rng_state": state,
         "set_rng_state": lambda *_: None,
         "_lazy_init": lambda: None,
     }
-    make = torch.tensor
-
-    def tensor(values: Any, **options: Any) -> Tensor:
-        place = options.pop("device", None)
-        return make(values, **options) if place is None else make(values, **options).to(place)
-
-    with patch.multiple(torch.cuda, **there), patch.object(torch, "tensor", tensor), _Everywhere():
+    makers = {"tensor": _placed(torch.tensor), "as_tensor": _placed(torch.as_tensor)}
+    with patch.multiple(torch.cuda, **there), patch.multiple(torch, **makers), _Everywhere():
         yield
+
+
+def _placed(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A function of values that makes them on the CPU first: of others, the mode above is not asked."""
+
+    def made(values: Any, dtype: torch.dtype | None = None, device: Any = None) -> Tensor:
+        tensor = make(values, dtype=dtype)
+        return tensor if device is None else tensor.to(device)
+
+    return made

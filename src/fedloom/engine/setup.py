@@ -230,9 +230,11 @@ def _place(engine: Engine) -> tuple[torch.device, torch.dtype]:
         ConfigError: the device is not there.
     """
     device: torch.device = torch.device(engine.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"engine.device is {engine.device!r}, but no CUDA device is there; use 'cpu'")
     if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            cure = f"this machine has {count}, counted from 0" if count else "no CUDA device is there; use 'cpu'"
+            raise ConfigError(f"engine.device is {engine.device!r}, but {cure}")
         wake(device)
     return device, getattr(torch, engine.dtype)
 

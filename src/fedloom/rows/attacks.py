@@ -256,7 +256,8 @@ class Mimic(Forgery):
     def forge(self, honest: Tensor | None, base: Tensor, benign: Tensor, m: int, gens: Sequence[Generator]) -> Tensor:
         rows = benign if honest is None else honest
         centred = (rows - rows.mean(0)).nan_to_num()
-        along = torch.linalg.eigh((centred @ centred.T).double()).eigenvectors[:, -1]
+        products = (centred @ centred.T).double().cpu()  # cuSOLVER fails where eigenvalues are equal
+        along = torch.linalg.eigh(products).eigenvectors[:, -1]
         return rows[int(along.abs().argmax())].expand_as(base).clone()
 
 

@@ -193,7 +193,8 @@ def channel_fields(algorithm: type[Algorithm], channel: Channel | None) -> list[
 
 def idle_upload(method: Algorithm, start: tuple[Fields, Fields, Fields | None], oracle: Network, ctx: Ctx) -> Fields:
     """What one client uploads that takes no step: it shows the widths of the fields."""
-    return first_upload(method, start, ctx, Work(oracle, ctx.ids[:1], ctx.weight[:1], ctx.local).idle())
+    weight = ctx.weight[:1].to(oracle.device)
+    return first_upload(method, start, ctx, Work(oracle, ctx.ids[:1], weight, ctx.local).idle())
 
 
 def first_upload(method: Algorithm, start: tuple[Fields, Fields, Fields | None], ctx: Ctx, work: Work) -> Fields:
