@@ -1,16 +1,18 @@
-"""The part of a network above the bodies that `Fused` computes: client by client, by autograd."""
+"""The part of a network above the bodies that `Fused` computes: for all clients at once, by autograd."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
+from torch.func import vmap
 
 from fedloom.local.oracles.forward import caught
-from fedloom.local.oracles.samples import Samples, slope
+from fedloom.local.oracles.samples import Samples, slopes
 from fedloom.local.oracles.terms import Representations, summed
 from fedloom.models import penultimate
 from fedloom.models.parts import Bodied
@@ -25,7 +27,7 @@ class Above:
     """The part of a network that takes the outputs of its bodies.
 
     Args:
-        module: the network; its parameters are replaced at every use.
+        module: the network.
         layout: of a row.
         task: the loss.
         below: names of the parameters that are not its.
@@ -34,6 +36,8 @@ class Above:
     def __init__(self, module: Bodied, layout: Layout, task: Task, below: set[str]) -> None:
         self._module, self._layout, self._task = module, layout, task
         self.parameters = {name: p for name, p in trainable(module).items() if name not in below}
+        names = ((name, *name.rpartition(".")[::2]) for name in self.parameters)
+        self._places = {name: (module.get_submodule(layer), key) for name, layer, key in names}
 
     @cached_property
     def represents(self) -> bool:
@@ -41,15 +45,11 @@ class Above:
         return penultimate(self._module) not in self._module.bodies()
 
     @torch.no_grad()
-    def features(self, w: Tensor, ends: list[Tensor], data: Samples) -> list[Tensor]:
-        """Each client's representation ``[b, k]`` in evaluation mode; ``ends [m, b, .]`` are outputs of the bodies."""
-        rows, representations = self._layout.tree(w), []
+    def features(self, w: Tensor, ends: list[Tensor]) -> Tensor:
+        """Representations ``[m, b, k]`` in evaluation mode; ``ends [m, b, .]`` are outputs of the bodies."""
         self._module.eval()
-        for i, count in enumerate(data.counts):
-            self._hold(rows, i)
-            with caught(self._layer) as features:
-                self._module.above(*(end[i, :count] for end in ends))
-            representations.append(features[-1].flatten(1))
+        rows = self._layout.tree(w)
+        _, representations = vmap(self._call)({name: rows[name] for name in self.parameters}, *ends)
         return representations
 
     def slopes(
@@ -60,7 +60,7 @@ class Above:
         total: Tensor,
         functions: Sequence[TermFunction],
         terms: Sequence[Bound],
-        anchors: Sequence[Sequence[Sequence[Tensor]]],
+        anchors: Sequence[Sequence[Tensor]],
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
         """Gradients of those of its parameters that have one ``[m, ...]``, and of ``ends``.
 
@@ -73,36 +73,49 @@ class Above:
             terms: what they have of every client.
             anchors: of every term and anchor the `features`.
         """
-        rows, gradients = self._layout.tree(w), dict[str, Tensor]()
-        deltas = [torch.zeros_like(end) for end in ends]
+        rows = self._layout.tree(w)
+        parameters = {name: rows[name].detach().requires_grad_() for name in self.parameters}
+        leaves = [end.detach().requires_grad_() for end in ends]
         self._module.train()
-        for i, count in enumerate(data.counts):
-            if not count:
-                continue
-            self._hold(rows, i)
-            leaves = [end[i, :count].detach().requires_grad_() for end in ends]
-            with torch.enable_grad(), caught(self._layer if terms else None) as features:
-                outputs = self._module.above(*leaves)
-                roots, above = [outputs], [slope(self._task, outputs, data, i)]
-                if terms:
-                    now = Representations(features[-1].flatten(1), outputs)
-                    beside = [[anchor[i] for anchor in of_term] for of_term in anchors]
-                    added = summed(functions, terms, i, now, data.y[i, :count], beside)
-                    if added.requires_grad:
-                        roots, above = [outputs, added], [*above, total[i, 0].to(added).reciprocal()]
-            grads = torch.autograd.grad(roots, [*self.parameters.values(), *leaves], above, allow_unused=True)
-            for name, g in zip(self.parameters, grads, strict=False):
-                if g is not None:
-                    gradients.setdefault(name, torch.zeros_like(rows[name]))[i] = g
-            for delta, g in zip(deltas, grads[len(self.parameters) :], strict=True):
-                if g is not None:
-                    delta[i, :count] = g
+        with torch.enable_grad():
+            outputs, features = vmap(self._call)(parameters, *leaves)
+            roots, above = [outputs], [slopes(self._task, outputs, data)]
+            if terms:
+                added = outputs.new_zeros(())
+                for i, (count, z, of_samples) in enumerate(zip(data.counts, features, outputs, strict=True)):
+                    if count:
+                        now = Representations(z[:count], of_samples[:count])
+                        beside = [[anchor[i, :count] for anchor in of_term] for of_term in anchors]
+                        of_client = summed(functions, terms, i, now, data.y[i, :count], beside)
+                        added = added + of_client / total[i, 0].to(added)
+                if added.requires_grad:
+                    roots, above = [outputs, added], [*above, torch.ones_like(added)]
+        grads: tuple[Tensor | None, ...] = torch.autograd.grad(
+            roots, [*parameters.values(), *leaves], above, allow_unused=True
+        )
+        gradients = {name: g for name, g in zip(parameters, grads, strict=False) if g is not None}
+        deltas = [
+            torch.zeros_like(end) if g is None else g for end, g in zip(ends, grads[len(parameters) :], strict=True)
+        ]
         return gradients, deltas
+
+    def _call(self, parameters: dict[str, Tensor], *ends: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs ``[b, c]`` and the representation ``[b, k]``, if it is above the bodies, of one client."""
+        with self._holding(parameters), caught(self._layer if self.represents else None) as features:
+            outputs = self._module.above(*ends)
+        return outputs, features[-1].flatten(1) if self.represents else outputs
+
+    @contextmanager
+    def _holding(self, parameters: dict[str, Tensor]) -> Iterator[None]:
+        """The network with other parameters meanwhile, by their places and not, as `functional_call`, by a search."""
+        for name, (holder, key) in self._places.items():
+            holder._parameters[key] = cast("nn.Parameter", parameters[name])
+        try:
+            yield
+        finally:
+            for name, (holder, key) in self._places.items():
+                holder._parameters[key] = cast("nn.Parameter", self.parameters[name])
 
     @cached_property
     def _layer(self) -> nn.Module:
         return self._module.get_submodule(penultimate(self._module))
-
-    def _hold(self, rows: dict[str, Tensor], i: int) -> None:
-        for name, p in self.parameters.items():
-            p.data = rows[name][i]

@@ -100,7 +100,7 @@ def chains_of(module: nn.Module) -> list[Chain] | None:
 class Fused(TermNetwork):
     """Gradient steps of stacked networks of linear layers by batched products; see `Network` for the arguments.
 
-    What is above the bodies of a network (`fedloom.models.parts.Bodied`) is computed client by client, by autograd.
+    What is above the bodies of a network (`fedloom.models.parts.Bodied`) is computed by autograd.
 
     Raises:
         Refused: the network has anything but linear layers and pointwise activations in it.
@@ -179,11 +179,11 @@ class Fused(TermNetwork):
         for chain, inputs, delta in zip(self.chains, values, deltas, strict=True):
             self._backward(chain, products, masks, inputs, delta)
 
-    def _represented(self, kind: type[Products], w: Tensor, data: Samples) -> list[Tensor]:
-        """Each client's representation ``[b, k]`` by the models ``w [m, d]``, which is above the bodies."""
+    def _represented(self, kind: type[Products], w: Tensor, data: Samples) -> Tensor:
+        """Representations ``[m, b, k]`` by the models ``w [m, d]``, which are above the bodies."""
         assert self.above is not None
         products = kind(self.layout, w, w, 1.0, 1.0, None)
-        return self.above.features(w, [self._forward(chain, products, {}, data.x)[-1] for chain in self.chains], data)
+        return self.above.features(w, [self._forward(chain, products, {}, data.x)[-1] for chain in self.chains])
 
     def _backward(
         self, chain: Chain, products: Products, masks: dict[str, Tensor], values: list[Tensor], delta: Tensor
