@@ -18,7 +18,7 @@ from fedloom.data.federation import Federation
 from fedloom.data.partition import Iid
 from fedloom.engine.setting import Engine, Evaluate
 from fedloom.engine.simulate import simulate
-from fedloom.errors import Refused, Stop
+from fedloom.errors import ConfigError, Refused, Stop
 from fedloom.local import LocalSGD
 from fedloom.models import CNN, MLP
 from tests.engine.test_matrix import KINDS, choices_of, in_groups
@@ -99,8 +99,14 @@ def test_every_method_keeps_to_the_device(fed: Federation, name: str) -> None:
         ).rounds
 
 
-@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in KINDS for name in KINDS[kind]])
-def test_every_part_keeps_to_the_device(nine: Federation, kind: str, name: str, tmp_path: Path) -> None:
+PAIRS = [("flame", "channel", "top-k"), ("afl", "weigher", "fairfed"), ("fedproto", "schedule", "buffered")]
+"""Methods whose first step reads weights, and whose late uploads change, beside FedAvg."""
+
+
+@pytest.mark.parametrize(
+    ("method", "kind", "name"), [*(("fedavg", kind, name) for kind in KINDS for name in KINDS[kind]), *PAIRS]
+)
+def test_every_part_keeps_to_the_device(nine: Federation, method: str, kind: str, name: str, tmp_path: Path) -> None:
     choices = {"sampler": Uniform(clients=9), **choices_of(kind, name, root=0)}
     choices |= {"weights": "clusters-2"} if name == "forged-activations" else {}
 
@@ -115,8 +121,8 @@ def test_every_part_keeps_to_the_device(nine: Federation, kind: str, name: str, 
     choices |= {"rounds": 3, "local": local, "engine": engine, "folder": tmp_path}
     with pretend.accelerator():
         with pytest.raises(Killed):
-            simulate("fedavg", nine, MODELS["fused"], progress=[kill], **choices)
-        assert simulate("fedavg", nine, MODELS["fused"], **choices).stop is Stop.DONE
+            simulate(method, nine, MODELS["fused"], progress=[kill], **choices)
+        assert simulate(method, nine, MODELS["fused"], **choices).stop is Stop.DONE
 
 
 @pytest.mark.parametrize("name", ["flame", "ditto", "fedrep", "fedacs", "fedslr", "apfl"])
@@ -126,6 +132,11 @@ def test_a_new_client_adapts_a_run_of_the_device(fed: Federation, name: str) -> 
         result = run(fed, name, "fused", "cuda:0")
         row = result.models.adapt(load("digits"), steps=2).row
     torch.testing.assert_close(row, found, rtol=1e-9, atol=1e-9)
+
+
+def test_a_device_that_is_not_there_is_refused(fed: Federation) -> None:
+    with pretend.accelerator(), pytest.raises(ConfigError, match="'cuda:1', but this machine has 1, counted from 0"):
+        simulate("fedavg", fed, MODELS["fused"], rounds=1, engine=Engine(device="cuda:1"))
 
 
 def test_forked_workers_are_refused_on_a_device(fed: Federation) -> None:

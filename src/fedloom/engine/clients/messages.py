@@ -13,7 +13,7 @@ from fedloom.algorithms import Algorithm, upload_fields
 from fedloom.algorithms._messages import Sent, encodings
 from fedloom.local import Ctx, Work
 from fedloom.local.oracles import Network
-from fedloom.local.rows import Fields, remade
+from fedloom.local.rows import Fields, remade, to_device
 from fedloom.rows.channel import Channel
 from fedloom.rows.fields import Field
 from fedloom.rows.layout import Layout
@@ -201,7 +201,8 @@ def first_upload(method: Algorithm, start: tuple[Fields, Fields, Fields | None],
     """What the first client uploads in a first round; nothing is kept of it."""
     server, template, kept = start
     one = ctx._replace(m=1, ids=ctx.ids[:1])
-    rows, count = remade(template, [t[None] for t in template]), ctx.n if method.mixes_all else 1
+    place, count = work.oracle.device, ctx.n if method.mixes_all else 1
+    rows = remade(template, [t[None].to(place) for t in template])
     down = method.down(server, kept and remade(kept, [t.repeat(count, *[1] * t.dim()) for t in kept]), one)
-    upload: Fields = method.client(down, rows, work)[0]
+    upload: Fields = method.client(to_device(down, place), rows, work)[0]
     return upload
