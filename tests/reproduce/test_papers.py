@@ -207,7 +207,10 @@ def test_where_more_seeds_change_nothing_a_gpu_is_named_in_place_of_a_verdict(mo
     text = only(monkeypatch, less, as_run(less), full="tiny")
     assert "[needs a GPU](papers/tiny.md)" in headline(text)
     assert "holds" not in headline(text)
-    assert "Needs a GPU: `fedloom reproduce tiny --scale full` (about 3 core-days of one processor core)." in text
+    assert (
+        "Needs a GPU: `fedloom reproduce tiny --scale full --device cuda` (about 3 core-days of one processor core)."
+        in text
+    )
 
 
 def test_a_recipe_at_full_length_comes_before_a_shorter_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import subprocess
+import tomllib
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from fedloom_studies.reproduce.looks import FAILS, HOLDS, LOOKS, OPEN, PARTLY, P
 from fedloom_studies.reproduce.recipe import Recipe, make_recipe, merged, recipes
 from fedloom_studies.store import records
 from tests import commands
+from tests.local import pretend
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -453,6 +455,18 @@ def test_what_the_command_refuses(tmp_path: Path) -> None:
     assert "did you mean 'smoke'" in call("fedacs-table2", "--scale", "smok", code=2)
     missing = ("--data-dir", str(tmp_path), "--out", str(tmp_path / "out"), "--results", str(tmp_path / "results"))
     assert "mnist" in call("flame-table3-mnist", *missing, code=2).lower()
+
+
+def test_a_recipe_runs_on_a_device_that_the_command_names(tmp_path: Path) -> None:
+    folders = ("--out", str(tmp_path / "out"), "--results", str(tmp_path / "results"))
+    assert "no CUDA device is there" in call("fedacs-table2", "--scale", "smoke", "--device", "cuda", *folders, code=2)
+    with pretend.accelerator():
+        done = reproduce(tiny(), "smoke", tmp_path / "device", only=["fedavg"], device="cuda:0")
+    assert done is not None
+    assert done.complete
+    assert done.command == "fedloom reproduce tiny --scale smoke --only fedavg --device cuda:0"
+    for file in (tmp_path / "device").rglob("experiment.toml"):
+        assert tomllib.loads(file.read_text())["engine"]["device"] == "cuda:0"
 
 
 @pytest.mark.parametrize("columns", ["60", "80", "200"])

@@ -38,6 +38,7 @@ def reproduce(
     results: Annotated[Path | None, typer.Option(help="folder of the summaries, read and written")] = None,
     data_dir: DataDir = None,
     workers: Annotated[str, typer.Option(help="processes, or 'auto'")] = "1",
+    device: Annotated[str, typer.Option(help="where runs compute: cpu, cuda or cuda:N")] = "cpu",
     list_: Annotated[bool, typer.Option("--list", help="all recipes: data, state, time taken or estimated")] = False,
     all_: Annotated[bool, typer.Option("--all", help="the next unfinished recipes, in order")] = False,
     budget: Annotated[str | None, typer.Option(help="stop in time and resume later, e.g. 150m or 2h")] = None,
@@ -95,7 +96,7 @@ def reproduce(
         for one in chosen:
 
             def run_with(count: list[int], one: Recipe = one) -> bool:
-                return _run(one, how_much, out, recorded, data_dir, workers, count, only or [], time, all_)
+                return _run(one, how_much, out, recorded, data_dir, workers, device, count, only or [], time, all_)
 
             if (
                 time.left <= 0
@@ -107,8 +108,8 @@ def reproduce(
 
 
 def _run(
-    recipe: Recipe, scale: Scale, out: Path, results: Path, data_dir: Path | None, workers: str, seeds: list[int],
-    only: list[str], budget: TimeBudget, several: bool,
+    recipe: Recipe, scale: Scale, out: Path, results: Path, data_dir: Path | None, workers: str, device: str,
+    seeds: list[int], only: list[str], budget: TimeBudget, several: bool,
 ) -> bool:  # fmt: skip
     """Run one recipe and print its verdicts; whether the next may follow."""
     from fedloom.errors import DataError
@@ -127,7 +128,7 @@ def _run(
     try:
         done = run(
             recipe, scale, out / recipe.name / scale, results=results, data_dir=data_dir, seeds=seeds, only=only,
-            workers=workers if workers == "auto" else _count(workers), budget=budget, show=counted,
+            workers=workers if workers == "auto" else _count(workers), device=device, budget=budget, show=counted,
         )  # fmt: skip
     except DataError as error:
         if not several:

@@ -87,6 +87,7 @@ def reproduce(
     seeds: Sequence[int] = (),
     only: Sequence[str] = (),
     workers: int | str = 1,
+    device: str = "cpu",
     budget: TimeBudget | None = None,
     show: Show = _quiet,
 ) -> RecipeSummary | None:
@@ -101,6 +102,7 @@ def reproduce(
         seeds: instead of the recipe's.
         only: labels of the methods to run; all when empty.
         workers: processes.
+        device: where its runs and trials compute, as in ``[engine]``.
         budget: time that may be spent.
         show: shows progress.
 
@@ -115,6 +117,8 @@ def reproduce(
     """
     check_alone("a recipe")
     budget, documents = budget or TimeBudget(), recipe.at(scale, seeds, only)
+    if device != "cpu":
+        documents = {name: {**d, "engine": {**d.get("engine", {}), "device": device}} for name, d in documents.items()}
     if scale != "smoke" and any(open_methods(document, {}) for document in documents.values()):
         import fedloom.tune  # noqa: F401 (without Optuna nothing is begun)
 
@@ -123,6 +127,7 @@ def reproduce(
         ["fedloom", "reproduce", recipe.name, "--scale", scale]
         + (["--seeds", ",".join(map(str, seeds))] if seeds else [])
         + [part for label in only for part in ("--only", label)]
+        + (["--device", device] if device != "cpu" else [])
     )
     done, samples = None, _samples(documents, data_dir)
     for variant, document in documents.items():

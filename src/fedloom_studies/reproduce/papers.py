@@ -322,7 +322,7 @@ def _unaffordable(
     for name in large:
         need = needed.get(name)
         time = f" (about {duration(need.minutes)} of one processor core)" if need else ""
-        yield f"- Needs a GPU: `fedloom reproduce {name} --scale full`{time}."
+        yield f"- Needs a GPU: `fedloom reproduce {name} --scale full --device cuda`{time}."
     waiting = dict.fromkeys(
         name for sheet, cells in papers for row, pair in zip(sheet.row, cells, strict=True)
         for names, cell in zip((row.published, row.fair), pair, strict=True) if cell.word == UNMEASURED
