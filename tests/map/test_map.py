@@ -476,7 +476,8 @@ class RecomputedChange:
         self.lower, self.higher = list[str](), list[str]()
         anew = {row["method"] for row in after if row["mean"] is not None and not row["reason"]}
         means = [
-            {m: {r["seed"]: r["mean"] for r in rows if r["method"] == m} for m in anew} for rows in (before, after)
+            {m: {r["seed"]: r["mean"] for r in rows if r["method"] == m and r["mean"] is not None} for m in anew}
+            for rows in (before, after)
         ]
         self.anew = sorted(m for m in anew if means[0][m])
         pairs = {m: ([means[1][m][k] for k in sorted(means[1][m])], [means[0][m][k] for k in sorted(means[0][m])])
