@@ -12,15 +12,24 @@ from fedloom.report import TestedDifference, differences, family
 from fedloom_studies.map.judge import SetupVerdict, judge
 from fedloom_studies.map.records import DONE, REUSED, CellRecord, stale, with_reused
 from fedloom_studies.map.setups import MARKS, Cell, Protocol, Setup, methods_of
-from fedloom_studies.map.statements import FOLDER, in_percent, joined, listed, rivals_of, sentences, signed
+from fedloom_studies.map.statements import (
+    FOLDER,
+    in_percent,
+    joined,
+    listed,
+    rivals_of,
+    sentences,
+    share_of_cells,
+    signed,
+)
 
 PROTOCOL: Protocol = "gradients"
 Records = Mapping[tuple[str, str], CellRecord]
 ABOUT = """FedAvg, local training, FedAvg-FT and {picked} methods that a rule fixed beforehand picked. Every run takes
 as many gradients as FedAvg takes at equal rounds, in as many rounds as these buy. What is spent before the first round
 and after the last one counts. Settings are searched anew, with the same trials, seeds and data. A method that takes
-FedAvg's gradients at equal rounds has the same runs, which are reused. {run} of {cells} cells so far, {reused} of them
-reused. *Lower* and *higher* are methods whose mean differs significantly from their own at equal rounds (paired t tests
+FedAvg's gradients at equal rounds has the same runs, which are reused. Measured: {cells}, {reused} of them reused.
+*Lower* and *higher* are methods whose mean differs significantly from their own at equal rounds (paired t tests
 over seeds, Holm's correction over the methods of a setup)."""
 
 
@@ -84,7 +93,7 @@ def summary(comparisons: Sequence[BothProtocols]) -> Iterator[str]:
     records = [record for c in comparisons for name, record in c.records.items() if name in methods]
     yield from ("## At equal gradients", "")
     yield ABOUT.format(
-        picked=len(methods) - 3, run=len(records), cells=len(methods) * len(comparisons),
+        picked=len(methods) - 3, cells=share_of_cells(len(records), len(methods) * len(comparisons)),
         reused=sum(record.status == REUSED for record in records),
     )  # fmt: skip
     begun = [c for c in comparisons if c.gradients.reference]

@@ -146,6 +146,11 @@ def listed(names: Iterable[str], most: int = 5) -> str:
     return ", ".join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")
 
 
+def share_of_cells(run: int, cells: int) -> str:
+    """Write how many of a protocol's cells have a record: 9 of 12 cells so far, or all 12 cells."""
+    return f"all {cells} cells" if run == cells else f"{run} of {cells} cells so far"
+
+
 def signed(difference: Estimate | TestedDifference) -> str:
     """Write a mean with its sign and half of its interval, in points."""
     return ("+" if difference.mean > 0 else "") + in_percent(difference)
