@@ -30,7 +30,7 @@ from fedloom.algorithms._base import Algorithm, Mean, Sent
 from fedloom.algorithms._prototypes import head_of, require_bias, shape_of, shares
 from fedloom.local import Ctx, Nothing, Work, descend
 from fedloom.rows import masks
-from fedloom.rows.algebra import lifted
+from fedloom.rows.algebra import lifted, solved
 from fedloom.rows.layout import Layout
 
 LEAST, BETAS = 3, torch.linspace(0, 1, 11, dtype=torch.float64)
@@ -64,7 +64,7 @@ class Gauss(NamedTuple):
 
     def head(self, prior: Tensor) -> tuple[Tensor, Tensor]:
         """Weight ``[..., c, k]`` and bias ``[..., c]`` of the linear discriminant with the prior ``[c]``."""
-        weight = torch.linalg.solve(self.cov, self.means.mT).mT
+        weight = solved(self.cov, self.means.mT).mT
         return weight, prior.log() - (self.means * weight).sum(-1) / 2
 
 

@@ -151,9 +151,8 @@ def descend(
     def direction(rows: _Rows, work: Work, batch: Batch, factor: float | Tensor) -> Tensor:
         g = torch.empty_like(rows.w) if rows.velocity is None else rows.velocity
         if local.clip is None:
-            work.addgrad_and_terms_(
-                g, rows.w, _scaled(batch, rows), local.momentum, rows.steady, functions, _unscaled(rows)
-            )
+            scaled, terms = _scaled(batch, rows), _unscaled(rows)
+            work.addgrad_(g, rows.w, scaled, local.momentum, 1.0, rows.steady, functions, terms)
         else:
             clipped = work.clipped(rows.w, batch, functions, rows.terms)
             clipped = clipped if rows.scale is None else clipped.mul_(rows.scale)

@@ -137,7 +137,7 @@ class Work:
     ) -> Tensor:
         """Gradient of the mean loss of ``batch`` and terms at ``w`` ``[m, d]``, its norm at most ``local.clip``."""
         g = torch.empty_like(w, memory_format=torch.contiguous_format)
-        self.addgrad_and_terms_(g, w, batch, 0.0, None, functions, terms)
+        self.addgrad_(g, w, batch, 0.0, 1.0, None, functions, terms)
         if self.local.clip is not None:
             norm = torch.linalg.vector_norm(g, dim=1, keepdim=True)
             g.mul_((self.local.clip / norm).clamp(max=1.0))
@@ -151,50 +151,32 @@ class Work:
         beta: float | Tensor,
         alpha: float,
         steady: Tensor | None = None,
+        functions: Sequence[TermFunction] = (),
+        terms: Sequence[Bound] = (),
     ) -> None:
-        """``out <- beta out + alpha gradient of the mean batch loss at w + steady``, counted as samples backward."""
-        self._count(self.counts.backward, batch.count)
-        self.oracle.addgrad_(out, w, batch, beta, alpha, steady)
+        """``out <- beta out + alpha gradient of the mean batch loss and terms at w + steady``.
 
-    def addgrad_and_terms_(
-        self,
-        out: Tensor,
-        w: Tensor,
-        batch: Batch,
-        beta: float,
-        steady: Tensor | None,
-        functions: Sequence[TermFunction],
-        terms: Sequence[Bound],
-    ) -> None:
-        """`addgrad_` with the factor 1, then `add_terms_`, counted alike, in one pass where the oracle has one."""
-        if not terms:
-            return self.addgrad_(out, w, batch, beta, 1.0, steady)
-        self._count(self.counts.backward, batch.count)
-        self._count_anchors(batch, terms)
-        self.oracle.addgrad_and_terms_(out, w, batch, beta, steady, functions, terms)
-
-    def add_terms_(
-        self, out: Tensor, w: Tensor, batch: Batch, functions: Sequence[TermFunction], terms: Sequence[Bound]
-    ) -> None:
-        """``out <- out + gradient`` of terms (`fedloom.local.terms`), which is one with the batch's own.
-
-        A sample counts as forward for every anchor.
+        Samples count as backward, and as forward for every anchor of a term (`fedloom.local.terms`).
 
         Raises:
-            Refused: the model's samples cannot be looked at one by one.
+            Refused: there are terms, and the model's samples cannot be looked at one by one.
         """
-        if terms:
-            self._count_anchors(batch, terms)
-            self.oracle.add_terms_(out, w, batch, functions, terms)
+        self._count(self.counts.backward, batch.count)
+        self._count_anchors(batch, terms)
+        self.oracle.addgrad_(out, w, batch, beta, alpha, steady, functions, terms)
 
     def _count_anchors(self, batch: Batch, terms: Sequence[Bound]) -> None:
-        self._count(self.counts.forward, sum(len(term.anchors) for term in terms) * batch.count)
+        anchors = sum(len(term.anchors) for term in terms)
+        if anchors:
+            self._count(self.counts.forward, anchors * batch.count)
 
     def slope(self, w: Tensor, batch: Batch, functions: Sequence[TermFunction], terms: Sequence[Bound]) -> Tensor:
         """Gradient of terms alone at ``w`` ``[m, d]``, counted as samples backward."""
         self._count(self.counts.backward, batch.count)
         g = torch.zeros_like(w, memory_format=torch.contiguous_format)
-        self.add_terms_(g, w, batch, functions, terms)
+        if terms:
+            self._count_anchors(batch, terms)
+            self.oracle.add_terms_(g, w, batch, functions, terms)
         return g
 
     def features(self, w: Tensor) -> list[Features]:

@@ -5,22 +5,24 @@ A module of user code may name them itself with string attributes ``head`` and `
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 from torch import Tensor, nn
 
 from fedloom.errors import ConfigError, nearest
 from fedloom.models.dropout import Dropout
 
 
-class Bodied(nn.Module):
+class Bodied(nn.Module, ABC):
     """A network of bodies, which all take the samples, and of what is above their outputs."""
 
+    @abstractmethod
     def bodies(self) -> dict[str, nn.Module]:
         """The bodies by their names."""
-        raise NotImplementedError
 
+    @abstractmethod
     def above(self, *z: Tensor) -> Tensor:
         """Logits ``[b, c]`` from the output of every body."""
-        raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits ``[b, c]``."""

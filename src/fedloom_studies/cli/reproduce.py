@@ -88,6 +88,10 @@ def reproduce(
         if verify:
             if name is None:
                 raise typer.BadParameter("--verify needs NAME")
+            if device != "cpu":
+                raise typer.BadParameter(
+                    "--verify computes on the CPU, since a GPU rounds otherwise; leave --device out"
+                )
             _verify(recipe(name), how_much, recorded, data_dir, workers, only or [])
             return
         time = TimeBudget(None if budget is None else seconds(budget))

@@ -71,16 +71,23 @@ class Oracle(ABC):
         beta: float | Tensor,
         alpha: float,
         steady: Tensor | None = None,
+        functions: Sequence[TermFunction] = (),
+        terms: Sequence[Bound] = (),
     ) -> None:
-        """``out <- beta out + alpha grad + steady``, the gradient of the mean loss of ``batch`` at ``w``.
+        """``out <- beta out + alpha grad + steady``, the gradient of the mean loss of ``batch`` and of terms at ``w``.
 
         Args:
-            out: ``[m, d]``, written in place; may be ``w`` itself (a step of SGD in one pass).
+            out: ``[m, d]``, written in place; without terms it may be ``w`` itself (a step of SGD in one pass).
             w: ``[m, d]``.
             batch: one batch per row.
             beta: a number, or ``[m, 1]``; 0 ignores what ``out`` held.
             alpha: factor of the gradient.
             steady: ``[m, d]``, or None for zero.
+            functions: of the terms on the representation.
+            terms: what they have of every client.
+
+        Raises:
+            Refused: as `add_terms_`, where there are terms.
         """
 
     @abstractmethod
@@ -119,32 +126,20 @@ class Oracle(ABC):
         raise Refused("class counts need classes, and this task has none; take a method without them")
 
     def add_terms_(
-        self, out: Tensor, w: Tensor, batch: Batch, functions: Sequence[TermFunction], terms: Sequence[Bound]
+        self,
+        out: Tensor,
+        w: Tensor,
+        batch: Batch,
+        functions: Sequence[TermFunction],
+        terms: Sequence[Bound],
+        alpha: float = 1.0,
     ) -> None:
-        """``out <- out + gradient`` of terms on the representation (`fedloom.local.terms`).
+        """``out <- out + alpha gradient`` of terms on the representation (`fedloom.local.terms`).
 
         Raises:
             Refused: there is no representation, or its samples cannot be looked at one by one.
         """
         raise Refused(f"oracle {self.name!r} has no representation for a term; take a method without one")
-
-    def addgrad_and_terms_(
-        self,
-        out: Tensor,
-        w: Tensor,
-        batch: Batch,
-        beta: float,
-        steady: Tensor | None,
-        functions: Sequence[TermFunction],
-        terms: Sequence[Bound],
-    ) -> None:
-        """`addgrad_` with the factor 1, then `add_terms_`, or both in one pass.
-
-        Raises:
-            Refused: as `add_terms_`.
-        """
-        self.addgrad_(out, w, batch, beta, 1.0, steady)
-        self.add_terms_(out, w, batch, functions, terms)
 
     def class_means(self, w: Tensor, ids: Tensor) -> Tensor:
         """Mean representation of every class in the clients' training parts, ``[m, c, k]``; 0 where it has none.

@@ -122,42 +122,25 @@ class Fused(TermNetwork):
         self.above = Above(self.module, self.layout, task, below) if isinstance(self.module, Bodied) else None
 
     def addgrad_(
-        self, out: Tensor, w: Tensor, batch: Batch, beta: float | Tensor, alpha: float, steady: Tensor | None = None
-    ) -> None:
-        """One forward and backward pass; the weight gradient is added by the product itself."""
-        self._add_(out, w, batch, beta, alpha, steady, (), ())
-
-    def addgrad_and_terms_(
-        self,
-        out: Tensor,
-        w: Tensor,
-        batch: Batch,
-        beta: float,
-        steady: Tensor | None,
-        functions: Sequence[TermFunction],
-        terms: Sequence[Bound],
-    ) -> None:
-        """`addgrad_` and `add_terms_` in one pass where the representation is above the bodies.
-
-        Raises:
-            Refused: the model's samples cannot be looked at one by one.
-        """
-        if self.above is None or not self.above.represents:
-            return super().addgrad_and_terms_(out, w, batch, beta, steady, functions, terms)
-        self._check_terms()
-        self._add_(out, w, batch, beta, 1.0, steady, functions, terms)
-
-    def _add_(
         self,
         out: Tensor,
         w: Tensor,
         batch: Batch,
         beta: float | Tensor,
         alpha: float,
-        steady: Tensor | None,
-        functions: Sequence[TermFunction],
-        terms: Sequence[Bound],
+        steady: Tensor | None = None,
+        functions: Sequence[TermFunction] = (),
+        terms: Sequence[Bound] = (),
     ) -> None:
+        """One forward and backward pass; the weight gradient is added by the product itself.
+
+        Terms take part in it where the representation is above the bodies.
+        """
+        if terms and (self.above is None or not self.above.represents):
+            self.addgrad_(out, w, batch, beta, alpha, steady)
+            return self.add_terms_(out, w, batch, functions, terms, alpha)
+        if terms:
+            self._check_terms()
         data = self.samples(batch, step=True)
         masks = self._masks(batch, data.counts) if self.dropouts else {}
         kind = Compiled if Compiled.fits(out) else Batched

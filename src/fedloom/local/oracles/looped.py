@@ -46,42 +46,25 @@ class Looped(TermNetwork):
         self.narrow = of_products(self.module, self.parameters)
 
     def addgrad_(
-        self, out: Tensor, w: Tensor, batch: Batch, beta: float | Tensor, alpha: float, steady: Tensor | None = None
-    ) -> None:
-        """A forward and backward pass for every client in turn."""
-        self._add_(out, w, batch, beta, alpha, steady, (), ())
-
-    def addgrad_and_terms_(
-        self,
-        out: Tensor,
-        w: Tensor,
-        batch: Batch,
-        beta: float,
-        steady: Tensor | None,
-        functions: Sequence[TermFunction],
-        terms: Sequence[Bound],
-    ) -> None:
-        """`addgrad_` and `add_terms_` in one pass where both have one precision and no gradient is a `Pass`'s.
-
-        Raises:
-            Refused: the model's samples cannot be looked at one by one.
-        """
-        if self.lowers(batch) or self.linear.used:
-            return super().addgrad_and_terms_(out, w, batch, beta, steady, functions, terms)
-        self._check_terms()
-        self._add_(out, w, batch, beta, 1.0, steady, functions, terms)
-
-    def _add_(
         self,
         out: Tensor,
         w: Tensor,
         batch: Batch,
         beta: float | Tensor,
         alpha: float,
-        steady: Tensor | None,
-        functions: Sequence[TermFunction],
-        terms: Sequence[Bound],
+        steady: Tensor | None = None,
+        functions: Sequence[TermFunction] = (),
+        terms: Sequence[Bound] = (),
     ) -> None:
+        """A forward and backward pass for every client in turn.
+
+        Terms take part in it where both have one precision and no gradient is a `Pass`'s.
+        """
+        if terms and (self.lowers(batch) or self.linear.used):
+            self.addgrad_(out, w, batch, beta, alpha, steady)
+            return self.add_terms_(out, w, batch, functions, terms, alpha)
+        if terms:
+            self._check_terms()
         data = self.samples(batch, step=True)
         self.module.train()
         for normaliser in self.normalisers:

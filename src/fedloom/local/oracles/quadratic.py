@@ -58,13 +58,23 @@ class Quadratic(Oracle):
         return self._gradient(w, batch.ids) * (batch.count.to(w) / batch.total)
 
     def addgrad_(
-        self, out: Tensor, w: Tensor, batch: Batch, beta: float | Tensor, alpha: float, steady: Tensor | None = None
+        self,
+        out: Tensor,
+        w: Tensor,
+        batch: Batch,
+        beta: float | Tensor,
+        alpha: float,
+        steady: Tensor | None = None,
+        functions: Sequence[TermFunction] = (),
+        terms: Sequence[Bound] = (),
     ) -> None:
         """``out <- beta out + alpha gradient + steady``."""
         g = self._gradient_of(w, batch)
         out.copy_(alpha * g if isinstance(beta, int | float) and beta == 0 else beta * out + alpha * g)
         if steady is not None:
             out.add_(steady)
+        if terms:
+            self.add_terms_(out, w, batch, functions, terms, alpha)
 
     def batch_loss(self, w: Tensor, batch: Batch) -> Tensor:
         """f_i(w), ``[m, 1]``."""
@@ -85,7 +95,13 @@ class Quadratic(Oracle):
         return shapes[-1][1] if shapes else self.layout.d
 
     def add_terms_(
-        self, out: Tensor, w: Tensor, batch: Batch, functions: Sequence[TermFunction], terms: Sequence[Bound]
+        self,
+        out: Tensor,
+        w: Tensor,
+        batch: Batch,
+        functions: Sequence[TermFunction],
+        terms: Sequence[Bound],
+        alpha: float = 1.0,
     ) -> None:
         """Of one sample of the first class, whose outputs are the model, and its representation as in `class_means`."""
         k, first = self._features, torch.zeros(1, dtype=torch.long)
@@ -99,7 +115,7 @@ class Quadratic(Oracle):
                     argument = map_rows(lambda t, i=i: t[i], term.argument)  # type: ignore[misc]
                     value = term.weight[i, 0] * fn(leaf[None, :k], leaf[None], first, anchors, argument).sum()
                     if value.requires_grad:
-                        out[i] += torch.autograd.grad(value, leaf)[0]
+                        out[i].add_(torch.autograd.grad(value, leaf)[0], alpha=alpha)
 
     def activations(
         self, w: Tensor, ids: Tensor, layer: str, reduce: Reduce | None, batch: Batch | None = None

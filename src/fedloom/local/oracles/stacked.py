@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -17,6 +18,7 @@ from fedloom.models.sequences import Recurrence
 if TYPE_CHECKING:
     from fedloom.data.federation import Federation
     from fedloom.local.batches import Batch
+    from fedloom.local.terms import Bound, TermFunction
     from fedloom.models import Augment
     from fedloom.tasks import Task
 
@@ -33,7 +35,15 @@ class Stacked(TermNetwork):
                 layer.plain = True
 
     def addgrad_(
-        self, out: Tensor, w: Tensor, batch: Batch, beta: float | Tensor, alpha: float, steady: Tensor | None = None
+        self,
+        out: Tensor,
+        w: Tensor,
+        batch: Batch,
+        beta: float | Tensor,
+        alpha: float,
+        steady: Tensor | None = None,
+        functions: Sequence[TermFunction] = (),
+        terms: Sequence[Bound] = (),
     ) -> None:
         """One pass over all clients of the chunk.
 
@@ -56,6 +66,8 @@ class Stacked(TermNetwork):
             scale_(target, beta).add_(g, alpha=alpha)
         if steady is not None:
             out.add_(steady)
+        if terms:
+            self.add_terms_(out, w, batch, functions, terms, alpha)
 
     def _forward(self, parameters: dict[str, Tensor], masks: dict[str, Tensor], x: Tensor) -> Tensor:
         return functional_call(self.module, {**parameters, **masks}, (x,))  # type: ignore[no-any-return]

@@ -102,9 +102,15 @@ class TermNetwork(Network):
         ]
 
     def add_terms_(
-        self, out: Tensor, w: Tensor, batch: Batch, functions: Sequence[TermFunction], terms: Sequence[Bound]
+        self,
+        out: Tensor,
+        w: Tensor,
+        batch: Batch,
+        functions: Sequence[TermFunction],
+        terms: Sequence[Bound],
+        alpha: float = 1.0,
     ) -> None:
-        """``out <- out + gradient`` of the sum over terms of weight times the mean of the function over the batch.
+        """``out <- out + alpha gradient`` of the sum over terms of weight times the function's mean over the batch.
 
         Client by client, by autograd.
 
@@ -131,7 +137,7 @@ class TermNetwork(Network):
                 )
                 for target, g in zip(layout.tree(out[i]).values(), grads, strict=True):
                     if g is not None:
-                        target.add_(g)
+                        target.add_(g, alpha=alpha)
 
     @cached_property
     def representation(self) -> Representation:
