@@ -35,6 +35,7 @@ from fedloom.algorithms.cfl import bipartition
 from fedloom.data.order import plan
 from fedloom.errors import Refused
 from fedloom.models import MLP, Softmax
+from fedloom.rows.algebra import solved
 from fedloom.seeds import generator
 
 N, HEAD = len(SIZES), 18
@@ -131,6 +132,19 @@ def test_fedas_of_one_client_without_alignment_is_local() -> None:
 
 
 # --- pFedFDA
+
+
+@pytest.mark.parametrize("k", [5, 200])
+def test_systems_are_solved_on_several_threads(k: int) -> None:
+    rng = np.random.default_rng(0)
+    a, b = rng.normal(size=(3, 4, k, k)), rng.normal(size=(3, 4, k, 7))
+    a = a @ a.swapaxes(-1, -2) + np.eye(k)
+    torch.set_num_threads(2)
+    try:
+        x = solved(torch.from_numpy(a), torch.from_numpy(b))
+    finally:
+        torch.set_num_threads(1)
+    np.testing.assert_allclose(x, np.linalg.solve(a, b), rtol=1e-6, atol=1e-9)
 
 
 def gaussian(z: Any, y: Any, shared: Any) -> tuple[Any, Any]:
