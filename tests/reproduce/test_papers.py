@@ -198,7 +198,7 @@ def test_results_of_an_earlier_version_or_unfinished_ones_give_no_verdict(monkey
         text = only(monkeypatch, one, summary)
         assert "[not measured yet](papers/tiny.md)" in headline(text)
         assert "Not measured yet: `fedloom reproduce tiny` (up to 1 core-minutes)" in text
-    assert "not decidable here" in headline(only(monkeypatch, one, as_run(one)))  # nothing asks as published
+    assert "not asked" in headline(only(monkeypatch, one, as_run(one)))  # as published
 
 
 def test_where_more_seeds_change_nothing_a_gpu_is_named_in_place_of_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,6 +223,61 @@ def test_a_recipe_at_full_length_comes_before_a_shorter_one(monkeypatch: pytest.
     text = overview({"short": short, "whole": whole}, found, {})
     assert "papers/whole.md" in headline(text)
     assert "papers/short.md" not in headline(text)
+
+
+def test_of_recipes_at_full_length_the_one_least_favourable_to_the_claim_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one = with_claim()
+    ahead, behind, level = (replace(one, name=name) for name in ("ahead", "behind", "level"))
+    names = list(as_run(one).numbers["few"])
+    found = {"ahead": as_run(ahead, rounds=4), "behind": as_run(behind, rounds=4, numbers=numbers_of(names, NEAR, FAR)),
+             "level": as_run(level, rounds=4, numbers=numbers_of(names, [0.5, 0.7, 0.4, 0.6, 0.5], NEAR))}  # fmt: skip
+    for order, counts, word in (
+        (("ahead", "behind", "level"), "behind", "does not hold"), (("ahead", "level"), "level", "undecided"),
+        (("level", "ahead"), "level", "undecided"),
+    ):  # fmt: skip
+        row = papers.HeadlineClaim(text="row", claim="t", fair=order)
+        sheet = papers.Sheet(name="FLAME", title="t", number="row", row=(row,))
+        monkeypatch.setattr(papers, "sheets", lambda sheet=sheet: (sheet,))
+        text = overview({"ahead": ahead, "behind": behind, "level": level}, found, {})
+        assert re.search(rf"\[{word}: .+?\]\(papers/{counts}\.md\)", headline(text))
+
+
+def numbers_of(names: list[str], *values: list[float]) -> dict[str, dict[str, dict[str, float]]]:
+    return {"few": {name: dict(zip("01234", v, strict=True)) for name, v in zip(names, values, strict=True)}}
+
+
+def test_a_protocol_is_summed_up_once_half_of_its_claims_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = with_claim()
+    other = replace(one, name="other")
+    for missing, word in ((1, "holds so far: 1 of 2 holds"), (2, "not measured yet: 2 of 3 claims")):
+        rows = [papers.HeadlineClaim(text="row", claim="t", fair=("tiny",))]
+        rows += [papers.HeadlineClaim(text=f"more {k}", claim="t", fair=("other",)) for k in range(missing)]
+        sheet = papers.Sheet(name="FLAME", title="t", number="row", row=tuple(rows))
+        monkeypatch.setattr(papers, "sheets", lambda sheet=sheet: (sheet,))
+        text = overview({"tiny": one, "other": other}, {"tiny": as_run(one), "other": None}, {})
+        first = next(line for line in text.splitlines() if line.startswith("| [FLAME]"))
+        assert f") {word} |" in first
+        assert ") not asked |" in first
+        counted = f"{missing} {'is' if missing == 1 else 'are'} not measured yet"
+        assert f"In a fair test, {1 + missing} of {1 + missing} claims are asked: 1 holds, {counted}." in text
+
+
+def test_a_claim_of_the_full_size_only_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = papers.HeadlineClaim(text="row", claim="t", full="tiny")
+    monkeypatch.setattr(papers, "sheets", lambda: (papers.Sheet(name="FLAME", title="t", number="row", row=(row,)),))
+    text = overview({"tiny": tiny()}, {"tiny": None}, {"tiny": Need(4320, [])})
+    assert re.search(r"needs a GPU \| !\[\]\(.+?\) not asked \|$", headline(text))
+    assert "Needs a GPU: `fedloom reproduce tiny --scale full --device cuda`" in text
+
+
+def test_the_appendix_counts_claims_that_a_run_has_no_figures_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = with_claim()
+    (claim,) = one.paper.claims
+    newer = claim.with_(text="newer", higher="flame: personal: loss/variance", than=("fedavg: global: loss/variance",))
+    both = replace(one, paper=one.paper.with_(claims=(claim, newer), title="FLAME, t"))
+    assert "; of 2 claims 1 holds, 1 is not measured yet |" in only(monkeypatch, both, as_run(both))
 
 
 def test_a_reason_whose_difference_is_not_clear_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

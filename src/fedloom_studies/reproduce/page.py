@@ -20,7 +20,7 @@ from fedloom_studies.reproduce.summary import Need, RecipeSummary, read
 
 MODES = {
     "published": "The paper's own settings, its public code's variants and its own way to choose.",
-    "fair": "Equal trials for every method, chosen on validation data; budgets are stated.",
+    "fair": "Grids of equal size for every method, chosen on validation data; budgets are stated.",
     "near": "The stated protocol; what it leaves open is taken alike for all methods.",
 }
 

@@ -37,12 +37,15 @@ from fedloom_studies.reproduce.reasons import FOLDER, filled
 from fedloom_studies.reproduce.recipe import Claim, Recipe
 from fedloom_studies.reproduce.summary import Need, RecipeSummary, needs
 
-GPU, NOWHERE = "needs a GPU", "not decidable here"
+GPU, UNASKED = "needs a GPU", "not asked"
 """In place of a verdict: where more seeds of what was run change nothing, and where no recipe tests it."""
+UNFAVOURABLE = (looks.FAILS, looks.OPEN, looks.PARTLY, looks.HOLDS)
+"""Verdicts, the least favourable one first."""
 HEAD = """# The papers
 
 What five papers claim, and what comes of it here: **as published** with the paper's own settings, its public code's
-variants and its own way to choose; **in a fair test** with equal trials for every method, chosen on validation data.
+variants and its own way to choose; **in a fair test** with grids of equal size for every method, chosen on validation
+data.
 The page is generated from recorded runs; of its results only withdrawn ones are typed.
 [How claims are judged](#how-claims-are-judged). One command repeats a table of them:
 
@@ -63,7 +66,7 @@ class HeadlineClaim(Value):
     published: tuple[str, ...] = Field((), description="recipes in the published protocol")
     fair: tuple[str, ...] = Field((), description="recipes of the fair test")
     full: str = Field(
-        "", description="the recipe of the full size, where what was run decides nothing whatever the seeds"
+        "", description="the recipe of the full size, where nothing smaller decides the claim, whatever the seeds"
     )
 
 
@@ -151,7 +154,7 @@ def _section(
     yield from (f"## {sheet.name}", "", sheet.title, "", _counts(cells), "", '<div class="narrow" markdown="1">', "")
     yield from ("| claim | paper's margin | published | fair |", "|---|---|---|---|")
     for row, (published, fair) in zip(sheet.row, cells, strict=True):
-        yield f"| {row.text} | {_margin(recipes, row)} | {_shown(published)} | {_shown(fair)} |"
+        yield f"| {row.text} | {_margin(recipes, row, published, fair)} | {_shown(published)} | {_shown(fair)} |"
     yield from ("", "</div>", "")
     reason = filled(sheet.why, recipes, summaries)
     for paragraph in (reason, sheet.beside):
@@ -185,14 +188,16 @@ def _section(
 
 
 def _cells(recipes: Mapping[str, Recipe], summaries: Summaries, row: HeadlineClaim) -> tuple[ClaimCell, ClaimCell]:
-    return _cell(recipes, summaries, row, row.published), _cell(recipes, summaries, row, row.fair)
+    published = _cell(recipes, summaries, row, row.published)
+    if row.full and not row.published:
+        published = ClaimCell(GPU)
+    return published, _cell(recipes, summaries, row, row.fair)
 
 
-def _cell(recipes: Mapping[str, Recipe], summaries: Summaries, row: HeadlineClaim, names: Iterable[str]) -> ClaimCell:
-    """The verdict of the recipe that counts: of its present version, complete, and the one at full length first."""
-    names = list(names)
+def _cell(recipes: Mapping[str, Recipe], summaries: Summaries, row: HeadlineClaim, names: tuple[str, ...]) -> ClaimCell:
+    """The verdict of the recipe that counts: of its present version, complete, at full length, least favourable."""
     if not names:
-        return ClaimCell(NOWHERE)
+        return ClaimCell(UNASKED)
     if row.full and all(recipes[name].paper.reduced for name in names):
         return ClaimCell(GPU, recipe=names[0])
     measured = []
@@ -202,10 +207,11 @@ def _cell(recipes: Mapping[str, Recipe], summaries: Summaries, row: HeadlineClai
             continue
         one = _verdict_on(recipe, summary, row.claim)
         if one is not None:
-            measured.append((not _full_length(recipe, summary), name, one))
+            favour = UNFAVOURABLE.index(one.verdict), one.least.look.difference
+            measured.append((not _full_length(recipe, summary), favour, name, one))
     if not measured:
         return ClaimCell(UNMEASURED, recipe=names[0])
-    _, name, one = min(measured, key=lambda m: m[0])
+    *_, name, one = min(measured, key=lambda m: m[:2])
     return ClaimCell(one.verdict, _number(one), name)
 
 
@@ -241,16 +247,19 @@ def _shown(cell: ClaimCell) -> str:
 
 
 def _together(cells: Iterable[ClaimCell]) -> str:
-    """The verdict on all claims of a paper in one protocol, with how many hold of those that are decided."""
-    words = [cell.word for cell in cells]
+    """The verdict on all claims of a paper in one protocol, with how many hold of those that are asked."""
+    words = [cell.word for cell in cells if cell.word != UNASKED]
     decided = [word for word in words if word in (looks.HOLDS, looks.PARTLY, looks.FAILS)]
+    waiting = words.count(UNMEASURED)
     if not decided:
-        word = next((word for word in (UNMEASURED, looks.OPEN, GPU) if word in words), NOWHERE)
+        word = next((word for word in (UNMEASURED, looks.OPEN, GPU) if word in words), UNASKED)
         return f"![]({FOLDER}/{marks.of(word)}.svg) {word}"
+    if 2 * waiting > len(words):
+        return f"![]({FOLDER}/{marks.of(UNMEASURED)}.svg) {UNMEASURED}: {waiting} of {len(words)} claims"
     kinds = set(decided)
     word = looks.HOLDS if kinds == {looks.HOLDS} else looks.FAILS if kinds == {looks.FAILS} else "partly"
-    so_far = " so far" if UNMEASURED in words else ""
-    count = f"{decided.count(looks.HOLDS)} of {len(decided)} decided"
+    so_far, held = " so far" if waiting else "", decided.count(looks.HOLDS)
+    count = f"{held} of {len(words)} {'holds' if held == 1 else 'hold'}"
     return f"![]({FOLDER}/{marks.of(word)}.svg) {word}{so_far}: {count}"
 
 
@@ -267,9 +276,10 @@ def _counts(cells: list[tuple[ClaimCell, ClaimCell]]) -> str:
     """How many claims were asked, and how many came out each way."""
     lines = []
     for mode, side in zip(("As published", "In a fair test"), zip(*cells, strict=True), strict=True):
-        words = [cell.word for cell in side]
+        words = [cell.word for cell in side if cell.word != UNASKED]
         shown = ", ".join(marks.counted(words.count(word), word) for word in dict.fromkeys(words))
-        lines.append(f"{mode}: of {len(words)} claims {shown}.")
+        verb = "is" if len(words) == 1 else "are"
+        lines.append(f"{mode}, {len(words)} of {len(side)} claims {verb} asked{f': {shown}' if shown else ''}.")
     return " ".join(lines)
 
 
@@ -277,20 +287,19 @@ def _verdicts(recipe: Recipe, summary: RecipeSummary | None) -> str:
     """How the claims of a recipe came out; empty where its present version has no result."""
     if not _current(summary, recipe):
         return ""
-    words = [
-        one.verdict for one in judge.claims(recipe, summary.numbers) if one.measured and not one.claim.construction
-    ]
-    shown = ", ".join(marks.counted(words.count(word), word) for word in looks.VERDICTS if word in words)
+    verdicts = [one for one in judge.claims(recipe, summary.numbers) if not one.claim.construction]
+    words = [one.verdict if one.measured else UNMEASURED for one in verdicts]
+    shown = ", ".join(marks.counted(words.count(w), w) for w in (*looks.VERDICTS, UNMEASURED) if w in words)
     return f"; of {len(words)} claims {shown}" if shown else ""
 
 
-def _margin(recipes: Mapping[str, Recipe], row: HeadlineClaim) -> str:
-    """How far the paper itself is ahead of the nearest rival, where a recipe has its cells."""
-    for name in (*row.published, *row.fair):
+def _margin(recipes: Mapping[str, Recipe], row: HeadlineClaim, *cells: ClaimCell) -> str:
+    """How far the paper itself is ahead of the nearest rival, by the cells of the recipe that counts, else another."""
+    for name in (*(cell.recipe for cell in cells if cell.recipe), *row.published, *row.fair):
         claim = _claim(recipes[name], row.claim)
         if claim is not None and math.isfinite(lead := judge.papers_lead(recipes[name], claim)):
             return unit(Reference.of(claim.subject, recipes[name].paper.figure).figure).difference(lead)
-    return "no number"
+    return "-"
 
 
 def _claim(recipe: Recipe, start: str) -> Claim | None:
@@ -325,8 +334,8 @@ def _unaffordable(
         yield f"- Needs a GPU: `fedloom reproduce {name} --scale full --device cuda`{time}."
     waiting = dict.fromkeys(
         name for sheet, cells in papers for row, pair in zip(sheet.row, cells, strict=True)
-        for names, cell in zip((row.published, row.fair), pair, strict=True) if cell.word == UNMEASURED
-        for name in names
+        for names, cell in zip((row.published, row.fair), pair, strict=True) if cell.word != GPU
+        for name in names if cell.word == UNMEASURED or not _current(summaries.get(name), recipes[name])
     )  # fmt: skip
     for name in waiting:
         budget = recipes[name].budget("laptop")
