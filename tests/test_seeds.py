@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import multiprocessing
 import re
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -106,6 +108,23 @@ def test_global_draws_are_those_of_the_generator_and_leave_no_trace() -> None:
     with as_global(generator(3), CPU):
         got = torch.randn(5)
     assert torch.equal(got, torch.randn(5, generator=generator(3)))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_threads_take_turns_with_the_global_generator() -> None:
+    def draw(k: int) -> float:
+        with as_global(generator(k), CPU):
+            time.sleep(0.005)
+            return float(torch.rand((), dtype=torch.float64))
+
+    before = torch.get_rng_state()
+    with ThreadPoolExecutor(4) as pool:
+        drawn = pool.map(draw, range(8))
+        child = multiprocessing.get_context("fork").Process(target=draw, args=(0,))
+        child.start()  # while a thread that the child does not have draws
+        assert list(drawn) == [float(torch.rand((), generator=generator(k), dtype=torch.float64)) for k in range(8)]
+    child.join(30)
+    assert child.exitcode == 0
     assert torch.equal(torch.get_rng_state(), before)
 
 

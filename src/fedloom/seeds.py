@@ -14,6 +14,7 @@ These generators are for simulation. They are not cryptographic: `fedloom.deploy
 from __future__ import annotations
 
 import hashlib
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -47,6 +48,9 @@ class _Blank(threading.local):
 
 
 _blank = _Blank()
+_swapping = threading.RLock()
+"""Held while the global generators are not the caller's: the threads of a process share them."""
+os.register_at_fork(before=_swapping.acquire, after_in_parent=_swapping.release, after_in_child=_swapping.release)
 
 
 def derive(seed: int, round: int = 0, client: int = SERVER, purpose: Purpose = "") -> int:
@@ -99,6 +103,13 @@ def words(gen: torch.Generator) -> list[int]:
 
 
 @contextmanager
+def forked(device: torch.device) -> Iterator[None]:
+    """The global generators of the CPU and a device are afterwards as before; other threads that want them wait."""
+    with _swapping, torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        yield
+
+
+@contextmanager
 def as_global(gen: torch.Generator, device: torch.device) -> Iterator[None]:
     """Code with access only to the global generators draws from the stream of ``gen``; afterwards they are as before.
 
@@ -106,7 +117,7 @@ def as_global(gen: torch.Generator, device: torch.device) -> Iterator[None]:
         gen: a CPU generator; it is not moved on when ``device`` is the CPU.
         device: whose generator is meant beside the CPU's.
     """
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with forked(device):
         torch.set_rng_state(gen.get_state())
         if device.type == "cuda":
             torch.cuda.set_rng_state(cuda_state(gen), device)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from fedloom.local.oracles.pooling import Pooled
 from fedloom.models.dropout import Dropout
+from fedloom.seeds import forked
 
 PIECE = 4096
 """Samples evaluated together at most."""
@@ -19,11 +20,6 @@ CPU_ACTIVATION, GPU_ACTIVATION = 16 << 20, 256 << 20
 
 USUAL_BATCH = 20
 """Samples of a step, where pooled elements are weighed against weights of convolutions."""
-
-
-def forked(device: torch.device) -> AbstractContextManager[None]:
-    """The global generators of a device as they were afterwards."""
-    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fedloom.local.oracles.forward import at_least_two, caught, forked
+from fedloom.local.oracles.forward import at_least_two, caught
 from fedloom.local.oracles.linear import Pass, prepare
 from fedloom.local.oracles.network import scale_
 from fedloom.local.oracles.pooling import join
@@ -18,7 +18,7 @@ from fedloom.local.oracles.precision import of_products
 from fedloom.local.oracles.samples import slope
 from fedloom.local.oracles.terms import Representations, TermNetwork, summed
 from fedloom.models import penultimate
-from fedloom.seeds import as_global
+from fedloom.seeds import as_global, forked
 
 if TYPE_CHECKING:
     from fedloom.data.federation import Federation
