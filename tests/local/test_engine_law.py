@@ -12,6 +12,7 @@ from engine_cases import CASES, TOLERANCE, M, Problem, Setting, make_work, oracl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedloom import kernels
 from fedloom.local import LocalSGD, descend
 from fedloom.local.oracles import Fused, make_oracle, products
 from fedloom.models import MLP
@@ -204,6 +205,42 @@ def test_all_steps_at_once_are_the_steps(
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
     assert torch.equal(counted, samples)
     assert torch.equal(got[1], start[1])
+
+
+@pytest.mark.parametrize("stored", [torch.uint8, torch.float32])
+@pytest.mark.parametrize("weights", ["", "balanced"])
+@pytest.mark.parametrize("block", [4, 128])
+def test_a_pass_through_the_whole_network_is_its_layers(
+    monkeypatch: pytest.MonkeyPatch, stored: torch.dtype, weights: str, block: int
+) -> None:
+    """Block by block too: gradients into other rows, with what they held, and steps in place; and losses."""
+    g = torch.Generator().manual_seed(1)
+    fed = handwritten.federation(dtype=torch.float32)
+    x = torch.randint(0, 256, fed.data.x.shape, generator=g).to(stored)
+    fed = replace(fed, data=replace(fed.data, x=x, mean=torch.full((6,), 0.4), std=torch.full((6,), 90.0)))
+    task = task_of(fed.data, Objective(class_weights=weights or None))
+    oracle = make_oracle(MLP(hidden=(9, 5)).build((6,), 4, seed=3), task, fed, "fused")
+    work = make_work(oracle, LocalSGD(lr=0.1, batch_size="full"))
+    monkeypatch.setattr(kernels, "BLOCK", block)
+    w, before, steady = torch.randn(3, M, oracle.layout.d, generator=g)
+    batch, beta = work.plan("local", work.steps[:, 0]).batch(0), torch.tensor([[0.0], [1.0], [0.5], [-2.0]])
+    assert int(batch.count.max()) > 4 > int(batch.count.min())
+
+    def gradients() -> list[torch.Tensor]:
+        out, stepped = before.clone(), w.clone()
+        work.addgrad_(out, w, batch, beta, -0.3, steady)
+        work.addgrad_(stepped, stepped, batch, 0.9, -0.1, steady[:1].expand(M, -1))
+        return [out, stepped, work.full_grad(w), work.add_full_grad_(before.clone(), w), work.loss(w)]
+
+    passes: list[object] = []
+    add = products.Compiled.add_gradients_
+    monkeypatch.setattr(products.Compiled, "add_gradients_", lambda self, *a: (passes.append(a), add(self, *a)))
+    got = gradients()
+    assert len(passes) == 4
+    monkeypatch.setattr(products.Compiled, "fits", lambda _: False)
+    expected = gradients()
+    assert len(passes) == 4
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_what_is_not_finite_stays_so() -> None:

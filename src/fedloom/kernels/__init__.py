@@ -5,8 +5,22 @@ gets does not depend on who shares its chunk.
 """
 
 from fedloom.kernels.draws import shuffle
-from fedloom.kernels.linear import add_gradient, apply, backward, descend, forward
+from fedloom.kernels.linear import add_gradient, apply, backward, forward
 from fedloom.kernels.machine import compiled
+from fedloom.kernels.network import BLOCK, add_gradients, descend
 from fedloom.kernels.samples import gather, pool, unpool
 
-__all__ = ["add_gradient", "apply", "backward", "compiled", "descend", "forward", "gather", "pool", "shuffle", "unpool"]
+__all__ = [
+    "BLOCK",
+    "add_gradient",
+    "add_gradients",
+    "apply",
+    "backward",
+    "compiled",
+    "descend",
+    "forward",
+    "gather",
+    "pool",
+    "shuffle",
+    "unpool",
+]

@@ -1,4 +1,4 @@
-"""The three products of a linear layer for many clients at once, and whole descents of small networks.
+"""The three products of a linear layer for many clients at once, or for one.
 
 A layer of many clients is many small matrix products, on which a library for large ones loses most of its time to
 packing and calls. Here four rows meet four rows, which keeps the vector registers at work, and gradient, decay and
@@ -12,17 +12,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from fedloom.kernels.machine import compiled
-from fedloom.kernels.samples import gather
 
 
 @compiled
 def forward(w: Any, at: int, bias: int, x: Any, out: Any) -> None:
     """``out <- x W' + b``; x ``[m, b, i]``, out ``[m, b, o]``."""
     for c in range(len(x)):
-        _outputs(w[c], at, bias, x[c], out[c])
+        forward_one(w[c], at, bias, x[c], out[c])
 
 
 @compiled
@@ -30,7 +27,7 @@ def apply(w: Any, at: int, bias: int, x: Any, ends: Any, out: Any) -> None:
     """`forward` of any number of samples per client: x ``[N, i]``, out ``[N, o]``, of c up to ``ends[c]``."""
     start = 0
     for c in range(len(ends)):
-        _outputs(w[c], at, bias, x[start : ends[c]], out[start : ends[c]])
+        forward_one(w[c], at, bias, x[start : ends[c]], out[start : ends[c]])
         start = ends[c]
 
 
@@ -38,7 +35,7 @@ def apply(w: Any, at: int, bias: int, x: Any, ends: Any, out: Any) -> None:
 def backward(w: Any, at: int, delta: Any, out: Any) -> None:
     """``out <- delta W``; delta ``[m, b, o]``, out ``[m, b, i]``."""
     for c in range(len(delta)):
-        _below(w[c], at, delta[c], out[c])
+        backward_one(w[c], at, delta[c], out[c])
 
 
 @compiled
@@ -59,133 +56,11 @@ def add_gradient(out: Any, at: int, bias: int, delta: Any, x: Any, beta: Any, al
     """
     for c in range(len(delta)):
         steady_row = steady[min(c, len(steady) - 1)] if len(steady) else out[c, :0]
-        _add(out[c], at, bias, delta[c], x[c], beta[c], alpha, steady_row)
+        add_gradient_one(out[c], at, bias, delta[c], x[c], beta[c], alpha, steady_row)
 
 
 @compiled
-def descend(
-    w: Any, layers: Any, data: Any, scale: Any, shift: Any, y: Any, where: Any, steps: Any, count: Any,
-    factor: Any, classes: Any, beta: Any, alpha: Any, steady: Any, pulled: Any, rate: Any,
-    row: Any, velocity: Any, room: Any,
-) -> Any:  # fmt: skip
-    """Every step of every client, ``w <- beta w + alpha gradient + steady``, one client after another.
-
-    So a client's parameters stay in the cache from step to step. With momentum, which beta is then, the step is
-    ``v <- beta v + alpha gradient + steady + pulled w``, ``w <- w - rate v``, and v is zero before the first. The loss
-    of a sample is the cross-entropy of its softmax times ``factor`` and the weight of its class, over the number of
-    samples in the step.
-
-    Args:
-        w: ``[m, d]``.
-        layers: ``[L, 5]`` int64: first column of weights and of bias (-1: there is none), inputs, outputs, and 1 if a
-            rectifier follows.
-        data: samples as they are stored, ``[N, i]``.
-        scale: ``[i]``, see `gather`.
-        shift: ``[i]``.
-        y: ``[N]`` classes.
-        where: ``[k, m, b]`` positions in ``data``.
-        steps: ``[m]``, at most k.
-        count: ``[k, m]`` samples in each step; those that come first.
-        factor: ``[m]``.
-        classes: ``[m, C]`` weights of classes, or ``[m, 0]``: all are 1.
-        beta: ``[m]``.
-        alpha: a number.
-        steady: ``[m, d]``, ``[1, d]`` if all clients have the same, or ``[0, d]`` for zero.
-        pulled: ``[m]``.
-        rate: a number.
-        row: ``[d]``, room for the parameters of one client, at the beginning of a line of the cache.
-        velocity: ``[d]``, overwritten, or ``[0]``: there is no momentum.
-        room: ``[b (i + sum of outputs + 2 largest outputs)]`` for what lies between the layers.
-
-    Returns:
-        Nothing of use, as `gather`.
-
-    Raises:
-        IndexError: a position is not within 0..N-1.
-    """
-    kind, last, touched = room.dtype.type, len(layers) - 1, np.int64(0)
-    wide = 0
-    for j in range(len(layers)):
-        wide = max(wide, layers[j, 3])
-    turn = where.shape[2] * wide
-    spare = len(room) - 2 * turn
-    for c in range(len(w)):
-        steady_row = steady[min(c, len(steady) - 1)] if len(steady) else w[c, :0]
-        moved = velocity if len(velocity) else row
-        velocity[:] = 0
-        _copy(w[c], row)
-        for k in range(steps[c]):
-            b = count[k, c]
-            here = where[k, c, :b]
-            start, end = 0, b * data.shape[1]
-            touched |= gather(data, here, scale, shift, room[:end].reshape(b, data.shape[1]))
-            for j in range(last + 1):
-                at, bias, i, o = layers[j, 0], layers[j, 1], layers[j, 2], layers[j, 3]
-                h = room[end : end + b * o]
-                _outputs(row, at, bias, room[start:end].reshape(b, i), h.reshape(b, o))
-                if layers[j, 4]:
-                    _rectify(h, h)
-                start, end = end, end + b * o
-            delta = room[start:end]
-            _slopes(delta.reshape(b, layers[last, 3]), y, here, kind(factor[c] / b), classes[c])
-            for j in range(last, -1, -1):
-                at, bias, i, o = layers[j, 0], layers[j, 1], layers[j, 2], layers[j, 3]
-                h = room[start - b * i : start]
-                to = spare + (j % 2) * turn
-                below = room[to : to + b * i] if j else h[:0]
-                if j:
-                    _below(row, at, delta.reshape(b, o), below.reshape(b, i))
-                    if layers[j - 1, 4]:
-                        _rectify(below, h)
-                _add(moved, at, bias, delta.reshape(b, o), h.reshape(b, i), beta[c], alpha, steady_row)
-                delta, start = below, start - b * i
-            if len(velocity):
-                _move(row, velocity, pulled[c], rate)
-        _copy(row, w[c])
-    return touched
-
-
-@compiled
-def _copy(values: Any, out: Any) -> None:
-    for k in range(len(values)):
-        out[k] = values[k]
-
-
-@compiled
-def _rectify(values: Any, h: Any) -> None:
-    """Zero where ``h`` is not positive; what is not a number stays so."""
-    zero = values.dtype.type(0)
-    for k in range(len(values)):
-        values[k] = zero if h[k] <= zero else values[k]
-
-
-@compiled
-def _move(w: Any, velocity: Any, pulled: Any, rate: Any) -> None:
-    for q in range(len(w)):
-        moved = velocity[q] + pulled * w[q]
-        velocity[q] = moved
-        w[q] -= rate * moved
-
-
-@compiled
-def _slopes(z: Any, y: Any, where: Any, factor: Any, classes: Any) -> None:
-    """``z [b, k] <-`` factor (softmax(z) - e_y), times the weight of the class y."""
-    for p in range(len(z)):
-        scores, label = z[p], y[where[p]]
-        top, total = scores[0], scores.dtype.type(0)
-        for q in range(1, len(scores)):
-            top = scores[q] if scores[q] > top else top
-        for q in range(len(scores)):
-            scores[q] = np.exp(scores[q] - top)
-            total += scores[q]
-        share = factor * classes[label] if len(classes) else factor
-        for q in range(len(scores)):
-            scores[q] *= share / total
-        scores[label] -= share
-
-
-@compiled
-def _outputs(w: Any, at: int, bias: int, x: Any, out: Any) -> None:
+def forward_one(w: Any, at: int, bias: int, x: Any, out: Any) -> None:
     """``out [b, o] <- x W' + b`` of one client: w ``[d]``, x ``[b, i]``."""
     b, o = out.shape
     weights = w[at : at + o * x.shape[1]].reshape(o, x.shape[1])
@@ -200,7 +75,7 @@ def _outputs(w: Any, at: int, bias: int, x: Any, out: Any) -> None:
 
 
 @compiled
-def _below(w: Any, at: int, delta: Any, out: Any) -> None:
+def backward_one(w: Any, at: int, delta: Any, out: Any) -> None:
     """``out [b, i] <- delta W`` of one client: w ``[d]``, delta ``[b, o]``."""
     o, i = delta.shape[1], out.shape[1]
     weights = w[at : at + o * i].reshape(o, i)
@@ -210,7 +85,7 @@ def _below(w: Any, at: int, delta: Any, out: Any) -> None:
 
 
 @compiled
-def _add(out: Any, at: int, bias: int, delta: Any, x: Any, beta: Any, alpha: Any, steady: Any) -> None:
+def add_gradient_one(out: Any, at: int, bias: int, delta: Any, x: Any, beta: Any, alpha: Any, steady: Any) -> None:
     """`add_gradient` of one client: out ``[d]``, delta ``[b, o]``, x ``[b, i]``, beta a number, steady ``[d]``."""
     b, o = delta.shape
     i = x.shape[1]

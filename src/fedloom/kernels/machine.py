@@ -23,7 +23,11 @@ ROOM = 64 << 20
 
 
 def compiled(loop: Callable[..., Any]) -> Callable[..., Any]:
-    """The loop as machine code, kept on disk where the package's folder or the user's cache has room for it."""
+    """The loop as machine code, kept on disk where the package's folder or the user's cache has room for it.
+
+    What is kept is made anew when the loop's own file changes, not when a loop of another file does that it calls:
+    remove the folder's ``__pycache__`` after such a change.
+    """
     places = [place for place in (Path(__file__).parent, Path("~").expanduser()) if place.is_dir()]
     if all(shutil.disk_usage(place).free >= ROOM for place in places):
         with suppress(RuntimeError):  # of numba: neither can be written

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fedloom.errors import Refused
+from fedloom.local.batches import PASS
 from fedloom.local.oracles.above import Above
 from fedloom.local.oracles.network import scale_
 from fedloom.local.oracles.pooling import hooked
 from fedloom.local.oracles.products import Batched, Compiled, Linear, Products, Stored, apply
-from fedloom.local.oracles.samples import Samples, slopes
+from fedloom.local.oracles.samples import Samples, batch_loss, slopes
 from fedloom.local.oracles.terms import TermNetwork
 from fedloom.models.dropout import Dropout
 from fedloom.models.parts import Bodied
@@ -141,6 +143,9 @@ class Fused(TermNetwork):
             return self.add_terms_(out, w, batch, functions, terms, alpha)
         if terms:
             self._check_terms()
+        elif self._fits(out, random=batch.draw.stream != PASS):
+            whole = Compiled(self.layout, out, w, beta, alpha, steady)
+            return whole.add_gradients_(self._layers, self._stored(out, batch), batch.count, batch.total)
         data = self.samples(batch, step=True)
         masks = self._masks(batch, data.counts) if self.dropouts else {}
         kind = Compiled if Compiled.fits(out) else Batched
@@ -186,28 +191,52 @@ class Fused(TermNetwork):
 
     def at_once(self, w: Tensor) -> Descend | None:
         """For rectifiers and the cross-entropy of classes, without random changes to a layer's input."""
-        data = self.fed.stored()[0]
-        if self.above is not None:
-            return None
-        steps, first = self.chains[0]
-        supported = all(type(layer) in (nn.Flatten, nn.Linear, nn.ReLU, Dropout) for _, layer in steps)
-        whole = Compiled.fits(w) and data.dtype in (torch.uint8, w.dtype) and data.is_contiguous()
-        wide = data.shape[1] == self.linear[steps[first][0]].inputs
-        plain = self.fed.data.task == "classification" and self.labels_each is None and self.task.own_loss is None
-        random = self.dropouts or self.augment is not None or self.fed.noise is not None
-        return self._descend if supported and whole and wide and plain and not random else None
+        return self._descend if self._fits(w, random=True) else None
 
-    def _descend(self, w: Tensor, plan: BatchPlan, steps: Tensor, step: Steps) -> None:
+    def _fits(self, rows: Tensor, random: bool) -> bool:
+        """Whether there is a loop through the whole network for gradients of rows ``[m, d]``.
+
+        Args:
+            rows: to be changed.
+            random: a sample's features may be changed at random first.
+        """
+        if not self._simple or not Compiled.fits(rows):
+            return False
+        if random and (self.augment is not None or self.fed.noise is not None):
+            return False
+        data = self.fed.stored()[0]
+        wide = data.shape[1] == self._layers[0][2]
+        return wide and data.dtype in (torch.uint8, rows.dtype) and data.is_contiguous()
+
+    @cached_property
+    def _simple(self) -> bool:
+        """Whether network and loss are what the loop through a whole network computes."""
+        if self.above is not None or self.dropouts:
+            return False
+        supported = all(type(layer) in (nn.Flatten, nn.Linear, nn.ReLU, Dropout) for _, layer in self.chains[0].steps)
+        classes = self.fed.data.task == "classification" and self.labels_each is None and self.task.own_loss is None
+        return supported and classes
+
+    @cached_property
+    def _layers(self) -> list[list[int]]:
+        """The linear layers as `fedloom.kernels.descend` takes them."""
         layers: list[list[int]] = []
         for name, layer in self.chains[0].steps:
             if name in self.linear:
                 layers.append([*self.linear[name][2:], 0])
             elif isinstance(layer, nn.ReLU):
                 layers[-1][-1] = 1
-        data, factor, shift = self.fed.stored()
-        classes = w.new_empty(len(w), 0) if self.class_weights is None else self.class_weights[plan.ids]
-        samples = Stored(data, factor, shift, self.fed.data.y, plan.where, classes)
-        Compiled(self.layout, w, w, *step[:3]).descend_(layers, samples, steps, plan.count, *step[3:])
+        return layers
+
+    def _stored(self, rows: Tensor, of: BatchPlan | Batch) -> Stored:
+        """The samples of a plan or a batch for the loops through a whole network."""
+        classes = rows.new_empty(len(rows), 0) if self.class_weights is None else self.class_weights[of.ids]
+        data, scale, shift = self.fed.stored()
+        return Stored(data, scale, shift, self.fed.data.y, of.where, classes)
+
+    def _descend(self, w: Tensor, plan: BatchPlan, steps: Tensor, step: Steps) -> None:
+        samples = self._stored(w, plan)
+        Compiled(self.layout, w, w, *step[:3]).descend_(self._layers, samples, steps, plan.count, *step[3:])
 
     @torch.no_grad()
     def outputs_of(self, rows: Tensor, index: Tensor, sizes: Tensor) -> Tensor:
@@ -224,6 +253,18 @@ class Fused(TermNetwork):
                 blocks.append(self._apply(rows[start:stop], self.fed.fetch(piece), sizes[start:stop]))
             start = stop
         return torch.cat(blocks) if blocks else rows.new_empty(0, self.task.outputs)
+
+    def batch_loss(self, w: Tensor, batch: Batch) -> Tensor:
+        """By the compiled loops on a CPU, as `outputs_of`; see `Network.batch_loss`."""
+        w = w.contiguous()
+        if self.above is not None or self.labels_each is not None or not Compiled.fits(w):
+            return super().batch_loss(w, batch)
+        data, loss = self.samples(batch), torch.zeros(len(w), 1, dtype=self.dtype)
+        outputs = self._apply(w, self.fed.fetch(batch.where[batch.position >= 0]), batch.count[:, 0])
+        for i, rows in enumerate(outputs.split(data.counts)):
+            if len(rows):
+                loss[i] = batch_loss(self.task, rows, data, i)
+        return loss
 
     def _apply(self, rows: Tensor, x: Tensor, sizes: Tensor) -> Tensor:
         """Outputs ``[N, k]`` in evaluation mode on samples ``x [N, *shape]``, client after client."""

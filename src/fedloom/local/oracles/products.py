@@ -38,7 +38,8 @@ class Linear(NamedTuple):
 class Stored(NamedTuple):
     """Samples that lie in a data set: stored ``[N, i]``, what normalises them ``[i]``, their classes ``[N]``.
 
-    Of a plan, ``where [k, m, b]`` they lie; and weights of classes by client ``[m, C]``, or ``[m, 0]``.
+    Where those of a plan ``[k, m, b]`` or a batch ``[m, b]`` lie; and weights of classes by client ``[m, C]``, or
+    ``[m, 0]``.
     """
 
     data: Tensor
@@ -164,15 +165,43 @@ class Compiled(Products):
     ) -> None:
         """All ``steps [m]`` of every client, with ``count [k, m, 1]`` samples each; `fedloom.kernels.descend`."""
         pulled, rate = momentum or (0.0, 0.0)
-        widths = [layers[0][2], *(layer[3] for layer in layers)]
-        room, d = samples.where.shape[2] * (sum(widths) + 2 * max(widths[1:])), self._w.shape[1]
-        rooms = (samples.classes.new_empty(size).numpy() for size in (d, d if momentum else 0, room))
+        d = self._w.shape[1]
+        rooms = (samples.classes.new_empty(size).numpy() for size in (d, d if momentum else 0))
         self._loops.descend(
-            self._out, np.array(layers), samples.data.numpy(), samples.scale.numpy(), samples.shift.numpy(),
-            samples.y.numpy(), samples.where.contiguous().numpy(), steps.numpy(), count[..., 0].contiguous().numpy(),
+            self._out, *_network(layers, samples), steps.numpy(), count[..., 0].contiguous().numpy(),
             self._each(1.0 if scale is None else scale), samples.classes.numpy(), self._beta, self._alpha, self._steady,
-            self._each(pulled), self._w.dtype.type(rate), *rooms,
+            self._each(pulled), self._w.dtype.type(rate), *rooms, _room(layers, samples, samples.where.shape[2]),
         )  # fmt: skip
+
+    def add_gradients_(self, layers: list[list[int]], samples: Stored, count: Tensor, total: Tensor) -> None:
+        """``out <- beta out + alpha gradient + steady`` of a batch, in one pass; `fedloom.kernels.add_gradients`.
+
+        Args:
+            layers: see `fedloom.kernels.descend`.
+            samples: of the batch.
+            count: ``[m, 1]`` samples of each client.
+            total: ``[m, 1]`` what the sum of sample losses is divided by.
+        """
+        block = samples.where.shape[1]
+        if self._out is not self._w:
+            block = min(block, self._loops.BLOCK)
+        self._loops.add_gradients(
+            self._out, self._w, *_network(layers, samples), count[:, 0].contiguous().numpy(), self._each(total),
+            samples.classes.numpy(), self._beta, self._alpha, self._steady, _room(layers, samples, block), block,
+        )  # fmt: skip
+
+
+def _network(layers: list[list[int]], samples: Stored) -> tuple[np.ndarray, ...]:
+    """What compiled loops through a whole network take of it and its samples."""
+    stored = (samples.data, samples.scale, samples.shift, samples.y, samples.where.contiguous())
+    return np.array(layers), *(values.numpy() for values in stored)
+
+
+def _room(layers: list[list[int]], samples: Stored, block: int) -> np.ndarray:
+    """Room for what lies between the layers."""
+    widths = [layers[0][2], *(layer[3] for layer in layers)]
+    room: np.ndarray = samples.classes.new_empty(block * (sum(widths) + 2 * max(widths[1:]))).numpy()
+    return room
 
 
 def apply(w: np.ndarray, layer: Linear, x: Tensor, ends: np.ndarray) -> Tensor:

@@ -24,7 +24,6 @@ class Samples:
     """The training samples of a batch; if ``changed``, with the noise and the augmentation of a step.
 
     Attributes:
-        x: ``[m, b, *shape]``; some sample of the client where a batch is short.
         y: ``[m, b]`` or ``[m, b, k]``.
         weight: factor of every sample's loss, 0 where a batch is short; ``[m, b]``, or ``[m, 1]`` if none is.
         span: targets of a sample: 1, or the length L of sequences with a label per position. Then ``y`` and ``weight``
@@ -44,22 +43,28 @@ class Samples:
         changed: bool = False,
         augment: Augment | None = None,
     ) -> None:
-        self._batch = batch
+        self._fed, self._batch, self._changed, self._augment = fed, batch, changed, augment
         self.weight = batch.total.to(fed.device, dtype).reciprocal()
         if not batch.full:
             self.weight = self.weight * (batch.position >= 0).to(fed.device)
         self.class_weights = class_weights
-        self.x, self.y = fed.fetch(batch.where), fed.targets(batch.where)
+        self.y = fed.targets(batch.where)
         self.span = 1
         if labels_each is not None:
             self.span = self.y.shape[1] // batch.where.shape[1]
             weight = (self.weight / labels_each[:, None]).expand(batch.where.shape)
             self.weight = weight.repeat_interleave(self.span, 1) * (self.y >= 0)
             self.y = self.y.clamp(min=0)
-        if changed and fed.noise is not None:
-            self._add_noise(fed)
-        if changed and augment is not None:
-            self.x = augment.apply(self.x, self._decisions(augment, batch))
+
+    @cached_property
+    def x(self) -> Tensor:
+        """``[m, b, *shape]``; some sample of the client where a batch is short."""
+        x = self._fed.fetch(self._batch.where)
+        if self._changed and self._fed.noise is not None:
+            self._add_noise(x)
+        if self._changed and self._augment is not None:
+            x = self._augment.apply(x, self._decisions(self._augment))
+        return x
 
     @cached_property
     def counts(self) -> list[int]:
@@ -67,19 +72,19 @@ class Samples:
         counts: list[int] = self._batch.count[:, 0].tolist()
         return counts
 
-    def _add_noise(self, fed: Federation) -> None:
+    def _add_noise(self, x: Tensor) -> None:
         """Each client's from its own generator, drawn on the CPU in float32."""
         for row, count in enumerate(self.counts):
-            spread = fed.spread(self._batch.where[row, :count])
+            spread = self._fed.spread(self._batch.where[row, :count])
             if spread is not None and bool(spread.any()):
                 drawn = torch.randn(spread.shape, generator=self._batch.draw.generator(row, "noise"))
-                self.x[row, :count] += spread * drawn.to(spread)
+                x[row, :count] += spread * drawn.to(spread)
 
-    def _decisions(self, augment: Augment, batch: Batch) -> Tensor:
+    def _decisions(self, augment: Augment) -> Tensor:
         """What is done to every sample ``[m, b, 3]``, from each client's own generator; nothing where none is."""
-        still = torch.tensor([0, augment.crop, augment.crop]).repeat(*batch.position.shape, 1)
+        still = torch.tensor([0, augment.crop, augment.crop]).repeat(*self._batch.position.shape, 1)
         for row, count in enumerate(self.counts):
-            still[row, :count] = augment.draw(count, batch.draw.generator(row, "augment"))
+            still[row, :count] = augment.draw(count, self._batch.draw.generator(row, "augment"))
         return still
 
     def factors(self) -> Tensor:
