@@ -372,6 +372,11 @@ def test_opening_a_run_loads_no_charts() -> None:
     assert run("import sys, fedloom; fedloom.open_run; print({'altair', 'vl_convert'} & set(sys.modules))") == "set()"
 
 
+def test_windows_is_told_where_to_run() -> None:
+    code = "import sys; sys.platform = 'win32'\ntry: import fedloom\nexcept ImportError as error: print(error)"
+    assert "Linux and macOS" in run(code)
+
+
 def test_help_comes_at_once() -> None:
     call = "from fedloom.cli import main\ntry: main()\nexcept SystemExit: pass"
     assert takes_less(0.5, "import sys; sys.argv = ['fedloom', '--help']", call)

@@ -9,7 +9,11 @@ True
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
+
+if sys.platform == "win32":
+    raise ImportError("fedloom runs on Linux and macOS: on Windows, install and run it inside WSL (wsl --install)")
 
 from fedloom.lazy import getter
 from fedloom.version import __version__
