@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import pyarrow as pa
 import pytest
 import torch
+from torch import nn
 
 from fedloom.algorithms import (
     FLAME,
@@ -92,6 +93,10 @@ def same(a: pa.Table, b: pa.Table) -> bool:
         for name in a.column_names
         for x, y in zip(a[name].to_pylist(), b[name].to_pylist(), strict=True)
     )
+
+
+def small_cnn() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(72, 10))
 
 
 def rows(result: Result) -> torch.Tensor:
@@ -182,6 +187,33 @@ def test_groups_count_the_same() -> None:
 def test_shares_that_cannot_be(fed: Federation, weights: Any, sentence: str) -> None:
     with pytest.raises(FedloomError, match=sentence):
         run(fed, weights=weights)
+
+
+@pytest.mark.parametrize("chosen", ["inference_mode", "no_grad", "float64", "threads"])
+def test_what_the_caller_has_set_in_torch_changes_no_bit(chosen: str) -> None:
+    def run() -> list[torch.Tensor]:
+        fed = Iid(clients=4, validation=0.2, keep=80)(load("digits"), seed=0)
+        short: Any = {"rounds": 2, "local": {"lr": 0.05, "optimizer": "adam"}, "task": {"class_weights": "balanced"}}
+        results = [simulate("fedas", fed, model, **short) for model in (MLP(hidden=(16,)), small_cnn)]
+        adapted = [result.models.adapt(fed.data, holdout=0.9).row for result in results]
+        return [
+            *adapted,
+            *(r.models.rows("personal") for r in results),
+            *(r.final("personal", "loss") for r in results),
+        ]
+
+    want, before = run(), torch.get_num_threads()
+    try:
+        torch.set_default_dtype(torch.float64 if chosen == "float64" else torch.float32)
+        torch.set_num_threads(2 if chosen == "threads" else before)
+        with torch.inference_mode(chosen == "inference_mode"), torch.set_grad_enabled(chosen != "no_grad"):
+            got = run()
+            assert torch.is_inference_mode_enabled() == (chosen == "inference_mode")
+        assert torch.get_num_threads() == (2 if chosen == "threads" else before)
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 @pytest.mark.parametrize("name", ["fedavg", "scaffold", "flame", "fedacs", "equitable-fl", "ditto"])

@@ -18,6 +18,7 @@ from fedloom.engine.records import not_measured
 from fedloom.engine.state import State
 from fedloom.engine.virtual.clock import FATE, LOG, Clock, Fate
 from fedloom.errors import ConfigError, Stop
+from fedloom.local.oracles.precision import undisturbed
 from fedloom.local.rows import to_device
 from fedloom.metrics import SUMMARY, leading
 from fedloom.metrics import metric as facts
@@ -212,11 +213,13 @@ class Live:
             k for k, exists in zip(KINDS, (shared, personal, shared and personal and chosen), strict=True) if exists
         ]
 
+    @undisturbed()
     def shared(self) -> tuple[Tensor, Tensor]:
         row = self._job.algorithm.global_model(self._state.server)
         assert row is not None
         return row.cpu(), self._statistics(row, self._state.cohort)
 
+    @undisturbed()
     def personal(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         job = self._job
         rows = personal_models(job, self._down, max(self._state.round, 1), ids)
@@ -231,6 +234,7 @@ class Live:
         """The download of all clients, which may mix all that is kept."""
         return self._job.down(self._state.server, max(self._state.round, 1))
 
+    @undisturbed()
     def calibration(self, kind: str) -> Tensor | None:
         job, ids = self._job, torch.arange(len(self.names))
         part = job.setting.task.line_part

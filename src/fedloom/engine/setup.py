@@ -39,7 +39,7 @@ from fedloom.errors import ConfigError, Refused, attribute_error
 from fedloom.local import Ctx, Nothing, Work
 from fedloom.local.optimizer import OptimizerStates, slots_of
 from fedloom.local.oracles import Network, chunk_limit, make_oracle
-from fedloom.local.oracles.precision import wake
+from fedloom.local.oracles.precision import undisturbed, wake
 from fedloom.local.rows import Fields, remade
 from fedloom.processes.pool import cores
 from fedloom.processes.ranks import ALONE, Ranks
@@ -54,6 +54,7 @@ WORTH_FORKING = 2e11
 """Multiply-adds of a run, about four seconds of one core, from which more workers pay."""
 
 
+@undisturbed()
 def check(setting: Setting, fed: Federation) -> tuple[str, ...]:
     """Check a run against its federation: the model is built, but nothing is made for the clients' state.
 
@@ -66,6 +67,7 @@ def check(setting: Setting, fed: Federation) -> tuple[str, ...]:
     return make_problem(setting, fed, finds=False)[0].notes
 
 
+@undisturbed()
 def make_job(
     setting: Setting,
     fed: Federation,

@@ -8,7 +8,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
-import torch
 from torch import Tensor
 
 from fedloom.algorithms import REGISTRY, Algorithm, Composition
@@ -26,7 +25,7 @@ from fedloom.engine.setup import make_job
 from fedloom.engine.state import State, initial_state
 from fedloom.engine.virtual.clock import flat
 from fedloom.errors import ConfigError, Stop, nearest, unknown
-from fedloom.local.oracles.precision import repeatable
+from fedloom.local.oracles.precision import repeatable, undisturbed
 from fedloom.processes.clients import COUNTS, Clients, Handlers, LocalClients
 from fedloom.processes.pool import WorkerPool
 from fedloom.processes.rank_pool import RankPool
@@ -38,6 +37,7 @@ Progress = Callable[[State], object]
 """Called after every round, with the state after it; a sentence ends the run (`fedloom.callbacks`)."""
 
 
+@undisturbed()
 def simulate(
     algorithm: Algorithm | Composition | Setting | str,
     fed: Federation | Sequence[Any] | Mapping[str, Any],
@@ -180,10 +180,5 @@ def clients_of(job: Job) -> Iterator[LocalClients]:
 @contextmanager
 def arithmetic(job: Job) -> Iterator[None]:
     """torch computes with one thread, and on a GPU what repeats: results must not depend on the machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with repeatable(job.oracle.device, job.setting.engine.precision):
-            yield
-    finally:
-        torch.set_num_threads(before)
+    with undisturbed(), repeatable(job.oracle.device, job.setting.engine.precision):
+        yield

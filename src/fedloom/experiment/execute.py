@@ -40,6 +40,7 @@ from fedloom.experiment.outputs import (
     write_tables,
 )
 from fedloom.experiment.schema import Experiment, Method
+from fedloom.local.oracles.precision import undisturbed
 from fedloom.processes.pool import WorkerPool, cores
 from fedloom.processes.ranks import ALONE, Ranks
 from fedloom.processes.signals import interruptible
@@ -124,6 +125,7 @@ class Plan:
         """Rounds of all seeds of every method together, by its label."""
         return self.experiment.rounds
 
+    @undisturbed()
     def run(self, *listeners: Listener, page: bool = True) -> list[Outcome]:
         """Do what is missing, and write every file of the run directory, the report if ``page``.
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
@@ -92,13 +94,13 @@ class ModelSpec(Value, ABC):
             load_weights(module, self.weights)
         if self.adapters is None:
             return module
-        with as_global(generator(seed, purpose="adapters"), torch.device("cpu")):
+        with _drawing(seed, "adapters"):
             return adapted(module, self.adapters)
 
     def _drawn(self, shape: tuple[int, ...], outputs: int, seed: int, tokens: tuple[int, bool] | None) -> nn.Module:
         if outputs < 1 or not shape or min(shape) < 1:
             raise ConfigError(f"a model needs a sample shape and at least one output, got {tuple(shape)} and {outputs}")
-        with as_global(generator(seed, purpose="model"), torch.device("cpu")):
+        with _drawing(seed, "model"):
             try:
                 components = [self._network(tuple(shape), outputs, tokens) for _ in range(self.mixture or 1)]
                 if self.guided:
@@ -148,6 +150,18 @@ class ModelSpec(Value, ABC):
             f"model {type(self).__name__} gives one output per sample, and these have a label per position; give a "
             "module of your own"
         )
+
+
+@contextmanager
+def _drawing(seed: int, purpose: str) -> Iterator[None]:
+    """The global generator is that of a purpose, and a new parameter float32, whatever type the caller has chosen."""
+    with as_global(generator(seed, purpose=purpose), torch.device("cpu")):
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float32)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
 
 
 def load_weights(module: nn.Module, file: str) -> None:

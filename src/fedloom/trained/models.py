@@ -16,6 +16,7 @@ from fedloom.data.dataset import Dataset
 from fedloom.data.input_spec import lone_client
 from fedloom.errors import ConfigError, nearest
 from fedloom.local import LocalSGD
+from fedloom.local.oracles.precision import undisturbed
 from fedloom.trained.adapt import adapted
 from fedloom.trained.model import Model, ModelRecipe, running_statistics
 from fedloom.trained.model_source import ModelSource
@@ -176,6 +177,7 @@ class Models:
         self._check("hybrid")
         return Modules(self, "hybrid")
 
+    @undisturbed()
     def adapt(
         self,
         data: Dataset,

@@ -61,6 +61,18 @@ def check_tf32(device: torch.device, dtype: torch.dtype) -> None:
 
 
 @contextmanager
+def undisturbed() -> Iterator[None]:
+    """PyTorch computes on one thread and can take gradients meanwhile, whatever the caller has chosen."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
 def repeatable(device: torch.device, precision: Precision) -> Iterator[None]:
     """A GPU computes meanwhile as precisely as is chosen, and gives the same bits again.
 
