@@ -49,7 +49,7 @@ from fedloom.engine.simulate import simulate
 from fedloom.errors import ConfigError, FedloomError, Refused, RunDirError, Stop
 from fedloom.local import Ctx, LocalSGD, Nothing, Work
 from fedloom.local.oracles import make_oracle
-from fedloom.models import MLP, spec_of
+from fedloom.models import MLP, Dropout, spec_of
 from fedloom.rows.aggregate import GeometricMedian, Krum, Median, PrivateMean
 from fedloom.rows.attacks import ATTACKS, Gaussian, SameValue
 from fedloom.rows.channel import CHANNELS
@@ -96,7 +96,7 @@ def same(a: pa.Table, b: pa.Table) -> bool:
 
 
 def small_cnn() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(72, 10))
+    return nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), Dropout(0.1), nn.Flatten(), nn.Linear(72, 10))
 
 
 def rows(result: Result) -> torch.Tensor:
@@ -193,7 +193,7 @@ def test_shares_that_cannot_be(fed: Federation, weights: Any, sentence: str) -> 
 def test_what_the_caller_has_set_in_torch_changes_no_bit(chosen: str) -> None:
     def run() -> list[torch.Tensor]:
         fed = Iid(clients=4, validation=0.2, keep=80)(load("digits"), seed=0)
-        short: Any = {"rounds": 2, "local": {"lr": 0.05, "optimizer": "adam"}, "task": {"class_weights": "balanced"}}
+        short: Any = {"rounds": 2, "local": {"lr": 0.05, "optimizer": "adam"}, "augment": {"flip": 0.5, "crop": 1}}
         results = [simulate("fedas", fed, model, **short) for model in (MLP(hidden=(16,)), small_cnn)]
         adapted = [result.models.adapt(fed.data, holdout=0.9).row for result in results]
         return [
@@ -221,6 +221,36 @@ def test_two_workers_equal_one_bit_for_bit(fed: Federation, name: str) -> None:
     one, two = (run(fed, composed(name), engine=Engine(workers=w, chunk=2)) for w in (1, 2))
     assert same(one.table(), two.table())
     assert torch.equal(rows(one), rows(two))
+
+
+class Tracked(nn.Module):
+    """Subtracts a moving average, which it keeps in a buffer, from its samples."""
+
+    mean: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(64))
+        self.last = nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.mean.mul_(0.9).add_(x.detach().flatten(1).mean(0), alpha=0.1)
+        return self.last(x.flatten(1) - self.mean)
+
+
+def test_a_buffer_that_training_changes_passes_from_no_client_to_another(fed: Federation) -> None:
+    model, short = Tracked(), {"rounds": 2, "local": LOCAL}
+    one, two, beside = (
+        simulate(name, fed, model, engine=Engine(workers=workers), **short)
+        for name, workers in (("fedavg", 1), ("fedavg", 2), ("ditto", 1))  # Ditto trains personal models as well
+    )
+    assert any("training changes buffers of the model (mean)" in note for note in one.job.notes)
+    for other in (two, beside):
+        assert torch.equal(other.models.rows("global"), one.models.rows("global"))
+    assert not bool(model.mean.any())
+    with pytest.raises(Refused, match="buffers that training changes"):
+        simulate("fedavg", fed, model, engine=Engine(oracle="stacked"), **short)
 
 
 def test_chunks_and_oracles_change_rounding_only(fed: Federation) -> None:

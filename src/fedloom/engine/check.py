@@ -12,7 +12,7 @@ from fedloom.choose.shares import by_clusters
 from fedloom.engine.setting import Setting
 from fedloom.errors import CodeError, Refused
 from fedloom.local import Ctx, LocalSGD
-from fedloom.local.oracles import Network
+from fedloom.local.oracles import Network, moved_buffers
 from fedloom.local.rows import Fields
 from fedloom.rows.aggregate import Aggregator, PrivateMean
 from fedloom.rows.attacks import Forgery
@@ -242,7 +242,7 @@ def notes_of(setting: Setting, oracle: Network, server: Fields, ctx: Ctx, fewest
     notes = [*method.check(oracle.layout, ctx), *_counted_once(method, sampler), *sampler.remarks(ctx)]
     notes += [*setting.weigher.remarks(), *setting.task.remarks()]
     notes += [*_unweighed(setting, server, ctx), *_normalised(setting, oracle, server)]
-    notes += _softmax_twice(oracle)
+    notes += [*_softmax_twice(oracle), *_moved(oracle)]
     if isinstance(setting.attack, Forgery) and not upload_fields(type(method)):
         name = type(method).__name__
         notes.append(f"attack {kind_of(setting.attack)!r} changes nothing in {name}, which uploads nothing to forge")
@@ -303,6 +303,17 @@ def _softmax_twice(oracle: Network) -> list[str]:
     if not isinstance(last, nn.Softmax) or not isinstance(oracle.task, Classification):
         return []
     return ["the model ends with a softmax, and the loss applies another to its outputs: leave it out of the model"]
+
+
+def _moved(oracle: Network) -> list[str]:
+    """The note on buffers that training changes."""
+    names = moved_buffers(oracle.module, oracle.fed) if oracle.name == "looped" else []
+    if not names:
+        return []
+    return [
+        f"training changes buffers of the model ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}): every "
+        "step begins with their initial values, which scores and saved models have; what should last is a parameter"
+    ]
 
 
 def _counted_once(algorithm: Algorithm, sampler: Sampler) -> list[str]:

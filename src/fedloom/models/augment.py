@@ -35,7 +35,7 @@ class Augment(Value):
 
     def draw(self, count: int, generator: torch.Generator) -> Tensor:
         """Decisions for ``count`` images: int64 ``[count, 3]``, flip (0 or 1) and the crop's top left corner."""
-        chance = torch.rand(count, 2, generator=generator)
+        chance = torch.rand(count, 2, dtype=torch.float32, generator=generator)
         corner = torch.randint(0, 2 * self.crop + 1, (count, 2), generator=generator)
         flip = (chance[:, :1] < self.flip).long()
         return torch.cat([flip, torch.where(chance[:, 1:] < self.crop_probability, corner, self.crop)], 1)

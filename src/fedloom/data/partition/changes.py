@@ -39,7 +39,7 @@ def add_noise(data: Dataset, dealt: Dealt, std: Floats, seed: int, later: Tensor
         x = x.clone()
     flat, index = x.view(len(x), -1), torch.from_numpy(dealt.index)
     kept = flat[later]
-    room = torch.empty(int(np.diff(dealt.offsets).max()), flat.shape[1])
+    room = torch.empty(int(np.diff(dealt.offsets).max()), flat.shape[1], dtype=torch.float32)
     for i, level in enumerate(torch.from_numpy(std).float()):
         client_samples = index[dealt.offsets[i] : dealt.offsets[i + 1]]
         noise = room[: len(client_samples)].normal_(generator=generator(seed, 0, i, "noise"))
@@ -48,7 +48,7 @@ def add_noise(data: Dataset, dealt: Dealt, std: Floats, seed: int, later: Tensor
     if not len(later):
         return replace(data, x=x), None
     flat[later] = kept
-    levels = torch.zeros(len(x), std.shape[1])
+    levels = torch.zeros(len(x), std.shape[1], dtype=torch.float32)
     levels[index] = torch.from_numpy(std[owners(dealt)]).float()
     left = torch.zeros_like(levels)
     left[later] = levels[later]

@@ -10,7 +10,7 @@ from torch import nn
 from fedloom.errors import Refused
 from fedloom.local.oracles.base import Oracle
 from fedloom.local.oracles.fused import Fused, chains_of
-from fedloom.local.oracles.looped import Looped, draws_itself
+from fedloom.local.oracles.looped import Looped, draws_itself, moved_buffers
 from fedloom.local.oracles.network import BATCH_STATISTICS, Network
 from fedloom.local.oracles.precision import Precision, check_bf16, check_tf32
 from fedloom.local.oracles.quadratic import Quadratic
@@ -43,8 +43,8 @@ def make_oracle(
     """The oracle of a model on a federation.
 
     ``auto`` is a fixed rule: linear layers and pointwise activations, on a CPU also as bodies of a larger network
-    (`fedloom.models.parts.Bodied`), are `Fused`; a model with batch statistics or with randomness of its own is
-    `Looped`; any other model is `Looped` on a CPU and `Stacked` on an accelerator.
+    (`fedloom.models.parts.Bodied`), are `Fused`; a model with batch statistics, with buffers that training changes
+    or with randomness of its own is `Looped`; any other model is `Looped` on a CPU and `Stacked` on an accelerator.
 
     Raises:
         ConfigError: unknown name.
@@ -58,7 +58,10 @@ def make_oracle(
         )
     oracle = choose("oracle", {**ORACLES}, _rule(module, fed) if name == "auto" else name, "engine.oracle")
     if name == "stacked" and _needs_loop(module, fed):
-        raise Refused("oracle 'stacked' cannot take batch statistics or a module's own randomness; use 'looped'")
+        raise Refused(
+            "oracle 'stacked' cannot take batch statistics, buffers that training changes, or a module's own randomness"
+            "; use 'looped'"
+        )
     if precision == "bf16":
         check_bf16(fed.device, fed.dtype, oracle.name)
     if precision == "tf32":
@@ -76,7 +79,8 @@ def _rule(module: nn.Module, fed: Federation) -> str:
 
 
 def _needs_loop(module: nn.Module, fed: Federation) -> bool:
-    return any(isinstance(m, BATCH_STATISTICS) for m in module.modules()) or draws_itself(module, fed)
+    statistics = any(isinstance(m, BATCH_STATISTICS) for m in module.modules())
+    return statistics or draws_itself(module, fed) or bool(moved_buffers(module, fed))
 
 
 def chunk_limit(oracle: Oracle) -> int:
@@ -112,4 +116,5 @@ __all__ = [
     "chunk_count",
     "chunk_limit",
     "make_oracle",
+    "moved_buffers",
 ]

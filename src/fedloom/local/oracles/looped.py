@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fedloom.local.oracles.forward import at_least_two, caught
 from fedloom.local.oracles.linear import Pass, prepare
-from fedloom.local.oracles.network import scale_
+from fedloom.local.oracles.network import BATCH_STATISTICS, scale_
 from fedloom.local.oracles.pooling import join
 from fedloom.local.oracles.precision import of_products
 from fedloom.local.oracles.samples import slope
@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 class Looped(TermNetwork):
     """Gradients client by client; see `Network` for the arguments.
 
-    Batch normalisation uses the statistics of the batch. A module that draws from the global generator does so under
-    a forked one, seeded by (seed, round, client, stream, step).
+    Batch normalisation uses the statistics of the batch. Other buffers that training changes begin every step with
+    their initial values, so that no client has another's. A module that draws from the global generator does so
+    under a forked one, seeded by (seed, round, client, stream, step).
     """
 
     name: ClassVar[str] = "looped"
@@ -40,6 +41,8 @@ class Looped(TermNetwork):
     def __init__(self, module: nn.Module, task: Task, fed: Federation, augment: Augment | None = None) -> None:
         super().__init__(module, task, fed, augment)
         self.draws = draws_itself(self.module, fed)
+        moved = [(*name.rpartition("."), self.module.get_buffer(name)) for name in moved_buffers(self.module, fed)]
+        self._moved = [(self.module.get_submodule(owner), name, value.clone()) for owner, _, name, value in moved]
         if self.memory_format is torch.channels_last:
             join(self.module)
         self.linear = prepare(self.module, self.layout) if self.device.type == "cpu" else Pass()
@@ -97,6 +100,8 @@ class Looped(TermNetwork):
                 if total.requires_grad:
                     ends, above = [outputs, total], [*above, batch.total[i, 0].to(total).reciprocal()]
             grads: tuple[Tensor | None, ...] = torch.autograd.grad(ends, self.parameters, above, allow_unused=True)
+            for owner, name, value in self._moved:
+                setattr(owner, name, value.clone())
             scale_(out[i : i + 1], factor)
             targets = views if out is w else self.views(out[i])
             added = [(to, g) for to, g in zip(targets, grads, strict=True) if g is not None]
@@ -135,11 +140,33 @@ class Looped(TermNetwork):
 
 def draws_itself(module: nn.Module, fed: Federation) -> bool:
     """Whether the module draws from a global generator in training, found out by running a copy on one sample."""
-    probe = copy.deepcopy(module).to(device=fed.device, dtype=fed.dtype).train()
-    with forked(fed.device), torch.no_grad():
+    with forked(fed.device):
         before = _global_state(fed.device)
-        probe(at_least_two(fed.fetch(fed.parts["train"].index[:1])))
+        _tried(_probe(module, fed), fed)
         return not torch.equal(before, _global_state(fed.device))
+
+
+def moved_buffers(module: nn.Module, fed: Federation) -> list[str]:
+    """Names of buffers that training changes, batch statistics apart, found out by running a copy on one sample."""
+    own = [name for name, m in module.named_modules() if not isinstance(m, BATCH_STATISTICS)]
+    names = [name for name, _ in module.named_buffers() if name.rpartition(".")[0] in own]
+    if not names:
+        return []
+    probe = _probe(module, fed)
+    before = {name: (buffer := probe.get_buffer(name), buffer._version) for name in names}
+    with forked(fed.device):
+        _tried(probe, fed)
+    return [name for name, (b, version) in before.items() if probe.get_buffer(name) is not b or b._version != version]
+
+
+def _probe(module: nn.Module, fed: Federation) -> nn.Module:
+    """A copy in training."""
+    return copy.deepcopy(module).to(device=fed.device, dtype=fed.dtype).train()
+
+
+@torch.no_grad()
+def _tried(probe: nn.Module, fed: Federation) -> None:
+    probe(at_least_two(fed.fetch(fed.parts["train"].index[:1])))
 
 
 def _global_state(device: torch.device) -> Tensor:

@@ -77,7 +77,8 @@ class Samples:
         for row, count in enumerate(self.counts):
             spread = self._fed.spread(self._batch.where[row, :count])
             if spread is not None and bool(spread.any()):
-                drawn = torch.randn(spread.shape, generator=self._batch.draw.generator(row, "noise"))
+                rng = self._batch.draw.generator(row, "noise")
+                drawn = torch.randn(spread.shape, dtype=torch.float32, generator=rng)
                 x[row, :count] += spread * drawn.to(spread)
 
     def _decisions(self, augment: Augment) -> Tensor:
