@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.prune import l1_unstructured, remove
 
 import fedloom as fl
 from fedloom.data.federation import Federation
@@ -99,6 +100,15 @@ def test_a_model_in_double_precision_is_trained_in_single(how: str, fed: Federat
         torch.set_default_dtype(torch.float32)
 
 
+def test_a_model_that_cannot_be_copied_is_refused(fed: Federation) -> None:
+    pruned = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+    l1_unstructured(pruned[1], "weight", 0.5)
+    with pytest.raises(ConfigError, match=r"cannot be copied .* call its remove"):
+        fl.simulate("fedavg", fed, pruned, **SHORT)
+    remove(pruned[1], "weight")
+    assert fl.simulate("fedavg", fed, pruned, **SHORT).rounds == 2
+
+
 def test_workers_that_fork_train_what_is_held(fed: Federation) -> None:
     model = lambda: Net((1, 8, 8), 10)  # noqa: E731
     one, two = (fl.simulate("ditto", fed, model, engine={"workers": k}, **SHORT) for k in (1, 2))
@@ -118,6 +128,7 @@ SCRIPT = """
 import sys
 import torch
 from torch import nn
+from torch.nn.utils.prune import l1_unstructured, remove
 import fedloom as fl
 
 class Mine(nn.Module):

@@ -68,7 +68,13 @@ class Held(ModelSpec):
     def _build(self, shape: tuple[int, ...], outputs: int, tokens: tuple[int, bool] | None) -> nn.Module:
         if not isinstance(self.held, nn.Module):
             return _build(self.held, {}, self.name, shape, outputs, tokens)
-        copy = deepcopy(self.held).cpu()
+        try:
+            copy = deepcopy(self.held).cpu()
+        except RuntimeError as error:
+            raise ConfigError(
+                f"model {self.name!r} cannot be copied ({error}); after torch.nn.utils.prune call its remove, and of "
+                "torch.nn.utils.weight_norm take the one in torch.nn.utils.parametrizations"
+            ) from error
         return _build(lambda: copy, {}, self.name, shape, outputs, tokens)
 
 

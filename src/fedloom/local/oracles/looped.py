@@ -148,8 +148,8 @@ def draws_itself(module: nn.Module, fed: Federation) -> bool:
 
 def moved_buffers(module: nn.Module, fed: Federation) -> list[str]:
     """Names of buffers that training changes, batch statistics apart, found out by running a copy on one sample."""
-    own = [name for name, m in module.named_modules() if not isinstance(m, BATCH_STATISTICS)]
-    names = [name for name, _ in module.named_buffers() if name.rpartition(".")[0] in own]
+    normalisers = {name for name, m in module.named_modules() if isinstance(m, BATCH_STATISTICS)}
+    names = [name for name, _ in module.named_buffers() if name.rpartition(".")[0] not in normalisers]
     if not names:
         return []
     probe = _probe(module, fed)
