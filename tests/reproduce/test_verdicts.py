@@ -118,6 +118,22 @@ def test_a_margin_is_no_part_of_the_difference_and_equivalence_has_two_sides() -
         with_claim(equivalent=True)
 
 
+def test_a_claim_on_spreads_is_levenes_test_paired_and_knows_no_level() -> None:
+    """Distances from the median, as Brown and Forsythe take them; a shift of either side changes nothing."""
+    rng = np.random.default_rng(0)
+    calm, wild = 0.5 + 0.001 * rng.standard_normal(20), 0.9 + 0.1 * rng.standard_normal(20)
+    less = with_claim(higher=None, lower="flame: personal", spread=True)
+    assert verdict(less, list(calm), list(wild)) == verdict(less, list(calm + 0.4), list(wild)) == HOLDS
+    assert verdict(less, list(wild), list(calm)) == FAILS
+    a, b = calm[:5], wild[:5]
+    (one,) = claims(less, numbers(flame_personal=list(a), fedavg_global=list(b)))
+    distances = [abs(values - np.median(values)) for values in (a, b)]
+    assert one.least.look.difference == pytest.approx(np.mean(distances[1] - distances[0]))
+    assert one.least.look.p == pytest.approx(stats.ttest_rel(*distances).pvalue)
+    with pytest.raises(ConfigError, match="compares references, not numbers"):
+        with_claim(spread=True, than=[0.1])
+
+
 def judged(*gaps: float, spread: float = 1.0, **claim: Any) -> ClaimVerdict:
     """A claim whose subject is ahead of its rivals by these gaps."""
     a, noise = np.array(FAR), spread * np.array([0.004, -0.003, 0.001, -0.002, 0.0])

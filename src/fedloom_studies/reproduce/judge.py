@@ -5,8 +5,10 @@ variants of the difference in the claimed direction, paired over seeds (equal se
 and batches), by a t test with Holm's correction over the claim's rivals. A claim holds where every rival is clearly
 behind, and does not hold where one is clearly ahead; no rival can carry or drown the others. It is looked at after 5,
 10 and 20 seeds, at levels of 1, 1.5 and 2.5 %, together 5 % (Bonferroni), and is decided by the first look that is
-clear. Claims of equivalence are tested by two one-sided tests. Single comparisons have Holm's correction over all of
-the recipe; where one of them is clearly against the claim, it holds in part at most.
+clear. Claims of equivalence are tested by two one-sided tests. Claims on standard deviations over seeds are judged
+alike on the distances of the seeds' values from their median (Levene's test as Brown and Forsythe have it). Single
+comparisons have Holm's correction over all of the recipe; where one of them is clearly against the claim, it holds in
+part at most.
 """
 
 from __future__ import annotations
@@ -233,14 +235,14 @@ def papers_lead(recipe: Recipe, claim: Claim) -> float:
     texts = {Reference.of(text, recipe.paper.figure)._replace(variant=""): k
              for k, text in enumerate(recipe.paper.columns.values())}  # fmt: skip
     cells = {
-        variant: {str(ref): printed(row[k], recipe.paper.percent)[0] for ref, k in texts.items()}
+        variant: {str(ref): printed(row[k], recipe.paper.percent)[claim.spread] for ref, k in texts.items()}
         for variant, row in recipe.paper.cells.items()
         if row
     }
     numbers = {v: {ref: {"0": value} for ref, value in row.items()} for v, row in cells.items()}
     by_rival: dict[str, list[float]] = {}
     for left, right in _pairs(recipe, claim, numbers):
-        if lead := _leads(claim, left, right, numbers):
+        if lead := _leads(claim.with_(spread=False), left, right, numbers):
             by_rival.setdefault(_name(_rival(left, right)), []).append(lead["0"])
     return min((float(np.mean(leads)) for leads in by_rival.values()), default=math.nan)
 
@@ -284,4 +286,13 @@ def _leads(claim: Claim, left: Reference, right: Side, numbers: Numbers) -> dict
         else finite(numbers.get(right.variant, {}).get(str(right), {}))
     )
     sign = 1.0 if claim.higher is not None else -1.0
-    return {seed: sign * (a[seed] - b[seed]) for seed in a.keys() & b.keys()}
+    common = a.keys() & b.keys()
+    if claim.spread:
+        a, b = (_distances({seed: values[seed] for seed in common}) for values in (a, b))
+    return {seed: sign * (a[seed] - b[seed]) for seed in common}
+
+
+def _distances(by_seed: Mapping[str, float]) -> dict[str, float]:
+    """How far each seed's value is from their median."""
+    centre = float(np.median(list(by_seed.values()))) if by_seed else math.nan
+    return {seed: abs(value - centre) for seed, value in by_seed.items()}
