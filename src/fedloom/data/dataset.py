@@ -120,6 +120,8 @@ class Dataset:
     def of(cls, obj: Any, target: Any = None, **options: Any) -> Dataset:
         """A data set of what is in memory: see `fedloom.data.sources.memory.as_dataset` for the types it takes.
 
+        Arrays and tensors of float32 or bytes are not copied: what changes them later changes the data set.
+
         >>> Dataset.of(np.eye(3), [0, 1, 1])
         Dataset('data': 3 samples of shape 3, classification of 2 classes)
         """
