@@ -14,6 +14,7 @@ from typing import Any, Unpack
 from weakref import finalize
 
 from fedloom.comparison.given import GivenExperiment
+from fedloom.data.dataset import on_cpu
 from fedloom.engine.result import Result
 from fedloom.engine.setting import Choices, GivenModel
 from fedloom.errors import ConfigError, RunDirError, RunStopped, Stop, unknown
@@ -61,6 +62,7 @@ class Comparison(RecordedComparison):
         return self.results[key]
 
 
+@on_cpu()
 def compare(
     methods: Mapping[str, object] | Sequence[object],
     data: object,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
@@ -14,7 +16,7 @@ from fedloom.data.text import wrong_labels, wrong_range, wrong_tokens
 from fedloom.errors import DataError, NoSamples, nearest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from fedloom.data.tables import Fitted
 
@@ -28,6 +30,16 @@ MOST_CLASSES = 2**16
 TOO_MANY = (
     f"at most {MOST_CLASSES:,} are predicted; set task = 'regression' if labels are measurements, or name another"
 )
+
+
+@contextmanager
+def on_cpu() -> Iterator[None]:
+    """New tensors lie on the CPU meanwhile, whatever default device the caller has chosen."""
+    if torch.get_default_device().type == "cpu":
+        yield
+        return
+    with torch.device("cpu"):
+        yield
 
 
 class Prepare(Protocol):
@@ -117,6 +129,7 @@ class Dataset:
         refuse(self.name, problems)
 
     @classmethod
+    @on_cpu()
     def of(cls, obj: Any, target: Any = None, **options: Any) -> Dataset:
         """A data set of what is in memory: see `fedloom.data.sources.memory.as_dataset` for the types it takes.
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from fedloom import report
-from fedloom.data.dataset import Dataset
+from fedloom.data.dataset import Dataset, on_cpu
 from fedloom.data.federation import Federation
 from fedloom.data.groups import keeping
 from fedloom.engine.result import Result
@@ -74,6 +74,7 @@ class Plan:
         ConfigError: the experiment cannot work; nothing has been written then.
     """
 
+    @on_cpu()
     def __init__(
         self,
         experiment: Experiment,

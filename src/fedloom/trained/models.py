@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedloom.data.dataset import Dataset
+from fedloom.data.dataset import Dataset, on_cpu
 from fedloom.data.input_spec import lone_client
 from fedloom.errors import ConfigError, nearest
 from fedloom.local import LocalSGD
@@ -65,6 +65,7 @@ class Models:
         """Which of "global", "personal" and "hybrid" there are."""
         return self._source.kinds()
 
+    @on_cpu()
     def rows(self, kind: str, clients: Tensor | None = None) -> Tensor:
         """Models ``[m, d]`` of clients (all when None), or the global one ``[d]``, on the CPU.
 
@@ -73,6 +74,7 @@ class Models:
         """
         return self._both(kind, clients)[0]
 
+    @on_cpu()
     def model(self, kind: str, client: int | str | None = None) -> Model:
         """One model, to score, save or export.
 
@@ -133,6 +135,7 @@ class Models:
         has_sites = client is not None or (sites is not None and set(sites) <= set(self.names))
         return [kind for kind in self.kinds() if has_sites or kind == "global"]
 
+    @on_cpu()
     def predict(self, rows: object, client: int | str | None = None, kind: str | None = None) -> NDArray[Any]:
         """Predictions for rows without labels, of one model.
 
@@ -150,6 +153,7 @@ class Models:
         """
         return self.ready(kind, client).predict(rows)
 
+    @on_cpu()
     def predict_proba(
         self, rows: object, client: int | str | None = None, kind: str | None = None
     ) -> NDArray[np.float64]:

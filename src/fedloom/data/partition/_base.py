@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from fedloom.data.dataset import Dataset
+from fedloom.data.dataset import Dataset, on_cpu
 from fedloom.data.federation import Federation, Split
 from fedloom.data.partition.changes import add_noise, prepared, relabelled, viewed
 from fedloom.data.partition.deal import Dealt, Ints, choose_each, distinct, owners, round_to_total
@@ -133,6 +133,7 @@ class Partition(Value):
         """
         ...
 
+    @on_cpu()
     def __call__(self, data: object, seed: int = 0) -> Federation:
         """The federation of this partition.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from fedloom.data.dataset import Dataset
+from fedloom.data.dataset import Dataset, on_cpu
 from fedloom.data.problems import LinearRegression, LowRank, SparseLogistic
 from fedloom.data.sources._base import Source
 from fedloom.data.sources.arrays import Npy, Npz
@@ -55,6 +55,7 @@ SOURCES: dict[str, type[Source]] = {
 }
 
 
+@on_cpu()
 def load(name_or_path: str | Path, data_dir: str | Path | None = None, **options: object) -> Dataset:
     """A data set by name or path.
 

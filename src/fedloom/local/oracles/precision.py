@@ -15,6 +15,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
+from fedloom.data.dataset import on_cpu
 from fedloom.errors import Refused
 
 Precision = Literal["full", "tf32", "bf16"]
@@ -62,11 +63,11 @@ def check_tf32(device: torch.device, dtype: torch.dtype) -> None:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """PyTorch computes on one thread and can take gradients meanwhile, whatever the caller has chosen."""
+    """PyTorch computes on one thread, makes tensors on the CPU and takes gradients, whatever its caller chose."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with torch.inference_mode(False), torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad(), on_cpu():
             yield
     finally:
         torch.set_num_threads(before)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fedloom.local.oracles.base import Features, Oracle, Reduce
 from fedloom.local.rows import map_rows
+from fedloom.rows.algebra import solved
 from fedloom.rows.layout import Layout
 
 if TYPE_CHECKING:
@@ -141,5 +142,4 @@ class Quadratic(Oracle):
             free = mask.expand_as(w)
             b = torch.where(free, b - torch.einsum("mij,mj->mi", h, torch.where(free, 0.0, w)), w)
             h = torch.where(free[:, :, None] & free[:, None, :], h, eye)
-        best: Tensor = torch.linalg.solve(h, b)
-        return best
+        return solved(h, b[..., None])[..., 0]
