@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedloom import kernels
+from fedloom.data import Federation
 from fedloom.local import LocalSGD, descend
 from fedloom.local.oracles import Fused, make_oracle, products
 from fedloom.models import MLP
@@ -175,6 +176,13 @@ def test_any_combination(data: st.DataObject) -> None:
         torch.testing.assert_close(problem.by_engine(problem.oracle(name), setting), expected, **wide)
 
 
+def normalised(stored: torch.dtype) -> Federation:
+    """A federation of whole numbers up to 255, stored in a type, that are normalised when they are fetched."""
+    fed = handwritten.federation(dtype=torch.float32)
+    x = torch.randint(0, 256, fed.data.x.shape, generator=torch.Generator().manual_seed(1)).to(stored)
+    return replace(fed, data=replace(fed.data, x=x, mean=torch.full((6,), 0.4), std=torch.full((6,), 90.0)))
+
+
 @pytest.mark.parametrize("stored", [torch.uint8, torch.float32])
 @pytest.mark.parametrize("weights", ["", "balanced"])
 @pytest.mark.parametrize("momentum", [0.0, 0.6])
@@ -182,10 +190,7 @@ def test_all_steps_at_once_are_the_steps(
     monkeypatch: pytest.MonkeyPatch, stored: torch.dtype, weights: str, momentum: float
 ) -> None:
     """Of samples stored as bytes or as numbers, with weights of classes and of clients, for short batches too."""
-    g = torch.Generator().manual_seed(1)
-    fed = handwritten.federation(dtype=torch.float32)
-    x = torch.randint(0, 256, fed.data.x.shape, generator=g).to(stored)
-    fed = replace(fed, data=replace(fed.data, x=x, mean=torch.full((6,), 0.4), std=torch.full((6,), 90.0)))
+    fed = normalised(stored)
     module = MLP(hidden=(9, 5)).build((6,), 4, seed=3)
     task = task_of(fed.data, Objective(class_weights=weights or None))
     oracle = make_oracle(module, task, fed, "fused")
@@ -214,15 +219,12 @@ def test_a_pass_through_the_whole_network_is_its_layers(
     monkeypatch: pytest.MonkeyPatch, stored: torch.dtype, weights: str, block: int
 ) -> None:
     """Block by block too: gradients into other rows, with what they held, and steps in place; and losses."""
-    g = torch.Generator().manual_seed(1)
-    fed = handwritten.federation(dtype=torch.float32)
-    x = torch.randint(0, 256, fed.data.x.shape, generator=g).to(stored)
-    fed = replace(fed, data=replace(fed.data, x=x, mean=torch.full((6,), 0.4), std=torch.full((6,), 90.0)))
+    fed = normalised(stored)
     task = task_of(fed.data, Objective(class_weights=weights or None))
     oracle = make_oracle(MLP(hidden=(9, 5)).build((6,), 4, seed=3), task, fed, "fused")
     work = make_work(oracle, LocalSGD(lr=0.1, batch_size="full"))
     monkeypatch.setattr(kernels, "BLOCK", block)
-    w, before, steady = torch.randn(3, M, oracle.layout.d, generator=g)
+    w, before, steady = torch.randn(3, M, oracle.layout.d, generator=torch.Generator().manual_seed(1))
     batch, beta = work.plan("local", work.steps[:, 0]).batch(0), torch.tensor([[0.0], [1.0], [0.5], [-2.0]])
     assert int(batch.count.max()) > 4 > int(batch.count.min())
 

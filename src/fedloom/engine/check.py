@@ -12,7 +12,7 @@ from fedloom.choose.shares import by_clusters
 from fedloom.engine.setting import Setting
 from fedloom.errors import CodeError, Refused
 from fedloom.local import Ctx, LocalSGD
-from fedloom.local.oracles import Network, moved_buffers
+from fedloom.local.oracles import Network
 from fedloom.local.rows import Fields
 from fedloom.rows.aggregate import Aggregator, PrivateMean
 from fedloom.rows.attacks import Forgery
@@ -307,12 +307,12 @@ def _softmax_twice(oracle: Network) -> list[str]:
 
 def _moved(oracle: Network) -> list[str]:
     """The note on buffers that training changes."""
-    names = moved_buffers(oracle.module, oracle.fed) if oracle.name == "looped" else []
-    if not names:
+    if not oracle.moved:
         return []
+    names = ", ".join(oracle.moved[:3]) + (", ..." if len(oracle.moved) > 3 else "")
     return [
-        f"training changes buffers of the model ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}): every "
-        "step begins with their initial values, which scores and saved models have; what should last is a parameter"
+        f"training changes buffers of the model ({names}): every step, score and saved model has their initial values; "
+        "make a parameter of what should last"
     ]
 
 

@@ -72,8 +72,8 @@ class Held(ModelSpec):
             copy = deepcopy(self.held).cpu()
         except RuntimeError as error:
             raise ConfigError(
-                f"model {self.name!r} cannot be copied ({error}); after torch.nn.utils.prune call its remove, and of "
-                "torch.nn.utils.weight_norm take the one in torch.nn.utils.parametrizations"
+                f"model {self.name!r} cannot be copied ({error}); after pruning, call torch.nn.utils.prune.remove; "
+                "in place of torch.nn.utils.weight_norm, use torch.nn.utils.parametrizations.weight_norm"
             ) from error
         return _build(lambda: copy, {}, self.name, shape, outputs, tokens)
 

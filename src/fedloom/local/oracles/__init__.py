@@ -116,5 +116,4 @@ __all__ = [
     "chunk_count",
     "chunk_limit",
     "make_oracle",
-    "moved_buffers",
 ]

@@ -41,8 +41,9 @@ class Looped(TermNetwork):
     def __init__(self, module: nn.Module, task: Task, fed: Federation, augment: Augment | None = None) -> None:
         super().__init__(module, task, fed, augment)
         self.draws = draws_itself(self.module, fed)
-        moved = [(*name.rpartition("."), self.module.get_buffer(name)) for name in moved_buffers(self.module, fed)]
-        self._moved = [(self.module.get_submodule(owner), name, value.clone()) for owner, _, name, value in moved]
+        self.moved = moved_buffers(self.module, fed)
+        places = [(*name.rpartition("."), self.module.get_buffer(name)) for name in self.moved]
+        self._initial = [(self.module.get_submodule(owner), name, value.clone()) for owner, _, name, value in places]
         if self.memory_format is torch.channels_last:
             join(self.module)
         self.linear = prepare(self.module, self.layout) if self.device.type == "cpu" else Pass()
@@ -100,7 +101,7 @@ class Looped(TermNetwork):
                 if total.requires_grad:
                     ends, above = [outputs, total], [*above, batch.total[i, 0].to(total).reciprocal()]
             grads: tuple[Tensor | None, ...] = torch.autograd.grad(ends, self.parameters, above, allow_unused=True)
-            for owner, name, value in self._moved:
+            for owner, name, value in self._initial:
                 setattr(owner, name, value.clone())
             scale_(out[i : i + 1], factor)
             targets = views if out is w else self.views(out[i])

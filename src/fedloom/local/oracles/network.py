@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -59,6 +59,8 @@ class Network(Oracle):
     """
 
     low = False
+    moved: Sequence[str] = ()
+    """Names of the module's own buffers that training changes."""
 
     def __init__(self, module: nn.Module, task: Task, fed: Federation, augment: Augment | None = None) -> None:
         self.task, self.fed, self.augment, self._module = task, fed, augment, module
