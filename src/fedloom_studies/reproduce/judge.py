@@ -108,11 +108,12 @@ class ClaimVerdict:
 
     @property
     def count(self) -> str:
-        """How many comparisons are as claimed, how many were not run, and how many are clear."""
+        """How many comparisons are as claimed, and clearly; how many are clearly against it, and were not run."""
         rest = self.planned - len(self.measured)
         clear = [sum(c.look.verdict == v for c in self.measured) for v in (HOLDS, FAILS)]
-        left = f", {rest} not run" if rest else ""
-        return f"{self.right} of {len(self.measured)}{left}; clear: {clear[0]} for, {clear[1]} against"
+        tested = "" if self.claim.construction else f" ({clear[0]} clearly), {clear[1]} clearly against it"
+        left = f"; {rest} not run" if rest else ""
+        return f"{self.right} of {len(self.measured)} comparisons as claimed{tested}{left}"
 
     @property
     def summary(self) -> str:

@@ -120,6 +120,10 @@ def _lines(recipe: Recipe, summary: RecipeSummary | None, need: Need | None) -> 
     yield from ("", *_table(recipe, summary), *_claims(recipe, verdicts, moved, old=old), *_rest(recipe, summary))
 
 
+SINGLE = (
+    "Every comparison by itself, with Holm's correction over the whole recipe. It is stricter than that of a verdict, "
+    "which is over the rivals of one claim, so a claim can be decided where no comparison is clear."
+)
 SHOWN = 3
 """Comparisons listed for a claim of which the reported round decides some."""
 Moved = Mapping[str, judge.ClaimVerdict | None]
@@ -192,7 +196,7 @@ def _claims(recipe: Recipe, verdicts: list[judge.ClaimVerdict], moved: Moved, *,
         return
     several = [one for one in verdicts if len(one.measured) > 1 and not one.claim.construction]
     if several:
-        yield from ("| comparison | difference | clear (Holm) |", "|---|---|---|")
+        yield from (SINGLE, "", "| comparison | difference | clear (Holm) |", "|---|---|---|")
     for one in several:
         for c in sorted(one.measured, key=lambda c: c.look.difference):
             pair = f"{c.left} against {c.right}".replace("|", "\\|")
