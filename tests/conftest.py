@@ -8,7 +8,8 @@ import shutil
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import ClassVar
 
@@ -113,3 +114,37 @@ def _no_sync() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda _fd: None)
         yield
+
+
+@pytest.fixture(params=["inference_mode", "no_grad", "float64", "threads", "device"])
+def set_in_torch(request: pytest.FixtureRequest) -> Callable[[], AbstractContextManager[None]]:
+    """What a caller has set in PyTorch, for a while; at its end it must be as the caller left it."""
+    import torch
+
+    chosen = request.param
+
+    @contextmanager
+    def setting() -> Iterator[None]:
+        dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
+        choices = {
+            "inference_mode": torch.inference_mode, "no_grad": torch.no_grad, "device": lambda: torch.device("meta")
+        }  # fmt: skip
+        try:
+            with choices.get(chosen, nullcontext)():
+                torch.set_default_dtype(torch.float64 if chosen == "float64" else dtype)
+                torch.set_num_threads(2 if chosen == "threads" else threads)
+                before = _of_torch()
+                yield
+                assert _of_torch() == before
+        finally:
+            torch.set_default_dtype(dtype)
+            torch.set_num_threads(threads)
+
+    return setting
+
+
+def _of_torch() -> tuple[object, ...]:
+    import torch
+
+    modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+    return *modes, torch.get_default_dtype(), torch.get_num_threads(), torch.get_default_device()

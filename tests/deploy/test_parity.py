@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 
 import fedloom.engine.simulate as simulation
 from fedloom.algorithms import PRESETS, REGISTRY, encodings
+from fedloom.deploy.site.client import Client
 from fedloom.deploy.site.state import models
 from fedloom.engine.check import check_mixer, check_together
 from fedloom.engine.clients.chunk import accept, run_clients
@@ -23,7 +25,8 @@ from fedloom.engine.setting import Setting
 from fedloom.errors import Refused, Stop
 from fedloom.local.rows import rows_of
 from fedloom.processes.clients import ChunkResult, TrainTask
-from tests.deploy.scene import Scene, scene
+from tests.deploy.grid import FakeGrid
+from tests.deploy.scene import FIRST, Scene, scene
 
 SMALL = {"partition": {"kind": "dirichlet", "clients": 3, "beta": 0.5, "keep": 24}, "evaluate": {"every": 3}}
 NEEDED: dict[str, dict[str, Any]] = {"fedbn": {"layers": ["head.bias"]}}  # softmax has no normalisation layer
@@ -184,6 +187,34 @@ def check_parity(here: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
             torch.testing.assert_close(load_file(mine.path)["rows"][0], rows[site.client], **close)
     for row, wanted in matched(here, result):
         assert row["value"] == pytest.approx(wanted["value"], rel=1e-9, abs=1e-10, nan_ok=True), row
+
+
+def test_what_is_set_in_torch_changes_no_bit(tmp_path: Path, set_in_torch: Callable[[], Any]) -> None:
+    """It may be set by code of the user's own, which the server and every site import."""
+
+    def run(folder: Path, setting: Callable[[], Any]) -> list[torch.Tensor]:
+        engine = {"dtype": "float32", "oracle": "looped"}
+        here = scene(tmp_path / folder, "ditto", **SMALL, model={"kind": "mlp", "hidden": [8]}, engine=engine)
+        clients = here.clients()
+
+        def answering(client: Client) -> Callable[[Message], Message]:
+            def answer(message: Message) -> Message:
+                with setting():
+                    return client.answer(message)
+
+            return answer
+
+        grid = FakeGrid({FIRST + client.site.client: answering(client) for client in clients})
+        with setting():
+            for client in clients:
+                client.prepare()
+            assert here.serve(grid) is Stop.DONE
+        figures = pq.read_table(here.folder / "results" / "metrics.parquet")["value"].to_pylist()
+        personal = [load_file(models(site.state)[0].path)["rows"] for site in here.sites]
+        return [here.model(), *personal, torch.tensor(figures).nan_to_num()]
+
+    want, got = run(Path("plain"), nullcontext), run(Path("set"), set_in_torch)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 def matched(scene: Scene, result: Any) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -189,8 +190,7 @@ def test_shares_that_cannot_be(fed: Federation, weights: Any, sentence: str) -> 
         run(fed, weights=weights)
 
 
-@pytest.mark.parametrize("chosen", ["inference_mode", "no_grad", "float64", "threads", "device"])
-def test_what_the_caller_has_set_in_torch_changes_no_bit(chosen: str) -> None:
+def test_what_the_caller_has_set_in_torch_changes_no_bit(set_in_torch: Callable[[], Any]) -> None:
     def run() -> list[torch.Tensor]:
         fed = Iid(clients=4, validation=0.2, keep=80)(load("digits"), seed=0)
         short: Any = {"rounds": 2, "local": {"lr": 0.05, "optimizer": "adam"}, "augment": {"flip": 0.5, "crop": 1}}
@@ -202,19 +202,9 @@ def test_what_the_caller_has_set_in_torch_changes_no_bit(chosen: str) -> None:
             *(r.final("personal", "loss") for r in results),
         ]
 
-    want, before = run(), torch.get_num_threads()
-    try:
-        torch.set_default_dtype(torch.float64 if chosen == "float64" else torch.float32)
-        torch.set_num_threads(2 if chosen == "threads" else before)
-        torch.set_default_device("meta" if chosen == "device" else None)
-        with torch.inference_mode(chosen == "inference_mode"), torch.set_grad_enabled(chosen != "no_grad"):
-            got = run()
-            assert torch.is_inference_mode_enabled() == (chosen == "inference_mode")
-        assert torch.get_num_threads() == (2 if chosen == "threads" else before)
-    finally:
-        torch.set_default_device(None)
-        torch.set_default_dtype(torch.float32)
-        torch.set_num_threads(before)
+    want = run()
+    with set_in_torch():
+        got = run()
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 

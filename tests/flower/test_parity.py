@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, Context
+from flwr.app import ArrayRecord, Context, Message, RecordDict
 from torch import Tensor, nn
 
 import fedloom as fl
@@ -125,6 +127,40 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_method_with_a_network_of_its_own_form_is_simulated(fed: Federation, name: str) -> None:
     check(fed, name, net=NETWORKS[name])
+
+
+def test_what_is_set_in_torch_changes_no_bit(fed: Federation, set_in_torch: Callable[[], Any]) -> None:
+    """At the server as at the nodes, whose function gives what the app made before."""
+    nets, local = [deep_single() for _ in range(4)], local_of(fed)
+
+    def run(setting: Callable[[], Any]) -> list[Tensor]:
+        made = [replace(local(Context(1, k, {"partition-id": k}, RecordDict(), {})), model=nets[k]) for k in range(3)]
+        app = App(lambda context: made[int(context.node_config["partition-id"])], 3)
+
+        def answering(answer: Callable[[Message], Message]) -> Callable[[Message], Message]:
+            def answered(message: Message) -> Message:
+                with setting():
+                    return answer(message)
+
+            return answered
+
+        app.grid.nodes = {node: answering(answer) for node, answer in app.grid.nodes.items()}
+        with setting():
+            strategy = ff.Strategy("ditto", nets[3], seed=3, local={"lr": 0.05, "batch_size": 20, "optimizer": "adam"})
+            strategy.start(app.grid, ArrayRecord(nets[3].state_dict()), num_rounds=2)
+        assert strategy.state is not None
+        figures = [v for by in strategy.client_metrics.values() for client in by.values() for v in client.values()]
+        personal = [value for context in app.contexts.values() for value in ff.personal_model(context).values()]
+        return [*strategy.state.server, *personal, torch.tensor(figures)]
+
+    want, got = run(nullcontext), run(set_in_torch)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def deep_single() -> nn.Module:
+    """A network in float32 with statistics and randomness of its own."""
+    inside = (nn.Linear(64, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2))
+    return nn.Sequential(nn.Flatten(), *inside, nn.Linear(16, 10))
 
 
 def test_pooling_is_refused() -> None:

@@ -37,7 +37,7 @@ from fedloom.flower.records import (
     shapes_of,
     tensors_of,
 )
-from fedloom.local.oracles.precision import repeatable
+from fedloom.local.oracles.precision import repeatable, undisturbed
 from fedloom.local.rows import for_everyone, group_of, named, remade, to_device
 from fedloom.processes.clients import AskTask, ScoreTask, TrainTask
 from fedloom.storage.checkpoint import save_tensors
@@ -155,7 +155,9 @@ class _Node:
                 return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
             try:
                 values = head_of(message.content)
-                return Message(act(values, message, context), reply_to=message)
+                self._run(context)  # the app's function, as the app has set up PyTorch
+                with undisturbed():
+                    return Message(act(values, message, context), reply_to=message)
             except Exception as error:
                 sentence = sentence_of(error)
                 sys.stderr.write(f"fedloom: node {context.node_id}: {sentence}\n")
@@ -248,7 +250,8 @@ class _Node:
                     raise ConfigError(f"folder: {local.folder} is a file; name a folder for the node's model")
             while len(self._runs) >= KEPT_RUNS:
                 self._runs.pop(next(iter(self._runs)))
-            self._runs[key] = _Run(local, local.read(), shapes_of(local.model))
+            with undisturbed():
+                self._runs[key] = _Run(local, local.read(), shapes_of(local.model))
         return self._runs[key]
 
     def _job(self, values: dict[str, Any], message: Message, context: Context) -> Job:

@@ -43,6 +43,7 @@ from fedloom.flower.records import (
     state_dict_of,
 )
 from fedloom.flower.samples import Signature, adapted
+from fedloom.local.oracles.precision import undisturbed
 
 INSTEAD = {
     "fraction_train": "sampler={'kind': 'uniform', 'fraction': 0.5}",
@@ -83,6 +84,7 @@ class Strategy(FlowerStrategy):
         Refused: a method that real nodes cannot compute.
     """
 
+    @undisturbed()
     def __init__(
         self, algorithm: str, model: nn.Module, *, min_nodes: int = 2, wait: float = 3600.0, evaluate_every: int = 1,
         folder: Path | str | None = None, **choices: Any,
@@ -155,6 +157,7 @@ class Strategy(FlowerStrategy):
         result.arrays = self._arrays() or ArrayRecord()
         return result
 
+    @undisturbed()
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
@@ -181,6 +184,7 @@ class Strategy(FlowerStrategy):
         log(INFO, "configure_train: %s nodes (out of %s)", len(sent), job.n)
         return sent
 
+    @undisturbed()
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
@@ -209,6 +213,7 @@ class Strategy(FlowerStrategy):
         metrics = MetricRecord({"accepted": len(state.cohort), "dropped": counts[-1], "samples-backward": counts[0]})
         return self._arrays() if self._writes else None, metrics
 
+    @undisturbed()
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
@@ -231,6 +236,7 @@ class Strategy(FlowerStrategy):
             message.content["config"] = ConfigRecord({**config, "server-round": server_round})
         return sent
 
+    @undisturbed()
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Average the scores over the nodes, by samples of the part.
 
@@ -256,6 +262,7 @@ class Strategy(FlowerStrategy):
         """Log the method and its choices."""
         log(INFO, "\t├──> fedloom: %s", self._document)
 
+    @undisturbed()
     def _begin(self, arrays: ArrayRecord, grid: Grid) -> State:
         """Find the nodes of the run, make the job of their samples, and return the state that it begins with."""
         self._model.load_state_dict(state_dict_of(arrays, self._model))
@@ -325,6 +332,7 @@ class Strategy(FlowerStrategy):
             run = secrets.token_hex(8)
         return Members(self._members, sizes, run), first.schema, first.signature
 
+    @undisturbed()
     def _arrays(self) -> ArrayRecord | None:
         """The global model as a state dict of the module; None where the method has none."""
         _, job, state = self._running

@@ -43,6 +43,7 @@ from fedloom.engine.virtual.check import check_stream
 from fedloom.engine.virtual.clock import CLIENT, VERSION
 from fedloom.errors import DataError, GivenUp, Refused, RunStopped, Stop
 from fedloom.experiment import Experiment
+from fedloom.local.oracles.precision import undisturbed
 from fedloom.rows.channel import GaussianNoise
 from fedloom.rundir import SUMMARY
 from fedloom.schedule import Stream, Synchronous
@@ -57,6 +58,7 @@ STOPS = "fedloom: stops: "
 FINISHED = "all rounds are done; for more of them, deploy an experiment with more rounds"
 
 
+@undisturbed()
 def serve(grid: Grid, settings: Server, say: Say = print) -> Stop:
     """Train at the sites until all rounds are done; after a stop or a crash, the same call resumes.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from flwr.app import Message, RecordDict
 
 from fedloom.data.input_spec import compared
@@ -32,6 +31,7 @@ from fedloom.deploy.site.plain import Answer, PlainAnswers
 from fedloom.deploy.site.state import Rewound, SiteState
 from fedloom.deploy.site.trainer import PLAIN, Trainer
 from fedloom.errors import CheckpointError, Refused, RunDirError, WireError, sentence_of
+from fedloom.local.oracles.precision import undisturbed
 from fedloom.version import __version__
 
 SAFE = (Spent, Broken, CheckpointError, RunDirError, WireError)
@@ -69,7 +69,8 @@ class Client:
         Raises:
             FedloomError: one of them cannot be.
         """
-        _ = self.trainer.samples, self.trainer.forms
+        with undisturbed(self.site.threads):
+            _ = self.trainer.samples, self.trainer.forms
 
     def answer(self, message: Message) -> Message:
         """The message with the `reply`."""
@@ -88,7 +89,7 @@ class Client:
             head = envelope.head
             self._check(envelope)
             secret = self.trainer.private or self.site.secure is not None
-            with self._memory.open():
+            with undisturbed(self.site.threads), self._memory.open():
                 self._watch_samples()
                 more, arrays, metrics = self._act(envelope)
             more |= {"status": "ok", "reason": "; ".join(self._memory.notes)[:REASON]}
@@ -195,7 +196,6 @@ class Client:
             self._memory.notes.append(f"{what}; the run continues with the new ones")
 
     def _act(self, envelope: Envelope) -> Answer:
-        torch.set_num_threads(self.site.threads)
         if envelope.head["kind"] == "hello":
             described = compared(self.trainer.fed.data)
             facts = {"sizes": part_sizes(self.trainer.fed, self.site.client), "figures": self.answers.figures}

@@ -62,10 +62,10 @@ def check_tf32(device: torch.device, dtype: torch.dtype) -> None:
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
-    """PyTorch computes on one thread, makes tensors on the CPU and takes gradients, whatever its caller chose."""
+def undisturbed(threads: int = 1) -> Iterator[None]:
+    """PyTorch computes on so many threads, makes tensors on the CPU and takes gradients, whatever its caller chose."""
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     try:
         with torch.inference_mode(False), torch.enable_grad(), on_cpu():
             yield
