@@ -152,6 +152,11 @@ def function(choice: Any, what: str) -> Function:
     if isinstance(choice, Function):
         return choice
     target = find(choice, what) if is_path(choice) else choice
+    if isinstance(choice, str) and re.fullmatch(r"\S+ [0-9a-f]{16}", choice):
+        raise ConfigError(
+            f"{what}: no import path leads to the function {choice.partition(' ')[0]!r}, which Python held; in Python, "
+            "the same call of fl.compare with this folder has its models, and runs nothing again"
+        )
     if not callable(target):
         raise ConfigError(f"{what} must be an import path, package.module:name, or a function, got {choice!r}")
     path = choice if is_path(choice) else importable(target)

@@ -124,6 +124,69 @@ def test_a_folder_knows_the_weights_and_the_source(fed: Federation, tmp_path: Pa
         fl.simulate("fedavg", fed, Net((1, 8, 8), 10), folder=tmp_path, **SHORT)
 
 
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A comparison of clients in hand, by a module and a method that no path names, with its folder."""
+
+    class Mine(fl.algorithms.FedAvg):
+        pass
+
+    g = torch.Generator().manual_seed(0)
+    clients = [(torch.rand(30, 6, generator=g), torch.arange(30) % 3) for _ in range(3)]
+    folder = tmp_path_factory.mktemp("compared") / "run"
+    methods = ["ditto", Mine()]
+    return fl.compare(methods, clients, mixed(), seeds=[0], folder=folder, progress=False, models="all", **SHORT)
+
+
+def mixed() -> nn.Module:
+    """A network with a buffer that no seed gives."""
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = nn.Sequential(nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 3))
+            self.register_buffer("directions", torch.randn(6, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.network(x @ self.directions)  # type: ignore[no-any-return]
+
+    return Mixed()
+
+
+@pytest.mark.parametrize("client", [None, 1])
+def test_a_folder_of_a_module_in_hand_opens_with_another_of_its_kind(compared: Any, client: int | None) -> None:
+    x, want = torch.rand(20, 6), compared["ditto", 0].models
+    found = fl.open_run(compared.folder, mixed())["ditto", 0].models
+    assert np.array_equal(found.predict_proba(x, client), want.predict_proba(x, client))
+    assert np.array_equal(
+        fl.open_run(compared.folder, mixed).predict(x, "ditto", client=client).scores, want.predict_proba(x, client)
+    )
+
+
+def test_a_folder_of_what_only_python_held_says_how_to_open_it(compared: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"the model 'Mixed' was an object in Python.* fl.open_run\(FOLDER, MODEL\)"):
+        fl.open_run(compared.folder)["ditto", 0].models.kinds()
+    with pytest.raises(ConfigError, match=r"leads to the method of 'Mine' \(.*Mine\).* fl.compare with this folder"):
+        fl.open_run(compared.folder, mixed)["Mine", 0].models.kinds()
+    with pytest.raises(ConfigError, match="model must be an nn.Module or what makes one, got 'mlp'"):
+        fl.open_run(compared.folder, "mlp")  # type: ignore[arg-type]
+    named = fl.compare(
+        ["fedavg"],
+        fl.load("digits"),
+        Net,
+        partition=fl.partition.iid(clients=3),
+        seeds=[0],
+        folder=tmp_path / "run",
+        progress=False,
+        task={"loss": lambda outputs, y: nn.functional.cross_entropy(outputs, y)},
+        **SHORT,
+    )
+    with pytest.raises(ConfigError, match="names the models of its runs; leave model out"):
+        fl.open_run(named.folder, mixed)
+    with pytest.raises(ConfigError, match="leads to the function '<lambda>', which Python held"):
+        fl.open_run(named.folder)["fedavg", 0].models.kinds()
+
+
 SCRIPT = """
 import sys
 import torch

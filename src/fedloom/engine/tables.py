@@ -15,7 +15,7 @@ from fedloom.data.partition import PARTITIONS
 from fedloom.errors import ConfigError, homes_of, unknown
 from fedloom.imports import find_maker, is_path
 from fedloom.models import MODELS, PAPERS, Import, ModelSpec, spec_of
-from fedloom.models.imported import given_model
+from fedloom.models.imported import Held, given_model
 from fedloom.values import fields_of, make, make_kind
 
 OF_DATA = (
@@ -117,6 +117,13 @@ def _model(options: Mapping[str, Any], where: str) -> ModelSpec:
             import_options = {"path": kind, "options": {k: v for k, v in rest.items() if k not in common}}
             return make(Import, {**import_options, **common}, where, fields_of(Import))
         return make_kind("model", MODELS, options, where, base=ModelSpec)
+    if kind == Held.kind and callable(rest.get("held")):
+        return make(Held, rest, where, fields_of(Held))
+    if kind == Held.kind and "digest" in rest:
+        raise ConfigError(
+            f"{where}: the model {rest.get('name')!r} was an object in Python, and no file names it; in Python, give "
+            "it again, as fl.open_run(FOLDER, MODEL) or in the same call of fl.compare"
+        )
     if kind not in (*MODELS, *PAPERS):
         saved = isinstance(kind, str) and kind.endswith((".pt", ".pth", ".bin", ".ckpt", ".safetensors"))
         cure = "weights are in that file: load them into a module, and give the module" if saved else ""

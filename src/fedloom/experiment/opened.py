@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
+from torch import nn
 
-from fedloom.algorithms import encodings
+from fedloom.algorithms import REGISTRY, encodings
 from fedloom.data.dataset import Dataset
 from fedloom.data.new_data import NewData
 from fedloom.data.new_rows import new_rows
+from fedloom.engine.setting import Setting
 from fedloom.errors import ConfigError, RunDirError, nearest
 from fedloom.experiment.file import parse
 from fedloom.experiment.recorded import RecordedRun
-from fedloom.experiment.schema import Experiment, Method
+from fedloom.experiment.schema import Experiment
 from fedloom.formats import option
+from fedloom.imports import is_path
 from fedloom.metrics import leading, metric
+from fedloom.models.imported import Held, given_model
 from fedloom.report import result_table
 from fedloom.report.reading import read_table
 from fedloom.rundir import METRICS, MODELS, SETTINGS, SUMMARY, check_digest, folder_of, read_summary
@@ -38,6 +43,8 @@ from fedloom.trained.predictions import (
 from fedloom.trained.saved import SavedModels
 from fedloom.trust import check_document
 
+OwnModel = nn.Module | Callable[..., nn.Module]
+"""A user's module, or a class or function that makes one."""
 COLUMNS = ("method", "seed", "round", "client", "model", "part", "metric", "value")
 
 
@@ -48,14 +55,16 @@ class RunDirectory:
 
     Args:
         path: the directory.
+        model: see `open_run`.
         trust: run the code that it names by import path, though it is another user's.
 
     Raises:
         RunDirError: the directory is not one, or damaged.
+        ConfigError: a model is given that is none, or for runs whose settings name theirs.
     """
 
-    def __init__(self, path: Path | str, *, trust: bool = False) -> None:
-        self.path, self._trust = Path(path), trust
+    def __init__(self, path: Path | str, model: OwnModel | None = None, *, trust: bool = False) -> None:
+        self.path, self._model, self._trust = Path(path), model, trust
         settings = self.path / SETTINGS
         if deployed := _deployed(self.path):
             raise RunDirError(f"{path} is {deployed}")
@@ -75,6 +84,12 @@ class RunDirectory:
             raise RunDirError(f"{path} is damaged: {error}") from None
         if not self._runs:
             raise RunDirError(f"{path} holds no run yet; let 'fedloom run' finish first")
+        if model is None:
+            return
+        if isinstance(model, str) or given_model(model) is None:
+            raise ConfigError(f"open_run: model must be an nn.Module or what makes one, got {model!r:.80}")
+        if not any(_held(table) for table in (self._document, *self._methods)):
+            raise ConfigError(f"{settings} names the models of its runs; leave model out")
 
     def __iter__(self) -> Iterator[RecordedRun]:
         return (self[key] for key in self._runs)
@@ -118,20 +133,46 @@ class RunDirectory:
 
     @cached_property
     def experiment(self) -> Experiment:
-        """The settings; its data are not looked for, they may be elsewhere by now.
+        """The settings; its data and clients are not looked for, they may be elsewhere by now.
 
         Raises:
             ConfigError: a part of user code cannot be imported any more, or the directory is another user's.
         """
-        check_document(self._document, self.path / SETTINGS, trust=self._trust)
-        document = {k: v for k, v in self._document.items() if k != "resolved"}
-        return parse({**document, "data": {"source": "digits"}}, str(self.path / SETTINGS))
+        return self._experiment(self._methods)
+
+    def _experiment(self, methods: Sequence[Mapping[str, Any]]) -> Experiment:
+        """The settings with some of the methods: what another method names may be gone."""
+        settings = self.path / SETTINGS
+        check_document(self._document, settings, trust=self._trust)
+        document = {k: v for k, v in self._document.items() if k not in ("resolved", "partition")}
+        tables = {"data": {"source": "digits"}, "method": [self._with_model(method) for method in methods]}
+        return parse({**self._with_model(document), **tables}, str(settings))
+
+    @property
+    def _methods(self) -> list[Mapping[str, Any]]:
+        """The tables of the methods."""
+        methods = self._document.get("method")
+        return [m for m in methods if isinstance(m, Mapping)] if isinstance(methods, list) else []
+
+    def _with_model(self, table: Mapping[str, Any]) -> dict[str, Any]:
+        """A table of settings, whose model is the one in hand where it names none."""
+        held = self._model is not None and _held(table)
+        return {**table, **({"model": {**table["model"], "held": self._model}} if held else {})}
+
+    def _setting(self, label: str) -> Setting:
+        """The settings of a method."""
+        tables = [m for m in self._methods if m.get("label") == label]
+        name = tables[0].get("algorithm") if tables else None
+        if name not in REGISTRY and not is_path(name):
+            raise ConfigError(
+                f"{self.path / SETTINGS}: no name or import path leads to the method of {label!r} ({name}); in Python, "
+                "the same call of fl.compare with this folder has its models, and runs nothing again"
+            )
+        return self._experiment(tables).methods[0].setting
 
     def saved_models(self, method: str, seed: int) -> SavedModels:
         """The files of the models of a run."""
-        chosen: Method = next(m for m in self.experiment.methods if m.label == method)
-        folder = folder_of(self.path, MODELS, method, seed)
-        run = chosen.setting
+        run, folder = self._setting(method), folder_of(self.path, MODELS, method, seed)
         return SavedModels(folder, run.method, run.model, run.local, seed, method, run.task)
 
     @cached_property
@@ -220,8 +261,8 @@ class RunDirectory:
         """
         with open_tensors(Path(path), check=False) as file:  # checked in whole by Model.load
             label = facts_of(file, Path(path))[1].get("method")
-        settings = {method.label: method.setting for method in self.experiment.methods}
-        setting = settings.get(str(label), self.experiment.common)
+        known = label in {method for method, _ in self._runs}
+        setting = self._setting(str(label)) if known else self._experiment([{"algorithm": "fedavg"}]).common
         return Model.load(path, setting.model, setting.task)
 
     def adapted(self, path: Path | str, method: str | None = None, seed: int | None = None) -> Model:
@@ -272,8 +313,7 @@ class RunDirectory:
 
     def low_rank(self, method: str) -> bool:
         """Whether a method's server sends a model of low rank."""
-        chosen = next(m for m in self.experiment.methods if m.label == method)
-        return any(s.encoding == "lowrank" for s in encodings(chosen.setting.method, "down").values())
+        return any(s.encoding == "lowrank" for s in encodings(self._setting(method).method, "down").values())
 
     def _repr_html_(self) -> str:
         """The result table: a row per method and model, means over seeds."""
@@ -301,7 +341,13 @@ def _deployed(path: Path) -> str:
     return ""
 
 
-def open_run(path: Path | str, *, trust: bool = False) -> RunDirectory:
+def _held(table: Mapping[str, Any]) -> bool:
+    """Whether a table of settings has a model that no name leads to."""
+    model = table.get("model")
+    return isinstance(model, Mapping) and model.get("kind") == Held.kind
+
+
+def open_run(path: Path | str, model: OwnModel | None = None, *, trust: bool = False) -> RunDirectory:
     """A run directory that `fedloom run` wrote: its table, its runs, and their models; nothing is computed again.
 
     Only code that its ``experiment.toml`` names by import path is executed, and that when models are asked for; a file
@@ -309,9 +355,12 @@ def open_run(path: Path | str, *, trust: bool = False) -> RunDirectory:
 
     Args:
         path: the directory.
+        model: the module, class or function that `fedloom.compare` was given as the model, where no import path leads
+            to it; of a module the weights do not matter.
         trust: run that code though the directory is another user's.
 
     Raises:
         RunDirError: it is not a run directory, or damaged.
+        ConfigError: a model is given that is none, or for runs whose settings name theirs.
     """
-    return RunDirectory(path, trust=trust)
+    return RunDirectory(path, model, trust=trust)

@@ -23,6 +23,7 @@ from fedloom.errors import ConfigError, LayoutError
 from fedloom.local.oracles.forward import evaluated_together
 from fedloom.local.oracles.network import BATCH_STATISTICS
 from fedloom.models import ModelSpec
+from fedloom.models.imported import Held
 from fedloom.rows.layout import Layout
 from fedloom.storage.checkpoint import check_digest, save_tensors
 from fedloom.storage.disk import regular
@@ -69,7 +70,8 @@ class ModelRecipe:
     def start(self) -> dict[str, Tensor]:
         """Tensors saved once beside the rows: the state dict before training where no seed gives it, else none."""
         module = self.build()
-        if self.spec.weights is None and all(p.requires_grad for p in module.parameters()):
+        own_buffers = isinstance(self.spec, Held) and any(True for _ in module.buffers())
+        if self.spec.weights is None and all(p.requires_grad for p in module.parameters()) and not own_buffers:
             return {}
         return dict(module.state_dict())
 
