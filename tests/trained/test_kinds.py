@@ -18,7 +18,7 @@ from sklearn.metrics import log_loss, mean_poisson_deviance, root_mean_squared_e
 import fedloom as fl
 from fedloom.algorithms import REGISTRY
 from fedloom.data import Dataset
-from fedloom.errors import Refused
+from fedloom.errors import DataError, Refused
 from fedloom.experiment import Plan, parse
 from fedloom.experiment.opened import RunDirectory
 from fedloom.trained.export import export, load
@@ -233,8 +233,50 @@ def test_models_in_use_have_the_figures_that_the_run_recorded(target: str, tmp_p
                 rows = fed.indices("test", client).numpy()
                 recorded = {lead: float(run.final(kind, lead)[client])}
                 check_figures(recorded, target, frame.iloc[rows], scores[rows], f"{name}, {kind}, {client}", rel=1e-4)
+                model = run.models.model(kind, client)
+                in_hand = model.predict_proba if target == "binary" else lambda x: model.predict(x)[:, None]  # noqa: B023
+                np.testing.assert_array_equal(in_hand(frame.iloc[rows]), scores[rows], f"{name}, {kind}, {client}")
                 seen += 1
     assert seen > (150 if target == "binary" else 100), seen
+
+
+@pytest.mark.parametrize("factors", [{"dose": {"west": 0.0625}, "age": 0.5}, {"age": 0.5}])
+def test_models_in_hand_take_rows_in_the_units_of_their_table(factors: dict[str, Any], tmp_path: Path) -> None:
+    """As all rows in one unit would be taken; by a run in memory, from its folder, and from a file of one model."""
+    frame = table("binary", 120, 0)
+    other = frame.assign(age=frame.age * 2, dose=frame.dose.where(frame.site != "west", frame.dose * 16))
+    other = other if "dose" in factors else other.assign(dose=frame.dose)
+    keys: dict[str, Any] = {"users": "site", "missing": ["-9", "-144"], "impute": True, "categorical": ["ward"]}
+    partition, short = fl.partition.writers(validation=0.2), {"rounds": 1, "local": {"lr": 0.1}}
+    want, found = (
+        fl.simulate("ditto", partition(Dataset.of(rows, "ill", task="binary", **keys, **more), seed=0), **short)
+        for rows, more in ((frame, {}), (other, {"factors": factors}))
+    )
+    other.to_csv(tmp_path / "t.csv", index=False)
+    compared = fl.compare(
+        ["ditto"],
+        fl.load(tmp_path / "t.csv", label="ill", task="binary", factors=factors, **keys),
+        partition=partition,
+        seeds=[0],
+        folder=tmp_path / "run",
+        progress=False,
+        **short,
+    )
+    opened = fl.open_run(compared.folder)
+    new = {"one": table("binary", ROWS, 1), "other": table("binary", ROWS, 1)}
+    new["other"] = new["other"].assign(age=new["other"].age * 2)
+    if "dose" in factors:
+        west = new["other"].site == "west"
+        new["other"] = new["other"].assign(dose=new["other"].dose.where(~west, new["other"].dose * 16))
+    scores = want.models.predict_proba(new["one"], client="west")
+    model = found.models.model("personal", "west")
+    saved = opened.load(model.save(tmp_path / "one.safetensors"))
+    for door in (found.models, opened["ditto", 0].models):
+        np.testing.assert_array_equal(door.predict_proba(new["other"], client="west"), scores)
+    np.testing.assert_array_equal(saved.predict_proba(new["other"]), scores)
+    if "dose" in factors:
+        with pytest.raises(DataError, match="no column 'site', so no factor by client is applied; give that column"):
+            saved.predict(new["other"].drop(columns="site"))
 
 
 QUICK = [("binary", "gpfl", "onnx"), ("binary", "gpfl", "torch")]

@@ -86,6 +86,8 @@ class Dataset:
         vocabulary: names of the tokens; empty where samples are numbers.
         positions: of numbers that are classified, each position has a label: `y` is [N, length], -1 for none.
         notes: sentences on how the source was read, for the report.
+        conversion: ``factors`` that columns of a table were multiplied by, and the column ``users`` that names the
+            client of a row; empty without factors.
 
     Raises:
         DataError: lengths that disagree, labels outside 0..C-1, values that are not finite, wrong types.
@@ -110,6 +112,7 @@ class Dataset:
     vocabulary: tuple[str, ...] = ()
     positions: bool = False
     notes: tuple[str, ...] = ()
+    conversion: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def __post_init__(self) -> None:
         n = len(self.x)

@@ -197,7 +197,9 @@ class Live:
         run, facts = job.setting, InputSpec.of(job.eval_fed.data)
         self.recipe = ModelRecipe(run.model, facts, run.seed, job.oracle.dtype, run.task)
         name = type(job.algorithm).__name__
+        conversion = job.eval_fed.data.conversion
         self.about = {"method": name, "algorithm": name, "seed": job.setting.seed, "rounds": state.round}
+        self.about |= {"conversion": conversion} if conversion else {}
 
     @property
     def fitted(self) -> Tensor | None:

@@ -19,7 +19,8 @@ from fedloom.data.dataset import Dataset
 from fedloom.data.federation import Federation
 from fedloom.data.input_spec import InputSpec
 from fedloom.data.new_rows import new_rows
-from fedloom.errors import ConfigError, LayoutError
+from fedloom.data.sources.table.levels import unapplied
+from fedloom.errors import ConfigError, DataError, LayoutError
 from fedloom.local.oracles.forward import evaluated_together
 from fedloom.local.oracles.network import BATCH_STATISTICS
 from fedloom.models import ModelSpec
@@ -137,14 +138,15 @@ class Model:
         With a label per position ``[N, L]``, of the places of padding too.
 
         Args:
-            rows: without labels, as `fedloom.data.new_rows.new_rows` takes them.
+            rows: without labels, as `fedloom.data.new_rows.new_rows` takes them. The factors of the training's
+                ``[data]`` multiply their columns; those by client need the column that names the client of a row.
 
         Raises:
-            DataError: other columns or shape, and what the training did not take.
+            DataError: other columns or shape, and what the training did not take; or factors by client, and no column
+                of clients.
             ConfigError: nothing is known of the scaling of the table's columns.
         """
-        facts = self.recipe.facts
-        return labels_of(facts, self.scores(new_rows(facts, rows).x))
+        return labels_of(self.recipe.facts, self.scores(self._taken(rows)))
 
     def predict_proba(self, rows: object) -> NDArray[np.float64]:
         """Probabilities ``[N, C]`` in the order of ``recipe.facts.classes``; arguments and errors as `predict`.
@@ -157,7 +159,16 @@ class Model:
         facts = self.recipe.facts
         if not facts.classed:
             raise ConfigError(f"a {facts.task} has no probabilities of classes; use predict")
-        return self.scores(new_rows(facts, rows).x)
+        return self.scores(self._taken(rows))
+
+    def _taken(self, rows: object) -> Tensor:
+        """Rows without labels as raw samples, in the units of the training."""
+        facts, conversion = self.recipe.facts, self.about.get("conversion", {})
+        users, factors = conversion.get("users"), conversion.get("factors", {})
+        new = new_rows(facts, rows, users=users, factors=factors)
+        if new.sites is None and not isinstance(rows, Dataset) and (problems := unapplied(factors, users, None)):
+            raise DataError(f"rows: {problems[0]}; give that column, with other names where numbers are converted")
+        return new.x
 
     @torch.no_grad()
     def outputs(self, x: Tensor) -> Tensor:

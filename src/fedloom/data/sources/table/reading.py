@@ -297,6 +297,7 @@ class _Reading:
                 centre=centre if regression else 0.0,
                 unit=unit if regression else 1.0,
                 notes=tuple(self._notes(coded | {self.label: (label, classes)})),
+                conversion={"users": spec.users, "factors": spec.factors} if spec.factors else {},
             )
 
     def _convert(self, codes: NDArray[np.float64], clients: tuple[str, ...]) -> None:
