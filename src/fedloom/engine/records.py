@@ -20,7 +20,7 @@ from fedloom.processes.clients import Scores
 FACTOR = 10.0
 """A mean training loss beyond this many times its start, which counts as 1 at least, is that of a diverging run."""
 EVALUATIONS = 3
-"""Evaluations in a row that make a diverging run diverged; all of them in a run that has fewer."""
+"""Evaluations in a row that make a diverging run diverged; fewer where the run ends with them."""
 
 TOTAL = -1
 """The client number of a figure of the whole federation."""
@@ -188,8 +188,7 @@ class Divergence:
                 self._include(record.round, record.model, float(np.nanmedian(record.values)))
         self._records_read = len(records.items)
         for model, beyond in self._beyond.items():
-            every = ended and beyond and len({r.round for r in records.items if r.round > self._first}) == len(beyond)
-            if every:
+            if ended and beyond:
                 self._tell(model)
         return self.sentence if self.sentence != before else ""
 

@@ -79,7 +79,8 @@ def simulate(
 
     Returns:
         Metrics and models. `Result.stop` of a run that diverged or was interrupted has that; one whose training loss is
-        finite, but in three evaluations in a row more than ten times its start, has diverged and continues to its end.
+        finite, but in three evaluations in a row or in the last one more than ten times its start, has diverged. It
+        continues to its end.
 
     Raises:
         ConfigError: values that cannot work, or (Refused) do not work together.

@@ -261,8 +261,8 @@ class RunDirectory:
         """
         with open_tensors(Path(path), check=False) as file:  # checked in whole by Model.load
             label = facts_of(file, Path(path))[1].get("method")
-        known = label in {method for method, _ in self._runs}
-        setting = self._setting(str(label)) if known else self._experiment([{"algorithm": "fedavg"}]).common
+        of_run = label in {method for method, _ in self._runs}
+        setting = self._setting(str(label)) if of_run else self._experiment([{"algorithm": "fedavg"}]).common
         return Model.load(path, setting.model, setting.task)
 
     def adapted(self, path: Path | str, method: str | None = None, seed: int | None = None) -> Model:

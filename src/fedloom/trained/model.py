@@ -146,7 +146,7 @@ class Model:
                 of clients.
             ConfigError: nothing is known of the scaling of the table's columns.
         """
-        return labels_of(self.recipe.facts, self.scores(self._taken(rows)))
+        return labels_of(self.recipe.facts, self.scores(self._raw_rows(rows)))
 
     def predict_proba(self, rows: object) -> NDArray[np.float64]:
         """Probabilities ``[N, C]`` in the order of ``recipe.facts.classes``; arguments and errors as `predict`.
@@ -159,9 +159,9 @@ class Model:
         facts = self.recipe.facts
         if not facts.classed:
             raise ConfigError(f"a {facts.task} has no probabilities of classes; use predict")
-        return self.scores(self._taken(rows))
+        return self.scores(self._raw_rows(rows))
 
-    def _taken(self, rows: object) -> Tensor:
+    def _raw_rows(self, rows: object) -> Tensor:
         """Rows without labels as raw samples, in the units of the training."""
         facts, conversion = self.recipe.facts, self.about.get("conversion", {})
         users, factors = conversion.get("users"), conversion.get("factors", {})
