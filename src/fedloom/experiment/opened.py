@@ -142,11 +142,10 @@ class RunDirectory:
 
     def _experiment(self, methods: Sequence[Mapping[str, Any]]) -> Experiment:
         """The settings with some of the methods: what another method names may be gone."""
-        settings = self.path / SETTINGS
-        check_document(self._document, settings, trust=self._trust)
+        check_document(self._document, self.path / SETTINGS, trust=self._trust)
         document = {k: v for k, v in self._document.items() if k not in ("resolved", "partition")}
         tables = {"data": {"source": "digits"}, "method": [self._with_model(method) for method in methods]}
-        return parse({**self._with_model(document), **tables}, str(settings))
+        return parse({**self._with_model(document), **tables}, str(self.path / SETTINGS))
 
     @property
     def _methods(self) -> list[Mapping[str, Any]]:
