@@ -86,7 +86,7 @@ class RunDirectory:
             raise RunDirError(f"{path} holds no run yet; let 'fedloom run' finish first")
         if model is None:
             return
-        if isinstance(model, str) or given_model(model) is None:
+        if given_model(model) is None:
             raise ConfigError(f"open_run: model must be an nn.Module or what makes one, got {model!r:.80}")
         if not any(_held(table) for table in (self._document, *self._methods)):
             raise ConfigError(f"{settings} names the models of its runs; leave model out")
