@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -189,6 +190,29 @@ def test_a_damaged_ledger_gives_no_budget_anew(case: str, tmp_path: Path) -> Non
     with pytest.raises(Spent, match="is damaged in line|releases, the state beside it has"):
         client.trainer._ledger.release(4)
     assert files(site.state) == before
+
+
+@pytest.mark.parametrize("back", ["lost", "older"])
+def test_a_folder_that_is_lost_or_put_back_gives_no_budget_anew(back: str, tmp_path: Path) -> None:
+    here = scene(tmp_path, "fedavg", **{**SMALL, "rounds": 4}, **LOCAL)
+    folder, older = here.clients()[0]._memory.folder, tmp_path / "older"
+
+    def copied(node: int, message: Message, reply: Message) -> Message | None:
+        head = message.content["head"]
+        if (node, head["kind"], head["round"]) == (FIRST, "train", 1):
+            shutil.copytree(folder, older)
+        return None if (head["kind"], head["round"]) == ("train", 3) else reply
+
+    assert here.serve(here.grid(copied)) is Stop.TOO_FEW
+    shutil.rmtree(folder)
+    if back == "older":
+        shutil.copytree(older, folder)
+    before = folder / "ledger.jsonl"
+    text = before.read_bytes() if before.exists() else b""
+    assert here.serve() is Stop.TOO_FEW
+    assert "has no release of round 2, which the server has accepted" in here.audit("rejected", client=0)[-1]["reason"]
+    assert (before.read_bytes() if before.exists() else b"") == text
+    assert len(here.audit("accepted", kind="train", round=3)) == 2
 
 
 def test_lines_that_a_crash_cut_short_count_and_the_chain_goes_on(tmp_path: Path) -> None:

@@ -5,8 +5,8 @@ answered with the reply that is kept, so it is neither noised nor counted again;
 because the download is another, is counted again.
 
 Each line has its number and the SHA-256 of the line before. A line that a crash cut short is one of them: the line
-after it names its bytes. Where the chain does not hold, or has fewer lines than the state beside it has releases, what
-is spent cannot be known, and nothing is released any more.
+after it names its bytes. Where the chain does not hold, has fewer lines than the state beside it has releases, or lacks
+a round that the server has accepted, what is spent cannot be known, and nothing is released any more.
 """
 
 from __future__ import annotations
@@ -39,10 +39,14 @@ class Ledger:
         limit: epsilon that is never exceeded; None: none.
         who: whose budget it is, for messages.
         least: releases in the state beside the ledger.
+        accepted: a round whose release the server has; 0 for none.
     """
 
-    def __init__(self, folder: Path, noise: Noise | None, limit: float | None, who: str, least: int = 0) -> None:
-        self._path, self._noise, self._limit, self._who, self._least = folder / NAME, noise, limit, who, least
+    def __init__(
+        self, folder: Path, noise: Noise | None, limit: float | None, who: str, least: int = 0, accepted: int = 0
+    ) -> None:
+        self._path, self._noise, self._limit, self._who = folder / NAME, noise, limit, who
+        self._least, self._accepted = least, accepted
 
     def releases(self) -> int:
         """The number of entries; one that a crash cut short counts.
@@ -62,7 +66,7 @@ class Ledger:
             ) from None
 
     def _lines(self) -> list[bytes]:
-        content = self._content()
+        content, rounds = self._content(), set[object]()
         lines = content.removesuffix(b"\n").split(b"\n") if content else []
         for k, line in enumerate(lines):
             entry = entry_of(line)
@@ -73,6 +77,7 @@ class Ledger:
             else:
                 before = hashlib.sha256(lines[k - 1]).hexdigest() if k else ""
                 valid = (entry.get("number"), entry.get("before")) == (k + 1, before)
+                rounds.add(entry.get("round"))
             if not valid:
                 raise Spent(
                     f"the ledger of {self._who}, {self._path}, is damaged in line {k + 1}, so what is spent cannot be "
@@ -82,6 +87,12 @@ class Ledger:
             raise Spent(
                 f"the ledger of {self._who}, {self._path}, has {len(lines)} releases, the state beside it has "
                 f"{self._least}; put back the newest copy of it, or begin a new experiment"
+            )
+        if self._accepted and self._accepted not in rounds:
+            raise Spent(
+                f"the ledger of {self._who}, {self._path}, has no release of round {self._accepted}, which the server "
+                "has accepted, so what is spent cannot be known; put back the newest copy of it, or begin a new "
+                "experiment"
             )
         return lines
 

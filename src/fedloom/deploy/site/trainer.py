@@ -226,8 +226,8 @@ class Trainer:
         noise, limit = self.noise, self.site.epsilon
         if noise is not None and limit is None:
             limit = epsilon(noise, self.rounds)
-        before = 0 if noise is None else self._memory.releases()
-        return Ledger(self._memory.folder, noise, limit, f"site {self.site.site}", before)
+        before, accepted = (0, 0) if noise is None else (self._memory.releases(), self._memory.accepted()[0])
+        return Ledger(self._memory.folder, noise, limit, f"site {self.site.site}", before, accepted)
 
     def _output(self, job: Job, down: Any, t: int) -> ClientOutput:
         """The output of a round.
