@@ -263,6 +263,22 @@ def test_a_model_that_does_not_fit_is_refused_with_its_name(fed: Federation) -> 
         fl.simulate("fedavg", fed, lambda: 3, **SHORT)
 
 
+def test_layers_that_normalise_by_the_batch_alone_are_refused_or_noted(fed: Federation) -> None:
+    norm = nn.BatchNorm1d(4, track_running_stats=False)
+    flat = nn.Sequential(nn.Flatten(), nn.Linear(64, 4), norm, nn.Linear(4, 10))
+    with pytest.raises(
+        ConfigError, match=r"'Sequential' fails on a single sample: layers without running statistics \(2\)"
+    ):
+        fl.simulate("fedavg", fed, flat, **SHORT)
+    norms = nn.BatchNorm2d(2, track_running_stats=False), nn.BatchNorm1d(8)
+    images = nn.Sequential(nn.Conv2d(1, 2, 7), norms[0], nn.Flatten(), norms[1], nn.Linear(8, 10))
+    notes = [note for note in fl.simulate("fedavg", fed, images, **SHORT).notes if "statistics" in note]
+    assert [note.partition(":")[0] for note in notes] == [
+        "layers without running statistics (1)",
+        "normalisation layers",
+    ]
+
+
 def test_a_class_of_specifications_is_its_default() -> None:
     assert Setting.of("fedavg", model=fl.models.MLP).model == fl.models.MLP()
     assert given_model(fl.models.MLP()) is None

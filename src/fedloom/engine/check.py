@@ -14,6 +14,7 @@ from fedloom.errors import CodeError, Refused
 from fedloom.local import Ctx, LocalSGD
 from fedloom.local.oracles import Network
 from fedloom.local.rows import Fields
+from fedloom.models.imported import by_the_batch
 from fedloom.rows.aggregate import Aggregator, PrivateMean
 from fedloom.rows.attacks import Forgery
 from fedloom.rows.channel import Channel
@@ -287,13 +288,22 @@ def _unweighed(setting: Setting, server: Fields, ctx: Ctx) -> list[str]:
 
 
 def _normalised(setting: Setting, oracle: Network, server: Fields) -> list[str]:
-    """The note on the statistics of normalisation layers, which are no parameters, where there is a global model."""
-    if not oracle.normalisers or setting.method.global_model(server) is None:
-        return []
+    """The notes on the statistics of normalisation layers, which are no parameters."""
+    notes, names = list[str](), by_the_batch(oracle.module)
+    if names:
+        some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+        notes.append(
+            f"layers without running statistics ({some}): scores and predictions depend on which samples are taken "
+            "together; make them with track_running_stats=True"
+        )
+    tracked = any(m.running_mean is not None for m in oracle.normalisers)
+    if not tracked or setting.method.global_model(server) is None:
+        return notes
     origin = {"averaged": "averaged over the round's clients", "own": "the client's own"}[setting.evaluate.statistics]
     return [
+        *notes,
         "normalisation layers: statistics do not travel; a global model is scored with those of training samples under "
-        f"this model, {origin} (evaluate.statistics)"
+        f"this model, {origin} (evaluate.statistics)",
     ]
 
 

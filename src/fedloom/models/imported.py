@@ -138,12 +138,19 @@ def _build(
     return module
 
 
+def by_the_batch(module: nn.Module) -> list[str]:
+    """Names of the layers that normalise a sample by those that are predicted with it."""
+    layers = ((name, m) for name, m in module.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
+    return [name for name, m in layers if m.running_mean is None]
+
+
 def try_out(
     module: nn.Module, shape: tuple[int, ...], outputs: int, path: str, tokens: tuple[int, bool] | None
 ) -> None:
     """Runs two samples through the module and looks at the shape that comes out.
 
-    The samples are zeros, or ones where it fails on them, as with a mask that leaves no position, or of token 1.
+    The samples are zeros, or ones where it fails on them, as with a mask that leaves no position, or of token 1. Layers
+    that normalise by the other samples of a prediction are tried with one sample, too.
 
     Raises:
         ConfigError: it fails, or the shape is not that of `ModelSpec`.
@@ -166,6 +173,17 @@ def try_out(
             module.train(training)
     if len(errors) == len(tries):
         raise ConfigError(f"model {path!r} fails on samples of shape {shape}: {errors[0]}") from errors[0]
+    if names := by_the_batch(module):
+        try:
+            with torch.no_grad():
+                module.eval()(samples[:1])
+        except ValueError as error:
+            raise ConfigError(
+                f"model {path!r} fails on a single sample: layers without running statistics ({', '.join(names)}): {error}; "
+                "make them with track_running_stats=True, or use GroupNorm or LayerNorm"
+            ) from error
+        finally:
+            module.train(training)
     got = list(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
     if tokens and not tokens[0]:
         wanted = (got[1] if isinstance(got, list) and len(got) == 3 else "length", outputs)
