@@ -189,6 +189,27 @@ def test_tensors_of_any_kind_are_read() -> None:
         assert Dataset.of(given, y).checksum() == same
 
 
+@pytest.mark.parametrize("how", ["array", "tensor", "clients"])
+def test_whole_numbers_that_lose_digits_are_noted(how: str) -> None:
+    """Where float32 has another number, and nowhere else."""
+    x = np.arange(12, dtype=np.int64).reshape(6, 2)
+    y, one, other = np.arange(6) % 2, 2**24 + 1, -(2**62) - 1
+
+    def notes(x: Any) -> list[str]:
+        if how == "clients":
+            return [n for n in fl.Federation.of([(x, y), (x, y)]).data.notes if "float32" in n]
+        return [n for n in Dataset.of(torch.from_numpy(x) if how == "tensor" else x, y).notes if "float32" in n]
+
+    exact = x.copy()
+    exact[2, 1], exact[3, 0] = 2**24, 2**40
+    for fine in (x, exact, exact.astype(np.float64) + 1e-9, x.astype(np.int16)):
+        assert notes(fine) == []
+    exact[4, 1], exact[5, 0] = one, other
+    (note,) = notes(exact)
+    assert note.startswith(f"x: {4 if how == 'clients' else 2} whole numbers beyond 16,777,216 are rounded to float32")
+    assert f"(sample 4, column 1: {one} is {one - 1})" in note
+
+
 def test_a_picture_of_a_palette_has_colours() -> None:
     pictures = [Image.new("RGB", (4, 5), (10 * i, 5, 250 - i)).quantize() for i in range(12)]
     found = Dataset.of(Pairs(lambda i: (pictures[i], int(Y[i]))))

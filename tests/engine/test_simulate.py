@@ -231,17 +231,41 @@ class Tracked(nn.Module):
         return self.last(x.flatten(1) - self.mean)
 
 
-def test_a_buffer_that_training_changes_passes_from_no_client_to_another(fed: Federation) -> None:
-    model, short = Tracked(), {"rounds": 2, "local": LOCAL}
+class Assigned(Tracked):
+    """The same with an attribute, in the place of which a new tensor comes in evaluation, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.mean
+        self.mean = torch.zeros(64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().flatten(1).mean(0)
+        return self.last(x.flatten(1) - self.mean)
+
+
+class Counted(Tracked):
+    """Divides its samples by the number of passes, an attribute that the first of them makes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes = getattr(self, "passes", 0) + 1
+        return self.last(x.flatten(1) / self.passes)
+
+
+@pytest.mark.parametrize(("kind", "name"), [(Tracked, "mean"), (Assigned, "mean"), (Counted, "passes")])
+def test_a_value_that_training_changes_passes_from_no_client_to_another(
+    fed: Federation, kind: type[Tracked], name: str
+) -> None:
+    model, short = kind(), {"rounds": 2, "local": LOCAL}
     one, two, beside = (
         simulate(name, fed, model, engine=Engine(workers=workers), **short)
         for name, workers in (("fedavg", 1), ("fedavg", 2), ("ditto", 1))  # Ditto trains personal models as well
     )
-    assert any("training changes buffers of the model (mean)" in note for note in one.job.notes)
+    assert any(f"training changes buffers or attributes of the model ({name})" in note for note in one.job.notes)
     for other in (two, beside):
         assert torch.equal(other.models.rows("global"), one.models.rows("global"))
     assert not bool(model.mean.any())
-    with pytest.raises(Refused, match="buffers that training changes"):
+    with pytest.raises(Refused, match="buffers or attributes that training changes"):
         simulate("fedavg", fed, model, engine=Engine(oracle="stacked"), **short)
 
 

@@ -316,13 +316,13 @@ def _softmax_twice(oracle: Network) -> list[str]:
 
 
 def _moved(oracle: Network) -> list[str]:
-    """The note on buffers that training changes."""
+    """The note on buffers and attributes that training changes."""
     if not oracle.moved:
         return []
     names = ", ".join(oracle.moved[:3]) + (", ..." if len(oracle.moved) > 3 else "")
     return [
-        f"training changes buffers of the model ({names}): every step, score and saved model has their initial values; "
-        "make a parameter of what should last"
+        f"training changes buffers or attributes of the model ({names}): every step, score and saved model has their "
+        "initial values; make a parameter of what should last"
     ]
 
 

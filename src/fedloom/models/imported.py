@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from copy import deepcopy
 from typing import Any, ClassVar
 
@@ -15,6 +16,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from fedloom.errors import ConfigError
 from fedloom.imports import PATTERN, find_maker, importable, text_of
+from fedloom.models.parts import unchanged
 from fedloom.models.spec import ModelSpec
 
 
@@ -134,7 +136,9 @@ def _build(
     odd = [n for n, p in module.named_parameters() if not isinstance(p, UninitializedParameter) and p.is_complex()]
     if odd:
         raise ConfigError(f"model {name!r} has complex parameters ({', '.join(odd)}); give real and imaginary parts")
-    try_out(module.float(), shape, outputs, name, tokens)
+    lazy = any(isinstance(p, UninitializedParameter) for p in module.parameters())
+    with nullcontext() if lazy else unchanged(module):  # a pass gives lazy modules their attributes
+        try_out(module.float(), shape, outputs, name, tokens)
     return module
 
 
@@ -179,8 +183,8 @@ def try_out(
                 module.eval()(samples[:1])
         except ValueError as error:
             raise ConfigError(
-                f"model {path!r} fails on a single sample: layers without running statistics ({', '.join(names)}): {error}; "
-                "make them with track_running_stats=True, or use GroupNorm or LayerNorm"
+                f"model {path!r} fails on a single sample: layers without running statistics ({', '.join(names)}), "
+                f"{error}; make them with track_running_stats=True, or use GroupNorm or LayerNorm"
             ) from error
         finally:
             module.train(training)

@@ -22,9 +22,9 @@ from fedloom.data.new_rows import new_rows
 from fedloom.data.sources.table.levels import unapplied
 from fedloom.errors import ConfigError, DataError, LayoutError
 from fedloom.local.oracles.forward import evaluated_together
-from fedloom.local.oracles.network import BATCH_STATISTICS
 from fedloom.models import ModelSpec
 from fedloom.models.imported import Held
+from fedloom.models.parts import BATCH_STATISTICS
 from fedloom.rows.layout import Layout
 from fedloom.storage.checkpoint import check_digest, save_tensors
 from fedloom.storage.disk import regular

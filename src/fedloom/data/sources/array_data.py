@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ from fedloom.errors import DataError
 
 MOST_NOTED = 2**24
 """Numbers of a data set at most, beyond which they are not gone through for notes."""
+EXACT = 2**24
+"""The largest of the whole numbers that float32 holds one by one."""
 WIDE = 64
 """Columns from which numbers may be the pixels of images."""
 
@@ -85,12 +87,14 @@ def of_arrays(
         x = x.transpose(0, 3, 1, 2)
     if names and ((whole := x.astype(np.int32)) != x).any():
         raise DataError(f"{place}: tokens must be whole numbers, got {x.dtype}; encode the text")
+    notes: tuple[str, ...] = ()
     if names:
         features = torch.from_numpy(whole)
     else:
         fits = x.dtype in (np.uint8, np.float32)
         kept = x if fits else narrowed(x, np.empty(x.shape, np.float32), place)
         features = torch.from_numpy(np.require(kept, requirements=["C", "W"]))
+        notes = tuple(_rounded(x, kept))
     if each:
         classes = tuple(classes) or numbered(y.clip(0).ravel(), place)
         target, kind = torch.from_numpy(y.astype(np.int64)), task or "classification"
@@ -117,6 +121,22 @@ def of_arrays(
             users=None if codes is None else torch.from_numpy(codes),
             user_names=() if levels is None else tuple(str(level) for level in levels),
             vocabulary=names,
+            notes=notes,
+        )
+
+
+def _rounded(x: NDArray[Any], kept: NDArray[Any]) -> Iterator[str]:
+    """The note on whole numbers ``[N, ...]`` that float32 cannot hold."""
+    if x.dtype.kind not in "ui" or not x.size or max(int(x.max()), -int(x.min())) <= EXACT:
+        return
+    with np.errstate(invalid="ignore"):
+        changed = kept.astype(x.dtype) != x
+    if changed.any():
+        at = tuple(np.argwhere(changed)[0].tolist())
+        where = f"sample {at[0]}" + (f", column {at[1]}" if len(at) == 2 else "")
+        yield (
+            f"x: {int(changed.sum()):,} whole numbers beyond {EXACT:,} are rounded to float32 ({where}: {x[at]} is "
+            f"{int(kept[at])}); subtract the smallest, or give a table, whose columns are scaled before"
         )
 
 

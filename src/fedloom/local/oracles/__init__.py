@@ -10,12 +10,12 @@ from torch import nn
 from fedloom.errors import Refused
 from fedloom.local.oracles.base import Oracle
 from fedloom.local.oracles.fused import Fused, chains_of
-from fedloom.local.oracles.looped import Looped, draws_itself, moved_buffers
-from fedloom.local.oracles.network import BATCH_STATISTICS, Network
+from fedloom.local.oracles.looped import Looped, draws_itself, moved_values
+from fedloom.local.oracles.network import Network
 from fedloom.local.oracles.precision import Precision, check_bf16, check_tf32
 from fedloom.local.oracles.quadratic import Quadratic
 from fedloom.local.oracles.stacked import Stacked
-from fedloom.models.parts import Bodied
+from fedloom.models.parts import BATCH_STATISTICS, Bodied
 from fedloom.values import choose
 
 if TYPE_CHECKING:
@@ -43,8 +43,9 @@ def make_oracle(
     """The oracle of a model on a federation.
 
     ``auto`` is a fixed rule: linear layers and pointwise activations, on a CPU also as bodies of a larger network
-    (`fedloom.models.parts.Bodied`), are `Fused`; a model with batch statistics, with buffers that training changes
-    or with randomness of its own is `Looped`; any other model is `Looped` on a CPU and `Stacked` on an accelerator.
+    (`fedloom.models.parts.Bodied`), are `Fused`; a model with batch statistics, with buffers or attributes that
+    training changes or with randomness of its own is `Looped`; any other model is `Looped` on a CPU and `Stacked` on an
+    accelerator.
 
     Raises:
         ConfigError: unknown name.
@@ -59,8 +60,8 @@ def make_oracle(
     oracle = choose("oracle", {**ORACLES}, _rule(module, fed) if name == "auto" else name, "engine.oracle")
     if name == "stacked" and _needs_loop(module, fed):
         raise Refused(
-            "oracle 'stacked' cannot take batch statistics, buffers that training changes, or a module's own randomness"
-            "; use 'looped'"
+            "oracle 'stacked' cannot take batch statistics, buffers or attributes that training changes, or a module's "
+            "own randomness; use 'looped'"
         )
     if precision == "bf16":
         check_bf16(fed.device, fed.dtype, oracle.name)
@@ -80,7 +81,7 @@ def _rule(module: nn.Module, fed: Federation) -> str:
 
 def _needs_loop(module: nn.Module, fed: Federation) -> bool:
     statistics = any(isinstance(m, BATCH_STATISTICS) for m in module.modules())
-    return statistics or draws_itself(module, fed) or bool(moved_buffers(module, fed))
+    return statistics or draws_itself(module, fed) or bool(moved_values(module, fed))
 
 
 def chunk_limit(oracle: Oracle) -> int:

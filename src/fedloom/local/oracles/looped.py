@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 from fedloom.local.oracles.forward import at_least_two, caught
 from fedloom.local.oracles.linear import Pass, prepare
-from fedloom.local.oracles.network import BATCH_STATISTICS, scale_
+from fedloom.local.oracles.network import scale_
 from fedloom.local.oracles.pooling import join
 from fedloom.local.oracles.precision import of_products
 from fedloom.local.oracles.samples import slope
 from fedloom.local.oracles.terms import Representations, TermNetwork, summed
 from fedloom.models import penultimate
+from fedloom.models.parts import ABSENT, Values, put, values_of
 from fedloom.seeds import as_global, forked
 
 if TYPE_CHECKING:
@@ -31,19 +32,22 @@ if TYPE_CHECKING:
 class Looped(TermNetwork):
     """Gradients client by client; see `Network` for the arguments.
 
-    Batch normalisation uses the statistics of the batch. Other buffers that training changes begin every step with
-    their initial values, so that no client has another's. A module that draws from the global generator does so
-    under a forked one, seeded by (seed, round, client, stream, step).
+    Batch normalisation uses the statistics of the batch. Other buffers and attributes that training changes begin every
+    step with their initial values, so that no client has another's. A module that draws from the global generator
+    does so under a forked one, seeded by (seed, round, client, stream, step).
     """
 
     name: ClassVar[str] = "looped"
 
     def __init__(self, module: nn.Module, task: Task, fed: Federation, augment: Augment | None = None) -> None:
         super().__init__(module, task, fed, augment)
-        self.draws = draws_itself(self.module, fed)
-        self.moved = moved_buffers(self.module, fed)
-        places = [(*name.rpartition("."), self.module.get_buffer(name)) for name in self.moved]
-        self._initial = [(self.module.get_submodule(owner), name, value.clone()) for owner, _, name, value in places]
+        self.draws = draws_itself(module, fed)
+        self.moved = moved_values(module, fed)
+        initial, places = values_of(module), [(name, *name.rpartition(".")) for name in self.moved]
+        self._initial = [
+            (self.module.get_submodule(owner), name, initial.get(whole, ABSENT)) for whole, owner, _, name in places
+        ]
+        self._restore()
         if self.memory_format is torch.channels_last:
             join(self.module)
         self.linear = prepare(self.module, self.layout) if self.device.type == "cpu" else Pass()
@@ -101,8 +105,7 @@ class Looped(TermNetwork):
                 if total.requires_grad:
                     ends, above = [outputs, total], [*above, batch.total[i, 0].to(total).reciprocal()]
             grads: tuple[Tensor | None, ...] = torch.autograd.grad(ends, self.parameters, above, allow_unused=True)
-            for owner, name, value in self._initial:
-                setattr(owner, name, value.clone())
+            self._restore()
             scale_(out[i : i + 1], factor)
             targets = views if out is w else self.views(out[i])
             added = [(to, g) for to, g in zip(targets, grads, strict=True) if g is not None]
@@ -111,6 +114,16 @@ class Looped(TermNetwork):
             self.linear.end()
         if steady is not None:
             out.add_(steady)
+
+    def run(self, row: Tensor, x: Tensor) -> Tensor:
+        outputs = super().run(row, x)
+        self._restore()
+        return outputs
+
+    def _restore(self) -> None:
+        """Put the initial values in the place of what a forward pass has changed."""
+        for owner, name, value in self._initial:
+            put(owner, name, value)
 
     @cached_property
     def _layer(self) -> nn.Module:
@@ -147,17 +160,16 @@ def draws_itself(module: nn.Module, fed: Federation) -> bool:
         return not torch.equal(before, _global_state(fed.device))
 
 
-def moved_buffers(module: nn.Module, fed: Federation) -> list[str]:
-    """Names of buffers that training changes, batch statistics apart, found out by running a copy on one sample."""
-    normalisers = {name for name, m in module.named_modules() if isinstance(m, BATCH_STATISTICS)}
-    names = [name for name, _ in module.named_buffers() if name.rpartition(".")[0] not in normalisers]
-    if not names:
-        return []
+def moved_values(module: nn.Module, fed: Federation) -> list[str]:
+    """Names of buffers, batch statistics apart, and of attributes that training changes.
+
+    Attributes are tensors, numbers and None. They are found out by running a copy on one sample.
+    """
     probe = _probe(module, fed)
-    before = {name: (buffer := probe.get_buffer(name), buffer._version) for name in names}
+    values = Values(probe)
     with forked(fed.device):
         _tried(probe, fed)
-    return [name for name, (b, version) in before.items() if probe.get_buffer(name) is not b or b._version != version]
+    return values.changed()
 
 
 def _probe(module: nn.Module, fed: Federation) -> nn.Module:

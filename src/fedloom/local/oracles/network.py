@@ -28,6 +28,7 @@ from fedloom.local.oracles.precision import lowered
 from fedloom.local.oracles.samples import Samples, batch_loss, probe
 from fedloom.models import Augment, penultimate
 from fedloom.models.dropout import Dropout
+from fedloom.models.parts import BATCH_STATISTICS
 from fedloom.rows.layout import Layout, trainable
 from fedloom.tasks import Chosen
 
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
 
 TRIED = 32
 """Samples, from all clients, that an own loss and own metrics are tried on before work starts."""
-
-BATCH_STATISTICS = (nn.modules.batchnorm._BatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
 class Network(Oracle):
@@ -60,7 +59,7 @@ class Network(Oracle):
 
     low = False
     moved: Sequence[str] = ()
-    """Names of the module's own buffers that training changes."""
+    """Names of the module's own buffers and attributes that training changes."""
 
     def __init__(self, module: nn.Module, task: Task, fed: Federation, augment: Augment | None = None) -> None:
         self.task, self.fed, self.augment, self._module = task, fed, augment, module
