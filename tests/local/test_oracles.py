@@ -176,9 +176,14 @@ def test_the_rule_for_other_models() -> None:
     assert oracle_of(nn.Sequential(nn.Linear(6, 5), nn.Dropout(0.5), nn.Linear(5, CLASSES)), flat).name == "looped"
 
 
-@pytest.mark.parametrize(("draws", "chosen"), [(False, "stacked"), (True, "looped")])
-def test_the_rule_on_an_accelerator(draws: bool, chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("draws", "moved", "chosen"), [(False, [], "stacked"), (True, [], "looped"), (False, ["calls"], "looped")]
+)
+def test_the_rule_on_an_accelerator(
+    draws: bool, moved: list[str], chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(oracles, "draws_itself", lambda _module, _fed: draws)
+    monkeypatch.setattr(oracles, "moved_values", lambda _module, _fed: moved)
     fed: Any = SimpleNamespace(device=torch.device("cuda"))
     assert oracles._rule(MLP().build((6,), CLASSES), fed) == "fused"
     assert oracles._rule(CNN(channels=(4,), kernel=3).build(IMAGE, CLASSES), fed) == chosen
