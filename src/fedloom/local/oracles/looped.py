@@ -38,6 +38,7 @@ class Looped(TermNetwork):
     """
 
     name: ClassVar[str] = "looped"
+    _initial: Sequence[tuple[nn.Module, str, object]] = ()
 
     def __init__(self, module: nn.Module, task: Task, fed: Federation, augment: Augment | None = None) -> None:
         super().__init__(module, task, fed, augment)
