@@ -5,17 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.client.mod import secaggplus_mod
 from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import LocalDpMod, adaptiveclipping_mod, fixedclipping_mod
+from flwr.server import Server, SimpleClientManager
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import fedloom as fl
 import fedloom.flower as ff
+from fedloom.algorithms import Ditto
 from fedloom.errors import ConfigError, LayoutError
 from fedloom.flower.records import HEAD
 from tests.deploy.grid import outside_flower
@@ -414,11 +417,60 @@ def test_too_few_nodes() -> None:
             r"initial_arrays: 'body.0.weight' has the shape \[9, 5\], the model's has \[8, 5\]",
         ),
         (lambda: ff.Strategy("fedavg", Net()).start(App(local, 2).grid, broken()), "'head.bias' has NaN or infinity"),
+        (
+            lambda: ff.Strategy("fedavg", Net()).start(App(local, 2).grid, ArrayRecord([np.ones(2)])),
+            r"the model has 'body.0.weight', but not initial_arrays; give ArrayRecord\(model.state_dict\(\)\)",
+        ),
+        (lambda: ff.Strategy(Ditto(), Net()), r"algorithm must be a name, as in Strategy\('ditto', .* got Ditto\("),
+        (lambda: ff.Strategy("ditto", Net(), lr=0.1), r"lr is of the training at the nodes; use local=\{'lr'"),
+        (lambda: ff.Strategy("ditto", Net(), num_rounds=3), "num_rounds is an argument of start"),
+        (lambda: ff.Strategy("ditto", Net(), min_fit_clients=3), "use min_nodes"),
+        (lambda: ff.Strategy("ditto", Net(), folder=3), "folder must be a path"),
+        (lambda: ff.Strategy("ditto", Net(), wait="1"), "wait must be a number of seconds, got '1'"),
+        (
+            lambda: Server(client_manager=SimpleClientManager(), strategy=ff.Strategy("ditto", Net())).fit(1, None),
+            "this server is the older one",
+        ),
+        (lambda: ff.client(local), r"client takes the app, as in @client\(app\)"),
+        (
+            lambda: ff.client(ClientApp())(ff.Local(Net(), samples(0))),
+            "takes a function of Flower's context, got Local",
+        ),
+        (lambda: run(App(lambda context: ff.Local(Net, samples(0)), 2)), "model must be a module"),
+        (lambda: run(App(lambda context: ff.Local(Net(), samples(0), nn.MSELoss), 2)), "loss must be a function"),
+        (lambda: run(App(lambda context: ff.Local(Net(), samples(0), folder=3), 2)), "folder must be a path"),
+        (
+            lambda: run(App(lambda context: ff.Local(Net(), samples(0), testset=[]), 2)),
+            "testset is empty; leave it out",
+        ),
+        (
+            lambda: run(App(lambda context: context.node_config["nope"], 2)),
+            r"KeyError: 'nope' \(test_faults.py, line \d+\)",
+        ),
     ],
 )
 def test_bad_input_is_a_sentence(make: Any, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         make()
+
+
+def test_functions_of_a_subclass_get_the_model_of_every_round() -> None:
+    """As apps save it, whether or not an ``evaluate_fn`` reads it too."""
+    kept: list[ArrayRecord | None] = []
+
+    class Saving(ff.Strategy):
+        """Keeps what it aggregates."""
+
+        def aggregate_train(self, server_round: int, replies: Any) -> Any:
+            arrays, metrics = super().aggregate_train(server_round, replies)
+            kept.append(arrays)
+            return arrays, metrics
+
+    app, net = App(local, 2), Net()
+    result = Saving("fedavg", net, **CHOICES).start(app.grid, ArrayRecord(net.state_dict()), num_rounds=2)
+    first, last = (one.to_torch_state_dict() for one in kept if one is not None)
+    assert torch.equal(last["head.weight"], result.arrays.to_torch_state_dict()["head.weight"])
+    assert not torch.equal(first["head.weight"], last["head.weight"])
 
 
 def test_a_stranger_is_told_that_the_app_is_not_fedlooms() -> None:

@@ -62,6 +62,10 @@ class Local:
         Raises:
             ConfigError: they are no samples, or the model or the loss does not take them.
         """
+        if not isinstance(self.model, nn.Module):
+            raise ConfigError(f"model must be a module, such as Net(), got {self.model!r:.80}")
+        if self.loss is not None and (isinstance(self.loss, type) or not callable(self.loss)):
+            raise ConfigError(f"loss must be a function or a module, such as nn.MSELoss(), got {self.loss!r:.80}")
         try:
             torch.zeros(1, device=self.device)
         except Exception as error:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import wraps
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from fedloom.engine.clients.scores import hybrid_scores, personal_models, score_
 from fedloom.engine.job import Job
 from fedloom.engine.replay import Replay
 from fedloom.engine.setup import make_job
-from fedloom.errors import ConfigError, FedloomError, Refused, WireError, sentence_of
+from fedloom.errors import ConfigError, FedloomError, Refused, WireError, cause_of
 from fedloom.flower.local import Local, NodeProblem
 from fedloom.flower.records import (
     HEAD,
@@ -72,10 +73,14 @@ def client(app: ClientApp) -> Callable[[LocalFunction], LocalFunction]:
         ...     return Local(Net(), trainset, loss=nn.CrossEntropyLoss(), testset=testset)
 
     Raises:
-        ConfigError: the app has a function of its own under one of these messages, or gets one later.
+        ConfigError: this is no app, or it has a function of its own under one of these messages, or gets one later.
     """
+    if not isinstance(app, ClientApp):
+        raise ConfigError(f"client takes the app, as in @client(app) after app = ClientApp(), got {app!r:.80}")
 
     def decorate(function: LocalFunction) -> LocalFunction:
+        if not callable(function):
+            raise ConfigError(f"@client(app) takes a function of Flower's context, got {type(function).__name__}")
         node = _Node(function, app)
         answers = {"query": {DEFAULT: node.hello, "ask": node.ask}, "train": {DEFAULT: node.train}}
         for kind, acts in {**answers, "evaluate": {DEFAULT: node.evaluate}}.items():
@@ -159,7 +164,7 @@ class _Node:
                 with undisturbed():
                     return Message(act(values, message, context), reply_to=message)
             except Exception as error:
-                sentence = sentence_of(error)
+                sentence = str(error) if isinstance(error, FedloomError) else cause_of(error)
                 sys.stderr.write(f"fedloom: node {context.node_id}: {sentence}\n")
                 reply = head(error=sentence, lost=isinstance(error, _Lost))
                 return Message(RecordDict({HEAD: reply}), reply_to=message)
@@ -244,6 +249,8 @@ class _Node:
             local = self._function(context)
             if not isinstance(local, Local):
                 raise ConfigError(f"the function under @client must return a Local, got {type(local).__name__}")
+            if not isinstance(local.folder, str | PathLike | None):
+                raise ConfigError(f"folder must be a path, or None for no file, got {local.folder!r:.80}")
             if local.folder is not None:
                 make_folder(Path(local.folder))
                 if not Path(local.folder).is_dir():

@@ -136,12 +136,14 @@ def head(**values: Any) -> ConfigRecord:
     return ConfigRecord({"release": __version__, **values})
 
 
-def document_of(algorithm: str, options: Mapping[str, Any], choices: Mapping[str, Any]) -> str:
+def document_of(algorithm: Any, options: Mapping[str, Any], choices: Mapping[str, Any]) -> str:
     """Write a method and the choices of a run as JSON, for the nodes.
 
     Raises:
         ConfigError: the method is none of the registry, or a value has no such form.
     """
+    if not isinstance(algorithm, str):
+        raise ConfigError(f"algorithm must be a name, as in Strategy('ditto', Net(), lam=1.0), got {algorithm!r:.80}")
     if algorithm not in REGISTRY:
         choose("algorithm", REGISTRY, algorithm, base=Algorithm)  # names the nearest
         raise ConfigError(f"algorithm must be a name of fl.algorithms.REGISTRY, got {algorithm!r}")
@@ -225,7 +227,10 @@ def state_dict_of(arrays: Any, module: nn.Module) -> dict[str, Tensor]:
             f"initial_arrays: no values of torch ({error}); give ArrayRecord(model.state_dict())"
         ) from error
     for name in [*expected, *values]:
-        shape, expected_shape = ([*s[name].shape] if name in s else "none" for s in (values, expected))
+        if name not in values or name not in expected:
+            has, lacks = ("the model", "initial_arrays") if name in expected else ("initial_arrays", "the model")
+            raise ConfigError(f"{has} has {name!r}, but not {lacks}; give ArrayRecord(model.state_dict())")
+        shape, expected_shape = [*values[name].shape], [*expected[name].shape]
         if shape != expected_shape:
             raise ConfigError(f"initial_arrays: {name!r} has the shape {shape}, the model's has {expected_shape}")
         if not values[name].isfinite().all():

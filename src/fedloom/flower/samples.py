@@ -184,9 +184,13 @@ def _batch(part: str, samples: Any) -> Any:
     join = collate if loader is None or loader.batch_sampler is None else loader.collate_fn
     try:
         if isinstance(dataset, IterableDataset):
-            batch = join(list(dataset))
+            every = list(dataset)
         else:
-            batch = join([dataset[k] for k in (range(len(dataset)) if loader is None else _index(part, loader))])
+            every = [dataset[k] for k in (range(len(dataset)) if loader is None else _index(part, loader))]
+        if not every:
+            cure = "a node needs training samples" if part == "train" else "leave it out"
+            raise ConfigError(f"{part}set is empty; {cure}")
+        batch = join(every)
         if not isinstance(batch, (Mapping, tuple, list)) or len(batch) < 2:
             raise TypeError(f"a sample has no target: {type(batch).__name__}")
     except ConfigError:

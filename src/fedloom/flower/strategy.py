@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from logging import INFO, WARNING
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from flwr.serverapp.strategy import Result
 from flwr.serverapp.strategy import Strategy as FlowerStrategy
 from torch import nn
 
+from fedloom.algorithms import REGISTRY
 from fedloom.data.input_spec import InputSpec
 from fedloom.deploy.noise import deployed
 from fedloom.deploy.site.local_data import federation_of
@@ -43,21 +45,35 @@ from fedloom.flower.records import (
     state_dict_of,
 )
 from fedloom.flower.samples import Signature, adapted
+from fedloom.local import LocalSGD
 from fedloom.local.oracles.precision import undisturbed
+from fedloom.values import fields_of
 
+PART, NODES = "sampler={'kind': 'uniform', 'fraction': 0.5}", "min_nodes"
+FIGURES = "client_metrics, which has the figures of every node"
 INSTEAD = {
-    "fraction_train": "sampler={'kind': 'uniform', 'fraction': 0.5}",
+    "fraction_train": PART,
+    "fraction_fit": PART,
     "fraction_evaluate": "evaluate_every, as all nodes are scored",
-    "min_train_nodes": "min_nodes",
-    "min_evaluate_nodes": "min_nodes",
-    "min_available_nodes": "min_nodes",
+    "min_train_nodes": NODES,
+    "min_evaluate_nodes": NODES,
+    "min_available_nodes": NODES,
+    "min_fit_clients": NODES,
+    "min_evaluate_clients": NODES,
+    "min_available_clients": NODES,
     "weighted_by_key": "weights='samples' or 'uniform'",
-    "train_metrics_aggr_fn": "client_metrics, which has the figures of every node",
-    "evaluate_metrics_aggr_fn": "client_metrics, which has the figures of every node",
+    "train_metrics_aggr_fn": FIGURES,
+    "evaluate_metrics_aggr_fn": FIGURES,
+    "fit_metrics_aggregation_fn": FIGURES,
+    "evaluate_metrics_aggregation_fn": FIGURES,
+    "on_fit_config_fn": "local, by which all nodes train",
+    "initial_parameters": "initial_arrays of start",
     "arrayrecord_key": "none, as fedloom names the records",
     "configrecord_key": "none, as fedloom names the records",
 }
 """Options of Flower's strategies, and those in their place."""
+OF_START = ("initial_arrays", "num_rounds", "timeout", "train_config", "evaluate_config", "evaluate_fn")
+"""Arguments of `Strategy.start`."""
 
 
 class Strategy(FlowerStrategy):
@@ -91,11 +107,19 @@ class Strategy(FlowerStrategy):
     ) -> None:  # fmt: skip
         for name in INSTEAD.keys() & choices.keys():
             raise ConfigError(f"{name} is an option of Flower's own strategies; use {INSTEAD[name]}")
+        for name in choices.keys() & set(OF_START):
+            raise ConfigError(f"{name} is an argument of start: strategy.start(grid, arrays, {name}=...)")
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model must be a module, such as Net(), got {model!r:.80}")
         check_counts(min_nodes=(min_nodes, 1), evaluate_every=(evaluate_every, 0))
+        if not isinstance(wait, int | float) or not wait >= 0:
+            raise ConfigError(f"wait must be a number of seconds, got {wait!r:.80}")
+        if not isinstance(folder, str | PathLike | None):
+            raise ConfigError(f"folder must be a path, or None for no checkpoint, got {folder!r:.80}")
         options = {name: value for name, value in choices.items() if name not in WANTED}
         self._document = document_of(algorithm, options, {n: v for n, v in choices.items() if n in WANTED})
+        for name in options.keys() & LocalSGD.model_fields.keys() - fields_of(REGISTRY[algorithm]).keys():
+            raise ConfigError(f"{name} is of the training at the nodes; use local={{{name!r}: ...}}")
         self._name, self._model = algorithm, copy.deepcopy(model)
         self._min_nodes, self._wait, self._every = min_nodes, wait, evaluate_every
         self._folder = None if folder is None else Path(folder)
@@ -147,7 +171,7 @@ class Strategy(FlowerStrategy):
         if done:
             log(INFO, "fedloom: resumed after round %s of %s", done, num_rounds)
         shifted = evaluate_fn and (lambda t, arrays: evaluate_fn(t + done, arrays))
-        left, self._writes = max(num_rounds - done, 0), evaluate_fn is not None
+        left, self._writes = max(num_rounds - done, 0), evaluate_fn is not None or type(self) is not Strategy
         try:
             result = super().start(grid, arrays, left, timeout, train_config, evaluate_config, shifted)
         finally:
@@ -191,7 +215,8 @@ class Strategy(FlowerStrategy):
         """Aggregate the usable replies; without enough of them nothing changes.
 
         Returns:
-            The global model, None where it is not evaluated; and counts of the round, None without enough replies.
+            The global model, None where nothing reads it: without an ``evaluate_fn`` or functions of a subclass; and
+            counts of the round, None without enough replies.
         """
         clients, job, before = self._running
         arrived = list(replies)
@@ -257,6 +282,17 @@ class Strategy(FlowerStrategy):
             if total:
                 figures[key] = sum(w * clients.scores[c][key] for c, w in weights.items()) / total
         return MetricRecord(figures) if figures else None
+
+    def initialize_parameters(self, client_manager: object) -> None:
+        """Refuse Flower's older server, which asks its strategies for this first.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "fedloom.flower.Strategy is of Flower's message API, and this server is the older one, of server_fn or "
+            "start_server; call strategy.start(grid, arrays) in a function under @app.main() of a ServerApp"
+        )
 
     def summary(self) -> None:
         """Log the method and its choices."""
