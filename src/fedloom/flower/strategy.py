@@ -112,7 +112,7 @@ class Strategy(FlowerStrategy):
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model must be a module, such as Net(), got {model!r:.80}")
         check_counts(min_nodes=(min_nodes, 1), evaluate_every=(evaluate_every, 0))
-        if not isinstance(wait, int | float) or not wait >= 0:
+        if type(wait) not in (int, float) or wait < 0:
             raise ConfigError(f"wait must be a number of seconds, got {wait!r:.80}")
         if not isinstance(folder, str | PathLike | None):
             raise ConfigError(f"folder must be a path, or None for no checkpoint, got {folder!r:.80}")
@@ -284,7 +284,7 @@ class Strategy(FlowerStrategy):
         return MetricRecord(figures) if figures else None
 
     def initialize_parameters(self, client_manager: object) -> None:
-        """Refuse Flower's older server, which asks its strategies for this first.
+        """Refuse Flower's older server, whose strategies have this function.
 
         Raises:
             ConfigError: always.
