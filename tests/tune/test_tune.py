@@ -370,6 +370,17 @@ def test_diverged_trials_are_kept_as_failed(tmp_path: Path) -> None:
     assert states["fedprox"] == "failed"
 
 
+def test_values_that_a_method_refuses_on_these_clients_are_kept_as_failed(tmp_path: Path) -> None:
+    """GIFAIR's lam has a bound of which one has to know the clients."""
+    gifair = TWO.replace('"fedprox"', '"gifair-fl"') + '[tune.space.gifair-fl]\nlam = ["1x", "2x", "4x"]\n'
+    _, found = tuning(gifair, tmp_path / "out").run()
+    states = {trial.params["lam"]: trial.state for trial in found.trials}
+    assert states == {"1x": "complete", "2x": "failed", "4x": "failed"}
+    assert found.best is not None
+    assert found.best.params["lam"] == "1x"
+    assert all("must be below" in trial.reason for trial in found.trials if trial.state == "failed")
+
+
 BAD = {
     "no validation": (("beta = 0.5", "beta = 0.5\nvalidation = 0.0"), "the clients have none"),
     "key": (("trials = 4", "trails = 4"), "did you mean 'trials'"),

@@ -25,7 +25,7 @@ from fedloom.engine.setting import Evaluate, Setting
 from fedloom.engine.setup import make_problem
 from fedloom.engine.simulate import Progress, simulate
 from fedloom.engine.state import State
-from fedloom.errors import CodeError, ConfigError, FedloomError, InvalidValue, RunDirError, RunStopped, Stop
+from fedloom.errors import CodeError, ConfigError, FedloomError, InvalidValue, Refused, RunDirError, RunStopped, Stop
 from fedloom.experiment.schema import Method
 from fedloom.formats import options
 from fedloom.metrics import METRICS, leading
@@ -52,7 +52,8 @@ class Trial(Value):
     Attributes:
         number: 0, 1, ... within the method.
         params: values by setting.
-        state: ``complete``, ``pruned`` (stopped, below the median of the complete ones) or ``failed`` (diverged).
+        state: ``complete``, ``pruned`` (stopped, below the median of the complete ones) or ``failed`` (it
+            diverged, or the method refuses the values on these clients).
         value: the validation metric over clients, mean over seeds; None unless complete.
         marks: the metric on the way, by point.
         rounds: rounds per seed.
@@ -260,7 +261,7 @@ def attempt(
         done = _further(done, hopeless.state).with_(state="pruned", reason=reason)
     except _Lost as lost:
         done = _further(done, lost.state).with_(state="failed", reason=str(lost.reason))
-    except (RunStopped, CodeError) as error:
+    except (RunStopped, CodeError, Refused) as error:  # a bound of an option may depend on the clients
         done = done.with_(state="failed", reason=str(error))
     else:
         done = done.with_(value=sum(values) / len(values))
