@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from sklearn.base import clone
 from sklearn.model_selection import GridSearchCV, cross_val_score
 from sklearn.pipeline import make_pipeline
@@ -47,6 +48,18 @@ def test_every_group_is_predicted_by_its_own_model() -> None:
     np.testing.assert_allclose(made.predict_proba(X[order], groups=SITES[order]), proba[order], atol=1e-12)
     unknown = made.predict_proba(X[:2], groups=["east", "east"])
     np.testing.assert_array_equal(unknown, made.predict_proba(X[:2]))
+
+
+@pytest.mark.parametrize("fitted", [int, float, str, object])
+@pytest.mark.parametrize("predicted", [int, float, str, object])
+def test_groups_are_the_same_as_numbers_and_as_text(fitted: type, predicted: type) -> None:
+    """As the column of a table that has gaps elsewhere, which makes whole numbers 1.0."""
+    codes = np.array([{"north": 2, "south": 10, "west": 7}[site] for site in SITES])
+    made = fl.sklearn.FederatedClassifier("ditto", rounds=1, lr=0.5).fit(X, Y, groups=codes.astype(fitted))
+    proba = made.predict_proba(X, groups=codes.astype(predicted))
+    for code in (2, 10, 7):
+        here = codes == code
+        np.testing.assert_array_equal(proba[here], made.models_[str(code)].scores(torch.tensor(X[here])))
 
 
 def test_a_method_without_a_global_model_asks_for_groups() -> None:
@@ -89,6 +102,9 @@ def test_what_cannot_be_learned_is_a_sentence() -> None:
     made = fl.sklearn.FederatedClassifier(rounds=1)
     with pytest.raises(DataError, match="groups has 3 entries for 180 rows"):
         made.fit(X, Y, groups=["a", "b", "c"])
+    for gap in (None, float("nan")):
+        with pytest.raises(DataError, match=r"groups: row 2 has none \(178 such rows\); give one for each"):
+            made.fit(X, Y, groups=np.array([1.0, 2.0, *[gap] * 178], dtype=object))
     with pytest.raises(DataError, match="one class only, 'ill'"):
         made.fit(X, ["ill"] * 180)
     with pytest.raises(ConfigError, match="did you mean 'fedavg'"):

@@ -24,6 +24,7 @@ from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_dat
 from fedloom.algorithms import Algorithm, Composition
 from fedloom.data import partition
 from fedloom.data.dataset import Dataset, Task
+from fedloom.data.sources.table.levels import level
 from fedloom.data.tables import Table
 from fedloom.engine.setting import Engine, GivenModel
 from fedloom.engine.simulate import simulate
@@ -60,8 +61,13 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         state = self.random_state
         seed = state if isinstance(state, int) else int(check_random_state(state).randint(2**31))
         if groups is not None:
-            names, users = np.unique(_groups(groups, len(x)), return_inverse=True)
-            more |= {"users": torch.from_numpy(users), "user_names": tuple(map(str, names))}
+            labels = _groups(groups, len(x))
+            missing = [k for k, label in enumerate(labels.tolist()) if label is None or label != label]
+            if missing:
+                raise DataError(f"groups: row {missing[0]} has none ({len(missing)} such rows); give one for each")
+            labels = np.array(list(map(level, labels))) if labels.dtype == object else labels
+            names, users = np.unique(labels, return_inverse=True)
+            more |= {"users": torch.from_numpy(users), "user_names": tuple(map(level, names.tolist()))}
         table = Table.numeric(x.shape[1])
         data = Dataset("X", torch.tensor(x, dtype=torch.float64), y, task, prepare=table, **more)
         cut = {"test": 0.0, "validation": 0.0}
@@ -90,7 +96,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         """Probabilities or values [N, k], each row by the model of its group."""
         check_is_fitted(self)
         rows = torch.tensor(validate_data(self, x, reset=False), dtype=torch.float64)
-        owners = [None] * len(rows) if groups is None else _groups(groups, len(rows)).astype(str).tolist()
+        owners = [None] * len(rows) if groups is None else list(map(level, _groups(groups, len(rows)).tolist()))
         places: dict[str | None, list[int]] = {}
         for k, owner in enumerate(owners):
             places.setdefault(owner if owner in self.models_ else None, []).append(k)

@@ -33,7 +33,7 @@ from fedloom.data.federation import Federation
 from fedloom.data.input_spec import InputSpec, lone_client
 from fedloom.engine.result import Result
 from fedloom.engine.setting import Engine
-from fedloom.errors import ConfigError, DataError, LayoutError
+from fedloom.errors import ConfigError, DataError, LayoutError, NoSamples
 from fedloom.local import Ctx, LocalSGD, Work, descend
 from fedloom.local.oracles import make_oracle
 from fedloom.models import CNN, MLP, ModelSpec, Softmax
@@ -101,6 +101,23 @@ def test_a_model_scores_what_the_run_recorded(fed: Federation, model: ModelSpec,
         assert torch.equal(module(x), other(x))
 
 
+def test_a_model_in_hand_takes_samples_as_python_has_them(fed: Federation, tmp_path: Path) -> None:
+    models = run(fed, Ditto(), MLP(hidden=(8,))).models
+    made, some = models.model("personal", 1), part_of(fed, 1)
+    pair = (some.x.numpy(), some.y.tolist())
+    assert made.score(pair) == made.score(some)
+    assert torch.equal(models.adapt(pair).row, models.adapt(some).row)
+    with pytest.raises(NoSamples, match="no rows to predict"):
+        made.predict(some.x[:0].float())
+    path = made.save(tmp_path / "one.safetensors")
+    by_module = Model.load(path, MLP(hidden=(8,)).build((1, 8, 8), 10))
+    assert np.array_equal(by_module.predict_proba(some.x), made.predict_proba(some.x))
+    with pytest.raises(LayoutError, match="another layout"):
+        Model.load(path, "mlp")
+    with pytest.raises(ConfigError, match="model must be a name, an nn.Module"):
+        Model.load(path, 3)  # type: ignore[arg-type]
+
+
 def test_a_table_s_model_takes_raw_columns_by_name_and_its_client_s_scaling() -> None:
     raw = fl.load("sklearn", set="wine")
     fed = fl.partition.iid(clients=3)(raw, seed=0)
@@ -150,6 +167,12 @@ def test_clients_are_found_by_number_and_by_name_and_unknown_ones_are_refused(fe
         models.model("personal", "bop")
     with pytest.raises(ConfigError, match="ann, bob, eve, kim"):
         models.model("personal", 5)
+    with pytest.raises(ConfigError, match="unknown client '²'"):
+        models.model("personal", "²")
+    assert torch.equal(models.rows("personal", [3, 0]), models.rows("personal")[[3, 0]])
+    for odd in (5, -1):
+        with pytest.raises(ConfigError, match=f"unknown client {odd}"):
+            models.rows("personal", torch.tensor([0, odd]))
     with pytest.raises(ConfigError, match="give a client"):
         models.model("personal")
     assert len(models.personal) == 5

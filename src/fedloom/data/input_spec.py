@@ -103,6 +103,10 @@ class InputSpec(Value):
         columns = tuple(column.with_(range=None) for column in self.table.columns)  # far rows get a note, no refusal
         return Agreement.of(self.table.with_(columns=columns), self.task, self.classes, None, self.centre, self.unit)
 
+    def labelled(self, data: Any) -> Dataset:
+        """A data set of samples with targets, as `Dataset.of` makes one; the task is that of the old data."""
+        return data if isinstance(data, Dataset) else Dataset.of(data, task=self.task)
+
     def take(self, data: Dataset) -> Dataset:
         """New data in the terms of the old: classes by name, columns by name, the same scaling.
 
@@ -169,7 +173,7 @@ class InputSpec(Value):
             )
         if x.dtype == torch.uint8 and not self.pixels and len(self.shape) != 3:
             raise DataError(f"{name}: samples are bytes, the model was trained on numbers; convert them alike")
-        if x.dtype != torch.uint8 and self.pixels and (float(x.min()) < 0 or float(x.max()) > 1):
+        if x.dtype != torch.uint8 and self.pixels and len(x) and (float(x.min()) < 0 or float(x.max()) > 1):
             raise DataError(
                 f"{name}: the model takes bytes, or their 255th part between 0 and 1; got values from "
                 f"{float(x.min()):g} to {float(x.max()):g}"

@@ -15,7 +15,7 @@ from fedloom.data.partition import PARTITIONS
 from fedloom.errors import ConfigError, homes_of, unknown
 from fedloom.imports import find_maker, is_path
 from fedloom.models import MODELS, PAPERS, Import, ModelSpec, spec_of
-from fedloom.models.imported import Held, given_model
+from fedloom.models.imported import Held, own_model
 from fedloom.values import fields_of, make, make_kind
 
 OF_DATA = (
@@ -71,13 +71,7 @@ class SettingTable:
         if choice is None or isinstance(choice, self.base):
             return choice
         if self.base is ModelSpec and not isinstance(choice, str | Mapping):
-            model = given_model(choice)
-            if model is None:
-                raise ConfigError(
-                    "model must be a name, an nn.Module, a class or function that makes one, or a specification of "
-                    f"fl.models, got {choice!r}"
-                )
-            return model
+            return own_model(choice)
         options = {"kind": choice} if isinstance(choice, str) and self.kinds else choice
         if not isinstance(options, Mapping):
             raise ConfigError(f"{where}{where and ': '}must be a {self.base.__name__} or a table, got {choice!r}")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-from torch import nn
 
 from fedloom.algorithms import REGISTRY, encodings
 from fedloom.data.dataset import Dataset
@@ -23,7 +22,7 @@ from fedloom.experiment.schema import Experiment
 from fedloom.formats import option
 from fedloom.imports import is_path
 from fedloom.metrics import leading, metric
-from fedloom.models.imported import Held, given_model
+from fedloom.models.imported import Held, OwnModel, given_model
 from fedloom.report import result_table
 from fedloom.report.reading import read_table
 from fedloom.rundir import METRICS, MODELS, SETTINGS, SUMMARY, check_digest, folder_of, read_summary
@@ -43,8 +42,6 @@ from fedloom.trained.predictions import (
 from fedloom.trained.saved import SavedModels
 from fedloom.trust import check_document
 
-OwnModel = nn.Module | Callable[..., nn.Module]
-"""A user's module, or a class or function that makes one."""
 COLUMNS = ("method", "seed", "round", "client", "model", "part", "metric", "value")
 
 

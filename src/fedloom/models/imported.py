@@ -19,6 +19,9 @@ from fedloom.imports import PATTERN, find_maker, importable, text_of
 from fedloom.models.parts import unchanged
 from fedloom.models.spec import ModelSpec
 
+OwnModel = nn.Module | Callable[..., nn.Module]
+"""A user's module, or a class or function that makes one."""
+
 
 class Import(ModelSpec):
     """A class or function of user code that returns an `nn.Module`.
@@ -108,6 +111,21 @@ def given_model(model: object) -> ModelSpec | None:
     if path is not None:
         return Import(path=path)
     return Held(name=name, digest=hashlib.blake2b(text_of(model).encode(), digest_size=8).hexdigest(), held=model)
+
+
+def own_model(model: object) -> ModelSpec:
+    """The specification of what `given_model` takes.
+
+    Raises:
+        ConfigError: it is no model.
+    """
+    spec = given_model(model)
+    if spec is None:
+        raise ConfigError(
+            "model must be a name, an nn.Module, a class or function that makes one, or a specification of "
+            f"fl.models, got {model!r}"
+        )
+    return spec
 
 
 def _build(

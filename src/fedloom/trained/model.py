@@ -22,8 +22,8 @@ from fedloom.data.new_rows import new_rows
 from fedloom.data.sources.table.levels import unapplied
 from fedloom.errors import ConfigError, DataError, LayoutError
 from fedloom.local.oracles.forward import evaluated_together
-from fedloom.models import ModelSpec
-from fedloom.models.imported import Held
+from fedloom.models import ModelSpec, spec_of
+from fedloom.models.imported import Held, OwnModel, own_model
 from fedloom.models.parts import BATCH_STATISTICS
 from fedloom.rows.layout import Layout
 from fedloom.storage.checkpoint import check_digest, save_tensors
@@ -186,13 +186,16 @@ class Model:
         """The task's metrics on all samples of new data, as the model predicts them.
 
         Args:
-            data: with the columns and classes that the model was trained on, any number of the latter.
+            data: with the columns and classes that the model was trained on, any number of the latter; a data set, or
+                what `Dataset.of` makes one of, such as arrays ``(x, y)``.
 
         Raises:
             DataError: other columns, classes or shape.
             ConfigError: nothing is known of the scaling of the table's columns.
         """
-        return figures(self.recipe, self.outputs(self.recipe.facts.raw(data)), data)
+        facts = self.recipe.facts
+        data = facts.labelled(data)
+        return figures(self.recipe, self.outputs(facts.raw(data)), data)
 
     def rescaled(self, data: Dataset) -> Model:
         """The same model, its columns scaled on all rows of a table: what a client with these for training would use.
@@ -248,17 +251,20 @@ class Model:
         return path
 
     @classmethod
-    def load(cls, path: Path | str, spec: ModelSpec, objective: Objective = Objective()) -> Model:  # noqa: B008  # frozen
+    def load(cls, path: Path | str, spec: ModelSpec | OwnModel | str, objective: Objective = Objective()) -> Model:  # noqa: B008  # frozen
         """A model that was saved by `save`.
 
         Args:
             path: the file.
-            spec: the architecture, which no file of a model can choose.
+            spec: the architecture, which no file of a model can choose; or the name of one, or a user's own model.
             objective: what it is scored by.
 
         Raises:
             LayoutError: no file of a model, or of another architecture.
+            ConfigError: the architecture is none.
         """
+        if not isinstance(spec, ModelSpec):
+            spec = spec_of(spec) if isinstance(spec, str) else own_model(spec)
         with open_tensors(Path(path)) as file:
             facts, about = facts_of(file, Path(path))
             names = set(file.keys())

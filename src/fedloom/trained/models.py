@@ -66,13 +66,13 @@ class Models:
         return self._source.kinds()
 
     @on_cpu()
-    def rows(self, kind: str, clients: Tensor | None = None) -> Tensor:
+    def rows(self, kind: str, clients: Tensor | Sequence[int] | None = None) -> Tensor:
         """Models ``[m, d]`` of clients (all when None), or the global one ``[d]``, on the CPU.
 
         Raises:
-            ConfigError: the method has no such model.
+            ConfigError: the method has no such model, or there is no such client.
         """
-        return self._both(kind, clients)[0]
+        return self._both(kind, None if clients is None else torch.tensor([self._place(int(i)) for i in clients]))[0]
 
     @on_cpu()
     def model(self, kind: str, client: int | str | None = None) -> Model:
@@ -211,7 +211,7 @@ class Models:
             DataError: other columns, classes or shape than the run was trained on.
             ClientError: code of the method failed.
         """
-        side = self._source.server()
+        data, side = self.recipe.facts.labelled(data), self._source.server()
         side = side._replace(local=_changed(side.local, epochs, steps, lr))
         fed = lone_client(self.recipe.facts.take(data), holdout, side.seed)
         row, oracle = adapted(side, self.recipe, fed, rounds)
@@ -273,7 +273,7 @@ class Models:
         names = self.names
         if isinstance(client, str) and client in names:
             return list(names).index(client)
-        number = int(client) if str(client).isdigit() else -1
+        number = int(client) if str(client).isdecimal() else -1
         if not 0 <= number < len(names):
             raise ConfigError(f"unknown client {client!r}; {self.named_clients(client)}")
         return number
