@@ -163,6 +163,16 @@ def test_a_folder_of_a_module_in_hand_opens_with_another_of_its_kind(compared: A
     )
 
 
+def test_a_run_of_a_folder_is_known_by_method_and_seed(compared: Any) -> None:
+    opened = fl.open_run(compared.folder, mixed)
+    for key in ("ditto", 0, ("ditto",)):
+        with pytest.raises(ConfigError, match=r"a run is known by its method and seed, as in \['ditto', 0\], got"):
+            opened[key]  # type: ignore[index]
+    x, y = torch.rand(20, 6), [0, 1, 2, 0] * 5
+    (line, *_) = opened.evaluate((x, y), "ditto", kind="global")
+    assert line.metrics() == opened["ditto", 0].models.model("global").score((x, y))
+
+
 def test_a_folder_of_what_only_python_held_says_how_to_open_it(compared: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"the model 'Mixed' was an object in Python.* fl.open_run\(FOLDER, MODEL\)"):
         fl.open_run(compared.folder)["ditto", 0].models.kinds()

@@ -21,7 +21,7 @@ from fedloom.data import Dataset
 from fedloom.errors import DataError, Refused
 from fedloom.experiment import Plan, parse
 from fedloom.experiment.opened import RunDirectory
-from fedloom.trained.export import export, load
+from fedloom.trained.export import export, load, units
 from tests.data.test_doors import Hub
 
 SITES = ("north", "south", "west")
@@ -275,6 +275,9 @@ def test_models_in_hand_take_rows_in_the_units_of_their_table(factors: dict[str,
     for door in (found.models, opened["ditto", 0].models):
         np.testing.assert_array_equal(door.predict_proba(new["other"], client="west"), scores)
     np.testing.assert_array_equal(saved.predict_proba(new["other"]), scores)
+    np.testing.assert_array_equal(opened.predict(new["other"], client="west").scores, scores)
+    assert not units(want.models.model("personal", "west"), None)
+    assert "age by 0.5" in units(saved, None)
     if "dose" in factors:
         with pytest.raises(DataError, match="no column 'site', so no factor by client is applied; give that column"):
             saved.predict(new["other"].drop(columns="site"))

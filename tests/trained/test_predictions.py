@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import onnxruntime
+import pandas as pd
 import pytest
 import torch
 from PIL import Image
@@ -173,6 +174,10 @@ def test_what_cannot_be_predicted_is_a_sentence(
         models.predict({"age": [1.0]})
     with pytest.raises(DataError, match="column 'age': expected a finite number, got 'old'"):
         models.predict({**columns, "age": ["old"] * 27})
+    with pytest.raises(DataError, match="column 'age': must be a list with a cell for each row"):
+        models.predict({"age": 50.0, "pressure": 120.0, "ward": "A"})
+    with pytest.raises(DataError, match=r"is a table; give fl.Dataset.of\(table, LABEL, ...\)"):
+        models.model("global").score(pd.DataFrame(columns))  # type: ignore[arg-type]
     with pytest.raises(DataError, match="trained on text columns"):
         models.predict(np.zeros((2, 3)))
     (file := tmp_path / "empty.csv").write_text("age,pressure,ward,site\n")

@@ -15,6 +15,7 @@ from fedloom.data.federation import Federation, Split
 from fedloom.data.partition.changes import prepared
 from fedloom.data.partition.deal import Dealt
 from fedloom.data.partition.parts import cut_parts
+from fedloom.data.sources.table.frames import is_frame
 from fedloom.data.survey.agreement import Agreement
 from fedloom.data.tables import Table, TableColumn
 from fedloom.data.text import NO_LABEL, UNKNOWN, recoded, wrong_tokens
@@ -104,8 +105,16 @@ class InputSpec(Value):
         return Agreement.of(self.table.with_(columns=columns), self.task, self.classes, None, self.centre, self.unit)
 
     def labelled(self, data: Any) -> Dataset:
-        """A data set of samples with targets, as `Dataset.of` makes one; the task is that of the old data."""
-        return data if isinstance(data, Dataset) else Dataset.of(data, task=self.task)
+        """A data set of samples with targets, as `Dataset.of` makes one; task and vocabulary are those of the old data.
+
+        Raises:
+            DataError: no data set can be made of it; of a table it is not known which column is what.
+        """
+        if isinstance(data, Dataset):
+            return data
+        if is_frame(data[0] if isinstance(data, tuple) and data else data):
+            raise DataError("data: is a table; give fl.Dataset.of(table, LABEL, ...) with the options of the training")
+        return Dataset.of(data, task=self.task, **({"vocabulary": self.vocabulary} if self.vocabulary else {}))
 
     def take(self, data: Dataset) -> Dataset:
         """New data in the terms of the old: classes by name, columns by name, the same scaling.

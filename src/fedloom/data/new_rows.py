@@ -77,7 +77,10 @@ def new_rows(
     elif is_frame(rows):
         new = _by_column(facts, frame_names(rows), frame_cells(rows), Problems(name, first=0), users, factors, keep)
     elif isinstance(rows, Mapping):
-        columns = {str(c): plain(values, f"{name}, column {c!r}", mixed=True).tolist() for c, values in rows.items()}
+        arrays = {str(c): plain(values, f"{name}, column {c!r}", mixed=True) for c, values in rows.items()}
+        if single := [c for c, values in arrays.items() if values.ndim != 1]:
+            raise DataError(f"{name}, column {single[0]!r}: must be a list with a cell for each row; of one row, too")
+        columns = {c: values.tolist() for c, values in arrays.items()}
         if len({len(cells) for cells in columns.values()}) > 1:
             raise DataError(f"{name}: columns of {', '.join(f'{len(v)} ({c})' for c, v in columns.items())} rows")
         cells = (Piece(0, c, values) for c, values in columns.items())

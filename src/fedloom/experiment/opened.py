@@ -95,6 +95,11 @@ class RunDirectory:
         return len(self._runs)
 
     def __getitem__(self, key: tuple[str, int]) -> RecordedRun:
+        if not isinstance(key, tuple) or len(key) != 2:
+            label, seed = next(iter(self._runs))
+            raise ConfigError(
+                f"{self.path}: a run is known by its method and seed, as in [{label!r}, {seed}], got {key!r:.80}"
+            )
         if key not in self._runs:
             runs = ", ".join(f"{method!r} with seed {seed}" for method, seed in self._runs)
             raise ConfigError(f"{self.path} has no run of {key[0]!r} with seed {key[1]}; it has {runs}")
@@ -213,7 +218,8 @@ class RunDirectory:
             DataError: other columns or shape, and cells that the training did not take.
         """
         first = self.runs(method, seed)[0].models
-        rows = self.new_data.rows(first.recipe.facts, data, data_dir, keep)
+        new_data = NewData({**first.about.get("conversion", {}), **self.new_data.options})
+        rows = new_data.rows(first.recipe.facts, data, data_dir, keep)
         if kind is not None and kind not in KINDS:
             model = self.adapted(kind, method, seed)
             return predicted(rows, alone(model, rows)._replace(notes=(f"the model of {kind} for all rows",)))
@@ -242,6 +248,7 @@ class RunDirectory:
         rows themselves, as a client that has them for training would.
         """
         runs = self.runs(method, seed)
+        data = runs[0].models.recipe.facts.labelled(data)
         rows = new_rows(runs[0].models.recipe.facts, data)
         if kind is not None and kind not in KINDS:
             model = self.adapted(kind, method, seed)

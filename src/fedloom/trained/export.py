@@ -109,11 +109,12 @@ def units(model: Model, factors: Factors | None) -> str:
 
     Args:
         model: that was exported.
-        factors: of the data that it was trained on; see `fedloom.data.sources.tabular.TableSource`.
+        factors: of the data that it was trained on; see `fedloom.data.sources.tabular.TableSource`. None: those that
+            the model has with it.
     """
     table, client = model.recipe.facts.table, str(model.about.get("client", ""))
     columns, parts = set[str]() if table is None else {column.name for column in table.columns}, list[str]()
-    for column, factor in (factors or {}).items():
+    for column, factor in (factors or model.about.get("conversion", {}).get("factors", {})).items():
         number = factor.get(client, 1.0) if isinstance(factor, Mapping) else factor
         several = isinstance(factor, Mapping) and not client
         if column in columns and (several or number != 1):
