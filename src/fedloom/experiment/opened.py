@@ -95,7 +95,8 @@ class RunDirectory:
         return len(self._runs)
 
     def __getitem__(self, key: tuple[str, int]) -> RecordedRun:
-        if not isinstance(key, tuple) or len(key) != 2:
+        pair: Any = key
+        if not isinstance(pair, tuple) or len(pair) != 2:
             label, seed = next(iter(self._runs))
             raise ConfigError(
                 f"{self.path}: a run is known by its method and seed, as in [{label!r}, {seed}], got {key!r:.80}"
