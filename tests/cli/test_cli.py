@@ -301,6 +301,13 @@ def test_output_that_cannot_be_written_is_said(
     assert (tmp_path / "blocked").read_text() == "kept"
 
 
+@pytest.mark.parametrize(("words", "nearest"), [(["lst"], "list"), (["deploy", "lcal"], "local")])
+def test_a_wrong_command_names_the_nearest_once(words: list[str], nearest: str) -> None:
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 2
+    assert result.output.count(f"Did you mean '{nearest}'?") == 1
+
+
 @pytest.mark.parametrize(
     ("module", "command", "extra"),
     [

@@ -103,6 +103,25 @@ def test_reading_toml_raises_one_kind_of_error(name: str) -> None:
         read_toml(Path("e.toml"), "experiment file")
 
 
+def test_a_byte_order_mark_is_no_part_of_a_toml_file() -> None:
+    Path("e.toml").write_bytes(b"\xef\xbb\xbfrounds = 2\r\n")
+    assert read_toml(Path("e.toml"), "experiment file") == {"rounds": 2}
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"rounds = 2\nname = 'caf\xe9'", "line 2 is not text in UTF-8; save it as UTF-8"),
+        ("rounds = 2".encode("utf-16"), "line 1 is not text in UTF-8"),
+        (b"rounds = 2\nrounds = 3", r"A key is given twice; leave one of them out \(at line 2"),
+    ],
+)
+def test_what_editors_do_to_a_toml_file_has_its_cure(content: bytes, sentence: str) -> None:
+    Path("e.toml").write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"e\.toml is not a TOML file: {sentence}"):
+        read_toml(Path("e.toml"), "experiment file")
+
+
 def test_one_text_that_many_rows_of_a_parquet_file_share_is_refused_in_little_memory() -> None:
     schema = pa.schema([("a", pa.string()), ("y", pa.int64())])
     group = pa.table({"a": pa.array(["x" * 1_000_000] * 100), "y": range(100)}, schema)

@@ -6,7 +6,7 @@ import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer import core
@@ -30,6 +30,15 @@ class Words(TyperGroup):
                 typer.echo(f"error: {word!a} is not text in UTF-8; use a name that is", err=True)
                 raise typer.Exit(2) from None
         return super().parse_args(ctx, args)
+
+    def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:  # type: ignore[override]
+        """The command that the first word names; for a wrong word the nearest ones, once."""
+        try:
+            return super().resolve_command(ctx, args)
+        except Exception as error:
+            if "Did you mean" in getattr(error, "message", "") and hasattr(error, "possibilities"):
+                error.possibilities = None  # click's, which typer has in the message already
+            raise
 
 
 app = typer.Typer(

@@ -7,10 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
-from fedloom.cli._app import DataDir, FileArgument, Trust, app, errors, say
+from fedloom.cli._app import DataDir, FileArgument, Trust, Words, app, errors, say
 from fedloom.formats import significant
 
 deploy = typer.Typer(
+    cls=Words,
     no_args_is_help=True,
     rich_markup_mode=None,
     help="Run an experiment at real sites, by Flower over TLS. Data stay at the sites; models travel.",

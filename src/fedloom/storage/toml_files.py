@@ -31,20 +31,24 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
 
 
 def document_of(content: bytes, path: Path) -> dict[str, Any]:
-    """The document in the bytes of a TOML file.
+    """The document in the bytes of a TOML file, without a byte order mark that stands before it.
 
     Raises:
         ConfigError: they are not TOML; the message names the path.
     """
     try:
-        document = tomllib.loads(content.decode())
+        document = tomllib.loads(content.decode("utf-8-sig"))
         if not _is_shallow(document):
             raise RecursionError
         return document
     except RecursionError:
         raise ConfigError(f"{path} is not read: its arrays or tables are nested too deeply") from None
-    except ValueError as error:  # of TOML, of UTF-8, or of a number with thousands of digits
-        raise ConfigError(f"{path} is not a TOML file: {error}") from None
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ConfigError(f"{path} is not a TOML file: line {line} is not text in UTF-8; save it as UTF-8") from None
+    except ValueError as error:  # of TOML, or of a number with thousands of digits
+        fault = str(error).replace("Cannot overwrite a value", "A key is given twice; leave one of them out")
+        raise ConfigError(f"{path} is not a TOML file: {fault}") from None
 
 
 def _is_shallow(document: Mapping[str, object]) -> bool:
