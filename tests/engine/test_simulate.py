@@ -572,6 +572,7 @@ def test_every_upload_field_declares_its_kind() -> None:
 def test_models_are_modules_that_predict(fed: Federation, tmp_path: Path) -> None:
     result = run(fed, composed("flame"))
     assert result.models.kinds() == ["global", "personal", "hybrid"]
+    assert [kind for kind in ("global", "personal", "hybrid", "other") if kind in result.models] == [*result.models]
     index = fed.indices("test", 0)
     x, y = fed.fetch(index), fed.targets(index)
     with torch.no_grad():

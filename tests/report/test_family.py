@@ -13,7 +13,7 @@ from scipy import stats
 from statsmodels.stats.multitest import multipletests
 
 from fedloom.report.comparison.family import LEVEL, differences, family
-from fedloom.report.numbers import Estimate
+from fedloom.report.numbers import Estimate, repeated
 
 VALUES = st.lists(st.floats(-1, 1).map(lambda v: round(v, 4)), min_size=5, max_size=8)
 
@@ -57,3 +57,32 @@ def test_few_seeds_are_no_member_of_the_family() -> None:
 def test_differences_are_of_common_seeds_with_finite_values() -> None:
     one, other = Estimate({0: 1.0, 1: math.nan, 3: 5.0}), Estimate({0: 0.5, 1: 1.0, 2: 1.0, 3: 2.0})
     assert differences(one, other) == {0: 0.5, 3: 3.0}
+
+
+DRAWS = st.lists(st.integers(0, 3), min_size=2, max_size=8)
+
+
+@given(DRAWS, DRAWS)
+def test_seeds_that_repeat_the_runs_of_others_count_once(mine: list[int], others: list[int]) -> None:
+    """A difference is counted once for every pair of runs that differ; equal figures of distinct runs all count."""
+    kinds = list(zip(mine, others, strict=False))
+    one, other = (
+        Estimate(dict.fromkeys(range(len(kinds)), level), repeated(_recorded([kind[k] for kind in kinds])))
+        for k, level in enumerate((0.9, 0.7))
+    )
+    found = differences(one, other)
+    assert [*found] == [seed for seed, kind in enumerate(kinds) if kind not in kinds[:seed]]
+    assert family({"a": found})["a"].testable == (len(set(kinds)) >= 5)
+
+
+def _recorded(draws: list[int]) -> dict[str, dict[int, float]]:
+    """Figures of runs by what they drew: accuracies that are all the same, losses that are not, and times."""
+    figures = {"accuracy": [0.5] * len(draws), "loss": [*draws], "seconds": [*range(len(draws))]}
+    return {name: dict(enumerate(map(float, values))) for name, values in figures.items()}
+
+
+def test_runs_without_a_result_repeat_nothing() -> None:
+    lost = {"loss": dict.fromkeys(range(3), math.nan), "seconds": dict.fromkeys(range(3), 1.0)}
+    assert repeated(lost) == {}
+    partly = {"loss": dict.fromkeys(range(3), 0.5), "loss/variance": dict.fromkeys(range(3), math.nan)}
+    assert repeated(partly) == {1: 0, 2: 0}

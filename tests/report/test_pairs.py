@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -191,6 +192,30 @@ def test_fewer_seeds_than_five_decide_nothing(tmp_path: Path) -> None:
     found: list[Pair] = pairs(few, rows_of(few), "local")
     assert {pair.verdict for pair in found} == {"not decidable"}
     assert "dagger" not in results_latex(few, rows_of(few))
+
+
+def test_repetitions_of_one_run_decide_nothing(folder: Path, tmp_path: Path) -> None:
+    """Seeds with which two methods only repeat a run are no sample; against a method that varies they are."""
+    place = tmp_path / "repeated"
+    shutil.copytree(folder, place)
+    table = pq.read_table(place / "metrics.parquet").to_pandas()
+    fixed = table["method"].isin(["local", "ditto"])
+    copies = [table[fixed & (table["seed"] == 0)].assign(seed=seed) for seed in range(7)]
+    table = pd.concat([table[~fixed], *copies])
+    pq.write_table(pa.Table.from_pandas(table, preserve_index=False), place / "metrics.parquet")
+    runs, rows = _read(place)
+    found = {pair.row.method: pair for pair in pairs(runs, rows, "local")}
+    assert (found["ditto"].verdict, found["ditto"].comparison and found["ditto"].comparison.seeds) == (
+        "not decidable",
+        1,
+    )
+    fresh = recomputed(runs[0], rows, "local", ("fedprox", "ditto", "local or fedavg"))
+    for method, (p, holm, rejected) in fresh.items():
+        one = found[method].comparison
+        assert one is not None
+        assert (one.p, one.holm, one.significant) == (pytest.approx(p), pytest.approx(holm), rejected)
+    (note,) = (note for note in overview.notes(runs, rows) if "repeat" in note)
+    assert note.startswith("With local, ditto, runs with other seeds repeat a run to the last digit")
 
 
 def test_the_result_table_marks_the_best_and_what_is_level_with_it(run: Run, rows: list[Row]) -> None:

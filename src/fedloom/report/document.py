@@ -82,8 +82,8 @@ READING = {
     "Work and traffic": "Totals over all clients up to the last round. MB is 10⁶ bytes of the messages as sent.",
     "Clear, not significant, not decidable": "The leader is compared with every other method, one row each, seed by "
     "seed (paired t test, Holm's correction, level 5 %); a lead's interval leaves out 0 exactly where it is "
-    "significant. With fewer than five common seeds nothing is decided. Runs with other data, another partition or "
-    "another attack are not compared with each other.",
+    "significant. With fewer than five common seeds nothing is decided. Seeds that repeat runs to the last digit count "
+    "once. Runs with other data, another partition or another attack are not compared with each other.",
     "Attacks": "Where clients attack, every figure is of the benign ones.",
 }
 

@@ -8,8 +8,8 @@ or diverged before its end, has no result. The work of seeds that ended early is
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -37,6 +37,8 @@ LOST = ("diverged", "failed")
 """Statuses of runs without a result."""
 ENOUGH = 5
 """With fewer seeds nothing is decided, and charts show the seeds instead of an interval."""
+SAME = 1e-9
+"""Figures that differ by no more than this share are the same."""
 
 
 class Curve(NamedTuple):
@@ -88,9 +90,10 @@ def _statistic(values: Numbers, statistic: str, higher: bool) -> float:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure per seed, and its mean over the seeds where it is finite."""
+    """A figure per seed, and its mean over the seeds where it is finite; see `repeated` for ``repeats``."""
 
     by_seed: dict[int, float]
+    repeats: Mapping[int, int] = field(default_factory=dict[int, int])
 
     @property
     def finite(self) -> dict[int, float]:
@@ -128,6 +131,29 @@ def half_width(values: Sequence[float], level: float = 0.05) -> float:
     return float(stdtrit(len(values) - 1, 1 - level / 2)) * spread / math.sqrt(len(values))
 
 
+def repeated(figures: Mapping[str, Mapping[int, float]]) -> dict[int, int]:
+    """Seeds whose runs only repeat that of an earlier seed, with that seed: every figure is the same, costs aside.
+
+    Such runs draw nothing that matters, so that they are one result and no sample of several.
+    """
+    results = [values for name, values in figures.items() if name not in COUNTED]
+    first: dict[int, int] = {}
+    for seed in sorted({seed for values in results for seed in values}):
+        first[seed] = next((k for k in first.values() if _same_run(results, k, seed)), seed)
+    return {seed: earlier for seed, earlier in first.items() if earlier != seed}
+
+
+def _same_run(results: list[Mapping[int, float]], one: int, other: int) -> bool:
+    """Whether the figures of two seeds are the same, and there are some."""
+    pairs = [(values.get(one, math.nan), values.get(other, math.nan)) for values in results]
+    return all(close(*pair) for pair in pairs) and any(math.isfinite(figure) for figure, _ in pairs)
+
+
+def close(one: float, other: float) -> bool:
+    """Whether two figures are the same; two that are not there are."""
+    return math.isclose(one, other, rel_tol=SAME) or (math.isnan(one) and math.isnan(other))
+
+
 @dataclass(frozen=True)
 class Row:
     """One model of one method of one run, over all seeds.
@@ -159,6 +185,11 @@ class Row:
         """A figure, if some seed has it."""
         estimate = self.figures.get(name)
         return estimate if estimate is not None and estimate.finite else None
+
+    @property
+    def repeats(self) -> Mapping[int, int]:
+        """Seeds that repeat an earlier one, with that seed."""
+        return next((estimate.repeats for estimate in self.figures.values()), {})
 
     @property
     def measured(self) -> int:
@@ -297,7 +328,8 @@ def _figures(run: Run, method: str, model: str) -> dict[str, Estimate]:
     for name, values in by_name.items():
         out = lost if name not in COUNTED else early if values.keys() - early else set[int]()
         values.update(dict.fromkeys(out & values.keys(), math.nan))
-    figures = {name: Estimate(values) for name, values in by_name.items()}
+    repeats = repeated(by_name)
+    figures = {name: Estimate(values, repeats) for name, values in by_name.items()}
     return {name: e for name, e in figures.items() if e.finite or ("@" not in name and "/" not in name)}
 
 

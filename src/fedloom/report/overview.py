@@ -225,6 +225,7 @@ def notes(runs: list[Run], rows: list[Row]) -> list[str]:
 
 def _of_run(run: Run, run_rows: list[Row], rows: list[Row]) -> list[tuple[Run, str]]:
     texts = [_odd(run_rows), _attack(run), _work(run_rows), *_clients(run, run_rows), _dropped(run), _seeds(run)]
+    texts.append(_repeats(run, run_rows))
     if run.summary.select_on == "test":
         texts.insert(0, "Hybrid models were chosen on test data (select_on = test): their results are optimistic.")
     return [(run, text) for text in texts if text]
@@ -299,6 +300,17 @@ def _dropped(run: Run) -> str:
 def _seeds(run: Run) -> str:
     one = any(len(seeds_of(run, method)) == 1 for method in run.methods)
     return "One seed only: no intervals, and no winner can be decided." if one else ""
+
+
+def _repeats(run: Run, run_rows: list[Row]) -> str:
+    methods = dict.fromkeys(row.method for row in run_rows if row.repeats)
+    if not methods:
+        return ""
+    who = "every method" if len(methods) == len(run.methods) else ", ".join(methods)
+    return (
+        f"With {who}, runs with other seeds repeat a run to the last digit: their seeds draw nothing that matters. "
+        "In a test of two such methods they count once."
+    )
 
 
 def _merged(warnings: tuple[str, ...]) -> list[str]:

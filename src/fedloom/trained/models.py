@@ -41,6 +41,10 @@ class Models:
         name = type(self.recipe.spec).__name__
         return f"Models({', '.join(self.kinds())}: {name}, {len(self.names)} clients)"
 
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the kinds, so that ``"personal" in models`` is whether it has personal models."""
+        return iter(self.kinds())
+
     @property
     def recipe(self) -> ModelRecipe:
         """How the models are built, and for what data."""

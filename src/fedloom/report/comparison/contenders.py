@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 
 from fedloom.metrics import leading, metric
-from fedloom.report.numbers import COUNTED, Estimate, Row, over_clients, run_of, seeds_of, test_metrics
+from fedloom.report.numbers import COUNTED, Estimate, Row, close, over_clients, repeated, run_of, seeds_of, test_metrics
 from fedloom.report.run import Key, Points, Run
 
 Models = Literal["used", "personal", "all"]
@@ -22,8 +22,6 @@ Models = Literal["used", "personal", "all"]
 it has none), as papers report it, or all."""
 MODELS: tuple[Models, ...] = ("used", "personal", "all")
 ORDER = {"used": ("hybrid", "personal", "global"), "personal": ("personal", "global", "hybrid")}
-SAME = 1e-9
-"""Models whose common figures all differ by no more than this share are the same."""
 
 
 def contenders(runs: Sequence[Run], rows: Sequence[Row], models: Models = "used") -> list[Row]:
@@ -95,7 +93,8 @@ def better_of_both(run: Run, rows: Sequence[Row]) -> Row | None:
     by_seed = {name: values | dict.fromkeys(lost & values.keys(), math.nan) for name, values in figures.items()}
     if not by_seed:
         return None
-    estimates = {name: Estimate(values) for name, values in by_seed.items()}
+    repeats = repeated(by_seed)
+    estimates = {name: Estimate(values, repeats) for name, values in by_seed.items()}
     return Row(local.run, f"{local.method} or {shared.method}", "", "hybrid", local.records + shared.records, estimates)
 
 
@@ -129,7 +128,7 @@ def same(one: Row, other: Row) -> bool:
 
 def _equal(one: Estimate, other: Estimate) -> bool:
     return one.finite.keys() == other.finite.keys() and all(
-        math.isclose(value, other.finite[seed], rel_tol=SAME) for seed, value in one.finite.items()
+        close(value, other.finite[seed]) for seed, value in one.finite.items()
     )
 
 

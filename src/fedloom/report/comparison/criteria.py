@@ -185,7 +185,7 @@ def cost_to_reach(runs: list[Run], rows: list[Row], lead: str, target: float, co
             if reached is not None and len(total.round):
                 spent[seed] = up_to(total, reached)
         if spent and len(spent) == len(seeds):
-            spent_by_row[i] = Estimate(spent)
+            spent_by_row[i] = Estimate(spent, row.repeats)
     return spent_by_row
 
 

@@ -4,7 +4,8 @@ Every comparison that one page, card or table states at once belongs to one fami
 t test (`scipy.stats.ttest_1samp` of the differences by seed); Holm's step-down procedure (`holm`) keeps the
 chance of any false claim in the family at 5 % or less. The interval of a difference has the level of the step at which
 Holm's procedure decides it, so it leaves out 0 exactly where the difference is significant; its own coverage is 95 % or
-more. A comparison with fewer than five common seeds is not tested and is no member of the family.
+more. A comparison with fewer than five common seeds is not tested and is no member of the family; seeds with which
+the runs of both methods only repeat those of another count once.
 """
 
 from __future__ import annotations
@@ -53,12 +54,14 @@ class TestedDifference(NamedTuple):
 
 
 def differences(one: Estimate, other: Estimate) -> dict[int, float]:
-    """One minus the other by common seed.
+    """One minus the other by common seed; of seeds that both repeat, the first.
 
     >>> differences(Estimate({0: 3.0, 1: 4.0}), Estimate({1: 1.0, 2: 9.0}))
     {1: 3.0}
     """
-    return {seed: one.finite[seed] - other.finite[seed] for seed in sorted(one.finite.keys() & other.finite.keys())}
+    seeds = sorted(one.finite.keys() & other.finite.keys(), reverse=True)
+    first = {(one.repeats.get(seed, seed), other.repeats.get(seed, seed)): seed for seed in seeds}
+    return {seed: one.finite[seed] - other.finite[seed] for seed in sorted(first.values())}
 
 
 def family(members: Mapping[Name, Mapping[int, float]]) -> dict[Name, TestedDifference]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from html import escape
 from typing import Any, NamedTuple
 
@@ -112,6 +113,7 @@ def _table(run: Run, rows: list[Row], lead: str) -> SiteGains | None:
     results = [values_by_seed(run, row, lead) for row in (alone, together)]
     pairs = [(site_estimate(results[0], k), site_estimate(results[1], k)) for k in range(len(run.names))]
     pairs += [_means(run, *results, weigh=weigh) for weigh in (False, True)]
+    pairs = [(replace(a, repeats=alone.repeats), replace(b, repeats=together.repeats)) for a, b in pairs]
     better = (differences(shared, local) if sign > 0 else differences(local, shared) for local, shared in pairs)
     tests = family(dict(enumerate(better)))
     lines = []
