@@ -209,14 +209,26 @@ def test_server_of_another_authority(site):
     assert "is not the server of ca.crt" in sentence
 
 
-def test_server_whose_certificate_has_expired(site, ready):
+@pytest.mark.parametrize(
+    ("host", "days", "fault", "cure"),
+    [
+        ("127.0.0.1", -3, "has expired", "have the coordinator run 'fedloom deploy renew'"),
+        ("127.0.0.1", 3, "is not yet valid", "set the clock"),
+        ("127.0.0.2", 0, "is not valid for '127.0.0.1'", "correct server in site.toml"),
+        ("fl.example.org", 0, "is not valid for 'localhost'", "with --host of this name"),
+    ],
+)
+def test_server_whose_certificate_is_of_another_time_or_name(host, days, fault, cure, site, ready):
     ca = keys.Authority.load(
         (ready / "authority" / "ca.key").read_bytes(), (ready / "authority" / "ca.crt").read_bytes()
     )
-    made = keys.server_certificate(ca, ["127.0.0.1"], 1, datetime.now(UTC) - timedelta(days=3))
-    with serving(site, made=made) as (_, address):
+    made = keys.server_certificate(ca, [host], 1, datetime.now(UTC) + timedelta(days=days))
+    with serving(site, made=made) as (port, address):
+        address = address if host.startswith("127") else f"localhost:{port}"
         (sentence,) = refused(changed(site, server=address), offline=False)
-    assert "expired" in sentence
+    assert fault in sentence
+    assert cure in sentence
+    assert "ca.crt" not in sentence
 
 
 def test_no_server(site):

@@ -44,6 +44,14 @@ PACKAGES = (
 """Packages whose version `check_site` compares."""
 AHEAD, BEHIND = timedelta(seconds=5), timedelta(seconds=300)
 """How far a site's clock may be from the server's: signatures of connections carry the time."""
+NEW_NAME = "correct server in site.toml, or have the coordinator run 'fedloom deploy renew' with --host of this name"
+CERTIFICATES = {
+    9: "set the clock of this machine, or of the one that made it",
+    10: "have the coordinator run 'fedloom deploy renew', or set the clock of this machine",
+    62: NEW_NAME,
+    64: NEW_NAME,
+}
+"""What to do about a certificate of the right authority, by OpenSSL's number of what is wrong with it."""
 
 
 class Finding(NamedTuple):
@@ -256,9 +264,11 @@ def _greet(connection: HTTPSConnection, address: str) -> Iterator[Finding]:
         connection.request("GET", "/")
         date = connection.getresponse().headers["Date"]
     except ssl.SSLCertVerificationError as error:
-        yield Finding(
-            "refused", f"{address} is not the server of ca.crt: {error.verify_message}; get its ca.crt, or ask"
-        )
+        fault, cure = error.verify_message.rstrip("."), CERTIFICATES.get(error.verify_code)
+        if cure is None:
+            yield Finding("refused", f"{address} is not the server of ca.crt: {fault}; get its ca.crt, or ask")
+        else:
+            yield Finding("refused", f"the certificate of {address}: {fault}; {cure}")
     except (OSError, HTTPException) as error:
         yield Finding(
             "refused", f"the server {address} cannot be reached over TLS: {error}; check address and firewall"
