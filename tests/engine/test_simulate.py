@@ -563,6 +563,16 @@ def test_a_channel_passes_an_upload_of_nothing(fed: Federation, kind: str) -> No
     assert result.stop is Stop.DONE
 
 
+@pytest.mark.parametrize("kind", sorted(CHANNELS))
+def test_counts_that_weigh_models_pass_no_channel(fed: Federation, kind: str) -> None:
+    """Clipped with the model a count would take its place, and noise would make it negative, an upload to drop."""
+    noise = {"clip": 1e-3, "sigma": 10.0} if kind == "gaussian-noise" else {}
+    exact, sent = (run(fed, "fedskip", channel=channel, rounds=4) for channel in (None, CHANNELS[kind](**noise)))
+    seen = [result.job.kept.read(torch.arange(fed.n)).seen for result in (exact, sent)]
+    assert torch.equal(*seen)
+    assert not any("dropped" in note for note in sent.notes)
+
+
 def test_every_upload_field_declares_its_kind() -> None:
     for name in REGISTRY:
         kinds = upload_fields(type(composed(name).algorithm))

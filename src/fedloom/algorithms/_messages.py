@@ -59,7 +59,8 @@ class Kept(Kind):
     """The server keeps every client's last row; arrives aggregated over all n clients, ``[d]``.
 
     Attributes:
-        weight: another kept field ``[m, 1]``, not negative: a client's weight in the mean; None: the client's share.
+        weight: another kept field ``[m, 1]``, not negative: a client's weight in the mean, which no channel
+            changes; None: the client's share.
     """
 
     keeps: ClassVar[bool] = True
