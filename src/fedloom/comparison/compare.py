@@ -93,8 +93,8 @@ def compare(
         model: as in `fedloom.simulate`; softmax when None.
         partition: how a data set is split among clients, such as ``fl.partition.dirichlet(clients=20, beta=0.1)``;
             drawn anew with every seed. A federation is split already, and seeds change all else.
-        seeds: one run of every method per seed; with fewer than five nothing is decided. Seeds with which the runs of
-                two methods only repeat others, since they draw nothing that matters, count once.
+        seeds: one run of every method per seed; with fewer than five nothing is decided. Seeds with which the
+            runs of two methods only repeat others, since they draw nothing that matters, count once.
         tune: trials per method, chosen on validation data with equal work, before the runs; or the table ``[tune]`` of
             an experiment file. None: the settings are taken as they are.
         against: label of the method that the others are tested against; None: local or FedAvg if one is there.
