@@ -210,6 +210,24 @@ def test_whole_numbers_that_lose_digits_are_noted(how: str) -> None:
     assert f"(sample 4, column 1: {one} is {one - 1})" in note
 
 
+def test_columns_of_large_numbers_are_noted() -> None:
+    """Arrays are taken as they are; where a column or a target is far from 1, a note names it and the cure."""
+    rng = np.random.default_rng(0)
+    x, target = rng.normal(size=(40, 3)), rng.normal(size=40)
+
+    def notes(x: Any, y: Any) -> list[str]:
+        return [note for note in Dataset.of(x, y).notes if "not scaled" in note]
+
+    assert notes(x, target) == []
+    assert notes(50 * x, target) == []
+    (note,) = notes(x * [1, 30_000, 200], target)
+    assert note.startswith(f"column 1 has a root mean square of {30_000 * np.sqrt((x[:, 1] ** 2).mean()):,.4g}")
+    assert "and 1 more are above 100" in note
+    (note,) = notes(x, 1000 + target)
+    assert note.startswith("column y has a root mean square of 1,000")
+    assert notes(x, np.arange(40) % 3 + 5000) == [], "classes are no numbers"
+
+
 def test_a_picture_of_a_palette_has_colours() -> None:
     pictures = [Image.new("RGB", (4, 5), (10 * i, 5, 250 - i)).quantize() for i in range(12)]
     found = Dataset.of(Pairs(lambda i: (pictures[i], int(Y[i]))))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ EXACT = 2**24
 """The largest of the whole numbers that float32 holds one by one."""
 WIDE = 64
 """Columns from which numbers may be the pixels of images."""
+LARGE = 100.0
+"""Root mean square of a column from which a usual learning rate is too large for a model on its numbers."""
 
 
 def of_arrays(
@@ -180,14 +183,30 @@ def noted(data: Dataset) -> Dataset:
     if x.shape[1] >= WIDE and 2 * max(ends) >= x.shape[1]:
         return data
     columns = {str(k): values.double().numpy() for k, values in enumerate(x.T)}
-    levels = {}
+    levels, scaled = {}, dict(columns) if data.std is None else {}
     if data.classed:
         levels = {"y": (data.y.double().numpy(), data.classes)}
     else:
         targets = data.y[:, :1] if data.task == "survival" else data.y
-        columns |= {f"y {k}" if k else "y": values.double().numpy() for k, values in enumerate(targets.T)}
-    notes = (*doubtful(columns, columns, 0, arrays=True), *doubtful_levels(levels, "y"))
+        of_targets = {f"y {k}" if k else "y": values.double().numpy() for k, values in enumerate(targets.T)}
+        columns |= of_targets
+        scaled |= of_targets if data.task == "regression" else {}
+    notes = (*doubtful(columns, columns, 0, arrays=True), *doubtful_levels(levels, "y"), *_unscaled(scaled))
     return replace(data, notes=(*data.notes, *notes))
+
+
+def _unscaled(columns: Mapping[str, NDArray[np.float64]]) -> Iterator[str]:
+    """The note on columns of numbers far from 1, which are taken as they are; a table's are scaled."""
+    sizes = {name: math.sqrt(float(np.mean(values * values))) for name, values in columns.items()}
+    largest = max(sizes, key=lambda name: sizes[name], default="")
+    if largest and sizes[largest] > LARGE:
+        several = sum(size > LARGE for size in sizes.values())
+        yield (
+            f"column {largest} has a root mean square of {sizes[largest]:,.4g}"
+            + (f", and {several - 1} more are above {LARGE:g}" if several > 1 else "")
+            + "; arrays are not scaled, and training on such numbers may diverge or learn nothing: divide them by "
+            "their standard deviation, or give a table, whose columns are scaled"
+        )
 
 
 def _targets(

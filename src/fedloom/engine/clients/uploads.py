@@ -225,7 +225,8 @@ class Uploads:
     def events(self, round: int) -> tuple[str, ...]:
         """The sentence on uploads that were dropped, if any were."""
         dropped = self.dropped
-        return (f"round {round}: dropped {len(dropped)} unusable uploads, of clients {dropped[:8]}",) if dropped else ()
+        uploads = "unusable upload, of client" if len(dropped) == 1 else "unusable uploads, of clients"
+        return (f"round {round}: dropped {len(dropped)} {uploads} {dropped[:8]}",) if dropped else ()
 
     @property
     def sums(self) -> dict[str, Tensor]:
