@@ -223,8 +223,8 @@ def test_columns_of_large_numbers_are_noted() -> None:
     (note,) = notes(x * [1, 30_000, 200], target)
     assert note.startswith(f"column 1 has a root mean square of {30_000 * np.sqrt((x[:, 1] ** 2).mean()):,.4g}")
     assert "and 1 more are above 100" in note
-    (note,) = notes(x, 1000 + target)
-    assert note.startswith("column y has a root mean square of 1,000")
+    (note,) = notes(x, 500 * target)
+    assert note.startswith(f"column y has a root mean square of {500 * np.sqrt((target**2).mean()):,.4g}")
     assert notes(x, np.arange(40) % 3 + 5000) == [], "classes are no numbers"
 
 
