@@ -290,7 +290,8 @@ def _verdicts(recipe: Recipe, summary: RecipeSummary | None) -> str:
     verdicts = [one for one in judge.claims(recipe, summary.numbers) if not one.claim.construction]
     words = [one.verdict if one.measured else UNMEASURED for one in verdicts]
     shown = ", ".join(marks.counted(words.count(w), w) for w in (*looks.VERDICTS, UNMEASURED) if w in words)
-    return f"; of {len(words)} claims {shown}" if shown else ""
+    several = "s" if len(words) > 1 else ""
+    return f"; of {len(words)} claim{several} {shown}" if shown else ""
 
 
 def _margin(recipes: Mapping[str, Recipe], row: HeadlineClaim, *cells: ClaimCell) -> str:
