@@ -76,7 +76,8 @@ class Models:
         Raises:
             ConfigError: the method has no such model, or there is no such client.
         """
-        return self._both(kind, None if clients is None else torch.tensor([self._place(int(i)) for i in clients]))[0]
+        ids = None if clients is None else torch.tensor([self._place(int(i)) for i in clients], dtype=torch.int64)
+        return self._both(kind, ids)[0]
 
     @on_cpu()
     def model(self, kind: str, client: int | str | None = None) -> Model:

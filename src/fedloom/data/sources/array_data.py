@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +26,7 @@ EXACT = 2**24
 WIDE = 64
 """Columns from which numbers may be the pixels of images."""
 LARGE = 100.0
-"""Root mean square of a column from which a usual learning rate is too large for a model on its numbers."""
+"""Median size of a column's numbers from which a usual learning rate is too large for a model on them."""
 
 
 def of_arrays(
@@ -197,13 +196,12 @@ def noted(data: Dataset) -> Dataset:
 
 def _unscaled(columns: Mapping[str, NDArray[np.float64]]) -> Iterator[str]:
     """The note on columns of numbers far from 1, which are taken as they are; a table's are scaled."""
-    sizes = {name: math.sqrt(float(np.mean(values * values))) for name, values in columns.items()}
-    largest = max(sizes, key=lambda name: sizes[name], default="")
-    if largest and sizes[largest] > LARGE:
-        several = sum(size > LARGE for size in sizes.values())
+    sizes = {name: float(np.median(np.abs(values))) for name, values in columns.items()}
+    large = [name for name in sorted(sizes, key=lambda name: -sizes[name]) if sizes[name] > LARGE]
+    if large:
         yield (
-            f"column {largest} has a root mean square of {sizes[largest]:,.4g}"
-            + (f", and {several - 1} more are above {LARGE:g}" if several > 1 else "")
+            f"column {large[0]}: the median size of its numbers is {sizes[large[0]]:,.4g}"
+            + (f", and {len(large) - 1} more are above {LARGE:g}" if len(large) > 1 else "")
             + "; arrays are not scaled, and training on such numbers may diverge or learn nothing: divide them by "
             "their standard deviation, or give a table, whose columns are scaled"
         )
