@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import tomllib
+from collections.abc import Iterable, Mapping
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import pytest
 from small_recipe import TINY, tiny
@@ -79,6 +81,17 @@ def test_a_grid_of_one_key_goes_on_by_its_one_candidate(tmp_path: Path) -> None:
     assert (choice["trials"], len(choice["scores"])) == ({"grid": 2, "beyond": 1}, 3)
 
 
+def tried(methods: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The values of every candidate of some methods, by its text."""
+    combinations = [
+        dict(zip(m["choose"], values, strict=True))
+        for m in methods
+        for values in itertools.product(*m["choose"].values())
+    ]
+    texts = [text for m in methods for text, _ in candidates(m)]
+    return dict(zip(texts, combinations, strict=True))
+
+
 @pytest.mark.parametrize("name", ["equitable-table2-mnist-fair", "fedacs-figure1-fair", "fiaelt-synthetic-fair"])
 def test_recorded_searches_went_on_as_they_would_now(name: str) -> None:
     done = summaries.read(Path(__file__).parents[2] / CHECKOUT, name, "laptop")
@@ -87,12 +100,12 @@ def test_recorded_searches_went_on_as_they_would_now(name: str) -> None:
         pytest.skip("the recipe has changed since it was run")
     for variant, document in ALL[name].at("laptop").items():
         for label, kept in done.choices[variant].items():
-            own = {text for m in document["method"] if label_of(m) == label for text, _ in candidates(m)}
+            own = tried([m for m in document["method"] if label_of(m) == label])
             for _ in range(document["choose"]["extend"]):
                 scores = {text: kept["scores"][text] for text in kept["scores"] if text in own}
                 best = max(scores, key=lambda text: -1.0 if scores[text] is None else scores[text])
-                further = extensions(document, {label: {"chosen": best, "scores": scores}})
-                own |= {text for one in further for m in one["method"] for text, _ in candidates(m)}
+                choice = {"chosen": best, "scores": scores, "values": own[best]}
+                own |= tried([m for one in extensions(document, {label: choice}) for m in one["method"]])
             assert list(kept["scores"]) == sorted(own, key=list(kept["scores"]).index)
 
 
