@@ -221,10 +221,10 @@ def test_columns_of_large_numbers_are_noted() -> None:
     assert notes(x, target) == []
     assert notes(50 * x, target) == []
     (note,) = notes(x * [1, 30_000, 200], target)
-    assert note.startswith(f"column 1: the median size of its numbers is {30_000 * np.median(abs(x[:, 1])):,.4g}")
-    assert "and 1 more are above 100" in note
+    assert note.startswith(f"column 1 has large numbers, of a median size of {30_000 * np.median(abs(x[:, 1])):,.4g}")
+    assert "the largest of 2 such columns" in note
     (note,) = notes(x, 500 * target)
-    assert note.startswith(f"column y: the median size of its numbers is {500 * np.median(abs(target)):,.4g}")
+    assert note.startswith(f"column y has large numbers, of a median size of {500 * np.median(abs(target)):,.4g}")
     assert notes(x, np.arange(40) % 3 + 5000) == [], "classes are no numbers"
 
 

@@ -122,10 +122,11 @@ def test_a_deployed_server_measures_the_change_to_the_model_of_the_cluster(fed: 
     assert ((choice >= low) & (choice <= high)).flatten().tolist() == [True, True, True, False]
 
 
-def test_epsilon_is_refused_beside_a_label(fed: Federation) -> None:
+@pytest.mark.parametrize(("name", "field"), [("ifca", "choice"), ("fedskip", "seen")])
+def test_epsilon_is_refused_beside_what_no_noise_is_added_to(fed: Federation, name: str, field: str) -> None:
     pytest.importorskip("dp_accounting")
-    with pytest.raises(Refused, match="upload a label without noise"):
-        run(fed, IFCA(), channel=GaussianNoise(clip=1.0, sigma=1.0, delta=1e-5))
+    with pytest.raises(Refused, match=f"also upload {field} without noise"):
+        run(fed, name, channel=GaussianNoise(clip=1.0, sigma=1.0, delta=1e-5))
 
 
 @pytest.mark.parametrize("name", ["fedacs", "flame"])

@@ -27,7 +27,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedloom.algorithms import REGISTRY, Algorithm, Composition, Kept, Mean, upload_fields
+from fedloom.algorithms import REGISTRY, Algorithm, Composition, Kept, Mean, exact_fields, upload_fields
 from fedloom.algorithms._theorems import THEOREMS
 from fedloom.choose import MIXERS, SAMPLERS, WEIGHERS, Uniform
 from fedloom.data import load
@@ -504,6 +504,8 @@ Further rules:
 - A part of the model that does not travel (personal layers) is not compressed, noised or counted.
 
 - With `delta`, `gaussian-noise` and `private-mean` refuse weighers and samplers to which clients answer without noise.
+  They also refuse methods that upload a label or a count, to which no noise is added:
+  {named(lambda method: exact_fields(type(method)))}.
 
 - Methods whose mathematics needs plain SGD refuse these choices of `[local]`:
 

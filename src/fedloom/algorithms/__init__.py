@@ -11,6 +11,7 @@ from fedloom.algorithms._messages import Rows as Rows
 from fedloom.algorithms._messages import Sent as Sent
 from fedloom.algorithms._messages import check_declaration as check_declaration
 from fedloom.algorithms._messages import encodings as encodings
+from fedloom.algorithms._messages import exact_fields as exact_fields
 from fedloom.algorithms._messages import primary_field as primary_field
 from fedloom.algorithms._messages import upload_fields as upload_fields
 from fedloom.algorithms._messages import upload_type as upload_type

@@ -201,6 +201,13 @@ def upload_fields(algorithm: type[Value]) -> Mapping[str, Kind]:
     return {field: kind for field, (kind,) in kinds.items()}
 
 
+def exact_fields(algorithm: type[Value]) -> list[str]:
+    """Names of the upload fields that no channel changes: labels, and counts that weigh another field."""
+    kinds = upload_fields(algorithm)
+    weights = {kind.weight for kind in kinds.values() if isinstance(kind, Kept)}
+    return [name for name, kind in kinds.items() if kind.label or name in weights]
+
+
 def check_declaration(algorithm: type[Value]) -> None:
     """Refuse a method without annotations of its messages, or whose fields name missing fields.
 

@@ -24,7 +24,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from fedloom.algorithms import Algorithm, upload_fields
+from fedloom.algorithms import Algorithm, exact_fields, upload_fields
 from fedloom.choose import Sampler, Weigher
 from fedloom.errors import ConfigError, Refused
 from fedloom.rows.aggregate import Aggregator, PrivateMean
@@ -68,10 +68,10 @@ def check_privacy(
         return
     if find_spec("dp_accounting") is None:
         raise ConfigError("delta needs the extra privacy; run: pip install 'fedloom[privacy]'")
-    if any(k.label for k in fields):
+    if exact := exact_fields(type(algorithm)):
         raise Refused(
-            f"delta requires epsilon, but clients of {name} also upload a label without noise, so none holds; "
-            "leave delta out or take another method"
+            f"delta requires epsilon, but clients of {name} also upload {' and '.join(exact)} without noise, so none "
+            "holds; leave delta out or take another method"
         )
     reports = type(sampler).report is not Sampler.report and sampler.learns
     for what, kind, asks in (

@@ -21,6 +21,7 @@ from fedloom.algorithms import ALGORITHMS, REGISTRY, Algorithm, upload_fields
 from fedloom.choose.shares import by_clusters, column_of_shares
 from fedloom.engine.setting import Setting
 from fedloom.errors import ConfigError, Refused, WireError
+from fedloom.local import LocalSGD
 from fedloom.trained.model import running_statistics
 from fedloom.values import Value, choose, dump, fields_of, make
 from fedloom.version import __version__
@@ -35,6 +36,31 @@ WANTED = [
     if name not in ("algorithm", "model", "rounds", "task", "attack", "devices", "schedule")
 ]
 """Fields of a setting that a strategy takes: all but the app's own, and those of simulations."""
+PART, NODES = "sampler={'kind': 'uniform', 'fraction': 0.5}", "min_nodes"
+FIGURES = "client_metrics, which has the figures of every node"
+INSTEAD = {
+    "fraction_train": PART,
+    "fraction_fit": PART,
+    "fraction_evaluate": "evaluate_every, as all nodes are scored",
+    "min_train_nodes": NODES,
+    "min_evaluate_nodes": NODES,
+    "min_available_nodes": NODES,
+    "min_fit_clients": NODES,
+    "min_evaluate_clients": NODES,
+    "min_available_clients": NODES,
+    "weighted_by_key": "weights='samples' or 'uniform'",
+    "train_metrics_aggr_fn": FIGURES,
+    "evaluate_metrics_aggr_fn": FIGURES,
+    "fit_metrics_aggregation_fn": FIGURES,
+    "evaluate_metrics_aggregation_fn": FIGURES,
+    "on_fit_config_fn": "local, by which all nodes train",
+    "initial_parameters": "initial_arrays of start",
+    "arrayrecord_key": "none, as fedloom names the records",
+    "configrecord_key": "none, as fedloom names the records",
+}
+"""Options of Flower's strategies, and those in their place."""
+OF_START = ("initial_arrays", "num_rounds", "timeout", "train_config", "evaluate_config", "evaluate_fn")
+"""Arguments of `Strategy.start`."""
 NEAR = 1e-3
 """Difference of means and spreads from which values that do not train are not the same."""
 log = logging.getLogger("flwr").log
@@ -136,19 +162,29 @@ def head(**values: Any) -> ConfigRecord:
     return ConfigRecord({"release": __version__, **values})
 
 
-def document_of(algorithm: Any, options: Mapping[str, Any], choices: Mapping[str, Any]) -> str:
-    """Write a method and the choices of a run as JSON, for the nodes.
+def document_of(algorithm: Any, choices: Mapping[str, Any]) -> str:
+    """Write a method, with its options and the choices of a run, as JSON for the nodes.
 
     Raises:
-        ConfigError: the method is none of the registry, or a value has no such form.
+        ConfigError: the method is none of the registry, a choice has another place, or a value has no such form.
     """
+    for name in choices:
+        if name in INSTEAD:
+            raise ConfigError(f"{name} is an option of Flower's own strategies; use {INSTEAD[name]}")
+        if name in OF_START:
+            raise ConfigError(f"{name} is an argument of start: strategy.start(grid, arrays, {name}=...)")
     if not isinstance(algorithm, str):
         raise ConfigError(f"algorithm must be a name, as in Strategy('ditto', Net(), lam=1.0), got {algorithm!r:.80}")
     if algorithm not in REGISTRY:
         choose("algorithm", REGISTRY, algorithm, base=Algorithm)  # names the nearest
         raise ConfigError(f"algorithm must be a name of fl.algorithms.REGISTRY, got {algorithm!r}")
+    options = {name: value for name, value in choices.items() if name not in WANTED}
+    for name in options:
+        if name in LocalSGD.model_fields and name not in fields_of(REGISTRY[algorithm]):
+            raise ConfigError(f"{name} is of the training at the nodes; use local={{{name!r}: ...}}")
+    wanted = {name: value for name, value in choices.items() if name in WANTED}
     try:
-        return json.dumps({"algorithm": algorithm, "options": _plain(options), "choices": _plain(choices)})
+        return json.dumps({"algorithm": algorithm, "options": _plain(options), "choices": _plain(wanted)})
     except TypeError as error:
         raise ConfigError(f"a strategy takes names, numbers, tables and values of fedloom: {error}") from error
 

@@ -19,7 +19,6 @@ from flwr.serverapp.strategy import Result
 from flwr.serverapp.strategy import Strategy as FlowerStrategy
 from torch import nn
 
-from fedloom.algorithms import REGISTRY
 from fedloom.data.input_spec import InputSpec
 from fedloom.deploy.noise import deployed
 from fedloom.deploy.site.local_data import federation_of
@@ -34,7 +33,6 @@ from fedloom.errors import ConfigError, RunStopped
 from fedloom.flower.clients import FlowerClients, Members, Remembering
 from fedloom.flower.members import SavedRun, introductions, read_run, write_run
 from fedloom.flower.records import (
-    WANTED,
     check_counts,
     check_nodes_suffice,
     document_of,
@@ -45,35 +43,7 @@ from fedloom.flower.records import (
     state_dict_of,
 )
 from fedloom.flower.samples import Signature, adapted
-from fedloom.local import LocalSGD
 from fedloom.local.oracles.precision import undisturbed
-from fedloom.values import fields_of
-
-PART, NODES = "sampler={'kind': 'uniform', 'fraction': 0.5}", "min_nodes"
-FIGURES = "client_metrics, which has the figures of every node"
-INSTEAD = {
-    "fraction_train": PART,
-    "fraction_fit": PART,
-    "fraction_evaluate": "evaluate_every, as all nodes are scored",
-    "min_train_nodes": NODES,
-    "min_evaluate_nodes": NODES,
-    "min_available_nodes": NODES,
-    "min_fit_clients": NODES,
-    "min_evaluate_clients": NODES,
-    "min_available_clients": NODES,
-    "weighted_by_key": "weights='samples' or 'uniform'",
-    "train_metrics_aggr_fn": FIGURES,
-    "evaluate_metrics_aggr_fn": FIGURES,
-    "fit_metrics_aggregation_fn": FIGURES,
-    "evaluate_metrics_aggregation_fn": FIGURES,
-    "on_fit_config_fn": "local, by which all nodes train",
-    "initial_parameters": "initial_arrays of start",
-    "arrayrecord_key": "none, as fedloom names the records",
-    "configrecord_key": "none, as fedloom names the records",
-}
-"""Options of Flower's strategies, and those in their place."""
-OF_START = ("initial_arrays", "num_rounds", "timeout", "train_config", "evaluate_config", "evaluate_fn")
-"""Arguments of `Strategy.start`."""
 
 
 class Strategy(FlowerStrategy):
@@ -105,10 +75,6 @@ class Strategy(FlowerStrategy):
         self, algorithm: str, model: nn.Module, *, min_nodes: int = 2, wait: float = 3600.0, evaluate_every: int = 1,
         folder: Path | str | None = None, **choices: Any,
     ) -> None:  # fmt: skip
-        for name in INSTEAD.keys() & choices.keys():
-            raise ConfigError(f"{name} is an option of Flower's own strategies; use {INSTEAD[name]}")
-        for name in choices.keys() & set(OF_START):
-            raise ConfigError(f"{name} is an argument of start: strategy.start(grid, arrays, {name}=...)")
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model must be a module, such as Net(), got {model!r:.80}")
         check_counts(min_nodes=(min_nodes, 1), evaluate_every=(evaluate_every, 0))
@@ -116,10 +82,7 @@ class Strategy(FlowerStrategy):
             raise ConfigError(f"wait must be a number of seconds, got {wait!r:.80}")
         if not isinstance(folder, str | PathLike | None):
             raise ConfigError(f"folder must be a path, or None for no checkpoint, got {folder!r:.80}")
-        options = {name: value for name, value in choices.items() if name not in WANTED}
-        self._document = document_of(algorithm, options, {n: v for n, v in choices.items() if n in WANTED})
-        for name in options.keys() & LocalSGD.model_fields.keys() - fields_of(REGISTRY[algorithm]).keys():
-            raise ConfigError(f"{name} is of the training at the nodes; use local={{{name!r}: ...}}")
+        self._document = document_of(algorithm, choices)
         self._name, self._model = algorithm, copy.deepcopy(model)
         self._min_nodes, self._wait, self._every = min_nodes, wait, evaluate_every
         self._folder = None if folder is None else Path(folder)

@@ -1,26 +1,28 @@
-"""A user's own `nn.Module`: named by its import path, or held by this process."""
+"""A user's own `nn.Module`: named by its import path, or held by this process; and what its forward pass changes."""
 
 from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from typing import Any, ClassVar
 
 import torch
 from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from fedloom.errors import ConfigError
 from fedloom.imports import PATTERN, find_maker, importable, text_of
-from fedloom.models.parts import unchanged
+from fedloom.models.parts import BATCH_STATISTICS
 from fedloom.models.spec import ModelSpec
 
 OwnModel = nn.Module | Callable[..., nn.Module]
 """A user's module, or a class or function that makes one."""
+ABSENT = object()
+"""In the place of the value of an attribute that is not there."""
 
 
 class Import(ModelSpec):
@@ -218,3 +220,61 @@ def try_out(
         elif outputs == 2 and got == [2, *wanted[:-1], 1]:
             cure = "; give two outputs, or make the data with task = 'binary'"
         raise ConfigError(f"model {path!r} must return [{must}] for this data, got {got} for b = 2{cure}")
+
+
+def values_of(module: nn.Module) -> dict[str, object]:
+    """Buffers, batch statistics apart, and attributes that are tensors, numbers or None, by name."""
+    values: dict[str, object] = {}
+    for owner, m in module.named_modules():
+        plain = {k: v for k, v in vars(m).items() if isinstance(v, Tensor | int | float | None) and k != "training"}
+        buffers = {} if isinstance(m, BATCH_STATISTICS) else m._buffers
+        values |= {f"{owner}.{name}" if owner else name: value for name, value in {**plain, **buffers}.items()}
+    return values
+
+
+def put(owner: nn.Module, name: str, value: object) -> None:
+    """Set a buffer, on its device and in its type, or an attribute, to a copy of a value; see `ABSENT`."""
+    before = owner._buffers.get(name)
+    if value is ABSENT:
+        vars(owner).pop(name, None)
+    elif isinstance(value, Tensor):
+        setattr(owner, name, (value if before is None else value.to(before)).detach().clone())
+    else:
+        setattr(owner, name, value)
+
+
+class Values:
+    """The values of a module at a time; see `values_of`."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._before = {name: (value, _version(value)) for name, value in values_of(module).items()}
+
+    def changed(self) -> list[str]:
+        """Names of values that are other ones now, or have become others in place."""
+        now = values_of(self._module)
+        same = {name for name, (v, version) in self._before.items() if _is_same(now.get(name, ABSENT), v, version)}
+        return [name for name in {**self._before, **now} if name not in same]
+
+
+def _version(value: object) -> int:
+    return value._version if isinstance(value, Tensor) else 0
+
+
+def _is_same(now: object, before: object, version: int) -> bool:
+    if isinstance(now, Tensor) or isinstance(before, Tensor):
+        return now is before and _version(now) == version
+    return now == before or (now != now and before != before)
+
+
+@contextmanager
+def unchanged(module: nn.Module) -> Iterator[None]:
+    """Have the values of a module afterwards as they were before, whatever a forward pass does to them."""
+    values = Values(module)
+    copies = {name: v.detach().clone() if isinstance(v, Tensor) else v for name, v in values_of(module).items()}
+    try:
+        yield
+    finally:
+        for place in values.changed():
+            owner, _, name = place.rpartition(".")
+            put(module.get_submodule(owner), name, copies.get(place, ABSENT))

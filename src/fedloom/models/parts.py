@@ -6,8 +6,6 @@ A module of user code may name them itself with string attributes ``head`` and `
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from torch import Tensor, nn
 
@@ -32,8 +30,6 @@ class Bodied(nn.Module, ABC):
 
 
 BATCH_STATISTICS = (nn.modules.batchnorm._BatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-ABSENT = object()
-"""In the place of the value of an attribute that is not there."""
 ADAPTED = ".wrapped"
 """End of the name of a layer within its adapter."""
 
@@ -125,61 +121,3 @@ def _declared(module: nn.Module, part: str) -> str | None:
     if name not in submodules:
         raise ConfigError(f"{type(module).__name__}.{part} names no submodule: {name!r}; {nearest(name, submodules)}")
     return name
-
-
-def values_of(module: nn.Module) -> dict[str, object]:
-    """Buffers, batch statistics apart, and attributes that are tensors, numbers or None, by name."""
-    values: dict[str, object] = {}
-    for owner, m in module.named_modules():
-        plain = {k: v for k, v in vars(m).items() if isinstance(v, Tensor | int | float | None) and k != "training"}
-        buffers = {} if isinstance(m, BATCH_STATISTICS) else m._buffers
-        values |= {f"{owner}.{name}" if owner else name: value for name, value in {**plain, **buffers}.items()}
-    return values
-
-
-def put(owner: nn.Module, name: str, value: object) -> None:
-    """Set a buffer, on its device and in its type, or an attribute, to a copy of a value; see `ABSENT`."""
-    before = owner._buffers.get(name)
-    if value is ABSENT:
-        vars(owner).pop(name, None)
-    elif isinstance(value, Tensor):
-        setattr(owner, name, (value if before is None else value.to(before)).detach().clone())
-    else:
-        setattr(owner, name, value)
-
-
-class Values:
-    """The values of a module at a time; see `values_of`."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._before = {name: (value, _version(value)) for name, value in values_of(module).items()}
-
-    def changed(self) -> list[str]:
-        """Names of values that are other ones now, or have become others in place."""
-        now = values_of(self._module)
-        same = {name for name, (v, version) in self._before.items() if _is_same(now.get(name, ABSENT), v, version)}
-        return [name for name in {**self._before, **now} if name not in same]
-
-
-def _version(value: object) -> int:
-    return value._version if isinstance(value, Tensor) else 0
-
-
-def _is_same(now: object, before: object, version: int) -> bool:
-    if isinstance(now, Tensor) or isinstance(before, Tensor):
-        return now is before and _version(now) == version
-    return now == before or (now != now and before != before)
-
-
-@contextmanager
-def unchanged(module: nn.Module) -> Iterator[None]:
-    """Have the values of a module afterwards as they were before, whatever a forward pass does to them."""
-    values = Values(module)
-    copies = {name: v.detach().clone() if isinstance(v, Tensor) else v for name, v in values_of(module).items()}
-    try:
-        yield
-    finally:
-        for place in values.changed():
-            owner, _, name = place.rpartition(".")
-            put(module.get_submodule(owner), name, copies.get(place, ABSENT))

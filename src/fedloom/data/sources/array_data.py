@@ -199,11 +199,11 @@ def _unscaled(columns: Mapping[str, NDArray[np.float64]]) -> Iterator[str]:
     sizes = {name: float(np.median(np.abs(values))) for name, values in columns.items()}
     large = [name for name in sorted(sizes, key=lambda name: -sizes[name]) if sizes[name] > LARGE]
     if large:
+        several = f", the largest of {len(large)} such columns" if len(large) > 1 else ""
         yield (
-            f"column {large[0]}: the median size of its numbers is {sizes[large[0]]:,.4g}"
-            + (f", and {len(large) - 1} more are above {LARGE:g}" if len(large) > 1 else "")
-            + "; arrays are not scaled, and training on such numbers may diverge or learn nothing: divide them by "
-            "their standard deviation, or give a table, whose columns are scaled"
+            f"column {large[0]} has large numbers, of a median size of {sizes[large[0]]:,.4g}{several}; arrays are not "
+            "scaled, so training may diverge or learn nothing: divide the numbers by their standard deviation, or give "
+            "a table, whose columns are scaled"
         )
 
 

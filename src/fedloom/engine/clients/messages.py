@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fedloom.algorithms import Algorithm, Kept, upload_fields
+from fedloom.algorithms import Algorithm, exact_fields, upload_fields
 from fedloom.algorithms._messages import Sent, encodings
 from fedloom.local import Ctx, Work
 from fedloom.local.oracles import Network
@@ -184,16 +184,11 @@ class Messages:
 
 
 def channel_fields(algorithm: type[Algorithm], channel: Channel | None) -> list[str]:
-    """Upload fields that pass a channel: all but labels and the counts that weigh others, which stay exact.
-
-    Of a compressor they are the model and the differences only.
-    """
-    kinds = upload_fields(algorithm)
-    weights = {kind.weight for kind in kinds.values() if isinstance(kind, Kept)}
-    fields = {name: kind for name, kind in kinds.items() if not kind.label and name not in weights}
-    return [
-        n for n, k in fields.items() if channel is not None and (not channel.remembers or k.primary or k.base != "zero")
-    ]
+    """Upload fields that pass a channel: all but exact ones, and of a compressor the model and the differences only."""
+    if channel is None:
+        return []
+    exact, fields = exact_fields(algorithm), upload_fields(algorithm)
+    return [n for n, k in fields.items() if n not in exact and (not channel.remembers or k.primary or k.base != "zero")]
 
 
 def idle_upload(method: Algorithm, start: tuple[Fields, Fields, Fields | None], oracle: Network, ctx: Ctx) -> Fields:

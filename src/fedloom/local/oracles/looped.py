@@ -18,7 +18,7 @@ from fedloom.local.oracles.precision import of_products
 from fedloom.local.oracles.samples import slope
 from fedloom.local.oracles.terms import Representations, TermNetwork, summed
 from fedloom.models import penultimate
-from fedloom.models.parts import ABSENT, Values, put, values_of
+from fedloom.models.imported import ABSENT, Values, put, values_of
 from fedloom.seeds import as_global, forked
 
 if TYPE_CHECKING:
