@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import pyarrow as pa
 import pytest
 import torch
-from torch import nn
+from torch import Generator, Tensor, nn
 
 from fedloom.algorithms import (
     FLAME,
+    IFCA,
     REGISTRY,
+    SCAFFOLD,
+    Algorithm,
     Composition,
     Delta,
+    FedADMM,
     FedAvg,
     FedDyn,
     FedSkip,
@@ -52,7 +56,7 @@ from fedloom.local import Ctx, LocalSGD, Nothing, Work
 from fedloom.local.oracles import make_oracle
 from fedloom.models import MLP, Dropout, spec_of
 from fedloom.rows.aggregate import GeometricMedian, Krum, Median, PrivateMean
-from fedloom.rows.attacks import ATTACKS, Gaussian, SameValue
+from fedloom.rows.attacks import ATTACKS, Forgery, Gaussian, SameValue
 from fedloom.rows.channel import CHANNELS
 from fedloom.tasks import task_of
 from fedloom.testing.federate import ReferenceFederation as Plain
@@ -403,6 +407,26 @@ def test_no_attack_of_nobody(fed: Federation, kind: str) -> None:
     choices: dict[str, Any] = {"weights": "clusters-2"} if ATTACKS[kind].disguises else {}
     quiet = run(fed, rounds=1, attack=ATTACKS[kind](fraction=0.0), **choices)
     assert torch.equal(quiet.models.rows("global"), run(fed, rounds=1, **choices).models.rows("global"))
+
+
+class Echo(Forgery):
+    """The received model, sent back."""
+
+    kind: Literal["echo"] = "echo"
+
+    def forge(self, honest: Tensor | None, base: Tensor, benign: Tensor, m: int, gens: Sequence[Generator]) -> Tensor:
+        return base.clone()
+
+
+@pytest.mark.parametrize("method", [FedAvg(), FLAME(), SCAFFOLD(), FedADMM(), FedSkip(), IFCA(clusters=3)], ids=repr)
+def test_models_that_are_sent_back_move_no_model_of_the_server(fed: Federation, method: Algorithm) -> None:
+    """An attacker receives the model that it would start from: of a clustered method, that of its own cluster."""
+    still, begun = (
+        run(fed, method, attack=Echo(fraction=1.0)).state.server,
+        make_job(Setting.of(method, "softmax"), fed),
+    )
+    for after, before in zip(still, begun[1], strict=True):
+        torch.testing.assert_close(after, before, rtol=0, atol=1e-6)
 
 
 def test_robust_rule_keeps_attackers_out(fed: Federation) -> None:

@@ -48,7 +48,7 @@ def forged(job: Job, down: Fields, task: TrainTask, honest: Tensor | None, m: in
     name = primary_field(type(job.algorithm))
     base = base_of(job.fields[name], inputs.down, inputs.rows)
     absolute = getattr(trained, name) + base
-    received = inputs.down[0].expand_as(absolute)
+    received = job.algorithm.received(inputs.down, trained).expand_as(absolute)
     honest = honest if honest is not None and len(honest) else None
     with attribute_error("attack", job.setting.attack, f"round {task.round}"):
         models = job.setting.attack.forge(honest, received, absolute, m, inputs.work.rng("attack"))
