@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import fedloom as fl
 from fedloom.errors import FedloomError
@@ -60,6 +61,24 @@ def test_parts_are_cut_from_one_set() -> None:
     assert (fed.sizes("train") + fed.sizes("test")).tolist() == [20 + k for k in range(12)]
 
 
+X, Y = samples(20, 0, 0)
+
+
+class Named(TensorDataset):
+    """A data set whose folder named its classes."""
+
+    def __init__(self, *classes: str) -> None:
+        super().__init__(torch.from_numpy(X), torch.from_numpy(Y))
+        self.classes = classes
+
+
+def test_clients_keep_the_names_of_their_classes() -> None:
+    """The numbers of a set with fewer classes mean the same; a set without names takes them."""
+    clients = [Named("cat", "dog", "eel"), Named("cat", "dog", "eel", "fox"), (X, Y)]
+    assert fl.Federation.of(clients).data.classes == ("cat", "dog", "eel", "fox")
+    assert fl.Federation.of(clients, classes=["a", "b", "c"]).data.classes == ("a", "b", "c")
+
+
 @pytest.mark.parametrize(
     ("clients", "sentence"),
     [
@@ -67,6 +86,21 @@ def test_parts_are_cut_from_one_set() -> None:
         ([CLIENTS[0], CLIENTS[1][0]], r"\['1'\] come without a test set"),
         ([CLIENTS[0], (samples(5, 0, 0), (np.zeros((2, 4)), [0, 1]))], r"client 1 has samples of shape \[4\]"),
         ([1, 2], "client 0: cannot make a data set of int"),
+        ([(X, Y), (X[:9], Y[:8]), (X[:8], Y[:9])], "client 1: 9 samples but 8 targets"),
+        ([(X, Y), (X.astype(np.uint8), Y)], "client 1: features are bytes, .*; those of clients: client 0 are float32"),
+        ([((X, Y), (X.astype(np.uint8), Y))] * 2, "client 0, test set: features are bytes"),
+        (
+            [(X, Y), (np.where(np.arange(100).reshape(20, 5) == 11, np.inf, X), Y)],
+            "client 1: NaN or Inf in the features of 1 samples .first: sample 2",
+        ),
+        ([(X, Y), [(X[:8], Y[:8]), (X[8:], Y[8:])] * 2], "client 1 is a list of 4 batches; give the data set"),
+        ([list(DataLoader(as_sets((X, Y)), 5))] * 2, "client 0 is a list of 4 batches"),
+        (
+            [(pd.DataFrame(X), Y), (pd.DataFrame(X)[[4, 3, 2, 1, 0]], Y)],
+            "client 1: columns are 4, 3, 2, 1, 0, those of",
+        ),
+        ([Named("cat", "dog", "eel"), Named("bird", "cat", "dog")], "client 1: classes are bird, cat, dog, those of"),
+        ([{"train": Named("cat", "dog"), "test": Named("dog", "cat")}], "client 0, test set: classes are dog, cat"),
     ],
 )
 def test_clients_that_cannot_be(clients: Any, sentence: str) -> None:

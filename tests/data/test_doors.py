@@ -224,12 +224,19 @@ NOTED: dict[str, tuple[Any, Any, list[str]]] = {
     "few": (TABLE[:9] * 0, np.arange(9) % 2, []),
     "bytes": ((TABLE * 0).astype(np.uint8), np.arange(40) % 2, []),
     "images": (np.zeros((40, 1, 4, 4)), np.arange(40) % 2, []),
+    "bright images": (
+        np.full((40, 1, 4, 4), 255.0), np.arange(40) % 2, ["x has numbers of up to 255; floats are taken as they are"],
+    ),
+    "bright flat images": (
+        np.pad(np.random.default_rng(1).random((40, 30)) * 255, ((0, 0), (34, 0))), np.arange(40) % 2,
+        ["x has numbers of up to 25"],
+    ),
     "flat images": (np.pad(np.random.default_rng(1).random((40, 30)), ((0, 0), (34, 0))), np.arange(40) % 2, []),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", NOTED)
-def test_arrays_have_the_notes_of_a_table_and_images_none(case: str, tmp_path: Path) -> None:
+def test_arrays_have_the_notes_of_a_table_and_images_one_on_their_size(case: str, tmp_path: Path) -> None:
     """By NPZ, NPY and in memory, where a table in columns has them too."""
     x, y, wanted = NOTED[case]
     task = "survival" if case == "an event" else None

@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from PIL import Image
+from scipy.sparse import csr_array
+from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset
 from torch.utils.data import Dataset as TorchDataset
-from torch.utils.data import IterableDataset, TensorDataset
 
 import fedloom as fl
 from fedloom.data import Dataset, load, partition
@@ -52,6 +54,7 @@ class HubSplit(list[dict[str, Any]]):
     features: ClassVar = {"label": types.SimpleNamespace(names=["0", "1", "2"])}
 
 
+SET = TensorDataset(torch.from_numpy(X), torch.from_numpy(Y))
 DOORS: dict[str, Any] = {
     "pair": (X, Y),
     "lists": (X[:, None], Y.tolist()),
@@ -59,7 +62,7 @@ DOORS: dict[str, Any] = {
     "dictionary": {"x": X, "y": Y},
     "column of targets": (X, Y[:, None]),
     "targets as text": (X, Y.astype(str)),
-    "TensorDataset": TensorDataset(torch.from_numpy(X), torch.from_numpy(Y)),
+    "TensorDataset": SET,
     "torch pairs": Pairs(lambda i: (torch.from_numpy(X[i]), int(Y[i]))),
     "list of pairs": [(x, int(y)) for x, y in zip(X, Y, strict=True)],
     "pairs of transformers": Pairs(lambda i: {"pixel_values": X[i], "labels": int(Y[i])}),
@@ -154,7 +157,18 @@ def test_options_of_arrays() -> None:
         (lambda: Dataset.of(([[1], [2, 3]], [0, 1])), DataError, "rows of different lengths"),
         (lambda: Dataset.of(X, Y / 2, task="binary"), DataError, "must be whole numbers"),
         (lambda: Dataset.of(X, Y.astype(str), classes=["0", "1"]), DataError, "y has '2', the classes are 0, 1"),
-        (lambda: Dataset.of((X, Y), test=(X[:1], [7])), DataError, "no training sample has: '7'"),
+        (lambda: Dataset.of((X, Y), test=(X[:1], [7])), DataError, "no training sample has: '7'; .* or name all"),
+        (lambda: Dataset.of((X, Y), test=(X[:2], Y[:1])), DataError, "the test set: 2 samples but 1 targets"),
+        (lambda: Dataset.of((X, Y), test=(X[:2] / 255, Y[:2])), DataError, "bytes, which are divided by 255; those of"),
+        (lambda: Dataset.of({"x": X, "y": Y}, Y[::-1]), ConfigError, "has its targets; leave target out"),
+        (lambda: Dataset.of(Pairs(lambda i: (X[i], 0)), Y), ConfigError, "has its targets; leave target out"),
+        (lambda: Dataset.of((csr_array(X[:, 0]), Y)), ConfigError, r"csr_array is sparse, .* give x.toarray\(\)"),
+        (lambda: Dataset.of(DataLoader(SET)), ConfigError, "give its .dataset"),
+        (
+            lambda: Dataset.of(DataLoader(SET, sampler=SubsetRandomSampler([1, 2]))),
+            ConfigError,
+            r"give torch.utils.data.Subset\(x.dataset, list\(x.sampler\)\)",
+        ),
         (lambda: Dataset.of((X, Y), test=(X[:1, :2], [0])), DataError, "training samples of shape .* test samples of"),
         (lambda: Dataset.of(X, Y, users=["a"]), DataError, "users have shape \\(1,\\) for 12 samples"),
         (lambda: Dataset.of(Pairs(lambda i: 1.0)), DataError, "sample 0 is float, expected the pair"),
@@ -180,6 +194,24 @@ def test_what_cannot_be_read_is_refused_in_a_sentence(
 ) -> None:
     with pytest.raises(error, match=words):
         make()
+
+
+def test_a_test_set_may_have_every_class_that_is_named() -> None:
+    """None of them need be in the training set, and the model has an output for each."""
+    data = Dataset.of((X[Y < 2], Y[Y < 2]), test=(X, Y), classes=["a", "b", "c"])
+    assert (data.outputs, len(data)) == (3, 12 + int((Y < 2).sum()))
+    assert data.y[data.test].tolist() == Y.tolist()
+
+
+def test_targets_of_pandas_belong_to_rows_of_their_index() -> None:
+    """In one order of the index they are paired by place; in another they are refused, as features and as a table."""
+    frame = pd.DataFrame(X[:, 0] * 1.0, index=range(5, 17))
+    target = pd.Series(Y, index=frame.index, name="t")
+    for same in (target, target.to_numpy(), target.reset_index(drop=True)):
+        assert Dataset.of(frame, same).y.tolist() == Y.tolist()
+    for make in (lambda: Dataset.of(frame, target[::-1]), lambda: fl.Federation.of([(frame, target[::-1])] * 2)):
+        with pytest.raises(DataError, match=r"index of the features in another order; give y.loc\[x.index\]"):
+            make()
 
 
 def test_tensors_of_any_kind_are_read() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from fedloom.data.dataset import Dataset
 from fedloom.data.partition import Writers
-from fedloom.data.sources.memory import side_of
+from fedloom.data.sources.memory import are_many, most_classes, refuse_unlike, side_of
 from fedloom.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -51,6 +51,13 @@ def as_federation(
         without = [who for who, has_samples in split.items() if not has_samples]
         raise ConfigError(f"{name}: clients {without[:8]} come without a test set, others with one; give all or none")
     both = split[next(iter(named))]
+    for who, client in named.items():
+        for side in _sides(client, split[who]):
+            if isinstance(side, list) and are_many(side):
+                raise ConfigError(
+                    f"{name}: client {who} is a list of {len(side)} batches; give the data set that they came from, or "
+                    "(torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches]))"
+                )
     sides = [[side_of(side, None, None, None, f"{name}: client {who}") for side in _sides(client, both)]
              for who, client in named.items()]  # fmt: skip
     for who, parts in zip(named, sides, strict=True):
@@ -60,12 +67,17 @@ def as_federation(
                     f"{name}: client {who} has samples of shape {[*part.x.shape[1:]]}, the first client of "
                     f"{[*sides[0][0].x.shape[1:]]}; one shape only"
                 )
+    first, *others = [{f"{name}: client {who}": parts[k] for who, parts in zip(named, sides, strict=True)}
+                      for k in range(len(sides[0]))]  # fmt: skip
+    tests = {f"{who}, test set": side for test_sides in others for who, side in test_sides.items()}
+    refuse_unlike({**first, **tests}, "vocabulary" in options)
     joined = [[np.concatenate([getattr(parts[k], field) for parts in sides]) for field in ("x", "y")]
               for k in range(len(sides[0]))]  # fmt: skip
     width = len(str(len(named)))
     owners = [f"{place:0{width}}" for k in range(len(sides[0]))
               for place, parts in enumerate(sides) for _ in range(len(parts[k].x))]  # fmt: skip
-    options = {"users": np.array(owners), "name": name, **options}
+    classes = most_classes(side for parts in sides for side in parts)
+    options = {"users": np.array(owners), "name": name, "classes": classes, **options}
     data = Dataset.of(tuple(joined[0]), **options, **({"test": tuple(joined[1])} if both else {}))
     cut = Writers(test=0.0 if both else test, validation=validation, test_from="users" if both else "own")
     fed = cut(data, seed)

@@ -17,7 +17,7 @@ from fedloom.data.sources.table.cells import LARGEST
 from fedloom.data.sources.table.checks import doubtful, doubtful_levels
 from fedloom.data.sources.table.levels import alike
 from fedloom.data.sources.table.targets import unlike
-from fedloom.errors import DataError
+from fedloom.errors import ConfigError, DataError
 
 MOST_NOTED = 2**24
 """Numbers of a data set at most, beyond which they are not gone through for notes."""
@@ -26,7 +26,7 @@ EXACT = 2**24
 WIDE = 64
 """Columns from which numbers may be the pixels of images."""
 LARGE = 100.0
-"""Median size of a column's numbers from which a usual learning rate is too large for a model on them."""
+"""Median size of a column's numbers, or largest of images, from which a usual step is too large for a model."""
 
 
 def of_arrays(
@@ -97,15 +97,21 @@ def of_arrays(
         kept = x if fits else narrowed(x, np.empty(x.shape, np.float32), place)
         features = torch.from_numpy(np.require(kept, requirements=["C", "W"]))
         notes = tuple(_rounded(x, kept))
+    declared = bool(classes)
     if each:
         classes = tuple(classes) or numbered(y.clip(0).ravel(), place)
         target, kind = torch.from_numpy(y.astype(np.int64)), task or "classification"
     else:
         target, kind, classes = _targets(y, task, tuple(classes), place)
-    if split is not None and classes:
+    if split is not None and classes and not declared:
         new = sorted(set(target[split:].flatten().tolist()) - {-1, *target[:split].flatten().tolist()})
         shown = ", ".join(repr(classes[c]) if c < len(classes) else str(c) for c in new)
-        refuse(place, [f"the test set has classes that no training sample has: {shown}; leave them out"] if new else [])
+        refuse(
+            place,
+            [f"the test set has classes that no training sample has: {shown}; leave them out, or name all in classes"]
+            if new
+            else [],
+        )
     owners = None if users is None else plain(users, f"{name}: users")
     if owners is not None and owners.dtype.kind == "f" and np.isnan(owners).any():
         raise DataError(f"{place}: users: sample {int(np.isnan(owners).argmax())} has no owner; give every sample one")
@@ -171,16 +177,20 @@ def narrowed(x: NDArray[Any], out: NDArray[Any], place: str, first: int = 0) -> 
 
 
 def noted(data: Dataset) -> Dataset:
-    """A data set of arrays, with the notes that a table of its numbers gets; images get none.
+    """A data set of arrays, with the notes that a table of its numbers gets; images get one, on floats far from 1.
 
     Images have bytes, or more than one axis, or many columns of which half have one smallest or one largest number.
     """
     x = data.x
-    if x.ndim != 2 or not x.is_floating_point() or not 0 < x.numel() <= MOST_NOTED or data.vocabulary:
+    if not x.is_floating_point() or not 0 < x.numel() <= MOST_NOTED or data.vocabulary:
         return data
-    ends = [edge.unique(return_counts=True)[1].max() for edge in (x.amin(0), x.amax(0))]
-    if x.shape[1] >= WIDE and 2 * max(ends) >= x.shape[1]:
-        return data
+    if x.ndim != 2 or _is_wide(x):
+        largest = float(x.abs().max())
+        note = (
+            f"x has numbers of up to {largest:,.4g}; floats are taken as they are, so training may diverge or learn "
+            "nothing: divide them, or of images give bytes (uint8), which are divided by 255"
+        )
+        return replace(data, notes=(*data.notes, note)) if largest > LARGE and data.std is None else data
     columns = {str(k): values.double().numpy() for k, values in enumerate(x.T)}
     levels, scaled = {}, dict(columns) if data.std is None else {}
     if data.classed:
@@ -192,6 +202,12 @@ def noted(data: Dataset) -> Dataset:
         scaled |= of_targets if data.task == "regression" else {}
     notes = (*doubtful(columns, columns, 0, arrays=True), *doubtful_levels(levels, "y"), *_unscaled(scaled))
     return replace(data, notes=(*data.notes, *notes))
+
+
+def _is_wide(x: torch.Tensor) -> bool:
+    """Whether rows ``[N, p]`` look like images."""
+    ends = [edge.unique(return_counts=True)[1].max() for edge in (x.amin(0), x.amax(0))]
+    return x.shape[1] >= WIDE and 2 * int(max(ends)) >= x.shape[1]
 
 
 def _unscaled(columns: Mapping[str, NDArray[np.float64]]) -> Iterator[str]:
@@ -254,6 +270,8 @@ def plain(values: object, name: str, mixed: bool = False) -> NDArray[Any]:
     """
     if np.ma.is_masked(values):
         raise DataError(f"{name}: some values are masked; fill them, or leave their samples out")
+    if hasattr(values, "toarray"):
+        raise ConfigError(f"{name}: {type(values).__name__} is sparse, which no model takes; give x.toarray()")
     try:
         array = as_array(values)
     except ValueError:

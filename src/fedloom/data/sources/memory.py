@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from pydantic import Field
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, TensorDataset
 from torch.utils.data import Dataset as TorchDataset
 
 from fedloom.data.dataset import Dataset, Task
@@ -100,67 +100,138 @@ def as_dataset(
         raise DataError(
             f"{name}: training samples of shape {parts[0].x.shape[1:]}, test samples of {parts[1].x.shape[1:]}"
         )
+    refuse_unlike(dict(zip((name, f"{name}: the test set"), parts, strict=False)), bool(options.get("vocabulary")))
     if parts[0].users is not None:
         options["users"] = np.concatenate([part.users for part in parts])
     x, y = (
         values[0] if len(parts) == 1 else np.concatenate(values)
         for values in zip(*((p.x, p.y) for p in parts), strict=True)
     )
-    options.setdefault("classes", parts[0].classes)
+    options.setdefault("classes", most_classes(parts))
     return noted(of_arrays(name, x, y, task, split=len(parts[0].x) if len(parts) == 2 else None, **options))
 
 
 class _Side(NamedTuple):
-    """Features, targets and owners of a training or test set, and the classes that it declares."""
+    """Features, targets and owners of a training or test set, and the classes and columns that it names."""
 
     x: NDArray[Any]
     y: NDArray[Any]
     users: NDArray[Any] | None = None
     classes: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, x: Any, y: Any, name: str, users: Any = None) -> _Side:
+        """What a user has, as arrays."""
+        _refuse_order(x, y, name)
+        columns = tuple(frame_names(x)) if is_frame(x) else ()
+        owners = None if users is None else plain(users, name)
+        return cls(plain(x, name), plain(y, name), owners, columns=columns)
+
+
+def most_classes(sides: Iterable[_Side]) -> tuple[str, ...]:
+    """The classes of sets that number them alike: those of the set that declares most."""
+    return max((side.classes for side in sides), key=len)
+
+
+def refuse_unlike(sides: Mapping[str, _Side], tokens: bool = False) -> None:
+    """Refuse sets that joined would not be what each is alone.
+
+    Args:
+        sides: by the words that name them in messages.
+        tokens: whether features are numbers in a vocabulary, which bytes hold too.
+
+    Raises:
+        DataError: samples without targets, bytes beside other numbers, classes or columns in another order.
+    """
+    for who, side in sides.items() if len(sides) > 1 else ():
+        if side.x.shape[:1] != side.y.shape[:1]:
+            rows = (len(values) if values.ndim else 1 for values in (side.x, side.y))
+            raise DataError("{}: {} samples but {} targets; every sample needs one target".format(who, *rows))
+        for what, values in (("features", side.x), ("targets", side.y)):
+            if values.dtype.kind == "f" and not np.isfinite(values.sum(dtype=np.float64)):
+                odd = ~np.isfinite(values.reshape(len(values), -1)).all(1)
+                if odd.any():
+                    raise DataError(
+                        f"{who}: NaN or Inf in the {what} of {odd.sum()} samples (first: sample {odd.argmax()}); "
+                        "remove or repair them"
+                    )
+    bytes_of = {who: side.x.dtype == np.uint8 for who, side in sides.items()}
+    if len(set(bytes_of.values())) > 1 and not tokens:
+        whole, other = (next(who for who, value in bytes_of.items() if value is kind) for kind in (True, False))
+        raise DataError(
+            f"{whole}: features are bytes, which are divided by 255; those of {other} are {sides[other].x.dtype}, "
+            "taken as they are; give all one type"
+        )
+    for field, cure in (("classes", "number them alike"), ("columns", "give all one order, as x[names]")):
+        named = {who: getattr(side, field) for who, side in sides.items() if getattr(side, field)}
+        longest = max(named.values(), key=len, default=())
+        for who, names in named.items():
+            if names != longest[: len(names)] or (field == "columns" and len(names) != len(longest)):
+                first = next(other for other, others in named.items() if others == longest)
+                raise DataError(
+                    f"{who}: {field} are {', '.join(names):.200}, those of {first} {', '.join(longest):.200}; {cure}"
+                )
+
+
+def _refuse_order(x: Any, y: Any, name: str) -> None:
+    """Refuse targets whose rows pandas names as those of the features, in another order."""
+    rows, others = (getattr(part, "index", None) if hasattr(part, "iloc") else None for part in (x, y))
+    if rows is None or others is None or len(rows) != len(others) or rows.equals(others):
+        return
+    if rows.is_unique and others.is_unique and others.isin(rows).all():
+        raise DataError(
+            f"{name}: the targets have the index of the features in another order; give y.loc[x.index], or "
+            "y.to_numpy() where they belong together by place"
+        )
 
 
 def side_of(obj: Any, target: Any, column: str | None, users: Any, name: str) -> _Side:
     """The training or test set that `as_dataset` takes, as arrays."""
+    pair = _named(obj)
+    if target is not None and (pair or isinstance(obj, TorchDataset) or (is_hub(obj) and not isinstance(target, str))):
+        raise ConfigError(f"{name}: has its targets; leave target out, or give the features alone")
     if is_hub(obj):
         return _hub_side(obj, target, column, users, name)
-    if pair := _named(obj):
-        x, y = (plain(part, name) for part in pair)
-        return _Side(x, y, plain(obj["users"], name) if "users" in obj else None)
+    if pair:
+        return _Side.of(*pair, name, obj.get("users"))
     if isinstance(obj, TensorDataset):
         if len(obj.tensors) != 2:
             raise ConfigError(f"{name}: has {len(obj.tensors)} tensors, expected features and targets")
-        obj = obj.tensors
+        return _Side.of(*obj.tensors, name)._replace(classes=_classes(obj))
     if isinstance(obj, (tuple, list)) and obj and all(isinstance(part, TorchDataset | DataLoader) for part in obj):
         raise ConfigError(
             f"{name}: several data sets are no pair (x, y): give {{'train': one, 'test': other}}, or the data sets of "
             "clients to fl.Federation.of"
         )
     if isinstance(obj, (tuple, list)) and len(obj) == 2 and target is None and not isinstance(obj[0], tuple):
-        return _Side(plain(obj[0], name), plain(obj[1], name))
+        return _Side.of(obj[0], obj[1], name)
+    if isinstance(obj, list) and target is None and are_many(obj):
+        raise ConfigError(
+            f"{name}: {len(obj)} pairs of features and labels of many samples are clients, not samples: give them "
+            "to fl.Federation.of, or to fl.simulate in the place of a federation"
+        )
     if isinstance(obj, list) and target is None and all(isinstance(s, tuple) and len(s) == 2 for s in obj):
-        if obj and all(map(_is_client, obj)):
-            raise ConfigError(
-                f"{name}: {len(obj)} pairs of features and labels of many samples are clients, not samples: give them "
-                "to fl.Federation.of, or to fl.simulate in the place of a federation"
-            )
         return _Side(*_stacked(_pairs(obj, name), name))
     if isinstance(obj, (np.ndarray, torch.Tensor, list, tuple)):
         if target is None or isinstance(target, str):
             four = isinstance(obj, tuple) and len(obj) == 4
             cure = "((x, y), (x_test, y_test))" if four else "the pair (x, y), or target"
             raise ConfigError(f"{name}: features without targets; give {cure}")
-        return _Side(plain(obj, name), plain(target, name))
+        return _Side.of(obj, target, name)
     if isinstance(obj, TorchDataset):
         x, y = _stacked(_pairs(_samples(obj, name), name), name)
-        return _Side(x, y, classes=tuple(str(c) for c in getattr(obj, "classes", ())))
+        return _Side(x, y, classes=_classes(obj))
     if is_frame(obj):
         raise ConfigError(
             f"{name}: a table is no client: join them, with a column that names the client, as in "
             "fl.Dataset.of(frame, label='ill', users='site'), and give partition=fl.partition.writers()"
         )
+    sampler = type(getattr(obj, "sampler", None))
+    subset = sampler not in (type(None), SequentialSampler, RandomSampler)
     hints = {
         "toarray": "give x.toarray()",
-        "batch_size": "give its .dataset",
+        "batch_size": "give torch.utils.data.Subset(x.dataset, list(x.sampler))" if subset else "give its .dataset",
         "__next__": "give what it goes through, such as the .dataset of a DataLoader",
         "strip": "read a file by fl.load",
         "to_pandas": "give x.to_pandas()",
@@ -169,10 +240,19 @@ def side_of(obj: Any, target: Any, column: str | None, users: Any, name: str) ->
     raise ConfigError(f"{name}: cannot make a data set of {type(obj).__name__}{hint}; known are {ACCEPTED}")
 
 
-def _is_client(pair: tuple[object, object]) -> bool:
-    """Whether a pair is samples with their labels, not a sample with its label."""
-    x, y = (tuple(getattr(part, "shape", ())) for part in pair)
-    return len(x) > 1 and len(y) == 1 and x[0] == y[0] > 1
+def _classes(obj: TorchDataset[Any]) -> tuple[str, ...]:
+    return tuple(str(c) for c in getattr(obj, "classes", ()))
+
+
+def are_many(pairs: Sequence[Any]) -> bool:
+    """Whether all are pairs of samples with their labels, as clients and batches are, not a sample with its label."""
+    shapes = [
+        [tuple(getattr(part, "shape", ())) for part in pair]
+        for pair in pairs
+        if isinstance(pair, tuple | list) and len(pair) == 2
+    ]
+    whole = all(len(x) > 1 and len(y) == 1 and x[0] == y[0] for x, y in shapes)
+    return 0 < len(shapes) == len(pairs) and whole and any(y[0] > 1 for _, y in shapes)
 
 
 def _named(obj: Any) -> tuple[Any, Any] | None:
@@ -264,6 +344,7 @@ def _table(obj: Any, target: Any, task: Task | None, name: str, options: dict[st
     if hasattr(obj, "iloc") and np.ndim(target) == 1:
         if len(target) != len(obj):
             raise DataError(f"{name}: {len(obj)} samples but {len(target)} targets; every sample needs one target")
+        _refuse_order(obj, target, name)
         label = str(getattr(target, "name", None) or "target")
         obj, target = obj.assign(**{label: target.array if hasattr(target, "array") else np.asarray(target)}), label
     if "label" in options:
