@@ -49,14 +49,14 @@ from fedloom.data.federation import Federation
 from fedloom.data.partition import Clusters, Dirichlet, Iid
 from fedloom.engine.result import Result
 from fedloom.engine.setting import Engine, Evaluate, Setting
-from fedloom.engine.setup import make_job
+from fedloom.engine.setup import check, make_job
 from fedloom.engine.simulate import simulate
 from fedloom.errors import ConfigError, FedloomError, Refused, RunDirError, Stop
 from fedloom.local import Ctx, LocalSGD, Nothing, Work
 from fedloom.local.oracles import make_oracle
 from fedloom.models import MLP, Dropout, spec_of
-from fedloom.rows.aggregate import GeometricMedian, Krum, Median, PrivateMean
-from fedloom.rows.attacks import ATTACKS, Forgery, Gaussian, SameValue
+from fedloom.rows.aggregate import FLTrust, GeometricMedian, Krum, Median, PrivateMean
+from fedloom.rows.attacks import ATTACKS, Attack, FlippedLabels, Forgery, Gaussian, SameValue
 from fedloom.rows.channel import CHANNELS
 from fedloom.tasks import task_of
 from fedloom.testing.federate import ReferenceFederation as Plain
@@ -407,6 +407,43 @@ def test_no_attack_of_nobody(fed: Federation, kind: str) -> None:
     choices: dict[str, Any] = {"weights": "clusters-2"} if ATTACKS[kind].disguises else {}
     quiet = run(fed, rounds=1, attack=ATTACKS[kind](fraction=0.0), **choices)
     assert torch.equal(quiet.models.rows("global"), run(fed, rounds=1, **choices).models.rows("global"))
+
+
+@pytest.mark.parametrize("attack", [Gaussian, FlippedLabels])
+def test_it_is_said_that_nobody_or_everybody_attacks(fed: Federation, attack: type[Attack]) -> None:
+    """Of 20 clients, up to half a client is nobody, and from there on somebody; nobody is what was asked for with 0."""
+    said = {
+        f: " ".join(check(Setting.of("fedavg", attack=attack(fraction=f)), fed)) for f in (0.0, 0.02, 0.03, 0.98, 1)
+    }
+    assert [f for f, notes in said.items() if "changes nothing" in notes] == [0.02]
+    assert [f for f, notes in said.items() if "all 20 clients" in notes] == [0.98, 1]
+
+
+def test_it_is_said_that_no_attacker_took_part(fed: Federation) -> None:
+    attack = Gaussian(fraction=0.2)
+    bad = attack.attackers(fed.n, 0).tolist()
+    honest = [i for i in range(fed.n) if i not in bad]
+    for cohorts, unmet in (([honest, honest[:3]], True), ([honest, bad[:1]], False)):
+        result = run(fed, attack=attack, rounds=2, cohorts=cohorts, sampler=None)
+        assert ("no attacker took part" in " ".join(result.notes)) == unmet
+
+
+def test_a_trusted_client_is_there_is_honest_and_is_in_every_round(fed: Federation) -> None:
+    """Nothing is said of one who is; one who is not there is refused."""
+    attack = Gaussian(fraction=0.2)
+    bad = attack.attackers(fed.n, 0).tolist()
+    good = next(i for i in range(fed.n) if i not in bad)
+    everyone, some = Uniform(fraction=1.0), Uniform(fraction=0.9)
+
+    def said(root: int, sampler: Sampler) -> str:
+        rule = {"aggregator": FLTrust(root=root), "attack": attack, "weights": "uniform"}
+        return " ".join(check(Setting.of("fedavg", sampler=sampler, **rule), fed))
+
+    assert not said(good, everyone)
+    assert "who attacks" in said(bad[0], everyone)
+    assert f"needs client {good}" in said(good, some)
+    with pytest.raises(Refused, match="clients are 0 to 19"):
+        said(20, everyone)
 
 
 class Echo(Forgery):

@@ -15,7 +15,7 @@ from fedloom.local import Ctx, LocalSGD
 from fedloom.local.oracles import Network
 from fedloom.local.rows import Fields
 from fedloom.models.imported import by_the_batch
-from fedloom.rows.aggregate import Aggregator, PrivateMean
+from fedloom.rows.aggregate import Aggregator, FLTrust, PrivateMean
 from fedloom.rows.attacks import Forgery
 from fedloom.rows.channel import Channel
 from fedloom.tasks import Classification
@@ -212,6 +212,19 @@ def check_attack(setting: Setting) -> None:
         )
 
 
+def check_root(aggregator: Aggregator | None, n: int) -> None:
+    """Refuse a rule that trusts a client who is not there.
+
+    Raises:
+        Refused: the run makes no sense; the message has the reason.
+    """
+    if isinstance(aggregator, FLTrust) and aggregator.root >= n:
+        raise Refused(
+            f"aggregator 'fltrust' trusts client {aggregator.root}, and the {n} clients are 0 to {n - 1}; set "
+            "aggregator.root to one of them"
+        )
+
+
 def initial(method: Algorithm, x0: Tensor, ctx: Ctx) -> tuple[Fields, Fields, Fields | None]:
     """The states that `Algorithm.init` gives; user code may give others."""
     name = type(method).__name__
@@ -229,7 +242,9 @@ def initial(method: Algorithm, x0: Tensor, ctx: Ctx) -> tuple[Fields, Fields, Fi
     return server, client, kept
 
 
-def notes_of(setting: Setting, oracle: Network, server: Fields, ctx: Ctx, fewest: int | None) -> list[str]:
+def notes_of(
+    setting: Setting, oracle: Network, server: Fields, ctx: Ctx, fewest: int | None, attackers: Tensor
+) -> list[str]:
     """Collect what is known of a run before its first round.
 
     Args:
@@ -238,19 +253,42 @@ def notes_of(setting: Setting, oracle: Network, server: Fields, ctx: Ctx, fewest
         server: the server's state before the first round.
         ctx: of all clients, before the first round.
         fewest: fewest clients of a round; None where that depends on the draws.
+        attackers: ``[b]`` their ids.
     """
     method, sampler = setting.method, setting.sampler
     notes = [*method.check(oracle.layout, ctx), *_counted_once(method, sampler), *sampler.remarks(ctx)]
     notes += [*setting.weigher.remarks(), *setting.task.remarks()]
     notes += [*_unweighed(setting, server, ctx), *_normalised(setting, oracle, server)]
     notes += [*_softmax_twice(oracle), *_moved(oracle)]
-    if isinstance(setting.attack, Forgery) and not upload_fields(type(method)):
-        name = type(method).__name__
-        notes.append(f"attack {kind_of(setting.attack)!r} changes nothing in {name}, which uploads nothing to forge")
-    notes += _idle(setting)
+    notes += [*_attacked(setting, attackers, ctx.n), *_trusted(setting, attackers, fewest, ctx.n), *_idle(setting)]
     if method.global_model(server) is not None:
         notes += _slow_with(method, ctx.n if fewest is None else fewest, ctx.n)
     return notes
+
+
+def _attacked(setting: Setting, attackers: Tensor, n: int) -> list[str]:
+    """The notes on an attack without an attacker or without effect, and on one that leaves no client to be scored."""
+    attack, name, notes = setting.attack, type(setting.method).__name__, list[str]()
+    if attack is None or not attack.fraction:
+        return notes
+    if not len(attackers):
+        few = f"a fraction of {attack.fraction:g} of {n} clients is no client; one is {1 / n:.2g}"
+        notes.append(f"attack {kind_of(attack)!r} changes nothing: {few}")
+    elif len(attackers) == n:
+        notes.append(f"attack {kind_of(attack)!r} is of all {n} clients, and figures are of the others: there are none")
+    if isinstance(attack, Forgery) and not upload_fields(type(setting.method)):
+        notes.append(f"attack {kind_of(attack)!r} changes nothing in {name}, which uploads nothing to forge")
+    return notes
+
+
+def _trusted(setting: Setting, attackers: Tensor, fewest: int | None, n: int) -> list[str]:
+    """The notes on a trusted client who attacks, or who may be absent."""
+    rule = setting.aggregator
+    if not isinstance(rule, FLTrust):
+        return []
+    attacks = f"aggregator 'fltrust' trusts client {rule.root}, who attacks; set aggregator.root to another"
+    absent = f"aggregator 'fltrust' needs client {rule.root}, and a round may be without it, which ends the run"
+    return [attacks] * (rule.root in attackers.tolist()) + [absent] * (fewest is None or fewest < n)
 
 
 def _unweighed(setting: Setting, server: Fields, ctx: Ctx) -> list[str]:

@@ -20,6 +20,7 @@ from fedloom.engine.check import (
     check_mixed_width,
     check_mixer,
     check_mixture,
+    check_root,
     check_sampler,
     check_together,
     check_width,
@@ -169,7 +170,7 @@ def make_problem(
     if setting.mixer is not None:
         with attribute_error("method", method, "down"):
             check_mixed_width(method, method.down(server, None, ctx), oracle.layout.d)
-    notes = [*pooled_notes, *notes_of(setting, oracle, server, ctx, fewest)]
+    notes = [*pooled_notes, *notes_of(setting, oracle, server, ctx, fewest, attackers)]
     if setting.aggregator is not None and fewest is not None:
         setting.aggregator.check(fewest)
     memory = _memory(method, (server, client, kept), oracle, ctx)
@@ -272,6 +273,7 @@ def _checked(setting: Setting, n: int) -> tuple[Setting, list[str]]:
         setting.mixer.check(n)
     check_schedule(setting, n)
     check_attack(setting)
+    check_root(setting.aggregator, n)
     return setting, notes
 
 

@@ -147,9 +147,12 @@ class _Simulation(Hooks):
         return evaluate(self._job, self._clients, state)
 
     def trained(self, state: State) -> tuple[str, ...]:
-        if state.round > 1 or state.totals[COUNTS.index("samples_backward")]:
-            return ()
-        return ("round 1 took no gradient of any client: nothing is trained",)
+        notes, attackers, rounds = list[str](), self._job.attackers, self._job.setting.rounds
+        if state.round == 1 and not state.totals[COUNTS.index("samples_backward")]:
+            notes.append("round 1 took no gradient of any client: nothing is trained")
+        if state.round == rounds and len(attackers) and not state.uploads[attackers].any():
+            notes.append("no attacker took part in any round: none was attacked")
+        return tuple(notes)
 
     def after_round(self, state: State) -> str | None:
         sentences = [sentence for call in self._progress if isinstance(sentence := call(state), str)]
