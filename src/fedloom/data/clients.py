@@ -67,10 +67,10 @@ def as_federation(
                     f"{name}: client {who} has samples of shape {[*part.x.shape[1:]]}, the first client of "
                     f"{[*sides[0][0].x.shape[1:]]}; one shape only"
                 )
-    first, *others = [{f"{name}: client {who}": parts[k] for who, parts in zip(named, sides, strict=True)}
+    training, *tested = [{f"{name}: client {who}": parts[k] for who, parts in zip(named, sides, strict=True)}
                       for k in range(len(sides[0]))]  # fmt: skip
-    tests = {f"{who}, test set": side for test_sides in others for who, side in test_sides.items()}
-    refuse_unlike({**first, **tests}, "vocabulary" in options)
+    tests = {f"{who}, test set": side for test_sides in tested for who, side in test_sides.items()}
+    refuse_unlike({**training, **tests}, "vocabulary" in options)
     joined = [[np.concatenate([getattr(parts[k], field) for parts in sides]) for field in ("x", "y")]
               for k in range(len(sides[0]))]  # fmt: skip
     width = len(str(len(named)))

@@ -168,7 +168,7 @@ def refuse_unlike(sides: Mapping[str, _Side], tokens: bool = False) -> None:
         longest = max(named.values(), key=len, default=())
         for who, names in named.items():
             if names != longest[: len(names)] or (field == "columns" and len(names) != len(longest)):
-                first = next(other for other, others in named.items() if others == longest)
+                first = next(other for other, order in named.items() if order == longest)
                 raise DataError(
                     f"{who}: {field} are {', '.join(names):.200}, those of {first} {', '.join(longest):.200}; {cure}"
                 )
@@ -176,10 +176,10 @@ def refuse_unlike(sides: Mapping[str, _Side], tokens: bool = False) -> None:
 
 def _refuse_order(x: Any, y: Any, name: str) -> None:
     """Refuse targets whose rows pandas names as those of the features, in another order."""
-    rows, others = (getattr(part, "index", None) if hasattr(part, "iloc") else None for part in (x, y))
-    if rows is None or others is None or len(rows) != len(others) or rows.equals(others):
+    rows, labels = (getattr(part, "index", None) if hasattr(part, "iloc") else None for part in (x, y))
+    if rows is None or labels is None or len(rows) != len(labels) or rows.equals(labels):
         return
-    if rows.is_unique and others.is_unique and others.isin(rows).all():
+    if rows.is_unique and labels.is_unique and labels.isin(rows).all():
         raise DataError(
             f"{name}: the targets have the index of the features in another order; give y.loc[x.index], or "
             "y.to_numpy() where they belong together by place"
