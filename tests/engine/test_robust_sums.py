@@ -68,6 +68,16 @@ def test_the_server_s_means_are_the_rule_s_value_of_all_clients_seen(fed: Federa
         torch.testing.assert_close(mean, rows.quantile(0.5, 0), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("clients", [7, 3])
+def test_a_server_step_of_one_passes_the_rule_s_value_where_clients_are_absent(fed: Federation, clients: int) -> None:
+    """By n/m in the first round, which is noted; with everyone it is that value."""
+    rule = {"aggregator": Median(), "sampler": Uniform(clients=clients)}
+    one, fraction = (run(fed, FedADMM(server_lr=eta), 1, **rule) for eta in (1.0, "fraction"))
+    moved = [result.state.server.x - result.job.clients.template.u for result in (one, fraction)]
+    torch.testing.assert_close(moved[0], 7 / clients * moved[1], rtol=0, atol=1e-12)
+    assert ["server_lr = 'fraction'" in " ".join(r.notes) for r in (one, fraction)] == [clients < 7, False]
+
+
 class Far(Forgery):
     """A model far away."""
 

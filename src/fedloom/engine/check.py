@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fedloom.algorithms import Algorithm, primary_field, upload_fields
+from fedloom.algorithms import Algorithm, FedADMM, primary_field, upload_fields
 from fedloom.choose import Mixer, Sampler, SamplesWeigher, SharesWeigher, UniformWeigher, Weigher
 from fedloom.choose.shares import by_clusters
 from fedloom.engine.setting import Setting
@@ -261,6 +261,7 @@ def notes_of(
     notes += [*_unweighed(setting, server, ctx), *_normalised(setting, oracle, server)]
     notes += [*_softmax_twice(oracle), *_moved(oracle)]
     notes += [*_attacked(setting, attackers, ctx.n), *_trusted(setting, attackers, fewest, ctx.n), *_idle(setting)]
+    notes += _overstepped(setting, fewest, ctx.n)
     if method.global_model(server) is not None:
         notes += _slow_with(method, ctx.n if fewest is None else fewest, ctx.n)
     return notes
@@ -289,6 +290,19 @@ def _trusted(setting: Setting, attackers: Tensor, fewest: int | None, n: int) ->
     attacks = f"aggregator 'fltrust' trusts client {rule.root}, who attacks; set aggregator.root to another"
     absent = f"aggregator 'fltrust' needs client {rule.root}, and a round may be without it, which ends the run"
     return [attacks] * (rule.root in attackers.tolist()) + [absent] * (fewest is None or fewest < n)
+
+
+def _overstepped(setting: Setting, fewest: int | None, n: int) -> list[str]:
+    """The note on a rule of all clients' sums, of whose change a server takes more than the cohort's part."""
+    method, rule = setting.method, setting.aggregator
+    steps_by_itself = isinstance(method, FedADMM) and not method.counts_absent
+    if rule is None or rule.linear or not steps_by_itself or fewest == n:
+        return []
+    far = "n over m times" if fewest is None else f"up to {n / fewest:.3g} times"
+    return [
+        f"aggregator {kind_of(rule)!r} decides on the sums of all clients seen, and FedADMM with a number as server_lr "
+        f"goes {far} as far as their value where clients are absent; set server_lr = 'fraction'"
+    ]
 
 
 def _unweighed(setting: Setting, server: Fields, ctx: Ctx) -> list[str]:
