@@ -753,8 +753,13 @@ def test_thresholds_by_the_number_of_sites() -> None:
         assert 3 <= least <= usual <= n
         assert 2 * least > n
         assert 3 * usual > 2 * n
-        assert 2 * usual > n + secure.colluders(n, usual) >= 2 * usual - 1
         assert secure.colluders(n, usual) >= n // 3 - (n % 3 == 0)
+        for threshold in range(least, n + 1):
+            c = secure.colluders(n, threshold)
+            one_sum, two_others = [2 * threshold > n + k for k in (c, c + 1)], [threshold - k > 1 for k in (c, c + 1)]
+            assert one_sum[0]
+            assert two_others[0]
+            assert not (one_sum[1] and two_others[1])
 
 
 def secured_keys() -> Any:

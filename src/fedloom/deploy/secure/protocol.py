@@ -113,8 +113,11 @@ def safe_threshold(sites: int) -> int:
 
 
 def colluders(sites: int, threshold: int) -> int:
-    """Most sites that a server may collude with without learning the upload of another (2 T > n + c)."""
-    return 2 * threshold - sites - 1
+    """Most sites that a server may collude with without learning the upload of another.
+
+    2 T > n + c keeps it to one sum, and T >= c + 2 keeps two others in that sum: c sites subtract their own uploads.
+    """
+    return min(2 * threshold - sites - 1, threshold - 2)
 
 
 def session_name(agreement: bytes, round: int, nonce: bytes) -> bytes:
