@@ -278,6 +278,7 @@ ELSEWHERE = {
     "frac": "fraction", "client_fraction": "fraction", "eligible_perc": "fraction", "global_rounds": "rounds",
     "num_rounds": "rounds", "n_rounds": "rounds", "comm_round": "rounds", "num_clients": "clients",
     "n_clients": "clients", "num_partitions": "clients",
+    "personalised": "fedavg-ft", "personalized": "fedavg-ft", "fine-tuning": "fedavg-ft",
     "dir": "dirichlet", "pathological": "shards", "natural": "writers", "label_skew": "few", "seed": "seeds",
     "callback": "progress", "callbacks": "progress", "checkpoint": "folder", "checkpoint_dir": "folder",
 }  # fmt: skip
@@ -291,12 +292,15 @@ def nearest(got: object, allowed: Iterable[str]) -> str:
     "did you mean 'fedprox'? allowed: fedavg, fedprox"
     >>> nearest("alpha", ["beta", "clients"])
     "did you mean 'beta'? allowed: beta, clients"
+    >>> nearest("flam", ["equitable-table2", "flame-figure2"])
+    "did you mean 'flame-figure2'? allowed: equitable-table2, flame-figure2"
     """
     names = sorted(allowed)
     if not names:
         return "none are allowed"
     equivalent = ELSEWHERE.get(str(got))
     close = [equivalent] if equivalent in names else get_close_matches(str(got), names, n=1, cutoff=0.6)
+    close = close or [name for name in names if len(str(got)) > 2 and name.startswith(str(got))]
     hint = f"did you mean '{close[0]}'? " if close else ""
     return f"{hint}allowed: {', '.join(names)}"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -256,7 +257,53 @@ class Counted(Tracked):
         return self.last(x.flatten(1) / self.passes)
 
 
-@pytest.mark.parametrize(("kind", "name"), [(Tracked, "mean"), (Assigned, "mean"), (Counted, "passes")])
+class Listed(Tracked):
+    """Centres its samples by the mean of all that came before, in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.past: Any = [torch.zeros(64)]
+        self.shape = [1, 64]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.shape = [1, self.shape[1]]  # another list of the same values
+        self.past.append(x.detach().flatten(1).mean(0))
+        return self.last(x.flatten(1) - torch.stack([*self.past]).mean(0))
+
+
+class Queued(Listed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.past = deque([torch.zeros(64)], maxlen=3)
+
+
+class Nested(Listed):
+    """The same in a list of a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.past = {"means": [torch.zeros(64)]}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.past["means"].append(x.detach().flatten(1).mean(0))
+        return self.last(x.flatten(1) - torch.stack(self.past["means"]).mean(0))
+
+
+class Within(Listed):
+    """The same in the tensor that a list holds."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.past[0].mul_(0.9).add_(x.detach().flatten(1).mean(0), alpha=0.1)
+        return self.last(x.flatten(1) - self.past[0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (Tracked, "mean"), (Assigned, "mean"), (Counted, "passes"),
+        *((kind, "past") for kind in (Listed, Queued, Nested, Within)),
+    ],
+)  # fmt: skip
 def test_a_value_that_training_changes_passes_from_no_client_to_another(
     fed: Federation, kind: type[Tracked], name: str
 ) -> None:
@@ -269,6 +316,8 @@ def test_a_value_that_training_changes_passes_from_no_client_to_another(
     for other in (two, beside):
         assert torch.equal(other.models.rows("global"), one.models.rows("global"))
     assert not bool(model.mean.any())
+    past: Any = getattr(model, "past", [])
+    assert [bool(value.any()) for value in (past["means"] if isinstance(past, dict) else past)] in ([], [False])
     with pytest.raises(Refused, match="buffers or attributes that training changes"):
         simulate("fedavg", fed, model, engine=Engine(oracle="stacked"), **short)
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from copy import deepcopy
-from typing import Any, ClassVar
+from copy import copy, deepcopy
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from pydantic import Field
@@ -23,6 +24,12 @@ OwnModel = nn.Module | Callable[..., nn.Module]
 """A user's module, or a class or function that makes one."""
 ABSENT = object()
 """In the place of the value of an attribute that is not there."""
+PLAIN = (int, float, str, type(None))
+CONTAINERS = (list, dict, set, deque)
+VALUES = (Tensor, tuple, *PLAIN, *CONTAINERS)
+"""Kinds of attributes that a forward pass may change."""
+OF_TORCH = {*vars(nn.Module())}
+"""Attributes of every module."""
 
 
 class Import(ModelSpec):
@@ -76,13 +83,13 @@ class Held(ModelSpec):
         if not isinstance(self.held, nn.Module):
             return _build(self.held, {}, self.name, shape, outputs, tokens)
         try:
-            copy = deepcopy(self.held).cpu()
+            module = deepcopy(self.held).cpu()
         except RuntimeError as error:
             raise ConfigError(
                 f"model {self.name!r} cannot be copied ({error}); after pruning, call torch.nn.utils.prune.remove; "
                 "in place of torch.nn.utils.weight_norm, use torch.nn.utils.parametrizations.weight_norm"
             ) from error
-        return _build(lambda: copy, {}, self.name, shape, outputs, tokens)
+        return _build(lambda: module, {}, self.name, shape, outputs, tokens)
 
 
 def given_model(model: object) -> ModelSpec | None:
@@ -223,10 +230,10 @@ def try_out(
 
 
 def values_of(module: nn.Module) -> dict[str, object]:
-    """Buffers, batch statistics apart, and attributes that are tensors, numbers or None, by name."""
+    """Buffers, batch statistics apart, and attributes of `VALUES`, by name."""
     values: dict[str, object] = {}
     for owner, m in module.named_modules():
-        plain = {k: v for k, v in vars(m).items() if isinstance(v, Tensor | int | float | None) and k != "training"}
+        plain = {k: v for k, v in vars(m).items() if isinstance(v, VALUES) and k not in OF_TORCH}
         buffers = {} if isinstance(m, BATCH_STATISTICS) else m._buffers
         values |= {f"{owner}.{name}" if owner else name: value for name, value in {**plain, **buffers}.items()}
     return values
@@ -237,10 +244,57 @@ def put(owner: nn.Module, name: str, value: object) -> None:
     before = owner._buffers.get(name)
     if value is ABSENT:
         vars(owner).pop(name, None)
-    elif isinstance(value, Tensor):
-        setattr(owner, name, (value if before is None else value.to(before)).detach().clone())
     else:
-        setattr(owner, name, value)
+        setattr(owner, name, copy_of(value if before is None or not isinstance(value, Tensor) else value.to(before)))
+
+
+def copy_of(value: Any) -> Any:
+    """A copy of a value, and of the tensors that containers hold; parameters stay themselves."""
+    if isinstance(value, Tensor):
+        return value if isinstance(value, nn.Parameter) else value.detach().clone()
+    if not isinstance(value, CONTAINERS):
+        return value
+    same: Any = copy(value)  # which keeps the length of a deque and the default of a dictionary
+    same.clear()
+    if isinstance(value, dict):
+        same.update({key: copy_of(part) for key, part in value.items()})
+    elif isinstance(value, set):
+        same.update(value)
+    else:
+        same.extend(map(copy_of, value))
+    return same
+
+
+class Mark(NamedTuple):
+    """A value at a time: itself, the version of a tensor, the marks of what a container holds."""
+
+    value: object
+    version: int
+    parts: tuple[Mark, ...]
+
+    @classmethod
+    def of(cls, value: object) -> Mark:
+        """The mark of a value now."""
+        version = value._version if isinstance(value, Tensor) else 0
+        return cls(value, version, tuple(map(cls.of, _parts(value))))
+
+    def is_same(self, now: object) -> bool:
+        """Whether a value is this one still."""
+        if isinstance(now, (*CONTAINERS, tuple)):
+            parts = _parts(now)
+            alike = type(now) is type(self.value) and len(parts) == len(self.parts)
+            return alike and all(mark.is_same(part) for mark, part in zip(self.parts, parts, strict=True))
+        if now is self.value:
+            return not isinstance(now, Tensor) or now._version == self.version
+        if not isinstance(now, PLAIN) or not isinstance(self.value, PLAIN):
+            return False
+        return now == self.value or (now != now and self.value != self.value)
+
+
+def _parts(value: object) -> list[object]:
+    if isinstance(value, dict):
+        return [*value, *value.values()]
+    return [*value] if isinstance(value, (*CONTAINERS, tuple)) else []
 
 
 class Values:
@@ -248,30 +302,20 @@ class Values:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._before = {name: (value, _version(value)) for name, value in values_of(module).items()}
+        self._before = {name: Mark.of(value) for name, value in values_of(module).items()}
 
     def changed(self) -> list[str]:
         """Names of values that are other ones now, or have become others in place."""
         now = values_of(self._module)
-        same = {name for name, (v, version) in self._before.items() if _is_same(now.get(name, ABSENT), v, version)}
+        same = {name for name, mark in self._before.items() if mark.is_same(now.get(name, ABSENT))}
         return [name for name in {**self._before, **now} if name not in same]
-
-
-def _version(value: object) -> int:
-    return value._version if isinstance(value, Tensor) else 0
-
-
-def _is_same(now: object, before: object, version: int) -> bool:
-    if isinstance(now, Tensor) or isinstance(before, Tensor):
-        return now is before and _version(now) == version
-    return now == before or (now != now and before != before)
 
 
 @contextmanager
 def unchanged(module: nn.Module) -> Iterator[None]:
     """Have the values of a module afterwards as they were before, whatever a forward pass does to them."""
     values = Values(module)
-    copies = {name: v.detach().clone() if isinstance(v, Tensor) else v for name, v in values_of(module).items()}
+    copies = {name: copy_of(value) for name, value in values_of(module).items()}
     try:
         yield
     finally:

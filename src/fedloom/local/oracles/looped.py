@@ -164,7 +164,7 @@ def draws_itself(module: nn.Module, fed: Federation) -> bool:
 def moved_values(module: nn.Module, fed: Federation) -> list[str]:
     """Names of buffers, batch statistics apart, and of attributes that training changes.
 
-    Attributes are tensors, numbers and None. They are found out by running a copy on one sample.
+    Attributes are those of `fedloom.models.imported.VALUES`. They are found out by running a copy on one sample.
     """
     probe = _probe(module, fed)
     values = Values(probe)
