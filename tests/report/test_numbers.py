@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from fedloom import report
-from fedloom.report import numbers
+from fedloom.report import numbers, overview
 from fedloom.report.comparison import criteria as compare
 from fedloom.report.numbers import Estimate, Row, rows_of
 from fedloom.report.reading import read_runs
@@ -166,6 +166,18 @@ def test_a_diverged_method_cannot_win_and_a_running_one_makes_it_provisional() -
     assert win(row("a", [0.5, 0.5]), row("b", [0.9, 0.9], "diverged")).row == 0
     assert win(row("a", [0.5, 0.5]), row("b", [0.9, 0.9], "interrupted")).provisional
     assert win(row("b", [0.9, 0.9], "failed")).row is None
+
+
+@pytest.mark.parametrize(("figure", "words"), [("accuracy", "ended well"), ("bytes", "comes to this result")])
+def test_a_clear_lead_is_over_the_methods_that_were_compared(figure: str, words: str) -> None:
+    best, behind = row("best", [0.9, 0.91, 0.92, 0.9, 0.93]), row("behind", [0.5, 0.52, 0.5, 0.51, 0.5])
+    lost, few = row("lost", [0.95] * 5, "diverged"), row("few", [0.95, 0.96])
+    criterion = compare.Criterion(figure, "", "", 1.0, True, {})
+    for rows in ([best, behind], [best, behind, lost], [best, behind, few]):
+        values = {i: r.figures["accuracy"] for i, r in enumerate(rows)}
+        said = overview.sure(compare.winner(replace(criterion, values=values), rows), rows)
+        some = f" that {words} with every seed" * (len(rows) > 2)
+        assert said.endswith(f"ahead of behind global, and significantly better than every other method{some}.")
 
 
 def test_curves_are_means_over_clients_round_by_round(small: Path) -> None:

@@ -115,7 +115,9 @@ def sure(winner: Winner, rows: list[Row]) -> str:
         seeds = f"{winner.seeds} common seed{'s' * (winner.seeds != 1)}"
         verdict = f"<b>Not decidable</b> with {seeds} ({ENOUGH} are needed): {lead}."
     elif not winner.rivals:
-        verdict = f"<b>Clear</b>: {lead}, and significantly better than every other method."
+        sound = "comes to this result" if criterion.figure in REACHED else "ended well"
+        others = "every other method" + f" that {sound} with every seed" * winner.excluded
+        verdict = f"<b>Clear</b>: {lead}, and significantly better than {others}."
     elif winner.runner_up in winner.rivals:
         more = len(winner.rivals) - 1
         rest = f"; {more} other{'s are' if more > 1 else ' is'} not significantly worse either" if more else ""

@@ -73,7 +73,8 @@ A triangle up: significantly better, down: significantly worse. Pale: not signif
   correction. It is for a method whose gains have the median spread over seeds; a method with steadier gains can show
   less. If it is above {wanted} points, the setup is marked *shows nothing below*.
 
-- **A second look.** What is significant is run again on other seeds, and called *seen twice* where these agree.
+- **A second look.** A method that was run again on other seeds, with the mark, is called *seen twice* where these agree
+  that it is better or worse, and *not confirmed* where they do not.
 
 - *Not applicable*: the pair does not exist. *Stale*: recorded with another commit of the method, or another protocol.
 

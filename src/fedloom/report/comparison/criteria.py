@@ -57,6 +57,7 @@ class Winner:
         provisional: whether some runs are unfinished.
         seeds: common seeds of the leader and the runner-up.
         decidable: whether there were enough common seeds to test.
+        excluded: whether other methods have no result, or not with every seed, and are not compared.
     """
 
     criterion: Criterion
@@ -69,6 +70,7 @@ class Winner:
     provisional: bool = False
     seeds: int = 0
     decidable: bool = False
+    excluded: bool = False
 
 
 def tasks(runs: list[Run], rows: list[Row]) -> list[tuple[str, list[Run], list[Row]]]:
@@ -250,4 +252,5 @@ def winner(criterion: Criterion, rows: list[Row]) -> Winner:
         provisional,
         nearest.seeds,
         any(lead.testable for lead in leads.values()),
+        any(row.name not in {rows[i].name for i in fair} for row in rows),
     )
