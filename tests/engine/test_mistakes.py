@@ -80,6 +80,10 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: fl.compare(["fedavg"], (X, Y), partition=[range(30), range(30, 60)]),
         "are given as the data, in a list of (x, y)",
     ),
+    "positions by client for a partition": (
+        lambda: fl.compare(["fedavg"], (X, Y), partition={0: range(30), 1: range(30, 60)}),
+        "of lists of positions, (x[list], y[list])",
+    ),
     "aggregator": (lambda: run(aggregator="krumm"), "did you mean 'krum'?"),
     "sampler as a number": (lambda: run(sampler=2), "sampler: must be a Sampler or a table, got 2"),
     "weights": (lambda: run(weights="size"), "should be 'samples', 'uniform' or 'groups', or a list, got 'size'"),

@@ -226,7 +226,9 @@ def _federation(data: object, partition: object) -> tuple[Source, dict[str, Any]
             "compare: say how the data are split among clients, as in partition=fl.partition.dirichlet(clients=10, "
             "beta=0.5); or give a federation"
         )
-    if isinstance(partition, str | Mapping):
+    if isinstance(partition, str) or (
+        isinstance(partition, Mapping) and all(isinstance(key, str) for key in partition)
+    ):
         table = {"kind": partition} if isinstance(partition, str) else partition
         partition = make_kind("partition", PARTITIONS, table, "compare: partition", "iid", base=Partition)
     if isinstance(partition, Federation):
@@ -237,7 +239,7 @@ def _federation(data: object, partition: object) -> tuple[Source, dict[str, Any]
         kinds = ", ".join(f"fl.partition.{kind}" for kind in PARTITIONS if hasattr(partitions, kind))
         raise ConfigError(
             f"compare: partition must be one of {kinds}, got {partition!r:.80}; clients that "
-            "are there already are given as the data, in a list of (x, y)"
+            "are there already are given as the data, in a list of (x, y): of lists of positions, (x[list], y[list])"
         )
     if isinstance(data, str | PathLike):
         return source_of(str(data)), {"source": str(data)}, partition

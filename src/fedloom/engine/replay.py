@@ -48,17 +48,23 @@ class Replay:
             return default
         if isinstance(self.initial, Mapping):
             shapes = dict(zip(layout.names, layout.shapes, strict=True))
-            for name in self.initial:
-                if name not in shapes:
-                    raise ConfigError(f"initial: the model has no parameter {name!r}; {nearest(name, shapes)}")
+            more = [str(name) for name in self.initial if name not in shapes]
+            if more:
+                buffers = "take buffers out, which start as the module has them: dict(MODULE.named_parameters())"
+                cure = buffers if shapes.keys() <= self.initial.keys() else nearest(more[0], shapes)
+                raise ConfigError(f"initial: the model has no parameter {more[0]!r}; {cure}")
+            values = {
+                name: _numbers(f"initial: parameter {name!r} must be numbers", value)
+                for name, value in self.initial.items()
+            }
             for name, shape in shapes.items():
-                got = self.initial.get(name)
-                if got is None or torch.as_tensor(got).shape != shape:
-                    size = "nothing" if got is None else [*torch.as_tensor(got).shape]
+                got = values.get(name)
+                if got is None or got.shape != shape:
+                    size = "nothing" if got is None else [*got.shape]
                     raise ConfigError(f"initial: parameter {name!r} must have shape {[*shape]}, got {size}")
-            start = layout.flatten({name: torch.as_tensor(self.initial[name]) for name in layout.names})
+            start = layout.flatten({name: values[name] for name in layout.names})
         else:
-            start = torch.as_tensor(self.initial)
+            start = _numbers(f"initial must be a vector [{layout.d}] or a state dict", self.initial)
         if start.shape != default.shape:
             raise ConfigError(f"initial must be a vector [{layout.d}] or a state dict, got shape {[*start.shape]}")
         start = start.detach().to(default)
@@ -145,6 +151,18 @@ def _streams(client: int, round: int, batches: Any, size: int) -> FixedBatches:
             row[: len(batch)] = batch
         tables[stream] = table
     return tables
+
+
+def _numbers(rule: str, value: Any) -> Tensor:
+    """A value as a tensor.
+
+    Raises:
+        ConfigError: it is not one of numbers; ``rule`` has what it must be.
+    """
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise ConfigError(f"{rule}, got {type(value).__name__}") from None
 
 
 def _exactly(where: str, what: str, entries: object, wanted: int) -> None:
