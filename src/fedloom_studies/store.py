@@ -63,6 +63,23 @@ def _parsed(file: Path, *_state: int) -> list[Any]:
     return lines
 
 
+def read_document(file: Path, kind: type, cure: str = "delete it and run it again") -> dict[str, Any]:
+    """Read a file of one dictionary, whose values are of a kind; it is empty where there is no file.
+
+    Raises:
+        RunDirError: the file is damaged.
+    """
+    if not file.exists():
+        return {}
+    try:
+        values = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise RunDirError(f"{file} is damaged: {error}; {cure}") from None
+    if not isinstance(values, dict) or not all(isinstance(value, kind) for value in values.values()):
+        raise RunDirError(f"{file} is damaged: it holds something else; {cure}")
+    return values
+
+
 def not_a_record(file: Path, number: int, reason: object) -> RunDirError:
     """The error of a line that cannot be used."""
     return RunDirError(f"{file}, line {number}, is not a record: {reason}; delete the line and run it again")

@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import tomllib
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from fedloom.report.reading import read_runs
 from fedloom_studies.reproduce import reproduce
 from fedloom_studies.reproduce import summary as summaries
 from fedloom_studies.reproduce.cells import cells, within
+from fedloom_studies.reproduce.choices import CHOSEN, read_choices
 from fedloom_studies.reproduce.figures import Reference, unit, values
 from fedloom_studies.reproduce.judge import ClaimVerdict, at_validation, claims, papers_lead
 from fedloom_studies.reproduce.looks import FAILS, HOLDS, LOOKS, OPEN, PARTLY, POWER
@@ -368,6 +370,19 @@ def test_a_summary_is_read_as_it_was_written(finished: Path, tmp_path: Path) -> 
     (tmp_path / summaries.SUMMARIES).write_text('{"recipe": "tiny", "scale": "laptop"}')
     with pytest.raises(RunDirError, match="line 1, is not a record"):
         summaries.read(tmp_path, "tiny", "laptop")
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff", b"null", b"[1]", b'{"few": "x"}', b'{"few": null}', b"[" * 100_000])
+def test_a_file_of_a_recipe_that_is_damaged_is_named(content: bytes, tmp_path: Path) -> None:
+    readers: dict[str, Callable[[], object]] = {
+        summaries.SPENT: lambda: summaries.spent(tmp_path),
+        summaries.ESTIMATES: lambda: summaries.needs(tmp_path),
+        CHOSEN: lambda: read_choices(tmp_path, tiny().at("full")["few"]),
+    }
+    for name, reader in readers.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(RunDirError, match=f"{name} is damaged: .*; delete it and run it again"):
+            reader()
 
 
 def test_time_that_was_spent_outlives_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

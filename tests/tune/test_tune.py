@@ -430,6 +430,17 @@ def test_another_search_and_a_foreign_folder_are_refused(finished: Path, tmp_pat
             tuning(SMALL, finished.parent / "copy").run()
 
 
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"tune = 1\n", b"[[tune]]\n", b"rounds"])
+def test_choices_of_a_search_that_cannot_be_read_are_damaged(content: bytes, finished: Path, tmp_path: Path) -> None:
+    out = shutil.copytree(finished, tmp_path / "out")
+    (out / "search.toml").write_bytes(content)
+    with pytest.raises(RunDirError, match=r"search.toml is damaged: .*; choose another --out, or start anew with"):
+        tuning(SMALL, out).run()
+    assert (out / "search.toml").read_bytes() == content
+    tuning(SMALL, out, force=True).run()
+    assert contents(out) == contents(finished)
+
+
 @pytest.mark.parametrize("left", [0.1, 0.5, 0.99])
 def test_a_journal_that_a_crash_has_cut_short_is_gone_on_with(left: float, finished: Path, tmp_path: Path) -> None:
     out = shutil.copytree(finished, tmp_path / "out")

@@ -267,7 +267,11 @@ class Tuning:
         if self._force:
             return
         now = tomllib.loads(tomli_w.dumps(self._identity()))
-        if path.exists() and (difference := _changed(tomllib.loads(path.read_text()), now)):
+        try:
+            difference = _changed(tomllib.loads(path.read_text()), now) if path.exists() else ""
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise RunDirError(f"{path} is damaged: {error}; choose another --out, or start anew with --force") from None
+        if difference:
             raise RunDirError(
                 f"{out} holds another search: {difference}; choose another --out, or start anew with --force"
             )

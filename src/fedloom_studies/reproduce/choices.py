@@ -27,6 +27,7 @@ from fedloom.formats import rounded, significant
 from fedloom.rundir import label_of
 from fedloom.storage import write_atomic
 from fedloom_studies.reproduce.recipe import merged
+from fedloom_studies.store import read_document
 
 if TYPE_CHECKING:
     from fedloom.tune import SearchResult
@@ -246,11 +247,12 @@ def read_choices(folder: Path, document: Mapping[str, Any]) -> dict[str, Any]:
 
     A method whose candidates are others by now is left out.
     """
-    file = folder / CHOSEN
-    choices = dict(json.loads(file.read_text())) if file.exists() else {}
+    choices = read_document(folder / CHOSEN, dict)
     candidates_by_label = {label_of(m): {text for text, _ in candidates(m)} for m in document["method"]}
     return {
-        label: choice for label, choice in choices.items() if choice["scores"].keys() == candidates_by_label.get(label)
+        label: choice
+        for label, choice in choices.items()
+        if choice.get("scores", {}).keys() == candidates_by_label.get(label)
     }
 
 

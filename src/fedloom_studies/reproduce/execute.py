@@ -35,6 +35,7 @@ from fedloom_studies.reproduce.choices import (
 )
 from fedloom_studies.reproduce.recipe import Recipe, Scale, digest_of
 from fedloom_studies.reproduce.summary import RecipeSummary
+from fedloom_studies.store import read_document
 
 PROTOCOL = "protocol.json"
 """In a recipe's folder: what its runs are of, as digests."""
@@ -153,10 +154,7 @@ def _claim(out: Path, documents: Mapping[str, Mapping[str, Any]]) -> None:
         RunDirError: it holds runs or trials of a variant that was something else.
     """
     file = out / PROTOCOL
-    try:
-        before = dict[str, dict[str, str]](json.loads(file.read_text())) if file.exists() else {}
-    except ValueError:
-        raise RunDirError(f"{file} is damaged; choose another --out, or delete {out}") from None
+    before: dict[str, dict[str, str]] = read_document(file, dict, f"choose another --out, or delete {out}")
     for variant, document in documents.items():
         was, now = before.get(variant, {}), _digests(document)
         folder = out / file_name(variant)

@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fedloom.errors import RunDirError
 from fedloom.formats import rounded
 from fedloom.report import MODELS, WORK, Run, read_runs
 from fedloom.rundir import file_name, label_of
@@ -22,7 +23,7 @@ from fedloom.storage import write_atomic
 from fedloom_studies.reproduce.choices import TRIALS, choices_so_far, trials_of
 from fedloom_studies.reproduce.figures import Reference, values
 from fedloom_studies.reproduce.recipe import Recipe, Scale
-from fedloom_studies.store import not_a_record, put, records
+from fedloom_studies.store import not_a_record, put, read_document, records
 
 SUMMARIES = "papers.jsonl"
 """File of the summaries."""
@@ -165,8 +166,10 @@ def read(folder: Path, recipe: str, scale: Scale) -> RecipeSummary | None:
 def needs(folder: Path) -> dict[str, Need]:
     """The estimates that were kept, by recipe."""
     file = folder / ESTIMATES
-    by_recipe = json.loads(file.read_text()) if file.exists() else {}
-    return {name: Need(**need) for name, need in by_recipe.items()}
+    try:
+        return {name: Need(**need) for name, need in read_document(file, dict).items()}
+    except TypeError as error:
+        raise RunDirError(f"{file} is damaged: {error}; delete it and run it again") from None
 
 
 def numbers_of(recipe: Recipe, document: Mapping[str, Any], run: Run) -> dict[str, dict[str, float | None]]:
@@ -220,5 +223,4 @@ def _processor() -> float:
 
 def spent(out: Path) -> dict[str, float]:
     """Seconds of the processor by variant, as `counted` added them up."""
-    file = out / SPENT
-    return dict(json.loads(file.read_text())) if file.exists() else {}
+    return read_document(out / SPENT, float)
