@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from sklearn.base import clone
+from sklearn.exceptions import ConvergenceWarning
 from sklearn.model_selection import GridSearchCV, cross_val_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import PolynomialFeatures
@@ -111,6 +112,29 @@ def test_what_cannot_be_learned_is_a_sentence() -> None:
         fl.sklearn.FederatedClassifier("fedavgg").fit(X, Y)
     with pytest.raises(ValueError, match="lr"):
         fl.sklearn.FederatedClassifier(lr=-1).fit(X, Y)
+
+
+def test_settings_add_to_the_estimator_s_own() -> None:
+    """A table changes its options alone, classes go by their names; what has a parameter is refused with its name."""
+
+    def made(**more: Any) -> np.ndarray[Any, Any]:
+        return fl.sklearn.FederatedClassifier(rounds=2, **more).fit(X, Y, groups=SITES).predict_proba(X)
+
+    assert np.array_equal(made(lr=0.3, settings={"local": {"momentum": 0.0}}), made(lr=0.3))
+    assert np.array_equal(made(settings={"local": {"lr": 0.3}}), made(lr=0.3))
+    assert not np.array_equal(made(lr=0.3, settings={"local": {"momentum": 0.9}}), made(lr=0.3))
+    weighted = made(settings={"task": {"class_weights": {"ill": 9.0}}})
+    assert weighted[:, 0].mean() > made()[:, 0].mean() + 0.1
+    for key, name in (("rounds", "rounds"), ("seed", "random_state"), ("model", "model")):
+        with pytest.raises(ConfigError, match=f"settings: '{key}' is set by the estimator.*give {name}="):
+            made(settings={key: 1})
+    with pytest.raises(ConfigError, match="settings: 'local' is .*give a table of its options"):
+        made(settings={"local": fl.LocalSGD(lr=0.1)})
+
+
+def test_a_fit_that_diverges_warns() -> None:
+    with pytest.warns(ConvergenceWarning, match="diverged"):
+        fl.sklearn.FederatedRegressor(rounds=9, lr=1e9).fit(X, X[:, 0], groups=SITES)
 
 
 def test_scikit_learn_is_imported_when_it_is_asked_for() -> None:

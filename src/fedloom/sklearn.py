@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any, Self
 
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils import check_random_state
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
@@ -26,10 +28,9 @@ from fedloom.data import partition
 from fedloom.data.dataset import Dataset, Task
 from fedloom.data.sources.table.levels import level
 from fedloom.data.tables import Table
-from fedloom.engine.setting import Engine, GivenModel
+from fedloom.engine.setting import GivenModel
 from fedloom.engine.simulate import simulate
-from fedloom.errors import DataError
-from fedloom.local import LocalSGD
+from fedloom.errors import ConfigError, DataError
 from fedloom.trained.model import Model
 
 __all__ = ["FederatedClassifier", "FederatedRegressor"]
@@ -72,17 +73,27 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         data = Dataset("X", torch.tensor(x, dtype=torch.float64), y, task, prepare=table, **more)
         cut = {"test": 0.0, "validation": 0.0}
         split = partition.iid(clients=self.clients, **cut) if groups is None else partition.writers(**cut)
-        result = simulate(
-            self.method,
-            split(data, seed=seed),
-            self.model,
-            rounds=self.rounds,
-            seed=seed,
-            local=LocalSGD(lr=self.lr, epochs=self.epochs, batch_size=self.batch_size),
-            evaluate={"parts": ("train",), "every": self.rounds},
-            engine=Engine(dtype="float64"),
-            **(self.settings or {}),
-        )
+        tables: dict[str, dict[str, Any]] = {
+            "local": {"lr": self.lr, "epochs": self.epochs, "batch_size": self.batch_size},
+            "evaluate": {"parts": ("train",), "every": self.rounds},
+            "engine": {"dtype": "float64"},
+        }
+        choices: dict[str, Any] = {"rounds": self.rounds, "seed": seed, **tables}
+        for key, value in (self.settings or {}).items():
+            if key in tables and isinstance(value, Mapping):
+                value = {**tables[key], **value}
+            elif key in choices or key == "model":
+                parameter = "random_state" if key == "seed" else key
+                cure = (
+                    f"give a table of its options, as {{{key!r}: {{...}}}}"
+                    if key in tables
+                    else f"give {parameter}=..."
+                )
+                raise ConfigError(f"settings: {key!r} is set by the estimator's parameters; {cure}")
+            choices[key] = value
+        result = simulate(self.method, split(data, seed=seed), self.model, **choices)
+        if result.status != "done":
+            warnings.warn(f"{result.stop.value}: {result.detail}", ConvergenceWarning, stacklevel=3)
         models = result.models
         kinds, sites = models.kinds(), models.names
         kind = "personal" if "personal" in kinds else "global"
@@ -121,7 +132,7 @@ class FederatedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
         model: a name or value of `fedloom.models`, an `nn.Module`, or what makes one.
         clients: to how many rows are dealt at random where no groups are given.
         random_state: an int, or a generator that one is drawn from; everything random comes from it.
-        settings: other choices of `fedloom.Setting`, as ``{"sampler": ...}``.
+        settings: other choices of `fedloom.Setting`, as ``{"sampler": ..., "local": {"momentum": 0.9}}``.
 
     Attributes:
         models_: the model of every client by the name of its group, and under None the global one, where the method
@@ -146,7 +157,7 @@ class FederatedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
         if len(self.classes_) < 2:
             raise DataError(f"y has one class only, {str(self.classes_[0])!r}; a classifier needs two")
         task: Task = "binary" if len(self.classes_) == 2 else "classification"
-        names = tuple(map(str, range(len(self.classes_))))
+        names = tuple(map(str, self.classes_.tolist()))
         self._fit(X, torch.from_numpy(codes.astype(np.int64)), task, groups, classes=names)
         return self
 

@@ -118,6 +118,10 @@ def no_mean(output: Tensor, target: Tensor) -> Tensor:
     return functional.cross_entropy(output, target, reduction="none")
 
 
+def summed(output: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(output, target, reduction="sum")
+
+
 def not_a_number(output: Tensor, target: Tensor) -> Tensor:
     return output.mean() * torch.nan
 
@@ -159,6 +163,7 @@ def in_place(output: Tensor, target: Tensor) -> Tensor:
         ({"loss": in_place}, "the gradient of loss '.*in_place' fails: RuntimeError: a leaf Variable"),
         ({"loss": broken}, "the gradient of loss '.*broken' fails: RuntimeError: .*in-?place operation"),
         ({"loss": no_mean}, r"loss '.*no_mean' must return one number for a batch, got shape \[32\]"),
+        ({"loss": summed}, r"loss '.*summed' is a sum: .* on 32 samples, .*; return the mean over the batch"),
         ({"loss": not_a_number}, r"loss '.*not_a_number' is nan on 32 samples of the first model"),
         ({"loss": cut_off}, "has no gradient; compute it from the outputs"),
         ({"loss": steep}, "the gradient of loss '.*steep' is not finite"),

@@ -49,7 +49,9 @@ class Evaluate(Value):
     )
     personal_on_common: bool = Field(False, description="score personal models on the common test set as well")
     personal_at_start: bool = Field(
-        False, description="train personal models for the evaluation before round 1, which else scores initial ones"
+        False,
+        description="train personal models for the evaluation before round 1, which else scores initial ones; those "
+        "that FedAvg-FT, FedBABU and Per-FedAvg tune for an evaluation are tuned there, too",
     )
     confusion: bool = Field(
         False, description="count predicted classes by true class on every client's test part, at the end"

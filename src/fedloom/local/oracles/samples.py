@@ -148,8 +148,8 @@ def probe(task: Chosen, outputs: Tensor, y: Tensor) -> None:
     """Try a user's own loss and metrics once, on the outputs ``[b, k]`` of a few samples, or of their positions.
 
     Raises:
-        ConfigError: one fails, or returns something else than one number; or the loss is not finite, or has no
-            gradient.
+        ConfigError: one fails, or returns something else than one number; or the loss is a sum, is not finite, or has
+            no gradient.
     """
     if not y.is_floating_point():
         outputs, y = outputs[y >= 0], y[y >= 0]
@@ -176,3 +176,9 @@ def probe(task: Chosen, outputs: Tensor, y: Tensor) -> None:
             )
     if not bool(gradient.isfinite().all()):
         raise ConfigError(f"task: the gradient of loss {name!r} is not finite on {len(y)} samples of the first model")
+    doubled = number(task.objective.loss, "loss", torch.cat([outputs, outputs]), torch.cat([y, y]))
+    if value and math.isclose(doubled, 2 * value, rel_tol=1e-4):
+        raise ConfigError(
+            f"task: loss {name!r} is a sum: {value:.4g} on {len(y)} samples, {doubled:.4g} on each of them twice; "
+            "return the mean over the batch"
+        )
