@@ -83,8 +83,37 @@ def test_figures_of_the_first_page_are_those_of_their_records() -> None:
     assert "1,000 clients train" in " ".join(scale.split()), "the cohort of that row"
     assert f"- {len(REGISTRY)} methods, " in changes
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    (listed,) = re.findall(r"^Extras, [^:]+: (.+)\.$", text, flags=re.MULTILINE)
-    assert set(re.findall(r"`(\w+)`", listed)) == set(extras)
+    for document in (text, (ROOT / "docs" / "index.md").read_text()):
+        (listed,) = re.findall(r"^Extras, [^:]+: (.+)\.$", document, flags=re.MULTILINE)
+        assert set(re.findall(r"`(\w+)`", listed)) == set(extras)
+
+
+def test_the_page_of_choices_has_what_the_map_and_the_papers_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "docs" / "site"))
+    sys.modules.pop("choosing", None)
+    text = importlib.import_module("choosing").page()
+    (found,) = re.findall(r"^\*\*In .+\n\n(?:- .+\n)+", (ROOT / "docs" / "map.md").read_text(), re.MULTILINE)
+    assert found in text
+    assert "](papers.md#flame)" in text
+    assert "](#" not in text
+    assert "Nothing." not in text
+
+    def better(setup: str, *, gradients: bool = False) -> set[str]:
+        parts = (ROOT / "studies" / "pages" / "map" / f"{setup}.md").read_text().split("## At equal gradients")
+        named = re.findall(r"^\| (\S+) \|.*significantly better", parts[gradients], re.MULTILINE)
+        return {*named} - {"centralized"}
+
+    assert "on the map nothing is clearly better than FedAvg there" in text
+    assert "on the map not clearly beaten" in text
+    assert "with two labels a client, none is clearly better than `local` on the map" in text
+    assert "nothing is clearly better on the map under flipped signs" in text
+    setups = ("iid", "quantity", "labels", "fashion-labels", "attack")
+    assert [name for name in setups if better(name)] == []
+    assert "the first two are clearly better than `local` at equal rounds and at equal gradients" in text
+    assert {"cfl", "ifca"} <= better("groups") & better("groups", gradients=True)
+    assert "these are clearly better than `local` on the map at equal rounds" in text
+    assert {"pfedme", "lpgd", "fedrep"} <= better("groups")
+    assert {"fedopt", "pfedme"} <= better("cross-device")
 
 
 def test_the_first_page_counts_the_seeds_and_methods_of_the_demo() -> None:

@@ -70,7 +70,7 @@ def finding(verdicts: Sequence[SetupVerdict]) -> str:
         f"**In {none} of {len(whole)} setups no method is significantly better than the better of local training and "
         "FedAvg.**"
     )
-    rest = [f"- *{title}*: {listed(s.method for s in better)}" for title, better in won]
+    rest = ["\n".join(f"- *{title}*: {listed(s.method for s in better)}" for title, better in won)] if won else []
     tested = [j for j in whole if math.isfinite(j.visible)]
     blind = sum(100 * j.visible > WANTED for j in tested)
     last = f"In {blind} of {len(tested)} setups a method of median spread cannot show {WANTED} points."
