@@ -116,8 +116,8 @@ def sure(winner: Winner, rows: list[Row]) -> str:
         verdict = f"<b>Not decidable</b> with {seeds} ({ENOUGH} are needed): {lead}."
     elif not winner.rivals:
         sound = "comes to this result" if criterion.figure in REACHED else "ended well"
-        others = "every other method" + f" that {sound} with every seed" * winner.excluded
-        verdict = f"<b>Clear</b>: {lead}, and significantly better than {others}."
+        compared = "every other method" + f" that {sound} with every seed" * winner.excluded
+        verdict = f"<b>Clear</b>: {lead}, and significantly better than {compared}."
     elif winner.runner_up in winner.rivals:
         more = len(winner.rivals) - 1
         rest = f"; {more} other{'s are' if more > 1 else ' is'} not significantly worse either" if more else ""
