@@ -284,6 +284,10 @@ SENTENCES: dict[str, tuple[Callable[[], ff.Local], str]] = {
         lambda: ff.Local(nn.Sequential(nn.Linear(5, 3), nn.Flatten(0)), (numbers(5), codes(3))),
         r"a tensor with a row per sample, got shape \[6\] for 2 samples",
     ),
+    "batches": (
+        lambda: ff.Local(nn.Linear(5, 3), [*DataLoader(TensorDataset(numbers(5), codes(3)), N - 1)]),
+        r"trainset is a list of 2 batches; give the data set that they came from, or \(torch.cat",
+    ),
     "no training samples": (lambda: ff.Local(nn.Linear(5, 3), None), "trainset is None"),
     "no such device": (
         lambda: ff.Local(nn.Linear(5, 3), (numbers(5), codes(3)), device="gpu"), "device: 'gpu' is not there",
