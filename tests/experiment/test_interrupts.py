@@ -42,6 +42,19 @@ def test_nothing_is_begun_after_an_interrupt(at: int, tmp_path: Path) -> None:
     assert {o.status for o in outcomes} == {"done"}
 
 
+def test_scores_of_clients_left_out_are_made_anew_where_their_file_is_damaged(tmp_path: Path) -> None:
+    def scores() -> bytes:
+        document = {**SMALL, "seeds": [0], "partition": {"kind": "iid", "clients": 3, "keep": 30, "leave": "each"}}
+        Plan(parse({**document, "method": [{"algorithm": "fedavg"}]}, "small"), tmp_path / "out").run(page=False)
+        return file.read_bytes()
+
+    file = tmp_path / "out" / "left_out.parquet"
+    whole = scores()
+    for content in (b"", whole[: len(whole) // 2], whole.replace(b"PAR1", b"PAR2")):
+        file.write_bytes(content)
+        assert scores() == whole
+
+
 def test_what_is_around_hears_of_it() -> None:
     before = signal.getsignal(signal.SIGINT)
     with interruptible() as outer:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from fedloom.data.federation import Federation
 from fedloom.engine.result import Result
 from fedloom.engine.setting import Evaluate
+from fedloom.errors import RunDirError
 from fedloom.experiment.analyses.importance import importance
 from fedloom.experiment.analyses.patients import group_scores, predictions
 from fedloom.experiment.analyses.references import references
@@ -40,8 +41,10 @@ from fedloom.rundir import (  # fmt: skip
     TSNE,
     RunRecord,
     Summary,
+    check_digest,
     with_digest,
 )
+from fedloom.storage.disk import regular
 from fedloom.storage.files import write_atomic
 from fedloom.version import __version__
 
@@ -151,10 +154,13 @@ def write_inspection(out: Path, evaluate: Evaluate, outcomes: Sequence[Outcome])
 
 
 def left_out_before(out: Path) -> list[tuple[str, int]]:
-    """Labels and seeds of the runs of which ``left_out.parquet`` has scores."""
-    if not (out / LEFT_OUT).exists():
+    """Labels and seeds of the runs of which ``left_out.parquet`` has scores; none where it is damaged."""
+    names = ["method", "seed"]
+    try:
+        check_digest(out / LEFT_OUT, regular(out / LEFT_OUT).read_bytes())
+        keys = pq.read_table(out / LEFT_OUT, columns=names).group_by(names).aggregate([])
+    except (FileNotFoundError, RunDirError, pa.ArrowException):
         return []
-    keys = pq.read_table(out / LEFT_OUT, columns=["method", "seed"]).group_by(["method", "seed"]).aggregate([])
     return list(zip(keys["method"].to_pylist(), keys["seed"].to_pylist(), strict=True))
 
 
