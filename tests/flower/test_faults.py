@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import fedloom as fl
 import fedloom.flower as ff
 from fedloom.algorithms import Ditto
+from fedloom.engine.setting import Engine
 from fedloom.errors import ConfigError, LayoutError
 from fedloom.flower.records import HEAD
 from tests.deploy.grid import outside_flower
@@ -350,6 +351,39 @@ def test_a_config_that_no_node_reads_is_named(caplog: pytest.LogCaptureFixture) 
     strategy, start = ff.Strategy("fedavg", Net(), **CHOICES), ArrayRecord(Net().state_dict())
     strategy.start(App(local, 2).grid, start, num_rounds=1, train_config=ConfigRecord({"lr": 0.1}))
     assert "train_config has 'lr', which no node reads; give local={'lr': ...} to the strategy" in caplog.text
+    strategy.start(App(local, 2).grid, start, num_rounds=1, evaluate_config=ConfigRecord({"threshold": 0.5}))
+    assert "evaluate_config has 'threshold', which no node reads; for scores of your own" in caplog.text
+
+
+@pytest.mark.parametrize("module", [Net, lambda: nn.Linear(5, CLASSES)], ids=["with", "without"])
+def test_that_the_global_model_has_no_statistics_is_said(module: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Its state dict has those of the initial arrays, so that scores of it by an ``evaluate_fn`` are of another model."""
+
+    def node(context: Context) -> ff.Local:
+        return ff.Local(module(), samples(int(context.node_config["partition-id"])))
+
+    net = module()
+    start = ArrayRecord(net.state_dict())
+    arrays = ff.Strategy("fedavg", net, **CHOICES).start(App(node, 2).grid, start, num_rounds=2).arrays
+    has = any("running" in name for name in net.state_dict())
+    assert ("statistics of normalisation layers" in caplog.text) == has
+    values = arrays.to_torch_state_dict()
+    assert all(torch.equal(values[name], old) for name, old in net.state_dict().items() if "running" in name)
+    assert not any(torch.equal(values[name], old) for name, old in net.named_parameters() if "weight" in name)
+
+
+def test_a_strategy_that_starts_again_has_the_figures_of_its_newest_run() -> None:
+    strategy, start = ff.Strategy("fedavg", Net(), **CHOICES), ArrayRecord(Net().state_dict())
+    for rounds in (3, 1):
+        strategy.start(App(local, 2).grid, start, num_rounds=rounds)
+        assert set(strategy.client_metrics) == set(range(1, rounds + 1))
+
+
+def test_a_strategy_scores_the_parts_and_clients_that_it_names() -> None:
+    strategy, _ = run(App(local, 3), rounds=1, evaluate={"parts": ["test"], "clients": 2})
+    figures = strategy.client_metrics[1]
+    assert len(figures) == 2
+    assert {key.split("/")[1] for scores in figures.values() for key in scores if "/" in key} == {"test"}
 
 
 def _trains(message: Message, t: int) -> bool:
@@ -425,6 +459,18 @@ def test_too_few_nodes() -> None:
         (lambda: ff.Strategy("ditto", Net(), lr=0.1), r"lr is of the training at the nodes; use local=\{'lr'"),
         (lambda: ff.Strategy("ditto", Net(), num_rounds=3), "num_rounds is an argument of start"),
         (lambda: ff.Strategy("ditto", Net(), min_fit_clients=3), "use min_nodes"),
+        (lambda: ff.Strategy("fedprox", Net(), proximal_mu=1.0), r"use Strategy\('fedprox', Net\(\), mu=...\)"),
+        (lambda: ff.Strategy("fedavg", Net(), on_evaluate_config_fn=dict), r"use @app.evaluate\('mine'\)"),
+        (
+            lambda: ff.Strategy("fedavg", Net(), engine={"quorum": 0.9}),
+            "engine: 'quorum' has no effect in an app: a round takes the replies that arrive",
+        ),
+        (
+            lambda: ff.Strategy("fedavg", Net(), engine=Engine(device="cuda")),
+            r"engine: 'device' has no effect in an app: the node names it: Local\(..., device='cuda'\)",
+        ),
+        (lambda: ff.Strategy("fedavg", Net(), evaluate={"every": 2}), "'every' has no effect .* use evaluate_every"),
+        (lambda: ff.Strategy("fedavg", Net(), evaluate={"confusion": True}), r"nodes score .* personal_model\(context\)"),
         (lambda: ff.Strategy("ditto", Net(), folder=3), "folder must be a path"),
         (lambda: ff.Strategy("ditto", Net(), wait="1"), "wait must be a number of seconds, got '1'"),
         (

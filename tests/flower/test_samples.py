@@ -147,6 +147,17 @@ def image_items(k: int) -> dict[str, Any]:
     return {"writer": k, "image": numbers(1, 4, 4)[k].numpy(), "character": int(codes(3)[k])}
 
 
+class Answers(nn.Linear):
+    """Gives a dict."""
+
+    def __init__(self) -> None:
+        super().__init__(5, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        """The scores, and the input beside them."""
+        return {"hidden": x, "logits": super().forward(x)}
+
+
 CASES = {
     "texts by a collate_fn": Case(
         Texts, lambda: DataLoader(Items(lambda k: texts()[k]), 2, shuffle=True, collate_fn=padded),
@@ -217,6 +228,9 @@ CASES = {
     "arrays of numpy": Case(
         lambda: nn.Linear(5, 3), lambda: (numbers(5).numpy(), codes(3).numpy()), None,
         lambda m: (m(numbers(5)), codes(3)),
+    ),
+    "a dict with logits": Case(
+        Answers, lambda: (numbers(5), codes(3)), None, lambda m: (m(numbers(5))["logits"], codes(3)),
     ),
     "a stream": Case(
         lambda: nn.Linear(5, 3), lambda: DataLoader(Stream()), None, lambda m: (m(numbers(5)), codes(3)),
@@ -306,6 +320,10 @@ SENTENCES: dict[str, tuple[Callable[[], ff.Local], str]] = {
     "labels of an image": (
         lambda: ff.Local(nn.Conv2d(1, 3, 3, padding=1), (numbers(1, 4, 4), codes(3, 4, 4))),
         r"targets of the shape \[4, 4\] do not go with outputs of \[3, 4, 4\]",
+    ),
+    "outputs without logits": (
+        lambda: ff.Local(nn.LSTM(5, 3), (numbers(4, 5), codes(3))),
+        r"a dict or object whose 'logits' are one, got tuple for 2 samples",
     ),
     "labels beyond": (lambda: ff.Local(nn.Linear(5, 2), (numbers(5), codes(9))), "labels must be within 0..1"),
 }  # fmt: skip

@@ -28,7 +28,7 @@ class Local:
 
     Args:
         model: the module, as at the server; its values are those that the server sends. It gives a tensor with a row
-            per sample, or an object whose ``logits`` are one.
+            per sample, or an object or dict whose ``logits`` are one.
         trainset: training samples: a torch ``Dataset`` or ``DataLoader``, or tensors ``(x, y)``. A sample is a tuple
             whose last entry is the target, or a dict. Samples are read once, so random changes of them are drawn once;
             of a loader, its data set and ``collate_fn`` count, and batches are drawn by the strategy's ``local``.

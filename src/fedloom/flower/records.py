@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fedloom.algorithms import ALGORITHMS, REGISTRY, Algorithm, upload_fields
 from fedloom.choose.shares import by_clusters, column_of_shares
-from fedloom.engine.setting import Setting
+from fedloom.engine.setting import Evaluate, Setting
 from fedloom.errors import ConfigError, Refused, WireError
 from fedloom.local import LocalSGD
 from fedloom.trained.model import running_statistics
@@ -54,11 +54,34 @@ INSTEAD = {
     "fit_metrics_aggregation_fn": FIGURES,
     "evaluate_metrics_aggregation_fn": FIGURES,
     "on_fit_config_fn": "local, by which all nodes train",
+    "on_evaluate_config_fn": "@app.evaluate('mine') at the nodes for scores of your own",
+    "accept_failures": "none, as a round takes the replies that arrive",
+    "proximal_mu": "Strategy('fedprox', Net(), mu=...)",
+    "num_malicious_nodes": "aggregator={'kind': 'krum', 'f': 2}",
+    "num_malicious_clients": "aggregator={'kind': 'krum', 'f': 2}",
+    "eta_l": "local={'lr': ...}",
     "initial_parameters": "initial_arrays of start",
     "arrayrecord_key": "none, as fedloom names the records",
     "configrecord_key": "none, as fedloom names the records",
 }
 """Options of Flower's strategies, and those in their place."""
+UNREAD = {
+    "engine": {
+        "quorum": "a round takes the replies that arrive, one at least; leave it out",
+        "device": "the node names it: Local(..., device='cuda')",
+        "checkpoint_every": "a folder gets a checkpoint after every round; leave it out",
+    }
+    | dict.fromkeys(("workers", "chunk"), "a node computes for one client; leave it out"),
+    "evaluate": dict.fromkeys(
+        sorted(Evaluate.model_fields.keys() - {"select_on", "parts", "clients"}),
+        "nodes score their own parts; compute it there, with personal_model(context)",
+    )
+    | {
+        "every": "use evaluate_every",
+        "statistics": "a node computes them from its training samples; leave it out",
+    },
+}
+"""Fields of choices that an app has no use for, and what to do."""
 OF_START = ("initial_arrays", "num_rounds", "timeout", "train_config", "evaluate_config", "evaluate_fn")
 """Arguments of `Strategy.start`."""
 NEAR = 1e-3
@@ -182,9 +205,13 @@ def document_of(algorithm: Any, choices: Mapping[str, Any]) -> str:
     for name in options:
         if name in LocalSGD.model_fields and name not in fields_of(REGISTRY[algorithm]):
             raise ConfigError(f"{name} is of the training at the nodes; use local={{{name!r}: ...}}")
-    wanted = {name: value for name, value in choices.items() if name in WANTED}
+    wanted = _plain({name: value for name, value in choices.items() if name in WANTED})
+    for part, cures in UNREAD.items():
+        table = wanted.get(part)
+        for name in cures.keys() & (table if isinstance(table, Mapping) else ()):
+            raise ConfigError(f"{part}: {name!r} has no effect in an app: {cures[name]}")
     try:
-        return json.dumps({"algorithm": algorithm, "options": _plain(options), "choices": _plain(wanted)})
+        return json.dumps({"algorithm": algorithm, "options": _plain(options), "choices": wanted})
     except TypeError as error:
         raise ConfigError(f"a strategy takes names, numbers, tables and values of fedloom: {error}") from error
 

@@ -108,15 +108,20 @@ class Unpack:
 
 def flat(_module: nn.Module, _args: Any, outputs: Any) -> Tensor:
     """A hook after a module's call: its outputs as ``[b, k]``; the logits of an output of several fields."""
-    outputs = getattr(outputs, "logits", outputs)
+    outputs = _logits_of(outputs)
     rows: Tensor = outputs.reshape(len(outputs), -1)
     return rows
 
 
 def logits(_module: nn.Module, _args: Any, outputs: Any) -> Tensor:
     """A hook after a module's call: its outputs as they are; the logits of an output of several fields."""
-    rows: Tensor = getattr(outputs, "logits", outputs)
+    rows: Tensor = _logits_of(outputs)
     return rows
+
+
+def _logits_of(outputs: Any) -> Any:
+    """The field or entry ``logits`` of what a module gives; all of it where it has none."""
+    return outputs.get("logits", outputs) if isinstance(outputs, Mapping) else getattr(outputs, "logits", outputs)
 
 
 def adapted(module: nn.Module, signature: Signature) -> nn.Module:
@@ -294,8 +299,11 @@ def _called(module: nn.Module, x: Tensor, parts: tuple[Input, ...]) -> Signature
         ) from error
     finally:
         module.train(training)
-    rows = getattr(outputs, "logits", outputs)
+    rows = _logits_of(outputs)
     if not isinstance(rows, Tensor) or rows.dim() < 1 or len(rows) != len(two):
         got = f"shape {[*rows.shape]}" if isinstance(rows, Tensor) else type(rows).__name__
-        raise ConfigError(f"the model must give a tensor with a row per sample, got {got} for {len(two)} samples")
+        raise ConfigError(
+            f"the model must give a tensor with a row per sample, or a dict or object whose 'logits' are one, got {got} "
+            f"for {len(two)} samples"
+        )
     return Signature(parts, tuple(rows.shape[1:]), rows is not outputs)

@@ -44,6 +44,7 @@ from fedloom.flower.records import (
 )
 from fedloom.flower.samples import Signature, adapted
 from fedloom.local.oracles.precision import undisturbed
+from fedloom.trained.model import running_statistics
 
 
 class Strategy(FlowerStrategy):
@@ -114,13 +115,12 @@ class Strategy(FlowerStrategy):
             ConfigError: too few nodes are there and fit, or the folder has another run.
         """
         check_counts(num_rounds=(num_rounds, 1))
-        if train_config:
-            keys = ", ".join(map(repr, train_config))
-            log(
-                WARNING,
-                "fedloom: train_config has %s, which no node reads; give local={'lr': ...} to the strategy",
-                keys,
-            )
+        for name, config, cure in (
+            ("train_config", train_config, "give local={'lr': ...} to the strategy"),
+            ("evaluate_config", evaluate_config, "for scores of your own, add @app.evaluate('mine') to the nodes"),
+        ):
+            if config:
+                log(WARNING, "fedloom: %s has %s, which no node reads; %s", name, ", ".join(map(repr, config)), cure)
         self._rounds, self._timeout = num_rounds, timeout
         check_nodes_suffice(self._name, setting_of(self._document, self._model, num_rounds))
         self._clients = self._job = None
@@ -130,6 +130,12 @@ class Strategy(FlowerStrategy):
             if evaluate_fn:
                 log(WARNING, "fedloom: evaluate_fn is not called, as it scores a global model")
                 evaluate_fn = None
+        elif running_statistics(self._model):
+            log(
+                WARNING,
+                "fedloom: no message has statistics of normalisation layers: evaluate_fn and result.arrays have those "
+                "of initial_arrays; before scoring, let the model see samples in training mode, or use client_metrics",
+            )
         arrays = newest if done and newest else initial_arrays
         if done:
             log(INFO, "fedloom: resumed after round %s of %s", done, num_rounds)
@@ -281,6 +287,7 @@ class Strategy(FlowerStrategy):
         self._checkpoints = RunCheckpoints(self._job, self._folder, members.run)
         resumed = self._checkpoints.resume(initial_state(self._job, server))
         self.state = resumed.state
+        self.client_metrics = {t: scores for t, scores in self.client_metrics.items() if t <= self.state.round}
         self._clients.accepted += torch.tensor(resumed.extras.get("accepted", 0))
         for note in job.notes:
             log(INFO, "fedloom: %s", note)
