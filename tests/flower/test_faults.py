@@ -13,6 +13,7 @@ from flwr.client.mod import secaggplus_mod
 from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import LocalDpMod, adaptiveclipping_mod, fixedclipping_mod
 from flwr.server import Server, SimpleClientManager
+from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -357,7 +358,7 @@ def test_a_config_that_no_node_reads_is_named(caplog: pytest.LogCaptureFixture) 
 
 @pytest.mark.parametrize("module", [Net, lambda: nn.Linear(5, CLASSES)], ids=["with", "without"])
 def test_that_the_global_model_has_no_statistics_is_said(module: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """Its state dict has those of the initial arrays, so that scores of it by an ``evaluate_fn`` are of another model."""
+    """Its state dict has those of the initial arrays, and an ``evaluate_fn`` scores another model."""
 
     def node(context: Context) -> ff.Local:
         return ff.Local(module(), samples(int(context.node_config["partition-id"])))
@@ -470,7 +471,10 @@ def test_too_few_nodes() -> None:
             r"engine: 'device' has no effect in an app: the node names it: Local\(..., device='cuda'\)",
         ),
         (lambda: ff.Strategy("fedavg", Net(), evaluate={"every": 2}), "'every' has no effect .* use evaluate_every"),
-        (lambda: ff.Strategy("fedavg", Net(), evaluate={"confusion": True}), r"nodes score .* personal_model\(context\)"),
+        (
+            lambda: ff.Strategy("fedavg", Net(), evaluate={"confusion": True}),
+            r"nodes score .* personal_model\(context\)",
+        ),
         (lambda: ff.Strategy("ditto", Net(), folder=3), "folder must be a path"),
         (lambda: ff.Strategy("ditto", Net(), wait="1"), "wait must be a number of seconds, got '1'"),
         (
@@ -517,6 +521,52 @@ def test_functions_of_a_subclass_get_the_model_of_every_round() -> None:
     first, last = (one.to_torch_state_dict() for one in kept if one is not None)
     assert torch.equal(last["head.weight"], result.arrays.to_torch_state_dict()["head.weight"])
     assert not torch.equal(first["head.weight"], last["head.weight"])
+
+
+def private(rounds: int) -> Any:
+    """Clients clip, or should: noise is added at the server around the strategy."""
+    strategy = ff.Strategy("fedavg", Net(), **CHOICES)
+    around = DifferentialPrivacyClientSideFixedClipping(strategy, 1.0, 1.0, num_sampled_clients=2)
+    return around.start(App(local, 2).grid, ArrayRecord(Net().state_dict()), num_rounds=rounds)
+
+
+def noisy(rounds: int) -> Any:
+    class Noisy(ff.Strategy):
+        """Changes what it aggregates."""
+
+        def aggregate_train(self, server_round: int, replies: Any) -> Any:
+            arrays, metrics = super().aggregate_train(server_round, replies)
+            values = arrays.to_torch_state_dict() if arrays else {}
+            return ArrayRecord({name: value + 1 for name, value in values.items()}), metrics
+
+    strategy = Noisy("fedavg", Net(), **CHOICES)
+    return strategy.start(App(local, 2).grid, ArrayRecord(Net().state_dict()), num_rounds=rounds)
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: private(1), "config has 'clipping_norm', by which no node of fedloom clips; in the place of"),
+        (lambda: noisy(2), r"round 2: the arrays are not those that aggregate_train gave.*channel=\{'kind'"),
+    ],
+    ids=["privacy", "another model"],
+)
+def test_a_strategy_around_one_of_fedlooms_that_no_node_would_notice_is_refused(make: Any, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        make()
+
+
+def test_rounds_without_replies_and_a_model_read_anew_are_those_of_the_strategy() -> None:
+    """The loop of an app may give the arrays as it wrote them, and the old ones where a round gave none."""
+    fault = lambda _node, message, reply: None if _trains(message, 2) else reply  # noqa: E731
+    app, net, config = App(local, 2, fault), Net(), ConfigRecord()
+    strategy, arrays = ff.Strategy("fedavg", net, wait=0.1, **CHOICES), ArrayRecord(net.state_dict())
+    for t in (1, 2, 3):
+        replies = app.grid.send_and_receive(strategy.configure_train(t, arrays, config, app.grid))
+        newest, _ = strategy.aggregate_train(t, replies)
+        assert (newest is None) == (t == 2)
+        arrays = ArrayRecord((newest or arrays).to_torch_state_dict())
+    assert strategy.state.round == 3
 
 
 def test_a_stranger_is_told_that_the_app_is_not_fedlooms() -> None:

@@ -303,7 +303,7 @@ def _called(module: nn.Module, x: Tensor, parts: tuple[Input, ...]) -> Signature
     if not isinstance(rows, Tensor) or rows.dim() < 1 or len(rows) != len(two):
         got = f"shape {[*rows.shape]}" if isinstance(rows, Tensor) else type(rows).__name__
         raise ConfigError(
-            f"the model must give a tensor with a row per sample, or a dict or object whose 'logits' are one, got {got} "
-            f"for {len(two)} samples"
+            "the model must give a tensor with a row per sample, or a dict or object whose 'logits' are one, got "
+            f"{got} for {len(two)} samples"
         )
     return Signature(parts, tuple(rows.shape[1:]), rows is not outputs)

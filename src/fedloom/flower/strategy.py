@@ -46,6 +46,14 @@ from fedloom.flower.samples import Signature, adapted
 from fedloom.local.oracles.precision import undisturbed
 from fedloom.trained.model import running_statistics
 
+CLIPPING = "clipping_norm"
+"""Key by which Flower's strategies with differential privacy have a mod clip."""
+PRIVACY = (
+    "in the place of Flower's DifferentialPrivacy strategies, clip and add noise with the channel: "
+    "channel={'kind': 'gaussian-noise', 'clip': 1.0, 'sigma': 1.0}"
+)
+"""What to do in the place of a strategy around this one."""
+
 
 class Strategy(FlowerStrategy):
     """A method of fedloom at the server of a Flower app, whose nodes have `fedloom.flower.client`.
@@ -91,6 +99,7 @@ class Strategy(FlowerStrategy):
         check_nodes_suffice(algorithm, setting_of(self._document, self._model, 1))
         self._clients: FlowerClients | None = None
         self._job: Job | None = None
+        self._known: list[ArrayRecord] = []  # that Flower's loop may give: the first and the newest
         self.state: State | None = None
         self.client_metrics: dict[int, dict[int, dict[str, float]]] = {}
 
@@ -137,6 +146,7 @@ class Strategy(FlowerStrategy):
                 "of initial_arrays; before scoring, let the model see samples in training mode, or use client_metrics",
             )
         arrays = newest if done and newest else initial_arrays
+        self._known = [arrays]
         if done:
             log(INFO, "fedloom: resumed after round %s of %s", done, num_rounds)
         shifted = evaluate_fn and (lambda t, arrays: evaluate_fn(t + done, arrays))
@@ -154,9 +164,21 @@ class Strategy(FlowerStrategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Draw the cohort of the next round, and make its messages."""
+        """Draw the cohort of the next round, and make its messages.
+
+        Raises:
+            ConfigError: a wrapper of Flower's differential privacy, or arrays that are not this strategy's.
+        """
+        if CLIPPING in config:
+            raise ConfigError(f"config has {CLIPPING!r}, by which no node of fedloom clips; {PRIVACY}")
         if self._clients is None:
             self._begin(arrays, grid)
+            self._known = [arrays]
+        if not any(arrays is known or arrays == known for known in self._known):
+            raise ConfigError(
+                f"round {server_round}: the arrays are not those that aggregate_train gave, and nodes would train from "
+                f"those; a strategy around this one, or a subclass, must leave them as they are; {PRIVACY}"
+            )
         clients, job, state = self._running
         server_round += self._before
         self._look(grid)
@@ -205,7 +227,9 @@ class Strategy(FlowerStrategy):
         self._save()
         counts = (state.totals - before.totals).tolist()
         metrics = MetricRecord({"accepted": len(state.cohort), "dropped": counts[-1], "samples-backward": counts[0]})
-        return self._arrays() if self._writes else None, metrics
+        arrays = self._arrays() if self._writes else None
+        self._known[1:] = [] if arrays is None else [arrays]
+        return arrays, metrics
 
     @undisturbed()
     def configure_evaluate(
