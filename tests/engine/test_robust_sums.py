@@ -16,7 +16,7 @@ from fedloom.data.federation import Federation
 from fedloom.engine.simulate import simulate
 from fedloom.local import LocalSGD
 from fedloom.rows.aggregate import Median, MultiKrum, TrimmedMean
-from fedloom.rows.attacks import Forgery
+from fedloom.rows.attacks import Forgery, SameValue
 
 METHODS = [FedSLR(lam=0.0), FIAELT(beta=2.0, smooth=0.4), SCAFFOLD(), FedADMM(), FedDyn()]
 
@@ -117,3 +117,14 @@ def test_a_resumed_run_has_the_rule_s_last_values(fed: Federation, tmp_path: Pat
         run(fed, method, 4, **some),
     )
     assert all(torch.equal(a, b) for a, b in zip(resumed.state.server, whole.state.server, strict=True))
+
+
+@pytest.mark.parametrize("clients", [7, 4])
+def test_the_mean_of_fiaelt_holds_what_arrives_while_it_measures(fed: Federation, clients: int) -> None:
+    """Attackers send something in that round too; x-bar is the mean of the x_i that are left then."""
+    method = FIAELT(solver="svrg", iterations=1, inner=2)
+    end = run(fed, method, sampler=Uniform(clients=clients), attack=SameValue(fraction=0.3, variance=1.0))
+    x, z, _ = end.job.clients.read(torch.arange(7))
+    assert end.state.server.smooth > 0
+    torch.testing.assert_close(end.state.server.xbar, x.mean(0), rtol=0, atol=1e-12)
+    torch.testing.assert_close(end.state.server.zbar, z.mean(0), rtol=0, atol=1e-12)

@@ -135,11 +135,11 @@ class FIAELT(Algorithm):
 
     def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
         _, xbar, zbar, beta, smooth, before, *_ = server
+        xbar, zbar = xbar + up.dx * ctx.part, zbar + up.dz * ctx.part  # line 6
         if not beta:
             top = largest(up.smooth, "smooth")
             beta = top.new_full((1,), self.beta) if self.beta else (5 * top).maximum(before)  # Corollary 2
-            return server._replace(beta=beta, smooth=top if self.beta else beta / 5)
-        xbar, zbar = xbar + up.dx * ctx.part, zbar + up.dz * ctx.part  # line 6
+            return server._replace(xbar=xbar, zbar=zbar, beta=beta, smooth=top if self.beta else beta / 5)
         y = proximal(self.regulariser, xbar + zbar / beta, 1 / (beta * ctx.n), ctx.layout)  # prox_{g/(beta p)}
         fails = (up.iterations >= self.iterations).double().mean() > 0.5
         if self.r and fails and not (before or self.beta or self.smooth):
