@@ -33,10 +33,10 @@ class Local:
             whose last entry is the target, or a dict. Samples are read once, so random changes of them are drawn once;
             of a loader, its data set and ``collate_fn`` count, and batches are drawn by the strategy's ``local``.
         loss: ``nn.CrossEntropyLoss()``, ``nn.BCEWithLogitsLoss()``, ``nn.MSELoss()``, or a function of a batch's
-            outputs and targets, in the shapes that the model and the samples have; by default the cross-entropy of
-            whole-number targets, else the squared error. With a label per position ``[n, L]`` and outputs
-            ``[n, L, C]``, it is called with those of the labelled positions, ``[k, C]`` and ``[k]``; -100, or the
-            ``ignore_index`` of ``nn.CrossEntropyLoss``, is no label.
+            outputs and targets, in the shapes that the model and the samples have, that gives the mean over the batch;
+            by default the cross-entropy of whole-number targets, else the squared error. With a label per position
+            ``[n, L]`` and outputs ``[n, L, C]``, it is called with those of the labelled positions, ``[k, C]`` and
+            ``[k]``; -100, or the ``ignore_index`` of ``nn.CrossEntropyLoss``, is no label.
         testset: test samples, in any of these forms.
         valset: validation samples, in any of these forms.
         device: where the node computes.
