@@ -14,7 +14,7 @@ import fedloom as fl
 from fedloom.algorithms import FIAELT, FLAME, FedADMMInexact
 from fedloom.algorithms.fiaelt import LyapunovParts
 from fedloom.choose.weighers import UniformWeigher
-from fedloom.engine.check import check_together
+from fedloom.engine.checks.refusals import check_together
 from fedloom.errors import Refused
 from fedloom.local import LocalSGD, Work, svrg
 from fedloom.local.inexact import Solver, gradient_descent

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedloom.algorithms import APFL, FLAME, ADMMLpProj, Algorithm, LocalOnly, LpProj, PerFedAvg, PFedMe
 from fedloom.choose import UniformWeigher
-from fedloom.engine.check import check_together
+from fedloom.engine.checks.refusals import check_together
 from fedloom.errors import Refused
 from fedloom.local import LocalSGD
 from fedloom.rows.projection import Projection, new_key, projection

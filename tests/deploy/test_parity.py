@@ -18,7 +18,7 @@ import fedloom.engine.simulate as simulation
 from fedloom.algorithms import PRESETS, REGISTRY, encodings
 from fedloom.deploy.site.client import Client
 from fedloom.deploy.site.state import models
-from fedloom.engine.check import check_mixer, check_together
+from fedloom.engine.checks.refusals import check_mixer, check_together
 from fedloom.engine.clients.chunk import accept, run_clients
 from fedloom.engine.job import Job
 from fedloom.engine.setting import Setting

@@ -10,7 +10,7 @@ import numpy as np
 
 from fedloom.data.dataset import Dataset
 from fedloom.data.partition import Writers
-from fedloom.data.sources.memory import are_many, most_classes, refuse_unlike, side_of
+from fedloom.data.sources.sides import are_many, most_classes, refuse_unlike, side_of
 from fedloom.errors import ConfigError, DataError
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from fedloom.algorithms import Algorithm, check_declaration
 from fedloom.choose import SharesWeigher, Uniform
 from fedloom.choose.shares import by_clusters, cluster_shares, clusters_of, shares_of
 from fedloom.data.federation import Federation
-from fedloom.engine.check import (
-    changes_nothing,
+from fedloom.engine.checks.notes import changes_nothing, notes_of
+from fedloom.engine.checks.refusals import (
     check_attack,
     check_mixed_width,
     check_mixer,
@@ -25,7 +25,6 @@ from fedloom.engine.check import (
     check_together,
     check_width,
     initial,
-    notes_of,
 )
 from fedloom.engine.clients.forging import poisoned
 from fedloom.engine.clients.messages import Messages, first_upload, idle_upload

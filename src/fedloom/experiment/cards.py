@@ -14,7 +14,7 @@ from fedloom.algorithms._theorems import THEOREMS
 from fedloom.choose import MIXERS, SAMPLERS, WEIGHERS, SharesWeigher
 from fedloom.data.partition import PARTITIONS
 from fedloom.data.sources import SOURCES
-from fedloom.engine.check import check_mixer, check_together
+from fedloom.engine.checks.refusals import check_mixer, check_together
 from fedloom.errors import Refused
 from fedloom.local import LocalSGD
 from fedloom.metrics import METRICS

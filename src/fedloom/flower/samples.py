@@ -21,7 +21,7 @@ from torch.utils.data import (
 )
 from torch.utils.data import default_collate as collate
 
-from fedloom.data.sources.memory import are_many
+from fedloom.data.sources.sides import are_many
 from fedloom.errors import ConfigError, WireError
 
 TARGETS = ("label", "labels", "target", "targets", "y")

@@ -99,7 +99,7 @@ class Strategy(FlowerStrategy):
         check_nodes_suffice(algorithm, setting_of(self._document, self._model, 1))
         self._clients: FlowerClients | None = None
         self._job: Job | None = None
-        self._known: list[ArrayRecord] = []  # that Flower's loop may give: the first and the newest
+        self._current: list[ArrayRecord] = []  # that Flower's loop may give: the first and the newest
         self.state: State | None = None
         self.client_metrics: dict[int, dict[int, dict[str, float]]] = {}
 
@@ -146,7 +146,7 @@ class Strategy(FlowerStrategy):
                 "of initial_arrays; before scoring, let the model see samples in training mode, or use client_metrics",
             )
         arrays = newest if done and newest else initial_arrays
-        self._known = [arrays]
+        self._current = [arrays]
         if done:
             log(INFO, "fedloom: resumed after round %s of %s", done, num_rounds)
         shifted = evaluate_fn and (lambda t, arrays: evaluate_fn(t + done, arrays))
@@ -173,8 +173,8 @@ class Strategy(FlowerStrategy):
             raise ConfigError(f"config has {CLIPPING!r}, by which no node of fedloom clips; {PRIVACY}")
         if self._clients is None:
             self._begin(arrays, grid)
-            self._known = [arrays]
-        if not any(arrays is known or arrays == known for known in self._known):
+            self._current = [arrays]
+        if not any(arrays is record or arrays == record for record in self._current):
             raise ConfigError(
                 f"round {server_round}: the arrays are not those that aggregate_train gave, and nodes would train from "
                 f"those; a strategy around this one, or a subclass, must leave them as they are; {PRIVACY}"
@@ -228,7 +228,7 @@ class Strategy(FlowerStrategy):
         counts = (state.totals - before.totals).tolist()
         metrics = MetricRecord({"accepted": len(state.cohort), "dropped": counts[-1], "samples-backward": counts[0]})
         arrays = self._arrays() if self._writes else None
-        self._known[1:] = [] if arrays is None else [arrays]
+        self._current[1:] = [] if arrays is None else [arrays]
         return arrays, metrics
 
     @undisturbed()

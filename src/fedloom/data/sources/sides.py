@@ -1,0 +1,261 @@
+"""The training or test set that somebody has in memory, as arrays: a side; and sides that do not fit together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, TensorDataset
+from torch.utils.data import Dataset as TorchDataset
+
+from fedloom.data.sources.archive import GrowingRows
+from fedloom.data.sources.array_data import as_array, plain
+from fedloom.data.sources.table.frames import class_names, frame_names, is_frame, is_hub
+from fedloom.errors import ConfigError, DataError, NoSamples, cause_of
+
+PAIRS = (
+    ("x", "y"),
+    ("X", "y"),
+    ("data", "target"),
+    ("image", "label"),
+    ("features", "target"),
+    ("pixel_values", "labels"),
+)
+"""Names that dictionaries have for features and targets."""
+LABELS = ("label", "labels", "fine_label", "target", "y")
+ACCEPTED = (
+    "arrays or tensors (x, y), a dictionary with x and y, a torch Dataset, a Hugging Face Dataset, a pandas DataFrame, "
+    "an Arrow table"
+)
+
+
+class Side(NamedTuple):
+    """Features, targets and owners of a training or test set, and the classes and columns that it names."""
+
+    x: NDArray[Any]
+    y: NDArray[Any]
+    users: NDArray[Any] | None = None
+    classes: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, x: Any, y: Any, name: str, users: Any = None) -> Side:
+        """What a user has, as arrays."""
+        refuse_order(x, y, name)
+        columns = tuple(frame_names(x)) if is_frame(x) else ()
+        owners = None if users is None else plain(users, name)
+        return cls(plain(x, name), plain(y, name), owners, columns=columns)
+
+
+def most_classes(sides: Iterable[Side]) -> tuple[str, ...]:
+    """The classes of sets that number them alike: those of the set that declares most."""
+    return max((side.classes for side in sides), key=len)
+
+
+def refuse_unlike(sides: Mapping[str, Side], tokens: bool = False) -> None:
+    """Refuse sets that joined would not be what each is alone.
+
+    Args:
+        sides: by the words that name them in messages.
+        tokens: whether features are numbers in a vocabulary, which bytes hold too.
+
+    Raises:
+        DataError: samples without targets, bytes beside other numbers, classes or columns in another order.
+    """
+    for who, side in sides.items() if len(sides) > 1 else ():
+        if side.x.shape[:1] != side.y.shape[:1]:
+            rows = (len(values) if values.ndim else 1 for values in (side.x, side.y))
+            raise DataError("{}: {} samples but {} targets; every sample needs one target".format(who, *rows))
+        for what, values in (("features", side.x), ("targets", side.y)):
+            if values.dtype.kind == "f" and not np.isfinite(values.sum(dtype=np.float64)):
+                odd = ~np.isfinite(values.reshape(len(values), -1)).all(1)
+                if odd.any():
+                    raise DataError(
+                        f"{who}: NaN or Inf in the {what} of {odd.sum()} samples (first: sample {odd.argmax()}); "
+                        "remove or repair them"
+                    )
+    bytes_of = {who: side.x.dtype == np.uint8 for who, side in sides.items()}
+    if len(set(bytes_of.values())) > 1 and not tokens:
+        whole, other = (next(who for who, value in bytes_of.items() if value is kind) for kind in (True, False))
+        raise DataError(
+            f"{whole}: features are bytes, which are divided by 255; those of {other} are {sides[other].x.dtype}, "
+            "taken as they are; give all one type"
+        )
+    for field, cure in (("classes", "number them alike"), ("columns", "give all one order, as x[names]")):
+        named = {who: getattr(side, field) for who, side in sides.items() if getattr(side, field)}
+        longest = max(named.values(), key=len, default=())
+        for who, names in named.items():
+            if names != longest[: len(names)] or (field == "columns" and len(names) != len(longest)):
+                first = next(other for other, order in named.items() if order == longest)
+                raise DataError(
+                    f"{who}: {field} are {', '.join(names):.200}, those of {first} {', '.join(longest):.200}; {cure}"
+                )
+
+
+def refuse_order(x: Any, y: Any, name: str) -> None:
+    """Refuse targets whose rows pandas names as those of the features, in another order."""
+    rows, labels = (getattr(part, "index", None) if hasattr(part, "iloc") else None for part in (x, y))
+    if rows is None or labels is None or len(rows) != len(labels) or rows.equals(labels):
+        return
+    if rows.is_unique and labels.is_unique and labels.isin(rows).all():
+        raise DataError(
+            f"{name}: the targets have the index of the features in another order; give y.loc[x.index], or "
+            "y.to_numpy() where they belong together by place"
+        )
+
+
+def side_of(obj: Any, target: Any, column: str | None, users: Any, name: str) -> Side:
+    """The training or test set that `as_dataset` takes, as arrays."""
+    pair = _named(obj)
+    if target is not None and (pair or isinstance(obj, TorchDataset) or (is_hub(obj) and not isinstance(target, str))):
+        raise ConfigError(f"{name}: has its targets; leave target out, or give the features alone")
+    if is_hub(obj):
+        return _hub_side(obj, target, column, users, name)
+    if pair:
+        return Side.of(*pair, name, obj.get("users"))
+    if isinstance(obj, TensorDataset):
+        if len(obj.tensors) != 2:
+            raise ConfigError(f"{name}: has {len(obj.tensors)} tensors, expected features and targets")
+        return Side.of(*obj.tensors, name)._replace(classes=_classes(obj))
+    if isinstance(obj, (tuple, list)) and obj and all(isinstance(part, TorchDataset | DataLoader) for part in obj):
+        raise ConfigError(
+            f"{name}: several data sets are no pair (x, y): give {{'train': one, 'test': other}}, or the data sets of "
+            "clients to fl.Federation.of"
+        )
+    if isinstance(obj, (tuple, list)) and len(obj) == 2 and target is None and not isinstance(obj[0], tuple):
+        return Side.of(obj[0], obj[1], name)
+    if isinstance(obj, list) and target is None and are_many(obj):
+        raise ConfigError(
+            f"{name}: {len(obj)} pairs of features and labels of many samples are clients, not samples: give them "
+            "to fl.Federation.of, or to fl.simulate in the place of a federation"
+        )
+    if isinstance(obj, list) and target is None and all(isinstance(s, tuple) and len(s) == 2 for s in obj):
+        return Side(*_stacked(_pairs(obj, name), name))
+    if isinstance(obj, (np.ndarray, torch.Tensor, list, tuple)):
+        if target is None or isinstance(target, str):
+            four = isinstance(obj, tuple) and len(obj) == 4
+            cure = "((x, y), (x_test, y_test))" if four else "the pair (x, y), or target"
+            raise ConfigError(f"{name}: features without targets; give {cure}")
+        return Side.of(obj, target, name)
+    if isinstance(obj, TorchDataset):
+        x, y = _stacked(_pairs(_samples(obj, name), name), name)
+        return Side(x, y, classes=_classes(obj))
+    if is_frame(obj):
+        raise ConfigError(
+            f"{name}: a table is no client: join them, with a column that names the client, as in "
+            "fl.Dataset.of(frame, label='ill', users='site'), and give partition=fl.partition.writers()"
+        )
+    sampler = type(getattr(obj, "sampler", None))
+    subset = sampler not in (type(None), SequentialSampler, RandomSampler)
+    hints = {
+        "toarray": "give x.toarray()",
+        "batch_size": "give torch.utils.data.Subset(x.dataset, list(x.sampler))" if subset else "give its .dataset",
+        "__next__": "give what it goes through, such as the .dataset of a DataLoader",
+        "strip": "read a file by fl.load",
+        "to_pandas": "give x.to_pandas()",
+    }
+    hint = next((f"; {say}" for key, say in hints.items() if hasattr(obj, key)), "")
+    raise ConfigError(f"{name}: cannot make a data set of {type(obj).__name__}{hint}; known are {ACCEPTED}")
+
+
+def _classes(obj: TorchDataset[Any]) -> tuple[str, ...]:
+    return tuple(str(c) for c in getattr(obj, "classes", ()))
+
+
+def are_many(pairs: Sequence[Any]) -> bool:
+    """Whether all are pairs of samples with their labels, as clients and batches are, not a sample with its label."""
+    shapes = [
+        [tuple(getattr(part, "shape", ())) for part in pair]
+        for pair in pairs
+        if isinstance(pair, tuple | list) and len(pair) == 2
+    ]
+    whole = all(len(x) > 1 and len(y) == 1 and x[0] == y[0] for x, y in shapes)
+    return 0 < len(shapes) == len(pairs) and whole and any(y[0] > 1 for _, y in shapes)
+
+
+def _named(obj: Any) -> tuple[Any, Any] | None:
+    """Features and targets of a dictionary by their names; None where there is no such pair."""
+    pairs = (pair for pair in PAIRS if isinstance(obj, Mapping) and pair[0] in obj and pair[1] in obj)
+    return next(((obj[x], obj[y]) for x, y in pairs), None)
+
+
+def _samples(obj: TorchDataset[Any], name: str) -> Iterator[Any]:
+    """The samples of a user's data set, whose code may fail."""
+    count = 0
+    if not isinstance(obj, IterableDataset) and not hasattr(obj, "__len__"):
+        raise ConfigError(f"{name}: {type(obj).__name__} has no __len__; add one, or make it an IterableDataset")
+    try:
+        for sample in obj if isinstance(obj, IterableDataset) else (obj[i] for i in range(len(obj))):
+            yield sample
+            count += 1
+    except Exception as error:
+        raise DataError(f"{name}: sample {count} cannot be had: {cause_of(error)}") from error
+
+
+def _pairs(samples: Iterable[object], name: str) -> Iterator[tuple[Any, Any]]:
+    for k, entry in enumerate(samples):
+        sample = _named(entry) or entry
+        if not isinstance(sample, (tuple, list)) or len(sample) != 2:
+            what = f" with {', '.join(map(repr, sample))}" if isinstance(sample, Mapping) else ""
+            what += f" of {len(sample)}" if isinstance(sample, (tuple, list)) else ""
+            raise DataError(
+                f"{name}: sample {k} is {type(sample).__name__}{what}, expected the pair (features, target), or both "
+                f"by the names {', '.join(' and '.join(pair) for pair in PAIRS)}"
+            )
+        yield sample[0], sample[1]
+
+
+def _hub_side(obj: Any, target: Any, column: str | None, users: str | None, name: str) -> Side:
+    names: list[str] = list(obj.column_names)
+    y_name = target or next((n for n in LABELS if n in names), None)
+    x_name = column or next((n for n in names if n not in (y_name, users)), None)
+    for what in (x_name, y_name, users or y_name):
+        if what not in names:
+            raise DataError(f"{name}: no column {what!r} for x or y; its columns: {', '.join(names)}; name both")
+    owners: list[str] = []
+
+    def samples() -> Iterator[tuple[Any, Any]]:
+        for row in obj:
+            if users is not None:
+                owners.append(str(row[users]))
+            value = row[x_name]
+            yield value if isinstance(value, torch.Tensor) else _planes(_pixels(value)), row[y_name]
+
+    x, y = _stacked(samples(), name)
+    return Side(x, y, np.array(owners) if users is not None else None, class_names(obj, y_name))
+
+
+def _pixels(value: Any) -> NDArray[Any]:
+    """A sample as an array; a picture of a palette's numbers in its colours."""
+    return as_array(value.convert("RGB") if getattr(value, "mode", "") == "P" else value)
+
+
+def _planes(value: NDArray[Any]) -> NDArray[Any]:
+    return value.transpose(2, 0, 1) if value.ndim == 3 else value
+
+
+def _stacked(samples: Iterable[tuple[object, object]], name: str) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Features one below the other, never held twice, and targets."""
+    x: GrowingRows | None = None
+    y: list[Any] = []
+    for value, label in samples:
+        pixels = _pixels(value)
+        if not isinstance(value, (torch.Tensor, np.ndarray)):
+            pixels = _planes(pixels)  # a picture
+        if pixels.dtype.kind not in "uifb":
+            raise DataError(f"{name}: sample {len(y)} holds {pixels.dtype}, only images and numbers work")
+        pixels = pixels[None] if pixels.ndim == 2 else pixels
+        x = x or GrowingRows(pixels.shape, np.uint8 if pixels.dtype == np.uint8 else np.float32)
+        if pixels.shape != x.shape:
+            raise DataError(f"{name}: sample {len(y)} has shape {pixels.shape}, others {x.shape}; one size only")
+        row = x.room(1)
+        if row.dtype == np.uint8 and pixels.dtype != np.uint8:
+            raise DataError(f"{name}: sample {len(y)} holds {pixels.dtype}, those before uint8; one type only")
+        row[0] = pixels
+        y.append(label.tolist() if isinstance(label, (torch.Tensor, np.ndarray, np.generic)) else label)
+    if x is None:
+        raise NoSamples(f"{name}: no samples")
+    return x.done(), plain(y, name)

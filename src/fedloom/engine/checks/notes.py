@@ -1,0 +1,201 @@
+"""Notes: what is given and changes nothing, and what a run is known to suffer from."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from fedloom.algorithms import Algorithm, FedADMM, upload_fields
+from fedloom.choose import Sampler, SharesWeigher, UniformWeigher
+from fedloom.choose.shares import by_clusters
+from fedloom.engine.setting import Setting
+from fedloom.local import Ctx
+from fedloom.local.oracles import Network
+from fedloom.local.rows import Fields
+from fedloom.models.imported import by_the_batch
+from fedloom.rows.aggregate import FLTrust
+from fedloom.rows.attacks import Forgery
+from fedloom.tasks import Classification
+from fedloom.values import kind_of
+
+
+def notes_of(
+    setting: Setting, oracle: Network, server: Fields, ctx: Ctx, fewest: int | None, attackers: Tensor
+) -> list[str]:
+    """Collect what is known of a run before its first round.
+
+    Args:
+        setting: the run, presets resolved.
+        oracle: the local problems.
+        server: the server's state before the first round.
+        ctx: of all clients, before the first round.
+        fewest: fewest clients of a round; None where that depends on the draws.
+        attackers: ``[b]`` their ids.
+    """
+    method, sampler = setting.method, setting.sampler
+    notes = [*method.check(oracle.layout, ctx), *_counted_once(method, sampler), *sampler.remarks(ctx)]
+    notes += [*setting.weigher.remarks(), *setting.task.remarks()]
+    notes += [*_unweighed(setting, server, ctx), *_normalised(setting, oracle, server)]
+    notes += [*_softmax_twice(oracle), *_moved(oracle)]
+    notes += [*_attacked(setting, attackers, ctx.n), *_trusted(setting, attackers, fewest, ctx.n), *_idle(setting)]
+    notes += _overstepped(setting, fewest, ctx.n)
+    if method.global_model(server) is not None:
+        notes += _slow_with(method, ctx.n if fewest is None else fewest, ctx.n)
+    return notes
+
+
+def _attacked(setting: Setting, attackers: Tensor, n: int) -> list[str]:
+    """The notes on an attack without an attacker or without effect, and on one that leaves no client to be scored."""
+    attack, name, notes = setting.attack, type(setting.method).__name__, list[str]()
+    if attack is None or not attack.fraction:
+        return notes
+    if not len(attackers):
+        few = f"a fraction of {attack.fraction:g} of {n} clients is no client; one is {1 / n:.2g}"
+        notes.append(f"attack {kind_of(attack)!r} changes nothing: {few}")
+    elif len(attackers) == n:
+        notes.append(f"attack {kind_of(attack)!r} is of all {n} clients, and figures are of the others: there are none")
+    if isinstance(attack, Forgery) and not upload_fields(type(setting.method)):
+        notes.append(f"attack {kind_of(attack)!r} changes nothing in {name}, which uploads nothing to forge")
+    return notes
+
+
+def _trusted(setting: Setting, attackers: Tensor, fewest: int | None, n: int) -> list[str]:
+    """The notes on a trusted client who attacks, or who may be absent."""
+    rule = setting.aggregator
+    if not isinstance(rule, FLTrust):
+        return []
+    attacks = f"aggregator 'fltrust' trusts client {rule.root}, who attacks; set aggregator.root to another"
+    absent = f"aggregator 'fltrust' needs client {rule.root}, and a round may be without it, which ends the run"
+    return [attacks] * (rule.root in attackers.tolist()) + [absent] * (fewest is None or fewest < n)
+
+
+def _overstepped(setting: Setting, fewest: int | None, n: int) -> list[str]:
+    """The note on a rule of all clients' sums, of whose change a server takes more than the cohort's part."""
+    method, rule = setting.method, setting.aggregator
+    steps_by_itself = isinstance(method, FedADMM) and not method.counts_absent
+    if rule is None or rule.linear or not steps_by_itself or fewest == n:
+        return []
+    far = "n over m times" if fewest is None else f"up to {n / fewest:.3g} times"
+    return [
+        f"aggregator {kind_of(rule)!r} decides on the sums of all clients seen, and FedADMM with a number as server_lr "
+        f"goes {far} as far as their value where clients are absent; set server_lr = 'fraction'"
+    ]
+
+
+def _unweighed(setting: Setting, server: Fields, ctx: Ctx) -> list[str]:
+    """The notes on shares or a weigher that a mean does not read."""
+    method, weigher, aggregator, weights = setting.method, setting.weigher, setting.aggregator, setting.weights
+    name, kinds = type(method).__name__, upload_fields(type(method)).values()
+    unequal, explicit = by_clusters(weights) or len(ctx.weight.unique()) > 1, weights not in ("samples", "uniform")
+    if weights != "samples" and any(getattr(kind, "weight", None) for kind in kinds):
+        return [f"weights = {weights!r} changes nothing in {name}, whose clients count by what they send"]
+    if explicit and not kinds:
+        return [f"weights = {weights!r} changes nothing in {name}, which uploads nothing"]
+    if method.mixes and method.global_model(server) is None:
+        why = "whose server mixes models by what they are"
+        return [f"weights = {weights!r} changes nothing in {name}, {why}"] if explicit else []
+    if aggregator is not None and not aggregator.weighted and kinds:
+        if isinstance(weigher, SharesWeigher | UniformWeigher):
+            reads = f"weights = {weights!r}" if unequal and isinstance(weigher, SharesWeigher) else ""
+        else:
+            reads = f"weigher {weigher.kind!r}"
+        alike = f"aggregator {kind_of(aggregator)!r} counts all clients alike: {reads} changes nothing"
+        return [f"{alike} in what it makes of uploads"] if reads else []
+    if isinstance(weigher, SharesWeigher) or not unequal:
+        return []
+    everywhere = "set weights = 'uniform' for clients that count alike in every method"
+    if not any(kind.weighable for kind in kinds):
+        idle = isinstance(weigher, UniformWeigher) and not setting.sampler.by_samples and kinds
+        return [f"weigher 'uniform' changes nothing in {name}, which reads shares alone; {everywhere}"] if idle else []
+    place = f"takes the place of weights = {weights!r} in the mean of uploads"
+    if isinstance(weigher, UniformWeigher) and setting.sampler.by_samples:
+        draws = f"sampler {setting.sampler.kind!r} draws by samples, which {place}"
+        return [f"{draws}: the clients of a round count alike"] if explicit else []
+    if isinstance(weigher, UniformWeigher):
+        return [f"weigher 'uniform' {place}; {everywhere}"]
+    return [f"weigher {weigher.kind!r} {place}"] if explicit else []
+
+
+def _normalised(setting: Setting, oracle: Network, server: Fields) -> list[str]:
+    """The notes on the statistics of normalisation layers, which are no parameters."""
+    notes, names = list[str](), by_the_batch(oracle.module)
+    if names:
+        some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+        notes.append(
+            f"layers without running statistics ({some}): scores and predictions depend on which samples are taken "
+            "together; make them with track_running_stats=True"
+        )
+    tracked = any(m.running_mean is not None for m in oracle.normalisers)
+    if not tracked or setting.method.global_model(server) is None:
+        return notes
+    origin = {"averaged": "averaged over the round's clients", "own": "the client's own"}[setting.evaluate.statistics]
+    return [
+        *notes,
+        "normalisation layers: statistics do not travel; a global model is scored with those of training samples under "
+        f"this model, {origin} (evaluate.statistics)",
+    ]
+
+
+def _softmax_twice(oracle: Network) -> list[str]:
+    """The note on a model that ends with a softmax, where the loss applies its own to the outputs."""
+    last = [*oracle.module.modules()][-1]
+    if not isinstance(last, nn.Softmax) or not isinstance(oracle.task, Classification):
+        return []
+    return ["the model ends with a softmax, and the loss applies another to its outputs: leave it out of the model"]
+
+
+def _moved(oracle: Network) -> list[str]:
+    """The note on buffers and attributes that training changes."""
+    if not oracle.moved:
+        return []
+    names = ", ".join(oracle.moved[:3]) + (", ..." if len(oracle.moved) > 3 else "")
+    return [
+        f"training changes buffers or attributes of the model ({names}): every step, score and saved model has their "
+        "initial values; make a parameter of what should last"
+    ]
+
+
+def _counted_once(algorithm: Algorithm, sampler: Sampler) -> list[str]:
+    """The note that a client which is drawn twice counts once in kept and accumulating fields, if there are any."""
+    once = [n for n, kind in upload_fields(type(algorithm)).items() if kind.keeps or kind.accumulates]
+    if not sampler.repeats or not once:
+        return []
+    return [
+        f"sampler {sampler.kind!r} may draw a client twice; it counts once in what {type(algorithm).__name__} keeps or "
+        f"adds up over rounds ({', '.join(once)})"
+    ]
+
+
+def _idle(setting: Setting) -> list[str]:
+    """The notes on what is given and changes nothing beside another choice."""
+    method, local = setting.method, setting.local
+    keys = [f"local.{key}" for key in method.ignored if local.is_set(key)]
+    name = method.full_gradients or type(method).__name__
+    notes = [f"{name} takes steps of its own: {changes_nothing(keys)}"] if keys else []
+    parts = (setting.sampler, setting.weigher, setting.aggregator, setting.attack, setting.channel, setting.augment)
+    for value in (method, local, *(part for part in parts if part is not None)):
+        for key, beside in value.needs.items():
+            other, *values = beside.split()
+            owner, field = (local, other.removeprefix("local.")) if other.startswith("local.") else (value, other)
+            now = getattr(owner, field)
+            if value.is_set(key) and not (now in values if values else owner.is_set(field)):
+                where = " or ".join(map(repr, values)) or f"not {now!r}"
+                sentence = (
+                    f"{type(value).__name__}: {key} = {getattr(value, key)!r} changes nothing with {other} = {now!r}"
+                )
+                notes.append(f"{sentence}; it acts where {other} is {where}")
+    return notes
+
+
+def changes_nothing(keys: list[str]) -> str:
+    """A sentence on keys that have no effect."""
+    return f"{' and '.join(keys)} change{'s' * (len(keys) == 1)} nothing"
+
+
+def _slow_with(algorithm: Algorithm, fewest: int, n: int) -> list[str]:
+    """The note that a mean over all clients, absent ones as they last were, moves little where most are absent."""
+    if 2 * fewest >= n or not algorithm.counts_absent:
+        return []
+    return [
+        f"{type(algorithm).__name__} counts absent clients by what they last sent: with {fewest} of {n} in a round its "
+        f"global model goes about {fewest / n:.0%} as far as with all; set sampler.fraction or rounds higher"
+    ]
