@@ -344,6 +344,7 @@ def commands(group: click.Group, *path: str) -> Iterator[list[str]]:
 @pytest.mark.parametrize("path", list(commands(get_command(app))), ids=" ".join)
 def test_the_help_of_every_command_has_an_example_that_could_be_typed(path: list[str]) -> None:
     said = RUNNER.invoke(app, [*path, "--help"]).output
+    assert said == RUNNER.invoke(app, [*path, "-h"]).output
     assert "\\[" not in said
     found = re.search(r"Example: fedloom ((?:.+\n)+)", said)
     assert found is not None

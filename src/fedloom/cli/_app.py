@@ -46,6 +46,7 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     help="Federated learning for clients that differ: compare personalised, fair, robust and sparse methods.",
 )
 
