@@ -53,7 +53,7 @@ def test_what_a_recipe_promises(name: str) -> None:
     assert one.paper.unknown
     assert one.paper.columns
     budget = one.budget("laptop")
-    assert budget is None or 0 < budget <= 300
+    assert budget is None or 0 < budget <= 480  # a night
     assert not one.as_the_paper("laptop", FULL) or one.paper.reduced is None
     for variant, cells in one.paper.cells.items():
         assert len(cells) in (0, len(one.paper.columns)), variant
