@@ -10,7 +10,7 @@ import numpy as np
 
 from fedloom.data.dataset import Dataset
 from fedloom.data.partition import Writers
-from fedloom.data.sources.sides import are_many, most_classes, refuse_unlike, side_of
+from fedloom.data.sides import are_many, batches_given, most_classes, refuse_unlike, side_of
 from fedloom.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -54,10 +54,7 @@ def as_federation(
     for who, client in named.items():
         for side in _sides(client, split[who]):
             if isinstance(side, list) and are_many(side):
-                raise ConfigError(
-                    f"{name}: client {who} is a list of {len(side)} batches; give the data set that they came from, or "
-                    "(torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches]))"
-                )
+                raise batches_given(f"{name}: client {who}", side)
     sides = [[side_of(side, None, None, None, f"{name}: client {who}") for side in _sides(client, both)]
              for who, client in named.items()]  # fmt: skip
     for who, parts in zip(named, sides, strict=True):

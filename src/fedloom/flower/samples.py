@@ -21,7 +21,7 @@ from torch.utils.data import (
 )
 from torch.utils.data import default_collate as collate
 
-from fedloom.data.sources.sides import are_many
+from fedloom.data.sides import are_many, batches_given
 from fedloom.errors import ConfigError, WireError
 
 TARGETS = ("label", "labels", "target", "targets", "y")
@@ -203,10 +203,7 @@ def _batch(part: str, samples: Any) -> Any:
         raise
     except Exception as error:
         if isinstance(samples, list) and are_many(samples):
-            raise ConfigError(
-                f"{part}set is a list of {len(samples)} batches; give the data set that they came from, or "
-                "(torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches]))"
-            ) from error
+            raise batches_given(f"{part}set", samples) from error
         raise ConfigError(
             f"{part}set must be a Dataset or DataLoader of pairs (sample, target) or of dicts, or tensors (x, y), got "
             f"{type(samples).__name__}: {error}"

@@ -73,8 +73,8 @@ A triangle up: significantly better, down: significantly worse. Pale: not signif
   correction. It is for a method whose gains have the median spread over seeds; a method with steadier gains can show
   less. If it is above {wanted} points, the setup is marked *shows nothing below*.
 
-- **A second look.** A method that was run again on other seeds, with the mark, is called *seen twice* where these agree
-  that it is better or worse, and *not confirmed* where they do not.
+- **A second look.** Some methods were run again on other seeds. One with the mark is *seen twice* where these seeds
+  agree that it is better or worse. Where they do not, it is *not confirmed*.
 
 - *Not applicable*: the pair does not exist. *Stale*: recorded with another commit of the method, or another protocol.
 

@@ -176,6 +176,14 @@ def are_many(pairs: Sequence[Any]) -> bool:
     return 0 < len(shapes) == len(pairs) and whole and any(y[0] > 1 for _, y in shapes)
 
 
+def batches_given(place: str, batches: Sequence[Any]) -> ConfigError:
+    """The error of batches in the place of a data set."""
+    return ConfigError(
+        f"{place} is a list of {len(batches)} batches; give the data set that they came from, or "
+        "(torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches]))"
+    )
+
+
 def _named(obj: Any) -> tuple[Any, Any] | None:
     """Features and targets of a dictionary by their names; None where there is no such pair."""
     pairs = (pair for pair in PAIRS if isinstance(obj, Mapping) and pair[0] in obj and pair[1] in obj)
