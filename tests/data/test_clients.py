@@ -80,6 +80,22 @@ def test_clients_keep_the_names_of_their_classes() -> None:
 
 
 @pytest.mark.parametrize(
+    ("clients", "notes"),
+    [
+        ([{"x": X, "y": Y, "weight": Y, "names": ["a"]}] * 2, ["of the dictionary 'x' and 'y' are read, not 'weight'"]),
+        ([[(X, Y), (X, Y)]] * 2, ["every client came as a list of two sets, taken as its training and its test set"]),
+        ([((X, Y), (X, Y))] * 2, []),
+        ([{"x": X, "y": Y, "names": ["a"]}] * 2, []),
+    ],
+)
+def test_what_a_reader_may_not_expect_is_noted(clients: Any, notes: list[str]) -> None:
+    result = fl.simulate("fedavg", clients, rounds=1)
+    assert [note for note in result.notes if note.startswith("data: clients: ")] == [
+        f"data: clients: {note}" for note in notes
+    ]
+
+
+@pytest.mark.parametrize(
     ("clients", "sentence"),
     [
         ([], "there are no clients"),
@@ -101,6 +117,7 @@ def test_clients_keep_the_names_of_their_classes() -> None:
         ),
         ([Named("cat", "dog", "eel"), Named("bird", "cat", "dog")], "client 1: classes are bird, cat, dog, those of"),
         ([{"train": Named("cat", "dog"), "test": Named("dog", "cat")}], "client 0, test set: classes are dog, cat"),
+        ([{"x": X, "y": Y, "x_test": X, "y_test": Y}], "client 0: 'x_test' beside 'x' and 'y' would not be read"),
     ],
 )
 def test_clients_that_cannot_be(clients: Any, sentence: str) -> None:

@@ -79,7 +79,14 @@ def as_federation(
     cut = Writers(test=0.0 if both else test, validation=validation, test_from="users" if both else "own")
     fed = cut(data, seed)
     everyone = list(named)
-    return replace(fed, names=tuple(everyone[int(place)] for place in fed.names))
+    notes = list(dict.fromkeys(note for parts in sides for part in parts for note in part.notes))
+    if both and all(isinstance(client, list) for client in named.values()):
+        notes.append("every client came as a list of two sets, taken as its training and its test set")
+    return replace(
+        fed,
+        names=tuple(everyone[int(place)] for place in fed.names),
+        notes=(*fed.notes, *(f"{name}: {note}" for note in notes)),
+    )
 
 
 def _is_split(client: Any) -> bool:

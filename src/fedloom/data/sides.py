@@ -33,13 +33,14 @@ ACCEPTED = (
 
 
 class Side(NamedTuple):
-    """Features, targets and owners of a training or test set, and the classes and columns that it names."""
+    """Features, targets and owners of a training or test set, the classes and columns that it names, and notes."""
 
     x: NDArray[Any]
     y: NDArray[Any]
     users: NDArray[Any] | None = None
     classes: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, x: Any, y: Any, name: str, users: Any = None) -> Side:
@@ -115,7 +116,7 @@ def side_of(obj: Any, target: Any, column: str | None, users: Any, name: str) ->
     if is_hub(obj):
         return _hub_side(obj, target, column, users, name)
     if pair:
-        return Side.of(*pair, name, obj.get("users"))
+        return Side.of(*pair, name, obj.get("users"))._replace(notes=_unread(obj, name))
     if isinstance(obj, TensorDataset):
         if len(obj.tensors) != 2:
             raise ConfigError(f"{name}: has {len(obj.tensors)} tensors, expected features and targets")
@@ -182,6 +183,28 @@ def batches_given(place: str, batches: Sequence[Any]) -> ConfigError:
         f"{place} is a list of {len(batches)} batches; give the data set that they came from, or "
         "(torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches]))"
     )
+
+
+def _unread(obj: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    """The note on entries of a dictionary that have a value for every sample and are not read; test sets are refused.
+
+    Raises:
+        ConfigError: features and targets beside which the dictionary has a test set.
+    """
+    x, y = next(pair for pair in PAIRS if pair[0] in obj and pair[1] in obj)
+    others = [key for key in obj if key not in (x, y, "users", "frame")]  # of scikit-learn, which holds both
+    if tests := [key for key in others if "test" in str(key).lower().split("_")]:
+        raise ConfigError(
+            f"{name}: {tests[0]!r} beside {x!r} and {y!r} would not be read; give {{'train': (x, y), 'test': (x, y)}}"
+        )
+    beside = [repr(key) for key in others if _rows(obj[key]) == _rows(obj[x])]
+    return (f"of the dictionary {x!r} and {y!r} are read, not {', '.join(beside)}",) if beside else ()
+
+
+def _rows(values: Any) -> int | None:
+    """How many samples an array, tensor, table or list has values for; None where it is none of these."""
+    shape = getattr(values, "shape", (len(values),) if isinstance(values, tuple | list) else ())
+    return shape[0] if shape else None
 
 
 def _named(obj: Any) -> tuple[Any, Any] | None:

@@ -88,8 +88,10 @@ def simulate(
         ClientError: code of the method failed.
         CheckpointError: a checkpoint cannot be written or read.
     """
+    data_notes = list[str]()
     if isinstance(fed, list | Mapping) and not {"x", "train"} & {*(fed if isinstance(fed, Mapping) else ())}:
         fed = Federation.of(fed)
+        data_notes = [f"data: {note}" for note in fed.notes]
     if "seeds" in choices or not isinstance(choices.get("seed", 0), int | None) or isinstance(algorithm, list | dict):
         raise ConfigError(
             "fl.simulate is one run, of one method with one seed; several are fl.compare(methods, fed, seeds=range(5))"
@@ -128,11 +130,13 @@ def simulate(
     checkpoints = RunCheckpoints(job, place)
     resumed = checkpoints.resume(initial_state(job, server))
     if not advance or resumed.stop is not None:
-        return Result(job, resumed.state, resumed.stop or Stop.INTERRUPTED, resumed.detail, resumed.diverged)
-    with arithmetic(job), clients_of(job) as clients, interruptible() as interrupted:
-        return Result(
-            job, *run_rounds(job, clients, checkpoints, _Simulation(job, clients, progress, interrupted), resumed.state)
-        )
+        result = Result(job, resumed.state, resumed.stop or Stop.INTERRUPTED, resumed.detail, resumed.diverged)
+    else:
+        with arithmetic(job), clients_of(job) as clients, interruptible() as interrupted:
+            hooks = _Simulation(job, clients, progress, interrupted)
+            result = Result(job, *run_rounds(job, clients, checkpoints, hooks, resumed.state))
+    result.notes[:0] = data_notes
+    return result
 
 
 class _Simulation(Hooks):

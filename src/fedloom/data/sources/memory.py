@@ -89,7 +89,10 @@ def as_dataset(
         for values in zip(*((p.x, p.y) for p in parts), strict=True)
     )
     options.setdefault("classes", most_classes(parts))
-    return noted(of_arrays(name, x, y, task, split=len(parts[0].x) if len(parts) == 2 else None, **options))
+    data = of_arrays(name, x, y, task, split=len(parts[0].x) if len(parts) == 2 else None, **options)
+    return noted(
+        replace(data, notes=(*data.notes, *dict.fromkeys(f"{name}: {note}" for part in parts for note in part.notes)))
+    )
 
 
 def _table(obj: Any, target: Any, task: Task | None, name: str, options: dict[str, Any]) -> Dataset:
