@@ -139,6 +139,13 @@ def test_many_rivals_need_more_evidence() -> None:
     assert len(win(best, close, *others).rivals) == 5
 
 
+def test_the_target_that_costs_are_counted_to_is_of_a_method_that_ran_to_its_end() -> None:
+    """A diverged method may have the best figures of all; its target would leave the costs of the others out."""
+    kept, lost = row("a", [0.8, 0.8]), row("b", [0.9, 0.9], "diverged")
+    assert compare.common_target([kept, lost], "accuracy") == pytest.approx(0.95 * 0.8)
+    assert compare.common_target([lost], "accuracy") == pytest.approx(0.95 * 0.9)
+
+
 @pytest.mark.parametrize("seeds", [1, 2, 4])
 def test_fewer_than_five_common_seeds_decide_nothing(seeds: int) -> None:
     far = win(row("a", [0.1 + 0.001 * s for s in range(seeds)]), row("b", [0.9] * seeds))

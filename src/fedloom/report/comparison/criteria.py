@@ -160,8 +160,12 @@ def _criteria(runs: list[Run], rows: list[Row], lead: str) -> list[Criterion]:
 
 
 def common_target(rows: list[Row], lead: str) -> float:
-    """95 % of the best mean result (1 / 95 % where less is better); nan if there is none."""
-    means = [row.figures[lead].mean for row in rows if lead in row.figures and math.isfinite(row.figures[lead].mean)]
+    """95 % of the best mean result (1 / 95 % where less is better) of methods that ran to their end; nan without one.
+
+    Where no method ran to its end, of those that have a result.
+    """
+    ended = [row for row in rows if row.done and row.result(lead)] or rows
+    means = [row.figures[lead].mean for row in ended if lead in row.figures and math.isfinite(row.figures[lead].mean)]
     if not means:
         return math.nan
     return NEAR * max(means) if metric(lead).higher else min(means) / NEAR
