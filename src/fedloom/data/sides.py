@@ -192,12 +192,12 @@ def _unread(obj: Mapping[str, Any], name: str) -> tuple[str, ...]:
         ConfigError: features and targets beside which the dictionary has a test set.
     """
     x, y = next(pair for pair in PAIRS if pair[0] in obj and pair[1] in obj)
-    others = [key for key in obj if key not in (x, y, "users", "frame")]  # of scikit-learn, which holds both
-    if tests := [key for key in others if "test" in str(key).lower().split("_")]:
+    unused = [key for key in obj if key not in (x, y, "users", "frame")]  # of scikit-learn, which holds both
+    if tests := [key for key in unused if "test" in str(key).lower().split("_")]:
         raise ConfigError(
             f"{name}: {tests[0]!r} beside {x!r} and {y!r} would not be read; give {{'train': (x, y), 'test': (x, y)}}"
         )
-    beside = [repr(key) for key in others if _rows(obj[key]) == _rows(obj[x])]
+    beside = [repr(key) for key in unused if _rows(obj[key]) == _rows(obj[x])]
     return (f"of the dictionary {x!r} and {y!r} are read, not {', '.join(beside)}",) if beside else ()
 
 

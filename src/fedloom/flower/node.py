@@ -26,6 +26,7 @@ from fedloom.engine.job import Job
 from fedloom.engine.replay import Replay
 from fedloom.engine.setup import make_job
 from fedloom.errors import ConfigError, FedloomError, Refused, WireError, cause_of
+from fedloom.flower.documents import setting_of
 from fedloom.flower.local import Local, NodeProblem
 from fedloom.flower.records import (
     HEAD,
@@ -34,7 +35,6 @@ from fedloom.flower.records import (
     fields_like,
     head,
     head_of,
-    setting_of,
     shapes_of,
     tensors_of,
 )

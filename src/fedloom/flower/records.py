@@ -1,4 +1,4 @@
-"""Records: what server and nodes exchange, as Flower's records, and the document of a run."""
+"""Records: what server and nodes exchange, as Flower's records."""
 
 from __future__ import annotations
 
@@ -17,73 +17,14 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from numpy.lib import format as npy
 from torch import Tensor, nn
 
-from fedloom.algorithms import ALGORITHMS, REGISTRY, Algorithm, upload_fields
-from fedloom.choose.shares import by_clusters, column_of_shares
-from fedloom.engine.setting import Evaluate, Setting
 from fedloom.errors import ConfigError, Refused, WireError
-from fedloom.local import LocalSGD
 from fedloom.trained.model import running_statistics
-from fedloom.values import Value, choose, dump, fields_of, make
 from fedloom.version import __version__
 
 HEAD = "fedloom"
 """Name of the record that has the plain values of a message, and of a reply."""
 NUMPY = "numpy.ndarray"
 """Form of an array's bytes: those of a file of numpy's."""
-WANTED = [
-    name
-    for name in Setting.model_fields
-    if name not in ("algorithm", "model", "rounds", "task", "attack", "devices", "schedule")
-]
-"""Fields of a setting that a strategy takes: all but the app's own, and those of simulations."""
-PART, NODES = "sampler={'kind': 'uniform', 'fraction': 0.5}", "min_nodes"
-FIGURES = "client_metrics, which has the figures of every node"
-INSTEAD = {
-    "fraction_train": PART,
-    "fraction_fit": PART,
-    "fraction_evaluate": "evaluate_every, as all nodes are scored",
-    "min_train_nodes": NODES,
-    "min_evaluate_nodes": NODES,
-    "min_available_nodes": NODES,
-    "min_fit_clients": NODES,
-    "min_evaluate_clients": NODES,
-    "min_available_clients": NODES,
-    "weighted_by_key": "weights='samples' or 'uniform'",
-    "train_metrics_aggr_fn": FIGURES,
-    "evaluate_metrics_aggr_fn": FIGURES,
-    "fit_metrics_aggregation_fn": FIGURES,
-    "evaluate_metrics_aggregation_fn": FIGURES,
-    "on_fit_config_fn": "local, by which all nodes train",
-    "on_evaluate_config_fn": "@app.evaluate('mine') at the nodes for scores of your own",
-    "accept_failures": "none, as a round takes the replies that arrive",
-    "proximal_mu": "Strategy('fedprox', Net(), mu=...)",
-    "num_malicious_nodes": "aggregator={'kind': 'krum', 'f': 2}",
-    "num_malicious_clients": "aggregator={'kind': 'krum', 'f': 2}",
-    "eta_l": "local={'lr': ...}",
-    "initial_parameters": "initial_arrays of start",
-    "arrayrecord_key": "none, as fedloom names the records",
-    "configrecord_key": "none, as fedloom names the records",
-}
-"""Options of Flower's strategies, and those in their place."""
-UNREAD = {
-    "engine": {
-        "quorum": "a round takes the replies that arrive, one at least; leave it out",
-        "device": "the node names it: Local(..., device='cuda')",
-        "checkpoint_every": "a folder gets a checkpoint after every round; leave it out",
-    }
-    | dict.fromkeys(("workers", "chunk"), "a node computes for one client; leave it out"),
-    "evaluate": dict.fromkeys(
-        sorted(Evaluate.model_fields.keys() - {"select_on", "parts", "clients"}),
-        "nodes score their own parts; compute it there, with personal_model(context)",
-    )
-    | {
-        "every": "use evaluate_every",
-        "statistics": "a node computes them from its training samples; leave it out",
-    },
-}
-"""Fields of choices that an app has no use for, and what to do."""
-OF_START = ("initial_arrays", "num_rounds", "timeout", "train_config", "evaluate_config", "evaluate_fn")
-"""Arguments of `Strategy.start`."""
 NEAR = 1e-3
 """Difference of means and spreads from which values that do not train are not the same."""
 log = logging.getLogger("flwr").log
@@ -185,95 +126,6 @@ def head(**values: Any) -> ConfigRecord:
     return ConfigRecord({"release": __version__, **values})
 
 
-def document_of(algorithm: Any, choices: Mapping[str, Any]) -> str:
-    """Write a method, with its options and the choices of a run, as JSON for the nodes.
-
-    Raises:
-        ConfigError: the method is none of the registry, a choice has another place, or a value has no such form.
-    """
-    for name in choices:
-        if name in INSTEAD:
-            raise ConfigError(f"{name} is an option of Flower's own strategies; use {INSTEAD[name]}")
-        if name in OF_START:
-            raise ConfigError(f"{name} is an argument of start: strategy.start(grid, arrays, {name}=...)")
-    if not isinstance(algorithm, str):
-        raise ConfigError(f"algorithm must be a name, as in Strategy('ditto', Net(), lam=1.0), got {algorithm!r:.80}")
-    if algorithm not in REGISTRY:
-        choose("algorithm", REGISTRY, algorithm, base=Algorithm)  # names the nearest
-        raise ConfigError(f"algorithm must be a name of fl.algorithms.REGISTRY, got {algorithm!r}")
-    options = {name: value for name, value in choices.items() if name not in WANTED}
-    for name in options:
-        if name in LocalSGD.model_fields and name not in fields_of(REGISTRY[algorithm]):
-            raise ConfigError(f"{name} is of the training at the nodes; use local={{{name!r}: ...}}")
-    wanted = _plain({name: value for name, value in choices.items() if name in WANTED})
-    for part, cures in UNREAD.items():
-        table = wanted.get(part)
-        for name in cures.keys() & (table if isinstance(table, Mapping) else ()):
-            raise ConfigError(f"{part}: {name!r} has no effect in an app: {cures[name]}")
-    try:
-        return json.dumps({"algorithm": algorithm, "options": _plain(options), "choices": wanted})
-    except TypeError as error:
-        raise ConfigError(f"a strategy takes names, numbers, tables and values of fedloom: {error}") from error
-
-
-def resolved_document(setting: Setting) -> str:
-    """Write the setting of a job for its nodes, with all that follows from the federation made a number."""
-    name = next(name for name, kind in ALGORITHMS.items() if kind is type(setting.method))
-    parts = [name for name in WANTED if name not in ("aggregator", "weights")]  # which the server has for itself
-    choices = {part: value for part in parts if (value := getattr(setting, part)) is not None}
-    return json.dumps({"algorithm": name, "options": dump(setting.method), "choices": _plain(choices)})
-
-
-def setting_of(document: str, model: nn.Module, rounds: int, **more: Any) -> Setting:
-    """Read the setting of a document.
-
-    Raises:
-        ConfigError: a value that cannot work.
-        Refused: it names code, which no message may.
-    """
-    content = json.loads(document)
-    for text in _texts(content):
-        if ":" in text:
-            raise Refused(f"{text!r} names code; a strategy takes the names of fedloom's own parts only")
-    choices = {**content["choices"], **more}
-    entry: Any = REGISTRY[content["algorithm"]]
-    algorithm = make(entry, content["options"], content["algorithm"], fields_of(entry))
-    return Setting.of(algorithm, model=model, rounds=rounds, **choices)
-
-
-def check_counts(**counts: tuple[Any, int]) -> None:
-    """Refuse a count, by name with the least that it may be, that is no whole number or smaller.
-
-    Raises:
-        ConfigError: the first such count.
-    """
-    for name, (count, least) in counts.items():
-        if type(count) is not int or count < least:
-            raise ConfigError(f"{name} must be a whole number of at least {least}, got {count!r:.80}")
-
-
-def check_nodes_suffice(name: str, setting: Setting) -> None:
-    """Refuse a method, by its name, or choices for which the nodes of an app lack something.
-
-    Raises:
-        Refused: it needs all samples in one place, a clock, or models that stay at the clients.
-    """
-    if setting.pooled:
-        raise Refused(f"{name} pools the data of all clients, which nodes do not give; choose another method")
-    if setting.devices is not None or setting.schedule.kind != "synchronous":
-        raise Refused("devices and schedule are of virtual time, and real nodes take their own; leave both out")
-    resolved = setting.resolved()
-    kinds = upload_fields(type(resolved.method)).values()
-    if resolved.sampler.learns and any(k.primary and k.base.startswith("rows.") for k in kinds):
-        raise Refused(
-            f"sampler {resolved.sampler.kind!r} looks at the clients' models, but {name} uploads a "
-            "difference to a state that stays at the client; choose another sampler"
-        )
-    if (clusters := by_clusters(setting.weights)) or column_of_shares(setting.weights):
-        cure = "use weigher 'equitable'" if clusters else "give a number for each client"
-        raise Refused(f"weights = {setting.weights!r} needs all samples in one place; {cure}")
-
-
 def state_dict_of(arrays: Any, module: nn.Module) -> dict[str, Tensor]:
     """Read the values of a module from a record.
 
@@ -341,20 +193,3 @@ def check_alike(node: str, server: str) -> None:
 
 def _described(facts: list[Any]) -> str:
     return str(facts[0]) + (" and does not train" if len(facts) > 1 else "")
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Value):
-        kind = {"kind": value.kind} if hasattr(value, "kind") else {}
-        return kind | value.model_dump(mode="json", exclude_unset=True)
-    if isinstance(value, Mapping):
-        return {key: _plain(inner) for key, inner in value.items()}
-    return [_plain(inner) for inner in value] if isinstance(value, (list, tuple)) else value
-
-
-def _texts(value: Any) -> list[str]:
-    if isinstance(value, dict):
-        return [text for inner in value.values() for text in _texts(inner)]
-    if isinstance(value, list):
-        return [text for inner in value for text in _texts(inner)]
-    return [value] if isinstance(value, str) else []

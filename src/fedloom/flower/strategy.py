@@ -31,17 +31,9 @@ from fedloom.engine.setup import make_job
 from fedloom.engine.state import State, initial_state
 from fedloom.errors import ConfigError, RunStopped
 from fedloom.flower.clients import FlowerClients, Members, Remembering
+from fedloom.flower.documents import check_counts, check_nodes_suffice, document_of, resolved_document, setting_of
 from fedloom.flower.members import SavedRun, introductions, read_run, write_run
-from fedloom.flower.records import (
-    check_counts,
-    check_nodes_suffice,
-    document_of,
-    log,
-    resolved_document,
-    setting_of,
-    shapes_of,
-    state_dict_of,
-)
+from fedloom.flower.records import log, shapes_of, state_dict_of
 from fedloom.flower.samples import Signature, adapted
 from fedloom.local.oracles.precision import undisturbed
 from fedloom.trained.model import running_statistics
