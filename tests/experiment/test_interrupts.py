@@ -5,8 +5,13 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
+from fedloom.data import Federation
+from fedloom.engine.result import Result
+from fedloom.engine.setting import Setting
+from fedloom.engine.simulate import simulate
 from fedloom.experiment import Plan, parse
 from fedloom.experiment.events import Event
 from fedloom.processes.signals import interruptible
@@ -53,6 +58,36 @@ def test_scores_of_clients_left_out_are_made_anew_where_their_file_is_damaged(tm
     for content in (b"", whole[: len(whole) // 2], whole.replace(b"PAR1", b"PAR2")):
         file.write_bytes(content)
         assert scores() == whole
+
+
+@pytest.mark.parametrize("ended", [1, 3, 4])
+def test_an_interrupt_loses_the_clients_left_out_of_one_run_at_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: int
+) -> None:
+    """Two seeds of three clients: after three of the six trainings the first seed's scores are in the file."""
+    trained = list[str]()
+
+    def train(setting: Setting, fed: Federation, **options: object) -> Result:
+        if "folder" not in options:
+            if len(trained) == ended:
+                trained.append("interrupted")
+                raise KeyboardInterrupt
+            trained.append(fed.names[0])
+        return simulate(setting, fed, **options)  # type: ignore[arg-type]
+
+    partition = {"kind": "iid", "clients": 3, "keep": 30, "leave": "each"}
+    document = {**SMALL, "seeds": [0, 1], "partition": partition, "method": [{"algorithm": "fedavg"}]}
+    Plan(parse(document, "small"), tmp_path / "whole").run(page=False)
+    monkeypatch.setattr("fedloom.experiment.execute.simulate", train)
+    with pytest.raises(KeyboardInterrupt):
+        Plan(parse(document, "small"), tmp_path / "out").run(page=False)
+    Plan(parse(document, "small"), tmp_path / "out").run(page=False)
+    assert len(trained) == 1 + ended + 6 - ended // 3 * 3
+    whole, resumed = (
+        pq.read_table(tmp_path / name / "left_out.parquet").sort_by([("seed", "ascending"), ("client", "ascending")])
+        for name in ("whole", "out")
+    )
+    assert resumed.equals(whole)
 
 
 def test_what_is_around_hears_of_it() -> None:

@@ -239,8 +239,9 @@ class Plan:
         return notes
 
     def _leave(self, data: Dataset, outcomes: Sequence[Outcome]) -> None:
-        """Train every complete run again without each client in turn, and score that one."""
+        """Train every complete run again without each client in turn, and score that one; a run's scores are kept."""
         before, tables = left_out_before(self.out), dict[tuple[str, int], list[pa.Table]]()
+        write_left_out(self.out, tables, before)
         for (method, seed), outcome in zip(self.runs, outcomes, strict=False):
             fed = self.federations[seed]
             scored = method.setting.evaluate.with_(every=method.setting.rounds, parts=("test",), select_on="test")
@@ -251,7 +252,8 @@ class Plan:
                 if result.stop is Stop.INTERRUPTED:
                     return
                 tables.setdefault((method.label, seed), []).append(scores_of_new(result, data, fed, client))
-        write_left_out(self.out, tables, before)
+            if (method.label, seed) in tables:
+                write_left_out(self.out, tables, before)
 
     def _check_directory(self) -> None:
         """Refuse what is not a run directory, or one of another experiment; methods and seeds may come and go."""
