@@ -54,6 +54,16 @@ def call(*words: object) -> Result:
     return CliRunner().invoke(app, [str(word) for word in words])
 
 
+@pytest.mark.parametrize("workers", ["0", "-1", "1.5", "many", "", "²"])
+def test_workers_are_a_number_from_1_or_auto(workers: str, file: Path, tmp_path: Path) -> None:
+    places = (["run", file, "--out", tmp_path / "run"], ["reproduce", "fiaelt-synthetic", "--out", tmp_path / "paper"])
+    for words in places:
+        done = call(*words, "--workers", workers)
+        assert done.exit_code == 2, done.output
+        assert f"error: --workers must be a number from 1 or 'auto', got {workers!r}" in done.output
+    assert [*tmp_path.iterdir()] == [file]
+
+
 def set_to(*values: str, methods: tuple[str, ...] = (), rounds: int | None = None) -> Any:
     return with_overrides(tomllib.loads(FILE), "small.toml", values, methods, rounds)
 

@@ -33,6 +33,30 @@ def test_port_in_use(ready):
     assert not (ready / "local").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("server.key", None, "cannot read the server's private key"),
+        ("server.crt", None, "cannot read the server's certificate"),
+        ("ca.crt", None, "cannot read the authority's certificate"),
+        ("server.key", "authority/ca.key", r"server\.key is not the key of server\.crt; 'fedloom deploy renew'"),
+        ("server.key", "README.md", r"server\.key and its certificate cannot be read as PEM; 'fedloom deploy renew'"),
+        ("server.crt", "README.md", r"server\.key and its certificate cannot be read as PEM; 'fedloom deploy renew'"),
+        ("ca.crt", "README.md", r"ca\.crt is not a certificate in PEM form"),
+    ],
+)
+def test_a_certificate_that_cannot_be_used_is_refused_before_anything_starts(ready, name, content, sentence):
+    file = ready / "server" / name
+    if content is None:
+        file.unlink()
+    else:
+        file.write_bytes((ready / content).read_bytes())
+    with Processes() as processes, pytest.raises(ConfigError, match=sentence):
+        Loopback(ready, processes).start_server()
+    assert not processes.started
+    assert not (ready / "local").exists()
+
+
 def test_one_at_a_time(ready):
     with lock(ready), pytest.raises(RunDirError, match="is in use by process"):
         run_all(ready, lambda _: None)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 
 from fedloom.cli import bench, cox, deploy, deploy_members, deploy_models, facts, glm, init, models, runs, tune, watch
-from fedloom.cli._app import DataDir, app, errors, say
+from fedloom.cli._app import DataDir, app, errors, say, worker_count
 from fedloom.cli._complete import algorithms, offer, one_of
 
 __all__ = [
     "DataDir", "algorithms", "app", "bench", "cox", "deploy", "deploy_members", "deploy_models", "errors", "facts",
-    "glm", "init", "main", "models", "offer", "one_of", "runs", "say", "tune", "watch",
+    "glm", "init", "main", "models", "offer", "one_of", "runs", "say", "tune", "watch", "worker_count",
 ]  # fmt: skip
 
 # A package of commands imports the names above, so it comes last.

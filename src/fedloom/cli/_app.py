@@ -12,7 +12,7 @@ import typer
 from typer import core
 from typer.core import TyperGroup
 
-from fedloom.errors import FedloomError, printable
+from fedloom.errors import ConfigError, FedloomError, printable
 from fedloom.version import __version__
 
 core.HAS_RICH = False  # else typer writes "\\[required]" in plain help, an escape that only rich's markup needs
@@ -81,6 +81,17 @@ Trust = Annotated[
     ),
 ]
 DataDir = Annotated[Path | None, typer.Option(help="folder of data sets; else the environment variable FEDLOOM_DATA")]
+
+
+def worker_count(text: str) -> int | str:
+    """The value of --workers: a number from 1, or 'auto'.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if text != "auto" and not (text.isdecimal() and int(text) > 0):
+        raise ConfigError(f"--workers must be a number from 1 or 'auto', got {text!r}")
+    return text if text == "auto" else int(text)
 
 
 EXTRAS = {

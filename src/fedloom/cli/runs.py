@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedloom.cli import _complete as offer
-from fedloom.cli._app import DataDir, FileArgument, Trust, app, errors, say
-from fedloom.errors import ConfigError, unknown
+from fedloom.cli._app import DataDir, FileArgument, Trust, app, errors, say, worker_count
+from fedloom.errors import unknown
 from fedloom.formats import duration
 
 if TYPE_CHECKING:
@@ -71,11 +71,7 @@ def run(
     On several machines or GPUs: torchrun --nproc-per-node 4 -m fedloom.cli run FILE.toml
     """
     with errors():
-        count: int | str | None = workers
-        if workers is not None and workers != "auto":
-            if not workers.isdigit() or int(workers) < 1:
-                raise ConfigError(f"--workers must be a number from 1 or 'auto', got {workers!r}")
-            count = int(workers)
+        count = None if workers is None else worker_count(workers)
         from fedloom.experiment import read
 
         experiment = read(file, values or (), method or (), rounds, trust=trust, refit=refit, workers=count)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedloom.cli import DataDir, app, errors, one_of, say
+from fedloom.cli import DataDir, app, errors, one_of, say, worker_count
 from fedloom.errors import ConfigError
 from fedloom.formats import significant
 from fedloom_studies.cli._complete import recipes as recipe_names
@@ -132,7 +132,7 @@ def _run(
     try:
         done = run(
             recipe, scale, out / recipe.name / scale, results=results, data_dir=data_dir, seeds=seeds, only=only,
-            workers=workers if workers == "auto" else _count(workers), device=device, budget=budget, show=counted,
+            workers=worker_count(workers), device=device, budget=budget, show=counted,
         )  # fmt: skip
     except DataError as error:
         if not several:
@@ -176,7 +176,7 @@ def _verify(
     with TemporaryDirectory() as folder:
         differences = verify(
             recipe, summary, Path(folder) / "run", data_dir=data_dir, only=only,
-            workers=workers if workers == "auto" else _count(workers), show=counted,
+            workers=worker_count(workers), show=counted,
         )  # fmt: skip
     worst = max(differences, key=lambda d: d.size)
     equal = sum(d.size == 0 for d in differences)
@@ -208,15 +208,9 @@ def _list(scale: Scale, results: Path, data_dir: Path | None) -> None:
 
 def _seeds(text: str | None) -> list[int]:
     parts = [] if text is None else text.split(",")
-    if not all(part.strip().isdigit() for part in parts):
+    if not all(part.strip().isdecimal() for part in parts):
         raise ConfigError(f"--seeds must be numbers with commas between, e.g. 1,10,100, got {text!r}")
     return [int(part) for part in parts]
-
-
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise ConfigError(f"--workers must be a number from 1 or 'auto', got {text!r}")
-    return int(text)
 
 
 def seconds(text: str) -> float:

@@ -177,7 +177,7 @@ def _at(run: Run, reference: Reference, seed: int, points: Curve, when: str) -> 
             return float(learned.mean()) if len(learned) else math.nan
         case "validation":
             return points.at(_best_round(run, reference, seed))
-        case _ if when.isdigit():
+        case _ if when.isdecimal():
             return points.at(int(when))
         case _ if re.fullmatch(r"to \d*\.?\d+", when):
             rounds, scores, sign = _validation(run, reference, seed)

@@ -132,7 +132,7 @@ class _Tweets(Collector):
         return np.array([row[TEXT] for row in rows], object)[:, None]
 
     def _labels(self, listed: Any) -> Floats | None:
-        return super()._labels([int(v) if isinstance(v, str) and v.isdigit() else v for v in listed])
+        return super()._labels([int(v) if isinstance(v, str) and v.isdecimal() else v for v in listed])
 
     def _check_labels(self, y: Floats, user: str, where: str) -> None:
         if strange := sorted(set(y.tolist()) - {0, 1, 4}):

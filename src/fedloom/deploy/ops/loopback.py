@@ -20,6 +20,7 @@ from fedloom.deploy.server.run import FINISHED, STOPS, finished
 from fedloom.deploy.settings import Server, Site, check_fingerprint, check_version, read_server, read_site
 from fedloom.deploy.site.local_data import site_federation
 from fedloom.errors import ConfigError
+from fedloom.storage.files import content_of
 from fedloom.storage.locks import lock
 
 SPOKEN = "fedloom: "
@@ -72,10 +73,11 @@ class Loopback:
         """Start the server's two processes and wait until it answers.
 
         Raises:
-            ConfigError: the port is in use.
+            ConfigError: the port is in use, or a file of its certificate is missing, damaged or of another one.
             ProcessError: it ended, or does not answer.
         """
         check_free(self.server.port, "the server")
+        _check_certificate(self.server)
         shutil.rmtree(self.work, ignore_errors=True)
         (self.work / "cli").mkdir(mode=0o700, parents=True)
         (self.work / "cli" / "config.toml").write_text(profile(self.address, self.server.ca))
@@ -178,6 +180,24 @@ class Loopback:
                 if time.monotonic() > end:
                     raise ProcessError(f"the server does not answer on {self.address}: {error}") from None
                 time.sleep(0.1)
+
+
+def _check_certificate(server: Server) -> None:
+    """Refuse files of the server's certificate that cannot be used together."""
+    cure = "'fedloom deploy renew' with --host of the server makes its certificate and key anew"
+    for what, path in (("certificate", server.certificate), ("private key", server.key)):
+        content_of(path, f"the server's {what}", cure)
+    content_of(server.ca, "the authority's certificate", "authority/ has another copy")
+    try:
+        ssl.create_default_context(cafile=server.ca)
+    except ssl.SSLError:
+        raise ConfigError(f"{server.ca} is not a certificate in PEM form; authority/ has another copy") from None
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(server.certificate, server.key, lambda: "")
+    except ssl.SSLError as error:
+        other = error.reason == "KEY_VALUES_MISMATCH"
+        fault = f"is not the key of {server.certificate.name}" if other else "and its certificate cannot be read as PEM"
+        raise ConfigError(f"{server.key} {fault}; {cure}") from None
 
 
 def run_all(folder: Path, show: Print, port: int | None = None) -> Loopback:
