@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
+import time
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -12,8 +15,10 @@ from fedloom.data import Federation
 from fedloom.engine.result import Result
 from fedloom.engine.setting import Setting
 from fedloom.engine.simulate import simulate
+from fedloom.errors import FedloomError
 from fedloom.experiment import Plan, parse
-from fedloom.experiment.events import Event
+from fedloom.experiment.events import Event, EventQueue
+from fedloom.processes.pool import WorkerPool
 from fedloom.processes.signals import interruptible
 
 SMALL = {
@@ -88,6 +93,27 @@ def test_an_interrupt_loses_the_clients_left_out_of_one_run_at_most(
         for name in ("whole", "out")
     )
     assert resumed.equals(whole)
+
+
+def test_a_process_that_is_killed_while_it_sends_an_event_holds_nothing_up() -> None:
+    def dies(_shared: None, _task: int) -> None:
+        queue.send(Event("a", 0, 1, 0))
+        threading.Thread(target=queue.send, args=(Event("a" * 2**20, 0, 1, 0),), daemon=True).start()
+        time.sleep(0.5)  # it has the queue now, and no room, since nobody reads
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def run() -> None:
+        with (
+            pytest.raises(FedloomError, match="a worker process died"),
+            WorkerPool([dies], 2) as pool,
+            queue.listening(lambda _event: time.sleep(1.0)),
+        ):
+            list(pool.map(dies, None, [0]))
+        ended.set()
+
+    queue, ended = EventQueue(), threading.Event()
+    threading.Thread(target=run, daemon=True).start()
+    assert ended.wait(60)
 
 
 def test_what_is_around_hears_of_it() -> None:

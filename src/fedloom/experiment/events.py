@@ -17,6 +17,9 @@ from fedloom.engine.state import State
 PAUSE = 0.2
 """Seconds between two events of a run in another process that has measured nothing new."""
 
+PATIENCE = 2.0
+"""Seconds after an error in which events under way are still passed on."""
+
 Figures = dict[str, float]
 """Figures of the whole federation by ``model/part/metric``."""
 
@@ -101,17 +104,25 @@ class EventQueue:
 
     @contextmanager
     def listening(self, *listeners: Listener) -> Iterator[None]:
-        """While it is open, a thread passes on every event."""
+        """While it is open, a thread passes on every event; after an error those that come within `PATIENCE`."""
 
         def listen() -> None:
             while (event := self._queue.get()) is not None:
                 for hear in listeners:
                     hear(event)
 
-        thread = threading.Thread(target=listen, daemon=True)
+        def end() -> None:
+            self._queue.put(None)
+            thread.join()
+
+        thread, patience = threading.Thread(target=listen, daemon=True), None
         thread.start()
         try:
             yield
+        except BaseException:
+            patience = PATIENCE  # a process that was killed may hold the queue, or have sent half an event
+            raise
         finally:
-            self._queue.put(None)
-            thread.join()
+            ending = threading.Thread(target=end, daemon=True)
+            ending.start()
+            ending.join(patience)
