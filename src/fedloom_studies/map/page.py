@@ -18,7 +18,7 @@ from fedloom_studies.map.judge import Overall, SetupVerdict, Standing, judge, ov
 from fedloom_studies.map.pictures import SIGNS, ladder, overview
 from fedloom_studies.map.records import NOT_RUN, CellRecord, stale
 from fedloom_studies.map.references import References, lines
-from fedloom_studies.map.setups import MARKS, Cell, Setup, parts_of_networks
+from fedloom_studies.map.setups import MARKS, POOLED, Cell, Setup, parts_of_networks
 from fedloom_studies.map.statements import (
     FOLDER,
     WANTED,
@@ -81,7 +81,7 @@ A triangle up: significantly better, down: significantly worse. Pale: not signif
 - **Parts of the network.** On a plain network some methods are FedAvg or FedPer. They have the parts that they ask for:
   {parts}.
 
-- **No regulariser.** The problems have none; FedMiD and FedDualAvg are FedAvg then.
+- **No regulariser.** The problems have none; FedMiD and FedDualAvg are FedAvg with a step size of the server then.
 
 - No setup is of texts: the source that needs no download reads the docstrings of the Python that runs, so that two
   machines would have two federations.
@@ -154,10 +154,12 @@ def _overview(
     if together is None:
         lines += ["Too few tuned setups and methods have been run to compare over them."]
         return "\n".join(lines) + "\n"
+    pooled = f" Pooled data ({POOLED}) are ranked among them." if POOLED in together.methods else ""
     alike = "differ" if together.p < LEVEL else "do not differ significantly"
     lines += [
         f"The {len(together.methods)} methods with a result in each of {len(together.setups)} tuned setups {alike} "
-        f"(Friedman's test of their ranks, p = {significant(together.p, 2)}). "
+        f"(Friedman's test of their ranks, p = {significant(together.p, 2)})."
+        f"{pooled} "
         f"The setups are: {joined(together.setups)}. Bars join methods that Nemenyi's test finds level.",
         "",
         f"![mean ranks]({FOLDER}/ranks.svg)",

@@ -106,9 +106,11 @@ def sentences(j: SetupVerdict) -> list[str]:
     top, *behind = j.rivals
     level = [s for s in behind if s.level]
     if level:
-        frugal = min((top, *level), key=lambda s: s.figures["bytes"].mean)
-        sent = frugal.figures["bytes"].mean / 1e6
-        least = f"{frugal.method} sends {f'least, {significant(sent, 3)} MB' if sent else 'nothing'}"
+        sent = min(s.figures["bytes"].mean for s in (top, *level))
+        frugal = [s.method for s in (top, *level) if s.figures["bytes"].mean == sent]
+        send = "sends" if len(frugal) == 1 else "send"
+        each = " each" if len(frugal) > 1 else ""
+        least = f"{enumerated(frugal)} {send} {f'least, {significant(sent / 1e6, 3)} MB{each}' if sent else 'nothing'}"
         are = "is" if len(level) == 1 else "are"
         beside = f"{len(level)} of the {len(behind)} others {are} level with it. Of these and {top.method}, {least}."
     else:
@@ -134,6 +136,12 @@ def _pooled(standing: Standing | None) -> str:
 def joined(values: Iterable[object]) -> str:
     """Join values with commas."""
     return ", ".join(map(str, values))
+
+
+def enumerated(items: Sequence[str]) -> str:
+    """Join items with commas, the last two with "and"."""
+    *first, last = items
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def _gain(s: Standing) -> str:
