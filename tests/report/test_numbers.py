@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -144,6 +145,14 @@ def test_the_target_that_costs_are_counted_to_is_of_a_method_that_ran_to_its_end
     kept, lost = row("a", [0.8, 0.8]), row("b", [0.9, 0.9], "diverged")
     assert compare.common_target([kept, lost], "accuracy") == pytest.approx(0.95 * 0.8)
     assert compare.common_target([lost], "accuracy") == pytest.approx(0.95 * 0.9)
+    mark = replace(row("a or b", [0.95, 0.95]), algorithm="")
+    assert compare.common_target([kept, lost, mark], "accuracy") == pytest.approx(0.95 * 0.8)
+
+
+def test_the_result_table_and_the_cards_have_the_same_leader_whatever_a_diverged_method_reached() -> None:
+    kept, less, lost = row("a", [0.8, 0.8]), row("b", [0.7, 0.7]), row("c", [0.9, 0.9], "diverged")
+    assert win(kept, less, lost).row == 0
+    assert re.findall(r'<span class="best">([^<]*)</span>', overview.results([kept, less, lost])) == ["80.00"]
 
 
 @pytest.mark.parametrize("seeds", [1, 2, 4])

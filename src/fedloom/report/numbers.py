@@ -197,6 +197,11 @@ class Row:
         return max((len(e.finite) for name, e in self.figures.items() if name not in COUNTED), default=0)
 
     @property
+    def sound(self) -> bool:
+        """Whether no run diverged or failed."""
+        return not any(record.status in LOST for record in self.records)
+
+    @property
     def lost(self) -> frozenset[int]:
         """Seeds without a result."""
         return frozenset(record.seed for record in self.records if record.lost)

@@ -150,7 +150,8 @@ def results(rows: list[Row]) -> str:
             estimate = row.figures.get(name)
             mean, half = cell(name, estimate)
             value = "" if estimate is None or not estimate.finite else f"{estimate.mean!r}"
-            strong = ' class="best"' if estimate is not None and _equals(estimate.mean, best.get(name)) else ""
+            leads = row.sound and estimate is not None and _equals(estimate.mean, best.get(name))
+            strong = ' class="best"' if leads else ""
             shown = f"<span{strong}>{mean}</span>" + (f' <span class="half">± {half}</span>' if half else "")
             if name == lead and estimate is not None and 0 < len(estimate.finite) < len(estimate.by_seed):
                 shown += f' <span class="odd">({len(estimate.finite)} of {len(estimate.by_seed)} seeds)</span>'
@@ -159,7 +160,8 @@ def results(rows: list[Row]) -> str:
     return (
         '<div class="scroll" tabindex="0" role="region" aria-label="Results, scrolls sideways">'
         '<table class="results"><caption class="unseen">Mean over seeds with half the width of the 95 % interval; '
-        "the best of a column in bold; methods without a remark ran to the end. Heads sort.</caption>"
+        "the best of a column in bold, of methods of which no run diverged or failed; methods without a remark ran to "
+        "the end. Heads sort.</caption>"
         f"<thead><tr>{cells}</tr></thead><tbody>{''.join(body)}</tbody></table></div>"
     )
 
@@ -169,8 +171,8 @@ def _equals(value: float, best: float | None) -> bool:
 
 
 def _best(name: str, rows: list[Row]) -> float | None:
-    """Best mean of a column; None where there is nothing to compare, or no direction is better."""
-    means = [estimate.mean for row in rows if (estimate := row.result(name)) is not None]
+    """Best mean of a column, of sound rows; None where there is nothing to compare, or no direction is better."""
+    means = [estimate.mean for row in rows if row.sound and (estimate := row.result(name)) is not None]
     return (max if figure(name).higher else min)(means) if len(means) > 1 and figure(name).rated else None
 
 

@@ -94,10 +94,12 @@ def _trade_off(
         off |= far
     _name(data, price.column, axes[1], axes[0])
     id, group, tab, title, corner = words
-    lines = "Small dots are single seeds" if singles else "Lines are 95 % intervals over seeds, cut at the edge"
+    several = any(point["low"] is not None for point in data)
+    lines = " Lines are 95 % intervals over seeds, cut at the edge." if several else ""
+    lines = " Small dots are single seeds." if singles else lines
     caption = (
         f"{title}, one point per model and method: {corner} is best. Ringed: no other of equal data and attack is "
-        f"better in both. {lines}. Points close to a named one carry no name (point at a dot).{kit.off_words(off)}"
+        f"better in both.{lines} Points close to a named one carry no name (point at a dot).{kit.off_words(off)}"
     )
     spec = _scatter(data, singles, rows, lead, price, axes)
     return Figure(id, group, tab, title, caption, spec, {"rows": data, "seeds": singles}, "wide")

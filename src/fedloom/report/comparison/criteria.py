@@ -18,7 +18,7 @@ from fedloom.formats import significant
 from fedloom.report.comparison.contenders import distinct, same
 from fedloom.report.comparison.family import differences, family
 from fedloom.report.naming import COSTS, MB, figure, metric
-from fedloom.report.numbers import EMPTY, LOST, Curve, Estimate, Row, curve, run_of
+from fedloom.report.numbers import EMPTY, Curve, Estimate, Row, curve, run_of
 from fedloom.report.run import Key, Run
 
 NEAR = 0.95
@@ -162,9 +162,10 @@ def _criteria(runs: list[Run], rows: list[Row], lead: str) -> list[Criterion]:
 def common_target(rows: list[Row], lead: str) -> float:
     """95 % of the best mean result (1 / 95 % where less is better) of methods that ran to their end; nan without one.
 
-    Where no method ran to its end, of those that have a result.
+    Where no method ran to its end, of those that have a result. A row of no method, whose work is not known, sets none.
     """
-    ended = [row for row in rows if row.done and row.result(lead)] or rows
+    methods = [row for row in rows if row.algorithm]
+    ended = [row for row in methods if row.done and row.result(lead)] or methods
     means = [row.figures[lead].mean for row in ended if lead in row.figures and math.isfinite(row.figures[lead].mean)]
     if not means:
         return math.nan
@@ -222,11 +223,7 @@ def up_to(total: Curve, round: int) -> float:
 
 def winner(criterion: Criterion, rows: list[Row]) -> Winner:
     """The best row of a criterion among those whose every seed ended well (or is still running, then provisionally)."""
-    sound = {
-        i: estimate
-        for i, estimate in criterion.values.items()
-        if not any(record.status in LOST for record in rows[i].records)
-    }
+    sound = {i: estimate for i, estimate in criterion.values.items() if rows[i].sound}
     if not sound:
         return Winner(criterion, None)
     seeds = max(len(estimate.finite) for estimate in sound.values())
