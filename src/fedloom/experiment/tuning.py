@@ -53,7 +53,7 @@ class Tune(Value):
         None,
         pattern="^[^/]+(/mean|/weighted)?$",
         description="validation metric, mean over clients, or with /weighted, as accuracy/weighted, weighted by their "
-        "samples; AUROC, accuracy or R2 if not given, by the task",
+        "samples; that of the task if not given, as AUROC on two classes",
     )
     model: Literal["auto", "global", "personal", "hybrid", "mean", "used"] = Field(
         "auto",
