@@ -20,6 +20,7 @@ import torch
 from flwr.app import Message
 from safetensors.torch import load_file
 
+from fedloom.deploy.ops.status import status_of
 from fedloom.deploy.protocol.envelope import HEAD
 from fedloom.deploy.server.run import serve
 from fedloom.deploy.settings import read_server, read_site
@@ -333,9 +334,15 @@ def test_a_full_disk_of_the_server(tmp_path: Path, whole: Scene, monkeypatch: py
     here = scene(tmp_path, "flame", **SMALL)
     with monkeypatch.context() as patch:
         patch.setattr(disk, "hook", full(here.server.checkpoints, after=12))
+        with pytest.raises(CheckpointError, match="the disk is full") as stop:
+            here.serve()
+        found = status_of(here.server)
+        assert (found["state"], found["reason"]) == ("stopped", str(stop.value))
+        patch.setattr(disk, "hook", full(here.server.checkpoints.parent))
         with pytest.raises(CheckpointError, match="the disk is full"):
             here.serve()
     assert here.serve() is Stop.DONE
+    assert status_of(here.server)["state"] == "done"
     same(here, whole)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -41,7 +42,7 @@ from fedloom.engine.setup import make_job
 from fedloom.engine.state import State, initial_state
 from fedloom.engine.virtual.check import check_stream
 from fedloom.engine.virtual.clock import CLIENT, VERSION
-from fedloom.errors import DataError, GivenUp, Refused, RunStopped, Stop
+from fedloom.errors import CheckpointError, DataError, FedloomError, GivenUp, Refused, RunStopped, Stop
 from fedloom.experiment import Experiment
 from fedloom.local.oracles.precision import undisturbed
 from fedloom.rows.channel import GaussianNoise
@@ -190,6 +191,10 @@ class _Run(Hooks):
             end = self._run()
         except RunStopped as error:
             stop, detail, diverged = error.reason, error.detail, None
+        except FedloomError as error:
+            with suppress(CheckpointError):  # the disk of the log may be full as well
+                self._audit.write("stop", reason=str(error))
+            raise
         else:
             _, stop, detail, diverged = end
         if stop is not Stop.DONE and diverged is None:
