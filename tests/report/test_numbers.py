@@ -16,6 +16,7 @@ import pytest
 from fedloom import report
 from fedloom.report import numbers, overview
 from fedloom.report.comparison import criteria as compare
+from fedloom.report.comparison.pairs import Pair, pairs_html, pairs_latex
 from fedloom.report.numbers import Estimate, Row, rows_of
 from fedloom.report.reading import read_runs
 from fedloom.report.run import Key
@@ -153,6 +154,13 @@ def test_the_result_table_and_the_cards_have_the_same_leader_whatever_a_diverged
     kept, less, lost = row("a", [0.8, 0.8]), row("b", [0.7, 0.7]), row("c", [0.9, 0.9], "diverged")
     assert win(kept, less, lost).row == 0
     assert re.findall(r'<span class="best">([^<]*)</span>', overview.results([kept, less, lost])) == ["80.00"]
+
+
+def test_a_diverged_method_is_named_as_such_beside_its_verdict_and_another_is_not() -> None:
+    kept, less, lost = row("a", [0.8] * 5), row("b", [0.7] * 5), row("c", [0.9] * 5, "diverged")
+    diverged, fine = [Pair(lost, kept, "accuracy", None)], [Pair(less, kept, "accuracy", None)]
+    assert all(lost.status in text for text in (pairs_html(diverged), pairs_latex(diverged, "x")))
+    assert not any("diverged" in text or "done" in text for text in (pairs_html(fine), pairs_latex(fine, "x")))
 
 
 @pytest.mark.parametrize("seeds", [1, 2, 4])

@@ -202,6 +202,11 @@ class Row:
         return not any(record.status in LOST for record in self.records)
 
     @property
+    def remark(self) -> str:
+        """The status where a run diverged or failed, else empty."""
+        return "" if self.sound else self.status
+
+    @property
     def lost(self) -> frozenset[int]:
         """Seeds without a result."""
         return frozenset(record.seed for record in self.records if record.lost)

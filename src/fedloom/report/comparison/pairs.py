@@ -127,7 +127,7 @@ def pairs_latex(comparisons: Sequence[Pair], caption: str) -> str:
     for pair in comparisons:
         mean, difference, p, holm = _numbers(pair, unit)
         cells = [
-            tex(pair.row.name),
+            tex(f"{pair.row.name} ({pair.row.remark})" if pair.row.remark else pair.row.name),
             tex(pair.row.model),
             marked(*mean, best=pair.verdict == "better", level=pair.verdict == "level"),
             marked(*difference) if pair.comparison else tex(pair.verdict),
@@ -143,10 +143,15 @@ def pairs_html(comparisons: Sequence[Pair]) -> str:
     for pair in comparisons:
         mean, difference, p, holm = _numbers(pair, "points")
         shown = [formats.pair(*number) for number in (mean, difference)]
-        words = [pair.row.name, pair.row.model, *shown, p, holm, pair.verdict]
+        words = [pair.row.name, pair.row.model, *shown, p, holm, in_words(pair.verdict, pair.row)]
         lines.append([escape(word) for word in words])
     against = ", ".join(dict.fromkeys(pair.reference.name for pair in comparisons))
     return scrolling(f"Every method against {against}", HEADS, lines, text=(1, 6))
+
+
+def in_words(verdict: str, row: Row) -> str:
+    """Write a verdict, and what became of the runs where one diverged or failed."""
+    return ", ".join(filter(None, (verdict, row.remark)))
 
 
 def _numbers(pair: Pair, unit: str) -> tuple[tuple[str, str], tuple[str, str], str, str]:
