@@ -84,7 +84,7 @@ DataDir = Annotated[Path | None, typer.Option(help="folder of data sets; else th
 
 
 def worker_count(text: str) -> int | str:
-    """The value of --workers: a number from 1, or 'auto'.
+    """Read the value of --workers: a number from 1, or 'auto'.
 
     Raises:
         ConfigError: it is none.

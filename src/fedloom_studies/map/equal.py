@@ -118,7 +118,7 @@ def summary(comparisons: Sequence[BothProtocols]) -> Iterator[str]:
 
 
 def _dearer(comparisons: Sequence[BothProtocols]) -> str:
-    """State which methods take over a tenth more than FedAvg's gradients: of those that one round takes already."""
+    """State which methods take over a tenth more gradients than FedAvg, as one round of theirs takes them already."""
     named = []
     for c in comparisons:
         fedavg = c.gradients.of(MARKS[1])
