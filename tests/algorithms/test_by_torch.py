@@ -353,24 +353,28 @@ def test_fedpac_aligns_features_and_combines_heads() -> None:
         count = torch.stack([torch.bincount(samples(i)[1], minlength=CLASSES) for i in cohort]).sum(0)
         prototypes |= {c: total[c] / count[c] for c in range(CLASSES) if count[c]}
         body = mean([vector(nets[i])[:-18] for i in cohort], cohort)
-        gaps = torch.stack(moments)[:, None] - torch.stack(moments)
-        weights = combined(torch.stack(spreads), gaps)
+        weights = combined(torch.stack(spreads), torch.stack(moments))
         for row, i in zip(weights, cohort, strict=True):
             heads[i] = sum((a * vector(nets[j])[-18:] for a, j in zip(row, cohort, strict=True)), torch.zeros(18))
     want = torch.stack([torch.cat([body, head]) for head in heads])
     torch.testing.assert_close(result.models.rows("personal"), want, rtol=0, atol=1e-8)
 
 
-def test_heads_are_combined_by_the_quadratic_program() -> None:
+@pytest.mark.parametrize(("clients", "entries"), [(6, 4), (200, 400)])
+def test_heads_are_combined_by_the_quadratic_program(clients: int, entries: int) -> None:
     g = torch.Generator().manual_seed(0)
-    moment = torch.randn(6, 4, generator=g, dtype=torch.float64)
-    gaps, spread = moment[:, None] - moment, torch.rand(6, generator=g, dtype=torch.float64)
-    got = combined(spread, gaps)
-    same(got.sum(1), torch.ones(6, dtype=torch.float64))
-    for a, gap in zip(got, gaps, strict=True):
+    moment = torch.randn(clients, entries, generator=g, dtype=torch.float64) / entries**0.5
+    spread = torch.rand(clients, generator=g, dtype=torch.float64)
+    weights = combined(spread, moment)
+    same(weights.sum(1), torch.ones(clients, dtype=torch.float64))
+    for a, gap in zip(weights, moment[:, None] - moment, strict=True):
         p = torch.diag(spread) + gap @ gap.T
         slope = p @ a  # optimal where no coordinate in use has a larger slope than any other
         assert float((slope[a > 1e-9].max() - slope.min()).detach()) < 1e-6
-    same(combined(torch.zeros(6), gaps.float()).double(), torch.eye(6, dtype=torch.float64))
-    alike = combined(torch.ones(6, dtype=torch.float64), torch.zeros(6, 6, 4, dtype=torch.float64))
+
+
+def test_heads_stay_where_means_are_exact_and_are_averaged_where_clients_are_alike() -> None:
+    moment = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    same(combined(torch.zeros(6), moment).double(), torch.eye(6, dtype=torch.float64))
+    alike = combined(torch.ones(6, dtype=torch.float64), torch.ones(6, 4, dtype=torch.float64))
     same(alike, torch.full((6, 6), 1 / 6, dtype=torch.float64))

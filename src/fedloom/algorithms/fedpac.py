@@ -40,7 +40,7 @@ from fedloom.algorithms._base import Algorithm, Mean, Rows, Sent
 from fedloom.algorithms._prototypes import shape_of, share_range, shares, towards, updated
 from fedloom.local import Ctx, Nothing, Work, descend
 from fedloom.rows import masks
-from fedloom.rows.algebra import onto_simplex
+from fedloom.rows.algebra import onto_simplex, spectrum
 from fedloom.rows.layout import Layout
 
 
@@ -113,7 +113,7 @@ class FedPAC(Algorithm):
 
     def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
         moment = up.moment.cpu().double()
-        alpha = combined(up.spread[:, 0].cpu().double(), moment[:, None] - moment).to(up.head)
+        alpha = combined(up.spread[:, 0].cpu().double(), moment).to(up.head)
         heads = server.heads.index_copy(0, ctx.ids.to(server.heads.device), alpha @ up.head)
         x = server.x + up.dw * self.part("body", ctx.layout).to(server.x.device)
         return Server(x, heads, *updated(server.prototypes, server.known, up.total, up.share))
@@ -125,14 +125,16 @@ class FedPAC(Algorithm):
         return masks.joined(down.x, down.head, masks.head(work.layout).to(down.x.device))
 
 
-def combined(spread: Tensor, gaps: Tensor, steps: int = 2000, tolerance: float = 1e-13) -> Tensor:
-    """Row i: argmin over the simplex of sum_j a_j^2 V_j + ||sum_j a_j (h_i - h_j)||^2 (Eq. 11), ``[m, m]``."""
-    p = torch.diag(spread.clamp(min=0)) + gaps @ gaps.mT
-    rate = 1 / torch.linalg.matrix_norm(p, 2).clamp(min=1e-12)[:, None]
+def combined(spread: Tensor, moment: Tensor, steps: int = 2000, tolerance: float = 1e-13) -> Tensor:
+    """Row i: argmin over the simplex of sum_j a_j^2 V_j + ||h_i - sum_j a_j h_j||^2 (Eq. 11), ``[m, m]``."""
+    centred = moment - moment.mean(0)
+    gram = centred @ centred.mT
+    p = torch.diag(spread.clamp(min=0)) + gram
+    rate = 1 / spectrum(p)[0].clamp(min=1e-12)
     a = ahead = torch.eye(len(spread), dtype=spread.dtype, device=spread.device)
-    age = torch.zeros_like(rate)
+    age = torch.zeros_like(a[:, :1])
     for _ in range(steps):
-        new = onto_simplex(ahead - rate * torch.einsum("ijk,ik->ij", p, ahead), 1.0)
+        new = onto_simplex(ahead - rate * (ahead @ p - gram), 1.0)
         if float((new - ahead).abs().max()) < tolerance:
             return new
         turns = ((ahead - new) * (new - a)).sum(1, keepdim=True) > 0  # momentum that leads uphill starts anew
