@@ -76,7 +76,7 @@ def test_attackers_are_in_no_chart_and_no_mean(attacked: Path) -> None:
         assert "Clients that attacked are left out." in drawn[id].caption
     flagged = {row["client"] for row in drawn["partition-0"].rows if "\N{BLACK FLAG}" in row["client"]}
     assert flagged == {"site 0 \N{BLACK FLAG}", "site 4 \N{BLACK FLAG}"}
-    assert "30 % of the clients attack (sign-flip)" in " ".join(notes(runs, rows_of(runs)))
+    assert "2 of 6 clients attack (sign-flip)" in " ".join(notes(runs, rows_of(runs)))
 
 
 def test_confusion_leaves_attackers_out(attacked: Path) -> None:

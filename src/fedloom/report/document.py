@@ -84,7 +84,7 @@ READING = {
     "seed (paired t test, Holm's correction, level 5 %); a lead's interval leaves out 0 exactly where it is "
     "significant. With fewer than five common seeds nothing is decided. Seeds that repeat runs to the last digit count "
     "once. Runs with other data, another partition or another attack are not compared with each other.",
-    "Attacks": "Where clients attack, every figure is of the benign ones.",
+    "Attacks": "Where clients attack, every result is of the benign ones; work and traffic are of all.",
 }
 
 
@@ -133,7 +133,7 @@ def document(
     bodies["references"] += reference_tables(runs, rows, lead)
     bodies["left_out"] += left_out_tables(runs, rows, lead)
     bodies["groups"] += group_tables(runs, rows, lead)
-    bodies["devices"] += device_tables(runs, rows, lead)
+    bodies["devices"] += device_tables(runs, rows, lead, models)
     bodies["partition"] += skew_table(runs)
     bodies["privacy"] += privacy_tables(runs)
     gained = gains_html(by_site) + differences_html(by_patients(runs, by_site)) if by_site else ""
@@ -141,7 +141,7 @@ def document(
         **({"gains": ("Who gains", LEAD, gained)} if by_site else {}),
         "overview": ("Overview", "Who leads by which criterion.", overview.cards(runs, rows, models)),
         **({"pairs": ("Pairs", PAIRS, pairs_html(compared))} if compared else {}),
-        "results": ("Results", READING["Result"], overview.results([*rows, *_rivals(runs, rows)]) + _downloads()),
+        "results": ("Results", READING["Result"], overview.results([*rows, *_rivals(runs, rows)], runs) + _downloads()),
         **{group: (*PLACES[group], body) for group, body in bodies.items() if body},
         **({"sites": ("Sites", SITES, table)} if (table := site_tables(runs)) else {}),
         "settings": ("Settings", "Exactly what ran.", settings(runs)),

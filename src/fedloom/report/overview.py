@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from html import escape
 
 import numpy as np
 
 from fedloom.formats import DASH, interval, pair, percent, total
-from fedloom.report.charts.curves import share_of
 from fedloom.report.charts.kit import off_axis
 from fedloom.report.charts.tradeoffs import REACHED
-from fedloom.report.comparison.contenders import Models, contenders
+from fedloom.report.comparison.contenders import Models, one_per_method
 from fedloom.report.comparison.criteria import Winner, tasks, winners
 from fedloom.report.naming import COSTS, figure, metric
 from fedloom.report.numbers import ENOUGH, Row, leading_metric, run_of, seeds_of
@@ -69,7 +69,7 @@ def cards(runs: list[Run], rows: list[Row], models: Models = "used") -> str:
     several = tasks(runs, rows)
     for label, own_runs, task_rows in several:
         card_rows = task_rows if len(own_runs) > 1 else [replace(row, run="") for row in task_rows]
-        card_rows = contenders(own_runs, card_rows, "used" if models == "all" else models)
+        card_rows = one_per_method(own_runs, card_rows, models)
         own_cards = "".join(_card(winner, card_rows) for winner in winners(own_runs, card_rows, lead))
         title = f"<h3>{escape(label)}</h3>" if len(several) > 1 else ""
         parts.append(f'{title}<div class="cards" role="list">{own_cards}</div>')
@@ -127,17 +127,25 @@ def sure(winner: Winner, rows: list[Row]) -> str:
     return verdict + same + (" Provisional: some runs are unfinished." if winner.provisional else "")
 
 
-def results(rows: list[Row]) -> str:
-    """The result table: every row with its figures, status, work and traffic."""
+def results(rows: list[Row], runs: Sequence[Run] = ()) -> str:
+    """The result table: every row with its figures, status, work and traffic.
+
+    Args:
+        rows: of the table.
+        runs: of the rows; the best of a column is bold among those of equal data and attack, without runs among all.
+    """
     columns = columns_of(rows)
     if not columns:
         return "<p>No results have been recorded yet.</p>"
     lead = next(iter(columns))
-    best = {name: _best(name, rows) for name in columns if name not in COSTS}
+    groups = [peers for _, _, peers in tasks(list(runs), rows)] if runs else [rows]
+    rated = [name for name in columns if name not in COSTS]
+    best = {(id(row), name): top for peers in groups for name in rated for top in [_best(name, peers)] for row in peers}
     heads = [("Method", "text"), ("Model", "text"), *((title, "") for title in columns.values())]
     cells = "".join(
         f'<th scope="col" class="{kind}"><button data-do="sort">{escape(title)}</button></th>' for title, kind in heads
     )
+    apart = " and of runs with equal data and attack" if len(groups) > 1 else ""
     span = _span(lead, rows)
     body = []
     for row in rows:
@@ -150,7 +158,7 @@ def results(rows: list[Row]) -> str:
             estimate = row.figures.get(name)
             mean, half = cell(name, estimate)
             value = "" if estimate is None or not estimate.finite else f"{estimate.mean!r}"
-            leads = row.sound and estimate is not None and _equals(estimate.mean, best.get(name))
+            leads = row.sound and estimate is not None and _equals(estimate.mean, best.get((id(row), name)))
             strong = ' class="best"' if leads else ""
             shown = f"<span{strong}>{mean}</span>" + (f' <span class="half">± {half}</span>' if half else "")
             if name == lead and estimate is not None and 0 < len(estimate.finite) < len(estimate.by_seed):
@@ -160,8 +168,8 @@ def results(rows: list[Row]) -> str:
     return (
         '<div class="scroll" tabindex="0" role="region" aria-label="Results, scrolls sideways">'
         '<table class="results"><caption class="unseen">Mean over seeds with half the width of the 95 % interval; '
-        "the best of a column in bold, of methods of which no run diverged or failed; methods without a remark ran to "
-        "the end. Heads sort.</caption>"
+        f"the best of a column in bold, of methods of which no run diverged or failed{apart}; methods without a remark "
+        "ran to the end. Heads sort.</caption>"
         f"<thead><tr>{cells}</tr></thead><tbody>{''.join(body)}</tbody></table></div>"
     )
 
@@ -247,8 +255,10 @@ def _odd(run_rows: list[Row]) -> str:
 def _attack(run: Run) -> str:
     if not run.attacked:
         return ""
-    share = f"{percent(share_of(run))} of the clients attack ({run.options['attack']['kind']})"
-    return f"{share}. All figures and charts are of the other, benign clients."
+    counts = sorted({len(partition.attackers) for partition in run.partitions.values()})
+    several = " to ".join(dict.fromkeys(map(str, (counts[0], counts[-1]))))
+    share = f"{several} of {run.clients} clients attack{'s' * (several == '1')} ({run.options['attack']['kind']})"
+    return f"{share}. All results are of the other, benign clients."
 
 
 def _work(run_rows: list[Row]) -> str:

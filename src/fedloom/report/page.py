@@ -77,7 +77,7 @@ def write(
     with _recorded(run_dirs):
         runs = read_runs(run_dirs)
         rows = rows_of(runs)
-        shown = figures(runs, rows)
+        shown = figures(runs, rows, models)
         tex = results_latex(runs, rows, columns, models)
         compared = pairs(runs, rows, against, models)
         by_site = gains(runs, rows, leading_metric(runs))
@@ -95,7 +95,7 @@ def write(
     more = {
         "left_out": left_out_csv(runs),
         "groups": groups_csv(runs),
-        "devices": devices_csv(runs, rows, leading_metric(runs)),
+        "devices": devices_csv(runs, rows, leading_metric(runs), models),
         "cox": cox_csv(runs),
         "thresholds": thresholds_csv(runs, rows, leading_metric(runs)),
         "sites-by-patient": differences_csv(by_patient) if (by_patient := by_patients(runs, by_site)) else "",
@@ -133,7 +133,7 @@ def _recorded(run_dirs: Sequence[Path]) -> Iterator[None]:
         ) from error
 
 
-def figures(runs: list[Run], rows: list[Row]) -> list[Figure]:
+def figures(runs: list[Run], rows: list[Row], models: Models = "used") -> list[Figure]:
     """Every chart that the recorded figures allow; colour means the model unless the caption has another legend."""
     lead = leading_metric(runs)
     charts = [
@@ -146,7 +146,7 @@ def figures(runs: list[Run], rows: list[Row]) -> list[Figure]:
         clusters(runs, rows),
         cluster_shares(runs, rows),
         *curves(runs, rows, lead),
-        *costs(runs, rows, lead),
+        *costs(runs, rows, lead, models),
         *splits(runs),
     ]
     return [figure for figure in charts if figure is not None]

@@ -10,6 +10,8 @@ from fedloom.formats import interval, pair, rounded
 from fedloom.report.charts import kit
 from fedloom.report.charts.kit import Figure, Rows
 from fedloom.report.charts.spread import Seeds, last_results, pooled, relative, spread, without_attackers
+from fedloom.report.comparison.contenders import best_row
+from fedloom.report.comparison.criteria import tasks
 from fedloom.report.naming import METRICS, metric, titled
 from fedloom.report.numbers import Estimate, Row, run_of, seeds_of
 from fedloom.report.run import Integers, Key, Numbers, Run
@@ -34,17 +36,17 @@ def clients(runs: list[Run], rows: list[Row], lead: str) -> list[Figure | None]:
     if not scored:
         return []
     sign = 1 if metric(lead).higher else -1
-    best = max(scored, key=lambda i: sign * np.mean(pooled(last[i])))
-    clients, means = _means(last[best])
+    shown = [rows[i] for i in scored]
+    leaders = [best for _, _, peers in tasks(runs, shown) if (best := best_row(peers, lead)) is not None]
+    first = leaders[0] if leaders else shown[0]
+    clients, means = _means(last[next(i for i in scored if rows[i] is first)])
     order = clients[np.argsort(sign * means, kind="stable")]
-    calibration = (
-        [_one_by_one(runs, rows, "calibration_error", order, rows[best])] if lead != "calibration_error" else []
-    )
+    calibration = [_one_by_one(runs, rows, "calibration_error", order, first)] if lead != "calibration_error" else []
     return [
-        spread(runs, [rows[i] for i in scored], [last[i] for i in scored], lead),
-        _one_by_one(runs, rows, lead, order, rows[best]),
+        spread(runs, shown, [last[i] for i in scored], lead),
+        _one_by_one(runs, rows, lead, order, first),
         *calibration,
-        _over_rounds(runs, rows, lead, clients, order, rows[best]),
+        _over_rounds(runs, rows, lead, clients, order, first, leaders),
         relative(runs, rows, lead),
     ]
 
@@ -122,9 +124,9 @@ def _cells(run: Run, row: Row, name: str, wanted: Integers | None) -> Rows:
 
 
 def _over_rounds(
-    runs: list[Run], rows: list[Row], lead: str, clients: Integers, order: Integers, best: Row
+    runs: list[Run], rows: list[Row], lead: str, clients: Integers, order: Integers, first: Row, leaders: list[Row]
 ) -> Figure | None:
-    """A panel per client with a line per row, mean over seeds; the best row of all is thick."""
+    """A panel per client with a line per row, mean over seeds; those of leaders are thick."""
     if len(order) > PANELS:
         clients = order[np.linspace(0, len(order) - 1, PANELS).round().astype(int)]
     lines = {row.title: _lines(run_of(runs, row), row, lead, clients) for row in rows}
@@ -137,7 +139,7 @@ def _over_rounds(
         }
     )
     data: Rows = []
-    shown = [run_of(runs, best).titled_client(client) for client in clients.tolist()]
+    shown = [run_of(runs, first).titled_client(client) for client in clients.tolist()]
     for row, by_client in lines.items():
         for client in [name for name in shown if name in by_client]:
             values = by_client[client]
@@ -146,10 +148,13 @@ def _over_rounds(
             data += [{**tags, "round": int(values[k][0]), "value": rounded(values[k][1])} for k in kept]
     if len({point["round"] for point in data}) < 2:
         return None
-    some = f" {len(clients)} of {len(order)} clients, from the worst to the best of it." if len(order) > PANELS else ""
+    some = f" {len(clients)} of {len(order)} clients, from the worst to the best with {first.title}."
+    titles = [row.title for row in leaders]
+    apart = " of runs with equal data and attack" if len(leaders) > 1 else ""
+    thick = f" Thick: {' and '.join(titles)}, the best mean over all clients{apart}." if leaders else ""
     caption = (
-        f"{metric(lead).title} of each client on its own test part, a line per method and model, mean over seeds. "
-        f"Thick: {best.title}, the best mean over all clients.{some}{kit.off_words(off)}{without_attackers(runs)}"
+        f"{metric(lead).title} of each client on its own test part, a line per method and model, mean over seeds."
+        f"{thick}{some if len(order) > PANELS else ''}{kit.off_words(off)}{without_attackers(runs)}"
     )
     title = titled(metric(lead))
     near = [point["value"] for point in data if point["row"] not in off]
@@ -160,7 +165,7 @@ def _over_rounds(
     inner = kit.chart(
         kit.mark("line", place, strokeWidth=1, opacity=0.45, tooltip=None, clip=True),
         kit.mark(
-            "line", place, {"filter": {"field": "row", "equal": best.title}}, strokeWidth=2.6, tooltip=None, clip=True
+            "line", place, {"filter": {"field": "row", "oneOf": titles}}, strokeWidth=2.6, tooltip=None, clip=True
         ),
         kit.mark("point", {**place, "tooltip": hints}, size=40, opacity=0, clip=True),
     )

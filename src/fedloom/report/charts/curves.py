@@ -175,7 +175,9 @@ def robustness(runs: list[Run], rows: list[Row], lead: str) -> list[Figure | Non
 
 
 def share_of(run: Run) -> float:
-    """Share of the clients that attack."""
+    """Share of the clients that attack: as recorded, else as set."""
+    if run.attacked:
+        return sum(len(part.attackers) for part in run.partitions.values()) / (len(run.partitions) * run.clients)
     attack: dict[str, Any] = run.options.get("attack", {})
     return float(attack.get("fraction", 0.0)) if attack.get("kind", "none") != "none" else 0.0
 

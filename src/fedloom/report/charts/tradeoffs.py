@@ -6,10 +6,11 @@ import math
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from fedloom.formats import significant
+from fedloom.formats import percent
 from fedloom.report.charts import kit
 from fedloom.report.charts.kit import HAS_INTERVAL, MEAN, SINGLE, Figure, Rows, Spec
-from fedloom.report.comparison.criteria import common_target, cost_to_reach, tasks
+from fedloom.report.comparison.contenders import Models
+from fedloom.report.comparison.criteria import NEAR, common_target, cost_to_reach, goal_of, tasks
 from fedloom.report.naming import COSTS, MB, figure, metric, titled
 from fedloom.report.numbers import Estimate, Row
 from fedloom.report.run import Run
@@ -43,9 +44,9 @@ def tradeoffs(runs: list[Run], rows: list[Row], lead: str) -> list[Figure | None
     return figures
 
 
-def costs(runs: list[Run], rows: list[Row], lead: str) -> list[Figure | None]:
+def costs(runs: list[Run], rows: list[Row], lead: str, models: Models) -> list[Figure | None]:
     """Totals of work and traffic, and the price of a common result."""
-    return [_totals(rows), _reached(runs, rows, lead)]
+    return [_totals(rows), _reached(runs, rows, lead, models)]
 
 
 def _counted(row: Row) -> Row:
@@ -80,11 +81,12 @@ def _trade_off(
         return None
     signs = (1 if metric(lead).higher else -1, -1 if price.less else 1)
     for _, _, task_rows in tasks(runs, rows):
-        peers = [
-            point for point in data if any((point["method"], point["model"]) == (r.name, r.model) for r in task_rows)
-        ]
-        for point in peers:
-            point["best"] = not any(_better(other, point, price.column, signs) for other in peers)
+        sound = {(row.name, row.model): row.sound for row in task_rows}
+        own = [point for point in data if (point["method"], point["model"]) in sound]
+        peers = [point for point in own if sound[point["method"], point["model"]]]
+        for point in own:
+            beaten = any(_better(other, point, price.column, signs) for other in peers)
+            point["best"] = point in peers and not beaten
     axes = []
     off: set[str] = set()
     for column, open_ended in (("result", True), (price.column, price.column != "nonzeros")):
@@ -98,8 +100,9 @@ def _trade_off(
     lines = " Lines are 95 % intervals over seeds, cut at the edge." if several else ""
     lines = " Small dots are single seeds." if singles else lines
     caption = (
-        f"{title}, one point per model and method: {corner} is best. Ringed: no other of equal data and attack is "
-        f"better in both.{lines} Points close to a named one carry no name (point at a dot).{kit.off_words(off)}"
+        f"{title}, one point per model and method: {corner} is best. Ringed: none of equal data and attack is better "
+        f"in both, of methods of which no run diverged or failed.{lines} Points close to a named one carry no name "
+        f"(point at a dot).{kit.off_words(off)}"
     )
     spec = _scatter(data, singles, rows, lead, price, axes)
     return Figure(id, group, tab, title, caption, spec, {"rows": data, "seeds": singles}, "wide")
@@ -184,16 +187,16 @@ def _totals(rows: list[Row]) -> Figure | None:
     return _by_measure("costs", "In all", "Work and traffic in all", caption, data, "method", None)
 
 
-def _reached(runs: list[Run], rows: list[Row], lead: str) -> Figure | None:
+def _reached(runs: list[Run], rows: list[Row], lead: str, models: Models) -> Figure | None:
     """Dots per row: what was spent when the mean result first came to the target of its task."""
     data: Rows = []
     missed: list[str] = []
     targets = []
     for _, own_runs, compared in tasks(runs, rows):
-        target = common_target(compared, lead)
-        targets.append(significant(target * metric(lead).scale))
+        target = common_target(own_runs, compared, lead, models)
         for cost, (title, scale) in REACHED.items():
             spent = cost_to_reach(own_runs, compared, lead, target, cost)
+            targets += [goal_of(lead, target)] if spent else []
             for i, estimate in spent.items():
                 tags = {
                     "measure": title,
@@ -205,12 +208,13 @@ def _reached(runs: list[Run], rows: list[Row], lead: str) -> Figure | None:
             missed += [f"{row.name} {row.model}".strip() for i, row in enumerate(compared) if spent and i not in spent]
     if len({point["row"] for point in data}) < 2:
         return None
-    unit = f" {metric(lead).unit}" if metric(lead).unit else ""
-    goal = f"{metric(lead).title} {', '.join(dict.fromkeys(targets))}{unit}"
+    goal = f"{metric(lead).title} {' or '.join(dict.fromkeys(targets))}"
     never = f" Never there with every seed: {', '.join(dict.fromkeys(missed))}." if missed else ""
+    best = f"{percent(NEAR)} of the best result" if metric(lead).higher else f"the best result over {percent(NEAR)}"
     caption = (
-        f"Spent by all clients until the mean test result first reaches 95 % of the best ({goal}), mean over seeds "
-        f"with the 95 % interval (with few seeds, a small dot each); left is better.{never}"
+        f"Spent by all clients until the mean test result first comes to {goal}, which is {best} of the models "
+        "that the overview compares; mean over seeds with the 95 % interval (with few seeds, a small dot each); left "
+        f"is better.{never}"
     )
     tint = kit.colour([row for row in rows if any(point["model"] == row.model for point in data)])
     return _by_measure("costs-reached", "Until a common result", f"Spent until {goal}", caption, data, "row", tint)

@@ -9,7 +9,7 @@ from pathlib import Path
 from fedloom.errors import ConfigError, explain_os_error
 from fedloom.formats import significant
 from fedloom.metrics import SUMMARY
-from fedloom.report.comparison.contenders import contenders
+from fedloom.report.comparison.contenders import best_row, contenders
 from fedloom.report.comparison.gains import FEW, federated_leader, site_estimate, values_by_seed
 from fedloom.report.groups import group_cells
 from fedloom.report.naming import figure, titled
@@ -50,10 +50,11 @@ def write_card(run_dirs: Sequence[Path], out: Path) -> Path:
 
 
 def card(run: Run) -> str:
-    """The card of the model that leads by the leading metric, federated if there is such a one."""
+    """The card of the model that leads by the leading metric, federated if there is such a one that ended well."""
     lead = leading_metric([run])
     shown = [row for row in contenders([run], rows_of([run])) if row.result(lead)]
-    row = federated_leader(shown, lead) or next((row for row in shown if row.algorithm), None)
+    methods = [row for row in shown if row.algorithm]
+    row = federated_leader(shown, lead) or best_row(methods, lead) or next(iter(methods), None)
     options = run.options
     data = options.get("data", {})
     parts = [f"# Model card: {_plain(run.summary.name or run.label)}", ""]

@@ -47,9 +47,23 @@ def contenders(runs: Sequence[Run], rows: Sequence[Row], models: Models = "used"
     return shown
 
 
+def one_per_method(runs: Sequence[Run], rows: Sequence[Row], models: Models = "used") -> list[Row]:
+    """The rows that are compared, at most one of a method also where all are asked for."""
+    return contenders(runs, rows, "used" if models == "all" else models)
+
+
 def contenders_of(run: Run, runs: list[Run], rows: Sequence[Row], lead: str) -> list[Row]:
     """The rows of one of several runs that are compared and have the metric ``lead``."""
     return [row for row in contenders([run], [r for r in rows if run_of(runs, r) is run]) if lead in row.figures]
+
+
+def best_row(rows: Sequence[Row], lead: str) -> Row | None:
+    """The row with the best mean, of those with the most seeds of which no run diverged or failed; None without one."""
+    sound = [row for row in rows if row.sound and row.result(lead)]
+    seeds = {row.title: len(row.figures[lead].finite) for row in sound}
+    sign = 1 if metric(lead).higher else -1
+    fair = [row for row in sound if seeds[row.title] == max(seeds.values())]
+    return max(fair, key=lambda row: sign * row.figures[lead].mean, default=None)
 
 
 def reference(rows: Sequence[Row]) -> str | None:

@@ -15,14 +15,14 @@ from typing import NamedTuple
 import numpy as np
 
 from fedloom.formats import significant
-from fedloom.report.comparison.contenders import distinct, same
+from fedloom.report.comparison.contenders import Models, distinct, one_per_method, same
 from fedloom.report.comparison.family import differences, family
 from fedloom.report.naming import COSTS, MB, figure, metric
 from fedloom.report.numbers import EMPTY, Curve, Estimate, Row, curve, run_of
 from fedloom.report.run import Key, Run
 
 NEAR = 0.95
-"""The common target of the cost criteria is this share of the best result."""
+"""The common target of costs is this share of the best result."""
 
 
 @dataclass(frozen=True)
@@ -132,11 +132,11 @@ def _criteria(runs: list[Run], rows: list[Row], lead: str) -> list[Criterion]:
     shown = metric(lead)
     worst = f"Worst 10 % of clients, {shown.title}"
 
-    target = common_target(rows, lead)
+    target = common_target(runs, rows, lead)
     costs = {name: cost_to_reach(runs, rows, lead, target, name) for name in ("bytes", "samples_backward")}
     clocked = any(key.metric == "simulated_seconds" for run in runs for key in run.totals)
     time = [("simulated_seconds", "Simulated hours", "", 1 / 3600)] if clocked else []
-    goal = f"until {shown.title} {significant(target * shown.scale)}{' %' if shown.unit == '%' else ''}"
+    goal = f"until {shown.title} {goal_of(lead, target)}"
     return [
         Criterion(
             lead, f"{shown.title}, mean over clients", shown.unit, shown.scale, shown.higher, _results(rows, lead)
@@ -159,17 +159,37 @@ def _criteria(runs: list[Run], rows: list[Row], lead: str) -> list[Criterion]:
     ]
 
 
-def common_target(rows: list[Row], lead: str) -> float:
-    """95 % of the best mean result (1 / 95 % where less is better) of methods that ran to their end; nan without one.
+def common_target(runs: list[Run], rows: list[Row], lead: str, models: Models = "used") -> float:
+    """95 % of the best mean result (the best over 95 % where less is better) of methods that ran to their end.
 
-    Where no method ran to its end, of those that have a result. A row of no method, whose work is not known, sets none.
+    It is of one row per method, whichever of its rows are shown. Where no method ran to its end, it is of those that
+    are still running. A row of no method, whose work is not known, sets none; nor does a best result that is not above
+    0. Without a target it is nan.
+
+    Args:
+        runs: of equal data, partition and attack.
+        rows: of these runs.
+        lead: metric of the result.
+        models: which row of a method counts.
     """
-    methods = [row for row in rows if row.algorithm]
-    ended = [row for row in methods if row.done and row.result(lead)] or methods
-    means = [row.figures[lead].mean for row in ended if lead in row.figures and math.isfinite(row.figures[lead].mean)]
-    if not means:
+    methods = [row for row in one_per_method(runs, rows, models) if row.algorithm and row.sound and row.result(lead)]
+    means = [row.figures[lead].mean for row in [row for row in methods if row.done] or methods]
+    best = (max if metric(lead).higher else min)(means, default=0.0)
+    if best <= 0:
         return math.nan
-    return NEAR * max(means) if metric(lead).higher else min(means) / NEAR
+    return NEAR * best if metric(lead).higher else best / NEAR
+
+
+def goal_of(lead: str, target: float) -> str:
+    """A target of a metric for people, with its unit."""
+    shown = metric(lead)
+    return f"{significant(target * shown.scale)} {shown.unit}".rstrip()
+
+
+def target_of(run: Run, runs: list[Run], rows: list[Row], lead: str, models: Models = "used") -> float:
+    """The target of one of several runs: that of all runs which it may be compared with."""
+    own_runs, own_rows = next((group, shown) for _, group, shown in tasks(runs, rows) if any(r is run for r in group))
+    return common_target(own_runs, own_rows, lead, models)
 
 
 def cost_to_reach(runs: list[Run], rows: list[Row], lead: str, target: float, cost: str) -> dict[int, Estimate]:

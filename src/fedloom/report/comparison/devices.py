@@ -9,8 +9,8 @@ from html import escape
 import numpy as np
 
 from fedloom.formats import DASH, finite, fixed, significant
-from fedloom.report.comparison.contenders import contenders_of
-from fedloom.report.comparison.criteria import common_target, cumulative, round_of, up_to
+from fedloom.report.comparison.contenders import Models, contenders_of
+from fedloom.report.comparison.criteria import cumulative, goal_of, round_of, target_of, up_to
 from fedloom.report.csv_files import csv_of
 from fedloom.report.naming import figure, titled
 from fedloom.report.numbers import Estimate, Row, over_clients, seeds_of
@@ -21,17 +21,17 @@ from fedloom.rundir import UPLOADS
 LEAD = (
     "The clients of every class of devices, by the model that a client would use: mean over seeds. Uploads and "
     "staleness are of a client; idle is the share of the time in which devices are there. The time is simulated, until "
-    "the mean of the class reaches 95 % of the best result of a method that ran to its end; a dash where some seed "
-    "never does. devices.csv has the same figures."
+    "the mean of the class reaches the target of the overview; a dash where some seed never does. devices.csv has the "
+    "same figures."
 )
 NAMES = ("clients", "mean", "worst10", "uploads", "staleness", "idle_share", "seconds_to_target")
 
 
-def device_tables(runs: list[Run], rows: list[Row], lead: str) -> str:
+def device_tables(runs: list[Run], rows: list[Row], lead: str, models: Models = "used") -> str:
     """An HTML table per run whose clients have devices of several classes."""
     text, shown = "", figure(lead)
     for run in runs:
-        by_class, lines = [*_figures(run, runs, rows, lead)], []
+        by_class, lines = [*_figures(run, runs, rows, lead, models)], []
         for row, name, _, figures in by_class:
             of_metric = (cell_text(lead, figures[key]) for key in ("mean", "worst10"))
             counts = (fixed(figures[key].mean, 1) for key in ("uploads", "staleness"))
@@ -46,7 +46,7 @@ def device_tables(runs: list[Run], rows: list[Row], lead: str) -> str:
         if not lines:
             continue
         target = by_class[0][2]
-        goal = f"{significant(target * shown.scale)}{' %' if shown.unit == '%' else ''}"
+        goal = "the target" if math.isnan(target) else goal_of(lead, target)
         heads = [
             "Method and class", "Clients", titled(shown), "Worst 10 %", "Uploads", "Staleness", "Idle (%)",
             f"Hours until {goal}",
@@ -57,22 +57,22 @@ def device_tables(runs: list[Run], rows: list[Row], lead: str) -> str:
     return text
 
 
-def devices_csv(runs: list[Run], rows: list[Row], lead: str) -> str:
+def devices_csv(runs: list[Run], rows: list[Row], lead: str, models: Models = "used") -> str:
     """The figures of every class, means over seeds, unscaled; empty where they are not known."""
     lines = [
         (run.label, row.method, row.model, name, lead, target, *(finite(figures[key].mean) for key in NAMES))
         for run in runs
-        for row, name, target, figures in _figures(run, runs, rows, lead)
+        for row, name, target, figures in _figures(run, runs, rows, lead, models)
     ]
     return csv_of(("run", "method", "model", "class", "metric", "target", *NAMES), lines) if lines else ""
 
 
 def _figures(
-    run: Run, runs: list[Run], rows: list[Row], lead: str
+    run: Run, runs: list[Run], rows: list[Row], lead: str, models: Models
 ) -> Iterator[tuple[Row, str, float, dict[str, Estimate]]]:
     """Yield every compared row and class with the common target and the figures; none of methods with one class."""
     compared = contenders_of(run, runs, rows, lead)
-    target = common_target(compared, lead)
+    target = target_of(run, runs, rows, lead, models)
     for row in compared:
         names = next((record.device_classes for record in row.records if record.device_classes), ())
         for place, name in enumerate(names if len(names) > 1 else ()):

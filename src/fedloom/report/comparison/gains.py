@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedloom.formats import DASH, finite, interval, pair
-from fedloom.report.comparison.contenders import contenders, contenders_of, last_points
+from fedloom.report.comparison.contenders import best_row, contenders, contenders_of, last_points
 from fedloom.report.comparison.family import TestedDifference, differences, family
 from fedloom.report.csv_files import csv_of
 from fedloom.report.naming import figure, metric, titled
@@ -126,16 +126,13 @@ def _table(run: Run, rows: list[Row], lead: str) -> SiteGains | None:
 
 
 def federated_leader(rows: Sequence[Row], lead: str) -> Row | None:
-    """The row of a federated method with the best mean, of those that lost no seed if there are any; None without one.
+    """The row of a federated method with the best mean (`best_row`); None without one.
 
     Args:
-        rows: that have the metric.
+        rows: one of each method.
         lead: metric that is compared.
     """
-    sign = 1 if metric(lead).higher else -1
-    federated = [row for row in rows if row.algorithm not in APART]
-    whole = [row for row in federated if not row.lost] or federated
-    return max(whole, key=lambda row: sign * row.figures[lead].mean, default=None)
+    return best_row([row for row in rows if row.algorithm not in APART], lead)
 
 
 def leader_of(run: Run, runs: list[Run], rows: Sequence[Row], lead: str) -> Row | None:
