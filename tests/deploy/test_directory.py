@@ -22,7 +22,7 @@ from fedloom.cli import app
 from fedloom.deploy.ops import keys
 from fedloom.deploy.ops import run as service
 from fedloom.deploy.ops.directory import Location, compose, gate, renew, units, write
-from fedloom.deploy.ops.plan import plan
+from fedloom.deploy.ops.plan import _names, plan
 from fedloom.deploy.settings import check_fingerprint, read_server, read_site
 from fedloom.deploy.site import handover
 from fedloom.errors import ConfigError, Refused, Stop
@@ -98,6 +98,26 @@ def test_what_does_not_go_together_is_refused_as_in_simulation(experiment):
     krum = {"algorithm": "ifca", "aggregator": {"kind": "krum", "f": 0}}
     with pytest.raises(Refused):
         plan(experiment(krum))
+
+
+@pytest.mark.parametrize(
+    ("names", "sentence"),
+    [
+        ("a,A,b", "--names: A and a share a folder on a disk that ignores case; change one"),
+        ("a,b,a", "--names: a is there twice; change one"),
+        ("a,b,\u00e9", "a name is letters, digits, '.', '_' or '-' within, got '\u00e9'"),
+        ("a,b,e\u0301", "a name is letters"),
+        ("a,,b", "a name is letters, digits, '.', '_' or '-' within, got ''"),
+    ],
+)
+def test_every_site_has_a_folder_of_its_own_on_every_disk(experiment, names, sentence):
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        plan(experiment(), names=names.split(","))
+
+
+def test_clients_whose_names_differ_in_case_only_are_numbered():
+    assert _names(["Nord", "nord"]) == ("site-0", "site-1")
+    assert _names(["Nord", "Ost"]) == ("Nord", "Ost")
 
 
 def test_sites_with_data_of_their_own(experiment, tmp_path):

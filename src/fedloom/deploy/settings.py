@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -51,6 +52,11 @@ NormBound = PositiveFloat | dict[str, PositiveFloat]
 def bound_of(bound: NormBound | None, field: str) -> float:
     """The longest difference of a field of an upload; infinite where none is given."""
     return math.inf if bound is None else bound.get(field, math.inf) if isinstance(bound, dict) else bound
+
+
+def twin(name: str, names: Iterable[str]) -> str | None:
+    """The name, of some, whose folder a disk that ignores case takes for the folder of this one."""
+    return next((one for one in names if one.casefold() == name.casefold()), None)
 
 
 class Secure(Value):

@@ -25,7 +25,7 @@ from fedloom.deploy.secure.opened import read_checked
 from fedloom.deploy.secure.pending import PendingSums
 from fedloom.deploy.secure.protocol import safe_threshold
 from fedloom.deploy.secure.stages import Stage, progress_of
-from fedloom.deploy.settings import Member, Secure, Server, Shared, Site, digest, read_server, read_site
+from fedloom.deploy.settings import Member, Secure, Server, Shared, Site, digest, read_server, read_site, twin
 from fedloom.deploy.site.approval import check_digest
 from fedloom.deploy.site.ledger import NAME as LEDGER
 from fedloom.errors import ConfigError, Refused, RunDirError
@@ -72,8 +72,8 @@ def add(folder: Path, name: str, place: Location) -> Change:
     file = server_file(folder)
     server, out = read_server(file), folder / "changes" / name
     _check_idle(server)
-    if name in {m.site for m in server.sites}:
-        raise ConfigError(f"{folder} has a site {name}; choose another name")
+    if same := twin(name, (m.site for m in server.sites)):
+        raise ConfigError(f"{folder} has a site {same}, got {name}; choose a name that differs in more than case")
     if out.exists():
         raise ConfigError(f"{out} is there already; its keys are kept: use it, or delete it yourself")
     templates = [read_toml(path, "site file") for path in sorted(folder.glob("sites/*/site.toml"))]

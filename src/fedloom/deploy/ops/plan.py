@@ -25,7 +25,7 @@ from fedloom.deploy.groups import agreed_groups, check_groups
 from fedloom.deploy.protocol.lengths import lengths
 from fedloom.deploy.secure.protocol import FEWEST, MOST, least_threshold, safe_threshold
 from fedloom.deploy.server.run import check_deployable, counts_samples
-from fedloom.deploy.settings import NormBound
+from fedloom.deploy.settings import NormBound, twin
 from fedloom.deploy.site.local_data import federation_of
 from fedloom.engine.clients.chunk import run_clients
 from fedloom.engine.job import Job
@@ -233,7 +233,7 @@ def _chosen(experiment: Experiment, label: str | None) -> Method:
 def _names(names: Sequence[object]) -> tuple[str, ...]:
     """Names of clients as names of folders: those of the data, or site-K."""
     safe = tuple(_safe(str(name)) for name in names)
-    plain = len(set(safe)) < len(safe) or all(name.isdigit() for name in safe)
+    plain = any(twin(name, safe[:k]) for k, name in enumerate(safe)) or all(name.isdigit() for name in safe)
     return tuple(f"site-{k}" for k in range(len(safe))) if plain else safe
 
 
@@ -241,13 +241,16 @@ def _named(names: Sequence[str], count: int) -> tuple[str, ...]:
     """The names that sites were given.
 
     Raises:
-        ConfigError: another number of them, one twice, or one that cannot be a folder.
+        ConfigError: another number of them, one that cannot be a folder, or two that are one folder.
     """
     if len(names) != count:
         raise ConfigError(f"--names has {len(names)} names ({', '.join(names)}) for {count} sites")
-    odd = [name for k, name in enumerate(names) if _safe(name) != name or name in names[:k]]
-    if odd:
-        raise ConfigError(f"--names: {odd[0]!r} must be letters, digits, '.', '_' or '-', and there once")
+    for k, name in enumerate(names):
+        if _safe(name) != name:
+            raise ConfigError(f"--names: a name is letters, digits, '.', '_' or '-' within, got {name!r}; change it")
+        if same := twin(name, names[:k]):
+            why = "is there twice" if same == name else f"and {same} share a folder on a disk that ignores case"
+            raise ConfigError(f"--names: {name} {why}; change one")
     return tuple(names)
 
 
