@@ -22,11 +22,13 @@ from fedloom.cli import app
 from fedloom.deploy.ops import keys
 from fedloom.deploy.ops import run as service
 from fedloom.deploy.ops.directory import Location, compose, gate, renew, units, write
+from fedloom.deploy.ops.loopback import check_certificate
 from fedloom.deploy.ops.plan import _names, plan
 from fedloom.deploy.settings import check_fingerprint, read_server, read_site
 from fedloom.deploy.site import handover
 from fedloom.errors import ConfigError, Refused, Stop
 from fedloom.experiment import read
+from tests.commands import call, in_a_fork
 from tests.deploy.scene import scene
 
 ROOT = Path(__file__).parents[2]
@@ -211,6 +213,21 @@ def test_renew_makes_another_certificate_of_the_same_authority(ready):
     (ready / "authority" / "ca.key").unlink()
     with pytest.raises(ConfigError, match="has no authority"):
         renew(ready, "fl.example.org", 100)
+
+
+@pytest.mark.parametrize("crash_at", [1, 2, 3])
+def test_a_renewal_that_is_killed_is_mended_by_the_next_one(ready, crash_at):
+    """Before the first replacement, between the two, and after both."""
+    server = read_server(ready / "server" / "server.toml")
+    assert in_a_fork(lambda: renew(ready, "localhost", 100), crash_at) == 137
+    if crash_at == 2:
+        with pytest.raises(ConfigError, match=r"server\.key is not the key of server\.crt; 'fedloom deploy renew'"):
+            check_certificate(server)
+    said = call("deploy", "renew", ready)
+    assert "a renewal before was killed" in said
+    check_certificate(server)
+    assert not [path for path in (ready / "server").iterdir() if path.name.startswith(".")]
+    assert "was killed" not in call("deploy", "renew", ready)
 
 
 def test_a_damaged_authority_makes_no_certificate(ready):

@@ -26,7 +26,9 @@ def renew(
     with errors():
         from fedloom.deploy.ops.directory import renew as renew_certificate
 
-        new = renew_certificate(directory, host, days)
+        new, again = renew_certificate(directory, host, days)
+        if again:
+            say("a renewal before was killed: its files are removed, and certificate and key are made anew together")
         say(
             f"copy {new} and its key to the server, reload the gate (nginx -s reload) and restart fedloom-superlink, "
             "which holds the old certificate too; a run survives that"

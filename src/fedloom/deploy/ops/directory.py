@@ -25,6 +25,7 @@ from fedloom.deploy.ops.commands import OPS, command, environment, filled, profi
 from fedloom.deploy.ops.plan import DeploymentPlan
 from fedloom.deploy.settings import Member, Secure, Server, Site, digest, placed, text_of
 from fedloom.errors import ConfigError
+from fedloom.storage import disk
 from fedloom.storage.disk import regular
 from fedloom.values import Value, make
 from fedloom.version import __version__
@@ -87,8 +88,13 @@ def write(plan: DeploymentPlan, out: Path, place: Location) -> None:
         raise
 
 
-def renew(folder: Path, host: str, days: int) -> Path:
-    """Another certificate of the server, by the authority of a deployment's directory; its path.
+def renew(folder: Path, host: str, days: int) -> tuple[Path, bool]:
+    """Make another certificate of the server and its key, by the authority of a deployment's directory.
+
+    Killed between the two, it leaves a pair that does not fit, which no server takes; the next call makes both anew.
+
+    Returns:
+        The certificate's path, and whether a call before was killed, whose files are removed.
 
     Raises:
         ConfigError: the directory holds no authority, or not its key any more.
@@ -105,12 +111,18 @@ def renew(folder: Path, host: str, days: int) -> Path:
     left = (ca.certificate.not_valid_after_utc - datetime.now(UTC)).days
     if left < days:
         raise ConfigError(f"the authority's own certificate ends in {left} days, so --days must be at most that")
-    new = folder / "server" / f".new-{secrets.token_hex(4)}"
-    write_files(new, _certified(ca, Location(host=host, days=days)))
-    for path in new.iterdir():
-        path.replace(folder / "server" / path.name)
-    new.rmdir()
-    return folder / "server" / "server.crt"
+    server = folder / "server"
+    drafts, new = [*server.glob(".new-*")], server / f".new-{secrets.token_hex(4)}"
+    try:
+        write_files(new, _certified(ca, Location(host=host, days=days)))
+        for path in sorted(new.iterdir()):
+            disk.step("rename", server / path.name)
+            path.replace(server / path.name)
+        disk.fsync_folder(server)
+    finally:
+        for draft in (new, *drafts):
+            shutil.rmtree(draft, ignore_errors=True)
+    return server / "server.crt", bool(drafts)
 
 
 def units(of: Server | Site, place: Location) -> dict[str, str]:

@@ -77,7 +77,7 @@ class Loopback:
             ProcessError: it ended, or does not answer.
         """
         check_free(self.server.port, "the server")
-        _check_certificate(self.server)
+        check_certificate(self.server)
         shutil.rmtree(self.work, ignore_errors=True)
         (self.work / "cli").mkdir(mode=0o700, parents=True)
         (self.work / "cli" / "config.toml").write_text(profile(self.address, self.server.ca))
@@ -182,7 +182,7 @@ class Loopback:
                 time.sleep(0.1)
 
 
-def _check_certificate(server: Server) -> None:
+def check_certificate(server: Server) -> None:
     """Refuse files of the server's certificate that cannot be used together."""
     cure = "'fedloom deploy renew' with --host of the server makes its certificate and key anew"
     for what, path in (("certificate", server.certificate), ("private key", server.key)):
