@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from fedloom.errors import RunDirError
+from fedloom.errors import RunDirError, check_folder
 from fedloom.storage import make_folder, write_atomic
 
 RECORDED = Path(__file__).parent / "results"
@@ -25,8 +25,12 @@ def folder_of(results: Path | None) -> Path:
     """Choose the folder of records: the one that is named, else the checkout's, else ``runs/results``.
 
     ``runs/results`` begins with the records that the wheel brings.
+
+    Raises:
+        RunDirError: it can be no folder.
     """
     if results is not None or CHECKOUT.is_dir():
+        check_folder(results or CHECKOUT)
         return results or CHECKOUT
     if not NEW_RESULTS.is_dir() and RECORDED.is_dir():
         make_folder(NEW_RESULTS)

@@ -279,11 +279,11 @@ def test_list_describe_schema_data_report(finished: Path, tmp_path: Path) -> Non
     [
         (["run", "{file}", "--out", "{blocked}"], "is a file"),
         (["tune", "{file}", "--out", "{blocked}"], "is a file"),
-        (["report", "{run}", "--out", "{blocked}/x.html"], "Not a directory"),
+        (["report", "{run}", "--out", "{blocked}/x.html"], "is a file, not a folder"),
         (["report", "{run}", "--out", "{run}"], "one HTML file"),
         (["report", "{run}", "--out", "comparison"], "one HTML file"),
         (["export", "{run}", "--method", "flame", "--client", "0", "--out", "{run}"], "Is a directory"),
-        (["reproduce", "flame-figure12", "--scale", "smoke", "--out", "{blocked}"], "Not a directory"),
+        (["reproduce", "flame-figure12", "--scale", "smoke", "--out", "{blocked}"], "is a file, not a folder"),
     ],
 )
 def test_output_that_cannot_be_written_is_said(

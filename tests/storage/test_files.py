@@ -196,7 +196,7 @@ def test_make_folder_makes_parents_once(tmp_path):
 
 def test_an_unwritable_place_is_a_sentence(tmp_path):
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="could not be written"):
+    with pytest.raises(RunDirError, match="file is a file, not a folder"):
         files.make_folder(tmp_path / "file" / "run")
     with pytest.raises(CheckpointError, match="could not be written: No such file"):
         files.write_atomic(tmp_path / "none" / "a", b"")

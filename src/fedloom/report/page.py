@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pyarrow import ArrowException
 
-from fedloom.errors import ConfigError, FedloomError, RunDirError, explain_os_error
+from fedloom.errors import ConfigError, FedloomError, RunDirError, check_folder, explain_os_error
 from fedloom.report.charts.calibrated import calibrated, thresholds_csv
 from fedloom.report.charts.clients import clients
 from fedloom.report.charts.curves import curves, robustness
@@ -64,7 +64,8 @@ def write(
         ``out``.
 
     Raises:
-        RunDirError: a directory is not a run, or one of its files is damaged; nothing is written.
+        RunDirError: a directory is not a run, or one of its files is damaged, or ``out`` would lie in a file; nothing
+            is written.
         ConfigError: ``out`` does not end in ``.html``, or there is no such column or method.
         CheckpointError: the disk is full or refuses; the runs are as they were.
     """
@@ -74,6 +75,7 @@ def write(
             raise ConfigError(f"{path} is a link, through which a report would overwrite other files; remove the link")
     if out.suffix.lower() not in (".html", ".htm") or out.is_dir():
         raise ConfigError(f"a report is one HTML file, got {out}; give a name such as {out.with_suffix('.html')}")
+    check_folder(beside)
     with _recorded(run_dirs):
         runs = read_runs(run_dirs)
         rows = rows_of(runs)

@@ -10,7 +10,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedloom.errors import ConfigError, DamagedCheckpoint, RunDirError, explain_os_error
+from fedloom.errors import ConfigError, DamagedCheckpoint, RunDirError, check_folder, explain_os_error
 from fedloom.storage import disk
 
 if TYPE_CHECKING:
@@ -71,8 +71,10 @@ def make_folder(folder: Path, mode: int = 0o777) -> None:
     """Creates a folder, with a mode, and its parents, and makes their names last.
 
     Raises:
+        RunDirError: it can be no folder.
         CheckpointError: the disk refuses.
     """
+    check_folder(folder)
     if folder.exists():
         return
     missing = [*takewhile(lambda f: not f.exists(), (folder, *folder.parents))]
@@ -84,9 +86,8 @@ def make_folder(folder: Path, mode: int = 0o777) -> None:
 
 
 def is_unused(folder: Path) -> bool:
-    """Whether a folder is missing, or has nothing but hidden files; a `RunDirError` if it is no folder."""
-    if folder.exists() and not folder.is_dir():
-        raise RunDirError(f"{folder} is a file, not a folder; choose another --out")
+    """Whether a folder is missing, or has nothing but hidden files; a `RunDirError` if it can be none."""
+    check_folder(folder)
     return not folder.exists() or all(path.name.startswith(".") for path in folder.iterdir())
 
 

@@ -24,7 +24,7 @@ from fedloom.deploy.ops.check import versions
 from fedloom.deploy.ops.commands import OPS, command, environment, filled, profile
 from fedloom.deploy.ops.plan import DeploymentPlan
 from fedloom.deploy.settings import Member, Secure, Server, Site, digest, placed, text_of
-from fedloom.errors import ConfigError
+from fedloom.errors import ConfigError, check_folder
 from fedloom.storage import disk
 from fedloom.storage.disk import regular
 from fedloom.values import Value, make
@@ -69,8 +69,10 @@ def write(plan: DeploymentPlan, out: Path, place: Location) -> None:
 
     Raises:
         ConfigError: there is something at ``out`` already, or a value cannot be.
+        RunDirError: it can be no folder.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    check_folder(out)
+    if out.exists() and any(out.iterdir()):
         raise ConfigError(f"{out} is there already; its keys are kept: choose another --out, or delete it yourself")
     out.parent.mkdir(parents=True, exist_ok=True)
     new = out.with_name(f".{out.name}.{secrets.token_hex(4)}")
