@@ -1,5 +1,7 @@
 """Own the format of a run directory: its files and folders by name, how runs are labelled, and what its summary holds.
 
+The paths of folders and files that a caller gives are checked here too.
+
 A simulation and a deployment write one; reports, opened runs and `watch` read it; all by these names and values, and
 none of them needs torch.
 """
@@ -9,13 +11,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from os import PathLike, fspath
 from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import quote_plus
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from fedloom.errors import RunDirError
+from fedloom.errors import ConfigError, RunDirError
 
 SETTINGS, SUMMARY, REPORT = "experiment.toml", "summary.json", "report.html"
 METRICS, TIMINGS, PARTITION = "metrics.parquet", "timings.parquet", "partition.parquet"
@@ -64,6 +67,38 @@ LONGEST = 150
 
 Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 """A number that a column of a table can hold."""
+
+
+def place_of(path: object, what: str, otherwise: str = "") -> Path:
+    """The path that a caller gave.
+
+    Args:
+        path: what was given.
+        what: its name in the message.
+        otherwise: what else it may be, e.g. ``", or None for memory"``.
+
+    Raises:
+        ConfigError: it is no path, or empty, which would be the current folder.
+    """
+    if not isinstance(path, str | PathLike) or not fspath(path):
+        raise ConfigError(f"{what} must be a path{otherwise}, got {path!r:.80}")
+    return Path(path)
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a path that is no folder and cannot become one.
+
+    Raises:
+        RunDirError: it, or what it is to lie in, is a file, or a link that leads nowhere.
+    """
+    for place in (folder, *folder.parents):
+        if place.is_dir():
+            return
+        if place.is_symlink() and not place.exists():
+            where = place.readlink()
+            raise RunDirError(f"{place} is a link to {where}, which is not there; remove it, or choose another folder")
+        if place.exists():
+            raise RunDirError(f"{place} is a file, not a folder; choose another folder")
 
 
 def label_of(method: Mapping[str, object]) -> str:

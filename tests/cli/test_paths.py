@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import fedloom as fl
 from tests.commands import call
 
 FILE = """
@@ -54,3 +56,43 @@ def test_a_folder_that_cannot_be_is_named_for_what_it_is(words: list[str], below
         assert f"error: {place} {fault}" in said
     assert plain.read_text() == "kept"
     assert not file.with_name("nowhere").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["run", "FILE", "--out", ""], ["run", "FILE", "--out="], ["run", ""], ["run", "FILE", "--data-dir", ""],
+     ["map", "--out", ""], ["report", ""], ["deploy", "status", ""], ["deploy", "init", "FILE", "--out", ""]],
+)  # fmt: skip
+def test_an_empty_word_is_not_the_current_folder(
+    words: list[str], file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    said = call(*(file if word == "FILE" else word for word in words), code=2)
+    assert said.startswith("error: an empty word")
+    assert words[-2] in said or words[-1] in said
+    assert not [*Path().iterdir()]
+
+
+def test_an_empty_path_is_refused_in_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FEDLOOM_DATA", str(tmp_path))
+    cut = fl.partition.iid(clients=3, keep=60)
+    run: dict[str, Any] = {"model": "softmax", "rounds": 1, "folder": ""}
+    for what, act in {
+        "folder": lambda: fl.simulate("fedavg", cut(fl.load("digits")), **run),
+        "compare: folder": lambda: fl.compare(["fedavg"], "digits", partition=cut, **run),
+        "path": lambda: fl.open_run(""),
+        "data_dir": lambda: fl.load("mnist", data_dir=""),
+    }.items():
+        with pytest.raises(fl.FedloomError, match=f"^{what} must be a path.*, got ''"):
+            act()
+    with pytest.raises(fl.FedloomError, match="path: string should have at least 1 character"):
+        fl.load("mnist", path="")
+    assert not [*tmp_path.iterdir()]
+
+
+def test_an_empty_data_folder_of_the_environment_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDLOOM_DATA", "")
+    with pytest.raises(fl.FedloomError, match="no data folder given"):
+        fl.load("mnist")

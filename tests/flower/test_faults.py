@@ -103,7 +103,7 @@ def test_a_node_whose_folder_cannot_be_takes_no_part(tmp_path: Path, capsys: pyt
 
     strategy, _ = run(App(mixed, 3))
     assert set(strategy.client_metrics[3]) == {0, 1}
-    assert f"folder: {tmp_path / 'file'} is a file; name a folder" in capsys.readouterr().err
+    assert f"{tmp_path / 'file'} is a file, not a folder" in capsys.readouterr().err
 
 
 class Pairs(Dataset[Any]):
@@ -476,6 +476,7 @@ def test_too_few_nodes() -> None:
             r"nodes score .* personal_model\(context\)",
         ),
         (lambda: ff.Strategy("ditto", Net(), folder=3), "folder must be a path"),
+        (lambda: ff.Strategy("ditto", Net(), folder=""), "folder must be a path"),
         (lambda: ff.Strategy("ditto", Net(), wait="1"), "wait must be a number of seconds, got '1'"),
         (
             lambda: Server(client_manager=SimpleClientManager(), strategy=ff.Strategy("ditto", Net())).fit(1, None),

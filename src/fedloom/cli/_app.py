@@ -6,7 +6,7 @@ import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer import core
@@ -18,17 +18,27 @@ from fedloom.version import __version__
 core.HAS_RICH = False  # else typer writes "\\[required]" in plain help, an escape that only rich's markup needs
 
 
+def _refuse(sentence: str) -> NoReturn:
+    typer.echo(f"error: {printable(sentence)}", err=True)
+    raise typer.Exit(2)
+
+
 class Words(TyperGroup):
-    """A group of commands that refuses words which cannot be written down: a file's name may be any bytes."""
+    """A group of commands that refuses words which are empty or not text: the name of a file may be any bytes.
+
+    An empty word is mostly a variable of the shell that is not set, and as a path would be the current folder.
+    """
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         """The words that are left for the command."""
-        for word in args:
+        for k, word in enumerate(args):
+            if word == "" or (word.startswith("--") and word.find("=") == len(word) - 1):
+                place = f" after {args[k - 1]}" if k and word == "" else f": {word}" if word else ""
+                _refuse(f"an empty word{place}; is a variable of the shell not set? give a value, or leave it out")
             try:
                 word.encode()
             except UnicodeEncodeError:
-                typer.echo(f"error: {word!a} is not text in UTF-8; use a name that is", err=True)
-                raise typer.Exit(2) from None
+                _refuse(f"{word!a} is not text in UTF-8; use a name that is")
         return super().parse_args(ctx, args)
 
     def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:  # type: ignore[override]

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
-from os import PathLike
 from pathlib import Path
 from shutil import rmtree
 from tempfile import mkdtemp
@@ -24,6 +23,7 @@ from fedloom.experiment.outputs import Outcome
 from fedloom.progress import counted, shown
 from fedloom.report.comparison.contenders import MODELS, Models
 from fedloom.report.comparison.recorded import RecordedComparison
+from fedloom.rundir import place_of
 
 
 class Comparison(RecordedComparison):
@@ -120,15 +120,14 @@ def compare(
     if not isinstance(tune, int | Mapping | None):
         raise ConfigError(f"compare: tune must be a number of trials or the table [tune] of a file, got {tune!r:.80}")
     table = {"trials": tune} if isinstance(tune, int) else dict(tune or {})
-    if not isinstance(folder, str | PathLike | None):
-        raise ConfigError(f"compare: folder must be a path, got {folder!r:.80}")
+    place = None if folder is None else place_of(folder, "compare: folder")
     if models not in MODELS:
         raise unknown("choice", models, MODELS, "compare: models")
     definition = GivenExperiment(methods, data, partition, seeds, table, name, {"model": model, **choices})
     if against is not None and against not in definition.references:
         raise unknown("method to compare with", against, definition.references, "compare: against")
-    if folder is not None:
-        return _compared(definition, Path(folder), against, models, tune is not None, progress)
+    if place is not None:
+        return _compared(definition, place, against, models, tune is not None, progress)
     temporary = Path(mkdtemp(prefix="fedloom-"))
     try:
         comparison = _compared(definition, temporary / "run", against, models, tune is not None, progress)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
@@ -31,6 +30,7 @@ from fedloom.processes.pool import WorkerPool
 from fedloom.processes.rank_pool import RankPool
 from fedloom.processes.ranks import ALONE, Ranks
 from fedloom.processes.signals import interruptible
+from fedloom.rundir import place_of
 from fedloom.values import choose, make
 
 Progress = Callable[[State], object]
@@ -117,9 +117,7 @@ def simulate(
         algorithm = make(entry, {"settings": settings}, "", {"settings": None})
     if callable(progress) or not all(map(callable, progress := list(progress))):
         raise ConfigError(f"progress must be a list of functions of a state, as [print], got {progress!r:.200}")
-    if not isinstance(folder, (str, PathLike, type(None))):
-        raise ConfigError(f"folder must be a path, or None for memory, got {folder!r:.200}")
-    place = None if folder is None else Path(folder)
+    place = None if folder is None else place_of(folder, "folder", ", or None for memory")
     if isinstance(algorithm, Setting):
         setting = algorithm.changed({"model": model, **choices})
     else:

@@ -25,7 +25,7 @@ from fedloom.metrics import leading, metric
 from fedloom.models.imported import Held, OwnModel, given_model
 from fedloom.report import result_table
 from fedloom.report.reading import read_table
-from fedloom.rundir import METRICS, MODELS, SETTINGS, SUMMARY, check_digest, folder_of, read_summary
+from fedloom.rundir import METRICS, MODELS, SETTINGS, SUMMARY, check_digest, folder_of, place_of, read_summary
 from fedloom.storage import read_toml
 from fedloom.trained.model import Model, facts_of, open_tensors
 from fedloom.trained.model_source import KINDS
@@ -61,7 +61,7 @@ class RunDirectory:
     """
 
     def __init__(self, path: Path | str, model: OwnModel | None = None, *, trust: bool = False) -> None:
-        self.path, self._model, self._trust = Path(path), model, trust
+        self.path, self._model, self._trust = place_of(path, "path"), model, trust
         settings = self.path / SETTINGS
         if deployed := _deployed(self.path):
             raise RunDirError(f"{path} is {deployed}")

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import wraps
-from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +40,7 @@ from fedloom.flower.records import (
 from fedloom.local.oracles.precision import repeatable, undisturbed
 from fedloom.local.rows import for_everyone, group_of, named, remade, to_device
 from fedloom.processes.clients import AskTask, ScoreTask, TrainTask
+from fedloom.rundir import place_of
 from fedloom.storage.checkpoint import save_tensors
 from fedloom.storage.files import make_folder
 from fedloom.trained.model import open_tensors, running_statistics
@@ -249,12 +249,8 @@ class _Node:
             local = self._function(context)
             if not isinstance(local, Local):
                 raise ConfigError(f"the function under @client must return a Local, got {type(local).__name__}")
-            if not isinstance(local.folder, str | PathLike | None):
-                raise ConfigError(f"folder must be a path, or None for no file, got {local.folder!r:.80}")
             if local.folder is not None:
-                make_folder(Path(local.folder))
-                if not Path(local.folder).is_dir():
-                    raise ConfigError(f"folder: {local.folder} is a file; name a folder for the node's model")
+                make_folder(place_of(local.folder, "folder", ", or None for no file"))
             while len(self._runs) >= KEPT_RUNS:
                 self._runs.pop(next(iter(self._runs)))
             with undisturbed():

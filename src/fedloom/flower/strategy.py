@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from logging import INFO, WARNING
-from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,7 @@ from fedloom.flower.members import SavedRun, introductions, read_run, write_run
 from fedloom.flower.records import log, shapes_of, state_dict_of
 from fedloom.flower.samples import Signature, adapted
 from fedloom.local.oracles.precision import undisturbed
+from fedloom.rundir import place_of
 from fedloom.trained.model import running_statistics
 
 CLIPPING = "clipping_norm"
@@ -81,12 +81,10 @@ class Strategy(FlowerStrategy):
         check_counts(min_nodes=(min_nodes, 1), evaluate_every=(evaluate_every, 0))
         if type(wait) not in (int, float) or wait < 0:
             raise ConfigError(f"wait must be a number of seconds, got {wait!r:.80}")
-        if not isinstance(folder, str | PathLike | None):
-            raise ConfigError(f"folder must be a path, or None for no checkpoint, got {folder!r:.80}")
         self._document = document_of(algorithm, choices)
         self._name, self._model = algorithm, copy.deepcopy(model)
         self._min_nodes, self._wait, self._every = min_nodes, wait, evaluate_every
-        self._folder = None if folder is None else Path(folder)
+        self._folder = None if folder is None else place_of(folder, "folder", ", or None for no checkpoint")
         self._rounds, self._before, self._timeout, self._writes = 1, 0, wait, True
         check_nodes_suffice(algorithm, setting_of(self._document, self._model, 1))
         self._clients: FlowerClients | None = None

@@ -22,6 +22,7 @@ from fedloom.data.sources.table.levels import Factors
 from fedloom.data.tables import Table, markers_of
 from fedloom.errors import ConfigError, LayoutError, cause_of, unknown
 from fedloom.models import factorise, merged
+from fedloom.rundir import place_of
 from fedloom.storage.checkpoint import save_tensors
 from fedloom.storage.files import make_folder, write_atomic
 from fedloom.trained.model import Model
@@ -79,7 +80,7 @@ def export(
         raise ConfigError(
             f"{format} holds no class that a threshold could decide; export to onnx, or decide by the probabilities"
         )
-    path, module, ranks = Path(path), merged(model.module()), dict[str, int]()
+    path, module, ranks = place_of(path, "path"), merged(model.module()), dict[str, int]()
     if factorised:
         thin = factorise(module)
         module, ranks = thin.module, thin.ranks

@@ -26,6 +26,7 @@ from fedloom.models import ModelSpec, spec_of
 from fedloom.models.imported import Held, OwnModel, own_model
 from fedloom.models.parts import BATCH_STATISTICS
 from fedloom.rows.layout import Layout
+from fedloom.rundir import place_of
 from fedloom.storage.checkpoint import check_digest, save_tensors
 from fedloom.storage.disk import regular
 from fedloom.storage.files import make_folder
@@ -241,7 +242,7 @@ class Model:
         Raises:
             CheckpointError: the disk is full or refuses.
         """
-        path = Path(path)
+        path = place_of(path, "path")
         make_folder(path.parent)
         tensors = {"rows": self.row, "statistics": self.statistics, "fitted": self.fitted}
         tensors |= {"calibration": self.calibration}

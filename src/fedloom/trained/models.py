@@ -17,6 +17,7 @@ from fedloom.data.input_spec import lone_client
 from fedloom.errors import ConfigError, nearest
 from fedloom.local import LocalSGD
 from fedloom.local.oracles.precision import undisturbed
+from fedloom.rundir import place_of
 from fedloom.trained.adapt import adapted
 from fedloom.trained.model import Model, ModelRecipe, running_statistics
 from fedloom.trained.model_source import ModelSource
@@ -248,7 +249,7 @@ class Models:
         Raises:
             CheckpointError: the disk is full or refuses.
         """
-        return write(self._source, Path(folder))
+        return write(self._source, place_of(folder, "folder"))
 
     def files(self) -> list[str]:
         """Names of the files of `save`."""

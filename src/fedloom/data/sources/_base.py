@@ -19,6 +19,7 @@ from fedloom.data.sources.fetch import ENV as ENV
 from fedloom.data.sources.fetch import REMOTE
 from fedloom.errors import DataError, attribute_error
 from fedloom.imports import path_of
+from fedloom.rundir import place_of
 from fedloom.values import Value
 
 FOLDER = "file or folder of the data set; None: looked for in the data folder"
@@ -58,7 +59,7 @@ class Source(Value):
 class FileSource(Source):
     """A source that reads a file or folder."""
 
-    path: str | None = Field(default=None, description=FOLDER)
+    path: str | None = Field(default=None, min_length=1, description=FOLDER)
 
 
 class SampleSource(FileSource):
@@ -94,8 +95,8 @@ def locate(
         if not place.exists():
             raise DataError(f"{what}: not found at {place}; give the folder or archive that holds its original files")
         return place
-    root = data_dir if data_dir is not None else os.environ.get(ENV)
-    if root is None:
+    root = os.environ.get(ENV) if data_dir is None else place_of(data_dir, "data_dir")
+    if not root:
         raise DataError(f"{what}: no data folder given; set {ENV}, or give data_dir or path")
     base = Path(root).expanduser()
     tried = [*(base / folder for folder in folders), base]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fedloom.errors import ConfigError, DataError, unknown
+from fedloom.rundir import place_of
 
 ENV = "FEDLOOM_DATA"
 """The environment variable that names the folder of data sets."""
@@ -133,8 +134,8 @@ def fetch(
         raise unknown("data set to fetch", name, REMOTE)
     if find_spec("pooch") is None:
         raise ConfigError("fetching needs the extra fetch; run: pip install 'fedloom[fetch]'")
-    root = data_dir if data_dir is not None else environ.get(ENV)
-    if root is None:
+    root = environ.get(ENV) if data_dir is None else place_of(data_dir, "data_dir")
+    if not root:
         raise ConfigError(f"{name}: say where data sets are kept: set {ENV}, or give data_dir (--data-dir)")
     remote = REMOTE[name]
     place = Path(root).expanduser() / remote.folder

@@ -24,7 +24,8 @@ from fedloom.deploy.ops.check import versions
 from fedloom.deploy.ops.commands import OPS, command, environment, filled, profile
 from fedloom.deploy.ops.plan import DeploymentPlan
 from fedloom.deploy.settings import Member, Secure, Server, Site, digest, placed, text_of
-from fedloom.errors import ConfigError, check_folder
+from fedloom.errors import ConfigError
+from fedloom.rundir import check_folder
 from fedloom.storage import disk
 from fedloom.storage.disk import regular
 from fedloom.values import Value, make

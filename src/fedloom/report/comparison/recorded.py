@@ -20,6 +20,7 @@ from fedloom.report.page import write
 from fedloom.report.reading import read_runs
 from fedloom.report.run import Run
 from fedloom.report.tables import arrow, as_pandas, cell_text, decimals
+from fedloom.rundir import place_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -99,7 +100,7 @@ class RecordedComparison:
         Returns:
             The HTML file.
         """
-        place = self.folder / "report.html" if out is None else Path(out)
+        place = self.folder / "report.html" if out is None else place_of(out, "out")
         return write([self.folder], place, against=self.against, models=self.models, charts=False)
 
     def plot(self, name: str | None = None) -> LayerChart:
