@@ -52,6 +52,13 @@ def experiment(**engine: object) -> Experiment:
     return parse({**tomllib.loads(FILE), "engine": engine})
 
 
+def test_auto_is_the_number_that_a_run_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedloom.engine.setup.cores", lambda: 3)
+    assert {way.workers for way in Bench(experiment(), workers=["auto"]).ways["fedavg"]} == {1}
+    monkeypatch.setattr("fedloom.engine.setup.WORTH_FORKING", 0)
+    assert {way.workers for way in Bench(experiment(), workers=["auto"]).ways["fedavg"]} == {1, 3}
+
+
 def test_every_way_has_a_row_and_nothing_is_written(file: Path) -> None:
     result = RUNNER.invoke(app, ["bench", str(file), "--rounds", "1", "--workers", "1", "--workers", "2"])
     assert result.exit_code == 0, result.output

@@ -56,12 +56,19 @@ def call(*words: object) -> Result:
 
 @pytest.mark.parametrize("workers", ["0", "-1", "1.5", "many", "²"])
 def test_workers_are_a_number_from_1_or_auto(workers: str, file: Path, tmp_path: Path) -> None:
-    places = (["run", file, "--out", tmp_path / "run"], ["reproduce", "fiaelt-synthetic", "--out", tmp_path / "paper"])
+    out = ["--out", tmp_path / "out"]
+    places = (["run", file, *out], ["tune", file, *out], ["bench", file], ["reproduce", "fiaelt-synthetic", *out])
     for words in places:
         done = call(*words, "--workers", workers)
         assert done.exit_code == 2, done.output
         assert f"error: --workers must be a number from 1 or 'auto', got {workers!r}" in done.output
     assert [*tmp_path.iterdir()] == [file]
+
+
+def test_every_command_takes_auto(file: Path, tmp_path: Path) -> None:
+    words = ["tune", file, "--trials", "1", "--out", tmp_path / "out"]
+    assert call(*words, "--workers", "auto").exit_code == 0
+    assert call("bench", file, "--rounds", "1", "--oracle", "fused", "--workers", "auto").exit_code == 0
 
 
 def set_to(*values: str, methods: tuple[str, ...] = (), rounds: int | None = None) -> Any:

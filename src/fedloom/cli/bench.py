@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedloom.cli import _complete as offer
-from fedloom.cli._app import DataDir, FileArgument, Trust, app, errors, say
+from fedloom.cli._app import DataDir, FileArgument, Trust, app, errors, say, worker_count
 from fedloom.formats import duration, fixed, significant
 
 if TYPE_CHECKING:
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 def bench(
     file: FileArgument,
     workers: Annotated[
-        list[int] | None, typer.Option(min=1, help="processes to measure; may be repeated; 1 and all cores by default")
+        list[str] | None,
+        typer.Option(help="processes to measure, or 'auto'; may be repeated; 1 and all cores by default"),
     ] = None,
     oracle: Annotated[
         list[str] | None,
@@ -60,6 +61,7 @@ def bench(
     Example: fedloom bench examples/quickstart.toml --workers 1 --workers 2 --rounds 5
     """
     with errors():
+        counts = [worker_count(text) for text in workers or ()]
         from fedloom.errors import ConfigError
         from fedloom.experiment import read
         from fedloom.experiment.measure.bench import Bench
@@ -70,7 +72,7 @@ def bench(
         unread: dict[str, Any] = {"--workers": workers, "--oracle": oracle} if ranks else elsewhere
         if wrong := [name for name, value in unread.items() if value is not None]:
             raise ConfigError(f"{' and '.join(wrong)}: {'not with' if ranks else 'only with'} --ranks")
-        plan = Bench(read(file, trust=trust), data_dir, rounds=rounds, oracles=oracle or (), workers=workers or ())
+        plan = Bench(read(file, trust=trust), data_dir, rounds=rounds, oracles=oracle or (), workers=counts)
         if ranks:
             link = Link((rate or 1000) * 1e6 / 8, (1 if trip is None else trip) / 1e3)
             places = [Place(r, machines or 1, link) for r in ranks]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedloom.cli._app import DataDir, FileArgument, Trust, app, errors, say
+from fedloom.cli._app import DataDir, FileArgument, Trust, app, errors, say, worker_count
 from fedloom.errors import RunStopped, Stop
 from fedloom.formats import significant
 
@@ -22,7 +22,7 @@ def tune(
         Path | None, typer.Option(help="directory of the search; runs/<name of the file>-tune by default")
     ] = None,
     trials: Annotated[int | None, typer.Option(min=1, help="settings per method; replaces [tune] trials")] = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="methods at a time; replaces [engine] workers")] = None,
+    workers: Annotated[str | None, typer.Option(help="methods at a time, or 'auto'; replaces [engine] workers")] = None,
     data_dir: DataDir = None,
     force: Annotated[bool, typer.Option("--force", help="forget what the directory holds and start anew")] = False,
     trust: Trust = False,
@@ -36,13 +36,14 @@ def tune(
     Example: fedloom tune examples/quickstart.toml --out runs/quickstart-tune --trials 20
     """
     with errors():
+        count = None if workers is None else worker_count(workers)
         from fedloom.storage import read_toml
         from fedloom.trust import check_document
         from fedloom.values import table
 
         document = read_toml(file, "experiment file")
         check_document(document, file, trust=trust)
-        for name, key, value in (("tune", "trials", trials), ("engine", "workers", workers)):
+        for name, key, value in (("tune", "trials", trials), ("engine", "workers", count)):
             if value is not None:
                 document[name] = {**table(document.get(name, {}), f"{file}: [{name}]"), key: value}
         from fedloom.tune import Tuning

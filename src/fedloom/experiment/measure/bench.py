@@ -13,6 +13,7 @@ import torch
 
 from fedloom.choose import Uniform
 from fedloom.data.federation import Federation, Split
+from fedloom.engine.job import Job
 from fedloom.engine.setting import Setting
 from fedloom.engine.setup import check, make_job
 from fedloom.errors import Refused
@@ -69,7 +70,7 @@ class Bench:
         data_dir: folder of data sets.
         rounds: rounds that are counted, of one more that is played.
         oracles: names to measure beside the one that is picked; all that can compute the model when empty.
-        workers: numbers to measure beside the one that is picked; 1 and the number of cores when empty.
+        workers: numbers to measure beside the one that is picked, or ``auto``; 1 and the number of cores when empty.
 
     Raises:
         DataError: the data cannot be read.
@@ -83,7 +84,7 @@ class Bench:
         *,
         rounds: int = 5,
         oracles: Sequence[str] = (),
-        workers: Sequence[int] = (),
+        workers: Sequence[int | str] = (),
     ) -> None:
         for name in oracles:
             choose("oracle", {**ORACLES}, name)
@@ -124,12 +125,14 @@ class Bench:
         engine = method.setting.engine.with_(oracle=oracle, workers=workers)
         return method.setting.with_(engine=engine)
 
-    def _ways(self, method: Method, oracles: Sequence[str], workers: Sequence[int]) -> list[Way]:
-        workers_wanted = self.experiment.common.engine.workers if self.processes == 1 else 1
-        job, _ = make_job(self._setting(method, method.setting.engine.oracle, workers_wanted), self.federation)
+    def _ways(self, method: Method, oracles: Sequence[str], workers: Sequence[int | str]) -> list[Way]:
+        def job_of(wanted: int | str) -> Job:
+            return make_job(self._setting(method, method.setting.engine.oracle, wanted), self.federation)[0]
+
+        job = job_of(self.experiment.common.engine.workers if self.processes == 1 else 1)
         picked = Way(job.oracle.name, job.workers, picked=True)
         able = [picked.oracle, *(name for name in oracles or ORACLES if self._can(method, name, named=bool(oracles)))]
-        counts = dict.fromkeys([picked.workers, *workers])
+        counts = dict.fromkeys([picked.workers, *(n if isinstance(n, int) else job_of(n).workers for n in workers)])
         alternatives = [Way(oracle, count, picked=False) for oracle in dict.fromkeys(able) for count in counts]
         return [picked, *(way for way in alternatives if way[:2] != picked[:2])]
 
