@@ -500,6 +500,10 @@ def test_a_recipe_runs_on_a_device_that_the_command_names(tmp_path: Path) -> Non
     assert done is not None
     assert done.complete
     assert done.command == "fedloom reproduce tiny --scale smoke --only fedavg --device cuda:0"
+    with pytest.raises(
+        RunDirError, match=r"'few' was run on device cuda:0 in .*few, now it is cpu; .* --device cuda:0"
+    ):
+        reproduce(tiny(), "smoke", tmp_path / "device", only=["fedavg"])
     for file in (tmp_path / "device").rglob("experiment.toml"):
         assert tomllib.loads(file.read_text())["engine"]["device"] == "cuda:0"
 

@@ -39,6 +39,8 @@ from fedloom_studies.store import read_document
 
 PROTOCOL = "protocol.json"
 """In a recipe's folder: what its runs are of, as digests."""
+DEVICE = "engine.device"
+"""Key of the device there, which is named."""
 NOISE = 0.002
 """Relative difference up to which a value is the same but for the order of sums, which differs between processors."""
 Show = Callable[[int | Mapping[str, int]], AbstractContextManager[Listener]]
@@ -161,8 +163,14 @@ def _claim(out: Path, documents: Mapping[str, Mapping[str, Any]]) -> None:
         shares = document.get("choose", {}).get("once") and variant != next(iter(documents))
         trials = [] if shares else [out / TRIALS / trials_of(document, folder.name)]
         places = [place for place in (folder, *trials) if place.exists()]
-        if places and any(was[part] != now[part] for part in was.keys() & now.keys()):
-            what = " and ".join(map(str, places))
+        changed = {part for part in was.keys() & now.keys() if was[part] != now[part]} if places else set()
+        what = " and ".join(map(str, places))
+        if DEVICE in changed:
+            raise RunDirError(
+                f"variant {variant!r} was run on device {was[DEVICE]} in {what}, now it is {now[DEVICE]}; repeat it "
+                f"with --device {was[DEVICE]}, delete that, or choose another --out"
+            )
+        if changed:
             raise RunDirError(
                 f"variant {variant!r} has changed since it was run in {what}; delete that, or choose another --out"
             )
@@ -172,10 +180,14 @@ def _claim(out: Path, documents: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def _digests(document: Mapping[str, Any]) -> dict[str, str]:
-    """Of each method's table, candidates and all, by label; and of all else that is not the seeds, by ``""``."""
+    """Of each method's table, candidates and all, by label; and of all else that is not the seeds, by ``""``.
+
+    The device stands there by its name too, for a message.
+    """
     parts = {label_of(method): method for method in document["method"]}
     parts[""] = {key: value for key, value in document.items() if key not in ("method", "name", "seeds")}
-    return {part: digest_of(table) for part, table in parts.items()}
+    device = document.get("engine", {}).get("device", "cpu")
+    return {part: digest_of(table) for part, table in parts.items()} | {DEVICE: device}
 
 
 def _samples(documents: Mapping[str, Mapping[str, Any]], data_dir: Path | None) -> dict[str, int]:
