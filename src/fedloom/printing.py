@@ -26,6 +26,13 @@ UNFOLDED = 100_000
 """Characters of a line that no table reaches."""
 
 
+class _Output(Console):
+    """Standard output, which leaves it to the program what it does once there is no reader."""
+
+    def on_broken_pipe(self) -> None:
+        raise
+
+
 def print_texts(
     titles: Sequence[str], rows: Iterable[Iterable[str]], *, right: Collection[str] = (), width: int = 160,
     names: bool = False,
@@ -41,7 +48,7 @@ def print_texts(
             other columns, these stand below each name.
     """
     texts = [[printable(text) for text in row] for row in rows]
-    console = Console()
+    console = _Output()
     if not console.is_terminal:
         console.width = width
     whole = _columns(titles, texts, range(len(titles)), right, names)

@@ -1,13 +1,19 @@
-"""Paths on the command line: folders that cannot be, and words that are empty."""
+"""Paths on the command line: folders that cannot be, and words that are empty; and output that nobody reads."""
 
 from __future__ import annotations
 
+import os
+import shlex
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import fedloom as fl
+from fedloom.printing import print_texts
 from tests.commands import call
 
 FILE = """
@@ -96,3 +102,39 @@ def test_an_empty_data_folder_of_the_environment_is_none(monkeypatch: pytest.Mon
     monkeypatch.setenv("FEDLOOM_DATA", "")
     with pytest.raises(fl.FedloomError, match="no data folder given"):
         fl.load("mnist")
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("words", [["list"], ["--help"], ["deploy", "--help"], ["describe", "ditto"]], ids=" ".join)
+def test_output_that_nobody_reads_ends_the_command_without_a_word(words: list[str], unbuffered: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "fedloom", *words],
+            stdout=writer, stderr=subprocess.PIPE, env={**os.environ, "PYTHONUNBUFFERED": unbuffered}, check=False,
+        )  # fmt: skip
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
+
+
+def test_a_table_leaves_it_to_the_program_that_nobody_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    stream = os.fdopen(writer, "w")
+    monkeypatch.setattr(sys, "stdout", stream)
+    with pytest.raises(BrokenPipeError):
+        print_texts(["method"], [["fedavg"]])
+    with pytest.raises(BrokenPipeError):
+        stream.close()
+
+
+def test_a_run_needs_no_standard_stream(file: Path) -> None:
+    """A file that is opened in the place of a closed one would get what libraries print."""
+    words = shlex.join([sys.executable, "-m", "fedloom", "run", str(file), "--out", str(file.with_name("out"))])
+    assert subprocess.run(f"exec {words} <&- >&- 2>&-", shell=True, check=False).returncode == 0
+    assert file.with_name("out").joinpath("report.html").exists()
+    full = subprocess.run(f"exec {words} >/dev/full", shell=True, capture_output=True, text=True, check=False)
+    assert (full.returncode, "Traceback" in full.stderr) == (1, False)
+    assert "error: the disk is full" in full.stderr

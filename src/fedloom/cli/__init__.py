@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from importlib.metadata import entry_points
 
 from fedloom.cli import bench, cox, deploy, deploy_members, deploy_models, facts, glm, init, models, runs, tune, watch
@@ -19,5 +21,8 @@ for _package in entry_points(group="fedloom.commands"):
 
 
 def main() -> None:
-    """Entry point of the command ``fedloom``."""
+    """Entry point of the command ``fedloom``; a standard stream that its caller has closed is the null device."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 (until the process ends)
     app()

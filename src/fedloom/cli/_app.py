@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
+import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,11 +26,34 @@ def _refuse(sentence: str) -> NoReturn:
     raise typer.Exit(2)
 
 
+@contextmanager
+def _for_reader() -> Iterator[None]:
+    """End as other programs do, and without a word, once the output has no reader, as after ``| head -1``."""
+    try:
+        yield
+    except BrokenPipeError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in (sys.__stdout__, sys.__stderr__):  # what they hold yet is flushed at the end of the process
+            if stream is not None:
+                os.dup2(nowhere, stream.fileno())
+        raise typer.Exit(128 + signal.SIGPIPE) from None
+
+
 class Words(TyperGroup):
     """A group of commands that refuses words which are empty or not text: the name of a file may be any bytes.
 
     An empty word is mostly a variable of the shell that is not set, and as a path would be the current folder.
     """
+
+    def make_context(self, *args: Any, **extra: Any) -> Any:
+        """The context; help and the version are printed here."""
+        with _for_reader():
+            return super().make_context(*args, **extra)
+
+    def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
+        """Run the command."""
+        with _for_reader(), errors():
+            return super().invoke(ctx)
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         """The words that are left for the command."""
