@@ -407,6 +407,13 @@ def test_a_node_with_another_model_takes_no_part(capsys: pytest.CaptureFixture[s
         run(app, "fedavg", min_nodes=3)
 
 
+def test_a_strategy_that_waits_for_nodes_says_for_how_many(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    with pytest.raises(ConfigError, match="2 nodes are there and fit, 9 are needed"):
+        run(App(local, 2), "fedavg", min_nodes=9)
+    assert caplog.text.count("s at most for 9 nodes, of which 2 are there") == 1
+
+
 def test_a_first_node_with_other_samples_does_not_turn_the_others_away(caplog: pytest.LogCaptureFixture) -> None:
     def mixed(context: Context) -> ff.Local:
         k = int(context.node_config["partition-id"])

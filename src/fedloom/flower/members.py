@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from logging import WARNING
+from logging import INFO, WARNING
 from pathlib import Path
 from typing import NamedTuple
 
@@ -120,8 +120,11 @@ def introductions(
     Raises:
         ConfigError: too few nodes are there and fit.
     """
-    end, reasons = time.monotonic() + wait, dict[int, str]()
-    while len(nodes := _awaited(grid, saved)) < min_nodes and time.monotonic() < end:
+    end, reasons, said = time.monotonic() + wait, dict[int, str](), -1
+    while len(nodes := _awaited(grid, saved)) < min_nodes and (left := end - time.monotonic()) > 0:
+        if len(nodes) != said:
+            said = len(nodes)
+            log(INFO, "fedloom: waiting %.0f s at most for %s nodes, of which %s are there", left, min_nodes, said)
         time.sleep(PAUSE)
     content = RecordDict({HEAD: head(parameters=parameters)})
     messages = [Message(content, dst_node_id=node, message_type="query") for node in nodes]
