@@ -13,7 +13,12 @@ from flwr.client.mod import secaggplus_mod
 from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import LocalDpMod, adaptiveclipping_mod, fixedclipping_mod
 from flwr.server import Server, SimpleClientManager
-from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping
+from flwr.serverapp.strategy import (
+    DifferentialPrivacyClientSideAdaptiveClipping,
+    DifferentialPrivacyClientSideFixedClipping,
+    DifferentialPrivacyServerSideAdaptiveClipping,
+    DifferentialPrivacyServerSideFixedClipping,
+)
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -531,11 +536,11 @@ def test_functions_of_a_subclass_get_the_model_of_every_round() -> None:
     assert not torch.equal(first["head.weight"], last["head.weight"])
 
 
-def private(rounds: int) -> Any:
-    """Clients clip, or should: noise is added at the server around the strategy."""
+def private(wrapper: Any, **options: float) -> Any:
+    """Flower's privacy around the strategy, whose noise is added at the server."""
     strategy = ff.Strategy("fedavg", Net(), **CHOICES)
-    around = DifferentialPrivacyClientSideFixedClipping(strategy, 1.0, 1.0, num_sampled_clients=2)
-    return around.start(App(local, 2).grid, ArrayRecord(Net().state_dict()), num_rounds=rounds)
+    around = wrapper(strategy, noise_multiplier=0.01, num_sampled_clients=2, **options)
+    return around.start(App(local, 2).grid, ArrayRecord(Net().state_dict()), num_rounds=1)
 
 
 def noisy(rounds: int) -> Any:
@@ -554,10 +559,25 @@ def noisy(rounds: int) -> Any:
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda: private(1), "config has 'clipping_norm', by which no node of fedloom clips; in the place of"),
+        (
+            lambda: private(DifferentialPrivacyClientSideFixedClipping, clipping_norm=1.0),
+            "config has 'clipping_norm', by which no node of fedloom clips; in the place of",
+        ),
+        (
+            lambda: private(DifferentialPrivacyClientSideAdaptiveClipping),
+            "config has 'clipping_norm', by which no node of fedloom clips; in the place of",
+        ),
+        (
+            lambda: private(DifferentialPrivacyServerSideFixedClipping, clipping_norm=1.0),
+            r"ServerSideFixedClipping clips arrays of models, and nodes of fedloom send none; .*channel=\{'kind'",
+        ),
+        (
+            lambda: private(DifferentialPrivacyServerSideAdaptiveClipping),
+            r"ServerSideAdaptiveClipping clips arrays of models, and nodes of fedloom send none; .*channel=\{'kind'",
+        ),
         (lambda: noisy(2), r"round 2: the arrays are not those that aggregate_train gave.*channel=\{'kind'"),
     ],
-    ids=["privacy", "another model"],
+    ids=["nodes clip", "nodes clip by adaptive bounds", "the server clips", "the server adapts", "another model"],
 )
 def test_a_strategy_around_one_of_fedlooms_that_no_node_would_notice_is_refused(make: Any, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):

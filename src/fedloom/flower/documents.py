@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -69,6 +70,13 @@ UNREAD = {
 """Fields of choices that an app has no use for, and what to do."""
 OF_START = ("initial_arrays", "num_rounds", "timeout", "train_config", "evaluate_config", "evaluate_fn")
 """Arguments of `Strategy.start`."""
+CLIPPING = "clipping_norm"
+"""Key by which Flower's strategies with differential privacy have a mod clip."""
+PRIVACY = (
+    "in the place of Flower's DifferentialPrivacy strategies, clip and add noise with the channel: "
+    "channel={'kind': 'gaussian-noise', 'clip': 1.0, 'sigma': 1.0}"
+)
+"""What to do in the place of a strategy around one of fedloom's."""
 
 
 def document_of(algorithm: Any, choices: Mapping[str, Any]) -> str:
@@ -175,3 +183,22 @@ def _texts(value: Any) -> list[str]:
     if isinstance(value, list):
         return [text for inner in value for text in _texts(inner)]
     return [value] if isinstance(value, str) else []
+
+
+def refuse_privacy(config: Mapping[str, object]) -> None:
+    """Refuse Flower's strategies with differential privacy around the one that calls this.
+
+    Those whose nodes clip say so in the config. Those that clip at the server say it nowhere, and read the replies
+    before the strategy in them does: they are found among the callers.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    if CLIPPING in config:
+        raise ConfigError(f"config has {CLIPPING!r}, by which no node of fedloom clips; {PRIVACY}")
+    frame = inspect.currentframe()
+    while frame is not None:
+        caller = type(frame.f_locals.get("self")).__name__
+        if caller.startswith("DifferentialPrivacy"):
+            raise ConfigError(f"{caller} clips arrays of models, and nodes of fedloom send none; {PRIVACY}")
+        frame = frame.f_back

@@ -30,21 +30,21 @@ from fedloom.engine.setup import make_job
 from fedloom.engine.state import State, initial_state
 from fedloom.errors import ConfigError, RunStopped
 from fedloom.flower.clients import FlowerClients, Members, Remembering
-from fedloom.flower.documents import check_counts, check_nodes_suffice, document_of, resolved_document, setting_of
+from fedloom.flower.documents import (
+    PRIVACY,
+    check_counts,
+    check_nodes_suffice,
+    document_of,
+    refuse_privacy,
+    resolved_document,
+    setting_of,
+)
 from fedloom.flower.members import SavedRun, introductions, read_run, write_run
 from fedloom.flower.records import log, shapes_of, state_dict_of
 from fedloom.flower.samples import Signature, adapted
 from fedloom.local.oracles.precision import undisturbed
 from fedloom.rundir import place_of
 from fedloom.trained.model import running_statistics
-
-CLIPPING = "clipping_norm"
-"""Key by which Flower's strategies with differential privacy have a mod clip."""
-PRIVACY = (
-    "in the place of Flower's DifferentialPrivacy strategies, clip and add noise with the channel: "
-    "channel={'kind': 'gaussian-noise', 'clip': 1.0, 'sigma': 1.0}"
-)
-"""What to do in the place of a strategy around this one."""
 
 
 class Strategy(FlowerStrategy):
@@ -159,8 +159,7 @@ class Strategy(FlowerStrategy):
         Raises:
             ConfigError: a wrapper of Flower's differential privacy, or arrays that are not this strategy's.
         """
-        if CLIPPING in config:
-            raise ConfigError(f"config has {CLIPPING!r}, by which no node of fedloom clips; {PRIVACY}")
+        refuse_privacy(config)
         if self._clients is None:
             self._begin(arrays, grid)
             self._current = [arrays]
