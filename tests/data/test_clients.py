@@ -55,6 +55,12 @@ def test_simulate_takes_clients_as_they_are() -> None:
     assert fl.Federation.of(named).names == tuple(named)
 
 
+def test_clients_by_number_are_named_by_text() -> None:
+    fed = fl.Federation.of({7: (X, Y), 3: (X, Y)})
+    assert fed.names == ("7", "3")
+    assert "fedavg" in str(fl.compare(["fedavg"], {7: (X, Y), 3: (X, Y)}, rounds=1, seeds=[0]))
+
+
 def test_parts_are_cut_from_one_set() -> None:
     fed = fl.Federation.of([train for train, _ in CLIENTS], test=0.25, validation=0.0)
     assert fed.sizes("test").tolist() == [round(0.25 * (20 + k)) for k in range(12)]
@@ -86,6 +92,7 @@ def test_clients_keep_the_names_of_their_classes() -> None:
         ([[(X, Y), (X, Y)]] * 2, ["every client came as a list of two sets, taken as its training and its test set"]),
         ([((X, Y), (X, Y))] * 2, []),
         ([{"x": X, "y": Y, "names": ["a"]}] * 2, []),
+        ([(X, Y), (X[:0], Y[:0]), (X, Y)], ["1 of 3 clients have no sample and are left out: 1"]),
     ],
 )
 def test_what_a_reader_may_not_expect_is_noted(clients: Any, notes: list[str]) -> None:
@@ -102,6 +109,7 @@ def test_what_a_reader_may_not_expect_is_noted(clients: Any, notes: list[str]) -
         ([CLIENTS[0], CLIENTS[1][0]], r"\['1'\] come without a test set"),
         ([CLIENTS[0], (samples(5, 0, 0), (np.zeros((2, 4)), [0, 1]))], r"client 1 has samples of shape \[4\]"),
         ([1, 2], "client 0: cannot make a data set of int"),
+        ({1: (X, Y), "1": (X, Y)}, "two clients have one name as text, such as 1 and '1'; rename one"),
         ([(X, Y), (X[:9], Y[:8]), (X[:8], Y[:9])], "client 1: 9 samples but 8 targets"),
         ([(X, Y), (X.astype(np.uint8), Y)], "client 1: features are bytes, .*; those of clients: client 0 are float32"),
         ([((X, Y), (X.astype(np.uint8), Y))] * 2, "client 0, test set: features are bytes"),

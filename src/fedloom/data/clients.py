@@ -42,8 +42,11 @@ def as_federation(
         ConfigError: it is no list or mapping of clients, or some come with a test set and others without one.
         DataError: a client's samples that cannot be read, or of another shape than the first one's.
     """
-    named = dict(clients) if isinstance(clients, Mapping) else {str(k): client for k, client in enumerate(clients)}
+    by_name = clients if isinstance(clients, Mapping) else dict(enumerate(clients))
+    named = {str(who): client for who, client in by_name.items()}
     name = options.pop("name", "clients")
+    if len(named) < len(by_name):
+        raise ConfigError(f"{name}: two clients have one name as text, such as 1 and '1'; rename one")
     if not named:
         raise ConfigError(f"{name}: there are no clients; give {EXAMPLE}")
     split = {who: _is_split(client) for who, client in named.items()}
@@ -80,6 +83,8 @@ def as_federation(
     fed = cut(data, seed)
     everyone = list(named)
     notes = list(dict.fromkeys(note for parts in sides for part in parts for note in part.notes))
+    if not both and (empty := [who for who, parts in zip(named, sides, strict=True) if not len(parts[0].x)]):
+        notes.append(f"{len(empty)} of {len(named)} clients have no sample and are left out: {', '.join(empty[:8])}")
     if both and all(isinstance(client, list) for client in named.values()):
         notes.append("every client came as a list of two sets, taken as its training and its test set")
     return replace(
