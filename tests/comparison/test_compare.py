@@ -277,7 +277,7 @@ def test_a_method_of_an_experiment_has_its_own_model_and_task() -> None:
         ({"seeds": [0, 0]}, "every seed once"),
         ({"seeds": 5}, "seeds must be several whole numbers"),
         ({"seeds": []}, r"seeds must be several whole numbers, as range\(5\), got \[\]"),
-        ({"data": [(*PAIR, *PAIR)] * 2, "partition": None}, r"client 0: features without targets; give \(\(x, y\)"),
+        ({"data": [(*PAIR, *PAIR)] * 2, "partition": None}, r"client 0: features without targets; give {'train':"),
         ({"tune": {"trial": 3}}, "tune: unknown key 'trial'"),
         ({"tune": "yes"}, "tune must be a number of trials"),
         ({"round": 3}, "unknown key 'round'"),

@@ -22,6 +22,7 @@ from fedloom.errors import ConfigError, DataError
 
 X = np.random.default_rng(0).integers(0, 256, (12, 4, 5)).astype(np.uint8)
 Y = np.arange(12) % 3
+RECORDS = np.zeros(12, [("a", "f4"), ("b", "f4")])
 
 
 class Pairs(TorchDataset[Any]):
@@ -111,6 +112,12 @@ def test_options_of_arrays() -> None:
     ("make", "error", "words"),
     [
         (lambda: Dataset.of(X), ConfigError, "features without targets; give the pair"),
+        (lambda: Dataset.of(((X, Y), (X, Y))), ConfigError, r"give {'train': \(x, y\), 'test'"),
+        (lambda: Dataset.of((X, Y, X, Y)), ConfigError, r"give {'train': \(x, y\), 'test'"),
+        (lambda: Dataset.of(RECORDS), ConfigError, r"without targets; give pandas.DataFrame\(x\)"),
+        (lambda: Dataset.of(RECORDS, Y), DataError, r"a structured array, with a, b; give pandas.DataFrame\(x\)"),
+        (lambda: Dataset.of(X, Y.astype("S")), DataError, r"got \|S\d+ \(12,\); give y.astype\(str\)"),
+        (lambda: Dataset.of(pd.DataFrame(X[:, 0]), X[:, 0]), ConfigError, r"holds its targets, got ndarray \(12, "),
         (lambda: Dataset.of(3), ConfigError, "cannot make a data set of int; known are arrays"),
         (lambda: Dataset.of((X, Y), clases=[1]), ConfigError, "unknown option 'clases'; did you mean 'classes'"),
         (lambda: Dataset.of(load("digits"), Y), ConfigError, "digits: is a Dataset already"),
@@ -163,7 +170,12 @@ def test_options_of_arrays() -> None:
         (lambda: Dataset.of({"x": X, "y": Y}, Y[::-1]), ConfigError, "has its targets; leave target out"),
         (lambda: Dataset.of(Pairs(lambda i: (X[i], 0)), Y), ConfigError, "has its targets; leave target out"),
         (lambda: Dataset.of((csr_array(X[:, 0]), Y)), ConfigError, r"csr_array is sparse, .* give x.toarray\(\)"),
-        (lambda: Dataset.of(DataLoader(SET)), ConfigError, "give its .dataset"),
+        (lambda: Dataset.of(DataLoader(SET)), ConfigError, "give its .dataset; known"),
+        (
+            lambda: Dataset.of(DataLoader(SET, collate_fn=list)),
+            ConfigError,
+            "give its .dataset, whose samples are those that its collate_fn makes",
+        ),
         (
             lambda: Dataset.of(DataLoader(SET, sampler=SubsetRandomSampler([1, 2]))),
             ConfigError,
@@ -209,6 +221,11 @@ def test_targets_of_pandas_belong_to_rows_of_their_index() -> None:
     target = pd.Series(Y, index=frame.index, name="t")
     for same in (target, target.to_numpy(), target.reset_index(drop=True)):
         assert Dataset.of(frame, same).y.tolist() == Y.tolist()
+    for named in (target.rename(0), target.rename(None), pd.DataFrame({0: target})):
+        assert Dataset.of(frame, named).shape == (5,), "the first column is no target"
+    with pytest.raises(ConfigError, match="a column of the table is named 't' too, and differs; rename one"):
+        Dataset.of(frame.assign(t=1 - target), target)
+    assert Dataset.of(frame.assign(t=target), target).shape == (5,), "the target is no feature"
     for make in (lambda: Dataset.of(frame, target[::-1]), lambda: fl.Federation.of([(frame, target[::-1])] * 2)):
         with pytest.raises(DataError, match=r"index of the features in another order; give y.loc\[x.index\]"):
             make()
@@ -260,6 +277,20 @@ def test_columns_of_large_numbers_are_noted() -> None:
     assert notes(x, np.arange(40) % 3 + 5000) == [], "classes are no numbers"
 
 
+def test_numbers_that_may_be_measurements_are_noted_as_classes() -> None:
+    """Of a table and of arrays; not where they are few, text, or said to be measurements."""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(80, 3)), np.arange(80) // 2 * 3.0
+
+    def notes(y: Any, **options: Any) -> list[str]:
+        frames = [Dataset.of(pd.DataFrame(x), y, **options), Dataset.of(x, y, **options)]
+        return [note for data in frames for note in data.notes if "measurements" in note]
+
+    assert len(notes(y)) == 2
+    assert "has 40 numbers, each of which is a class; set task = 'regression' if they are measurements" in notes(y)[0]
+    assert notes(y % 30) == notes(np.char.add("p", y.astype(int).astype(str))) == notes(y, task="regression") == []
+
+
 def test_a_picture_of_a_palette_has_colours() -> None:
     pictures = [Image.new("RGB", (4, 5), (10 * i, 5, 250 - i)).quantize() for i in range(12)]
     found = Dataset.of(Pairs(lambda i: (pictures[i], int(Y[i]))))
@@ -290,12 +321,28 @@ def test_a_pandas_table_is_read_as_a_csv_file(tmp_path: Any) -> None:
     for target in (frame["y"], frame["y"].tolist(), frame["y"].sample(frac=1, random_state=0).sort_index()):
         apart = Dataset.of(frame.drop(columns="y").set_index("a", drop=False), target, categorical=("s",))
         assert apart.checksum() == read.checksum()
-    assert Dataset.of((frame.drop(columns="y"), frame["y"]), categorical=("s",)).checksum() == read.checksum()
+    for one in (frame["y"], frame[["y"]], frame[["y"]].to_numpy()):
+        assert Dataset.of((frame.drop(columns="y"), one), categorical=("s",)).checksum() == read.checksum()
     assert Dataset.of(frame[["a", "y"]].set_axis([0, 1], axis=1), 1).classes == ("n", "p")
     with pytest.raises(DataError, match="4 samples but 3 targets"):
         Dataset.of(frame, frame["y"][:3])
     with pytest.raises(DataError, match="the target is the same in every row"):
         partition.iid(clients=2)(frame[["a", "y"]].assign(y="n"))
+
+
+class HubVectors(list[dict[str, Any]]):
+    column_names = ("id", "left", "right", "label")
+    features: ClassVar = {"label": None}
+
+
+def test_columns_of_the_hub_that_are_not_read_are_noted() -> None:
+    """Features are the first column of arrays or pictures; where there are others, the note names them."""
+    table = HubVectors({"id": k, "left": X[k, 0], "right": X[k, 1], "label": int(Y[k])} for k in range(12))
+    data = Dataset.of(table)
+    assert data.x.tolist() == X[:, 0].tolist()
+    assert "data: columns 'left' and 'label' are read, not 'id', 'right'" in data.notes
+    chosen = Dataset.of(table, features="right")
+    assert (chosen.x.tolist(), chosen.notes) == (X[:, 1].tolist(), ())
 
 
 class HubTable(list[dict[str, Any]]):

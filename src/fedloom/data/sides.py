@@ -8,7 +8,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    default_collate,
+    default_convert,
+)
 from torch.utils.data import Dataset as TorchDataset
 
 from fedloom.data.sources.archive import GrowingRows
@@ -137,8 +145,12 @@ def side_of(obj: Any, target: Any, column: str | None, users: Any, name: str) ->
         return Side(*_stacked(_pairs(obj, name), name))
     if isinstance(obj, (np.ndarray, torch.Tensor, list, tuple)):
         if target is None or isinstance(target, str):
-            four = isinstance(obj, tuple) and len(obj) == 4
-            cure = "((x, y), (x_test, y_test))" if four else "the pair (x, y), or target"
+            pairs = [len(part) for part in obj if type(part) is tuple] == [2, 2]
+            cure = "the pair (x, y), or target"
+            if isinstance(obj, tuple) and (pairs or len(obj) == 4):
+                cure = "{'train': (x, y), 'test': (x_test, y_test)}"
+            elif isinstance(obj, np.ndarray) and obj.dtype.names:
+                cure = "pandas.DataFrame(x), whose columns have names too"
             raise ConfigError(f"{name}: features without targets; give {cure}")
         return Side.of(obj, target, name)
     if isinstance(obj, TorchDataset):
@@ -151,9 +163,11 @@ def side_of(obj: Any, target: Any, column: str | None, users: Any, name: str) ->
         )
     sampler = type(getattr(obj, "sampler", None))
     subset = sampler not in (type(None), SequentialSampler, RandomSampler)
+    collates = getattr(obj, "collate_fn", default_collate) not in (default_collate, default_convert)
     hints = {
         "toarray": "give x.toarray()",
-        "batch_size": "give torch.utils.data.Subset(x.dataset, list(x.sampler))" if subset else "give its .dataset",
+        "batch_size": ("give torch.utils.data.Subset(x.dataset, list(x.sampler))" if subset else "give its .dataset")
+        + (", whose samples are those that its collate_fn makes" if collates else ""),
         "__next__": "give what it goes through, such as the .dataset of a DataLoader",
         "strip": "read a file by fl.load",
         "to_pandas": "give x.to_pandas()",
@@ -242,7 +256,9 @@ def _pairs(samples: Iterable[object], name: str) -> Iterator[tuple[Any, Any]]:
 def _hub_side(obj: Any, target: Any, column: str | None, users: str | None, name: str) -> Side:
     names: list[str] = list(obj.column_names)
     y_name = target or next((n for n in LABELS if n in names), None)
-    x_name = column or next((n for n in names if n not in (y_name, users)), None)
+    features = [n for n in names if n not in (y_name, users)]
+    arrays = (n for n in features if len(obj) and np.ndim(obj[0][n]))
+    x_name = column or next(arrays, next(iter(features), None))
     for what in (x_name, y_name, users or y_name):
         if what not in names:
             raise DataError(f"{name}: no column {what!r} for x or y; its columns: {', '.join(names)}; name both")
@@ -256,7 +272,9 @@ def _hub_side(obj: Any, target: Any, column: str | None, users: str | None, name
             yield value if isinstance(value, torch.Tensor) else _planes(_pixels(value)), row[y_name]
 
     x, y = _stacked(samples(), name)
-    return Side(x, y, np.array(owners) if users is not None else None, class_names(obj, y_name))
+    beside = ", ".join(repr(n) for n in features if n != x_name)
+    notes = (f"columns {x_name!r} and {y_name!r} are read, not {beside}",) if beside and column is None else ()
+    return Side(x, y, np.array(owners) if users is not None else None, class_names(obj, y_name), notes=notes)
 
 
 def _pixels(value: Any) -> NDArray[Any]:

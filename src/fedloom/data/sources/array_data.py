@@ -78,7 +78,8 @@ def of_arrays(
     if channels_last and x.ndim != 4:
         problems.append(f"channels_last needs x [N, height, width, channels], got {x.shape}")
     if y.ndim not in (1, 2) or y.dtype.kind not in "uifbU" or (y.ndim == 2 and y.dtype.kind == "U"):
-        problems.append(f"y must be [N] classes or [N, k] targets, got {y.dtype} {y.shape}; give one row per sample")
+        cure = "give y.astype(str)" if y.dtype.kind == "S" else "give one row per sample"
+        problems.append(f"y must be [N] classes or [N, k] targets, got {y.dtype} {y.shape}; {cure}")
     if len(x.shape) and len(y.shape) and len(x) != len(y):
         problems.append(f"{len(x)} samples but {len(y)} targets; every sample needs one target")
     problems += [f"{what} must be a list of names, got the text {names!r}" for what, names in texts if names]
@@ -279,6 +280,8 @@ def plain(values: object, name: str, mixed: bool = False) -> NDArray[Any]:
             f"{name}: rows of different lengths make no array; give every sample one size (pad tokens with 0 and their "
             "labels with -1)"
         ) from None
+    if array.dtype.names:
+        raise DataError(f"{name}: a structured array, with {', '.join(array.dtype.names)}; give pandas.DataFrame(x)")
     if array.dtype == object and not mixed:
         cells = array.ravel().tolist()
         kinds = str if isinstance(cells[0] if cells else "", str) else (int, float, np.number, np.bool_)

@@ -96,18 +96,24 @@ def as_dataset(
 
 
 def _table(obj: Any, target: Any, task: Task | None, name: str, options: dict[str, Any]) -> Dataset:
+    if np.ndim(target) == 2 and np.shape(target)[1] == 1:
+        target = target.iloc[:, 0] if hasattr(target, "iloc") else np.asarray(target)[:, 0]
     if hasattr(obj, "iloc") and np.ndim(target) == 1:
         if len(target) != len(obj):
             raise DataError(f"{name}: {len(obj)} samples but {len(target)} targets; every sample needs one target")
         refuse_order(obj, target, name)
-        label = str(getattr(target, "name", None) or "target")
+        label = getattr(target, "name", None)
+        label = label if isinstance(label, str) else "target"
+        if label in obj.columns and not np.array_equal(obj[label].astype(object), np.asarray(target, object)):
+            raise ConfigError(f"{name}: a column of the table is named {label!r} too, and differs; rename one")
         obj, target = obj.assign(**{label: target.array if hasattr(target, "array") else np.asarray(target)}), label
     if "label" in options:
         if target is not None:
             raise ConfigError(f"{name}: give the target or label, not both")
         target = options.pop("label")
     if target is not None and (np.ndim(target) or not isinstance(target, (str, int))):
-        raise ConfigError(f"{name}: target names a column of the table, or holds its targets, got {target!r:.60}")
+        shown = f"{type(target).__name__} {np.shape(target)}" if np.ndim(target) else repr(target)
+        raise ConfigError(f"{name}: target names a column of the table, or holds its targets, got {shown:.60}")
     names = frame_names(obj)
     target = next((n for n in LABELS if n in names), names[-1]) if target is None else target
     target = str(target)

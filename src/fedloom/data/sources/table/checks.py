@@ -11,11 +11,13 @@ import torch
 from numpy.typing import NDArray
 
 from fedloom.data.sources.table.cells import LEVELS, Cells, shortened
-from fedloom.data.sources.table.levels import Agreed, alike
+from fedloom.data.sources.table.levels import Agreed, alike, natural
 from fedloom.data.tables import Table, is_number
 from fedloom.errors import DataError
 from fedloom.formats import listed
 
+MEASURED = 30
+"""Numbers of a label beyond which a note asks whether they are measurements, not classes."""
 ENOUGH = 10
 """Rows from which a column is called constant, or a number far from the others."""
 NEGATIVE = 0.05
@@ -219,6 +221,12 @@ def doubtful_levels(coded: Mapping[str, Coded], label: str) -> Iterator[str]:
         if same := alike(counts):
             yield f"column {name!r} has levels that are alike: {same}; write them in one way"
         absent = [level for level, count in counts.items() if not count] if name == label else []
+        numbers = [level for level, count in counts.items() if count and np.isfinite(natural(level)[0])]
+        if name == label and len(numbers) > MEASURED:
+            yield (
+                f"the label {name!r} has {len(numbers)} numbers, each of which is a class; set task = 'regression' if "
+                "they are measurements"
+            )
         if name == label and len(counts) - len(absent) == 1:
             here = max(counts, key=lambda level: counts[level])
             yield f"the label {name!r} is {shortened(here)} in every row; nothing can be learned from these rows alone"
