@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sklearn import config_context
 from sklearn.base import clone
 from sklearn.exceptions import ConvergenceWarning
-from sklearn.model_selection import GridSearchCV, cross_val_score
+from sklearn.model_selection import GridSearchCV, StratifiedKFold, cross_val_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import PolynomialFeatures
 from sklearn.utils.estimator_checks import check_estimator
@@ -90,6 +91,25 @@ def test_it_works_with_the_tools_of_scikit_learn() -> None:
     assert found.best_score_ > 0.8
 
 
+def test_scores_of_a_search_go_to_the_groups_where_they_are_routed() -> None:
+    """As scikit-learn routes metadata, to fit and to score; a method without a global model needs them for both."""
+    made = fl.sklearn.FederatedClassifier("local", rounds=4)
+    with config_context(enable_metadata_routing=True):
+        routed = clone(made).set_fit_request(groups=True).set_score_request(groups=True)
+        found = GridSearchCV(routed, {"lr": [1e-4, 2.0]}, cv=StratifiedKFold(2, shuffle=True)).fit(X, Y, groups=SITES)
+        assert found.best_params_ == {"lr": 2.0}
+        assert found.best_score_ > 0.8
+        assert found.score(X, Y, groups=SITES) > 0.9
+    fitted = made.set_params(lr=2.0).fit(X, Y, groups=SITES)
+    right = fitted.predict(X, groups=SITES) == Y
+    assert fitted.score(X, Y, groups=SITES) == pytest.approx(right.mean())
+    assert fitted.score(X, Y, right, groups=SITES) == 1.0
+    values = fl.sklearn.FederatedRegressor("local", rounds=9).fit(X, SIGN * X[:, 0], groups=SITES)
+    assert values.score(X, SIGN * X[:, 0], groups=SITES) > 0.9
+    with pytest.raises(DataError, match="no global model"):
+        values.score(X, X[:, 0])
+
+
 def test_the_same_seed_gives_the_same_model() -> None:
     def made(**more: Any) -> np.ndarray[Any, Any]:
         return fl.sklearn.FederatedClassifier(rounds=2, clients=2, **more).fit(X, Y).predict_proba(X)
@@ -128,8 +148,11 @@ def test_settings_add_to_the_estimator_s_own() -> None:
     for key, name in (("rounds", "rounds"), ("seed", "random_state"), ("model", "model")):
         with pytest.raises(ConfigError, match=f"settings: '{key}' is set by the estimator.*give {name}="):
             made(settings={key: 1})
-    with pytest.raises(ConfigError, match="settings: 'local' is .*give a table of its options"):
-        made(settings={"local": fl.LocalSGD(lr=0.1)})
+    momentum = made(lr=0.3, settings={"local": {"momentum": 0.9}})
+    assert np.array_equal(made(lr=0.3, settings={"local": fl.LocalSGD(momentum=0.9)}), momentum)
+    assert np.array_equal(made(settings={"local": fl.LocalSGD(lr=0.3, momentum=0.9)}), momentum)
+    with pytest.raises(ConfigError, match="settings: 'local' is .*give its options"):
+        made(settings={"local": 0.1})
 
 
 def test_a_fit_that_diverges_warns() -> None:

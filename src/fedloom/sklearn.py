@@ -19,6 +19,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
 from sklearn.exceptions import ConvergenceWarning
+from sklearn.metrics import accuracy_score, r2_score
 from sklearn.utils import check_random_state
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
@@ -32,6 +33,7 @@ from fedloom.engine.setting import GivenModel
 from fedloom.engine.simulate import simulate
 from fedloom.errors import ConfigError, DataError
 from fedloom.trained.model import Model
+from fedloom.values import Value
 
 __all__ = ["FederatedClassifier", "FederatedRegressor"]
 
@@ -80,15 +82,13 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         }
         choices: dict[str, Any] = {"rounds": self.rounds, "seed": seed, **tables}
         for key, value in (self.settings or {}).items():
+            if key in tables and isinstance(value, Value):
+                value = {field: getattr(value, field) for field in value.model_fields_set}
             if key in tables and isinstance(value, Mapping):
                 value = {**tables[key], **value}
             elif key in choices or key == "model":
                 parameter = "random_state" if key == "seed" else key
-                cure = (
-                    f"give a table of its options, as {{{key!r}: {{...}}}}"
-                    if key in tables
-                    else f"give {parameter}=..."
-                )
+                cure = f"give its options, as {{{key!r}: {{...}}}}" if key in tables else f"give {parameter}=..."
                 raise ConfigError(f"settings: {key!r} is set by the estimator's parameters; {cure}")
             choices[key] = value
         result = simulate(self.method, split(data, seed=seed), self.model, **choices)
@@ -132,7 +132,8 @@ class FederatedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
         model: a name or value of `fedloom.models`, an `nn.Module`, or what makes one.
         clients: to how many rows are dealt at random where no groups are given.
         random_state: an int, or a generator that one is drawn from; everything random comes from it.
-        settings: other choices of `fedloom.Setting`, as ``{"sampler": ..., "local": {"momentum": 0.9}}``.
+        settings: other choices of `fedloom.Setting`, as ``{"sampler": ..., "local": {"momentum": 0.9}}``; of
+            ``local``, ``evaluate`` and ``engine``, a table or a value changes the options that it names.
 
     Attributes:
         models_: the model of every client by the name of its group, and under None the global one, where the method
@@ -176,6 +177,10 @@ class FederatedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
         """Probabilities ``[N, C]`` in the order of ``classes_``; arguments as `predict`."""
         return self._scores(X, groups)
 
+    def score(self, X: Any, y: Any, sample_weight: ArrayLike | None = None, groups: ArrayLike | None = None) -> float:
+        """Accuracy of `predict`, to which the groups go."""
+        return float(accuracy_score(y, self.predict(X, groups), sample_weight=sample_weight))
+
 
 class FederatedRegressor(RegressorMixin, _Federated):  # type: ignore[misc]
     """A regression that a federation of the groups trains; the arguments are those of `FederatedClassifier`.
@@ -195,6 +200,10 @@ class FederatedRegressor(RegressorMixin, _Federated):  # type: ignore[misc]
     def predict(self, X: Any, groups: ArrayLike | None = None) -> Some:
         """Values ``[N]``; see `FederatedClassifier.predict` for the groups."""
         return self._scores(X, groups)[:, 0]
+
+    def score(self, X: Any, y: Any, sample_weight: ArrayLike | None = None, groups: ArrayLike | None = None) -> float:
+        """R2 of `predict`, to which the groups go."""
+        return float(r2_score(y, self.predict(X, groups), sample_weight=sample_weight))
 
 
 def _groups(groups: ArrayLike, rows: int) -> Some:
