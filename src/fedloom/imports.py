@@ -6,10 +6,12 @@ command line, never read from a file of data or of a model. `fedloom.trust` deci
 
 from __future__ import annotations
 
+import dis
 import hashlib
 import inspect
 import re
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -24,6 +26,12 @@ __all__ = [
     "PATTERN", "Function", "find", "find_class", "find_maker", "function", "importable", "is_path", "path_of",
     "source_of", "text_of",
 ]  # fmt: skip
+
+
+VALUES = (bool, int, float, complex, str, bytes, tuple, list, dict, type(None))
+"""Types of values whose text is what they hold."""
+MAIN = "__main__"
+"""The module of a script or notebook."""
 
 
 def find(path: str, what: str, where: str = "") -> Any:
@@ -94,7 +102,7 @@ def importable(target: object) -> str | None:
     imported: Any = sys.modules.get(module)
     for part in name.split("."):
         imported = getattr(imported, part, None)
-    if imported is not target or module == "__main__":
+    if imported is not target or module == MAIN:
         return None
     vouch([path := f"{module}:{name}"])
     return path
@@ -103,21 +111,69 @@ def importable(target: object) -> str | None:
 def text_of(target: Any) -> str:
     """The text of a class and of the classes that it is made of, or of a function; its machine code without one.
 
-    Of another object, its type and what it holds.
+    Of another object, its type and what it holds. What code uses of the script or notebook that it stands in follows:
+    functions and classes as text, values as they are.
     """
+    texts, reached, waiting = list[str](), set[int](), [target]
+    while waiting:
+        code = waiting.pop(0)
+        if id(code) in reached:
+            continue
+        reached.add(id(code))
+        texts.append(_own_text(code))
+        for name, used in sorted(_used(code).items()):
+            if inspect.isfunction(used) or isinstance(used, type):
+                waiting += [used] if used.__module__ == MAIN else []
+            elif isinstance(used, VALUES) or type(used).__module__ in ("torch", "numpy"):
+                texts.append(f"{name}={_shown(used)}")
+    return "".join(texts)
+
+
+def _own_text(target: Any) -> str:
+    """The text of a class or a function, without what it uses."""
     if isinstance(target, type):
-        classes = [c for c in target.__mro__ if c.__module__.partition(".")[0] not in ("torch", "builtins")]
-        return (
-            "".join(text_of(f) for c in classes for f in vars(c).values() if inspect.isfunction(f))
-            or target.__qualname__
-        )
+        return "".join(map(_own_text, _functions(target))) or target.__qualname__
     try:
         return inspect.getsource(target)
     except (OSError, TypeError):
         code = getattr(target, "__code__", None)
         if code is None:
-            return re.sub(" at 0x[0-9a-f]+", "", f"{type(target)} {target!r} {getattr(target, '__dict__', '')!r}")
-        return f"{code.co_code!r} {code.co_names} {code.co_consts}"
+            return _shown(target, f"{type(target)}", getattr(target, "__dict__", ""))
+        return _shown(code.co_code, code.co_names, code.co_consts)
+
+
+def _shown(*values: object) -> str:
+    """Values as Python shows them, without their places in memory."""
+    return re.sub(" at 0x[0-9a-f]+", "", " ".join(map(repr, values)))
+
+
+def _functions(target: Any) -> list[Any]:
+    """The functions of a class and of the classes that it is made of, but torch's; of other code, its own."""
+    if isinstance(target, type):
+        classes = [c for c in target.__mro__ if c.__module__.partition(".")[0] not in ("torch", "builtins")]
+        return [f for c in classes for f in vars(c).values() if inspect.isfunction(f)]
+    function = getattr(target, "__func__", getattr(target, "func", target))  # of a method, a partial
+    return [function] if inspect.isfunction(function) else []
+
+
+def _used(target: Any) -> dict[str, Any]:
+    """What code of a script or notebook uses of it, and what functions around it hold, by name."""
+    kind = target if isinstance(target, type) else type(target)
+    classes = [c for c in kind.__mro__ if c.__module__ == MAIN]
+    used: dict[str, Any] = {} if kind is target else {c.__name__: c for c in classes}
+    used |= {name: v for c in classes for name, v in vars(c).items() if isinstance(v, VALUES) and name[0] != "_"}
+    for function in _functions(target):
+        if function.__module__ != MAIN:
+            continue
+        codes = [function.__code__]
+        for code in codes:
+            codes += filter(inspect.iscode, code.co_consts)
+            read = {step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"}
+            used |= {name: function.__globals__[name] for name in read & function.__globals__.keys()}
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            with suppress(ValueError):  # it is empty
+                used[name] = cell.cell_contents
+    return used
 
 
 @dataclass(frozen=True)
@@ -178,11 +234,11 @@ def path_of(definition: Any) -> str | None:
 
 
 def source_of(definition: object) -> str:
-    """16 hexadecimal digits of the source of the module of user code; empty where there is no source."""
+    """16 hexadecimal digits of the source of the module of user code; without it, of the code; empty for no user's."""
     if path_of(definition) is None:
         return ""
     try:
         text = inspect.getsource(sys.modules[definition.__module__])
-    except (OSError, TypeError, KeyError):
-        return ""
+    except (OSError, TypeError, KeyError):  # in a notebook
+        text = text_of(definition)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

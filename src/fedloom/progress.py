@@ -198,8 +198,11 @@ class _NotebookLine:
         self._runs, self._display = runs, display
         self._began, self._last = time.monotonic(), -math.inf
         self._handle: Any = None
+        self._cut: set[tuple[str, int]] = set()
 
     def __call__(self, event: Event) -> None:
+        if event.status == "interrupted":
+            self._cut.add((event.label, event.seed))
         if not self._runs.take(event):
             return
         if event.diverged:
@@ -221,6 +224,7 @@ class _NotebookLine:
         """Put the sum in the place of the bar."""
         count = len(self._runs.done)
         text = f"{count} run{'' if count == 1 else 's'} in {duration((time.monotonic() - self._began) / 60)}"
+        text = f"interrupted: {count - len(self._cut)} of {text}" if self._cut else text
         self._show(Line(escape(text), text))
 
     def _show(self, line: Line) -> None:

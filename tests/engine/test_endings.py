@@ -394,6 +394,10 @@ def test_a_notebook_has_one_line_that_changes_and_ends_as_a_sum(
         hear(Event("a<b", 0, 20, 20))
         hear(Event("b", 0, 10, 7, diverged="round 7: the training loss"))
     assert [repr(cell).partition(" in ")[0] for cell in cells] == ["2 runs", "b, seed 0: round 7: the training loss"]
+    with counted({"a": 20, "b": 10}) as hear:
+        hear(Event("a", 0, 20, 20, status="done"))
+        hear(Event("b", 0, 10, 7, status="interrupted"))
+    assert repr(cells[-1]).partition(" in ")[0] == "interrupted: 1 of 2 runs"
     assert capsys.readouterr() == ("", "")
 
 

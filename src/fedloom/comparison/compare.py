@@ -147,15 +147,15 @@ def _compared(
         if tunes:
             document, chosen = _tuned(definition, document, place.with_name(f"{place.name}-tune"), progress)
         plan = Plan(definition.read(document), place)
+        for remark in plan.remarks if progress else ():
+            sys.stderr.write(f"{remark}\n")
+        with shown(plan) if progress else nullcontext(_silent) as hear:
+            outcomes = plan.run(hear, page=False)
     except RunDirError as error:
         what, flag, _ = str(error).partition("; choose another --out")
-        seed = "; call torch.manual_seed before the module is made, as its weights are drawn anew"
+        seed = "; where its code is the same, call torch.manual_seed before the module is made, as it draws weights"
         drawn = seed if ": model.digest was " in what else ""
         raise RunDirError(f"{what}{drawn}; give another folder, or remove this one" if flag else what) from None
-    for remark in plan.remarks if progress else ():
-        sys.stderr.write(f"{remark}\n")
-    with shown(plan) if progress else nullcontext(_silent) as hear:
-        outcomes = plan.run(hear, page=False)
     if any(one.status == "interrupted" for one in outcomes):
         raise RunStopped(Stop.INTERRUPTED, "the same call resumes from its folder, if it names one")
     if all(one.result is None for one in outcomes):

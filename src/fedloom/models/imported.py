@@ -107,7 +107,9 @@ def given_model(model: object) -> ModelSpec | None:
             )
         if any(value.is_meta for value in model.state_dict().values()):
             raise ConfigError(f"model {type(model).__name__!r} has no weights (device meta); give it some first")
-        digest = hashlib.blake2b(f"{model!r} {text_of(type(model))}".encode(), digest_size=8)
+        kinds = {type(module): None for module in model.modules() if not type(module).__module__.startswith("torch")}
+        text = "".join(map(text_of, {type(model): None, **kinds}))
+        digest = hashlib.blake2b(f"{model!r} {text}".encode(), digest_size=8)
         for name, value in model.state_dict().items():
             digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
             digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())

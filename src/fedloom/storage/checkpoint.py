@@ -215,7 +215,9 @@ class Checkpoints:
             if (body["format"], body["fingerprint"]) != (_FORMAT, fingerprint):
                 before = body["meta"].get("numbers")
                 changed = difference(before, json.loads(json.dumps(numbers))) if before and numbers else ""
-                changed = changed or f"its fingerprint is {body['fingerprint']}, that of this one {fingerprint}"
+                changed = changed or (
+                    f"its fingerprint is {body['fingerprint']}, that of this one {fingerprint}, so code or data differ"
+                )
                 raise RunDirError(
                     f"{self.folder} holds checkpoints of another run: {changed}; choose another --out folder, or start "
                     "anew with --force"
