@@ -120,11 +120,11 @@ def introductions(
     Raises:
         ConfigError: too few nodes are there and fit.
     """
-    end, reasons, said = time.monotonic() + wait, dict[int, str](), -1
+    end, reasons, logged = time.monotonic() + wait, dict[int, str](), -1
     while len(nodes := _awaited(grid, saved)) < min_nodes and (left := end - time.monotonic()) > 0:
-        if len(nodes) != said:
-            said = len(nodes)
-            log(INFO, "fedloom: waiting %.0f s at most for %s nodes, of which %s are there", left, min_nodes, said)
+        if len(nodes) != logged:
+            logged = len(nodes)
+            log(INFO, "fedloom: waiting %.0f s at most for %s nodes, of which %s are there", left, min_nodes, logged)
         time.sleep(PAUSE)
     content = RecordDict({HEAD: head(parameters=parameters)})
     messages = [Message(content, dst_node_id=node, message_type="query") for node in nodes]

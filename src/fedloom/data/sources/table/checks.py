@@ -17,7 +17,7 @@ from fedloom.errors import DataError
 from fedloom.formats import listed
 
 MEASURED = 30
-"""Numbers of a label beyond which a note asks whether they are measurements, not classes."""
+"""Numbers of a label beyond which a note names the regression that they may be of."""
 ENOUGH = 10
 """Rows from which a column is called constant, or a number far from the others."""
 NEGATIVE = 0.05
