@@ -30,6 +30,7 @@ from fedloom.engine.setup import check
 from fedloom.engine.simulate import simulate
 from fedloom.errors import DataError
 from fedloom.experiment import Plan, parse
+from fedloom.experiment.cards import METHODS
 from fedloom.tune import with_params
 from fedloom_studies.map import references
 from fedloom_studies.map.budget import GradientBudget
@@ -331,13 +332,15 @@ def checked(text: str, rows: list[dict[str, Any]]) -> None:
     assert counts == [fresh.others, len(fresh.better), len(fresh.worse)]
     assert all(f"{m} +" in text for m in fresh.better[:5])
     assert f"The best mean is that of {fresh.top}, {100 * fresh.means[fresh.top].mean():.1f}" in text
-    level = re.search(r" (\d+) of the (\d+) others (?:is|are) level with it. Of these and \S+, (.*?) sends? ", text)
+    words = r" (\d+) of the (\d+) others (?:is|are) level with it. Of (the two|these \d+ methods), (.*?) ha(?:s|ve) "
+    level = re.search(words, text)
     if level is None:
         assert f"significantly better than each of the {fresh.rivals - 1} others" in text
         assert fresh.level == []
     else:
         assert [int(level[1]), int(level[2])] == [len(fresh.level), fresh.rivals - 1]
-        assert {*re.split(", | and ", level[3])} == fresh.frugal
+        assert int(level[3].replace("the two", "these 2 methods").split()[1]) == len(fresh.level) + 1
+        assert {*re.split(", | and ", level[4])} == fresh.frugal
     visible = re.search(r"A method of median spread \*?shows (differences of|nothing below) ([\d.]+) points", text)
     assert (visible is not None) == math.isfinite(fresh.visible)
     if visible is not None:
@@ -411,6 +414,12 @@ def test_the_page_of_the_repository_says_what_its_table_gives() -> None:
     assert blind is not None
     visible = [Recomputed([row for row in rows if row["setup"] == name]).visible for name in run]
     assert [int(blind[1]), int(blind[2])] == [sum(points > 3 for points in visible), len(visible)]
+    ranked_ = re.search(r"The (\d+) methods with a result in each of (\d+) tuned setups", page)
+    assert ranked_ is not None
+    tuned = [
+        {r["method"] for r in rows if r["setup"] == name and r["mean"] is not None} for name in run if FULL[name].ranks
+    ]
+    assert [int(ranked_[1]), int(ranked_[2])] == [len({*METHODS}.intersection(*tuned)), len(tuned)]
 
 
 @pytest.mark.parametrize("draw", range(6))

@@ -40,6 +40,9 @@ PARTS: Mapping[str, Mapping[str, type[Value]]] = {
 }
 """The topics of ``fedloom list`` beside methods, metrics and recipes."""
 
+METHODS = tuple(name for name, entry in REGISTRY.items() if not (isinstance(entry, Preset) and entry.pooled))
+"""The methods that pages count: all but a reference with the data of all clients in one place."""
+
 
 def parts(what: str) -> list[tuple[str, str]]:
     """Names of `PARTS`, or "metrics", each with one line."""

@@ -154,10 +154,11 @@ def _overview(
     if together is None:
         lines += ["Too few tuned setups and methods have been run to compare over them."]
         return "\n".join(lines) + "\n"
+    counted = [method for method in together.methods if method != POOLED]
     pooled = f" Pooled data ({POOLED}) are ranked among them." if POOLED in together.methods else ""
     alike = "differ" if together.p < LEVEL else "do not differ significantly"
     lines += [
-        f"The {len(together.methods)} methods with a result in each of {len(together.setups)} tuned setups {alike} "
+        f"The {len(counted)} methods with a result in each of {len(together.setups)} tuned setups {alike} "
         f"(Friedman's test of their ranks, p = {significant(together.p, 2)})."
         f"{pooled} "
         f"The setups are: {joined(together.setups)}. Bars join methods that Nemenyi's test finds level.",

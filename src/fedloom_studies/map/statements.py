@@ -108,11 +108,14 @@ def sentences(j: SetupVerdict) -> list[str]:
     if level:
         sent = min(s.figures["bytes"].mean for s in (top, *level))
         frugal = [s.method for s in (top, *level) if s.figures["bytes"].mean == sent]
-        send = "sends" if len(frugal) == 1 else "send"
+        have = "has" if len(frugal) == 1 else "have"
         each = " each" if len(frugal) > 1 else ""
-        least = f"{enumerated(frugal)} {send} {f'least, {significant(sent / 1e6, 3)} MB{each}' if sent else 'nothing'}"
-        are = "is" if len(level) == 1 else "are"
-        beside = f"{len(level)} of the {len(behind)} others {are} level with it. Of these and {top.method}, {least}."
+        least = f"the least traffic, {significant(sent / 1e6, 3)} MB{each}" if sent else "no traffic"
+        these = "the two" if len(level) == 1 else f"these {len(level) + 1} methods"
+        beside = (
+            f"{len(level)} of the {len(behind)} others {'is' if len(level) == 1 else 'are'} level with it. "
+            f"Of {these}, {enumerated(frugal)} {have} {least}."
+        )
     else:
         beside = f"It is significantly better than each of the {len(behind)} others."
     best = f"The best mean is that of {top.method}, {in_percent(top.figures['mean'])}."
