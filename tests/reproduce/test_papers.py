@@ -353,3 +353,21 @@ def test_a_figure_can_be_read_on_both_grounds_and_names_only_marks_that_it_has(f
     assert "95 % interval" in plot(bare, done)
     single = {v: {r: {"3": by["3"]} for r, by in known.items()} for v, known in done.numbers.items()}
     assert "interval" not in plot(bare, replace(done, numbers=single))
+
+
+def test_rivals_of_fiaelt_were_given_no_fewer_gradients_on_synthetic_data() -> None:
+    """What the page says was changed after a table had been seen."""
+    (sheet,) = [sheet for sheet in sheets() if sheet.name == "FIAELT"]
+    assert "in the near and fair recipes on synthetic data" in sheet.changed
+    for name in ("fiaelt-synthetic", "fiaelt-synthetic-fair"):
+        summary = summaries.read(ROOT / CHECKOUT, name, "laptop")
+        assert summary is not None
+        for numbers in summary.numbers.values():
+            spent = {
+                key.partition(":")[0]: np.mean([*values.values()])
+                for key, values in numbers.items()
+                if key.endswith(": : samples_backward")
+            }
+            own = max(value for method, value in spent.items() if method.startswith("fiaelt"))
+            assert len(spent) > 6
+            assert all(value >= own for method, value in spent.items() if not method.startswith("fiaelt")), name
