@@ -19,11 +19,13 @@ from fedloom.report import overview
 from fedloom.report.charts.kit import Figure
 from fedloom.report.comparison import devices
 from fedloom.report.comparison.contenders import MODELS, Models, contenders
+from fedloom.report.comparison.criteria import Criterion, winner
 from fedloom.report.comparison.gains import federated_leader
-from fedloom.report.numbers import rows_of
+from fedloom.report.numbers import Estimate, Row, rows_of
 from fedloom.report.page import figures
 from fedloom.report.reading import read_runs
 from fedloom.report.run import Run
+from fedloom.rundir import RunRecord, Summary
 
 ODD = Recording(methods=6, seeds=5, clients=6, rounds=10, aggregates=False)
 """Ditto and FLAME of it have three models."""
@@ -55,11 +57,11 @@ def test_the_page_has_one_target(tmp_path: Path, models: Models) -> None:
         row for row in contenders(runs, rows, "used" if models == "all" else models) if row.sound and row.algorithm
     ]
     best = max(np.mean([*row.figures["accuracy"].by_seed.values()]) for row in compared)
-    said = set(re.findall(r"until Accuracy ([\d.]+) %", unescape(overview.cards(runs, rows, models))))
+    said = set(re.findall(r"until accuracy ([\d.]+) %", unescape(overview.cards(runs, rows, models))))
     chart = charts(runs, models)["costs-reached"]
     (goal,) = said
     assert float(goal) == pytest.approx(95 * best, rel=1e-3)
-    assert chart.title == f"Spent until Accuracy {goal} %"
+    assert chart.title == f"Spent until accuracy {goal} %"
     np.testing.assert_allclose([point["target"] for point in chart.rows], 0.95 * best)
 
 
@@ -125,3 +127,53 @@ def test_attackers_are_counted_as_recorded(tmp_path: Path, hostile: tuple[int, .
     pq.write_table(table.set_column(table.column_names.index("attacks"), "attacks", attacks), run / "partition.parquet")
     runs = read_runs([run])
     assert words in " ".join(overview.notes(runs, rows_of(runs)))
+
+
+def test_a_lead_over_common_seeds_has_its_sign_and_none_without_such_seeds() -> None:
+    """Runs of two directories may have as many seeds, but not the same ones."""
+
+    def row(name: str, by_seed: dict[int, float]) -> Row:
+        records = tuple(RunRecord(method=name, seed=s, status="done") for s in by_seed)
+        return Row("", name, name, "global", records, {"accuracy": Estimate(by_seed)})
+
+    def said(*rows: Row) -> str:
+        values = {i: r.figures["accuracy"] for i, r in enumerate(rows)}
+        return overview.sure(winner(Criterion("accuracy", "", "%", 100.0, True, values), list(rows)), list(rows))
+
+    best = row("best", {s: 0.5 + 0.4 * (s > 4) for s in range(10)})
+    level = row("level", dict.fromkeys(range(-5, 5), 0.6))
+    assert "points behind level global over the common seeds" in said(best, level)
+    assert "Clear" not in said(best, level)
+    apart = row("apart", dict.fromkeys(range(20, 30), 0.6))
+    assert said(best, apart) == "<b>Not decidable</b>: no common seed with apart global (5 are needed)."
+
+
+def test_a_status_names_how_many_seeds_ended_alike() -> None:
+    def status(*ends: int) -> str:
+        records = tuple(
+            RunRecord(method="a", seed=s, status="diverged" if end else "done", rounds=end)
+            for s, end in enumerate(ends)
+        )
+        return Row("", "a", "a", "global", records, {}).status
+
+    assert status(3, 3, 3) == "diverged after round 3"
+    assert status(3, 0, 3) == "diverged after round 3 (2 of 3 seeds)"
+    assert status(3, 3, 4) == "diverged after round 3 (2 of 3 seeds); diverged after round 4 (seed 2)"
+    assert status(1, 2, 3, 3) == "diverged after round 1 (seed 0); diverged after round 2 (seed 1) and 2 more"
+    assert status(0) == "done"
+
+
+def test_where_every_method_diverged_no_card_denies_its_result(tmp_path: Path) -> None:
+    """A diverged method that went on to its end has results with every seed."""
+    runs = read_runs([diverge(ODD.write(tmp_path / "run"), *ODD.labels())])
+    cards = overview.cards(runs, rows_of(runs))
+    assert "Every method that has this result diverged or failed with some seed." in cards
+    assert "No method has" not in cards
+    assert all(len(row.figures["accuracy"].finite) == 5 for row in rows_of(runs))
+
+
+def test_page_of_one_client_and_one_round_counts_them_as_one() -> None:
+    record = RunRecord(method="a", seed=0, status="done", rounds=1)
+    run = Run(Path(), "one", "", Summary(runs=(record,)), {}, ["site"], {}, {}, {})
+    row = Row("", "a", "a", "global", (record,), {"accuracy": Estimate({0: 1.0})})
+    assert overview.facts([run], [row]) == "1 method · 1 seed · 1 client · 1 round"

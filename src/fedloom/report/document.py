@@ -73,7 +73,7 @@ READING = {
     "± is half the width of the 95 % Student t interval over seeds.",
     "At best validation round": "The same test mean, at the round whose validation mean is best. "
     "No round is ever chosen on test.",
-    "Worst 10 %": "Mean over the tenth of the clients with the worst results.",
+    "Worst 10 %": "Mean over the tenth of the clients with the worst results, over one client at least.",
     "Variance of losses": "Variance over clients of their test losses: 0 is perfectly fair.",
     "Models": "Global: one model for all. Personal: each client's own. "
     "Hybrid: for each client the better of the two on its validation part. A method is compared by the model that a "

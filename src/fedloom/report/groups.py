@@ -55,7 +55,7 @@ def group_cells(run: Run, row: Row, lead: str) -> tuple[list[str], list[list[str
     means = _means(table, ["client", "subgroup", "metric"])
     recorded = {client for client, *_ in means} - {FEDERATION}
     metrics = dict.fromkeys(str(name) for *_, name in means)
-    lead = lead if lead in metrics else leading(metrics)
+    lead = lead if lead in metrics or leading(metrics) not in metrics else leading(metrics)
     clients = [FEDERATION, *(range(run.clients) if recorded and run.clients <= FEW else [])]
     heads = ["Group", *("All sites" if client == FEDERATION else run.titled_client(client) for client in clients)]
     groups = dict.fromkeys(table["subgroup"].to_pylist())

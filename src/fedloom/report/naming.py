@@ -59,6 +59,16 @@ STATISTICS = {
 """Titles of statistics over clients, and of other places to measure."""
 
 
+PROPER = ("Brier", "Jain", "Lyapunov", "Poisson")
+"""First words of titles that are the names of people."""
+
+
 def within_line(title: str) -> str:
-    """A title that does not begin a line: in small letters, but for units and abbreviations."""
-    return title if title[1:2].isupper() else title[:1].lower() + title[1:]
+    """A title that does not begin a line: in small letters, but for names, symbols and abbreviations.
+
+    >>> within_line("Macro F1"), within_line("AUROC"), within_line("C-index"), within_line("Brier score")
+    ('macro F1', 'AUROC', 'C-index', 'Brier score')
+    """
+    first = title.partition(" ")[0]
+    is_word = first[1:].isalpha() and first[1:].islower() and first not in PROPER
+    return title[:1].lower() + title[1:] if is_word else title

@@ -224,17 +224,21 @@ class Row:
     @property
     def status(self) -> str:
         """One short phrase, e.g. ``diverged by round 7 (seed 2)``."""
-        odd = [record for record in self.records if record.status != "done"]
-        if not self.records:
-            return "unfinished"
-        if not odd:
-            return "done"
-        shown = [f"{_phrase(record)} (seed {record.seed})" for record in odd[:2]]
-        more = f" and {len(odd) - 2} more" if len(odd) > 2 else ""
-        if len({_phrase(record) for record in odd}) == 1 and len(odd) > 1:
-            some = "" if len(odd) == len(self.records) else f" ({len(odd)} of {len(self.records)} seeds)"
-            return _phrase(odd[0]) + some
-        return "; ".join(shown) + more
+        seeds: dict[str, list[int]] = {}
+        for record in self.records:
+            if record.status != "done":
+                seeds.setdefault(_phrase(record), []).append(record.seed)
+        if not seeds:
+            return "done" if self.records else "unfinished"
+        shown = [phrase + self._share(some) for phrase, some in seeds.items()]
+        more = sum(map(len, seeds.values())) - sum(map(len, [*seeds.values()][:2]))
+        return "; ".join(shown[:2]) + (f" and {more} more" if more else "")
+
+    def _share(self, seeds: list[int]) -> str:
+        """Write which seeds, or how many of them where they are several; nothing where they are all."""
+        if len(seeds) == 1:
+            return f" (seed {seeds[0]})"
+        return "" if len(seeds) == len(self.records) else f" ({len(seeds)} of {len(self.records)} seeds)"
 
 
 def _phrase(record: RunRecord) -> str:

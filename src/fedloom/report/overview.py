@@ -14,7 +14,7 @@ from fedloom.report.charts.kit import off_axis
 from fedloom.report.charts.tradeoffs import REACHED
 from fedloom.report.comparison.contenders import Models, one_per_method
 from fedloom.report.comparison.criteria import Winner, tasks, winners
-from fedloom.report.naming import COSTS, figure, metric
+from fedloom.report.naming import COSTS, figure, metric, within_line
 from fedloom.report.numbers import ENOUGH, Row, leading_metric, run_of, seeds_of
 from fedloom.report.run import Run
 from fedloom.report.tables import cell, columns_of
@@ -44,13 +44,16 @@ def facts(runs: list[Run], rows: list[Row]) -> str:
     records = [record for run in runs for record in run.summary.runs]
     measured = {(row.run, row.method): row.measured for row in rows}
     reached = [int(points.round.max()) for run in runs for points in run.series.values()]  # of runs that go on
-    seeds = span(list(measured.values()))
+
+    def counted(number: str, what: str) -> str:
+        return f"{number} {what}{'s' * (number != '1')}"
+
     parts = [
         f"{len(runs)} runs" if len(runs) > 1 else "",
-        f"{len(measured)} method{'s' * (len(measured) != 1)}",
-        f"{seeds} seed{'s' * (seeds != '1')}",
-        f"{span([run.clients for run in runs])} clients",
-        f"{max([record.rounds for record in records] or reached, default=0)} rounds",
+        counted(f"{len(measured)}", "method"),
+        counted(span([*measured.values()]), "seed"),
+        counted(span([run.clients for run in runs]), "client"),
+        counted(span([max([record.rounds for record in records] or reached, default=0)]), "round"),
         f"{total(records[0].parameters)} parameters" if records and records[0].parameters else "",
     ]
     return " · ".join(part for part in parts if part)
@@ -80,7 +83,8 @@ def _card(winner: Winner, rows: list[Row]) -> str:
     criterion = winner.criterion
     head = f'<div class="card" role="listitem"><p class="what">{escape(criterion.title)}</p>'
     if winner.row is None:
-        return f'{head}<p class="who">{DASH}</p><p class="sure">No method has a result with every seed.</p></div>'
+        why = "Every method that has this result diverged or failed with some seed."
+        return f'{head}<p class="who">{DASH}</p><p class="sure">{why}</p></div>'
     best = criterion.values[winner.row]
     row = rows[winner.row]
     if criterion.figure in REACHED:
@@ -107,11 +111,15 @@ def sure(winner: Winner, rows: list[Row]) -> str:
     other = rows[winner.runner_up]
     name = escape(f"{other.name} {other.model}".strip())
     unit = " points" if criterion.unit == "%" else f" {criterion.unit}" if criterion.unit else ""
-    amount, half = interval(winner.lead * criterion.scale, winner.half * criterion.scale)
-    lead = f"{pair(amount, half)}{unit} {'ahead of' if criterion.higher else 'below'} {name}"
+    amount, half = interval(abs(winner.lead) * criterion.scale, winner.half * criterion.scale)
+    behind = winner.lead < 0  # over the common seeds; over its own it is the best
+    words = ("behind" if behind else "ahead of") if criterion.higher else ("above" if behind else "below")
+    lead = f"{pair(amount, half)}{unit} {words} {name}" + " over the common seeds" * behind
     if abs(winner.lead) <= TIE * abs(criterion.values[winner.row or 0].mean):
         lead = f"equal to {name}"
-    if not winner.decidable:
+    if not winner.seeds:
+        verdict = f"<b>Not decidable</b>: no common seed with {name} ({ENOUGH} are needed)."
+    elif not winner.decidable:
         seeds = f"{winner.seeds} common seed{'s' * (winner.seeds != 1)}"
         verdict = f"<b>Not decidable</b> with {seeds} ({ENOUGH} are needed): {lead}."
     elif not winner.rivals:
@@ -289,7 +297,9 @@ def _clients(run: Run, run_rows: list[Row]) -> list[str]:
     always = frozenset(everyone).intersection(*without)
     listed = ", ".join(run.client(k) + " (with some seeds)" * (k not in always) for k in everyone)
     who = f"; {listed}" if len(everyone) <= NAMED else ""
-    return [f"Clients without {metric(lead).title}, left out of the means: up to {most} of {run.clients}{who}."]
+    return [
+        f"Clients without {within_line(metric(lead).title)}, left out of the means: up to {most} of {run.clients}{who}."
+    ]
 
 
 def _clients_without(run: Run, row: Row, name: str) -> list[frozenset[int]]:

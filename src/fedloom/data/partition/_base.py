@@ -278,7 +278,7 @@ def _notes(
     cut: dict[str, Dealt], y: Ints | None, names: tuple[str, ...], classes: tuple[str, ...], samples: int
 ) -> list[str]:
     notes = [
-        f"clients without a {part} part: {count}"
+        f"{count} client{' has' if count == 1 else 's have'} no {part} part"
         for part in ("validation", "test")
         if (count := int((np.diff(cut[part].offsets) == 0).sum()))
     ]

@@ -11,7 +11,7 @@ from fedloom.formats import rounded
 from fedloom.report.charts import kit
 from fedloom.report.charts.kit import Figure, Rows
 from fedloom.report.comparison.criteria import cumulative
-from fedloom.report.naming import GROUPS, MB, figure, metric, titled
+from fedloom.report.naming import GROUPS, MB, figure, metric, titled, within_line
 from fedloom.report.numbers import (
     EMPTY,
     ENOUGH,
@@ -69,7 +69,7 @@ def _learning(runs: list[Run], rows: list[Row], name: str, axis: str) -> Figure 
         else:
             data += points
     title, label = metric(name).title, AXES[axis][0]
-    nothing = f" Without any: {', '.join(dict.fromkeys(idle))}." if idle else ""
+    nothing = f" Not drawn, as they have none: {', '.join(dict.fromkeys(idle))}." if idle else ""
     caption = f"{title}, mean over the clients' test parts, {label}.{nothing}"
     tab = title if axis == "round" else label.removeprefix("by ").capitalize()
     return _panels(rows, data, name, axis, (f"curves-{name}-{axis}", "curves", tab, f"{title} {label}", caption))
@@ -220,7 +220,11 @@ def _by_share(runs: list[Run], rows: list[Row], name: str, kind: str, id: str) -
     below = "Share of the clients that attack"
     spec = kit.line_panels(data, x, y, kit.colour(rows), hints + kit.interval_tips(titled(shown)), below, dots=1)
     base = name.partition("/")[0]
-    title = metric(base).title if base == name else f"{shown.title} of the benign clients, {metric(base).title}"
+    title = (
+        metric(base).title
+        if base == name
+        else f"{shown.title} of the benign clients, {within_line(metric(base).title)}"
+    )
     caption = f"{title} over the share of attackers ({kind}), benign clients only.{_behind(len(order), means)}"
     words = (id, "attacks", f"{shown.title}, {kind}", f"{title} under {kind}", caption + kit.off_words(off))
     return Figure(*words, spec, {"rows": data}, "facet")

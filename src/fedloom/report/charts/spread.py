@@ -7,7 +7,7 @@ import numpy as np
 from fedloom.formats import rounded
 from fedloom.report.charts import kit
 from fedloom.report.charts.kit import Figure, Rows, Spec
-from fedloom.report.naming import metric, titled
+from fedloom.report.naming import metric, titled, within_line
 from fedloom.report.numbers import Row, run_of, seeds_of
 from fedloom.report.run import Integers, Key, Numbers, Run
 
@@ -70,16 +70,17 @@ def relative(runs: list[Run], rows: list[Row], lead: str) -> Figure | None:
     if not gains:
         return None
     compared, found_gains = [row for row, _ in gains], [by_seed for _, by_seed in gains]
-    axis = f"Gain in {shown.title}{' (points)' * (shown.scale == 100)}"
+    name = within_line(shown.title)
+    axis = f"Gain in {name}{' (points)' * (shown.scale == 100)}"
     spec, data, words = _distribution(runs, compared, found_gains, axis, -1, zero=True)
     base_names = " or ".join(against)
     caption = (
-        f"Gain of each client: its {shown.title} on its own test part at the last round "
+        f"Gain of each client: its {name} on its own test part at the last round "
         + (f"minus that of {base_names}" if sign > 0 else f"subtracted from that of {base_names}")
         + f" with the same seed; right of the red line clients gain, left of it they lose. {words}"
         f"{without_attackers(runs)}"
     )
-    title = f"Gain in {shown.title} over {base_names}"
+    title = f"Gain in {name} over {base_names}"
     return Figure("relative", "clients", f"Gain over {base_names}", title, caption, spec, data, "wide", table="dots")
 
 

@@ -11,7 +11,7 @@ from fedloom.report.charts import kit
 from fedloom.report.charts.kit import HAS_INTERVAL, MEAN, SINGLE, Figure, Rows, Spec
 from fedloom.report.comparison.contenders import Models
 from fedloom.report.comparison.criteria import NEAR, common_target, cost_to_reach, goal_of, tasks
-from fedloom.report.naming import COSTS, MB, figure, metric, titled
+from fedloom.report.naming import COSTS, MB, figure, metric, titled, within_line
 from fedloom.report.numbers import Estimate, Row
 from fedloom.report.run import Run
 
@@ -99,10 +99,12 @@ def _trade_off(
     several = any(point["low"] is not None for point in data)
     lines = " Lines are 95 % intervals over seeds, cut at the edge." if several else ""
     lines = " Small dots are single seeds." if singles else lines
+    among = " among those of equal data and attack" if len(tasks(runs, rows)) > 1 else ""
+    never = "" if all(row.sound for row in rows) else " Methods of which a run diverged or failed have no ring."
     caption = (
-        f"{title}, one point per model and method: {corner} is best. Ringed: none of equal data and attack is better "
-        f"in both, of methods of which no run diverged or failed.{lines} Points close to a named one carry no name "
-        f"(point at a dot).{kit.off_words(off)}"
+        f"{title}, one point per model and method: {corner} is best. Ringed: Pareto-optimal{among}, none is as good in "
+        f"both and better in one.{never}{lines} Points close to a named one carry no name (point at a dot)."
+        f"{kit.off_words(off)}"
     )
     spec = _scatter(data, singles, rows, lead, price, axes)
     return Figure(id, group, tab, title, caption, spec, {"rows": data, "seeds": singles}, "wide")
@@ -208,7 +210,7 @@ def _reached(runs: list[Run], rows: list[Row], lead: str, models: Models) -> Fig
             missed += [f"{row.name} {row.model}".strip() for i, row in enumerate(compared) if spent and i not in spent]
     if len({point["row"] for point in data}) < 2:
         return None
-    goal = f"{metric(lead).title} {' or '.join(dict.fromkeys(targets))}"
+    goal = f"{within_line(metric(lead).title)} {' or '.join(dict.fromkeys(targets))}"
     never = f" Never there with every seed: {', '.join(dict.fromkeys(missed))}." if missed else ""
     best = f"{percent(NEAR)} of the best result" if metric(lead).higher else f"the best result over {percent(NEAR)}"
     caption = (

@@ -136,7 +136,7 @@ def _words(line: SiteDifference) -> list[str]:
         return [DASH] * 4
     gain = (line.together - line.alone) * (1 if metric(line.metric).higher else -1)
     difference = pair(fixed(gain, 3, signed=True), fixed(line.half, 3)) if line.half == line.half else DASH
-    return [fixed(line.alone, 3), fixed(line.together, 3), difference, p_value(line.p)]
+    return [fixed(line.alone, 3), fixed(line.together, 3), difference, escape(p_value(line.p))]
 
 
 def differences_csv(tables: Sequence[tuple[str, Sequence[SiteDifference]]]) -> str:

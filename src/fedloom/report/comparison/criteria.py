@@ -17,7 +17,7 @@ import numpy as np
 from fedloom.formats import significant
 from fedloom.report.comparison.contenders import Models, distinct, one_per_method, same
 from fedloom.report.comparison.family import differences, family
-from fedloom.report.naming import COSTS, MB, figure, metric
+from fedloom.report.naming import COSTS, MB, figure, metric, within_line
 from fedloom.report.numbers import EMPTY, Curve, Estimate, Row, curve, run_of
 from fedloom.report.run import Key, Run
 
@@ -130,13 +130,13 @@ def _results(rows: list[Row], name: str) -> dict[int, Estimate]:
 
 def _criteria(runs: list[Run], rows: list[Row], lead: str) -> list[Criterion]:
     shown = metric(lead)
-    worst = f"Worst 10 % of clients, {shown.title}"
+    worst = f"Worst 10 % of clients, {within_line(shown.title)}"
 
     target = common_target(runs, rows, lead)
     costs = {name: cost_to_reach(runs, rows, lead, target, name) for name in ("bytes", "samples_backward")}
     clocked = any(key.metric == "simulated_seconds" for run in runs for key in run.totals)
     time = [("simulated_seconds", "Simulated hours", "", 1 / 3600)] if clocked else []
-    goal = f"until {shown.title} {goal_of(lead, target)}"
+    goal = f"until {within_line(shown.title)} {goal_of(lead, target)}"
     return [
         Criterion(
             lead, f"{shown.title}, mean over clients", shown.unit, shown.scale, shown.higher, _results(rows, lead)
@@ -265,7 +265,7 @@ def winner(criterion: Criterion, rows: list[Row]) -> Winner:
     return Winner(
         criterion,
         best,
-        tuple(i for i in rivals if not leads[i].significant),
+        tuple(i for i in rivals if not (leads[i].significant and sign * leads[i].mean > 0)),
         equals,
         rivals[0],
         nearest.mean,

@@ -14,7 +14,7 @@ from fedloom.formats import DASH, finite, interval, pair
 from fedloom.report.comparison.contenders import best_row, contenders, contenders_of, last_points
 from fedloom.report.comparison.family import TestedDifference, differences, family
 from fedloom.report.csv_files import csv_of
-from fedloom.report.naming import figure, metric, titled
+from fedloom.report.naming import figure, metric, titled, within_line
 from fedloom.report.numbers import ENOUGH, Estimate, Row, run_of, test_metrics
 from fedloom.report.run import Key, Numbers, Run
 from fedloom.report.tables import BOOKTABS, cell, decimals, marked, scrolling, tabular, tex
@@ -197,7 +197,7 @@ def _reason(
         for other in test_metrics(run, alone.method, alone.model)
         if (points := run.series.get(Key(alone.method, seed, alone.model, "test", other))) is not None
     )
-    title = metric(lead).title
+    title = within_line(metric(lead).title)
     if not tested:
         return f"{about} has no {title}: none of its samples was tested."
     return f"{about} has no {title}{': its test parts hold one class only' if lead in ('auroc', 'auprc') else ''}."

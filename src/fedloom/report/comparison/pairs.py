@@ -19,7 +19,7 @@ from fedloom.report.numbers import Row, leading_metric
 from fedloom.report.run import Run
 from fedloom.report.tables import BOOKTABS, cell, decimals, marked, scrolling, tabular, tex
 
-HEADS = ("Method", "Model", "Mean", "Difference", "p", "Holm p", "Verdict")
+HEADS = ("Method", "Model", "Mean", "Against", "Difference", "p", "Holm p", "Verdict")
 
 
 class Pair(NamedTuple):
@@ -142,11 +142,11 @@ def pairs_html(comparisons: Sequence[Pair]) -> str:
     lines = []
     for pair in comparisons:
         mean, difference, p, holm = _numbers(pair, "points")
-        shown = [formats.pair(*number) for number in (mean, difference)]
+        shown = [formats.pair(*mean), pair.reference.name, formats.pair(*difference)]
         words = [pair.row.name, pair.row.model, *shown, p, holm, in_words(pair.verdict, pair.row)]
         lines.append([escape(word) for word in words])
     against = ", ".join(dict.fromkeys(pair.reference.name for pair in comparisons))
-    return scrolling(f"Every method against {against}", HEADS, lines, text=(1, 6))
+    return scrolling(f"Every method against {against}", HEADS, lines, text=(1, 3, 7))
 
 
 def in_words(verdict: str, row: Row) -> str:
