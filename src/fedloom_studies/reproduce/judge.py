@@ -108,10 +108,11 @@ class ClaimVerdict:
 
     @property
     def count(self) -> str:
-        """How many comparisons are as claimed, and clearly; how many are clearly against it, and were not run."""
+        """How many comparisons are as claimed, are clear by themselves, for it and against it, and were not run."""
         rest = self.planned - len(self.measured)
         clear = [sum(c.look.verdict == v for c in self.measured) for v in (HOLDS, FAILS)]
-        tested = "" if self.claim.construction else f" ({clear[0]} clearly), {clear[1]} clearly against it"
+        alone = f"; by themselves {clear[0]} clearly so, {clear[1]} clearly against it"
+        tested = "" if self.claim.construction else alone
         left = f"; {rest} not run" if rest else ""
         return f"{self.right} of {len(self.measured)} comparisons as claimed{tested}{left}"
 
