@@ -111,10 +111,10 @@ def sentences(j: SetupVerdict) -> list[str]:
         have = "has" if len(frugal) == 1 else "have"
         each = " each" if len(frugal) > 1 else ""
         least = f"the least traffic, {significant(sent / 1e6, 3)} MB{each}" if sent else "no traffic"
-        these = "the two" if len(level) == 1 else f"these {len(level) + 1} methods"
+        methods = "the two" if len(level) == 1 else f"these {len(level) + 1} methods"
         beside = (
             f"{len(level)} of the {len(behind)} others {'is' if len(level) == 1 else 'are'} level with it. "
-            f"Of {these}, {enumerated(frugal)} {have} {least}."
+            f"Of {methods}, {enumerated(frugal)} {have} {least}."
         )
     else:
         beside = f"It is significantly better than each of the {len(behind)} others."

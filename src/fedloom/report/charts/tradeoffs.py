@@ -82,9 +82,9 @@ def _trade_off(
     signs = (1 if metric(lead).higher else -1, -1 if price.less else 1)
     for _, _, task_rows in tasks(runs, rows):
         sound = {(row.name, row.model): row.sound for row in task_rows}
-        own = [point for point in data if (point["method"], point["model"]) in sound]
-        peers = [point for point in own if sound[point["method"], point["model"]]]
-        for point in own:
+        task_points = [point for point in data if (point["method"], point["model"]) in sound]
+        peers = [point for point in task_points if sound[point["method"], point["model"]]]
+        for point in task_points:
             beaten = any(_better(other, point, price.column, signs) for other in peers)
             point["best"] = point in peers and not beaten
     axes = []
