@@ -292,15 +292,18 @@ def nearest(got: object, allowed: Iterable[str]) -> str:
     "did you mean 'fedprox'? allowed: fedavg, fedprox"
     >>> nearest("alpha", ["beta", "clients"])
     "did you mean 'beta'? allowed: beta, clients"
+    >>> nearest("LR", ["lr", "epochs"])
+    "did you mean 'lr'? allowed: epochs, lr"
     >>> nearest("flam", ["equitable-table2", "flame-figure2"])
     "did you mean 'flame-figure2'? allowed: equitable-table2, flame-figure2"
     """
     names = sorted(allowed)
     if not names:
         return "none are allowed"
-    equivalent = ELSEWHERE.get(str(got))
-    close = [equivalent] if equivalent in names else get_close_matches(str(got), names, n=1, cutoff=0.6)
-    close = close or [name for name in names if len(str(got)) > 2 and name.startswith(str(got))]
+    equivalent, wanted, folded = ELSEWHERE.get(str(got)), str(got).casefold(), {n.casefold(): n for n in names}
+    close = [folded[name] for name in get_close_matches(wanted, folded, n=1, cutoff=0.6)]
+    close = [equivalent] if equivalent in names else close
+    close = close or [name for name in names if len(wanted) > 2 and name.casefold().startswith(wanted)]
     hint = f"did you mean '{close[0]}'? " if close else ""
     return f"{hint}allowed: {', '.join(names)}"
 
