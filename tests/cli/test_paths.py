@@ -130,11 +130,21 @@ def test_a_table_leaves_it_to_the_program_that_nobody_reads_it(monkeypatch: pyte
         stream.close()
 
 
-def test_a_run_needs_no_standard_stream(file: Path) -> None:
+def test_a_run_ends_well_whatever_its_standard_streams_are(file: Path) -> None:
     """A file that is opened in the place of a closed one would get what libraries print."""
     words = shlex.join([sys.executable, "-m", "fedloom", "run", str(file), "--out", str(file.with_name("out"))])
     assert subprocess.run(f"exec {words} <&- >&- 2>&-", shell=True, check=False).returncode == 0
     assert file.with_name("out").joinpath("report.html").exists()
+    plain = subprocess.run(
+        f"exec {words} --dry-run",
+        shell=True,
+        capture_output=True,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        check=False,
+    )
+    assert plain.returncode == 0, plain.stderr
+    assert b"fedavg" in plain.stdout
+    assert plain.stdout.isascii()
     full = subprocess.run(f"exec {words} >/dev/full", shell=True, capture_output=True, text=True, check=False)
     assert (full.returncode, "Traceback" in full.stderr) == (1, False)
     assert "error: the disk is full" in full.stderr

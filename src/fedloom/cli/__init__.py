@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from importlib.metadata import entry_points
+from io import TextIOWrapper
 
 from fedloom.cli import bench, cox, deploy, deploy_members, deploy_models, facts, glm, init, models, runs, tune, watch
 from fedloom.cli._app import DataDir, app, errors, say, worker_count
@@ -21,8 +22,13 @@ for _package in entry_points(group="fedloom.commands"):
 
 
 def main() -> None:
-    """Entry point of the command ``fedloom``; a standard stream that its caller has closed is the null device."""
+    """Entry point of the command ``fedloom``; a standard stream that its caller has closed is the null device.
+
+    What the encoding of the output lacks, such as a table's rule in ASCII, is a question mark.
+    """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 (until the process ends)
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
     app()
