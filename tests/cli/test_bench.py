@@ -135,6 +135,9 @@ def test_own_work_is_not_that_of_others(monkeypatch: pytest.MonkeyPatch) -> None
         (["--oracle", "fuse"], "did you mean 'fused'"),
         (["--workers", "0"], "0"),
         (["--rounds", "0"], "0"),
+        (["--patience", "nan"], "--patience must be a finite number, got nan"),
+        (["--ranks", "1", "--rate", "inf"], "--rate must be a finite number, got inf"),
+        (["--ranks", "1", "--trip", "nan"], "--trip must be a finite number, got nan"),
     ],
 )
 def test_bad_input_is_refused(file: Path, more: list[str], sentence: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -68,6 +69,9 @@ def bench(
         from fedloom.printing import print_rows
         from fedloom.processes.costs import Link, Place
 
+        for option, number in (("--patience", patience), ("--rate", rate), ("--trip", trip)):
+            if number is not None and not isfinite(number):
+                raise ConfigError(f"{option} must be a finite number, got {number}")
         elsewhere = {"--machines": machines, "--rate": rate, "--trip": trip, "--clients": clients, "--cohort": cohort}
         unread: dict[str, Any] = {"--workers": workers, "--oracle": oracle} if ranks else elsewhere
         if wrong := [name for name, value in unread.items() if value is not None]:
