@@ -210,6 +210,8 @@ def test_renew_makes_another_certificate_of_the_same_authority(ready):
     said = CliRunner().invoke(app, ["deploy", "renew", str(ready), "--host", "fl.example.org"]).output
     for text in (said, (ready / "README.md").read_text().replace("\n  ", " ")):  # both hold the old certificate
         assert re.search("reload the gate .*restart fedloom-superlink|Restart `fedloom-superlink` and reload", text)
+    with pytest.raises(ConfigError, match=r"^fedloom deploy renew: days: .* got 0"):
+        renew(ready, "fl.example.org", 0)
     (ready / "authority" / "ca.key").unlink()
     with pytest.raises(ConfigError, match="has no authority"):
         renew(ready, "fl.example.org", 100)

@@ -111,13 +111,14 @@ def renew(folder: Path, host: str, days: int) -> tuple[Path, bool]:
         ) from None
     except (ValueError, TypeError, UnsupportedAlgorithm):
         raise ConfigError(f"{here} has a damaged ca.key or ca.crt; put its folder there for this command") from None
+    place = make(Location, {"host": host, "days": days}, "fedloom deploy renew", Location.model_fields)
     left = (ca.certificate.not_valid_after_utc - datetime.now(UTC)).days
     if left < days:
         raise ConfigError(f"the authority's own certificate ends in {left} days, so --days must be at most that")
     server = folder / "server"
     drafts, new = [*server.glob(".new-*")], server / f".new-{secrets.token_hex(4)}"
     try:
-        write_files(new, _certified(ca, Location(host=host, days=days)))
+        write_files(new, _certified(ca, place))
         for path in sorted(new.iterdir()):
             disk.step("rename", server / path.name)
             path.replace(server / path.name)
