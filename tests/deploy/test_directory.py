@@ -24,7 +24,7 @@ from fedloom.deploy.ops import run as service
 from fedloom.deploy.ops.directory import Location, compose, gate, renew, units, write
 from fedloom.deploy.ops.loopback import check_certificate
 from fedloom.deploy.ops.plan import _names, plan
-from fedloom.deploy.settings import check_fingerprint, read_server, read_site
+from fedloom.deploy.settings import check_fingerprint, read_server, read_site, text_of
 from fedloom.deploy.site import handover
 from fedloom.errors import ConfigError, Refused, Stop
 from fedloom.experiment import read
@@ -215,6 +215,19 @@ def test_renew_makes_another_certificate_of_the_same_authority(ready):
     (ready / "authority" / "ca.key").unlink()
     with pytest.raises(ConfigError, match="has no authority"):
         renew(ready, "fl.example.org", 100)
+
+
+@pytest.mark.parametrize("public", ["fl.example.org:8443", "[2001:db8::7]:8443", "10.0.0.7:443"])
+def test_renew_keeps_the_name_that_sites_reach_the_server_by(ready, public):
+    file = ready / "server" / "server.toml"
+    file.write_text(text_of(read_server(file).with_(public=public)))
+    call("deploy", "renew", ready)
+    made = x509.load_pem_x509_certificate((ready / "server" / "server.crt").read_bytes())
+    names = made.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert public.rpartition(":")[0].strip("[]") in {str(name.value) for name in names}
+    file.unlink()
+    with pytest.raises(ConfigError, match=r"server\.toml is not there to name the server's host; say --host"):
+        renew(ready, None, 100)
 
 
 @pytest.mark.parametrize("crash_at", [1, 2, 3])

@@ -14,14 +14,16 @@ from fedloom.cli.deploy import Directory, SiteFolder, deploy
 @deploy.command()
 def renew(
     directory: Directory,
-    host: Annotated[str, typer.Option(help="name or address that sites reach the server by")] = "localhost",
+    host: Annotated[
+        str | None, typer.Option(help="name or address that sites reach the server by; as in server.toml by default")
+    ] = None,
     days: Annotated[int, typer.Option(help="days that the certificate is valid")] = 365,
 ) -> None:
     """Make another certificate of the server.
 
     The same authority signs it; sites need nothing new.
 
-    Example: fedloom deploy renew hospitals --host fl.example.org
+    Example: fedloom deploy renew hospitals
     """
     with errors():
         from fedloom.deploy.ops.directory import renew as renew_certificate

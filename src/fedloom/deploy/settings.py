@@ -233,6 +233,11 @@ class Server(Shared):
     audit: Path = Field(Path("state/audit.jsonl"), description="log of every reply: accepted, or why not")
     results: Path = Field(Path("results"), description="folder of metrics and of the global model")
 
+    @property
+    def entrance(self) -> str:
+        """What sites connect to, host:port."""
+        return self.public or f"{self.address}:{self.port}"
+
     @model_validator(mode="after")
     def _fits(self) -> Server:
         for what in ("site", "client", "node_key", "signing_key"):

@@ -23,7 +23,7 @@ from fedloom.deploy.ops import keys
 from fedloom.deploy.ops.check import versions
 from fedloom.deploy.ops.commands import OPS, command, environment, filled, profile
 from fedloom.deploy.ops.plan import DeploymentPlan
-from fedloom.deploy.settings import Member, Secure, Server, Site, digest, placed, text_of
+from fedloom.deploy.settings import Member, Secure, Server, Site, digest, placed, read_server, text_of
 from fedloom.errors import ConfigError
 from fedloom.rundir import check_folder
 from fedloom.storage import disk
@@ -91,16 +91,21 @@ def write(plan: DeploymentPlan, out: Path, place: Location) -> None:
         raise
 
 
-def renew(folder: Path, host: str, days: int) -> tuple[Path, bool]:
+def renew(folder: Path, host: str | None, days: int) -> tuple[Path, bool]:
     """Make another certificate of the server and its key, by the authority of a deployment's directory.
 
     Killed between the two, it leaves a pair that does not fit, which no server takes; the next call makes both anew.
+
+    Args:
+        folder: the directory.
+        host: name or address that sites reach the server by; None: that of its server.toml.
+        days: that the certificate is valid.
 
     Returns:
         The certificate's path, and whether a call before was killed, whose files are removed.
 
     Raises:
-        ConfigError: the directory holds no authority, or not its key any more.
+        ConfigError: the directory holds no authority, or not its key any more, or no settings that name the host.
     """
     here = folder / "authority"
     try:
@@ -116,6 +121,7 @@ def renew(folder: Path, host: str, days: int) -> tuple[Path, bool]:
     if left < days:
         raise ConfigError(f"the authority's own certificate ends in {left} days, so --days must be at most that")
     server = folder / "server"
+    host = _host_of(server / "server.toml") if host is None else host
     drafts, new = [*server.glob(".new-*")], server / f".new-{secrets.token_hex(4)}"
     try:
         write_files(new, _certified(ca, place))
@@ -127,6 +133,12 @@ def renew(folder: Path, host: str, days: int) -> tuple[Path, bool]:
         for draft in (new, *drafts):
             shutil.rmtree(draft, ignore_errors=True)
     return server / "server.crt", bool(drafts)
+
+
+def _host_of(server_file: Path) -> str:
+    if not server_file.exists():
+        raise ConfigError(f"{server_file} is not there to name the server's host; say --host")
+    return read_server(server_file).entrance.rpartition(":")[0].strip("[]")
 
 
 def units(of: Server | Site, place: Location) -> dict[str, str]:

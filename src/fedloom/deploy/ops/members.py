@@ -110,10 +110,8 @@ def add(folder: Path, name: str, place: Location) -> Change:
     agreed = make(Server, settings, "fedloom deploy add", fields_of(Server))
     shared = {field: getattr(agreed, field) for field in Shared.model_fields}
     data = templates[0]["data"] if templates else document["data"]
-    address = server.public or f"{server.address}:{server.port}"
-    site = make(
-        Site, {**shared, "site": name, "client": member.client, "data": data, "server": address}, name, fields_of(Site)
-    )
+    about = {"site": name, "client": member.client, "data": data, "server": server.entrance}
+    site = make(Site, {**shared, **about}, name, fields_of(Site))
     common: dict[str, str | bytes] = {"experiment.toml": experiment, **({} if start is None else {START: start})}
     code: dict[str, str | bytes] = {f"{FOLDER}/{path}": content_of(file.parent / FOLDER / path) for path in server.code}
     proposal = {
