@@ -231,6 +231,15 @@ def test_lines_that_a_crash_cut_short_count_and_the_chain_goes_on(tmp_path: Path
         book.release(5)
 
 
+def test_a_line_that_a_crash_cut_short_takes_no_later_one_with_it(tmp_path: Path) -> None:
+    log = Audit(tmp_path / "audit.jsonl")
+    for t in range(3):
+        log.write("accepted", round=t)
+        with (tmp_path / "audit.jsonl").open("ab") as torn:
+            torn.write(b'{"time": "2026')
+    assert [line["round"] for line in log.lines()] == [0, 1, 2]
+
+
 def test_a_damaged_ledger_of_the_server_ends_the_run(tmp_path: Path) -> None:
     central = {"aggregator": {"kind": "private-mean", "clip": 1.0, "sigma": 2.0, "delta": 1e-5}}
     here = scene(tmp_path, "fedavg", **SMALL, **central)

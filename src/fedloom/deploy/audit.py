@@ -9,7 +9,7 @@ from typing import Any
 
 from fedloom.errors import RunDirError
 from fedloom.storage.disk import regular
-from fedloom.storage.files import append_synced, create_file, make_folder
+from fedloom.storage.files import append_line, create_file, make_folder
 
 SENT = "sent.jsonl"
 """The log in the folder of a site's state of what has left the site."""
@@ -34,7 +34,7 @@ class Audit:
         """Append one line: the time, what happened, and the facts (plain values; None is left out)."""
         line = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "what": what}
         line |= {k: v for k, v in facts.items() if v is not None}
-        append_synced(self._path, [json.dumps(line, allow_nan=True).encode() + b"\n"])
+        append_line(self._path, json.dumps(line, allow_nan=True).encode())
 
     def lines(self) -> list[dict[str, Any]]:
         """Everything in the log; see `lines_of`."""

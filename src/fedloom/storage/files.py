@@ -177,6 +177,18 @@ def append_synced(path: Path, pieces: Iterable[Buffer]) -> int:
             os.close(fd)
 
 
+def append_line(path: Path, line: bytes) -> None:
+    """Appends a line to an existing file as `append_synced` does; it begins anew after one that a crash cut short.
+
+    Raises:
+        CheckpointError: the disk is full or refuses; the file has its former length again.
+    """
+    with explained(path), disk.regular(path).open("rb") as file:
+        file.seek(max(file.seek(0, os.SEEK_END) - 1, 0))
+        is_torn = file.read(1) not in (b"", b"\n")
+    append_synced(path, [b"\n" * is_torn + line + b"\n"])
+
+
 def discard(*paths: Path) -> None:
     """Deletes the files that exist, in order; none comes back once the next is gone, since the folder is fsynced.
 

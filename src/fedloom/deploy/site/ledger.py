@@ -21,7 +21,7 @@ from fedloom.deploy.noise import left_to_sites
 from fedloom.engine.privacy import Noise, epsilon
 from fedloom.errors import Refused
 from fedloom.storage.disk import regular
-from fedloom.storage.files import append_synced, create_file, make_folder
+from fedloom.storage.files import append_line, create_file, make_folder
 
 NAME = "ledger.jsonl"
 
@@ -133,6 +133,5 @@ class Ledger:
             entry["epsilon_sites"] = epsilon(alone, count)
         make_folder(self._path.parent)
         create_file(self._path)
-        torn = bool(lines) and not self._content().endswith(b"\n")
-        append_synced(self._path, [b"\n" * torn + json.dumps(entry).encode() + b"\n"])
+        append_line(self._path, json.dumps(entry).encode())
         return count
