@@ -65,7 +65,7 @@ def _take(fd: int, path: Path, wait: float) -> None:
         alive = host != socket.gethostname() or _alive(int(pid))
         if time.monotonic() > end or (pid and alive):
             what = f"process {pid} on {host}" + ("" if alive else ", which has ended, but not all of its workers")
-            raise RunDirError(f"{path.parent} is in use by {what}; wait for it, or choose another --out folder")
+            raise RunDirError(f"{path.parent} is in use by {what}; wait for it, or choose another folder")
         time.sleep(0.02)
 
 

@@ -215,9 +215,8 @@ def _dates(what: str, certificate: x509.Certificate) -> Finding:
     if now > end:
         return Finding("refused", f"{what} ended on {end:%Y-%m-%d %H:%M} UTC; ask the server for a new one")
     if now < start:
-        return Finding(
-            "refused", f"{what} is valid from {start:%Y-%m-%d %H:%M} UTC only, here it is {now:%H:%M}; set the clock"
-        )
+        here = f"here it is {now:%Y-%m-%d %H:%M}; set the clock"
+        return Finding("refused", f"{what} is valid from {start:%Y-%m-%d %H:%M} UTC only, {here}")
     if now > end - SOON:
         return Finding("note", f"{what} ends soon, on {end:%Y-%m-%d}")
     return Finding("ok", f"{what} is valid until {end:%Y-%m-%d}")
