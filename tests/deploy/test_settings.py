@@ -15,6 +15,7 @@ from fedloom.deploy.settings import (
     read_site,
     text_of,
 )
+from fedloom.deploy.site.handover import folder_of
 from fedloom.errors import ConfigError
 
 KEY = "ecdsa-sha2-nistp384 AAAA{}"
@@ -65,6 +66,14 @@ def test_a_sites_data_is_looked_for_in_its_own_folder(tmp_path):
         assert read_site(path).data == {"source": "csv", "path": str(found)}
 
 
+@pytest.mark.parametrize("change", [("", ""), ("\n", "\r\n"), ("", "\ufeff", 1)])
+def test_who_answers_reads_a_site_file_as_who_checks_it(change, tmp_path):
+    """Also as an editor of Windows saves it: other ends of lines, a byte order mark."""
+    path = tmp_path / "site.toml"
+    path.write_text(text_of(site(tmp_path)).replace(*change), newline="")
+    assert folder_of(path) == read_site(path).folder
+
+
 @pytest.mark.parametrize("name", ["state", "node_key"])
 def test_a_path_with_the_character_nul_is_refused(name, tmp_path):
     path = tmp_path / "site.toml"
@@ -88,7 +97,10 @@ def test_another_experiment_file_is_refused_with_both_digests(tmp_path):
     ("change", "sentence"),
     [
         ({"client": 2}, "client must be within 0..1, got 2"),
-        ({"server": "https://host:1/x"}, "server"),
+        *(
+            ({"server": text}, f"server: must be host:port, as fl.example.org:8443, got {text!r}")
+            for text in ("https://host:1/x", "https://host:1", "host", "host:", ":1", "host:0", "host:65536", "host:²")
+        ),
         ({"data": {"path": "x.csv"}}, "needs source"),
         ({"tread": 2}, "did you mean 'threads'"),
         ({"fingerprint": "abc"}, "fingerprint"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -35,6 +36,14 @@ def _public_key(text: str) -> str:
     if kind not in ("ssh-ed25519", "ecdsa-sha2-nistp384") or not rest:
         raise ValueError(f"must be a public key as one OpenSSH line (ecdsa-sha2-nistp384 or ssh-ed25519), got {text!r}")
     return f"{kind} {rest.split()[0]}"
+
+
+def _address(text: str) -> str:
+    """Host and port of a server."""
+    host, _, port = text.rpartition(":")
+    if not re.fullmatch(r"[^\s/]+", host) or not re.fullmatch(r"[0-9]{1,5}", port) or not 0 < int(port) < 1 << 16:
+        raise ValueError(f"must be host:port, as fl.example.org:8443, got {text!r}")
+    return text
 
 
 PublicKey = Annotated[str, AfterValidator(_public_key)]
@@ -134,7 +143,7 @@ class Site(Shared):
         "all", description="all: every sample of the source is this site's; partition: this client's share of the cut"
     )
     state: Path = Field(Path("state"), description="folder of models and state, which never leave the site")
-    server: str = Field(pattern=r"^[^\s/]+:\d+$", description="address of the server, host:port")
+    server: Annotated[str, AfterValidator(_address)] = Field(description="address of the server, host:port")
     ca: Path = Field(Path("ca.crt"), description="certificate of the authority that signed the server's certificate")
     node_key: Path = Field(Path("node-key"), description="private key of the connection (ECDSA P-384, OpenSSH form)")
     signing_key: Path = Field(Path("signing-key"), description="private key of the replies (Ed25519, OpenSSH form)")

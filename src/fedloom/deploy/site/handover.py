@@ -276,7 +276,7 @@ def folder_of(site_file: Path) -> Path:
         ConfigError: the settings cannot be read.
     """
     try:
-        site = tomllib.loads(regular(site_file).read_text(encoding="utf-8"))
+        site = tomllib.loads(regular(site_file).read_text(encoding="utf-8-sig"))
         return site_file.parent.resolve() / str(site.get("state", "state")) / str(site["fingerprint"])[:16]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"cannot read the site file {site_file}: {error}") from None
