@@ -6,8 +6,9 @@ import pytest
 from typer.testing import CliRunner
 
 from fedloom.cli import app
+from fedloom.deploy.ops import loopback
 from fedloom.deploy.ops.loopback import Loopback, run_all
-from fedloom.deploy.ops.processes import Processes
+from fedloom.deploy.ops.processes import ProcessError, Processes
 from fedloom.deploy.settings import read_server, text_of
 from fedloom.errors import ConfigError, RunDirError
 from fedloom.storage.locks import lock
@@ -61,6 +62,14 @@ def test_one_at_a_time(ready):
     with lock(ready), pytest.raises(RunDirError, match="is in use by process"):
         run_all(ready, lambda _: None)
     assert not (ready / "local").exists()
+
+
+def test_a_run_whose_server_is_killed_says_how_to_go_on(ready, monkeypatch):
+    monkeypatch.setattr(loopback, "command", lambda *_, **__: ["true"])
+    monkeypatch.setattr(Loopback, "status", lambda _: "finished:failed")
+    sentence = "the run ended as finished:failed; the same command resumes after the last round"
+    with Processes() as processes, pytest.raises(ProcessError, match=sentence):
+        Loopback(ready, processes).run(str)
 
 
 def test_a_site_with_another_experiment_file(ready):

@@ -136,7 +136,8 @@ class Loopback:
             raise ProcessError(stops[-1].removeprefix(SPOKEN))
         status = self.status()
         if status != "finished:completed":
-            raise ProcessError(f"the run ended as {status}; the end of {stream.log}:\n{stream.tail()}")
+            cure = "the same command resumes after the last round; if it ends so again, the log has the reason"
+            raise ProcessError(f"the run ended as {status}; {cure}; the end of {stream.log}:\n{stream.tail()}")
 
     def status(self) -> str:
         """How the last run stands, in Flower's words."""
