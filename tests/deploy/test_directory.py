@@ -348,6 +348,8 @@ def test_the_directions_have_five_commands(written):
     text = (written / "README.md").read_text()
     assert re.findall(r"^(\d)\. ", text, re.MULTILINE) == list("12345")
     assert "$" not in text.replace("$key", "")
+    user = re.search("^User=(.*)", (written / "sites/site-0/fedloom-site.service").read_text(), re.MULTILINE)
+    assert f"runuser -u {user[1]} -- /opt/fedloom/bin/fedloom deploy check /srv/fedloom/site" in text
 
 
 # ------------------------------------------------------------------------------------------------- the command
