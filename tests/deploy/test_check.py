@@ -159,9 +159,12 @@ def test_port_in_use(site):
 
 
 class serving:
-    """A TLS server on loopback with the site's server's certificate, whose clock is wrong by some seconds."""
+    """A TLS server on loopback with the site's server's certificate, whose clock is wrong by some seconds.
 
-    def __init__(self, site, wrong=0.0, made=None):
+    To what is posted it answers with a status.
+    """
+
+    def __init__(self, site, wrong=0.0, made=None, status=501):
         folder = site.ca.parents[2] / "server"
         if made is not None:
             (folder / "server.crt").write_bytes(made.certificate)
@@ -171,6 +174,11 @@ class serving:
             def do_GET(self):
                 self.send_response_only(404)
                 self.send_header("Date", format_datetime(datetime.now(UTC) + timedelta(seconds=wrong), usegmt=True))
+                self.end_headers()
+
+            def do_POST(self):
+                self.rfile.read(int(self.headers["Content-Length"]))
+                self.send_response(status)
                 self.end_headers()
 
             def log_message(self, *_):
@@ -202,6 +210,21 @@ def test_clock(site, wrong, sentence):
     with serving(site, wrong) as (_, address):
         found = refused(changed(site, server=address), offline=False)
     assert found == [] if sentence is None else sentence in found[0]
+
+
+@pytest.mark.parametrize(
+    ("status", "level", "sentence"),
+    [
+        (412, "refused", "does not let the key of site-1 in: it was never registered there, or it was revoked"),
+        (400, "ok", "the server lets site-1 in"),
+        (501, None, " in"),
+    ],
+)
+def test_key_that_the_server_does_not_know(status, level, sentence, site):
+    with serving(site, status=status) as (_, address):
+        findings = [*check_site(changed(site, server=address))]
+    said = [f.level for f in findings if sentence in f.sentence and "key" in f.sentence]
+    assert said == ([] if level is None else [level]), findings
 
 
 def test_server_of_another_authority(site):

@@ -13,6 +13,7 @@ from http.client import HTTPSConnection
 import pytest
 
 from fedloom.deploy.ops import keys
+from fedloom.deploy.ops.check import check_site
 from fedloom.deploy.ops.commands import command, environment, profile
 from fedloom.deploy.ops.loopback import Loopback
 from fedloom.deploy.ops.processes import ProcessError, Processes, free_ports
@@ -91,8 +92,20 @@ def test_no_key(network):
     assert "Exit Code: 305" in text
 
 
+def about_key(here, name):
+    """What the check of a site finds out about its key at the server."""
+    site = here.sites[name].model_copy(update={"server": here.address, "port": free_ports(1)[0]})
+    return [
+        f.level for f in check_site(site) if f"the key of {name} in" in f.sentence or f"lets {name} in" in f.sentence
+    ]
+
+
 def test_key_that_is_not_registered(network):
     assert "Exit Code: 305" in refused(network, "unregistered", node(network, "site-2"))
+    before = statuses(network)
+    assert about_key(network, "site-2") == ["refused"]
+    assert about_key(network, "site-0") == about_key(network, "site-1") == ["ok"]
+    assert statuses(network) == before  # nobody was let in by it, nor sent away
 
 
 def test_key_in_use_by_a_node_that_is_there(network):
@@ -132,6 +145,7 @@ def test_revoked_key(network):
     network._processes.started.remove(process)
     process.reap()
     assert "Exit Code: 305" in refused(network, "revoked", node(network, "site-1"))
+    assert about_key(network, "site-1") == ["refused"]
     assert statuses(network)[network.nodes["site-0"]] == "online"
 
 

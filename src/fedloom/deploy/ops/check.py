@@ -7,10 +7,12 @@ import shutil
 import ssl
 import stat
 import sys
+from base64 import b64encode
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
+from http import HTTPStatus
 from http.client import HTTPException, HTTPSConnection
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -250,7 +252,50 @@ def _server(site: Site) -> Iterator[Finding]:
         context = ssl.create_default_context(cafile=os.fspath(site.ca))
     except OSError:
         return  # reported already, for the authority's certificate
-    yield from _greet(HTTPSConnection(host.strip("[]"), int(port), timeout=10, context=context), site.server)
+    connection = HTTPSConnection(host.strip("[]"), int(port), timeout=10, context=context)
+    findings = [*_greet(connection, site.server)]
+    yield from findings
+    if all(finding.level != "refused" for finding in findings):
+        yield from _registered(site, connection)
+
+
+def _registered(site: Site, connection: HTTPSConnection) -> Iterator[Finding]:
+    """Whether the server lets the key of the site's connection in.
+
+    The request has seconds between heartbeats that are refused to a registered key, so nothing changes there.
+    """
+    from flwr.common.constant import TIMESTAMP_HEADER
+    from flwr.proto.fleet_pb2 import ActivateNodeRequest
+    from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER
+    from flwr.supercore.primitives.asymmetric import public_key_to_bytes, sign_message
+    from flwr.supercore.protobuf.constants import PROTOBUF_MEDIA_TYPE
+
+    try:
+        key = load_ssh_private_key(regular(site.node_key).read_bytes(), password=None)
+    except (OSError, ValueError, TypeError):
+        return  # reported already, for the keys
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        return
+    public, time = public_key_to_bytes(key.public_key()), datetime.now(UTC).isoformat()
+    headers = {
+        "Content-Type": PROTOBUF_MEDIA_TYPE,
+        TIMESTAMP_HEADER: time,
+        FLEET_HTTP_PUBLIC_KEY_HEADER: b64encode(public).decode(),
+        FLEET_HTTP_SIGNATURE_HEADER: b64encode(sign_message(key, time.encode())).decode(),
+    }
+    body = ActivateNodeRequest(public_key=public, heartbeat_interval=-1.0).SerializeToString()
+    try:
+        connection.request("POST", "/v1/fleet/activate-node", body, headers)
+        status = connection.getresponse().status
+    except (OSError, HTTPException):
+        return
+    finally:
+        connection.close()
+    if status == HTTPStatus.PRECONDITION_FAILED:
+        why = "it was never registered there, or it was revoked; ask the coordinator"
+        yield Finding("refused", f"the server does not let the key of {site.site} in: {why}")
+    elif status == HTTPStatus.BAD_REQUEST:
+        yield Finding("ok", f"key: the server lets {site.site} in")
 
 
 def _greet(connection: HTTPSConnection, address: str) -> Iterator[Finding]:
