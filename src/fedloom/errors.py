@@ -167,6 +167,22 @@ def attribute_error(what: str, part: object, where: str) -> Iterator[None]:
         raise CodeError(f"{what} {type(part).__name__} failed in {where}: {cause_of(error)}") from error
 
 
+def check_folder(folder: Path) -> None:
+    """Refuse a path that is no folder and cannot become one.
+
+    Raises:
+        RunDirError: it, or what it is to lie in, is a file, or a link that leads nowhere.
+    """
+    for place in (folder, *folder.parents):
+        if place.is_dir():
+            return
+        if place.is_symlink() and not place.exists():
+            where = place.readlink()
+            raise RunDirError(f"{place} is a link to {where}, which is not there; remove it, or choose another folder")
+        if place.exists():
+            raise RunDirError(f"{place} is a file, not a folder; choose another folder")
+
+
 @contextmanager
 def explain_os_error(path: Path, kept: str, again: str) -> Iterator[None]:
     """Report in one sentence that a file could not be written.

@@ -85,22 +85,6 @@ def place_of(path: object, what: str, otherwise: str = "") -> Path:
     return Path(path)
 
 
-def check_folder(folder: Path) -> None:
-    """Refuse a path that is no folder and cannot become one.
-
-    Raises:
-        RunDirError: it, or what it is to lie in, is a file, or a link that leads nowhere.
-    """
-    for place in (folder, *folder.parents):
-        if place.is_dir():
-            return
-        if place.is_symlink() and not place.exists():
-            where = place.readlink()
-            raise RunDirError(f"{place} is a link to {where}, which is not there; remove it, or choose another folder")
-        if place.exists():
-            raise RunDirError(f"{place} is a file, not a folder; choose another folder")
-
-
 def label_of(method: Mapping[str, object]) -> str:
     """The label of a method's table: its own, else the name of its algorithm, of user code the class alone.
 

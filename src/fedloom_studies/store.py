@@ -11,8 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from fedloom.errors import RunDirError
-from fedloom.rundir import check_folder
+from fedloom.errors import RunDirError, check_folder
 from fedloom.storage import make_folder, write_atomic
 
 RECORDED = Path(__file__).parent / "results"

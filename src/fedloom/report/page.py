@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pyarrow import ArrowException
 
-from fedloom.errors import ConfigError, FedloomError, RunDirError, explain_os_error
+from fedloom.errors import ConfigError, FedloomError, RunDirError, check_folder, explain_os_error
 from fedloom.report.charts.calibrated import calibrated, thresholds_csv
 from fedloom.report.charts.clients import clients
 from fedloom.report.charts.curves import curves, robustness
@@ -33,7 +33,6 @@ from fedloom.report.numbers import Row, leading_metric, rows_of
 from fedloom.report.reading import read_runs
 from fedloom.report.run import Run
 from fedloom.report.tables import csv_text
-from fedloom.rundir import check_folder
 
 
 def write(

@@ -10,8 +10,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedloom.errors import ConfigError, DamagedCheckpoint, RunDirError, explain_os_error
-from fedloom.rundir import check_folder
+from fedloom.errors import ConfigError, DamagedCheckpoint, RunDirError, check_folder, explain_os_error
 from fedloom.storage import disk
 
 if TYPE_CHECKING:

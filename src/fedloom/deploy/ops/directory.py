@@ -24,8 +24,7 @@ from fedloom.deploy.ops.check import versions
 from fedloom.deploy.ops.commands import OPS, command, environment, filled, profile
 from fedloom.deploy.ops.plan import DeploymentPlan
 from fedloom.deploy.settings import Member, Secure, Server, Site, digest, placed, read_server, text_of
-from fedloom.errors import ConfigError
-from fedloom.rundir import check_folder
+from fedloom.errors import ConfigError, check_folder
 from fedloom.storage import disk
 from fedloom.storage.disk import regular
 from fedloom.values import Value, make
@@ -116,12 +115,12 @@ def renew(folder: Path, host: str | None, days: int) -> tuple[Path, bool]:
         ) from None
     except (ValueError, TypeError, UnsupportedAlgorithm):
         raise ConfigError(f"{here} has a damaged ca.key or ca.crt; put its folder there for this command") from None
+    server = folder / "server"
+    host = _host_of(server / "server.toml") if host is None else host
     place = make(Location, {"host": host, "days": days}, "fedloom deploy renew", Location.model_fields)
     left = (ca.certificate.not_valid_after_utc - datetime.now(UTC)).days
     if left < days:
         raise ConfigError(f"the authority's own certificate ends in {left} days, so --days must be at most that")
-    server = folder / "server"
-    host = _host_of(server / "server.toml") if host is None else host
     drafts, new = [*server.glob(".new-*")], server / f".new-{secrets.token_hex(4)}"
     try:
         write_files(new, _certified(ca, place))
