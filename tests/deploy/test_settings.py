@@ -17,6 +17,7 @@ from fedloom.deploy.settings import (
 )
 from fedloom.deploy.site.handover import folder_of
 from fedloom.errors import ConfigError
+from fedloom.version import __version__
 
 KEY = "ecdsa-sha2-nistp384 AAAA{}"
 SCHEMA = {"task": "binary", "shape": (26,), "classes": ("healthy", "disease")}
@@ -141,6 +142,19 @@ def test_a_key_or_number_twice_is_refused(tmp_path):
     ):
         with pytest.raises(ValueError, match=f"every {what} once"):
             server(tmp_path, sites=[one, other])
+
+
+def test_keys_of_another_version_are_refused_with_both_versions(tmp_path):
+    path = tmp_path / "site.toml"
+    for release, ending in (
+        ("0.0.9", f"; the file is of fedloom 0.0.9, here it is {__version__}: install that"),
+        (__version__, ""),
+    ):
+        path.write_text(text_of(site(tmp_path)).replace('version = "1.0"', f'version = "{release}"\ncolumns = 3'))
+        with pytest.raises(ConfigError, match="unknown key 'columns'") as error:
+            read_site(path)
+        assert str(error.value).endswith(ending)
+        assert ("of fedloom" in str(error.value)) is (ending != "")
 
 
 def test_a_private_key_is_no_public_key():

@@ -360,5 +360,14 @@ def check_agreed(
 
 
 def _read(kind: type[V], path: Path, what: str) -> V:
-    value = make(kind, read_toml(path, what), str(path), fields_of(kind))
+    document = read_toml(path, what)
+    try:
+        value = make(kind, document, str(path), fields_of(kind))
+    except ConfigError as error:
+        release = document.get("version", __version__)
+        if release == __version__:
+            raise
+        raise ConfigError(
+            f"{error}; the file is of fedloom {release}, here it is {__version__}: install that"
+        ) from None
     return placed(value, path.parent.resolve())
