@@ -163,7 +163,7 @@ def test_expired_certificate(ready):
     (ready / "server" / "server.key").write_bytes(made.key)
     with Processes() as processes:
         here = Loopback(ready, processes)
-        with pytest.raises(ProcessError, match="certificate is not valid: certificate has expired"):
+        with pytest.raises(ProcessError, match="is not valid: certificate has expired; 'fedloom deploy renew'"):
             here.start_server()
 
 

@@ -25,6 +25,8 @@ from fedloom.storage.locks import lock
 
 SPOKEN = "fedloom: "
 """How lines of the server's log begin that are meant for people."""
+RENEW = "'fedloom deploy renew' makes its certificate and key anew"
+"""What to do about the files of the server's certificate."""
 
 Print = Callable[[str], None]
 
@@ -176,7 +178,7 @@ class Loopback:
                 ):
                     return
             except ssl.SSLCertVerificationError as error:
-                raise ProcessError(f"the server's certificate is not valid: {error.verify_message}") from None
+                raise ProcessError(f"the server's certificate is not valid: {error.verify_message}; {RENEW}") from None
             except OSError as error:
                 if time.monotonic() > end:
                     raise ProcessError(f"the server does not answer on {self.address}: {error}") from None
@@ -185,9 +187,8 @@ class Loopback:
 
 def check_certificate(server: Server) -> None:
     """Refuse files of the server's certificate that cannot be used together."""
-    cure = "'fedloom deploy renew' with --host of the server makes its certificate and key anew"
     for what, path in (("certificate", server.certificate), ("private key", server.key)):
-        content_of(path, f"the server's {what}", cure)
+        content_of(path, f"the server's {what}", RENEW)
     content_of(server.ca, "the authority's certificate", "authority/ has another copy")
     try:
         ssl.create_default_context(cafile=server.ca)
@@ -198,7 +199,7 @@ def check_certificate(server: Server) -> None:
     except ssl.SSLError as error:
         other = error.reason == "KEY_VALUES_MISMATCH"
         fault = f"is not the key of {server.certificate.name}" if other else "and its certificate cannot be read as PEM"
-        raise ConfigError(f"{server.key} {fault}; {cure}") from None
+        raise ConfigError(f"{server.key} {fault}; {RENEW}") from None
 
 
 def run_all(folder: Path, show: Print, port: int | None = None) -> Loopback:
