@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from functools import cached_property
 from typing import Any, Literal, TypeVar
 
@@ -313,7 +314,7 @@ class Trainer:
 
     def log_privately(self, reason: str) -> str:
         """The sentence for the server in the place of one that may reveal samples; that goes to the site's log."""
-        sys.stderr.write(f"fedloom: site {self.site.site}: {reason}\n")
+        sys.stderr.write(f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ} fedloom: site {self.site.site}: {reason}\n")
         return f"site {self.site.site} could not answer; the reason is in its own log"
 
 
