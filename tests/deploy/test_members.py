@@ -93,6 +93,16 @@ def test_a_site_joins_later_and_training_goes_on_from_the_last_model(ready: Path
     assert document["method"][0]["rounds"] == 2
 
 
+def test_the_unit_of_a_new_site_can_start_and_reach_the_server(ready: Path) -> None:
+    file = ready / "server" / "server.toml"
+    file.write_text(file.read_text().replace('public = "localhost:8443"', 'public = "192.0.2.7:8443"'))
+    folder = add(ready, "new", Location()).folder / "site"
+    unit = (folder / "fedloom-site.service").read_text()
+    assert "IPAddressAllow=localhost 192.0.2.7\n" in unit
+    [paths] = re.findall("^ReadWritePaths=(.*)", unit, re.MULTILINE)
+    assert all((folder / Path(path).relative_to("/srv/fedloom/site")).is_dir() for path in paths.split())
+
+
 def test_a_server_that_adds_a_site_by_itself_learns_nothing(ready: Path) -> None:
     """The sites stay with their agreement: they answer no message of another one, and nothing of them leaves."""
     files = {p: len(lines_of(p)) for p in ready.glob(f"sites/*/state/*/{SENT}")}

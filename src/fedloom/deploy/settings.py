@@ -247,6 +247,11 @@ class Server(Shared):
         """What sites connect to, host:port."""
         return self.public or f"{self.address}:{self.port}"
 
+    @property
+    def host(self) -> str:
+        """Name or address of what sites connect to."""
+        return self.entrance.rpartition(":")[0].strip("[]")
+
     @model_validator(mode="after")
     def _fits(self) -> Server:
         for what in ("site", "client", "node_key", "signing_key"):

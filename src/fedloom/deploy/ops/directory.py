@@ -79,9 +79,7 @@ def write(plan: DeploymentPlan, out: Path, place: Location) -> None:
     new.mkdir(mode=0o700)
     try:
         for side, folder, contents in _sides(plan, place):
-            write_files(new / folder, contents)
-            for name in WRITES.get(side, ()):
-                (new / folder / name).mkdir(mode=0o700, exist_ok=True)
+            write_side(new / folder, side, contents)
         if out.exists():
             out.rmdir()
         new.rename(out)
@@ -137,7 +135,7 @@ def renew(folder: Path, host: str | None, days: int) -> tuple[Path, bool]:
 def _host_of(server_file: Path) -> str:
     if not server_file.exists():
         raise ConfigError(f"{server_file} is not there to name the server's host; say --host")
-    return read_server(server_file).entrance.rpartition(":")[0].strip("[]")
+    return read_server(server_file).host
 
 
 def units(of: Server | Site, place: Location) -> dict[str, str]:
@@ -356,6 +354,13 @@ def _quoted(word: str) -> str:
     """A word of a systemd command line."""
     word = word.translate({ord("\\"): "\\\\", ord('"'): '\\"', ord("%"): "%%", ord("$"): "$$"})
     return f'"{word}"' if set(word) & set(" \"'") else word
+
+
+def write_side(folder: Path, side: str, contents: Mapping[str, str | bytes]) -> None:
+    """Make the folder of a side, with the folders that its units write into: without these, systemd starts none."""
+    write_files(folder, contents)
+    for name in WRITES.get(side, ()):
+        (folder / name).mkdir(mode=0o700, exist_ok=True)
 
 
 def write_files(folder: Path, contents: Mapping[str, str | bytes]) -> None:

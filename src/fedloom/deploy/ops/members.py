@@ -19,7 +19,7 @@ from fedloom.deploy.audit import lines_of
 from fedloom.deploy.code import FOLDER, START, read_agreed
 from fedloom.deploy.ops import keys
 from fedloom.deploy.ops.commands import PROGRAMS, ask
-from fedloom.deploy.ops.directory import CLI, Location, site_files, write_files
+from fedloom.deploy.ops.directory import CLI, Location, site_files, write_files, write_side
 from fedloom.deploy.ops.status import server_file, tallies
 from fedloom.deploy.secure.opened import read_checked
 from fedloom.deploy.secure.pending import PendingSums
@@ -63,7 +63,7 @@ def add(folder: Path, name: str, place: Location) -> Change:
     Args:
         folder: of the deployment, or of its server; nothing in it changes but the new folder ``changes/NAME``.
         name: of the new site.
-        place: where its files will lie.
+        place: where its files will lie; its host is the server's.
 
     Raises:
         ConfigError: there is such a site or such a change, or the sites share the data of one partition.
@@ -120,7 +120,7 @@ def add(folder: Path, name: str, place: Location) -> Change:
         "members": [m.model_dump(mode="json") for m in members],
     }
     files: dict[str, str | bytes] = {
-        **site_files(site, *pairs, place),
+        **site_files(site, *pairs, place.with_(host=server.host)),
         **common,
         **code,
         "ca.crt": content_of(server.ca),
@@ -128,7 +128,7 @@ def add(folder: Path, name: str, place: Location) -> Change:
     write_files(
         out / "server", {**common, "server.toml": tomli_w.dumps(settings), f"nodes/{name}.pub": member.node_key}
     )
-    write_files(out / "site", files)
+    write_side(out / "site", "site", files)
     write_files(out / "approval", {**common, CHANGE: json.dumps(proposal, indent=1)})
     return Change(out, agreed.digest, keys_digest([member]))
 
