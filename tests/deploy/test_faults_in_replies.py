@@ -397,17 +397,25 @@ def test_an_unknown_site_is_refused(tmp_path: Path) -> None:  # 15
     assert all(m.metadata.dst_node_id != FIRST + 50 for m in grid.sent if m.metadata.message_type == "train")
 
 
-def test_an_error_of_the_node_is_no_reply(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("reason", "sentence"),
+    [
+        ("ClientApp stopped responding", "ClientApp stopped responding"),
+        ("<class 'a.site.NoAnswer'>:<'its process ended'>", "its process ended"),  # as Flower writes an exception
+        ("\n<class 'a.B'>:<\"it isn't there\">", "it isn't there"),
+    ],
+)
+def test_an_error_of_the_node_is_no_reply(reason: str, sentence: str, tmp_path: Path) -> None:
     from flwr.app import Error
 
     def bend(reply: Message) -> Message:
-        lost = Message(Error(8, "ClientApp stopped responding"), reply_to=reply)
+        lost = Message(Error(8, reason), reply_to=reply)
         lost.metadata.__dict__.update(reply.metadata.__dict__)
         return lost
 
     here = scene(tmp_path, "fedavg", **SMALL)
     assert run(here, bend) is Stop.DONE
-    assert {r["step"] for r in here.audit("rejected")} == {2}
+    assert {(r["step"], r["reason"]) for r in here.audit("rejected")} == {(2, f"error 8 of the node: {sentence}")}
 
 
 outside_flower()

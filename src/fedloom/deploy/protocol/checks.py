@@ -47,6 +47,8 @@ from fedloom.version import __version__
 
 MOST = 10**15
 """Largest count of work that is believed."""
+WRAPPED = r"\A\s*<class '[\w.]+'>:<(['\"])(.*)\1>\s*\Z"
+"""How Flower writes an error of a site's process, with its sentence in it."""
 
 
 class _Draft(NamedTuple):
@@ -151,7 +153,8 @@ class Checks:
     def _no_error(self, draft: _Draft) -> _Draft:
         if draft.message.has_error():
             error = draft.message.error
-            raise Rejected(2, f"error {error.code} of the node: {error.reason}")
+            sentence = re.sub(WRAPPED, r"\2", str(error.reason), flags=re.DOTALL)
+            raise Rejected(2, f"error {error.code} of the node: {sentence}")
         return draft
 
     def _read(self, draft: _Draft) -> _Draft:
