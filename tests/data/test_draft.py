@@ -375,7 +375,8 @@ def test_a_column_named_as_a_class_is_the_target_and_its_time_is_proposed(tmp_pa
     assert drafted(path)["data"]["label"] == "died"
     assert "target: 'week', survival" in init_again(path, "--target", "week", "--agree")
     assert tomllib.loads((tmp_path / "t.agreement.toml").read_text())["event"] == "died"
-    assert "target: 'week', regression" in init_again(path, "--target", "week", "--event", "")
+    for none in (("--event", ""), ("--event=",)):
+        assert "target: 'week', regression" in init_again(path, "--target", "week", *none)
     assert "target: 'week', survival" in init_again(path, "--event", "died")
 
 

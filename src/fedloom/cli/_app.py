@@ -21,6 +21,10 @@ from fedloom.version import __version__
 core.HAS_RICH = False  # else typer writes "\\[required]" in plain help, an escape that only rich's markup needs
 
 
+MAY_BE_EMPTY = ("--event",)
+"""Options whose empty word has a meaning."""
+
+
 def _refuse(sentence: str) -> NoReturn:
     typer.echo(f"error: {printable(sentence)}", err=True)
     raise typer.Exit(2)
@@ -58,7 +62,8 @@ class Words(TyperGroup):
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         """The words that are left for the command."""
         for k, word in enumerate(args):
-            if word == "" or (word.startswith("--") and word.find("=") == len(word) - 1):
+            empty = word == "" or (word.startswith("--") and word.find("=") == len(word) - 1)
+            if empty and (word or args[max(k - 1, 0)]).rstrip("=") not in MAY_BE_EMPTY:
                 place = f" after {args[k - 1]}" if k and word == "" else f": {word}" if word else ""
                 _refuse(f"an empty word{place}; is a variable of the shell not set? give a value, or leave it out")
             try:
