@@ -338,6 +338,14 @@ def luminance(colour: str) -> float:
     return float(np.dot((0.2126, 0.7152, 0.0722), linear))
 
 
+def test_a_comparison_stands_once_on_its_page() -> None:
+    """Two rows of the same words with two differences would contradict each other, as means and spreads did."""
+    for appendix in sorted((ROOT / "studies" / "pages" / "papers").glob("*.md")):
+        _, _, table = appendix.read_text().partition("| comparison | difference | clear (Holm) |\n")
+        pairs = [re.split(r"(?<!\\)\|", row)[1] for row in table.partition("\n\n")[0].splitlines()[1:]]
+        assert len(pairs) == len(set(pairs)), appendix.name
+
+
 def test_a_figure_can_be_read_on_both_grounds_and_names_only_marks_that_it_has(finished: Path) -> None:
     done = summaries.read(finished / "results", "tiny", "full")
     assert done is not None

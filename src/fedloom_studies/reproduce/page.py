@@ -197,10 +197,13 @@ def _claims(recipe: Recipe, verdicts: list[judge.ClaimVerdict], moved: Moved, *,
     several = [one for one in verdicts if len(one.measured) > 1 and not one.claim.construction]
     if several:
         yield from (SINGLE, "", "| comparison | difference | clear (Holm) |", "|---|---|---|")
+    rows = []
     for one in several:
+        of = "standard deviations over seeds, " if one.claim.spread else ""
         for c in sorted(one.measured, key=lambda c: c.look.difference):
-            pair = f"{c.left} against {c.right}".replace("|", "\\|")
-            yield f"| {pair} | {interval(c.look, one.figure)} | {c.look.verdict} |"
+            pair = f"{of}{c.left} against {c.right}".replace("|", "\\|")
+            rows.append(f"| {pair} | {interval(c.look, one.figure)} | {c.look.verdict} |")
+    yield from dict.fromkeys(rows)
     if several:
         yield ""
 
