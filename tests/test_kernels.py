@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,15 @@ def test_without_room_on_disk_nothing_is_kept_there(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(machine, "ROOM", 1 << 60)
     assert kernels.compiled(add)(1, 2) == 3
     assert len(list(tmp_path.rglob("*.nbc"))) == 1
+
+
+def test_a_user_without_a_home_compiles_and_keeps_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A container may run as a number that the system has no account of."""
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)
+    assert kernels.compiled(lambda a: a + 1)(1) == 2
+    assert not list(tmp_path.iterdir())
 
 
 def test_without_a_folder_to_write_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import numba
@@ -25,11 +25,14 @@ ROOM = 64 << 20
 def compiled(loop: Callable[..., Any]) -> Callable[..., Any]:
     """The loop as machine code, kept on disk where the package's folder or the user's cache has room for it.
 
+    A user without a home, as one of a container may be, keeps nothing: numba would make a folder ``~`` where it is.
+
     What is kept is made anew when the loop's own file changes, not when a loop of another file does that it calls:
     remove the folder's ``__pycache__`` after such a change.
     """
-    places = [place for place in (Path(__file__).parent, Path("~").expanduser()) if place.is_dir()]
-    if all(shutil.disk_usage(place).free >= ROOM for place in places):
+    home = os.path.expanduser("~")
+    places = [place for place in (os.path.dirname(__file__), home) if os.path.isdir(place)]
+    if os.path.isabs(home) and all(shutil.disk_usage(place).free >= ROOM for place in places):
         with suppress(RuntimeError):  # of numba: neither can be written
             return numba.njit(cache=True, **FLAGS)(loop)  # type: ignore[no-any-return]
     return numba.njit(**FLAGS)(loop)  # type: ignore[no-any-return]
