@@ -334,6 +334,16 @@ def test_systemd_takes_the_units(written, tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize(
+    "folder", ["/srv/a study", "srv/fl", "/srv/50%", "/srv/$x", "/srv/a;b", "~/fl", '/srv/"', "/srv/a\n"]
+)
+def test_a_folder_that_a_unit_or_the_gate_would_cut_is_refused(folder):
+    for option in ("home", "programs"):
+        with pytest.raises(ConfigError, match=f"{option}: must begin with / and have letters"):
+            Location(**{option: folder})
+    assert Location(home="/srv/forschung-münchen/v1.2_a@b+c").home.is_absolute()
+
+
 def test_the_gate_lets_the_fleet_api_through_and_nothing_else(written):
     server = read_server(written / "server" / "server.toml")
     text = gate(server, Location(host="fl.example.org", gate_port=444, home="/srv/fl"))

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from cryptography.exceptions import UnsupportedAlgorithm
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from fedloom.deploy.code import FOLDER, START
 from fedloom.deploy.ops import keys
@@ -46,14 +47,24 @@ Files = dict[str, str | bytes]
 """Contents by path."""
 
 
+def _plain(path: Path) -> Path:
+    """A folder that units, gate and directions name as it is: each of them would cut or change other characters."""
+    if not re.fullmatch(r"/[\w./@+-]*", str(path)):
+        raise ValueError(f"must begin with / and have letters, digits, '.', '_', '@', '+' or '-', got {str(path)!r}")
+    return path
+
+
+Folder = Annotated[Path, AfterValidator(_plain)]
+
+
 class Location(Value):
     """Where a deployment will run."""
 
     host: str = Field("localhost", pattern=r"^[A-Za-z0-9.:-]+$", description="host or address of the gate")
     gate_port: int = Field(8443, ge=1, le=65535, description="port of the gate, which the sites connect to")
     port: int = Field(18000, ge=1, le=65535, description="port of the server behind the gate, on loopback")
-    home: Path = Field(Path("/srv/fedloom"), description="folder on the machines that server/ and site/ are put into")
-    programs: Path = Field(Path("/opt/fedloom/bin"), description="folder of fedloom's programs on the machines")
+    home: Folder = Field(Path("/srv/fedloom"), description="folder on the machines that server/ and site/ are put into")
+    programs: Folder = Field(Path("/opt/fedloom/bin"), description="folder of fedloom's programs on the machines")
     days: int = Field(365, ge=1, le=3650, description="days that the certificates are valid")
     quorum: int | None = Field(None, ge=1, description="accepted replies that a round needs; more than half by default")
     metrics_port: int | None = Field(None, ge=1, le=65535, description="port of the server's metrics on loopback")
