@@ -116,7 +116,7 @@ def _no_sync() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=["inference_mode", "no_grad", "float64", "threads", "device"])
+@pytest.fixture(params=["inference_mode", "no_grad", "float64", "threads", "device", "autocast", "products"])
 def set_in_torch(request: pytest.FixtureRequest) -> Callable[[], AbstractContextManager[None]]:
     """What a caller has set in PyTorch, for a while; at its end it must be as the caller left it."""
     import torch
@@ -126,19 +126,23 @@ def set_in_torch(request: pytest.FixtureRequest) -> Callable[[], AbstractContext
     @contextmanager
     def setting() -> Iterator[None]:
         dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
+        products = torch.get_float32_matmul_precision()
         choices = {
-            "inference_mode": torch.inference_mode, "no_grad": torch.no_grad, "device": lambda: torch.device("meta")
+            "inference_mode": torch.inference_mode, "no_grad": torch.no_grad, "device": lambda: torch.device("meta"),
+            "autocast": lambda: torch.autocast("cpu"),
         }  # fmt: skip
         try:
             with choices.get(chosen, nullcontext)():
                 torch.set_default_dtype(torch.float64 if chosen == "float64" else dtype)
                 torch.set_num_threads(2 if chosen == "threads" else threads)
+                torch.set_float32_matmul_precision("medium" if chosen == "products" else products)
                 before = _of_torch()
                 yield
                 assert _of_torch() == before
         finally:
             torch.set_default_dtype(dtype)
             torch.set_num_threads(threads)
+            torch.set_float32_matmul_precision(products)
 
     return setting
 
@@ -146,5 +150,11 @@ def set_in_torch(request: pytest.FixtureRequest) -> Callable[[], AbstractContext
 def _of_torch() -> tuple[object, ...]:
     import torch
 
-    modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
-    return *modes, torch.get_default_dtype(), torch.get_num_threads(), torch.get_default_device()
+    modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
+    return (
+        *modes,
+        torch.get_float32_matmul_precision(),
+        torch.get_default_dtype(),
+        torch.get_num_threads(),
+        torch.get_default_device(),
+    )

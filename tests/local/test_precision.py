@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -33,6 +34,35 @@ def able(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def oracle_of(problem: Problem, name: str, low: precision.Precision) -> Network:
     return make_oracle(problem.module, task_of(problem.fed.data), problem.fed, name, precision=low)
+
+
+@pytest.fixture
+def switched() -> Iterator[dict[Any, str]]:
+    """How a caller has single libraries round float32."""
+    backends: Any = torch.backends
+    if not hasattr(backends.cuda.matmul, "fp32_precision"):
+        pytest.skip("PyTorch before 2.9 has no such switches")
+    chosen = {backends.mkldnn.matmul: "bf16", backends.cudnn.conv: "ieee"}
+    before = {library: library.fp32_precision for library in chosen}
+    for library, value in chosen.items():
+        library.fp32_precision = value
+    yield chosen
+    for library, value in before.items():
+        library.fp32_precision = value
+
+
+def test_a_callers_switches_of_single_libraries_are_put_aside_and_back(switched: dict[Any, str]) -> None:
+    """Once one is set, PyTorch refuses to read its older ones, which its own code does within."""
+    backends: Any = torch.backends
+    with precision.undisturbed():
+        assert backends.mkldnn.matmul.fp32_precision == "ieee"
+        assert (torch.get_float32_matmul_precision(), backends.cudnn.allow_tf32) == ("highest", False)
+        with precision.repeatable(torch.device("cuda"), "tf32"):
+            assert backends.cudnn.allow_tf32
+            assert backends.cuda.matmul.allow_tf32
+            assert backends.mkldnn.matmul.fp32_precision == "ieee"
+        assert not backends.cudnn.allow_tf32
+    assert {library: library.fp32_precision for library in switched} == switched
 
 
 def after_steps(problem: Problem, oracle: Network) -> tuple[Tensor, Tensor]:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from fedloom.data.dataset import on_cpu
 from fedloom.errors import Refused
 
+T = TypeVar("T")
 Precision = Literal["full", "tf32", "bf16"]
 INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")
 """Names in `torch.cpu.get_capabilities` of instructions for bfloat16, of x86 and of ARM."""
@@ -63,14 +64,54 @@ def check_tf32(device: torch.device, dtype: torch.dtype) -> None:
 
 @contextmanager
 def undisturbed(threads: int = 1) -> Iterator[None]:
-    """PyTorch computes on so many threads, makes tensors on the CPU and takes gradients, whatever its caller chose."""
+    """PyTorch computes on so many threads, makes tensors on the CPU and takes gradients, whatever its caller chose.
+
+    Nor does a caller's autocast or rounding of products act.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        with torch.inference_mode(False), torch.enable_grad(), on_cpu():
+        with torch.inference_mode(False), torch.enable_grad(), on_cpu(), _products(tf32=False), ExitStack() as modes:
+            for kind in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
+                modes.enter_context(torch.autocast(kind, enabled=False))
             yield
     finally:
         torch.set_num_threads(before)
+
+
+@contextmanager
+def _products(tf32: bool) -> Iterator[None]:
+    """Products and convolutions of float32 are those of float32 meanwhile, or a GPU's of TF32.
+
+    PyTorch has a switch for each library since 2.9, and refuses to read its older ones once a caller has set such.
+    """
+    backends: Any = torch.backends
+    cudnn, matmul = backends.cudnn, backends.cuda.matmul
+    older = _readable(torch.get_float32_matmul_precision), _readable(lambda: cudnn.allow_tf32)
+    switches = list[Any]()  # three of a GPU and three of the CPU
+    if hasattr(matmul, "fp32_precision"):
+        mkldnn = backends.mkldnn
+        switches = [matmul, cudnn.conv, cudnn.rnn, mkldnn.matmul, mkldnn.conv, mkldnn.rnn]
+    before = [switch.fp32_precision for switch in switches]
+    cudnn.allow_tf32 = matmul.allow_tf32 = tf32
+    for place, switch in enumerate(switches):
+        switch.fp32_precision = "tf32" if tf32 and place < 3 else "ieee"
+    try:
+        yield
+    finally:
+        if older[0] is not None:
+            torch.set_float32_matmul_precision(older[0])
+        if older[1] is not None:
+            cudnn.allow_tf32 = older[1]
+        for switch, chosen in zip(switches, before, strict=True):
+            switch.fp32_precision = chosen
+
+
+def _readable(switch: Callable[[], T]) -> T | None:
+    try:
+        return switch()
+    except RuntimeError:  # newer switches are set too
+        return None
 
 
 @contextmanager
@@ -83,19 +124,19 @@ def repeatable(device: torch.device, precision: Precision) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    cudnn, matmul, filled = torch.backends.cudnn, torch.backends.cuda.matmul, cast(Any, torch.utils.deterministic)
+    cudnn, filled = torch.backends.cudnn, cast(Any, torch.utils.deterministic)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS does not promise the same bits
-    tf32, benchmark = (cudnn.allow_tf32, matmul.allow_tf32), cudnn.benchmark
+    benchmark = cudnn.benchmark
     strict = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     fill = filled.fill_uninitialized_memory
-    cudnn.allow_tf32 = matmul.allow_tf32 = precision == "tf32"
     cudnn.benchmark, filled.fill_uninitialized_memory = False, False
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        yield
+        with _products(precision == "tf32"):
+            yield
     finally:
         torch.use_deterministic_algorithms(strict[0], warn_only=strict[1])
-        (cudnn.allow_tf32, matmul.allow_tf32), cudnn.benchmark = tf32, benchmark
+        cudnn.benchmark = benchmark
         filled.fill_uninitialized_memory = fill
 
 
