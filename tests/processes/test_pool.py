@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import mmap
+import multiprocessing
 import os
 import signal
 import time
@@ -14,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedloom.errors import FedloomError
+from fedloom.errors import ConfigError, FedloomError
 from fedloom.processes import pool as pools
 from fedloom.processes.buffers import LARGE
 from fedloom.processes.pool import SHORT, WorkerPool
@@ -43,6 +44,15 @@ def test_results_are_those_of_one_process(size: int, ahead: bool) -> None:
                 time.sleep(0.002)
                 assert k == order
                 assert torch.equal(rows, expected)
+
+
+def test_a_process_that_may_have_no_others_refuses_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of multiprocessing.Pool, where runs that take all cores take one."""
+    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="2 workers are wanted in a process that may have no others"):
+        WorkerPool([triple], 2)
+    assert pools.cores() == 1
+    assert [*WorkerPool([triple], pools.cores()).map(triple, torch.ones(1), [Task(0, torch.ones(1))])]
 
 
 @pytest.mark.parametrize("ahead", [False, True])

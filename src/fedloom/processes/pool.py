@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from fedloom.errors import FedloomError
+from fedloom.errors import ConfigError, FedloomError
 from fedloom.processes.buffers import Buffer, packed, unpacked
 
 R = TypeVar("R")
@@ -41,7 +41,9 @@ SHORT = 1 << 14
 
 
 def cores() -> int:
-    """Cores that this process may use."""
+    """Cores that this process may use; one where it may have no processes of its own."""
+    if multiprocessing.current_process().daemon:
+        return 1
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -67,11 +69,19 @@ class WorkerPool:
         up_bytes: room for what one chunk sends back.
         ahead: give a worker its next task while it computes one, so that it need not wait for this process; for short
             tasks of like length, without interruption.
+
+    Raises:
+        ConfigError: this process may have no others.
     """
 
     def __init__(
         self, handlers: Sequence[Handler], workers: int, down_bytes: int = 0, up_bytes: int = 0, ahead: bool = False
     ) -> None:
+        if workers > 1 and multiprocessing.current_process().daemon:
+            raise ConfigError(
+                f"{workers} workers are wanted in a process that may have no others, as those of multiprocessing.Pool; "
+                "take workers = 1 there, or concurrent.futures.ProcessPoolExecutor in place of that pool"
+            )
         self._handlers = handlers
         self._down = Buffer(down_bytes if workers > 1 else 0)
         self._depth = 2 if ahead else 1
