@@ -42,6 +42,17 @@ def test_a_page_says_what_was_run_and_what_was_not(finished: Path) -> None:
     assert plot(tiny(), None) == ""
 
 
+def test_a_seed_without_a_result_changes_no_mean_of_the_work(finished: Path) -> None:
+    done = summaries.read(finished / "results", "tiny", "full")
+    assert done is not None
+    failed = {
+        variant: {reference: by_seed | {"5": None} for reference, by_seed in of_methods.items()}
+        for variant, of_methods in done.numbers.items()
+    }
+    line = next(line for line in page(tiny(), done).splitlines() if line.startswith("Gradients of samples"))
+    assert line in page(tiny(), replace(done, numbers=failed)).splitlines()
+
+
 def test_results_of_an_earlier_version_of_a_recipe_are_said_to_be_so(finished: Path) -> None:
     done = summaries.read(finished / "results", "tiny", "full")
     now = tiny()

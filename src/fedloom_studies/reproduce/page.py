@@ -237,8 +237,7 @@ def _rest(recipe: Recipe, summary: RecipeSummary) -> Iterator[str]:
     methods = dict.fromkeys(Reference.of(text, "").method for text in summary.numbers[first])
     work = []
     for method in methods:
-        work_by_unit = {n: summary.numbers[first].get(str(Reference("", method, "", n)), {}) for n in WORK}
-        means = {n: sum(v for v in by.values() if v) / max(1, len(by)) for n, by in work_by_unit.items()}
+        means = {n: _mean(summary.numbers[first].get(str(Reference("", method, "", n)), {})) for n in WORK}
         traffic = unit("bytes_up").value(means["bytes_up"] + means["bytes_down"])
         work.append(f"{method} {unit('samples_backward').value(means['samples_backward'])} and {traffic}")
     yield f"Gradients of samples and traffic of a run ({first}): {'; '.join(work)}."
@@ -253,6 +252,12 @@ def _rest(recipe: Recipe, summary: RecipeSummary) -> Iterator[str]:
         yield f"\nWithout a result: {failure}."
     for tried in recipe.paper.tried:
         yield f"\n{tried}"
+
+
+def _mean(by_seed: Mapping[str, float | None]) -> float:
+    """The mean over the seeds that have a result; nan where none has."""
+    measured = [value for value in by_seed.values() if value is not None]
+    return sum(measured) / len(measured) if measured else math.nan
 
 
 def searched(recipe: Recipe, summary: RecipeSummary | None) -> Iterator[str]:
