@@ -177,3 +177,10 @@ def test_page_of_one_client_and_one_round_counts_them_as_one() -> None:
     run = Run(Path(), "one", "", Summary(runs=(record,)), {}, ["site"], {}, {}, {})
     row = Row("", "a", "a", "global", (record,), {"accuracy": Estimate({0: 1.0})})
     assert overview.facts([run], [row]) == "1 method · 1 seed · 1 client · 1 round"
+
+
+def test_page_of_two_runs_counts_their_methods_once() -> None:
+    record = RunRecord(method="a", seed=0, status="done", rounds=1)
+    runs = [Run(Path(), label, "", Summary(runs=(record,)), {}, ["site"], {}, {}, {}) for label in ("one", "two")]
+    rows = [Row(run.label, "a", "a", "global", (record,), {"accuracy": Estimate({0: 1.0})}) for run in runs]
+    assert overview.facts(runs, rows) == "2 runs · 1 method · 1 seed · 1 client · 1 round"

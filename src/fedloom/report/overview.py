@@ -50,7 +50,7 @@ def facts(runs: list[Run], rows: list[Row]) -> str:
 
     parts = [
         f"{len(runs)} runs" if len(runs) > 1 else "",
-        counted(f"{len(measured)}", "method"),
+        counted(f"{len({method for _, method in measured})}", "method"),
         counted(span([*measured.values()]), "seed"),
         counted(span([run.clients for run in runs]), "client"),
         counted(span([max([record.rounds for record in records] or reached, default=0)]), "round"),
