@@ -282,7 +282,8 @@ def test_list_describe_schema_data_report(finished: Path, tmp_path: Path) -> Non
         (["report", "{run}", "--out", "{blocked}/x.html"], "is a file, not a folder"),
         (["report", "{run}", "--out", "{run}"], "one HTML file"),
         (["report", "{run}", "--out", "comparison"], "one HTML file"),
-        (["export", "{run}", "--method", "flame", "--client", "0", "--out", "{run}"], "Is a directory"),
+        (["export", "{run}", "--method", "flame", "--client", "0", "--out", "{run}"], "is a folder, not a file"),
+        (["export", "{run}", "--method", "flame", "--client", "0", "--out", "."], "is a folder, not a file"),
         (["reproduce", "flame-figure12", "--scale", "smoke", "--out", "{blocked}"], "is a file, not a folder"),
     ],
 )

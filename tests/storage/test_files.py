@@ -200,6 +200,9 @@ def test_an_unwritable_place_is_a_sentence(tmp_path):
         files.make_folder(tmp_path / "file" / "run")
     with pytest.raises(CheckpointError, match="could not be written: No such file"):
         files.write_atomic(tmp_path / "none" / "a", b"")
+    for folder in (tmp_path, Path()):
+        with pytest.raises(CheckpointError, match=r"is a folder, not a file; give the name of a file, as .*NAME"):
+            files.write_atomic(folder, b"")
 
 
 def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path):

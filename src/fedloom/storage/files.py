@@ -10,7 +10,14 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedloom.errors import ConfigError, DamagedCheckpoint, RunDirError, check_folder, explain_os_error
+from fedloom.errors import (
+    CheckpointError,
+    ConfigError,
+    DamagedCheckpoint,
+    RunDirError,
+    check_folder,
+    explain_os_error,
+)
 from fedloom.storage import disk
 
 if TYPE_CHECKING:
@@ -115,8 +122,11 @@ def write_atomic(path: Path, content: Buffer | Callable[[Sink], object]) -> None
         content: the bytes, or a function that writes them to the file-like object it is given.
 
     Raises:
-        CheckpointError: the disk is full or refuses; the old file is intact and no temporary file is left.
+        CheckpointError: it is a folder, or the disk is full or refuses; the old file is intact and no temporary file
+            is left.
     """
+    if path.is_dir():
+        raise CheckpointError(f"{path} is a folder, not a file; give the name of a file, as {path / 'NAME'}")
     temporary = path.with_name(f".{path.name}.tmp")
     with explained(path):
         try:
