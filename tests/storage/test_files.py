@@ -267,6 +267,7 @@ def test_the_lock_keeps_a_second_process_out_and_dies_with_the_first(tmp_path):
     run = tmp_path / "runs" / "a"
     with python(HOLD, run) as first:
         assert first.stdout.readline() == "in\n"
+        assert locks.in_use(run)
         with (
             pytest.raises(RunDirError, match=rf"a is in use by process {first.pid} on .*wait for it, or choose"),
             locks.lock(run),
@@ -274,6 +275,8 @@ def test_the_lock_keeps_a_second_process_out_and_dies_with_the_first(tmp_path):
             pass
         first.kill()
         first.wait()
+        (run / ".lock").write_text(f"{os.getpid()} {os.uname().nodename}")  # its number is another's now
+        assert not locks.in_use(run)
         start = time.monotonic()
         with locks.lock(run):
             assert time.monotonic() - start < 1

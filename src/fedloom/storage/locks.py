@@ -13,7 +13,6 @@ from pathlib import Path
 
 from fedloom.errors import RunDirError
 from fedloom.storage import disk
-from fedloom.storage.disk import regular
 from fedloom.storage.files import explained, make_folder
 
 
@@ -47,25 +46,37 @@ def lock(folder: Path, wait: float = 5.0) -> Iterator[None]:
 
 
 def in_use(folder: Path) -> bool:
-    """Whether the process that locked a run directory last still lives, if on this machine; nothing is locked."""
+    """Whether a process, or one that it forked, holds the lock of a run directory: the kernel's, which ends with them.
+
+    The number in the file is not asked: after a reboot it may be that of any process.
+    """
     try:
-        pid, _, host = regular(folder / ".lock").read_text().partition(" ")
-        return host != socket.gethostname() or _alive(int(pid))
-    except (OSError, ValueError):
+        fd = disk.open_file(folder / ".lock", os.O_RDONLY)
+    except OSError:
         return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a disk without locks
+        return False
+    finally:
+        os.close(fd)
+    return False
 
 
 def _take(fd: int, path: Path, wait: float) -> None:
-    end = time.monotonic() + wait
+    end, again = time.monotonic() + wait, False
     while True:
         try:
             return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             pid, _, host = os.pread(fd, 300, 0).decode(errors="replace").partition(" ")
         alive = host != socket.gethostname() or _alive(int(pid))
-        if time.monotonic() > end or (pid and alive):
+        if again and (time.monotonic() > end or (pid and alive)):  # at first `in_use` may have asked, for a moment
             what = f"process {pid} on {host}" + ("" if alive else ", which has ended, but not all of its workers")
             raise RunDirError(f"{path.parent} is in use by {what}; wait for it, or choose another folder")
+        again = True
         time.sleep(0.02)
 
 
