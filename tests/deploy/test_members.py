@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from fedloom.cli import app
 from fedloom.deploy.audit import SENT, lines_of
 from fedloom.deploy.ops import members
+from fedloom.deploy.ops.commands import profile
 from fedloom.deploy.ops.directory import Location, write
 from fedloom.deploy.ops.members import add, keys_digest, proposed, remove, revoke, take
 from fedloom.deploy.ops.plan import plan
@@ -250,9 +251,22 @@ def test_a_site_is_taken_out(trained: tuple[Path, bool], ready: Path) -> None:
 
 def test_a_key_is_revoked_by_the_name_of_its_site(ready: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(members, "ask", lambda question, *_a, **values: asked.append((question, values)))
+    monkeypatch.setattr(members, "ask", lambda question, home, *_a, **values: asked.append((question, home, values)))
     assert revoke(ready, "site-1") == FIRST + 1
-    assert asked == [("unregister", {"node": FIRST + 1})]
+    assert asked == [("unregister", ready / "server" / "cli", {"node": FIRST + 1})]
+
+
+def test_a_key_is_revoked_at_the_server_of_a_try_out_until_the_directory_is_in_its_place(
+    ready: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    homes: list[Path] = []
+    monkeypatch.setattr(members, "ask", lambda _question, home, *_a, **_values: homes.append(home))
+    (ready / "local" / "cli").mkdir(parents=True)
+    revoke(ready, "site-1")
+    own = ready / "server" / "cli"
+    (own / "config.toml").write_text(profile("127.0.0.1:18000", ready / "server" / "ca.crt"))
+    revoke(ready, "site-1")
+    assert homes == [ready / "local" / "cli", own]
 
 
 def test_nothing_trains_before_the_run_is_approved(ready: Path) -> None:

@@ -34,6 +34,8 @@ from fedloom.version import __version__
 APP = "app"
 CLI = "cli"
 """Folder of Flower's command line on the server, which the administrator uses."""
+LOCAL = "local"
+"""Folder of a try-out on one machine, beside those of the server and the sites."""
 SECRETS = ("ca.key", "server.key", "superexec.secret", "node-key", "signing-key")
 """Files that only their owner reads."""
 WRITES = {"server": ("state", "results", "flower", "cli"), "site": ("state", "flower")}

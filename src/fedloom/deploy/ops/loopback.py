@@ -13,7 +13,7 @@ from typing import Any
 
 from fedloom.deploy.code import check_code, read_agreed
 from fedloom.deploy.ops.commands import ANSWER, ask, command, environment, profile
-from fedloom.deploy.ops.directory import APP
+from fedloom.deploy.ops.directory import APP, CLI, LOCAL
 from fedloom.deploy.ops.processes import Process, ProcessError, Processes, check_free, free_ports
 from fedloom.deploy.ops.table import site_table
 from fedloom.deploy.server.run import FINISHED, STOPS, finished
@@ -57,7 +57,7 @@ class Loopback:
             check_code(side)
             check_version(side)
         self._ports = free_ports(1 + len(self.sites))
-        self.work = self.folder / "local"
+        self.work = self.folder / LOCAL
         self.server: Server = agreed.model_copy(
             update={"address": "127.0.0.1", "port": port or self._ports[0], "database": self.work / "superlink.db"}
         )
@@ -81,8 +81,8 @@ class Loopback:
         check_free(self.server.port, "the server")
         check_certificate(self.server)
         shutil.rmtree(self.work, ignore_errors=True)
-        (self.work / "cli").mkdir(mode=0o700, parents=True)
-        (self.work / "cli" / "config.toml").write_text(profile(self.address, self.server.ca))
+        (self.work / CLI).mkdir(mode=0o700, parents=True)
+        (self.work / CLI / "config.toml").write_text(profile(self.address, self.server.ca))
         self._await_tls(self._start("superlink", command("superlink", self.server)))
         self._start("superexec", [*command("superexec", self.server), "--parent-pid", str(os.getpid())])
 
@@ -152,7 +152,7 @@ class Loopback:
         Raises:
             ProcessError: it failed or took too long.
         """
-        return ask(question, self.work / "cli", **values)
+        return ask(question, self.work / CLI, **values)
 
     def table(self) -> list[dict[str, Any]]:
         """The last figures of every site; see `site_table`."""
@@ -162,7 +162,7 @@ class Loopback:
         self, name: str, words: Sequence[str], folder: Path | None = None, threads: int | None = None
     ) -> Process:
         """A process of the server, or of the site of a folder, which is its working directory as under systemd."""
-        variables = environment(self.work / ("cli" if name == "run" else name), threads=threads)
+        variables = environment(self.work / (CLI if name == "run" else name), threads=threads)
         log = self.work / f"{name}.log"
         return self._processes.start(name, words, variables, log, folder or self.folder / "server")
 

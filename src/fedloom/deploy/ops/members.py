@@ -19,7 +19,7 @@ from fedloom.deploy.audit import lines_of
 from fedloom.deploy.code import FOLDER, START, read_agreed
 from fedloom.deploy.ops import keys
 from fedloom.deploy.ops.commands import PROGRAMS, ask
-from fedloom.deploy.ops.directory import CLI, Location, site_files, write_files, write_side
+from fedloom.deploy.ops.directory import CLI, LOCAL, Location, site_files, write_files, write_side
 from fedloom.deploy.ops.status import server_file, tallies
 from fedloom.deploy.secure.opened import read_checked
 from fedloom.deploy.secure.pending import PendingSums
@@ -254,8 +254,15 @@ def revoke(folder: Path, name: str, programs: Path = PROGRAMS) -> int:
     node = tallies(lines_of(server.audit), {m.client: m.site for m in server.sites}, 0)[client]["node"]
     if node is None:
         raise ConfigError(f"no node has answered as {name} yet; 'flwr supernode list' has the numbers of all")
-    ask("unregister", file.parent / CLI, programs, node=node)
+    ask("unregister", _command_line(file), programs, node=node)
     return int(node)
+
+
+def _command_line(file: Path) -> Path:
+    """The folder of Flower's command line that reaches the server: that of a try-out, where no other is in place."""
+    home, tried = file.parent / CLI, file.parent.parent / LOCAL / CLI
+    connection = read_toml(home / "config.toml", "connection to the server")["superlink"]["fedloom"]
+    return tried if tried.is_dir() and not Path(connection["root-certificates"]).exists() else home
 
 
 def _member(server: Server, name: str) -> Member:
