@@ -281,6 +281,8 @@ def test_a_method_of_an_experiment_has_its_own_model_and_task() -> None:
         ({"tune": {"trial": 3}}, "tune: unknown key 'trial'"),
         ({"tune": "yes"}, "tune must be a number of trials"),
         ({"round": 3}, "unknown key 'round'"),
+        ({"modles": "all"}, "compare: unknown key 'modles'; did you mean 'models'. allowed: .*folder, .*local, .*tune"),
+        ({"algorithm": "ditto"}, "compare: unknown key 'algorithm'"),
         ({"seed": 1}, r"seed is the choice of one run: give seeds=\[1\]"),
         ({"methods": {"a": {"algorithm": "ditto", "seeds": [1]}}}, r"all methods share it: give compare\(..., seeds="),
         ({"methods": {"a": {"algorithm": "ditto", "local": {"mu": 1}}}}, "a: local: unknown key 'mu'; it is an option"),

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from shutil import rmtree
 from tempfile import mkdtemp
@@ -123,7 +124,8 @@ def compare(
     place = None if folder is None else place_of(folder, "compare: folder")
     if models not in MODELS:
         raise unknown("choice", models, MODELS, "compare: models")
-    definition = GivenExperiment(methods, data, partition, seeds, table, name, {"model": model, **choices})
+    keywords = [keyword for keyword in signature(compare).parameters if keyword != "choices"]
+    definition = GivenExperiment(methods, data, partition, seeds, table, name, {"model": model, **choices}, keywords)
     if against is not None and against not in definition.references:
         raise unknown("method to compare with", against, definition.references, "compare: against")
     if place is not None:

@@ -105,6 +105,7 @@ class GivenExperiment:
         tune: how settings are looked for.
         name: of the comparison.
         choices: the fields of `Setting` that all methods share.
+        keywords: further ones that the caller takes, for messages.
 
     Raises:
         ConfigError: values that cannot work; the message names the method or choice.
@@ -120,6 +121,7 @@ class GivenExperiment:
         tune: Mapping[str, Any],
         name: str,
         choices: Mapping[str, Any],
+        keywords: Iterable[str] = (),
     ) -> None:
         numbers = None if isinstance(seeds, str) or not isinstance(seeds, Iterable) else tuple(seeds)
         if not numbers:
@@ -127,7 +129,7 @@ class GivenExperiment:
         self._head = make(Head, {"name": name, "seeds": numbers}, "compare", Head.model_fields)
         self._source, self._options, self._partition = _federation(data, partition)
         self._methods = {method.label: method for method in _methods(methods)}
-        _refuse_options(choices, self._methods.values())
+        _refuse_options(choices, self._methods.values(), keywords)
         self._common = Setting.of("fedavg", **{**choices, "seed": self._head.seeds[0]})
         self._tune = make(Tune, tune, "compare: tune", Tune.model_fields)
 
@@ -318,8 +320,9 @@ def _check_keys(options: Mapping[str, object], entry: type[Algorithm] | Preset |
             raise unknown("key", key, [*allowed, *Setting.per_method], where, cure=cure)
 
 
-def _refuse_options(choices: Mapping[str, object], methods: Iterable[ComparedMethod]) -> None:
-    """Refuse options of a method among the choices that all methods share."""
+def _refuse_options(choices: Mapping[str, object], methods: Iterable[ComparedMethod], keywords: Iterable[str]) -> None:
+    """Refuse options of a method, and what is nothing, among the choices that all methods share."""
+    allowed = [*keywords, *(name for name in Setting.model_fields if name not in ("algorithm", "seed"))]
     if "seed" in choices:
         raise ConfigError(f"compare: seed is the choice of one run: give seeds=[{choices['seed']!r}]")
     for key, value in choices.items():
@@ -327,6 +330,8 @@ def _refuse_options(choices: Mapping[str, object], methods: Iterable[ComparedMet
         if having and key not in Setting.model_fields:
             table = {having[0].label: {"algorithm": having[0].name, key: value}}
             raise ConfigError(f"compare: {key!r} is an option of {having[0].label}: give it there, as {table}")
+        if key not in allowed:
+            raise unknown("key", key, allowed, "compare", home_of(Setting.tables(), key, value, None))
 
 
 def _made_by(preset: Preset, composition: Composition) -> bool:
