@@ -222,7 +222,10 @@ NOTED: dict[str, tuple[Any, Any, list[str]]] = {
     "a target": (TABLE, np.r_[1e9, TABLE[1:, 0]], ["row 0, column 'y': 1e+09 lies absurdly far from the others"]),
     "an event": (TABLE, np.c_[np.arange(1, 41), np.ones(40)], []),
     "few": (TABLE[:9] * 0, np.arange(9) % 2, []),
-    "bytes": ((TABLE * 0).astype(np.uint8), np.arange(40) % 2, []),
+    "a table of bytes": (
+        (TABLE * 0).astype(np.uint8), np.arange(40) % 2, ["x has bytes (uint8), which are read as pixels and divided"],
+    ),
+    "images of bytes": (np.zeros((40, 1, 4, 4), np.uint8), np.arange(40) % 2, []),
     "images": (np.zeros((40, 1, 4, 4)), np.arange(40) % 2, []),
     "bright images": (
         np.full((40, 1, 4, 4), 255.0), np.arange(40) % 2, ["x has numbers of up to 255; floats are taken as they are"],

@@ -180,9 +180,13 @@ def narrowed(x: NDArray[Any], out: NDArray[Any], place: str, first: int = 0) -> 
 def noted(data: Dataset) -> Dataset:
     """A data set of arrays, with the notes that a table of its numbers gets; images get one, on floats far from 1.
 
-    Images have bytes, or more than one axis, or many columns of which half have one smallest or one largest number.
+    A table of bytes gets one, as these may be no pixels. Images have bytes, or more than one axis, or many columns of
+    which half have one smallest or one largest number.
     """
     x = data.x
+    if x.dtype == torch.uint8 and x.ndim == 2 and not data.vocabulary:
+        note = "x has bytes (uint8), which are read as pixels and divided by 255; give what are no pixels as floats"
+        return replace(data, notes=(*data.notes, note))
     if not x.is_floating_point() or not 0 < x.numel() <= MOST_NOTED or data.vocabulary:
         return data
     if x.ndim != 2 or _is_wide(x):
