@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Annotated, Literal
@@ -107,6 +107,26 @@ def file_name(label: str) -> str:
         return name
     digest = hashlib.sha256(name.encode()).hexdigest()[:32]
     return f"{name[: LONGEST - len(digest) - 1]}@{digest}"  # no other name has this sign
+
+
+def check_case(folder: Path, labels: Iterable[str]) -> None:
+    """Refuse labels that differ in case alone on a disk that ignores it, where their runs would share checkpoints.
+
+    Args:
+        folder: the run directory, which is locked.
+        labels: of its methods.
+
+    Raises:
+        RunDirError: two of them have one name there.
+    """
+    first = dict[str, str]()
+    for label in labels:
+        namesake = first.setdefault(file_name(label).casefold(), label)
+        if namesake != label and (folder / ".LOCK").exists():  # the lock is .lock
+            raise RunDirError(
+                f"{folder}: the disk ignores case, and the labels {namesake!r} and {label!r} differ in nothing else; "
+                "give one of them another label, or choose a folder on another disk"
+            )
 
 
 def folder_of(out: Path, kind: str, label: str, seed: int) -> Path:

@@ -62,6 +62,16 @@ def copy(finished: Path, tmp_path: Path) -> Path:
     return shutil.copytree(finished, tmp_path / "out")
 
 
+def test_labels_that_differ_in_case_are_refused_where_the_disk_ignores_it(tmp_path: Path) -> None:
+    experiment = {**SMALL, "rounds": 1, "method": [{"algorithm": "fedavg", "label": label} for label in ("a b", "A B")]}
+    plan = Plan(parse(experiment), tmp_path / "out")
+    (tmp_path / "out" / ".LOCK").write_text("")  # as such a disk answers for .lock
+    with pytest.raises(RunDirError, match=r"the disk ignores case, and the labels 'a b' and 'A B'"):
+        plan.run(page=False)
+    (tmp_path / "out" / ".LOCK").unlink()
+    assert [outcome.status for outcome in plan.run(page=False)] == ["done", "done"]
+
+
 def test_force_deletes_nothing_of_a_directory_in_use(copy: Path) -> None:
     before = contents(copy)
     plan = Plan(parse(SMALL), copy, force=True)

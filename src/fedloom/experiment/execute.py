@@ -44,7 +44,7 @@ from fedloom.local.oracles.precision import undisturbed
 from fedloom.processes.pool import WorkerPool, cores
 from fedloom.processes.ranks import ALONE, Ranks
 from fedloom.processes.signals import interruptible
-from fedloom.rundir import CHECKPOINTS, COX, FILES, FOLDERS, LIVE, MODELS, REPORT, SETTINGS, folder_of
+from fedloom.rundir import CHECKPOINTS, COX, FILES, FOLDERS, LIVE, MODELS, REPORT, SETTINGS, check_case, folder_of
 from fedloom.storage.checkpoint import check_digest
 from fedloom.storage.files import is_unused, make_folder, refuse_links
 from fedloom.storage.locks import lock
@@ -139,11 +139,13 @@ class Plan:
 
         Raises:
             CheckpointError: a disk that is full or refuses; what was finished is kept.
-            RunDirError: another process works in the directory, or has made it another experiment's.
+            RunDirError: another process works in the directory, or has made it another experiment's; or two labels
+                differ only in case, which its disk ignores.
         """
         if self.ranks.rank > 0:
             return self._run_all(listeners)
         with lock(self.out):
+            check_case(self.out, [method.label for method in self.experiment.methods])
             self._check_directory()
             if self._force:
                 self._clear()

@@ -22,7 +22,7 @@ from fedloom.experiment.tuning import Dimension, Tune
 from fedloom.processes.distributed import check_alone
 from fedloom.processes.pool import WorkerPool, cores
 from fedloom.processes.signals import interruptible
-from fedloom.rundir import file_name
+from fedloom.rundir import check_case, file_name
 from fedloom.storage.files import is_unused, make_folder, refuse_links, write_atomic
 from fedloom.storage.locks import lock
 from fedloom.tune.report import write_report
@@ -139,6 +139,7 @@ class Tuning:
         """
         self._stopped = False
         with lock(self.out), interruptible() as interrupted:
+            check_case(self.out, [study.method.label for study in self.studies])
             self._claim()
             workers = self._workers()
             processes = min(workers, len(self.studies))
