@@ -159,6 +159,22 @@ def test_every_epoch_takes_every_sample_once_and_more_steps_change_nothing(
     assert torch.equal(longer[:steps], got)
 
 
+@pytest.mark.parametrize("clients", [3, MANY])
+def test_a_batch_larger_than_every_client_takes_no_more_room_than_the_largest(clients: int) -> None:
+    ids, sizes = torch.arange(clients), torch.arange(clients) + 7
+    largest = int(sizes.max())
+    of_size = [
+        make_plan(ids, sizes, sizes, batch, 1, 1, "local", lambda _, position: position).position
+        for batch in (largest, largest + 5, 10**15)
+    ]
+    for position in of_size:
+        assert position.shape == (largest, clients, largest)
+        assert torch.equal(position, of_size[0])
+    alone = [plan(size, largest + 5, size, generator(1, 1, i, "local")) for i, size in enumerate(sizes.tolist())]
+    for i, position in enumerate(alone):
+        assert torch.equal(of_size[0][: len(position), i], position[:, :largest])
+
+
 def test_orders_of_another_pytorch_are_drawn_client_by_client(monkeypatch: pytest.MonkeyPatch) -> None:
     assert drawn_alike()
     sizes = torch.full((MANY,), 9)

@@ -161,7 +161,7 @@ def _position(
         width = max((d.shape[1] for d in drawn), default=0)
     else:
         drawn = [
-            plan(size, batch_size, count, None if batch_size is None else generator(seed, round, i, stream))
+            plan(size, batch_size and width, count, None if batch_size is None else generator(seed, round, i, stream))
             for i, size, count in zip(names, sizes.tolist(), steps.tolist(), strict=True)
         ]
     if len({d.shape for d in drawn}) == 1:
