@@ -119,6 +119,18 @@ def test_output_that_nobody_reads_ends_the_command_without_a_word(words: list[st
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
 
 
+@pytest.mark.parametrize("log", ["pipe", "/dev/full"])
+def test_a_run_whose_log_cannot_be_written_goes_on(log: str, file: Path) -> None:
+    reader, writer = os.pipe() if log == "pipe" else (os.open(log, os.O_RDONLY), os.open(log, os.O_WRONLY))
+    os.close(reader)
+    words = [sys.executable, "-m", "fedloom", "run", str(file), "--out", str(file.with_name("out"))]
+    try:
+        assert subprocess.run(words, stdout=subprocess.DEVNULL, stderr=writer, check=False).returncode == 0
+    finally:
+        os.close(writer)
+    assert file.with_name("out").joinpath("report.html").exists()
+
+
 def test_a_table_leaves_it_to_the_program_that_nobody_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
     reader, writer = os.pipe()
     os.close(reader)

@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import sys
 from importlib.metadata import entry_points
-from io import TextIOWrapper
+from io import BufferedWriter, FileIO, TextIOWrapper
+from typing import TYPE_CHECKING
 
 from fedloom.cli import bench, cox, deploy, deploy_members, deploy_models, facts, glm, init, models, runs, tune, watch
 from fedloom.cli._app import DataDir, app, errors, say, worker_count
 from fedloom.cli._complete import algorithms, offer, one_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 __all__ = [
     "DataDir", "algorithms", "app", "bench", "cox", "deploy", "deploy_members", "deploy_models", "errors", "facts",
@@ -19,6 +23,17 @@ __all__ = [
 # A package of commands imports the names above, so it comes last.
 for _package in entry_points(group="fedloom.commands"):
     _package.load()
+
+
+class Log(FileIO):
+    """Standard error, which ends no run: what cannot be written, as to a pipe without a reader, is left out."""
+
+    def write(self, data: Buffer, /) -> int:
+        """Write bytes, or not."""
+        try:
+            return super().write(data)
+        except OSError:
+            return memoryview(data).nbytes
 
 
 def main() -> None:
@@ -31,4 +46,7 @@ def main() -> None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 (until the process ends)
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
+    if isinstance(sys.stderr, TextIOWrapper):
+        log, form = BufferedWriter(Log(sys.stderr.fileno(), "w", closefd=False)), sys.stderr
+        sys.stderr = TextIOWrapper(log, form.encoding, form.errors, line_buffering=True)
     app()
