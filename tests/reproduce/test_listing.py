@@ -38,14 +38,15 @@ def test_rows_are_made_anew_when_what_they_depend_on_changes(tmp_path: Path, mon
     assert ask() == [["a", 6]]
 
 
-def test_a_recorded_recipe_shows_the_time_that_it_took(tmp_path: Path) -> None:
+def test_a_recorded_recipe_shows_the_time_that_it_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fedloom_studies.reproduce import estimate
     from fedloom_studies.reproduce.estimate import listing
     from fedloom_studies.store import CHECKOUT
 
     root = Path(__file__).parents[2]
     name = "fedacs-table2"
     recorded, unrecorded = (
-        next(iter(listing({name: recipes()[name]}, "laptop", folder, tmp_path)))
+        next(iter(listing({name: recipes()[name]}, "laptop", folder, tmp_path, estimated=True)))
         for folder in (root / CHECKOUT, tmp_path)
     )
     assert recorded[:3] == unrecorded[:3]
@@ -54,3 +55,6 @@ def test_a_recorded_recipe_shows_the_time_that_it_took(tmp_path: Path) -> None:
     assert recorded[-1].endswith(" seeds")
     assert unrecorded[3] == "not run"
     assert unrecorded[-1].startswith("about ")
+    monkeypatch.setattr(estimate, "measure_rounds", lambda *_: pytest.fail("a model was timed"))
+    (row,) = listing({name: recipes()[name]}, "laptop", tmp_path, tmp_path)
+    assert row == (*unrecorded[:-1], "-")

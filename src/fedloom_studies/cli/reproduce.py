@@ -39,14 +39,18 @@ def reproduce(
     data_dir: DataDir = None,
     workers: Annotated[str, typer.Option(help="processes, or 'auto'")] = "1",
     device: Annotated[str, typer.Option(help="where runs compute: cpu, cuda or cuda:N")] = "cpu",
-    list_: Annotated[bool, typer.Option("--list", help="all recipes: data, state, time taken or estimated")] = False,
+    list_: Annotated[bool, typer.Option("--list", help="all recipes: data, state, time taken")] = False,
     all_: Annotated[bool, typer.Option("--all", help="the next unfinished recipes, in order")] = False,
     budget: Annotated[str | None, typer.Option(help="stop in time and resume later, e.g. 150m or 2h")] = None,
     page: Annotated[
         Path | None, typer.Option(help="write the page of all papers to this file, those of the recipes into a folder")
     ] = None,
     estimate: Annotated[
-        bool, typer.Option("--estimate", help="measure what recipes without a laptop scale need, for --page")
+        bool,
+        typer.Option(
+            "--estimate",
+            help="measure what recipes without a laptop scale need, for --page; with --list, what those not run need",
+        ),
     ] = False,
     verify: Annotated[
         bool, typer.Option("--verify", help="run one seed of NAME again; compare with its summary")
@@ -59,7 +63,7 @@ def reproduce(
 
     Example: fedloom reproduce flame-table3-mnist --scale laptop --data-dir ~/data
     """
-    if sum((name is not None, list_, all_, page is not None, estimate)) != 1:
+    if sum((name is not None, list_, all_, page is not None, estimate and not list_)) != 1:
         raise typer.BadParameter("give one of NAME, --list, --all, --page, --estimate")
     with errors():
         from fedloom.values import choose
@@ -69,7 +73,7 @@ def reproduce(
         recorded = folder_of(results)
         how_much: Scale = choose("scale", {s: s for s in SCALES}, scale)
         if list_:
-            _list(how_much, recorded, data_dir)
+            _list(how_much, recorded, data_dir, estimate)
             return
         from fedloom_studies.appendices import write_pages
         from fedloom_studies.reproduce import TimeBudget, recipe, recipes
@@ -192,7 +196,7 @@ def _verify(
         raise typer.Exit(1)
 
 
-def _list(scale: Scale, results: Path, data_dir: Path | None) -> None:
+def _list(scale: Scale, results: Path, data_dir: Path | None, estimated: bool) -> None:
     from fedloom.printing import print_texts
     from fedloom_studies.listing import listed
 
@@ -200,10 +204,10 @@ def _list(scale: Scale, results: Path, data_dir: Path | None) -> None:
         from fedloom_studies.reproduce import recipes
         from fedloom_studies.reproduce.estimate import listing
 
-        return list(listing(recipes(), scale, results, data_dir))
+        return list(listing(recipes(), scale, results, data_dir, estimated=estimated))
 
     titles = ("recipe", "what", "data", "state", "budget", "time")
-    print_texts(titles, listed("recipes", scale, rows, results, data_dir), names=True)
+    print_texts(titles, listed("recipes", (scale, estimated), rows, results, data_dir), names=True)
 
 
 def _seeds(text: str | None) -> list[int]:

@@ -149,11 +149,12 @@ def _random(shape: tuple[int, ...], classes: int, samples: int) -> Dataset:
 
 
 def listing(
-    recipes: Mapping[str, Recipe], scale: Scale, results: Path, data_dir: Path | None
+    recipes: Mapping[str, Recipe], scale: Scale, results: Path, data_dir: Path | None, *, estimated: bool = False
 ) -> Iterator[tuple[str, ...]]:
-    """One row per recipe: name, title, data needed, state, stated budget, and the time that it took or may take here.
+    """One row per recipe: name, title, data needed, state, stated budget, and the time that it took.
 
-    Every data set is looked for, and every kind of model timed, once.
+    Where it was not run, that is the time which it may take here if ``estimated``, for which every kind of model is
+    timed once.
     """
     missing: dict[str, bool] = {}
     for name, recipe in recipes.items():
@@ -166,7 +167,7 @@ def listing(
         if summary is not None and summary.complete and not earlier(recipe, summary):
             time_spent = f"took {duration(summary.minutes)}, {len(summary.seeds)} seeds"
         else:
-            time_spent = f"about {duration(minutes(recipe, scale))}"
+            time_spent = f"about {duration(minutes(recipe, scale))}" if estimated else "-"
         yield name, recipe.paper.title, data, state(recipe, summary), stated, time_spent
 
 
