@@ -15,12 +15,14 @@ import pyarrow.parquet as pq
 import pytest
 from recorded import Recording
 
+import fedloom as fl
 from fedloom.report import overview
 from fedloom.report.charts.kit import Figure
 from fedloom.report.comparison import devices
 from fedloom.report.comparison.contenders import MODELS, Models, contenders
 from fedloom.report.comparison.criteria import Criterion, winner
 from fedloom.report.comparison.gains import federated_leader
+from fedloom.report.document import READING
 from fedloom.report.numbers import Estimate, Row, rows_of
 from fedloom.report.page import figures
 from fedloom.report.reading import read_runs
@@ -177,6 +179,16 @@ def test_page_of_one_client_and_one_round_counts_them_as_one() -> None:
     run = Run(Path(), "one", "", Summary(runs=(record,)), {}, ["site"], {}, {}, {})
     row = Row("", "a", "a", "global", (record,), {"accuracy": Estimate({0: 1.0})})
     assert overview.facts([run], [row]) == "1 method · 1 seed · 1 client · 1 round"
+
+
+def test_methods_that_tune_where_they_are_scored_do_so_in_round_0() -> None:
+    fed = fl.partition.iid(clients=2, keep=60)(fl.load("digits"), 0)
+    for name in ("fedavg-ft", "fedbabu"):
+        rows = fl.simulate(name, fed, "mlp", rounds=1).table().to_pylist()
+        at_start = [row for row in rows if (row["round"], row["part"], row["metric"]) == (0, "test", "loss")]
+        losses = {(row["model"], row["client"]): row["value"] for row in at_start}
+        assert losses["personal", 0] != losses["global", 0]
+    assert "as FedAvg-FT and FedBABU, do so in round 0 too." in READING["Models"]
 
 
 def test_page_of_two_runs_counts_their_methods_once() -> None:

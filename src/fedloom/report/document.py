@@ -75,7 +75,8 @@ READING = {
     "No round is ever chosen on test.",
     "Worst 10 %": "Mean over the tenth of the clients with the worst results, over one client at least.",
     "Variance of losses": "Variance over clients of their test losses: 0 is perfectly fair.",
-    "Models": "Global: one model for all. Personal: each client's own. "
+    "Models": "Global: one model for all. Personal: each client's own; methods that tune it from the global one where "
+    "it is scored, as FedAvg-FT and FedBABU, do so in round 0 too. "
     "Hybrid: for each client the better of the two on its validation part. A method is compared by the model that a "
     "client would use, the hybrid one of two, else its only one; on request by its personal one. Beside hybrid models "
     "stands what they must beat: for each client the better of training alone and FedAvg.",
