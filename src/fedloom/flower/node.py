@@ -88,7 +88,7 @@ def client(app: ClientApp) -> Callable[[LocalFunction], LocalFunction]:
                 try:
                     getattr(app, kind)(action)(node.answering(act))
                 except ValueError as error:
-                    raise _taken(kind) from error
+                    raise _already_registered(kind) from error
             setattr(app, kind, _keeping(kind, getattr(app, kind), acts))
         return function
 
@@ -101,13 +101,13 @@ def _keeping(kind: str, register: Callable[..., Any], actions: Collection[str]) 
     @wraps(register)
     def keeping(action: str = DEFAULT, **options: Any) -> Any:
         if action in actions:
-            raise _taken(kind)
+            raise _already_registered(kind)
         return register(action, **options)
 
     return keeping
 
 
-def _taken(kind: str) -> ConfigError:
+def _already_registered(kind: str) -> ConfigError:
     return ConfigError(
         f"@client(app): the app has a function of its own under @app.{kind}(), or a client_fn, for messages that "
         f"fedloom answers; remove it, or name it, as in @app.{kind}('mine')"

@@ -133,8 +133,8 @@ def judge(setup: Setup, records: Mapping[tuple[str, str], CellRecord]) -> SetupV
         Standing(m, cells[m], _figures(cells[m], done, best), tests.get((m, reference)), lead(m), confirmed(m))
         for m in order
     )
-    others = [differences(means[m], means[reference]) for m in order if reference and m not in MARKS]
-    widths = [half_width([*by_seed.values()], LEVEL / len(pairs)) for by_seed in others if len(by_seed) >= ENOUGH]
+    gains = [differences(means[m], means[reference]) for m in order if reference and m not in MARKS]
+    widths = [half_width([*by_seed.values()], LEVEL / len(pairs)) for by_seed in gains if len(by_seed) >= ENOUGH]
     return SetupVerdict(setup, reference, float(np.median(widths)) if widths else math.nan, standings, cells)
 
 

@@ -55,7 +55,7 @@ class Client:
     def __init__(self, site: Site) -> None:
         self.site, self._key = site, signing_key(site.signing_key)
         self._memory = SiteState(site.state, site.fingerprint, site.client)
-        self._asked = AskedModels(self._memory.folder)
+        self._asked_models = AskedModels(self._memory.folder)
         self.trainer = Trainer(site, self._memory)
         self.answers = (
             PlainAnswers(self.trainer, self._memory.folder)
@@ -201,5 +201,5 @@ class Client:
             facts = {"sizes": part_sizes(self.trainer.fed, self.site.client), "figures": self.answers.figures}
             return described | facts, [], None
         if envelope.head["kind"] in KINDS:
-            self._asked.enter(envelope, self._memory.first())
+            self._asked_models.enter(envelope, self._memory.first())
         return self.answers.answer(envelope)
