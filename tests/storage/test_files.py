@@ -200,6 +200,8 @@ def test_an_unwritable_place_is_a_sentence(tmp_path):
         files.make_folder(tmp_path / "file" / "run")
     with pytest.raises(CheckpointError, match="could not be written: No such file"):
         files.write_atomic(tmp_path / "none" / "a", b"")
+    with pytest.raises(CheckpointError, match="could not be written: File name too long"):
+        files.write_atomic(tmp_path / ("a" * 300), b"")
     for folder in (tmp_path, Path()):
         with pytest.raises(CheckpointError, match=r"is a folder, not a file; give the name of a file, as .*NAME"):
             files.write_atomic(folder, b"")

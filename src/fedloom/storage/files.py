@@ -125,10 +125,10 @@ def write_atomic(path: Path, content: Buffer | Callable[[Sink], object]) -> None
         CheckpointError: it is a folder, or the disk is full or refuses; the old file is intact and no temporary file
             is left.
     """
-    if path.is_dir():
-        raise CheckpointError(f"{path} is a folder, not a file; give the name of a file, as {path / 'NAME'}")
-    temporary = path.with_name(f".{path.name}.tmp")
     with explained(path):
+        if path.is_dir():
+            raise CheckpointError(f"{path} is a folder, not a file; give the name of a file, as {path / 'NAME'}")
+        temporary = path.with_name(f".{path.name}.tmp")
         try:
             fd = disk.open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             try:
