@@ -110,6 +110,17 @@ def test_r2_of_a_constant_target_is_undefined_despite_rounding() -> None:
     assert math.isnan(found["r2"][0])
 
 
+@pytest.mark.parametrize("value", [-4.217259168595231, 0.3, 1e-3, 7.7e6])
+def test_r2_of_a_constant_target_has_no_value_from_sums_either(value: float) -> None:
+    task, noise = Regression(outputs=1), torch.randn(40, 1, generator=torch.Generator().manual_seed(0))
+    for n in range(2, 41):
+        y = torch.full((n, 1), value)
+        assert "r2" not in metrics_of(task, sums_of(task, y + noise[:n], y))
+    y = value * (1 + 1e-5 * torch.arange(40.0, dtype=torch.float64)[:, None])
+    wanted = task.metrics(y * 0, y, torch.zeros(40, dtype=torch.long), 1)["r2"].item()
+    assert metrics_of(task, sums_of(task, y * 0, y))["r2"] == pytest.approx(wanted, rel=1e-4)
+
+
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 10_000), clients=st.integers(1, 5))
 def test_each_client_is_scored_as_if_alone_in_any_order(seed: int, clients: int) -> None:

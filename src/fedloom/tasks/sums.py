@@ -16,8 +16,8 @@ from fedloom.tasks.chosen import Chosen, labels
 from fedloom.tasks.figures import BINS, of_counts, total, wide
 from fedloom.tasks.kinds import Binary, Classification, Count, Regression, Task
 
-TINY = 1e-24
-"""Variance per sample below which a target is constant but for rounding."""
+TINY = 1e-12
+"""Spread of a target, as a part of its sum of squares, below which it is constant but for rounding."""
 
 
 def sums_of(task: Task, output: Tensor, y: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ def metrics_of(task: Task, sums: Tensor) -> dict[str, float]:
     elif isinstance(base, Regression):
         mae, linear, square, error = rest[0].split([1, *[base.outputs] * 3])
         spread, mse = square - linear.square() / size, error.mean() / size
-        r2 = torch.where(spread > TINY * size, 1 - error / spread, torch.nan).mean()
+        r2 = torch.where(spread > TINY * square, 1 - error / spread, torch.nan).mean()
         figures = {"loss": mse, "mae": mae / size, "rmse": mse.sqrt(), "r2": r2}
     elif isinstance(base, Count):
         loss, deviance, mae, mse = rest[0] / size
