@@ -89,6 +89,34 @@ def test_the_start_is_that_of_the_worst_model() -> None:
     assert not Divergence().read(Records((*records(2.0).items, *both.items)), ended=True)
 
 
+def steep(parts: tuple[str, ...], *, outlier: bool = False) -> Result:
+    """FedAvg-FT on two clients, of which the second tunes its model, or has one test sample, beyond all numbers."""
+    y, zero = [0, 1, 2, 0, 1, 2], torch.zeros(6, 3)
+    large, far = (zero + 1e3, y), torch.cat([zero[:5], torch.full((1, 3), 3e38)])
+    second = ((zero + 1, [0, 0, 0, 0, 0, 1]), (far, y)) if outlier else (large, large)
+    fed = fl.Federation.of([((zero, y), (zero, y)), second], validation=0.3)
+    method = fl.algorithms.FedAvgFT(lr=10.0 if outlier else 1e38, steps=2)
+    return fl.simulate(method, fed, rounds=2, evaluate={"every": 1, "parts": parts, "select_on": "test"})
+
+
+@pytest.mark.parametrize("parts", [("train",), ("validation",), ("test",), ("train", "test"), ("validation", "test")])
+def test_a_client_whose_model_has_no_finite_output_ends_a_run_whatever_parts_are_scored(parts: tuple[str, ...]) -> None:
+    result = steep(parts)
+    part = "training" if parts[0] == "train" else parts[0]
+    assert result.status == "diverged"
+    assert result.detail == f"round 0: the {part} loss of the personal model is not finite"
+
+
+def test_a_client_that_is_lost_on_its_test_part_alone_is_named_and_takes_the_better_model() -> None:
+    result = steep(("train", "test"), outlier=True)
+    assert result.status == "done"
+    (note,) = [note for note in result.notes if "not finite" in note and "personal" in note]
+    assert note.startswith("the test loss of the personal model is not finite at 1 clients")
+    assert note.endswith("[1]")
+    assert result.final("personal").isnan().tolist() == [False, True]
+    assert torch.equal(result.final("hybrid")[1], result.final("global")[1])
+
+
 def test_a_diverged_run_goes_on_and_stays_diverged_when_resumed(fed: Federation, tmp_path: Path) -> None:
     whole = fl.simulate("fedavg", fed, folder=tmp_path / "whole", **WILD)
     assert (whole.stop, whole.status, whole.rounds, whole.diverged) == (Stop.DIVERGED, "diverged", 6, 3)

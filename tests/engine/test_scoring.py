@@ -115,6 +115,15 @@ def test_where_a_class_is_rare_the_hybrid_model_is_the_one_of_less_loss() -> Non
     assert chosen.tolist() == [True, False]
 
 
+def test_a_client_whose_personal_model_alone_has_no_figure_takes_the_global_one() -> None:
+    none = float("nan")
+    personal, shared = (
+        {"accuracy": torch.tensor(values)} for values in ([none, none, 0.2, 0.2], [0.1, none, none, 0.1])
+    )
+    chosen = choose_model({("personal", "test"): personal, ("global", "test"): shared}, "test")
+    assert chosen.tolist() == [True, False, False, False]
+
+
 def normalised() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 10))
 

@@ -31,7 +31,8 @@ def evaluate(job: Job, clients: Clients, state: State) -> tuple[State, str]:
     """Score every model after a round.
 
     Returns:
-        The state with the scores among its records; and a sentence if a model's training loss is not finite.
+        The state with the scores among its records; and a sentence if a model's training loss is not finite, or where
+        training parts are not scored, its loss on a part that is.
     """
     job = job.with_shares(state.shares)
     scores, t = scores_of(job, clients, state), state.round
@@ -39,11 +40,25 @@ def evaluate(job: Job, clients: Clients, state: State) -> tuple[State, str]:
     if type(job.algorithm).diagnostics is not Algorithm.diagnostics:
         figures = clients.on_one(job.ctx(t).ids, lambda: diagnose(job, state))
         records += [Record.of_federation(t, "", "", name, figure) for name, figure in figures.items()]
-    unusable = ""
+    lost, notes = [*_lost(job, scores)], list[str]()
+    parts = job.setting.evaluate.parts
+    judged = ("train",) if "train" in parts else parts
+    unusable = next((f"round {t}: {loss} is not finite" for part, loss, _ in lost if part in judged), "")
+    for part, loss, ids in lost:
+        note = f"{loss} is not finite at {len(ids)} clients, which figures over clients leave out: {ids[:8]}"
+        notes += [note] if part not in judged and note not in state.notes else []
+    return state.with_(records=state.records.plus(records), notes=(*state.notes, *notes)), unusable
+
+
+def _lost(job: Job, scores: Scores) -> Iterator[tuple[str, str, list[int]]]:
+    """Yield each part with a loss that is not finite at clients with samples: the part, whose loss, these clients."""
+    names = {"train": "training"}
     for (model, part), values in scores.items():
-        if not unusable and part == "train" and not bool(values["loss"].isfinite().all()):
-            unusable = f"round {t}: the training loss of the {model} model is not finite"
-    return state.with_(records=state.records.plus(records)), unusable
+        if part in job.setting.evaluate.parts:
+            has_samples = job.eval_fed.sizes(part).cpu()[job.scored_ids] > 0
+            ids = job.scored_ids[has_samples & ~values["loss"].isfinite().cpu()].tolist()
+            if ids:
+                yield part, f"the {names.get(part, part)} loss of the {model} model", ids
 
 
 def score_request(job: Job, state: State) -> ScoreRequest | None:

@@ -30,12 +30,13 @@ def choose_model(scores: Scores, select_on: str) -> Tensor:
     """Clients ``[n]`` that take the global model.
 
     The personal model stays where the global one is not strictly better on the part ``select_on``, and where that
-    part is empty (FLAME, model selection); `fedloom.metrics.ROLES` has the metric.
+    part is empty (FLAME, model selection), unless it alone has outputs that are not finite; `fedloom.metrics.ROLES` has
+    the metric.
     """
     personal, shared = scores["personal", select_on], scores["global", select_on]
     name = leading(personal, "client")
     sign = 1.0 if METRICS[name].higher else -1.0
-    return sign * shared[name] > sign * personal[name]
+    return (sign * shared[name] > sign * personal[name]) | (personal[name].isnan() & shared[name].isfinite())
 
 
 def hybrid_scores(scores: Scores, select_on: str) -> Scores:
