@@ -10,6 +10,7 @@ import tomllib
 import venv
 import zipfile
 from collections.abc import Callable
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,16 @@ def test_the_wheel_has_every_file_of_the_package(wheel: Path) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert f"Requires-Python: {project['requires-python']}" in metadata
     assert "Version: 0.1.0" in metadata
+
+
+def test_a_source_distribution_has_all_that_make_and_the_pages_use() -> None:
+    """Hidden files but `.dockerignore` are of the repository alone; hatchling adds pyproject.toml itself."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True)
+    names = {f"/{name.partition('/')[0]}" for name in listed.stdout.split()}
+    wanted = {name for name in names if not name.startswith("/.")} | {"/.dockerignore"}
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["sdist"]
+    patterns = (*build["include"], "/pyproject.toml")
+    assert not [name for name in sorted(wanted) if not any(fnmatch(name, pattern) for pattern in patterns)]
 
 
 @pytest.mark.slow
