@@ -65,6 +65,26 @@ def test_methods_of_a_table_have_equally_many_candidates() -> None:
         assert len(counts - {1}) <= 1, name
 
 
+def test_comparable_means_not_behind_by_more_than_the_margin() -> None:
+    behind = [
+        claim for one in ALL.values() for claim in one.paper.claims if re.search(r"at most .+ behind", claim.text)
+    ]
+    assert len(behind) > 4
+    assert all(claim.margin and not claim.equivalent for claim in behind)
+
+
+def test_every_data_set_of_flame_s_table_is_asked_as_published() -> None:
+    asked = {
+        document["data"]["source"]
+        for one in ALL.values()
+        if one.paper.mode == "published" and one.paper.title.startswith("FLAME, Table III")
+        for document in one.at("laptop").values()
+    }
+    assert {"mnist", "fashion-mnist", "medical-mnist", "cifar-10"} <= asked
+    claims = [claim for claim in ALL["flame-table3-mnist-published"].paper.claims if "Fig. 3" in claim.text]
+    assert [claim.variants for claim in claims] == [("hybrid",)] * 2
+
+
 def test_every_table_and_figure_of_the_papers_has_a_recipe() -> None:
     titles = " ".join(one.paper.title for one in ALL.values())
     wanted = {
