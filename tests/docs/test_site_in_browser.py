@@ -81,3 +81,33 @@ def test_a_page_stands_in_the_browser(address: str, browser: Browser, name: str,
     page.close()
     assert complaints == []
     assert found.violations_count == 0, found.generate_report()
+
+
+def test_the_papers_page_can_be_read_wide_and_narrow(address: str, browser: Browser) -> None:
+    narrow = """table => {
+      const probe = document.createElement('span')
+      Object.assign(probe.style, {font: getComputedStyle(table).font, position: 'absolute'})
+      probe.textContent = '0'.repeat(12)
+      document.body.append(probe)
+      const twelve = probe.getBoundingClientRect().width
+      probe.remove()
+      return [...table.rows[0].cells].filter(cell => {
+        const style = getComputedStyle(cell)
+        return cell.clientWidth - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight) < twelve
+      }).map(cell => cell.innerText)
+    }"""
+    scrolls = "all => all.filter(box => box.scrollWidth > box.clientWidth).map(box => box.innerText.slice(0, 40))"
+    for width, height in ((1400, 900), (390, 844)):
+        page = browser.new_page(viewport={"width": width, "height": height})
+        page.goto(f"{address}/papers.html", wait_until="networkidle")
+        first = page.locator("article table").first.bounding_box()
+        page.evaluate("document.querySelectorAll('details').forEach(one => one.open = true)")
+        boxes = page.locator("article :is(.scrolls, .md-typeset__scrollwrap, pre, pre > code, .formula)")
+        assert boxes.evaluate_all(scrolls) == []
+        if width == 1400:
+            assert first is not None
+            assert first["y"] + first["height"] <= height, "five papers stand on one screen"
+            tables = page.locator("article table").all()
+            assert len(tables) > 10
+            assert [column for table in tables for column in table.evaluate(narrow)] == []
+        page.close()

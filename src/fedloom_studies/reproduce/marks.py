@@ -1,8 +1,16 @@
-"""Marks of verdicts: a shape and a colour each, always beside their word."""
+"""Marks of verdicts, a shape and a colour each, always beside their word; and how many claims came out each way."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import NamedTuple
+
 from fedloom_studies.reproduce import looks
+from fedloom_studies.reproduce.page import UNMEASURED
+from fedloom_studies.reproduce.reasons import FOLDER
+
+GPU, UNASKED = "needs a GPU", "not asked"
+"""In place of a verdict: where more seeds of what was run change nothing, and where no recipe tests it."""
 
 _DISC = '<circle cx="8" cy="8" r="7" fill="{colour}"/>'
 _STROKE = '<path d="{path}" fill="none" stroke="#fff" stroke-width="2.2" stroke-linecap="round"/>'
@@ -41,3 +49,46 @@ def counted(count: int, word: str) -> str:
     if verb not in plural:
         return f"{count} {'is' if count == 1 else 'are'} {word}"
     return f"{count} {verb if count == 1 else plural[verb]} {rest}".rstrip()
+
+
+class ClaimCell(NamedTuple):
+    """A row's entry for a protocol: a word, the difference behind it, and the recipe that has it."""
+
+    word: str
+    number: str = ""
+    recipe: str = ""
+
+
+def shown(cell: ClaimCell) -> str:
+    """A mark and a word, with the number behind it, linked to the recipe's page."""
+    text = f"{cell.word}: {cell.number}" if cell.number else cell.word
+    linked = f"[{text}]({FOLDER}/{cell.recipe}.md)" if cell.recipe else text
+    return f"![]({FOLDER}/{of(cell.word)}.svg) {linked}"
+
+
+def together(cells: Iterable[ClaimCell]) -> str:
+    """The verdict on all claims of a paper in one protocol, with how many hold of those that are asked."""
+    words = [cell.word for cell in cells if cell.word != UNASKED]
+    decided = [word for word in words if word in (looks.HOLDS, looks.PARTLY, looks.FAILS)]
+    waiting = words.count(UNMEASURED)
+    if not decided:
+        word = next((word for word in (UNMEASURED, looks.OPEN, GPU) if word in words), UNASKED)
+        return f"![]({FOLDER}/{of(word)}.svg) {word}"
+    if 2 * waiting > len(words):
+        return f"![]({FOLDER}/{of(UNMEASURED)}.svg) {UNMEASURED}: {waiting} of {len(words)} claims"
+    kinds = set(decided)
+    word = looks.HOLDS if kinds == {looks.HOLDS} else looks.FAILS if kinds == {looks.FAILS} else "partly"
+    so_far, held = " so far" if waiting else "", decided.count(looks.HOLDS)
+    count = f"{held} of {len(words)} {'holds' if held == 1 else 'hold'}"
+    return f"![]({FOLDER}/{of(word)}.svg) {word}{so_far}: {count}"
+
+
+def counts(cells: list[tuple[ClaimCell, ClaimCell]]) -> str:
+    """How many claims were asked, and how many came out each way."""
+    lines = []
+    for mode, side in zip(("As published", "In a fair test"), zip(*cells, strict=True), strict=True):
+        words = [cell.word for cell in side if cell.word != UNASKED]
+        shown = ", ".join(counted(words.count(word), word) for word in dict.fromkeys(words))
+        verb = "is" if len(words) == 1 else "are"
+        lines.append(f"{mode}, {len(words)} of {len(side)} claims {verb} asked{f': {shown}' if shown else ''}.")
+    return " ".join(lines)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from importlib.resources import files
 from pathlib import Path
-from typing import NamedTuple, TypeGuard
+from typing import TypeGuard
 
 from pydantic import Field
 
@@ -21,6 +21,7 @@ from fedloom.formats import option
 from fedloom.values import Value
 from fedloom_studies.reproduce import judge, looks, marks
 from fedloom_studies.reproduce.figures import Reference, unit
+from fedloom_studies.reproduce.marks import GPU, UNASKED, ClaimCell, counts, shown, together
 from fedloom_studies.reproduce.page import (
     UNMEASURED,
     duration,
@@ -37,22 +38,15 @@ from fedloom_studies.reproduce.reasons import FOLDER, filled
 from fedloom_studies.reproduce.recipe import Claim, Recipe
 from fedloom_studies.reproduce.summary import Need, RecipeSummary, needs
 
-GPU, UNASKED = "needs a GPU", "not asked"
-"""In place of a verdict: where more seeds of what was run change nothing, and where no recipe tests it."""
 UNFAVOURABLE = (looks.FAILS, looks.OPEN, looks.PARTLY, looks.HOLDS)
 """Verdicts, the least favourable one first."""
 HEAD = """# The papers
 
-What five papers claim, and what comes of it here: **as published** with the paper's own settings, its public code's
-variants and its own way to choose; **in a fair test** with grids of equal size for every method, chosen on validation
-data.
-The page is generated from recorded runs; of its results only withdrawn ones are typed.
-[How claims are judged](#how-claims-are-judged). One command repeats a table of them:
-
-<!-- not run: takes minutes, and needs the data set -->
-```sh
-fedloom reproduce fedacs-table2 --data-dir DATA
-```
+What five papers claim, and what comes of it here: **as published** with the paper's own settings, **in a fair test**
+with searches of equal size for every method. [How claims are judged](#how-claims-are-judged).
+"""
+TAIL = """The page is generated from recorded runs; of its results only withdrawn ones are typed. One command repeats a
+table: `fedloom reproduce fedacs-table2 --data-dir DATA`.
 """
 RULES = files("fedloom_studies.reproduce").joinpath("rules.md")
 """How claims are judged, the end of the page."""
@@ -93,14 +87,6 @@ class Sheet(Value):
     corrected: tuple[Corrected, ...] = ()
 
 
-class ClaimCell(NamedTuple):
-    """A row's entry for a protocol: a word, the difference behind it, and the recipe that has it."""
-
-    word: str
-    number: str = ""
-    recipe: str = ""
-
-
 Summaries = Mapping[str, RecipeSummary | None]
 
 
@@ -133,10 +119,10 @@ def overview(recipes: Mapping[str, Recipe], summaries: Summaries, needed: Mappin
     lines = [HEAD, '<div class="narrow" markdown="1">', ""]
     lines += ["| paper and claim | as published | fair test | the most telling number |", "|---|---|---|---|"]
     for sheet, cells in papers:
-        published, fair = (_together(side) for side in zip(*cells, strict=True)) if cells else ("", "")
+        published, fair = (together(side) for side in zip(*cells, strict=True)) if cells else ("", "")
         number = _most(sheet, cells)
         lines.append(f"| [{sheet.name}](#{_anchor(sheet.name)}): {sheet.claims} | {published} | {fair} | {number} |")
-    lines += ["", "</div>", ""]
+    lines += ["", "</div>", "", TAIL]
     for sheet, cells in papers:
         lines += _section(sheet, cells, recipes, summaries, needed)
     lines += [*_corrections(recipes, summaries), *_unaffordable(papers, recipes, summaries, needed), RULES.read_text()]
@@ -151,21 +137,18 @@ def _section(
     needed: Mapping[str, Need],
 ) -> Iterator[str]:
     """A paper: counts, its claims as rows, the reason, one picture, and an appendix of all its recipes."""
-    yield from (f"## {sheet.name}", "", sheet.title, "", _counts(cells), "", '<div class="narrow" markdown="1">', "")
+    yield from (f"## {sheet.name}", "", sheet.title, "", counts(cells), "", '<div class="narrow" markdown="1">', "")
     yield from ("| claim | paper's margin | published | fair |", "|---|---|---|---|")
     for row, (published, fair) in zip(sheet.row, cells, strict=True):
-        yield f"| {row.text} | {_margin(recipes, row, published, fair)} | {_shown(published)} | {_shown(fair)} |"
+        yield f"| {row.text} | {_margin(recipes, row, published, fair)} | {shown(published)} | {shown(fair)} |"
     yield from ("", "</div>", "")
     reason = filled(sheet.why, recipes, summaries)
     for paragraph in (reason, sheet.beside):
         if paragraph:
             yield from (paragraph, "")
-    drawn = [
-        cell.recipe
-        for pair in cells
-        for cell in pair
-        if cell.number and has_plot(recipes[cell.recipe], summaries[cell.recipe])
-    ]
+    yield from _less(cells, recipes, summaries)
+    named = sorted((cell for pair in cells for cell in pair if cell.recipe), key=lambda cell: not cell.number)
+    drawn = [cell.recipe for cell in named if has_plot(recipes[cell.recipe], summaries[cell.recipe])]
     for name in drawn[:1]:
         summary = summaries[name]
         assert summary is not None
@@ -179,12 +162,26 @@ def _section(
     if sheet.changed:
         yield from (f"Changed after a table had been seen: {sheet.changed}", "")
     of_paper = [(name, one) for name, one in recipes.items() if one.paper.title.startswith(f"{sheet.name},")]
-    yield from ("| recipe | protocol | state |", "|---|---|---|")
+    yield from ("| recipe | protocol and state |", "|---|---|")
     for name, one in of_paper:
         summary = summaries[name]
         status = state(one, summary) if summary else not_run(one, needed.get(name))
-        yield f"| [{one.paper.title}]({FOLDER}/{name}.md) | {one.paper.mode} | {status}{_verdicts(one, summary)} |"
+        yield f"| [{one.paper.title}]({FOLDER}/{name}.md) | {one.paper.mode}: {status}{_verdicts(one, summary)} |"
     yield from ("", "</details>", "")
+
+
+def _less(
+    cells: list[tuple[ClaimCell, ClaimCell]], recipes: Mapping[str, Recipe], summaries: Summaries
+) -> Iterator[str]:
+    """Which verdicts rest on fewer rounds or less data than the paper's."""
+    notes = []
+    for name in dict.fromkeys(cell.recipe for pair in cells for cell in pair if cell.number):
+        recipe, summary = recipes[name], summaries[name]
+        if summary is not None and not _full_length(recipe, summary):
+            size = recipe.paper.reduced if summary.says == "as reduced" else summary.says
+            notes.append(f"[{name}]({FOLDER}/{name}.md) ({size})")
+    if notes:
+        yield from (f"On less than the paper ran: {'; '.join(notes)}.", "")
 
 
 def _cells(recipes: Mapping[str, Recipe], summaries: Summaries, row: HeadlineClaim) -> tuple[ClaimCell, ClaimCell]:
@@ -239,30 +236,6 @@ def _verdict_on(recipe: Recipe, summary: RecipeSummary, start: str) -> judge.Cla
     return next((one for one in verdicts if one.measured and one.claim.text.startswith(start)), None)
 
 
-def _shown(cell: ClaimCell) -> str:
-    """A mark and a word, with the number behind it, linked to the recipe's page."""
-    text = f"{cell.word}: {cell.number}" if cell.number else cell.word
-    linked = f"[{text}]({FOLDER}/{cell.recipe}.md)" if cell.recipe else text
-    return f"![]({FOLDER}/{marks.of(cell.word)}.svg) {linked}"
-
-
-def _together(cells: Iterable[ClaimCell]) -> str:
-    """The verdict on all claims of a paper in one protocol, with how many hold of those that are asked."""
-    words = [cell.word for cell in cells if cell.word != UNASKED]
-    decided = [word for word in words if word in (looks.HOLDS, looks.PARTLY, looks.FAILS)]
-    waiting = words.count(UNMEASURED)
-    if not decided:
-        word = next((word for word in (UNMEASURED, looks.OPEN, GPU) if word in words), UNASKED)
-        return f"![]({FOLDER}/{marks.of(word)}.svg) {word}"
-    if 2 * waiting > len(words):
-        return f"![]({FOLDER}/{marks.of(UNMEASURED)}.svg) {UNMEASURED}: {waiting} of {len(words)} claims"
-    kinds = set(decided)
-    word = looks.HOLDS if kinds == {looks.HOLDS} else looks.FAILS if kinds == {looks.FAILS} else "partly"
-    so_far, held = " so far" if waiting else "", decided.count(looks.HOLDS)
-    count = f"{held} of {len(words)} {'holds' if held == 1 else 'hold'}"
-    return f"![]({FOLDER}/{marks.of(word)}.svg) {word}{so_far}: {count}"
-
-
 def _most(sheet: Sheet, cells: list[tuple[ClaimCell, ClaimCell]]) -> str:
     """The most telling number: that of the fair test, else as published."""
     for row, (published, fair) in zip(sheet.row, cells, strict=True):
@@ -270,17 +243,6 @@ def _most(sheet: Sheet, cells: list[tuple[ClaimCell, ClaimCell]]) -> str:
             cell, mode = (fair, "fair") if fair.number else (published, "published")
             return f"[{cell.number}]({FOLDER}/{cell.recipe}.md), {mode}: {row.text}" if cell.number else cell.word
     raise ConfigError(f"papers.toml, {sheet.name}: no claim begins with {sheet.number!r}")
-
-
-def _counts(cells: list[tuple[ClaimCell, ClaimCell]]) -> str:
-    """How many claims were asked, and how many came out each way."""
-    lines = []
-    for mode, side in zip(("As published", "In a fair test"), zip(*cells, strict=True), strict=True):
-        words = [cell.word for cell in side if cell.word != UNASKED]
-        shown = ", ".join(marks.counted(words.count(word), word) for word in dict.fromkeys(words))
-        verb = "is" if len(words) == 1 else "are"
-        lines.append(f"{mode}, {len(words)} of {len(side)} claims {verb} asked{f': {shown}' if shown else ''}.")
-    return " ".join(lines)
 
 
 def _verdicts(recipe: Recipe, summary: RecipeSummary | None) -> str:
@@ -332,7 +294,8 @@ def _unaffordable(
     for name in large:
         need = needed.get(name)
         time = f" (about {duration(need.minutes)} of one processor core)" if need else ""
-        yield f"- Needs a GPU: `fedloom reproduce {name} --scale full --device cuda`{time}."
+        wants = f", with the data of {', '.join(need.missing)}" if need and need.missing else ""
+        yield f"- Needs a GPU{wants}: `fedloom reproduce {name} --scale full --device cuda`{time}."
     waiting = dict.fromkeys(
         name for sheet, cells in papers for row, pair in zip(sheet.row, cells, strict=True)
         for names, cell in zip((row.published, row.fair), pair, strict=True) if cell.word != GPU
@@ -342,6 +305,14 @@ def _unaffordable(
         budget = recipes[name].budget("laptop")
         if budget is not None:
             yield f"- Not measured yet: `fedloom reproduce {name}` (up to {option(budget)} core-minutes)."
+    short = dict.fromkeys(
+        cell.recipe for _, cells in papers for pair in cells for cell in pair
+        if cell.word in (looks.OPEN, looks.PARTLY)
+        and (summary := summaries[cell.recipe]) and len(summary.seeds) < looks.LOOKS[-1][0]
+    )  # fmt: skip
+    if short:
+        named = ", ".join(f"[{name}]({FOLDER}/{name}.md)" for name in short)
+        yield f"- More seeds may decide what is undecided or holds in part, after 10 and 20 (`--seeds`): {named}."
     yield from (
         "",
         "Each of these commands can be stopped, and it resumes where it was;",
