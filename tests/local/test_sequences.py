@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import vector_to_parameters
 
+import fedloom as fl
 from fedloom.data import Dataset, Federation, Split
 from fedloom.data.order import plan
 from fedloom.local import LocalSGD, Work, descend
@@ -184,3 +185,16 @@ def test_a_federation_of_tokens_on_another_type_keeps_them_whole() -> None:
     fed = federation(True).to(dtype=torch.float32)
     assert fed.fetch(torch.arange(2)).dtype == torch.int64
     assert replace(fed, dtype=torch.float64).fetch(torch.arange(2)).dtype == torch.int64
+
+
+def test_a_layer_for_every_position_trains() -> None:
+    rng = torch.Generator().manual_seed(0)
+    x, y = torch.randn(20, 5, 3, generator=rng), torch.randint(0, 3, (20, 5), generator=rng)
+    data = fl.Dataset("positions", x, y, classes=("a", "b", "c"), positions=True)
+    fed = fl.partition.iid(clients=2)(data, seed=0)
+    rows, net = [], nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 3))
+    for oracle in ("auto", "stacked"):
+        rows.append(fl.simulate("fedavg", fed, net, rounds=2, engine={"oracle": oracle}).models.rows("global"))
+    torch.testing.assert_close(*rows)
+    with pytest.raises(fl.errors.Refused, match="oracle 'fused' needs"):
+        fl.simulate("fedavg", fed, net, rounds=2, engine={"oracle": "fused"})

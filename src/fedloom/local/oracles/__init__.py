@@ -74,7 +74,7 @@ def make_oracle(
 
 def _rule(module: nn.Module, fed: Federation) -> str:
     cpu = fed.device.type == "cpu"
-    if chains_of(module) is not None and (cpu or not isinstance(module, Bodied)):
+    if chains_of(module) is not None and (cpu or not isinstance(module, Bodied)) and not fed.data.each:
         return "fused"
     return "looped" if cpu or _needs_loop(module, fed) else "stacked"
 

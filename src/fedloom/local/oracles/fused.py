@@ -113,7 +113,7 @@ class Fused(TermNetwork):
     def __init__(self, module: nn.Module, task: Task, fed: Federation, augment: Augment | None = None) -> None:
         super().__init__(module, task, fed, augment)
         chains = chains_of(self.module)
-        if chains is None:
+        if chains is None or fed.data.each:
             raise Refused("oracle 'fused' needs a sequence of linear layers and pointwise activations; use 'auto'")
         self.chains, steps = chains, [step for chain in chains for step in chain.steps]
         for _, layer in steps:
