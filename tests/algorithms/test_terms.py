@@ -202,3 +202,51 @@ def test_what_has_no_representation_of_single_samples_is_refused_by_name() -> No
 def test_a_function_that_gives_no_number_per_sample_is_refused() -> None:
     with pytest.raises(ValueError, match="one number per sample"):
         descend(vector(network()), work("fused"), terms=(Term(lambda z, *_: z.sum()),))
+
+
+class Written(nn.Module):
+    """A network that has an activation, or a mean over positions, as a function in the place of a layer."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.body = kind, nn.Linear(6, 4)
+        if kind == "attention":
+            self.body, self.mixing = nn.Linear(2, 4), nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True)
+        if kind == "recurrent":
+            self.body = nn.LSTM(2, 4, batch_first=True)
+        self.layer = nn.ReLU() if kind == "layer" else None
+        self.last = nn.Linear(4, CLASSES)
+
+    def represented(self, x: Tensor) -> Tensor:
+        if self.kind == "recurrent":
+            return self.body(x.unflatten(1, (3, 2)))[0][:, -1]
+        if self.kind == "attention":
+            return self.mixing(self.body(x.unflatten(1, (3, 2)))).mean(1)
+        return (self.layer or torch.relu)(self.body(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.represented(x))
+
+
+@pytest.mark.parametrize("kind", ["layer", "function", "attention", "recurrent"])
+def test_the_representation_is_the_input_of_the_head_whatever_comes_before(kind: str) -> None:
+    net = Written(kind).double()
+    if kind == "function":  # which changes nothing of the first sample
+        first = federation().fetch(federation().parts["train"].index[:1])
+        net.body.bias.data = 0.1 - (first.double() @ net.body.weight.T)[0].detach()
+    w = work("looped", net)
+    wanted = [net.represented(samples(i)[0]) for i in range(N)]
+    rows = vector(net).expand(N, -1)
+    torch.testing.assert_close(w.activations(rows), torch.stack([z.mean(0) for z in wanted]).detach())
+
+
+@pytest.mark.parametrize("method", ["moon", "fedproto", "fedpac", "fedas", "dbe", "pfedfda"])
+def test_an_activation_as_a_function_is_that_of_a_layer(method: str) -> None:
+    rows, nets = [], [Written("function"), Written("layer")]
+    nets[1].load_state_dict(nets[0].state_dict())
+    for net in nets:
+        local = {"lr": LR, "batch_size": BATCH}
+        result = fl.simulate(method, federation(), net, rounds=2, local=local, engine={"dtype": "float64"})
+        kinds = result.models.kinds()
+        rows.append(result.models.rows("personal" if "personal" in kinds else "global"))
+    torch.testing.assert_close(*rows, rtol=1e-12, atol=1e-12)

@@ -56,7 +56,8 @@ def penultimate(module: nn.Module) -> str:
 
     The module's own attribute ``penultimate`` if that is a string, else the last submodule without children that is
     registered before the head, dropout and identity left out (both do nothing in evaluation). For a model without a
-    hidden layer that is its input, flattened. A module that applies its activation as a function should name the layer.
+    hidden layer that is its input, flattened. Where a module applies an activation as a function, the oracles take the
+    head's input itself (`fedloom.local.oracles.forward.representing`).
 
     Raises:
         ConfigError: there is no such submodule, or the module names one that does not exist.

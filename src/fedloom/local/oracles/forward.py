@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fedloom.local.oracles.pooling import Pooled
+from fedloom.models import head, penultimate
 from fedloom.models.dropout import Dropout
 from fedloom.seeds import forked
 
@@ -23,17 +26,63 @@ USUAL_BATCH = 20
 
 
 @contextmanager
-def caught(layer: nn.Module | None) -> Iterator[list[Tensor]]:
-    """What ``layer`` gives meanwhile, call by call; nothing where there is none."""
-    outputs: list[Tensor] = []
+def caught(layer: nn.Module | None, *, entering: bool = False) -> Iterator[list[Tensor]]:
+    """What ``layer`` gives meanwhile, or with ``entering`` takes, call by call; nothing where there is none."""
+    values: list[Tensor] = []
     if layer is None:
-        yield outputs
+        yield values
         return
-    hook = layer.register_forward_hook(lambda _module, _inputs, out: outputs.append(out))
+    hook = (
+        layer.register_forward_pre_hook(lambda _module, inputs: values.append(inputs[0]))
+        if entering
+        else layer.register_forward_hook(lambda _module, _inputs, out: values.append(out))
+    )
     try:
-        yield outputs
+        yield values
     finally:
         hook.remove()
+
+
+class Spot(NamedTuple):
+    """Where a network has its representation: in the output of a submodule, or with ``entering`` in its input."""
+
+    name: str
+    entering: bool = False
+
+
+def representing(module: nn.Module, sample: Tensor) -> Spot:
+    """Where the representation of a network is, which is the input of its head.
+
+    It is the output of `penultimate`, unless functions such as ``F.relu`` come between that layer and the head: then
+    the two lie in memory apart when a ``sample [1, ...]`` passes. A layer that the network names is taken as it is.
+
+    Raises:
+        ConfigError: there is no layer before the head.
+    """
+    spot = Spot(penultimate(module))
+    if isinstance(getattr(module, "penultimate", None), str):
+        return spot
+    probe = copy.deepcopy(module).to(sample.device).eval()
+    probe = probe.to(sample.dtype) if sample.is_floating_point() else probe
+    last = head(module)[0].removesuffix(".")
+    modules = dict(probe.named_modules())
+    with (
+        torch.no_grad(),
+        forked(sample.device),
+        caught(modules[spot.name]) as outputs,
+        caught(modules[last], entering=True) as inputs,
+    ):
+        probe(sample)
+    if not inputs:
+        return spot
+    return spot if outputs and _is_same(outputs[-1], inputs[-1]) else Spot(last, entering=True)
+
+
+def _is_same(output: object, taken: Tensor) -> bool:
+    """Whether an output is what was taken, perhaps in another shape; equal values alone can be by chance."""
+    if not isinstance(output, Tensor) or output.untyped_storage().data_ptr() != taken.untyped_storage().data_ptr():
+        return False
+    return torch.equal(output.flatten(1), taken.flatten(1))
 
 
 def at_least_two(x: Tensor) -> Tensor:

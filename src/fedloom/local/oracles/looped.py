@@ -17,7 +17,6 @@ from fedloom.local.oracles.pooling import join
 from fedloom.local.oracles.precision import of_products
 from fedloom.local.oracles.samples import slope
 from fedloom.local.oracles.terms import Representations, TermNetwork, summed
-from fedloom.models import penultimate
 from fedloom.models.imported import ABSENT, Values, put, values_of
 from fedloom.seeds import as_global, forked
 
@@ -95,7 +94,7 @@ class Looped(TermNetwork):
             with (
                 torch.enable_grad(),
                 self.lowered(batch),
-                caught(self._layer if terms else None) as features,
+                caught(self._layer if terms else None, entering=bool(terms) and self.spot.entering) as features,
             ):
                 outputs = self._forward(x, batch, i).flatten(0, -2)
             ends, above = [outputs], [slope(self.task, outputs.to(self.dtype), data, i).to(outputs.dtype)]
@@ -128,12 +127,12 @@ class Looped(TermNetwork):
 
     @cached_property
     def _layer(self) -> nn.Module:
-        """The layer whose output is the representation."""
-        return self.module.get_submodule(penultimate(self.module))
+        """The layer that has the representation; see `spot`."""
+        return self.module.get_submodule(self.spot.name)
 
     def _features_of(self, row: Tensor, x: Tensor) -> Tensor:
         """The representation ``[b, k]`` by the model ``row [d]`` in evaluation mode."""
-        with caught(self._layer) as features:
+        with caught(self._layer, entering=self.spot.entering) as features:
             self.run(row, x)
         return features[-1].flatten(1)
 

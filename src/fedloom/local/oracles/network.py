@@ -18,15 +18,17 @@ from fedloom.local.oracles.allocator import keep_memory
 from fedloom.local.oracles.base import Oracle, Reduce
 from fedloom.local.oracles.forward import (
     PIECE,
+    Spot,
     at_least_two,
     caught,
     dropout_shapes,
     evaluated_together,
     memory_format,
+    representing,
 )
 from fedloom.local.oracles.precision import lowered
 from fedloom.local.oracles.samples import Samples, batch_loss, probe
-from fedloom.models import Augment, penultimate
+from fedloom.models import Augment
 from fedloom.models.dropout import Dropout
 from fedloom.models.parts import BATCH_STATISTICS
 from fedloom.rows.layout import Layout, trainable
@@ -146,17 +148,22 @@ class Network(Oracle):
             ConfigError: the model has no such layer.
         """
         modules = {name: m for name, m in self.module.named_modules() if name}
-        name = penultimate(self.module) if layer == "penultimate" else layer
-        if name != "logits" and name not in modules:
+        spot = self.spot if layer == "penultimate" else Spot(layer)
+        if spot.name != "logits" and spot.name not in modules:
             raise unknown("layer", layer, ["penultimate", "logits", *modules])
         pieces = index.split(self._together)  # measured by a forward pass, which the hook must not see
-        with caught(modules.get(name, self.module)) as outputs:
+        with caught(modules.get(spot.name, self.module), entering=spot.entering) as outputs:
             for piece in pieces:
                 self.run(row, self.fed.fetch(piece))
         features = torch.cat(outputs)
         if self.labels_each is not None:
             return features.flatten(0, 1).flatten(1)[self.fed.targets(index) >= 0]
         return features.flatten(1)
+
+    @cached_property
+    def spot(self) -> Spot:
+        """Where the representation is."""
+        return representing(self._module, self._sample())
 
     def accuracy(self, w: Tensor, ids: Tensor) -> Tensor:
         """Share of each client's training samples that are predicted right, ``[m, 1]``.

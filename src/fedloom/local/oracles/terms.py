@@ -13,10 +13,9 @@ from torch.func import functional_call
 
 from fedloom.errors import Refused
 from fedloom.local.oracles.base import Features
-from fedloom.local.oracles.forward import caught
+from fedloom.local.oracles.forward import Spot, caught
 from fedloom.local.oracles.network import Network
 from fedloom.local.rows import map_rows
-from fedloom.models import penultimate
 
 if TYPE_CHECKING:
     from fedloom.local.batches import Batch
@@ -35,16 +34,17 @@ class Representation:
 
     Args:
         module: the network; copied.
+        spot: where the representation is.
         like: a tensor of the dtype and on the device to compute with.
     """
 
-    def __init__(self, module: nn.Module, like: Tensor) -> None:
-        self.module = copy.deepcopy(module).to(like.device, like.dtype)
-        self.layer = dict(self.module.named_modules())[penultimate(self.module)]
+    def __init__(self, module: nn.Module, spot: Spot, like: Tensor) -> None:
+        self.module, self.entering = copy.deepcopy(module).to(like.device, like.dtype), spot.entering
+        self.layer = self.module.get_submodule(spot.name)
 
     def __call__(self, parameters: dict[str, Tensor], x: Tensor, *, train: bool) -> Representations:
         """Features and outputs of samples ``[b, *shape]``."""
-        with caught(self.layer) as features:
+        with caught(self.layer, entering=self.entering) as features:
             outputs = functional_call(self.module.train(train), parameters, (x,))
         return Representations(features[-1].flatten(1), outputs)
 
@@ -142,7 +142,7 @@ class TermNetwork(Network):
     @cached_property
     def representation(self) -> Representation:
         """The module with its representation beside its outputs."""
-        return Representation(self._module, torch.empty(0, dtype=self.dtype, device=self.device))
+        return Representation(self._module, self.spot, torch.empty(0, dtype=self.dtype, device=self.device))
 
     def _check_terms(self) -> None:
         """Refuse a network whose samples cannot be looked at one by one.
