@@ -45,8 +45,13 @@ HEAD = """# The papers
 What five papers claim, and what comes of it here: **as published** with the paper's own settings, **in a fair test**
 with searches of equal size for every method. [How claims are judged](#how-claims-are-judged).
 """
-TAIL = """The page is generated from recorded runs; of its results only withdrawn ones are typed. One command repeats a
-table: `fedloom reproduce fedacs-table2 --data-dir DATA`.
+TAIL = """The page is generated from recorded runs; only withdrawn results are typed. One command repeats a table:
+
+<!-- not run: takes minutes, and needs the data set -->
+```sh
+fedloom reproduce fedacs-table2 \\
+  --data-dir DATA
+```
 """
 RULES = files("fedloom_studies.reproduce").joinpath("rules.md")
 """How claims are judged, the end of the page."""
