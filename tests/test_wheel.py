@@ -14,6 +14,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
 SMALL = """
@@ -97,6 +98,17 @@ def test_a_source_distribution_has_all_that_make_and_the_pages_use() -> None:
     build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["sdist"]
     patterns = (*build["include"], "/pyproject.toml")
     assert not [name for name in sorted(wanted) if not any(fnmatch(name, pattern) for pattern in patterns)]
+
+
+@pytest.mark.parametrize(
+    "failing", ["pydantic==2.10.0", "scikit-learn==1.5.2", "typer==0.15.0"], ids=["import", "fl.sklearn", "--help"]
+)
+def test_versions_that_were_seen_to_fail_are_excluded(failing: str) -> None:
+    """Installed in place of the newest ones, with the lowest allowed versions of all others."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = {needed.name: needed.specifier for needed in map(Requirement, project["dependencies"])}
+    name, _, version = failing.partition("==")
+    assert version not in needed[name]
 
 
 @pytest.mark.slow
