@@ -184,7 +184,7 @@ def test_the_rule_on_an_accelerator(
 ) -> None:
     monkeypatch.setattr(oracles, "draws_itself", lambda _module, _fed: draws)
     monkeypatch.setattr(oracles, "moved_values", lambda _module, _fed: moved)
-    fed: Any = SimpleNamespace(device=torch.device("cuda"))
+    fed: Any = SimpleNamespace(device=torch.device("cuda"), data=SimpleNamespace(each=False))
     assert oracles._rule(MLP().build((6,), CLASSES), fed) == "fused"
     assert oracles._rule(CNN(channels=(4,), kernel=3).build(IMAGE, CLASSES), fed) == chosen
     assert oracles._rule(CNN(channels=(4,), kernel=3, norm="batch").build(IMAGE, CLASSES), fed) == "looped"
