@@ -171,6 +171,17 @@ def test_one_rival_neither_carries_nor_drowns_the_others() -> None:
     assert judged(0.3, 0.2, -0.02).least.name == "m2: global: accuracy"
 
 
+def test_of_a_claim_that_does_not_hold_the_least_is_clearly_against_it() -> None:
+    """A rival that is farther ahead on average, and not clearly, decides nothing and is not the number."""
+    wild = np.array(FAR) + np.array([0.9, -0.5, 0.7, -0.4, 0.8])
+    clear = np.array(FAR) + np.array([0.10, 0.11, 0.09, 0.10, 0.11])
+    measured = numbers(flame_personal=FAR, m0_global=list(wild), m1_global=list(clear))
+    (one,) = claims(with_claim(than=["m0: global", "m1: global"]), measured)
+    assert one.verdict == FAILS
+    assert one.least == one.rivals[1]
+    assert one.least.look.difference > one.rivals[0].look.difference
+
+
 def test_rivals_have_holms_correction() -> None:
     """Five rivals at p = 0.0021 each are not clear together, one is."""
     lead = np.array([0.0148, 0.0088, 0.0106, 0.0136, 0.0064])

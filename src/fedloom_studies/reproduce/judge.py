@@ -93,8 +93,15 @@ class ClaimVerdict:
 
     @property
     def least(self) -> Rival:
-        """The rival nearest to contradicting the claim: with the smallest difference, or the farthest from equal."""
-        return min(self.rivals, key=lambda r: -abs(r.look.difference) if self.claim.equivalent else r.look.difference)
+        """The rival nearest to contradicting the claim: with the smallest difference, or the farthest from equal.
+
+        Of a claim that does not hold it is one of those that are clearly against it.
+        """
+        against = [r for r in self.rivals if r.verdict == FAILS] if self.verdict == FAILS else []
+        return min(
+            against or self.rivals,
+            key=lambda r: -abs(r.look.difference) if self.claim.equivalent else r.look.difference,
+        )
 
     @property
     def measured(self) -> list[ClaimPair]:
