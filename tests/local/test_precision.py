@@ -44,25 +44,38 @@ def switched() -> Iterator[dict[Any, str]]:
         pytest.skip("PyTorch before 2.9 has no such switches")
     chosen = {backends.mkldnn.matmul: "bf16", backends.cudnn.conv: "ieee"}
     before = {library: library.fp32_precision for library in chosen}
+    older = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     for library, value in chosen.items():
         library.fp32_precision = value
     yield chosen
     for library, value in before.items():
         library.fp32_precision = value
+    assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == older
 
 
 def test_a_callers_switches_of_single_libraries_are_put_aside_and_back(switched: dict[Any, str]) -> None:
-    """Once one is set, PyTorch refuses to read its older ones, which its own code does within."""
     backends: Any = torch.backends
     with precision.undisturbed():
         assert backends.mkldnn.matmul.fp32_precision == "ieee"
-        assert (torch.get_float32_matmul_precision(), backends.cudnn.allow_tf32) == ("highest", False)
-        with precision.repeatable(torch.device("cuda"), "tf32"):
-            assert backends.cudnn.allow_tf32
-            assert backends.cuda.matmul.allow_tf32
-            assert backends.mkldnn.matmul.fp32_precision == "ieee"
-        assert not backends.cudnn.allow_tf32
+        assert torch.get_float32_matmul_precision() == "highest"  # which PyTorch's exporters read
+        for chosen, value in (("tf32", "tf32"), ("full", "ieee")):
+            with precision.repeatable(torch.device("cuda"), chosen):
+                gpu = backends.cudnn.conv, backends.cudnn.rnn, backends.cuda.matmul
+                assert [library.fp32_precision for library in gpu] == [value] * 3
+                assert backends.mkldnn.matmul.fp32_precision == "ieee"
     assert {library: library.fp32_precision for library in switched} == switched
+
+
+@pytest.mark.parametrize("chosen", ["highest", "high", "medium"])
+def test_a_callers_rounding_of_products_is_put_aside_and_back(chosen: str) -> None:
+    cudnn, before = torch.backends.cudnn, torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(chosen)
+    try:
+        with precision.undisturbed(), precision.repeatable(torch.device("cuda"), "full"):
+            assert (torch.get_float32_matmul_precision(), cudnn.allow_tf32) == ("highest", False)
+        assert (torch.get_float32_matmul_precision(), cudnn.allow_tf32) == (chosen, True)
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def after_steps(problem: Problem, oracle: Network) -> tuple[Tensor, Tensor]:

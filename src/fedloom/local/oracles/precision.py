@@ -71,7 +71,7 @@ def undisturbed(threads: int = 1) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        with torch.inference_mode(False), torch.enable_grad(), on_cpu(), _products(tf32=False), ExitStack() as modes:
+        with torch.inference_mode(False), torch.enable_grad(), on_cpu(), _unrounded(), ExitStack() as modes:
             for kind in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
                 modes.enter_context(torch.autocast(kind, enabled=False))
             yield
@@ -80,29 +80,34 @@ def undisturbed(threads: int = 1) -> Iterator[None]:
 
 
 @contextmanager
-def _products(tf32: bool) -> Iterator[None]:
-    """Products and convolutions of float32 are those of float32 meanwhile, or a GPU's of TF32.
+def _unrounded() -> Iterator[None]:
+    """The CPU rounds nothing that enters products and convolutions of float32 meanwhile.
 
-    PyTorch has a switch for each library since 2.9, and refuses to read its older ones once a caller has set such.
+    PyTorch has a switch for each library since 2.9. It refuses to read its older one where a caller's differ from it.
     """
-    backends: Any = torch.backends
-    cudnn, matmul = backends.cudnn, backends.cuda.matmul
-    older = _readable(torch.get_float32_matmul_precision), _readable(lambda: cudnn.allow_tf32)
-    switches = list[Any]()  # three of a GPU and three of the CPU
-    if hasattr(matmul, "fp32_precision"):
-        mkldnn = backends.mkldnn
-        switches = [matmul, cudnn.conv, cudnn.rnn, mkldnn.matmul, mkldnn.conv, mkldnn.rnn]
+    older = _readable(torch.get_float32_matmul_precision)
+    is_rounded = older not in (None, "highest")
+    if is_rounded:
+        torch.set_float32_matmul_precision("highest")
+    mkldnn: Any = torch.backends.mkldnn
+    switches = [mkldnn.matmul, mkldnn.conv, mkldnn.rnn] if hasattr(mkldnn, "fp32_precision") else []
+    try:
+        with _switched([switch for switch in switches if switch.fp32_precision not in ("none", "ieee")], "ieee"):
+            yield
+    finally:
+        if is_rounded:
+            torch.set_float32_matmul_precision(cast(str, older))
+
+
+@contextmanager
+def _switched(switches: Sequence[Any], precision: str) -> Iterator[None]:
+    """Libraries of PyTorch round float32 so meanwhile."""
     before = [switch.fp32_precision for switch in switches]
-    cudnn.allow_tf32 = matmul.allow_tf32 = tf32
-    for place, switch in enumerate(switches):
-        switch.fp32_precision = "tf32" if tf32 and place < 3 else "ieee"
+    for switch in switches:
+        switch.fp32_precision = precision
     try:
         yield
     finally:
-        if older[0] is not None:
-            torch.set_float32_matmul_precision(older[0])
-        if older[1] is not None:
-            cudnn.allow_tf32 = older[1]
         for switch, chosen in zip(switches, before, strict=True):
             switch.fp32_precision = chosen
 
@@ -110,7 +115,7 @@ def _products(tf32: bool) -> Iterator[None]:
 def _readable(switch: Callable[[], T]) -> T | None:
     try:
         return switch()
-    except RuntimeError:  # newer switches are set too
+    except RuntimeError:  # a caller's newer switches differ from it
         return None
 
 
@@ -124,18 +129,24 @@ def repeatable(device: torch.device, precision: Precision) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    cudnn, filled = torch.backends.cudnn, cast(Any, torch.utils.deterministic)
+    backends, filled = cast(Any, torch.backends), cast(Any, torch.utils.deterministic)
+    cudnn, matmul = backends.cudnn, backends.cuda.matmul
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS does not promise the same bits
-    benchmark = cudnn.benchmark
+    older, benchmark = _readable(lambda: (cudnn.allow_tf32, matmul.allow_tf32)), cudnn.benchmark
     strict = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     fill = filled.fill_uninitialized_memory
+    newer = [cudnn.conv, cudnn.rnn, matmul] if older is None else []
+    if older is not None:
+        cudnn.allow_tf32 = matmul.allow_tf32 = precision == "tf32"
     cudnn.benchmark, filled.fill_uninitialized_memory = False, False
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        with _products(precision == "tf32"):
+        with _switched(newer, "tf32" if precision == "tf32" else "ieee"):
             yield
     finally:
         torch.use_deterministic_algorithms(strict[0], warn_only=strict[1])
+        if older is not None:
+            cudnn.allow_tf32, matmul.allow_tf32 = older
         cudnn.benchmark = benchmark
         filled.fill_uninitialized_memory = fill
 
