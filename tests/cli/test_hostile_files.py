@@ -114,6 +114,11 @@ def test_a_byte_order_mark_is_no_part_of_a_toml_file() -> None:
         (b"rounds = 2\nname = 'caf\xe9'", "line 2 is not text in UTF-8; save it as UTF-8"),
         ("rounds = 2".encode("utf-16"), "line 1 is not text in UTF-8"),
         (b"rounds = 2\nrounds = 3", r"A key is given twice; leave one of them out \(at "),
+        (
+            b"[data]\na = 1\n[data]",
+            r"The table \[data\] is given twice; write all its keys under one heading \(at line 3",
+        ),
+        (b"[a.b]\n[a.b]", r"The table \[a\.b\] is given twice"),
     ],
 )
 def test_what_editors_do_to_a_toml_file_has_its_cure(content: bytes, sentence: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -48,7 +49,14 @@ def document_of(content: bytes, path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not a TOML file: line {line} is not text in UTF-8; save it as UTF-8") from None
     except ValueError as error:  # of TOML, or of a number with thousands of digits
         fault = str(error).replace("Cannot overwrite a value", "A key is given twice; leave one of them out")
+        fault = re.sub(r"Cannot declare \((.+?),?\) twice", _repeated, fault)
         raise ConfigError(f"{path} is not a TOML file: {fault}") from None
+
+
+def _repeated(heading: re.Match[str]) -> str:
+    """The fault and the cure of a table that has two headings."""
+    name = ".".join(heading[1].replace("'", "").split(", "))
+    return f"The table [{name}] is given twice; write all its keys under one heading"
 
 
 def _is_shallow(document: Mapping[str, object]) -> bool:
