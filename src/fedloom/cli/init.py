@@ -41,6 +41,8 @@ def init(
         from fedloom.storage.files import make_folder, write_atomic
 
         place = out or table.parent / f"{table.name.lstrip('.').partition('.')[0] or 'data'}.toml"
+        if place.is_dir():
+            raise ConfigError(f"{place} is a folder; give --out the path of the experiment file")
         if place.exists() and not force:
             raise ConfigError(f"{place} is there already; give --force to replace it, or another --out")
         document = place.with_name(f"{place.stem}.agreement.toml")
