@@ -35,7 +35,7 @@ class _Output(Console):
 
 def print_texts(
     titles: Sequence[str], rows: Iterable[Iterable[str]], *, right: Collection[str] = (), width: int = 160,
-    names: bool = False,
+    names: bool = False, lead: int = 0,
 ) -> None:  # fmt: skip
     """Texts in columns. Numbers are never folded: what does not fit follows below, beside the first columns again.
 
@@ -46,6 +46,7 @@ def print_texts(
         width: characters of a line where the output is no terminal.
         names: the first column has names that people copy; they are never folded. Where they leave no room for the
             other columns, these stand below each name.
+        lead: number of columns that each block begins with; 0 for those before the first of ``right``.
     """
     texts = [[printable(text) for text in row] for row in rows]
     console = _Output()
@@ -64,7 +65,7 @@ def print_texts(
             indented = wrap(line, console.width, initial_indent="  ", subsequent_indent="  ")
             console.print(Text("\n".join([first, *indented])), soft_wrap=True)
     else:
-        lead = next((place for place, title in enumerate(titles) if title in right), 1) or 1
+        lead = lead or next((place for place, title in enumerate(titles) if title in right), 1) or 1
         places = list(range(lead))
         for place in range(lead, len(titles)):
             wider = _columns(titles, texts, [*places, place], right)
@@ -116,13 +117,13 @@ def print_rows(rows: Sequence[Mapping[str, object]], first: Sequence[str] = (), 
 
     Args:
         rows: the columns are the keys of all, in the order in which they come.
-        first: columns that come before them.
+        first: columns that come before them, in each block of a narrow terminal.
         width: characters of a line where the output is no terminal.
     """
     columns = list(dict.fromkeys([*first, *(name for row in rows for name in row)]))
     numbers = [name for name in columns if any(isinstance(row.get(name), int | float) for row in rows)]
     cells = [[DASH if row.get(name) is None else option(row[name]) for name in columns] for row in rows]
-    print_texts(columns, cells, right=numbers, width=width)
+    print_texts(columns, cells, right=numbers, width=width, lead=len(first))
 
 
 def _figure(name: str, mean: float | None, half: float | None) -> str:

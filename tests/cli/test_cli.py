@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 import fedloom
 from fedloom.cli import app
-from fedloom.printing import print_texts
+from fedloom.printing import print_rows, print_texts
 from fedloom.version import __version__
 from tests.commands import call, in_a_fork
 
@@ -366,6 +366,11 @@ def test_tables_fold_no_number_and_no_name_at_any_width(width: int, capsys: pyte
     table = capsys.readouterr().out
     assert all(len(line) <= width for line in table.splitlines())
     assert all(text in table for row in [titles, *numbers] for text in row)
+    print_rows(
+        [{"method": "fedavg", "seed": 7, "loss": 0.123456, "accuracy": 0.98765}], ("method", "seed"), width=width
+    )
+    heads = [line for line in capsys.readouterr().out.splitlines() if "loss" in line or "accuracy" in line]
+    assert all("method" in line and "seed" in line for line in heads)
     name, words = "a-name-of-many-letters-to-copy", "amber " * 12
     print_texts(
         ["recipe", "what", "data"], [[name, words, "digits"], [f"{name}-2", words, ""]], names=True, width=width

@@ -55,7 +55,7 @@ def models_command(run: RunArgument) -> None:
         from fedloom.experiment import listed, open_run
         from fedloom.printing import print_rows
 
-        print_rows(listed(open_run(run)))
+        print_rows(listed(open_run(run)), ("method", "seed", "model"))
 
 
 @app.command()
