@@ -45,6 +45,7 @@ def file(tmp_path: Path) -> Path:
         ["reproduce", "fiaelt-synthetic", "--scale", "smoke", "--out"],
         ["reproduce", "fiaelt-synthetic", "--scale", "smoke", "--results"],
         ["map", "--scale", "smoke", "--setup", "iid", "--method", "fedavg", "--results"],
+        ["map", "--scale", "smoke", "--setup", "iid", "--method", "fedavg", "--out"],
     ],
     ids=lambda words: f"{words[0]} {words[-1]}",
 )
