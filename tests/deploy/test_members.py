@@ -23,6 +23,7 @@ from fedloom.deploy.ops.commands import profile
 from fedloom.deploy.ops.directory import Location, write
 from fedloom.deploy.ops.members import add, keys_digest, proposed, remove, revoke, take
 from fedloom.deploy.ops.plan import plan
+from fedloom.deploy.ops.processes import ProcessError
 from fedloom.deploy.server.run import serve
 from fedloom.deploy.settings import Server, Site, read_server, read_site
 from fedloom.deploy.site.client import Client
@@ -254,6 +255,21 @@ def test_a_key_is_revoked_by_the_name_of_its_site(ready: Path, monkeypatch: pyte
     monkeypatch.setattr(members, "ask", lambda question, home, *_a, **values: asked.append((question, home, values)))
     assert revoke(ready, "site-1") == FIRST + 1
     assert asked == [("unregister", ready / "server" / "cli", {"node": FIRST + 1})]
+
+
+def test_a_key_that_was_revoked_before_is_said_to_be_so(ready: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(why: str) -> None:
+        def ask(*_args: object, **_values: object) -> None:
+            raise ProcessError(f"supernode unregister 7: {why}")
+
+        monkeypatch.setattr(members, "ask", ask)
+
+    refuse("[code: 24] Node ID not found for account.")
+    with pytest.raises(ProcessError, match=r"^the server does not let site-1 in: its key was revoked before$"):
+        revoke(ready, "site-1")
+    refuse("no connection")
+    with pytest.raises(ProcessError, match="no connection"):
+        revoke(ready, "site-1")
 
 
 def test_a_key_is_revoked_at_the_server_of_a_try_out_until_the_directory_is_in_its_place(

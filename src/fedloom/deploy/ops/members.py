@@ -20,6 +20,7 @@ from fedloom.deploy.code import FOLDER, START, read_agreed
 from fedloom.deploy.ops import keys
 from fedloom.deploy.ops.commands import PROGRAMS, ask
 from fedloom.deploy.ops.directory import CLI, LOCAL, Location, site_files, write_files, write_side
+from fedloom.deploy.ops.processes import ProcessError
 from fedloom.deploy.ops.status import server_file, tallies
 from fedloom.deploy.secure.opened import read_checked
 from fedloom.deploy.secure.pending import PendingSums
@@ -39,6 +40,8 @@ from fedloom.storage.toml_files import document_of, read_toml
 from fedloom.values import fields_of, make
 
 CHANGE = "agreement.json"
+NO_NODE = "Node ID not found"
+"""What Flower answers for a node that it does not know, or no longer."""
 SAME = ("name", "version", "samples", "fixed_data", "code", "installed")
 """Fields of an agreement that a new member does not change."""
 
@@ -246,7 +249,7 @@ def revoke(folder: Path, name: str, programs: Path = PROGRAMS) -> int:
 
     Raises:
         ConfigError: there is no such site, or no node has answered as it.
-        ProcessError: Flower refuses, or does not answer.
+        ProcessError: the key was revoked before; or Flower refuses, or does not answer.
     """
     file = server_file(folder)
     server = read_server(file)
@@ -254,7 +257,12 @@ def revoke(folder: Path, name: str, programs: Path = PROGRAMS) -> int:
     node = tallies(lines_of(server.audit), {m.client: m.site for m in server.sites}, 0)[client]["node"]
     if node is None:
         raise ConfigError(f"no node has answered as {name} yet; 'flwr supernode list' has the numbers of all")
-    ask("unregister", _command_line(file), programs, node=node)
+    try:
+        ask("unregister", _command_line(file), programs, node=node)
+    except ProcessError as error:
+        if NO_NODE not in str(error):
+            raise
+        raise ProcessError(f"the server does not let {name} in: its key was revoked before") from None
     return int(node)
 
 
