@@ -199,9 +199,9 @@ def _claims(recipe: Recipe, verdicts: list[judge.ClaimVerdict], moved: Moved, *,
         yield from (SINGLE, "", "| comparison | difference | clear (Holm) |", "|---|---|---|")
     rows = []
     for one in several:
-        of = "standard deviations over seeds, " if one.claim.spread else ""
+        statistic = "standard deviations over seeds, " if one.claim.spread else ""
         for c in sorted(one.measured, key=lambda c: c.look.difference):
-            pair = f"{of}{c.left} against {c.right}".replace("|", "\\|")
+            pair = f"{statistic}{c.left} against {c.right}".replace("|", "\\|")
             rows.append(f"| {pair} | {interval(c.look, one.figure)} | {c.look.verdict} |")
     yield from dict.fromkeys(rows)
     if several:
