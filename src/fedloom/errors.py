@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import errno
 import re
+import stat
 import traceback
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -174,13 +175,19 @@ def check_folder(folder: Path) -> None:
         RunDirError: it, or what it is to lie in, is a file, or a link that leads nowhere.
     """
     for place in (folder, *folder.parents):
-        if place.is_dir():
+        try:
+            mode = place.stat().st_mode  # one look: another process may create or delete it meanwhile
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                raise
+            if place.is_symlink() and not place.exists():
+                raise RunDirError(
+                    f"{place} is a link to {place.readlink()}, which is not there; remove it, or choose another folder"
+                ) from None
+            continue
+        if stat.S_ISDIR(mode):
             return
-        if place.is_symlink() and not place.exists():
-            where = place.readlink()
-            raise RunDirError(f"{place} is a link to {where}, which is not there; remove it, or choose another folder")
-        if place.exists():
-            raise RunDirError(f"{place} is a file, not a folder; choose another folder")
+        raise RunDirError(f"{place} is a file, not a folder; choose another folder")
 
 
 @contextmanager

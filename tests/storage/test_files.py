@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import resource
 import signal
@@ -192,6 +193,20 @@ def test_make_folder_makes_parents_once(tmp_path):
     files.make_folder(tmp_path / "a" / "b")
     assert len(ops) == 4
     assert (tmp_path / "a" / "b").is_dir()
+
+
+@pytest.mark.parametrize("look", range(1, 9))
+def test_make_folder_takes_a_folder_that_another_process_makes_or_deletes_meanwhile(tmp_path, monkeypatch, look):
+    folder, looks, stat = tmp_path / "live", itertools.count(1), os.stat
+
+    def meanwhile(path, *args, **options):
+        if Path(path) == folder and next(looks) == look:
+            folder.rmdir() if folder.exists() else folder.mkdir()
+        return stat(path, *args, **options)
+
+    monkeypatch.setattr(os, "stat", meanwhile)
+    for _ in range(2):
+        files.make_folder(folder)
 
 
 def test_an_unwritable_place_is_a_sentence(tmp_path):
