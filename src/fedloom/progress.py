@@ -6,7 +6,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,14 @@ SECONDS_PER_LINE = 5.0
 """Time between two plain lines of one run."""
 NOTEBOOK = 0.2
 """Seconds between two looks of a notebook's line."""
+
+
+def remark(line: str) -> None:
+    """Writes a line to standard error; where that is closed, full or without a reader, the line is left out."""
+    with suppress(OSError, ValueError):
+        if sys.stderr is not None:
+            sys.stderr.write(f"{line}\n")
+            sys.stderr.flush()
 
 
 @contextmanager
@@ -156,7 +164,7 @@ class _Lines:
         if not self._runs.take(event):
             return
         if event.diverged:
-            self._write(f"{_name(event)}: {event.diverged}")
+            remark(f"{_name(event)}: {event.diverged}")
         end = event.round == event.rounds
         if key in self._ended or event.status == "interrupted" or (not (end or event.status) and self._waits(now)):
             return
@@ -168,14 +176,10 @@ class _Lines:
             parts.append(f"about {duration(left / 60)} left")
         elif left_of_run is not None and not end:
             parts.append(f"about {duration(left_of_run / 60)} left of this run")
-        self._write(f"{_name(event)}: {', '.join(filter(None, parts))}")
+        remark(f"{_name(event)}: {', '.join(filter(None, parts))}")
 
     def _waits(self, now: float) -> bool:
         return now - self._last < SECONDS_PER_LINE
-
-    def _write(self, line: str) -> None:
-        sys.stderr.write(line + "\n")
-        sys.stderr.flush()
 
 
 class Line:

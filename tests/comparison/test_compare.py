@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -157,6 +159,26 @@ def test_a_note_on_the_data_is_shown_once(capsys: pytest.CaptureFixture[str]) ->
     x = np.random.default_rng(0).normal(size=(400, 3)).astype(np.float32)
     fl.compare(["fedavg", "local"], (x, 1 + (x[:, 0] > 0)), partition=CUT, seeds=[0], rounds=1)
     assert capsys.readouterr().err.count("data: the data have no sample of 1 of their 3 classes ('0')") == 1
+
+
+def unread() -> TextIO:
+    reader, writer = os.pipe()
+    os.close(reader)
+    return os.fdopen(writer, "w")
+
+
+@pytest.mark.parametrize("opened", [lambda: None, unread])
+def test_standard_error_that_takes_nothing_ends_no_comparison(
+    opened: Callable[[], TextIO | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, stream = np.random.default_rng(0).normal(size=(400, 3)), opened()
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.stderr", stream)
+        blind = fl.compare(["fedavg"], (x, 1 + (x[:, 0] > 0)), partition=CUT, seeds=[0], rounds=1)
+    assert blind["fedavg", 0].final().shape == (6,)
+    if stream is not None:
+        with pytest.raises(BrokenPipeError):
+            stream.close()
 
 
 def test_the_same_call_goes_on_and_another_is_refused(tmp_path: Path) -> None:

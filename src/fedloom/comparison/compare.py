@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
@@ -21,7 +20,7 @@ from fedloom.errors import ConfigError, RunDirError, RunStopped, Stop, unknown
 from fedloom.experiment import Plan
 from fedloom.experiment.events import Listener
 from fedloom.experiment.outputs import Outcome
-from fedloom.progress import counted, shown
+from fedloom.progress import counted, remark, shown
 from fedloom.report.comparison.contenders import MODELS, Models
 from fedloom.report.comparison.recorded import RecordedComparison
 from fedloom.rundir import place_of
@@ -149,8 +148,8 @@ def _compared(
         if tunes:
             document, chosen = _tuned(definition, document, place.with_name(f"{place.name}-tune"), progress)
         plan = Plan(definition.read(document), place)
-        for remark in plan.remarks if progress else ():
-            sys.stderr.write(f"{remark}\n")
+        for line in plan.remarks if progress else ():
+            remark(line)
         with shown(plan) if progress else nullcontext(_silent) as hear:
             outcomes = plan.run(hear, page=False)
     except RunDirError as error:
@@ -178,7 +177,7 @@ def _tuned(
     with shows as hear:
         findings = search.run(lambda *_: None, hear)
     for sentence in beyond(findings) if progress else ():
-        sys.stderr.write(f"warning: {sentence}\n")
+        remark(f"warning: {sentence}")
     return search.tuned(findings), {one.study.method.label: dict(one.best.params) for one in findings if one.best}
 
 
