@@ -361,6 +361,28 @@ def test_a_config_that_no_node_reads_is_named(caplog: pytest.LogCaptureFixture) 
     assert "evaluate_config has 'threshold', which no node reads; for scores of your own" in caplog.text
 
 
+def test_a_config_that_a_subclass_sets_in_its_rounds_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    class Slowing(ff.Strategy):
+        """Sets a step size, as strategies of Flower's apps do."""
+
+        def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Any) -> Any:
+            config["lr"] = 0.1 / server_round
+            return super().configure_train(server_round, arrays, config, grid)
+
+    Slowing("fedavg", Net(), **CHOICES).start(App(local, 2).grid, ArrayRecord(Net().state_dict()), num_rounds=3)
+    assert caplog.text.count("train_config has 'lr', which no node reads") == 1
+
+
+def test_the_last_round_hands_flower_the_model_whether_or_not_anything_reads_it() -> None:
+    """Flower's own log ends with the size of the arrays that it was given."""
+    app, strategy = App(local, 2), ff.Strategy("fedavg", Net(), **CHOICES)
+    aggregate, sizes = strategy.aggregate_train, []
+    strategy.aggregate_train = lambda t, replies: (sizes.append((done := aggregate(t, replies))[0]), done)[1]
+    result = strategy.start(app.grid, ArrayRecord(Net().state_dict()), num_rounds=3)
+    assert [arrays is None for arrays in sizes] == [True, True, False]
+    assert sizes[-1] == result.arrays
+
+
 @pytest.mark.parametrize("module", [Net, lambda: nn.Linear(5, CLASSES)], ids=["with", "without"])
 def test_that_the_global_model_has_no_statistics_is_said(module: Any, caplog: pytest.LogCaptureFixture) -> None:
     """Its state dict has those of the initial arrays, and an ``evaluate_fn`` scores another model."""

@@ -46,6 +46,14 @@ from fedloom.local.oracles.precision import undisturbed
 from fedloom.rundir import place_of
 from fedloom.trained.model import running_statistics
 
+ROUND = "server-round"
+"""Key of a round in the configs of Flower's strategies."""
+INSTEAD = {
+    "train_config": "give local={'lr': ...} to the strategy",
+    "evaluate_config": "for scores of your own, add @app.evaluate('mine') to the nodes",
+}
+"""What to use in the place of Flower's configs."""
+
 
 class Strategy(FlowerStrategy):
     """A method of fedloom at the server of a Flower app, whose nodes have `fedloom.flower.client`.
@@ -89,6 +97,7 @@ class Strategy(FlowerStrategy):
         check_nodes_suffice(algorithm, setting_of(self._document, self._model, 1))
         self._clients: FlowerClients | None = None
         self._job: Job | None = None
+        self._unread = set[tuple[str, str]]()
         self._current: list[ArrayRecord] = []  # that Flower's loop may give: the first and the newest
         self.state: State | None = None
         self.client_metrics: dict[int, dict[int, dict[str, float]]] = {}
@@ -114,12 +123,9 @@ class Strategy(FlowerStrategy):
             ConfigError: too few nodes are there and fit, or the folder has another run.
         """
         check_counts(num_rounds=(num_rounds, 1))
-        for name, config, cure in (
-            ("train_config", train_config, "give local={'lr': ...} to the strategy"),
-            ("evaluate_config", evaluate_config, "for scores of your own, add @app.evaluate('mine') to the nodes"),
-        ):
-            if config:
-                log(WARNING, "fedloom: %s has %s, which no node reads; %s", name, ", ".join(map(repr, config)), cure)
+        self._unread = set[tuple[str, str]]()
+        for name, config in (("train_config", train_config), ("evaluate_config", evaluate_config)):
+            self._warn_of_unread(name, config or ConfigRecord())
         self._rounds, self._timeout = num_rounds, timeout
         check_nodes_suffice(self._name, setting_of(self._document, self._model, num_rounds))
         self._clients = self._job = None
@@ -160,6 +166,7 @@ class Strategy(FlowerStrategy):
             ConfigError: a wrapper of Flower's differential privacy, or arrays that are not this strategy's.
         """
         refuse_privacy(config)
+        self._warn_of_unread("train_config", config)
         if self._clients is None:
             self._begin(arrays, grid)
             self._current = [arrays]
@@ -184,7 +191,7 @@ class Strategy(FlowerStrategy):
         with suppress(_Configured, RunStopped):  # `aggregate_train` reports a round that stops
             run_round(job, self._answers, state)
         for message in sent:
-            message.content["config"] = ConfigRecord({**config, "server-round": server_round})
+            message.content["config"] = ConfigRecord({**config, ROUND: server_round})
         log(INFO, "configure_train: %s nodes (out of %s)", len(sent), job.n)
         return sent
 
@@ -195,8 +202,8 @@ class Strategy(FlowerStrategy):
         """Aggregate the usable replies; without enough of them nothing changes.
 
         Returns:
-            The global model, None where nothing reads it: without an ``evaluate_fn`` or functions of a subclass; and
-            counts of the round, None without enough replies.
+            The global model, before the last round None where nothing reads it: without an ``evaluate_fn`` or functions
+            of a subclass; and counts of the round, None without enough replies.
         """
         clients, job, before = self._running
         arrived = list(replies)
@@ -216,7 +223,7 @@ class Strategy(FlowerStrategy):
         self._save()
         counts = (state.totals - before.totals).tolist()
         metrics = MetricRecord({"accepted": len(state.cohort), "dropped": counts[-1], "samples-backward": counts[0]})
-        arrays = self._arrays() if self._writes else None
+        arrays = self._arrays() if self._writes or state.round >= self._rounds else None
         self._current[1:] = [] if arrays is None else [arrays]
         return arrays, metrics
 
@@ -231,6 +238,7 @@ class Strategy(FlowerStrategy):
         """
         if self._job is None or self._clients is None or self.state is None:
             return []
+        self._warn_of_unread("evaluate_config", config)
         server_round += self._before
         last = server_round >= self._rounds
         request = score_request(self._job, self.state) if self._every else None
@@ -240,7 +248,7 @@ class Strategy(FlowerStrategy):
         self._look(grid)
         sent = list(self._clients.score_messages(request))
         for message in sent:
-            message.content["config"] = ConfigRecord({**config, "server-round": server_round})
+            message.content["config"] = ConfigRecord({**config, ROUND: server_round})
         return sent
 
     @undisturbed()
@@ -313,6 +321,13 @@ class Strategy(FlowerStrategy):
         assert self._job is not None
         assert self.state is not None
         return self._clients, self._job, self.state
+
+    def _warn_of_unread(self, name: str, config: ConfigRecord) -> None:
+        """Log once of every key that it does nothing."""
+        keys = [key for key in config if key != ROUND and (name, key) not in self._unread]
+        self._unread |= {(name, key) for key in keys}
+        if keys:
+            log(WARNING, "fedloom: %s has %s, which no node reads; %s", name, ", ".join(map(repr, keys)), INSTEAD[name])
 
     def _look(self, grid: Grid) -> None:
         """Look which nodes of the run are there now."""
