@@ -32,11 +32,13 @@ from fedloom.experiment.analyses.references import check_references, references
 from fedloom.report.charts.calibrated import curve, point, wilson
 from fedloom.report.comparison.bootstrap import standard_error, weighted
 from fedloom.report.comparison.by_patient import delong
+from fedloom.report.left_out import LEAD
 from fedloom.report.patients import Predicted
 from fedloom.tasks.survival import SurvivalRows, concordance
 from tests.commands import call
 from tests.hospitals import COLUMNS, SITES, cell, patients
 
+ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENT = """
 rounds = 3
 seeds = [0, 1]
@@ -157,6 +159,10 @@ def test_a_left_out_site_is_scored_as_if_it_had_never_been_there() -> None:
         found = {line["metric"]: line["value"] for line in scores if line["scaling"] == scaling}
         assert found.pop("samples") == 400
         assert found == pytest.approx(model.score(celle), abs=1e-12)
+    age, start = without(fed, 2).data.fitted.values[:, 0], (ROOT / "docs" / "start.md").read_text()
+    assert torch.equal(models[0].fitted[0, :3], age[:, :3].quantile(0.5, dim=0))
+    assert "by the medians of the other sites" in LEAD
+    assert "by the medians of the other sites" in " ".join(start.split())
 
 
 def naive_delong(scores: np.ndarray, target: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

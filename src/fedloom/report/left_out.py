@@ -20,7 +20,7 @@ from fedloom.rundir import LEFT_OUT
 NAMES = ("method", "seed", "client", "scaling", "metric", "value")
 LEAD = (
     "Every site in turn as one that was not there: trained on the others, and scored on all of its samples. Left out: "
-    "columns are scaled as at the other sites on average, as a new site would use the model. On its own rows: "
+    "columns are scaled by the medians of the other sites, as a new site would use the model. On its own rows: "
     "the site scales columns by its own samples first. Beside them its result with the same method where it takes "
     "part, on its test samples, and where it trains alone. Mean over seeds ± half the width of the 95 % interval."
 )

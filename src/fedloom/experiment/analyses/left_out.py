@@ -39,7 +39,7 @@ def without(fed: Federation, client: int) -> Federation:
 def scores_of_new(result: Result, raw: Dataset, fed: Federation, client: int) -> pa.Table:
     """The global model of a run without a client on all samples of this one: client, scaling, metric, value.
 
-    Columns of a table are scaled as at the other clients on average, which is how a new client uses the model; and on
+    Columns of a table are scaled by the medians of the other clients, which is how a new client uses the model; and on
     the client's own rows, which is what it could do with its rows at hand.
 
     Args:
