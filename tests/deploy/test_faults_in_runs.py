@@ -227,6 +227,17 @@ def test_a_run_weighed_by_samples_states_why_it_waits_for_all(tmp_path: Path) ->
     assert here.serve() is Stop.DONE
 
 
+def test_who_the_first_round_waits_for_is_said_once(tmp_path: Path) -> None:
+    here, said = scene(tmp_path, "fedavg", **SMALL), list[str]()
+    two = here.grid()
+    del two.nodes[FIRST + LOST]
+    assert serve(two, here.server, said.append) is Stop.TOO_FEW
+    waits = f"fedloom: waits for site-1, at most {here.server.patience:g} s"
+    assert [line for line in said if "waits for" in line] == [waits]
+    assert serve(here.grid(), here.server, said.append) is Stop.DONE
+    assert len([line for line in said if "waits for" in line]) == 1
+
+
 def test_too_few_sites(tmp_path: Path, whole: Scene) -> None:  # 20
     here = scene(tmp_path, "flame", **SMALL)
     nobody = FakeGrid({})

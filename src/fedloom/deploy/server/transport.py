@@ -94,15 +94,19 @@ class Transport:
         Raises:
             RunStopped: too few sites.
         """
-        end = time.monotonic() + self._settings.patience
+        patience, waits = self._settings.patience, False
+        end = time.monotonic() + patience
         while True:
             self.greet()
-            if len(self.nodes) == len(self.members):
+            missing = [m.site for c, m in self.members.items() if c not in self.nodes]
+            if not missing:
                 return
             if time.monotonic() > end:
                 break
-            time.sleep(min(5 * POLL, self._settings.patience / 10))
-        missing = [m.site for c, m in self.members.items() if c not in self.nodes]
+            if not waits:
+                self._say(f"fedloom: waits for {', '.join(missing)}, at most {patience:g} s")
+            waits = True
+            time.sleep(min(5 * POLL, patience / 10))
         need = len(self.members) if everyone else self._settings.quorum
         if len(self.nodes) < need:
             why = "".join(f"; {name}: {reason}" for name, reason in self.presence.reasons().items())
