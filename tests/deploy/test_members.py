@@ -28,6 +28,7 @@ from fedloom.deploy.server.run import serve
 from fedloom.deploy.settings import Server, Site, read_server, read_site
 from fedloom.deploy.site.client import Client
 from fedloom.errors import ConfigError, Refused, RunDirError, Stop
+from fedloom.experiment import parse
 from tests.deploy.conftest import make_experiment
 from tests.deploy.grid import FakeGrid, outside_flower
 from tests.deploy.scene import FIRST
@@ -103,6 +104,20 @@ def test_the_unit_of_a_new_site_can_start_and_reach_the_server(ready: Path) -> N
     assert "IPAddressAllow=localhost 192.0.2.7\n" in unit
     [paths] = re.findall("^ReadWritePaths=(.*)", unit, re.MULTILINE)
     assert all((folder / Path(path).relative_to("/srv/fedloom/site")).is_dir() for path in paths.split())
+
+
+def test_a_further_site_gets_nothing_of_the_file_of_another(tmp_path: Path) -> None:
+    """On one machine it would train on that site's patients, or multiply its own columns by that site's factors."""
+    (tmp_path / "amsel.csv").write_text("age,ill\n" + "\n".join(f"{30 + k},{k % 2}" for k in range(40)))
+    table = {"source": str(tmp_path / "amsel.csv"), "label": "ill"}
+    document = {"data": table, "partition": {"kind": "iid", "clients": 2}, "method": [{"algorithm": "fedavg"}]}
+    write(plan(parse(document), 2, own_data=True), tmp_path / "d", Location())
+    file = tmp_path / "d" / "sites" / "site-0" / "site.toml"
+    before = tomllib.loads(file.read_text())
+    own = {"path": table["source"], "missing": ["-9"], "factors": {"age": 12.0}, "separator": ","}
+    file.write_text(tomli_w.dumps(before | {"data": before["data"] | own}))
+    further = tomllib.loads((add(tmp_path / "d", "new", Location()).folder / "site" / "site.toml").read_text())
+    assert further["data"] == before["data"] == {"source": "csv", "label": "ill", "path": "amsel.csv"}
 
 
 def test_a_server_that_adds_a_site_by_itself_learns_nothing(ready: Path) -> None:

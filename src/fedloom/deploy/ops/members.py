@@ -20,6 +20,7 @@ from fedloom.deploy.code import FOLDER, START, read_agreed
 from fedloom.deploy.ops import keys
 from fedloom.deploy.ops.commands import PROGRAMS, ask
 from fedloom.deploy.ops.directory import CLI, LOCAL, Location, site_files, write_files, write_side
+from fedloom.deploy.ops.plan import further_data_table
 from fedloom.deploy.ops.processes import ProcessError
 from fedloom.deploy.ops.status import server_file, tallies
 from fedloom.deploy.secure.opened import read_checked
@@ -112,7 +113,7 @@ def add(folder: Path, name: str, place: Location) -> Change:
     settings |= {"results": f"results/agreement-{number}"}
     agreed = make(Server, settings, "fedloom deploy add", fields_of(Server))
     shared = {field: getattr(agreed, field) for field in Shared.model_fields}
-    data = templates[0]["data"] if templates else document["data"]
+    data = further_data_table(templates[0]["data"]) if templates else document["data"]
     about = {"site": name, "client": member.client, "data": data, "server": server.entrance}
     site = make(Site, {**shared, **about}, name, fields_of(Site))
     common: dict[str, str | bytes] = {"experiment.toml": experiment, **({} if start is None else {START: start})}

@@ -44,6 +44,8 @@ from fedloom.schedule import Synchronous
 MARGIN = 10.0
 """How much longer than in the first round a difference may be. Over 20 rounds of the registry's methods the longest was
 up to 4 times the first's, and 7 times with a channel that keeps errors, unless a method diverged."""
+OF_ONE_TABLE = (*AGREED, *SIGNS, "users", "factors")
+"""Options of a table that are agreed on, or hold for one file."""
 
 
 @dataclass(frozen=True)
@@ -278,12 +280,18 @@ def _own_data_table(one: Experiment) -> dict[str, Any]:
     """The table [data] of a site with data of its own: a file of the same name, beside the site's settings."""
     path, options = getattr(one.source, "path", None), _placeless(one)
     if isinstance(one.source, TableSource):  # what its columns mean was agreed on, and signs are found out
-        options = {k: v for k, v in options.items() if k not in (*AGREED, *SIGNS, "users", "factors")}
-        options |= one.source.targets
+        options = {k: v for k, v in options.items() if k not in OF_ONE_TABLE} | one.source.targets
         if "label" not in options:
             with one.source.open() as raw:
                 options["label"] = raw.names[-1]
     return options | ({} if path is None else {"path": Path(path).name})
+
+
+def further_data_table(options: dict[str, Any]) -> dict[str, Any]:
+    """The table [data] of one more site, from another's: a file of the same name, and nothing of that site's own."""
+    if issubclass(SOURCES.get(str(options["source"]), object), TableSource):
+        options = {k: v for k, v in options.items() if k not in OF_ONE_TABLE}
+    return options | ({"path": Path(str(options["path"])).name} if "path" in options else {})
 
 
 def _absolute(options: dict[str, Any]) -> dict[str, Any]:
