@@ -358,6 +358,13 @@ def test_the_help_of_every_command_has_an_example_that_could_be_typed(path: list
     command.make_context(path[-1], words[len(path) :])  # raises what the command line would say
 
 
+@pytest.mark.parametrize("name", ["models", "evaluate", "predict", "adapt", "export"])
+def test_examples_of_models_in_hand_are_commands_of_their_page(name: str) -> None:
+    """Whose test runs them: new rows of a table are of no use to a run of images."""
+    [example] = re.findall(r"Example: (fedloom (?:.+\n)+)", RUNNER.invoke(app, [name, "--help"]).output)
+    assert " ".join(example.split()) in (Path(__file__).parents[2] / "docs" / "models.md").read_text().splitlines()
+
+
 @pytest.mark.parametrize("width", [30, 50, 80, 200])
 def test_tables_fold_no_number_and_no_name_at_any_width(width: int, capsys: pytest.CaptureFixture[str]) -> None:
     titles = ["method", "accuracy", "worst 10 %", "MB up", "status"]

@@ -49,7 +49,7 @@ def models_command(run: RunArgument) -> None:
 
     They are global, personal, hybrid and adapted ones.
 
-    Example: fedloom models runs/quickstart
+    Example: fedloom models runs/patients
     """
     with errors():
         from fedloom.experiment import listed, open_run
@@ -73,7 +73,7 @@ def evaluate(
 
     Models are used as predict does: those of each row's site or of --client, else the global one.
 
-    Example: fedloom evaluate runs/quickstart --data new.csv --method flame --client 3
+    Example: fedloom evaluate runs/patients --data new.csv --method ditto --client south
     """
     with errors():
         from fedloom.experiment import open_run
@@ -111,7 +111,7 @@ def predict(
 
     Classes come with their probabilities.
 
-    Example: fedloom predict runs/quickstart new.csv --client 3 --out predictions.csv
+    Example: fedloom predict runs/patients patients.csv --out predictions.csv
     """
     with errors():
         from fedloom.experiment import open_run
@@ -150,7 +150,7 @@ def adapt(
 
     The method's own client step trains it.
 
-    Example: fedloom adapt runs/quickstart --data new_client.csv --method flame --rounds 5
+    Example: fedloom adapt runs/patients --data new.csv --method ditto --rounds 5
     """
     with errors():
         from fedloom.experiment import open_run
@@ -208,7 +208,7 @@ def export(
 
     It is the model that predict uses, as an ONNX or torch graph that takes raw rows, or its parameters alone.
 
-    Example: fedloom export runs/quickstart --method flame --client 3 --format onnx --out client3.onnx
+    Example: fedloom export runs/patients --method ditto --client south --format onnx --out south.onnx
     """
     with errors():
         from fedloom.experiment import open_run
