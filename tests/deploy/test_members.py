@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import tomli_w
 import torch
@@ -21,9 +22,10 @@ from fedloom.deploy.audit import SENT, lines_of
 from fedloom.deploy.ops import members
 from fedloom.deploy.ops.commands import profile
 from fedloom.deploy.ops.directory import Location, write
+from fedloom.deploy.ops.loopback import Loopback
 from fedloom.deploy.ops.members import add, keys_digest, proposed, remove, revoke, take
 from fedloom.deploy.ops.plan import plan
-from fedloom.deploy.ops.processes import ProcessError
+from fedloom.deploy.ops.processes import ProcessError, Processes
 from fedloom.deploy.server.run import serve
 from fedloom.deploy.settings import Server, Site, read_server, read_site
 from fedloom.deploy.site.client import Client
@@ -75,6 +77,15 @@ def apply(folder: Path, change: members.Change, approving: Any = range(3)) -> No
     shutil.copytree(change.folder / "site", folder / "sites" / "new")
     for c in approving:
         take(folder / "sites" / f"site-{c}", change.folder / "approval", change.digest)
+
+
+def losses(folder: Path) -> list[tuple[int, float]]:
+    """Test losses of the global model after the last round, by client."""
+    table = pq.read_table(read(folder).results / "metrics.parquet").to_pylist()
+    chosen = [
+        r for r in table if (r["model"], r["part"], r["metric"]) == ("global", "test", "loss") and r["client"] >= 0
+    ]
+    return [(r["client"], r["value"]) for r in chosen if r["round"] == chosen[-1]["round"]]
 
 
 def test_a_site_joins_later_and_training_goes_on_from_the_last_model(ready: Path) -> None:
@@ -131,6 +142,7 @@ def test_a_server_that_adds_a_site_by_itself_learns_nothing(ready: Path) -> None
     reasons = {x["reason"] for x in lines_of(read(ready).audit) if x["what"] == "rejected"}
     assert reasons
     assert all("experiment is" in reason for reason in reasons)
+    assert all(reason.endswith("; the site has another agreement, or has not approved this one") for reason in reasons)
 
 
 def test_a_key_that_a_server_slips_into_its_own_list_gets_nothing(trained: tuple[Path, bool], ready: Path) -> None:
@@ -261,6 +273,9 @@ def test_a_site_is_taken_out(trained: tuple[Path, bool], ready: Path) -> None:
         return
     assert [m.site for m in remove(ready, "site-1").sites] == ["site-0", "site-2"]
     assert serve(grid(ready, range(3)), read(ready), lambda _: None) is Stop.DONE
+    loss = {client: value for client, value in losses(ready) if client in (0, 2)}
+    table = [row for row in Loopback(ready, Processes()).table() if row["model"] == "global"]
+    assert [(row["site"], row["loss"]) for row in table] == [("site-0", loss[0]), ("site-2", loss[2])]
     with pytest.raises(ConfigError, match="there is no site site-1; sites: site-0, site-2"):
         remove(ready, "site-1")
 

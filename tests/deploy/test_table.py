@@ -43,7 +43,7 @@ def test_last_figures_of_every_site_and_model(tmp_path):
     pq.write_table(
         pa.table(dict(zip(columns, map(list, zip(*rows, strict=True)), strict=True))), tmp_path / "m.parquet"
     )
-    assert site_table(tmp_path / "m.parquet", ["north", "south"]) == [
+    assert site_table(tmp_path / "m.parquet", {0: "north", 1: "south"}) == [
         {
             "site": "north",
             "model": "global",
@@ -56,6 +56,8 @@ def test_last_figures_of_every_site_and_model(tmp_path):
         {"site": "south", "model": "personal", "round": 5, "accuracy": 0.9, "loss": 0.3},
     ]
     assert mean_table(tmp_path / "m.parquet") == [{"model": "global", "round": 7, "accuracy": 0.7, "sites": 1}]
+    south = site_table(tmp_path / "m.parquet", {1: "south"})
+    assert [row["accuracy"] for row in south] == [0.6, 0.9], "a site that was taken out leaves the others their own"
 
 
 @pytest.fixture

@@ -156,7 +156,7 @@ class Loopback:
 
     def table(self) -> list[dict[str, Any]]:
         """The last figures of every site; see `site_table`."""
-        return site_table(self.server.results / "metrics.parquet", [m.site for m in self.server.sites])
+        return site_table(self.server.results / "metrics.parquet", {m.client: m.site for m in self.server.sites})
 
     def _start(
         self, name: str, words: Sequence[str], folder: Path | None = None, threads: int | None = None

@@ -139,7 +139,7 @@ def status_of(server: Server) -> dict[str, Any]:
     members, document = {m.client: m.site for m in server.sites}, _document(server.experiment)
     scores, means = list[dict[str, Any]](), list[dict[str, Any]]()
     with suppress(OSError, KeyError, pa.ArrowException):  # not there yet, or damaged
-        scores = site_table(server.results / "metrics.parquet", [members.get(c, str(c)) for c in range(server.clients)])
+        scores = site_table(server.results / "metrics.parquet", members)
         means = mean_table(server.results / "metrics.parquet")
     sizes = more.get("sizes", [])
     sites = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +15,16 @@ from fedloom.metrics import SUMMARY
 from fedloom.storage.disk import regular
 
 
-def site_table(metrics: Path, sites: Sequence[str]) -> list[dict[str, Any]]:
+def site_table(metrics: Path, sites: Mapping[int, str]) -> list[dict[str, Any]]:
     """The last test figures of every site: a row per site and model, with ``site``, ``model``, ``round`` and metrics.
 
     They are of the last round in which the site had any.
 
     Args:
         metrics: a file `metrics.parquet`.
-        sites: names in the order of the clients.
+        sites: names by client; the figures of other clients, as of a site that was taken out, are left out.
     """
-    records = [r for r in _read(metrics, SUMMARY) if 0 <= r["client"] < len(sites)]
+    records = [r for r in _read(metrics, SUMMARY) if r["client"] in sites]
     last = {(r["client"], r["model"]): r["round"] for r in records if r["value"] == r["value"]}
     rows: dict[tuple[int, str], dict[str, Any]] = {}
     for r in records:

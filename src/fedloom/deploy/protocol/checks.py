@@ -183,7 +183,8 @@ class Checks:
         for name, value in wanted.items():
             if head[name] != value:
                 got, want = (v.hex() if isinstance(v, bytes) else v for v in (head[name], value))
-                raise Rejected(4, f"{name} is {str(got)[:40]}, not {str(want)[:40]}")
+                hint = "; the site has another agreement, or has not approved this one" if name == "experiment" else ""
+                raise Rejected(4, f"{name} is {str(got)[:40]}, not {str(want)[:40]}{hint}")
         client: int = head["client"]
         if client not in self._keys:
             raise Rejected(4, f"no site has the number {client}")
