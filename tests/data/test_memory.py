@@ -55,6 +55,16 @@ class HubSplit(list[dict[str, Any]]):
     features: ClassVar = {"label": types.SimpleNamespace(names=["0", "1", "2"])}
 
 
+class Stored:
+    """An array of a file, as h5py and zarr have them."""
+
+    def __init__(self, values: Any) -> None:
+        self.shape, self.dtype, self._values = values.shape, values.dtype, values
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return np.asarray(self._values, dtype)
+
+
 SET = TensorDataset(torch.from_numpy(X), torch.from_numpy(Y))
 DOORS: dict[str, Any] = {
     "pair": (X, Y),
@@ -70,6 +80,7 @@ DOORS: dict[str, Any] = {
     "pairs as dictionaries": Pairs(lambda i: {"image": X[i], "label": int(Y[i])}),
     "as scikit-learn has them": {"data": X, "target": Y},
     "objects": (X, Y.astype(object)),
+    "arrays of a file": (Stored(X), Stored(Y)),
     "read-only": (np.frombuffer(X.tobytes(), np.uint8).reshape(X.shape), np.frombuffer(Y.tobytes(), Y.dtype)),
     "backwards": (X[::-1].copy()[::-1], Y[::-1].copy()[::-1]),
     "other byte order": (np.asfortranarray(X), Y.astype(">i4")),
@@ -103,6 +114,7 @@ def test_options_of_arrays() -> None:
     assert Dataset.of(X, Y / 2).task == "regression"
     assert Dataset.of(X, Y > 0, task="binary").outputs == 1
     assert Dataset.of(data) is data
+    assert Dataset.of(Stored(X), Stored(Y)).checksum() == Dataset.of(X, Y).checksum()
     last = Dataset.of(np.zeros((2, 4, 5, 3)), [0, 1], channels_last=True)
     assert last.shape == (3, 4, 5)
     assert last.x.dtype == torch.float32
@@ -118,6 +130,9 @@ def test_options_of_arrays() -> None:
         (lambda: Dataset.of(RECORDS, Y), DataError, r"a structured array, with a, b; give pandas.DataFrame\(x\)"),
         (lambda: Dataset.of(X, Y.astype("S")), DataError, r"got \|S\d+ \(12,\); give y.astype\(str\)"),
         (lambda: Dataset.of(pd.DataFrame(X[:, 0]), X[:, 0]), ConfigError, r"holds its targets, got ndarray \(12, "),
+        (lambda: Dataset.of(Stored(X)), ConfigError, "features without targets; give the pair"),
+        (lambda: Dataset.of(X, [b"a", b"b"] * 6), DataError, r"give y.astype\(str\)"),
+        (lambda: Dataset.of(X, np.array([b"a", b"b"] * 6, object)), DataError, r"value 0 is b'a'.*give y\[:\].astype"),
         (lambda: Dataset.of(3), ConfigError, "cannot make a data set of int; known are arrays"),
         (lambda: Dataset.of((X, Y), clases=[1]), ConfigError, "unknown option 'clases'; did you mean 'classes'"),
         (lambda: Dataset.of(load("digits"), Y), ConfigError, "digits: is a Dataset already"),

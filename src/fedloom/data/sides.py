@@ -143,11 +143,12 @@ def side_of(obj: Any, target: Any, column: str | None, users: Any, name: str) ->
         )
     if isinstance(obj, list) and target is None and all(isinstance(s, tuple) and len(s) == 2 for s in obj):
         return Side(*_stacked(_pairs(obj, name), name))
-    if isinstance(obj, (np.ndarray, torch.Tensor, list, tuple)):
+    if isinstance(obj, (np.ndarray, torch.Tensor, list, tuple)) or _is_array(obj):
         if target is None or isinstance(target, str):
-            pairs = [len(part) for part in obj if type(part) is tuple] == [2, 2]
+            parts = obj if isinstance(obj, tuple) else ()
+            pairs = [len(part) for part in parts if type(part) is tuple] == [2, 2]
             cure = "the pair (x, y), or target"
-            if isinstance(obj, tuple) and (pairs or len(obj) == 4):
+            if pairs or len(parts) == 4:
                 cure = "{'train': (x, y), 'test': (x_test, y_test)}"
             elif isinstance(obj, np.ndarray) and obj.dtype.names:
                 cure = "pandas.DataFrame(x), whose columns have names too"
@@ -174,6 +175,11 @@ def side_of(obj: Any, target: Any, column: str | None, users: Any, name: str) ->
     }
     hint = next((f"; {say}" for key, say in hints.items() if hasattr(obj, key)), "")
     raise ConfigError(f"{name}: cannot make a data set of {type(obj).__name__}{hint}; known are {ACCEPTED}")
+
+
+def _is_array(obj: Any) -> bool:
+    """Whether numpy reads it as an array, as those of h5py and zarr."""
+    return hasattr(obj, "__array__") and not is_frame(obj) and not isinstance(obj, TorchDataset)
 
 
 def _classes(obj: TorchDataset[Any]) -> tuple[str, ...]:

@@ -291,7 +291,10 @@ def plain(values: object, name: str, mixed: bool = False) -> NDArray[Any]:
         kinds = str if isinstance(cells[0] if cells else "", str) else (int, float, np.number, np.bool_)
         for k, cell in enumerate(cells):
             if not isinstance(cell, kinds):
-                raise DataError(f"{name}: value {k} is {cell!r:.60}; expected numbers only, or text only, none missing")
+                cure = "; give y[:].astype(str)" if isinstance(cell, bytes) else ""
+                raise DataError(
+                    f"{name}: value {k} is {cell!r:.60}; expected numbers only, or text only, none missing{cure}"
+                )
         array = np.array(cells).reshape(array.shape)
     return array
 
