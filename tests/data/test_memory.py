@@ -133,6 +133,11 @@ def test_options_of_arrays() -> None:
         (lambda: Dataset.of(Stored(X)), ConfigError, "features without targets; give the pair"),
         (lambda: Dataset.of(X, [b"a", b"b"] * 6), DataError, r"give y.astype\(str\)"),
         (lambda: Dataset.of(X, np.array([b"a", b"b"] * 6, object)), DataError, r"value 0 is b'a'.*give y\[:\].astype"),
+        (
+            lambda: Dataset.of(torch.zeros(12, 2, device="meta"), Y),
+            DataError,
+            "device meta has no values; make it with",
+        ),
         (lambda: Dataset.of(3), ConfigError, "cannot make a data set of int; known are arrays"),
         (lambda: Dataset.of((X, Y), clases=[1]), ConfigError, "unknown option 'clases'; did you mean 'classes'"),
         (lambda: Dataset.of(load("digits"), Y), ConfigError, "digits: is a Dataset already"),

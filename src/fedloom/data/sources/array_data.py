@@ -275,6 +275,8 @@ def plain(values: object, name: str, mixed: bool = False) -> NDArray[Any]:
     """
     if np.ma.is_masked(values):
         raise DataError(f"{name}: some values are masked; fill them, or leave their samples out")
+    if getattr(values, "is_meta", False):
+        raise DataError(f"{name}: a tensor of the device meta has no values; make it with device='cpu'")
     if hasattr(values, "toarray"):
         raise ConfigError(f"{name}: {type(values).__name__} is sparse, which no model takes; give x.toarray()")
     try:
