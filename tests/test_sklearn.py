@@ -52,6 +52,17 @@ def test_every_group_is_predicted_by_its_own_model() -> None:
     np.testing.assert_array_equal(unknown, made.predict_proba(X[:2]))
 
 
+def test_a_caller_s_default_device_changes_no_bit() -> None:
+    def run() -> Any:
+        fl.testing.check_algorithm(fl.algorithms.FedRep())
+        made = fl.sklearn.FederatedClassifier("ditto", rounds=1, lr=0.5).fit(X, Y, groups=SITES)
+        return made.predict_proba(X, groups=SITES)
+
+    want = run()
+    with torch.device("meta"):
+        np.testing.assert_array_equal(run(), want)
+
+
 @pytest.mark.parametrize("fitted", [int, float, str, object])
 @pytest.mark.parametrize("predicted", [int, float, str, object])
 def test_groups_are_the_same_as_numbers_and_as_text(fitted: type, predicted: type) -> None:

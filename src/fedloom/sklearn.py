@@ -26,7 +26,7 @@ from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_dat
 
 from fedloom.algorithms import Algorithm, Composition
 from fedloom.data import partition
-from fedloom.data.dataset import Dataset, Task
+from fedloom.data.dataset import Dataset, Task, on_cpu
 from fedloom.data.sources.table.levels import level
 from fedloom.data.tables import Table
 from fedloom.engine.setting import GivenModel
@@ -59,6 +59,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         self.method, self.rounds, self.lr, self.epochs, self.batch_size = method, rounds, lr, epochs, batch_size
         self.model, self.clients, self.random_state, self.settings = model, clients, random_state, settings
 
+    @on_cpu()
     def _fit(self, x: Some, y: torch.Tensor, task: Task, groups: ArrayLike | None, **more: Any) -> None:
         """Trains on features [N, p] and targets as `Dataset` has them."""
         state = self.random_state
@@ -93,7 +94,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
             choices[key] = value
         result = simulate(self.method, split(data, seed=seed), self.model, **choices)
         if result.status != "done":
-            warnings.warn(f"{result.stop.value}: {result.detail}", ConvergenceWarning, stacklevel=3)
+            warnings.warn(f"{result.stop.value}: {result.detail}", ConvergenceWarning, stacklevel=4)
         models = result.models
         kinds, sites = models.kinds(), models.names
         kind = "personal" if "personal" in kinds else "global"
@@ -103,6 +104,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         elif len(sites) == 1:
             self.models_[None] = self.models_[sites[0]]
 
+    @on_cpu()
     def _scores(self, x: Any, groups: ArrayLike | None) -> Some:
         """Probabilities or values [N, k], each row by the model of its group."""
         check_is_fitted(self)

@@ -96,6 +96,20 @@ def test_a_prediction_is_what_the_scores_of_the_same_rows_are_made_of(opened: Ru
         np.testing.assert_allclose(got, want, atol=1e-6)
 
 
+def test_a_caller_s_default_device_changes_no_prediction(opened: RunDirectory, columns: dict[str, list[Any]]) -> None:
+    def run() -> list[Any]:
+        labelled = opened.read(opened.path.parent / "all.csv")
+        scores = [
+            line.row() for kind in ("global", "personal") for line in opened.evaluate(labelled, "ditto", kind=kind)
+        ]
+        model = opened["ditto", 0].models.ready("personal", "south")
+        return [scores, opened.predict(columns).scores.tolist(), model.predict_proba(columns).tolist()]
+
+    want = run()
+    with torch.device("meta"):
+        assert run() == want
+
+
 def _sites(path: Path) -> list[str]:
     with path.open(newline="") as file:
         return [row["site"] for row in csv.DictReader(file)]

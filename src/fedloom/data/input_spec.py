@@ -10,7 +10,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional
 
-from fedloom.data.dataset import CLASSED, Dataset, Task, refuse
+from fedloom.data.dataset import CLASSED, Dataset, Task, on_cpu, refuse
 from fedloom.data.federation import Federation, Split
 from fedloom.data.partition.changes import prepared
 from fedloom.data.partition.deal import Dealt
@@ -104,6 +104,7 @@ class InputSpec(Value):
         columns = tuple(column.with_(range=None) for column in self.table.columns)  # far rows get a note, no refusal
         return Agreement.of(self.table.with_(columns=columns), self.task, self.classes, None, self.centre, self.unit)
 
+    @on_cpu()
     def labelled(self, data: Any) -> Dataset:
         """A data set of samples with targets, as `Dataset.of` makes one; task and vocabulary are those of the old data.
 
@@ -139,6 +140,7 @@ class InputSpec(Value):
             vocabulary=self.vocabulary,
         )
 
+    @on_cpu()
     def raw(self, data: Dataset) -> Tensor:
         """The samples of new data: raw columns ``[N, p]`` of a table, else ``[N, *shape]``; labels do not matter.
 

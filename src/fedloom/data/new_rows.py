@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedloom.data.dataset import Dataset, refuse
+from fedloom.data.dataset import Dataset, on_cpu, refuse
 from fedloom.data.input_spec import InputSpec
 from fedloom.data.sources.array_data import plain
 from fedloom.data.sources.table.cells import Piece, Problems, is_missing
@@ -43,6 +43,7 @@ class NewRows(NamedTuple):
     kept: Mapping[str, Sequence[str]] = {}
 
 
+@on_cpu()
 def new_rows(
     facts: InputSpec,
     rows: Any,

@@ -17,6 +17,7 @@ from torch import nn
 
 from fedloom.algorithms import Algorithm, Composition
 from fedloom.choose import Weigher
+from fedloom.data.dataset import on_cpu
 from fedloom.errors import ConfigError, FedloomError
 from fedloom.local.rows import map_rows, named
 from fedloom.rows.layout import Layout
@@ -205,6 +206,7 @@ NAMED = "a method that names layers is checked with layout=, the module that has
 """What cures most refusals of a method by the laws' problems."""
 
 
+@on_cpu()
 def check_law(
     law: str,
     algorithm: Algorithm | Composition,
@@ -237,6 +239,7 @@ def check_law(
         raise AssertionError(f"law {law}{where}, {method!r}: {what}; {cure}") from broken
 
 
+@on_cpu()
 def check_algorithm(
     algorithm: Algorithm | Composition,
     weigher: Weigher | None = None,

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from fedloom.data.dataset import Dataset
+from fedloom.data.dataset import Dataset, on_cpu
 from fedloom.data.federation import Federation
 from fedloom.data.input_spec import InputSpec
 from fedloom.data.new_rows import new_rows
@@ -118,6 +118,7 @@ class Model:
         load_statistics(module, self.statistics)
         return module
 
+    @on_cpu()
     def raw(self, module: nn.Module | None = None) -> RawModel:
         """The module, or another in its place, with what comes before and after it: see `RawModel`.
 
@@ -133,6 +134,7 @@ class Model:
             self.module() if module is None else module, facts, self.fitted, self.recipe.dtype, self.calibration
         ).eval()
 
+    @on_cpu()
     def predict(self, rows: object) -> NDArray[Any]:
         """Names of classes ``[N]``, or values ``[N]`` (``[N, k]`` of several targets).
 
@@ -149,6 +151,7 @@ class Model:
         """
         return labels_of(self.recipe.facts, self.scores(self._raw_rows(rows)))
 
+    @on_cpu()
     def predict_proba(self, rows: object) -> NDArray[np.float64]:
         """Probabilities ``[N, C]`` in the order of ``recipe.facts.classes``; arguments and errors as `predict`.
 
@@ -171,6 +174,7 @@ class Model:
             raise DataError(f"rows: {problems[0]}; give that column, with other names where numbers are converted")
         return new.x
 
+    @on_cpu()
     @torch.no_grad()
     def outputs(self, x: Tensor) -> Tensor:
         """Outputs ``[N, k]`` (``[N, L, k]`` with a label per position) on raw samples; see `RawModel`."""
@@ -178,11 +182,13 @@ class Model:
         together = evaluated_together(raw.module, raw.before(x[:1]).to(raw.takes))
         return torch.cat([raw.outputs(piece) for piece in x.split(together)])
 
+    @on_cpu()
     def scores(self, x: Tensor) -> NDArray[np.float64]:
         """Probabilities ``[N, C]`` or values ``[N, k]`` of raw samples."""
         decisions: NDArray[np.float64] = self.raw().after(self.outputs(x)).numpy()
         return decisions
 
+    @on_cpu()
     def score(self, data: Dataset) -> dict[str, float]:
         """The task's metrics on all samples of new data, as the model predicts them.
 
@@ -198,6 +204,7 @@ class Model:
         data = facts.labelled(data)
         return figures(self.recipe, self.outputs(facts.raw(data)), data)
 
+    @on_cpu()
     def rescaled(self, data: Dataset) -> Model:
         """The same model, its columns scaled on all rows of a table: what a client with these for training would use.
 

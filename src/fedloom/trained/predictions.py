@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedloom.data.dataset import Dataset
+from fedloom.data.dataset import Dataset, on_cpu
 from fedloom.data.input_spec import InputSpec
 from fedloom.data.new_rows import NewRows
 from fedloom.errors import ConfigError
@@ -119,12 +119,14 @@ class Assignment(NamedTuple):
         return list(dict.fromkeys(note for places, model in self.groups for note in model.strange(x[places])))
 
 
+@on_cpu()
 def alone(model: Model, rows: NewRows) -> Assignment:
     """One model takes all rows."""
     who = str(model.about.get("client", "global"))
     return Assignment([(torch.arange(len(rows.x)), model)], [who] * len(rows.x))
 
 
+@on_cpu()
 def assigned(models: Models, rows: NewRows, kind: str | None = None, client: int | str | None = None) -> Assignment:
     """Which of a run's models take rows.
 
@@ -172,6 +174,7 @@ def assigned(models: Models, rows: NewRows, kind: str | None = None, client: int
     return Assignment(groups, owners, tuple(notes))
 
 
+@on_cpu()
 def predicted(rows: NewRows, choice: Assignment) -> Predictions:
     """Predictions of rows by the models that take them."""
     model = choice.groups[0][1]
@@ -214,6 +217,7 @@ class Evaluated:
     rows: NewRows
     data: Dataset
 
+    @on_cpu()
     def metrics(self) -> dict[str, float]:
         """The task's metrics, of the outputs that `predicted` is made of.
 
