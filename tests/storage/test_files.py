@@ -7,7 +7,9 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -78,6 +80,25 @@ def test_write_atomic_serves_libraries_that_write_to_a_file(tmp_path):
     table = pa.table({"round": list(range(1000)), "value": [0.5] * 1000})
     files.write_atomic(tmp_path / "m.parquet", lambda file: pq.write_table(table, file))
     assert pq.read_table(tmp_path / "m.parquet").equals(table)
+
+
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt])
+def test_a_second_writer_of_a_file_waits_for_the_first_and_its_content_is_whole(tmp_path, error):
+    path = tmp_path / "a"
+    second = threading.Thread(target=files.write_atomic, args=(path, b"second"))
+
+    def writer(file):
+        file.write(b"the content of ")
+        second.start()
+        second.join(0.2)
+        if error is not None:
+            raise error
+        file.write(b"the first")
+
+    with nullcontext() if error is None else pytest.raises(error):
+        files.write_atomic(path, writer)
+    second.join()
+    assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("a", b"second")]
 
 
 def test_write_atomic_syncs_before_the_rename_and_the_folder_after_it(tmp_path):

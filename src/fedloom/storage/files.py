@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import os
 import weakref
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +22,7 @@ from fedloom.errors import (
 from fedloom.storage import disk
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from typing_extensions import Buffer
 
@@ -117,6 +118,8 @@ def refuse_links(folder: Path, names: Iterable[str]) -> None:
 def write_atomic(path: Path, content: Buffer | Callable[[Sink], object]) -> None:
     """Replaces a file as a whole: after a crash at any moment it has its old content or the new one.
 
+    Several processes may write one file: each writes a whole one, one after the other.
+
     Args:
         path: the file; its folder exists.
         content: the bytes, or a function that writes them to the file-like object it is given.
@@ -129,24 +132,55 @@ def write_atomic(path: Path, content: Buffer | Callable[[Sink], object]) -> None
         if path.is_dir():
             raise CheckpointError(f"{path} is a folder, not a file; give the name of a file, as {path / 'NAME'}")
         temporary = path.with_name(f".{path.name}.tmp")
-        try:
-            fd = disk.open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            try:
-                if callable(content):
-                    content(Sink(fd, temporary))
-                else:
-                    disk.write(fd, temporary, disk.as_bytes(content), None)
-                disk.fsync(fd, temporary)
-            finally:
-                os.close(fd)
+        with _draft(temporary) as fd:
+            if callable(content):
+                content(Sink(fd, temporary))
+            else:
+                disk.write(fd, temporary, disk.as_bytes(content), None)
+            disk.fsync(fd, temporary)
             disk.step("rename", path)
             temporary.rename(path)
-        except BaseException:
-            with suppress(OSError):
-                disk.step("unlink", temporary)
-                temporary.unlink()
-            raise
         disk.fsync_folder(path.parent)
+
+
+@contextmanager
+def _draft(path: Path) -> Iterator[int]:
+    """A temporary file that one writer at a time has for itself, in any process; the next one waits for its end."""
+    while True:
+        with _removed_on_error(path):
+            fd = disk.open_file(path, os.O_WRONLY | os.O_CREAT)
+        try:
+            with suppress(OSError):  # a disk without locks
+                fcntl.flock(fd, fcntl.LOCK_EX)
+            if _is_at(path, fd):  # the writer before may have renamed or removed it
+                with _removed_on_error(path):
+                    if os.fstat(fd).st_size:
+                        disk.truncate(fd, path, 0)
+                    yield fd
+                return
+        finally:
+            with suppress(OSError):
+                fcntl.flock(fd, fcntl.LOCK_UN)  # a forked process may have the file open too
+            os.close(fd)
+
+
+@contextmanager
+def _removed_on_error(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):
+            disk.step("unlink", path)
+            path.unlink()
+        raise
+
+
+def _is_at(path: Path, fd: int) -> bool:
+    """Whether a path leads to an open file."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(fd))
+    except FileNotFoundError:
+        return False
 
 
 def create_file(path: Path) -> None:
