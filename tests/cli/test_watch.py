@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import http.client
+import os
+import pkgutil
 import shutil
 import threading
 import tomllib
 from collections.abc import Iterator
 from http.server import ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -113,6 +116,41 @@ def test_the_last_rounds_of_a_run_are_there_however_short_it_was(
     (out / "experiment.toml").unlink()
     Plan(parse(tomllib.loads(SMALL)), out).run(look, page=False)
     assert "3 rounds" in pages[0]
+
+
+@pytest.mark.parametrize("name", ["os.stat", "os.scandir", "pyarrow.parquet.read_table"])
+def test_a_run_that_deletes_its_figures_at_its_end_leaves_the_page_as_it_was(
+    watched: tuple[Path, Watched, Page], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Whichever comes in between: the look whether they are there, their list, or their content."""
+    out, server, _ = watched
+    monkeypatch.setattr(live, "PAUSE", 0.0)
+    (out / "experiment.toml").unlink()
+    with pytest.raises(KeyboardInterrupt):
+        Plan(parse(tomllib.loads(SMALL)), out).run(_interrupt, page=False)
+    shown = server.get()[1]
+    assert 'id="results"' in shown
+    folder, call, looks = out / live.LIVE, pkgutil.resolve_name(name), list[Any]()
+    for path in folder.glob("*.parquet"):
+        os.utime(path)  # there is news
+
+    def look(path: Any, *more: Any, **options: Any) -> Any:
+        if str(path).startswith(str(folder)):
+            looks.append(path)
+            if len(looks) == (1 if name != "os.stat" else 3):
+                shutil.rmtree(folder)
+        return call(path, *more, **options)
+
+    monkeypatch.setattr(name, look)
+    answer = server.get()
+    monkeypatch.undo()
+    assert not folder.exists()
+    assert answer == (200, shown)
+
+
+def _interrupt(event: Event) -> None:
+    if event.round == 2:
+        raise KeyboardInterrupt
 
 
 def test_what_has_not_changed_is_not_sent_again(watched: tuple[Path, Watched, Page]) -> None:

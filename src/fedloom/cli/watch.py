@@ -89,15 +89,12 @@ class Page:
         from fedloom.experiment.live import newest, snapshot
         from fedloom.report.document import POLICY
 
-        with self._lock:
+        with self._lock, suppress(FedloomError, FileNotFoundError):
             if (newest_files := newest(self._folder)) != self._shown_files:
                 place = Path(self._draft.name)
-                try:
-                    tables = snapshot(self._folder, place / self._folder.resolve().name)
-                    self._text = report.write([tables], place / "page.html", charts=False).read_text(encoding="utf-8")
-                    self._shown_files = newest_files
-                except FedloomError:
-                    pass
+                tables = snapshot(self._folder, place / self._folder.resolve().name)
+                self._text = report.write([tables], place / "page.html", charts=False).read_text(encoding="utf-8")
+                self._shown_files = newest_files
         if self._text is WAITING:
             refresh = f'<meta http-equiv="refresh" content="{self._every}">'
             return self._text.replace('<meta charset="utf-8">', f'<meta charset="utf-8">{refresh}', 1)

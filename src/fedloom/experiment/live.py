@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -46,7 +47,11 @@ def newest(out: Path) -> dict[str, int]:
     """The files of a run directory that a report reads, with their times: what differs when there is news."""
     names = (SETTINGS, METRICS, TIMINGS, PARTITION, SUMMARY)
     paths = [*(out / name for name in names), *sorted((out / LIVE).glob("*.parquet"))]
-    return {path.name: path.stat().st_mtime_ns for path in paths if path.exists()}
+    times = dict[str, int]()
+    for path in paths:
+        with suppress(FileNotFoundError):  # a run deletes its files in `LIVE` at its end
+            times[path.name] = path.stat().st_mtime_ns
+    return times
 
 
 def snapshot(out: Path, into: Path) -> Path:
@@ -55,6 +60,9 @@ def snapshot(out: Path, into: Path) -> Path:
     Args:
         out: the run directory.
         into: folder to write.
+
+    Raises:
+        FileNotFoundError: the run ends, or is deleted, at this moment.
     """
     live = {path.name: path for path in (out / LIVE).glob("*.parquet")}
     if not live:
