@@ -59,7 +59,7 @@ class Link:
         return self._processes.start(name, command, variables, self.folder / f"{name}.log")
 
     def _await(self, process: Process, text: str) -> None:
-        end = time.monotonic() + 60
+        end = time.monotonic() + 300
         while text not in process.log.read_text():
             process.check()
             assert time.monotonic() < end, process.tail(40)

@@ -541,8 +541,8 @@ def test_anonymous_memory_does_not_grow_with_the_clients(clients):
 def test_reading_small_rows_is_not_slow(tmp_path):
     store = on_disk(tmp_path, 10_000, Other(torch.zeros(8)))
     ids = torch.arange(0, 10_000, 2)
-    start = time.perf_counter()
+    start = time.process_time()  # not that of other processes
     store.touch(ids)
     store.write(ids, Other(torch.rand(5000, 8)))
     store.read(ids)
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
