@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import itertools
 import os
 import resource
@@ -322,6 +323,23 @@ def test_the_lock_keeps_a_second_process_out_and_dies_with_the_first(tmp_path):
                 pass
         with locks.lock(run):
             pass
+
+
+def test_who_only_looks_whether_a_directory_is_in_use_keeps_nobody_out(tmp_path, monkeypatch):
+    """However long the look takes; the file names this process, which has worked there before."""
+    with locks.lock(tmp_path):
+        pass
+    look, looks = os.open(tmp_path / ".lock", os.O_RDONLY), []
+    fcntl.flock(look, fcntl.LOCK_SH)
+
+    def sleep(seconds):
+        looks.append(seconds)
+        if len(looks) == 5:
+            os.close(look)
+
+    monkeypatch.setattr(locks.time, "sleep", sleep)
+    with locks.lock(tmp_path):
+        assert len(looks) == 5
 
 
 def test_a_surviving_worker_of_a_dead_process_still_holds_the_lock(tmp_path):

@@ -66,18 +66,27 @@ def in_use(folder: Path) -> bool:
 
 
 def _take(fd: int, path: Path, wait: float) -> None:
-    end, again = time.monotonic() + wait, False
+    end = time.monotonic() + wait
     while True:
         try:
             return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             pid, _, host = os.pread(fd, 300, 0).decode(errors="replace").partition(" ")
         alive = host != socket.gethostname() or _alive(int(pid))
-        if again and (time.monotonic() > end or (pid and alive)):  # at first `in_use` may have asked, for a moment
+        if (time.monotonic() > end or (pid and alive)) and _is_held(fd):
             what = f"process {pid} on {host}" + ("" if alive else ", which has ended, but not all of its workers")
             raise RunDirError(f"{path.parent} is in use by {what}; wait for it, or choose another folder")
-        again = True
         time.sleep(0.02)
+
+
+def _is_held(fd: int) -> bool:
+    """Whether a process works in the directory; `in_use`, which only looks, shares the lock for a moment."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    return False
 
 
 def _alive(pid: int) -> bool:
