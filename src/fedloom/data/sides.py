@@ -72,7 +72,8 @@ def refuse_unlike(sides: Mapping[str, Side], tokens: bool = False) -> None:
         tokens: whether features are numbers in a vocabulary, which bytes hold too.
 
     Raises:
-        DataError: samples without targets, bytes beside other numbers, classes or columns in another order.
+        DataError: samples without targets, bytes beside other numbers, text beside numbers as targets, classes or
+            columns in another order.
     """
     for who, side in sides.items() if len(sides) > 1 else ():
         if side.x.shape[:1] != side.y.shape[:1]:
@@ -93,6 +94,10 @@ def refuse_unlike(sides: Mapping[str, Side], tokens: bool = False) -> None:
             f"{whole}: features are bytes, which are divided by 255; those of {other} are {sides[other].x.dtype}, "
             "taken as they are; give all one type"
         )
+    is_text = {who: side.y.dtype.kind in "US" for who, side in sides.items() if side.y.size}
+    if len({*is_text.values()}) > 1:
+        text, numbers = (next(who for who, value in is_text.items() if value is kind) for kind in (True, False))
+        raise DataError(f"{text}: targets are text, those of {numbers} are numbers; give all one type")
     for field, cure in (("classes", "number them alike"), ("columns", "give all one order, as x[names]")):
         named = {who: getattr(side, field) for who, side in sides.items() if getattr(side, field)}
         longest = max(named.values(), key=len, default=())
