@@ -320,7 +320,7 @@ def test_nothing_trains_before_the_run_is_approved(ready: Path) -> None:
         path.write_text(tomli_w.dumps(tomllib.loads(path.read_text()) | {"approval": True}))
     assert serve(grid(ready, range(3)), read(ready), lambda _: None) is Stop.TOO_FEW
     rejected = [x["reason"] for x in lines_of(read(ready).audit) if x["what"] == "rejected"]
-    assert any("has not approved run" in reason for reason in rejected)
+    assert any("has not approved run" in reason and reason.endswith("--digest DIGEST") for reason in rejected)
     for path in ready.glob("sites/*/site.toml"):
         shown = CliRunner().invoke(app, ["deploy", "approve", str(path.parent)])
         assert read_site(path).digest in shown.output

@@ -52,5 +52,6 @@ def check_approved(site: Site) -> None:
         approved = None
     if approved != site.digest:
         raise Refused(
-            f"site {site.site} has not approved run {site.digest[:16]}; there: fedloom deploy approve FOLDER --digest"
+            f"site {site.site} has not approved run {site.digest[:16]}; "
+            "there: fedloom deploy approve FOLDER --digest DIGEST"
         )
