@@ -554,3 +554,19 @@ if __name__ == "__main__":
         Run(Path(sys.argv[2]), LONG).play()
     else:
         killed_at_random(Path(sys.argv[2]), 10, 0)
+
+
+def test_the_description_is_there_while_another_process_saves_and_deletes(tmp_path, monkeypatch):
+    """Also where all generations of the list that was read have been deleted since."""
+    checkpoints, generations = Checkpoints(tmp_path), Checkpoints.generations
+    checkpoints.save(1, TENSORS, {"round": 1}, fingerprint="f")
+
+    def then_saved(self):
+        found = generations(self)
+        monkeypatch.undo()
+        for generation in (2, 3, 4):
+            self.save(generation, TENSORS, {"round": generation}, fingerprint="f")
+        return found
+
+    monkeypatch.setattr(Checkpoints, "generations", then_saved)
+    assert Checkpoints(tmp_path).meta() == {"round": 4}

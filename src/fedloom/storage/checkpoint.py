@@ -229,15 +229,18 @@ class Checkpoints:
 
     def meta(self) -> dict[str, Any] | None:
         """The description of the newest generation, without its tensors; safe while another process saves."""
-        for generation in reversed(self.generations()):
-            try:
-                content = json.loads(regular(self._paths(generation)[1]).read_bytes())
-                if content["sha256"] == _digest(content["body"]):
-                    meta: dict[str, Any] = content["body"]["meta"]
-                    return meta
-            except (OSError, ValueError, KeyError, TypeError, RecursionError):
-                continue
-        return None
+        while True:
+            generations = self.generations()
+            for generation in reversed(generations):
+                try:
+                    content = json.loads(regular(self._paths(generation)[1]).read_bytes())
+                    if content["sha256"] == _digest(content["body"]):
+                        meta: dict[str, Any] = content["body"]["meta"]
+                        return meta
+                except (OSError, ValueError, KeyError, TypeError, RecursionError):
+                    continue
+            if self.generations() == generations:  # else newer ones have taken the place of all that were there
+                return None
 
     def resume(
         self,
