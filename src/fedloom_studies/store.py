@@ -5,8 +5,10 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import secrets
+import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -33,9 +35,15 @@ def folder_of(results: Path | None) -> Path:
         check_folder(results or CHECKOUT)
         return results or CHECKOUT
     if not NEW_RESULTS.is_dir() and RECORDED.is_dir():
-        make_folder(NEW_RESULTS)
-        for file in RECORDED.iterdir():
-            write_atomic(NEW_RESULTS / file.name, file.read_bytes())
+        draft = NEW_RESULTS.with_name(f".{NEW_RESULTS.name}.{secrets.token_hex(4)}")
+        try:
+            make_folder(draft)
+            for file in RECORDED.iterdir():
+                write_atomic(draft / file.name, file.read_bytes())
+            with suppress(OSError):  # another process was the first
+                draft.rename(NEW_RESULTS)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
     return NEW_RESULTS
 
 
@@ -92,18 +100,19 @@ def not_a_record(file: Path, number: int, reason: object) -> RunDirError:
 def put(file: Path, record: Mapping[str, object], key: tuple[str, ...]) -> None:
     """Write a record in the place of the one with the same fields ``key``; lines are sorted by these fields."""
     make_folder(file.parent)
-    with _alone(file.parent):
+    with alone(file.parent):
         by_key = {tuple(r.get(k, "") for k in key): r for r in records(file)}
         by_key[tuple(record[k] for k in key)] = dict(record)
         write_atomic(file, "".join(json.dumps(r) + "\n" for _, r in sorted(by_key.items())).encode())
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Wait until no other process writes records in a folder."""
+def alone(folder: Path) -> Iterator[None]:
+    """Wait until no other process, or thread, changes what it has read in a folder."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # a process that was forked meanwhile has it open too
         os.close(descriptor)

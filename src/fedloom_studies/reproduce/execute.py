@@ -35,7 +35,7 @@ from fedloom_studies.reproduce.choices import (
 )
 from fedloom_studies.reproduce.recipe import Recipe, Scale, digest_of
 from fedloom_studies.reproduce.summary import RecipeSummary
-from fedloom_studies.store import read_document
+from fedloom_studies.store import alone, read_document
 
 PROTOCOL = "protocol.json"
 """In a recipe's folder: what its runs are of, as digests."""
@@ -155,7 +155,12 @@ def _claim(out: Path, documents: Mapping[str, Mapping[str, Any]]) -> None:
     Raises:
         RunDirError: it holds runs or trials of a variant that was something else.
     """
-    file = out / PROTOCOL
+    make_folder(out)
+    with alone(out):
+        _add_digests(out / PROTOCOL, out, documents)
+
+
+def _add_digests(file: Path, out: Path, documents: Mapping[str, Mapping[str, Any]]) -> None:
     before: dict[str, dict[str, str]] = read_document(file, dict, f"choose another --out, or delete {out}")
     for variant, document in documents.items():
         was, now = before.get(variant, {}), _digests(document)
@@ -175,7 +180,6 @@ def _claim(out: Path, documents: Mapping[str, Mapping[str, Any]]) -> None:
                 f"variant {variant!r} has changed since it was run in {what}; delete that, or choose another --out"
             )
         before[variant] = (was if places else {}) | now
-    make_folder(out)
     write_atomic(file, json.dumps(before, indent=1).encode())
 
 

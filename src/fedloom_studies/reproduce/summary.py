@@ -23,7 +23,7 @@ from fedloom.storage import write_atomic
 from fedloom_studies.reproduce.choices import TRIALS, choices_so_far, trials_of
 from fedloom_studies.reproduce.figures import Reference, values
 from fedloom_studies.reproduce.recipe import Recipe, Scale
-from fedloom_studies.store import not_a_record, put, read_document, records
+from fedloom_studies.store import alone, not_a_record, put, read_document, records
 
 SUMMARIES = "papers.jsonl"
 """File of the summaries."""
@@ -200,15 +200,16 @@ def counted(out: Path, variant: str) -> Iterator[Callable[[], None]]:
 
     Gives a function to be called now and then, which brings the file up to date, so that little is lost to a kill.
     """
-    start, before = _processor(), spent(out).get(variant, 0.0)
-    last_written = start
+    last_written = _processor()
 
     def write() -> None:
         nonlocal last_written
-        last_written = _processor()
         if out.is_dir():
-            seconds_by_variant = spent(out) | {variant: before + last_written - start}
-            write_atomic(out / SPENT, json.dumps(seconds_by_variant, indent=1).encode())
+            with alone(out):
+                seconds_by_variant, now = spent(out), _processor()
+                seconds_by_variant[variant] = seconds_by_variant.get(variant, 0.0) + now - last_written
+                write_atomic(out / SPENT, json.dumps(seconds_by_variant, indent=1).encode())
+                last_written = now
 
     try:
         yield lambda: write() if _processor() - last_written >= PAUSE else None
