@@ -115,6 +115,31 @@ def test_what_is_tracked_is_what_was_recorded_once(tmp_path: Path, kind: str, wo
             assert dict(found) == {key: pytest.approx(value, rel=1e-6) for key, value in want.items()}
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_runs_that_begin_in_one_mlflow_at_the_same_time_share_its_experiment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for package in NEEDED["mlflow"]:
+        pytest.importorskip(package)
+    from mlflow.tracking import MlflowClient
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'shared.db'}")
+    create = MlflowClient.create_experiment
+
+    def second(client: Any, *given: Any) -> str:
+        """Another run has made it since this one looked."""
+        create(client, *given)
+        made: str = create(client, *given)
+        return made
+
+    monkeypatch.setattr(MlflowClient, "create_experiment", second)
+    one = plan(tmp_path / "out")
+    track = Tracker("mlflow", one.experiment, one.out)
+    track(Event("fedavg", 0, 4, 1, {1: {"global/test/accuracy": 0.5}}))
+    (experiment,) = MlflowClient().search_experiments(filter_string="name = 'small'")
+    assert len(MlflowClient().search_runs([experiment.experiment_id])) == 1
+
+
 def test_every_tracker_is_tested() -> None:
     assert READ.keys() == NEEDED.keys() == TRACKERS.keys() - {"wandb"}  # tested below, with a module in its place
 

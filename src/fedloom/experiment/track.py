@@ -204,6 +204,7 @@ def _mlflow(experiment: Experiment, out: Path) -> tuple[Make, str]:
     @cache
     def opened() -> tuple[MlflowClient, str]:
         """The client and the number of its experiment; a run's directory is its own only once the run has begun."""
+        from mlflow.exceptions import MlflowException
         from mlflow.tracking import MlflowClient
 
         for name in ("mlflow", "alembic"):
@@ -212,8 +213,14 @@ def _mlflow(experiment: Experiment, out: Path) -> tuple[Make, str]:
         client = MlflowClient(uri)
         name = experiment.head.name
         existing = client.get_experiment_by_name(name)
-        artifacts = (folder / "artifacts").as_uri()
-        return client, client.create_experiment(name, artifacts) if existing is None else existing.experiment_id
+        if existing is None:
+            try:
+                return client, client.create_experiment(name, (folder / "artifacts").as_uri())
+            except MlflowException:
+                existing = client.get_experiment_by_name(name)
+                if existing is None:  # else another run, which logs to the same place, was the first
+                    raise
+        return client, existing.experiment_id
 
     def make(label: str, seed: int) -> Writer:
         client, id = opened()
