@@ -210,6 +210,11 @@ def test_a_comparison_that_is_clearly_against_a_claim_leaves_it_in_part() -> Non
     assert (one.verdict, one.right, len(one.measured)) == (PARTLY, 1, 2)
     assert one.count == "1 of 2 comparisons as claimed; by themselves 1 clearly so, 1 clearly against it"
     assert claims(with_claim(), {"few": few, "many": few})[0].verdict == HOLDS
+    for rival in ("fedavg: global", 0.6):  # a claim on each variant is not carried by the others
+        (one,) = claims(with_claim(each=True, than=[rival]), {"few": few, "many": many})
+        assert (one.verdict, len(one.rivals)) == (FAILS, 2)
+        assert one.least.name == f"many | {rival if rival == 0.6 else 'fedavg: global: accuracy'}"
+        assert claims(with_claim(each=True, than=[rival]), {"few": few, "many": few})[0].verdict == HOLDS
 
 
 def test_the_rivals_are_tested_on_the_seeds_that_all_of_them_have() -> None:

@@ -2,13 +2,13 @@
 
 A rival is one side that the claim's subject is compared with. It is judged on one number per seed, the mean over
 variants of the difference in the claimed direction, paired over seeds (equal seeds: equal data, cohorts, initial model
-and batches), by a t test with Holm's correction over the claim's rivals. A claim holds where every rival is clearly
-behind, and does not hold where one is clearly ahead; no rival can carry or drown the others. It is looked at after 5,
-10 and 20 seeds, at levels of 1, 1.5 and 2.5 %, together 5 % (Bonferroni), and is decided by the first look that is
-clear. Claims of equivalence are tested by two one-sided tests. Claims on standard deviations over seeds are judged
-alike on the distances of the seeds' values from their median (Levene's test as Brown and Forsythe have it). Single
-comparisons have Holm's correction over all of the recipe; where one of them is clearly against the claim, it holds in
-part at most.
+and batches), by a t test with Holm's correction over the claim's rivals. In a claim on each variant, as under every
+attack, a side is a rival in each of them. A claim holds where every rival is clearly behind, and does not hold where
+one is clearly ahead; no rival can carry or drown the others. It is looked at after 5, 10 and 20 seeds, at levels of 1,
+1.5 and 2.5 %, together 5 % (Bonferroni), and is decided by the first look that is clear. Claims of equivalence are
+tested by two one-sided tests. Claims on standard deviations over seeds are judged alike on the distances of the seeds'
+values from their median (Levene's test as Brown and Forsythe have it). Single comparisons have Holm's correction over
+all of the recipe; where one of them is clearly against the claim, it holds in part at most.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def _rivals(
     by_rival: dict[str, list[Mapping[str, float]]] = {}
     for (left, right), lead in pairs_of_claim:
         if lead:
-            by_rival.setdefault(_name(_rival(left, right)), []).append(lead)
+            by_rival.setdefault(_rival(claim, left, right), []).append(lead)
     if not by_rival:
         return ()
     means = {name: _mean(leads) for name, leads in by_rival.items()}
@@ -252,7 +252,7 @@ def papers_lead(recipe: Recipe, claim: Claim) -> float:
     by_rival: dict[str, list[float]] = {}
     for left, right in _pairs(recipe, claim, numbers):
         if lead := _leads(claim.with_(spread=False), left, right, numbers):
-            by_rival.setdefault(_name(_rival(left, right)), []).append(lead["0"])
+            by_rival.setdefault(_rival(claim, left, right), []).append(lead["0"])
     return min((float(np.mean(leads)) for leads in by_rival.values()), default=math.nan)
 
 
@@ -280,10 +280,12 @@ def _name(side: Side) -> str:
     return f"{side.variant} | {side}" if side.variant else str(side)
 
 
-def _rival(left: Reference, right: Side) -> Side:
-    """The side without the variant that it shares with the subject."""
+def _rival(claim: Claim, left: Reference, right: Side) -> str:
+    """The rival's name: that of the side, with a variant where it is not the subject's, or the claim is on each."""
+    if claim.each:
+        return _name(right) if isinstance(right, Reference) else f"{left.variant} | {_name(right)}"
     shared = isinstance(right, Reference) and right.variant == left.variant
-    return right._replace(variant="") if shared and isinstance(right, Reference) else right
+    return _name(right._replace(variant="") if shared and isinstance(right, Reference) else right)
 
 
 def _leads(claim: Claim, left: Reference, right: Side, numbers: Numbers) -> dict[str, float]:

@@ -79,6 +79,7 @@ class Claim(Value):
     margin: float = Field(0.0, ge=0, description="worse by at most this, in the figure's own unit")
     equivalent: bool = Field(False, description="comparable: neither worse nor better by more than the margin")
     most: bool = Field(False, description="of more than half of the sides after than, not of every one")
+    each: bool = Field(False, description="in each variant by itself, not in the mean over them")
     spread: bool = Field(False, description="of the standard deviations over seeds, not of the means")
     construction: bool = Field(False, description="holds by construction, whatever the methods do")
     variants: tuple[str, ...] = Field((), description="the variants that it is about; all when empty")
