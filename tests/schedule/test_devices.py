@@ -45,6 +45,14 @@ def test_mixtures_among_all_are_those_of_a_whole_cohort_and_work_in_a_stream(met
     assert bool(stream.job.kept.read(torch.arange(N)).w.isfinite().all())
 
 
+@pytest.mark.parametrize("schedule", [Buffered(buffer=2, concurrency=4), {"kind": "asynchronous"}], ids=str)
+def test_a_method_that_sends_nothing_works_in_a_stream(schedule: Any) -> None:
+    result = run("local", LogNormal(), schedule)
+    start, models = result.job.clients.template, result.models.rows("personal")
+    assert bool(models.isfinite().all())
+    assert not torch.equal(models, start[0].expand_as(models))
+
+
 def test_a_broken_law_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(method: Any) -> None:
         raise AssertionError("time stands still")

@@ -41,11 +41,11 @@ def applied_now(
         received: the download that they started from.
         staleness: ``[m]`` steps that the server has taken since.
     """
-    staleness = staleness.to(upload[0].device)
     schedule, fields = job.setting.schedule, discountable(type(job.algorithm))
     assert isinstance(schedule, Stream)
     if not fields or (schedule.rate is None and not bool(staleness.any())):
         return upload
+    staleness = staleness.to(upload[0].device)
     factor = (schedule.rate or 1.0) * schedule.factor(staleness)[:, None]
     now, changes = None, dict[str, Tensor]()
     for name, kind in fields.items():
