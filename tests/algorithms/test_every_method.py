@@ -101,6 +101,25 @@ def kept(result: Result) -> list[torch.Tensor]:
     return [*server, *rows, *personal]
 
 
+@pytest.mark.parametrize("name", REGISTRY)
+def test_neither_scores_nor_workers_change_what_a_normalised_network_learns(name: str) -> None:
+    """A loss or representation that a method reads does not depend on whose statistics were needed before."""
+    results = list[Result]()
+
+    def train(every: int, workers: int) -> None:
+        evaluate, engine = {"every": every, "parts": ("train",)}, {"chunk": 2, "workers": workers}
+        settings: dict[str, Any] = {"rounds": 2, "local": {"lr": 0.1, "batch_size": 8}}
+        results.append(fl.simulate(REGISTRY[name](), digits(), Normed(), evaluate=evaluate, engine=engine, **settings))
+
+    said = refusal(lambda: train(1, 1))
+    if said:
+        assert "normalisation layers" in said
+        return
+    train(2, 2)
+    for a, b in zip(*map(kept, results), strict=True):
+        assert torch.equal(a, b)
+
+
 DRAWS = ("ifca", "pfedfda", "fedfomo", "fedskip", "fedspa", "fedpd", "equitable-fl", "lp-proj", "admm-lp-proj")
 """Methods whose server draws more: models, where they wander to, means, peers, masks, silent rounds, clusters, keys."""
 

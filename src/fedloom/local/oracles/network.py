@@ -72,6 +72,7 @@ class Network(Oracle):
         self.parameters = list(trainable(self.module).values())
         self.dropouts = {name: m for name, m in self.module.named_modules() if isinstance(m, Dropout) and m.p > 0}
         self.normalisers = [m for m in self.module.modules() if isinstance(m, BATCH_STATISTICS)]
+        self._statistics_of: tuple[Tensor, Tensor] | None = None
         self._train_sizes = fed.sizes("train").cpu()
         self.class_weights: Tensor | None = None
         self.labels_each: Tensor | None = None
@@ -114,11 +115,15 @@ class Network(Oracle):
         return index[start + position.to(index.device).clamp(min=0)]
 
     def batch_loss(self, w: Tensor, batch: Batch) -> Tensor:
-        """Weighted sum of the sample losses, every module in evaluation mode, ``[m, 1]``."""
+        """Weighted sum of the sample losses, ``[m, 1]``.
+
+        Every module is in evaluation mode; batch normalisation has the statistics of the client's training part.
+        """
         data = self.samples(batch)
         loss = torch.zeros(len(w), 1, dtype=self.dtype, device=self.device)
         for i, count in enumerate(data.counts):
             if count:
+                self.set_statistics(w[i], batch.ids[i : i + 1])
                 outputs = self.run(w[i], data.x[i, :count])
                 loss[i] = batch_loss(self.task, outputs, data, i)
         return loss
@@ -135,6 +140,7 @@ class Network(Oracle):
         for k, (row, i) in enumerate(zip(w, ids.tolist(), strict=True)):
             index = self.fed.indices("train", i)
             index = index if batch is None else index[batch.position[k, : int(batch.count[k])]]
+            self.set_statistics(row, ids[k : k + 1])
             features = self.representations(row, index, layer)
             means.append((features if reduce is None else reduce(features)).mean(0))
         return torch.stack(means)
@@ -173,11 +179,13 @@ class Network(Oracle):
         """
         if not self.fed.data.classed:
             return super().accuracy(w, ids)
-        pairs = (self._predicted(row, self.fed.indices("train", i)) for row, i in zip(w, ids.tolist(), strict=True))
+        pairs = (self._predicted(row, i) for row, i in zip(w, ids, strict=True))
         return torch.stack([(guess == y)[y >= 0].to(self.dtype).mean() for guess, y in pairs])[:, None]
 
-    def _predicted(self, row: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Predicted classes and targets of samples."""
+    def _predicted(self, row: Tensor, client: Tensor) -> tuple[Tensor, Tensor]:
+        """Predicted classes and targets of a client's training samples."""
+        self.set_statistics(row, client[None])
+        index = self.fed.indices("train", int(client))
         return torch.cat([self.task.predict(out) for out in self.outputs(row, index)]), self.fed.targets(index)
 
     def group_counts(self, w: Tensor, ids: Tensor, group: str) -> Tensor:
@@ -191,9 +199,9 @@ class Network(Oracle):
             return super().group_counts(w, ids, group)
         members = two_groups(self.fed.data, group)
         counts = []
-        for row, i in zip(w, ids.tolist(), strict=True):
-            index = self.fed.indices("train", i)
-            guess, y = self._predicted(row, index)
+        for row, i in zip(w, ids, strict=True):
+            index = self.fed.indices("train", int(i))
+            guess, y = self._predicted(row, i)
             kinds = torch.stack([torch.ones_like(y, dtype=torch.bool), guess == 1, y == 1, (guess == 1) & (y == 1)])
             counts.append(torch.cat([(kinds & here[index.cpu()].to(kinds.device)).sum(1) for here in members]))
         return torch.stack(counts).to(self.dtype)
@@ -251,8 +259,9 @@ class Network(Oracle):
 
         A model without batch statistics is left alone. They stay in the oracle's own copy until set again.
         """
-        if not self.normalisers:
+        if not self.normalisers or self._has_statistics_of(row, ids):
             return
+        self._statistics_of = None
         self._hold(self.views(row))
         self.module.eval()
         for normaliser in self.normalisers:
@@ -267,6 +276,12 @@ class Network(Oracle):
                 t.add_(s, alpha=len(piece) / samples)
         for target, value in zip(self._statistics(), total, strict=True):
             target.copy_(value)
+        self._statistics_of = row.clone(), ids.clone()
+
+    def _has_statistics_of(self, row: Tensor, ids: Tensor) -> bool:
+        """Whether they were set for these last: pieces of one client share them."""
+        latest = self._statistics_of
+        return latest is not None and torch.equal(latest[0], row) and torch.equal(latest[1].cpu(), ids.cpu())
 
     def _statistics(self) -> list[Tensor]:
         return [s for n in self.normalisers for s in (n.running_mean, n.running_var) if s is not None]

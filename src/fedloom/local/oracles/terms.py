@@ -95,11 +95,12 @@ class TermNetwork(Network):
             Refused: the model's samples cannot be looked at one by one.
         """
         self._check_terms()
-        parts = [self.fed.indices("train", i) for i in ids.tolist()]
-        return [
-            Features(self.representations(row, index), self.fed.targets(index))
-            for row, index in zip(w, parts, strict=True)
-        ]
+        clients: list[Features] = []
+        for row, i in zip(w, ids, strict=True):
+            index = self.fed.indices("train", int(i))
+            self.set_statistics(row, i[None])
+            clients.append(Features(self.representations(row, index), self.fed.targets(index)))
+        return clients
 
     def add_terms_(
         self,
