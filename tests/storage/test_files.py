@@ -102,6 +102,14 @@ def test_a_second_writer_of_a_file_waits_for_the_first_and_its_content_is_whole(
     assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("a", b"second")]
 
 
+def test_write_atomic_ends_on_a_disk_that_numbers_files_anew_at_every_look(tmp_path, monkeypatch):
+    monkeypatch.setattr(os.path, "samestat", lambda one, two: False)
+    files.write_atomic(tmp_path / "file", b"old")
+    files.write_atomic(tmp_path / "file", b"new")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert (tmp_path / "file").read_bytes() == b"new"
+
+
 def test_write_atomic_syncs_before_the_rename_and_the_folder_after_it(tmp_path):
     seen = []
     disk.hook = lambda op, path: seen.append((op, path.name))

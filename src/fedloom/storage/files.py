@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 BUFFERS = 1024
 """Most buffers that a system reads or writes in one call."""
+TRIES = 100
+"""How often a draft is opened that seems to be another file; some disks change the numbers of open files."""
 
 
 def explained(path: Path) -> AbstractContextManager[None]:
@@ -146,13 +148,13 @@ def write_atomic(path: Path, content: Buffer | Callable[[Sink], object]) -> None
 @contextmanager
 def _draft(path: Path) -> Iterator[int]:
     """A temporary file that one writer at a time has for itself, in any process; the next one waits for its end."""
-    while True:
+    for tries_left in reversed(range(TRIES)):
         with _removed_on_error(path):
             fd = disk.open_file(path, os.O_WRONLY | os.O_CREAT)
         try:
             with suppress(OSError):  # a disk without locks
                 fcntl.flock(fd, fcntl.LOCK_EX)
-            if _is_at(path, fd):  # the writer before may have renamed or removed it
+            if _is_at(path, fd) or not tries_left:  # the writer before may have renamed or removed it
                 with _removed_on_error(path):
                     if os.fstat(fd).st_size:
                         disk.truncate(fd, path, 0)
