@@ -14,9 +14,10 @@ from fedloom.errors import ConfigError
 from fedloom.report.charts.look import INKS
 from fedloom.rundir import label_of
 from fedloom_studies.appendices import write_pages
-from fedloom_studies.reproduce import papers, recipes
+from fedloom_studies.reproduce import papers, recipes, reproduce
 from fedloom_studies.reproduce import summary as summaries
 from fedloom_studies.reproduce.estimate import keep
+from fedloom_studies.reproduce.execute import verify
 from fedloom_studies.reproduce.figures import Reference
 from fedloom_studies.reproduce.judge import between, claims
 from fedloom_studies.reproduce.marks import drawn
@@ -311,6 +312,29 @@ def test_the_appendix_counts_claims_that_a_run_has_no_figures_of(monkeypatch: py
     newer = claim.with_(text="newer", higher="flame: personal: loss/variance", than=("fedavg: global: loss/variance",))
     both = replace(one, paper=one.paper.with_(claims=(claim, newer), title="FLAME, t"))
     assert "; of 2 claims 1 holds, 1 is not measured yet |" in only(monkeypatch, both, as_run(both))
+
+
+def test_a_claim_on_a_method_that_diverged_is_without_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    methods = [{"algorithm": "fedavg", "local": {"lr": 1e38}}, {"algorithm": "flame", "lam": 1.0}]
+    claim = {"text": "t", "higher": "flame: personal", "than": ["fedavg: global", 0.0]}
+    one = make_recipe("tiny", merged(TINY, {"method": methods, "paper": {"claims": [claim]}}))
+    summary = reproduce(one, "full", tmp_path, results=tmp_path / "results")
+    assert summary.complete
+    assert len(summary.failures) == 4
+    (of_both,) = claims(one, summary.numbers)
+    assert of_both.count.endswith("; 2 without a result")
+    text = page(one, summary)
+    assert "| few | b | without a result | - | - |" in text
+    assert "Gradients of samples and traffic of a run (few): flame " in text
+    again = {d.reference: d.size for d in verify(one, summary, tmp_path / "again")}
+    assert again["fedavg: global: accuracy"] == again["flame: personal: accuracy"] == 0
+    of_one = one.paper.claims[0].with_(than=("fedavg: global",))
+    one = replace(one, paper=one.paper.with_(claims=(of_one,)))
+    assert f"| {of_one.text} | without a result | - | - | - |" in page(one, summary)
+    text = only(monkeypatch, one, replace(summary, scale="full"))
+    assert "[without a result](papers/tiny.md)" in headline(text)
+    assert "; of 1 claim 1 is without a result |" in text
+    assert "Not measured yet" not in text
 
 
 def test_a_reason_whose_difference_is_not_clear_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 from fedloom.formats import fixed
 from fedloom.report import half_width
 from fedloom_studies.reproduce.figures import Reference, unit
+from fedloom_studies.reproduce.looks import LOST
 from fedloom_studies.reproduce.recipe import Recipe
 
 Numbers = Mapping[str, Mapping[str, Mapping[str, float | None]]]
@@ -39,14 +40,14 @@ class TableCell:
 
 
 def cells(recipe: Recipe, numbers: Numbers, *, compare: bool) -> list[TableCell]:
-    """Every cell that was run, row by row."""
+    """Every cell that was run, or that the paper prints, row by row."""
     paper, rows = recipe.paper, []
     for variant, by_reference in numbers.items():
         row = paper.cells.get(variant, (None,) * len(paper.columns))
         for (title, text), cell in zip(paper.columns.items(), row, strict=True):
             reference = Reference.of(text, paper.figure)
             measured = finite(by_reference.get(str(reference), {}))
-            if not measured and cell is None:
+            if cell is None and str(reference) not in by_reference:
                 continue
             values = list(measured.values())
             mean = float(np.mean(values)) if values else math.nan
@@ -55,7 +56,7 @@ def cells(recipe: Recipe, numbers: Numbers, *, compare: bool) -> list[TableCell]
             at = reference.chosen()
             chosen = finite(by_reference.get(str(at), {})) if at else {}
             best = float(np.mean(list(chosen.values()))) if chosen else math.nan
-            verdict = "not run"
+            verdict = LOST if str(reference) in by_reference else "not run"
             if values:
                 comparison = within(mean, std, len(values), papers_value, spread, paper.seeds, reference.figure)
                 verdict = comparison if compare else "-"

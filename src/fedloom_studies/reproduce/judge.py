@@ -26,9 +26,11 @@ from fedloom_studies.reproduce.looks import (
     FAILS,
     HOLDS,
     LOOKS,
+    LOST,
     OPEN,
     PARTLY,
     ROUNDING,
+    UNMEASURED,
     Look,
     clear_looks,
     first_look,
@@ -76,6 +78,7 @@ class ClaimVerdict:
         rivals: of which something was run.
         comparisons: every pair.
         planned: comparisons that the recipe has in all.
+        lost: those of them that were run, and of which a side has no result.
     """
 
     claim: Claim
@@ -83,6 +86,12 @@ class ClaimVerdict:
     rivals: tuple[Rival, ...]
     comparisons: tuple[ClaimPair, ...]
     planned: int
+    lost: int = 0
+
+    @property
+    def word(self) -> str:
+        """The verdict, or why there is none."""
+        return self.verdict if self.measured else LOST if self.lost else UNMEASURED
 
     @property
     def verdict(self) -> str:
@@ -115,19 +124,19 @@ class ClaimVerdict:
 
     @property
     def count(self) -> str:
-        """How many comparisons are as claimed, are clear by themselves, for it and against it, and were not run."""
-        rest = self.planned - len(self.measured)
+        """How many comparisons are as claimed, are clear by themselves, for it and against it, and have no result."""
+        rest = self.planned - len(self.measured) - self.lost
         clear = [sum(c.look.verdict == v for c in self.measured) for v in (HOLDS, FAILS)]
         alone = f"; by themselves {clear[0]} clearly so, {clear[1]} clearly against it"
         tested = "" if self.claim.construction else alone
-        left = f"; {rest} not run" if rest else ""
+        left = "".join(f"; {n} {word}" for n, word in ((self.lost, LOST), (rest, "not run")) if n)
         return f"{self.right} of {len(self.measured)} comparisons as claimed{tested}{left}"
 
     @property
     def summary(self) -> str:
         """Verdict and count."""
         if not self.measured:
-            return "not measured yet"
+            return self.word
         return f"by construction; {self.verdict}" if self.claim.construction else f"{self.verdict} ({self.count})"
 
 
@@ -163,7 +172,8 @@ def claims(recipe: Recipe, numbers: Numbers) -> list[ClaimVerdict]:
         )
         planned = len(_pairs(recipe, claim, {variant: {} for variant in recipe.variants}))
         figure = Reference.of(claim.subject, recipe.paper.figure).figure
-        verdicts.append(ClaimVerdict(claim, figure, _rivals(recipe, claim, pairs_of_claim), singles, planned))
+        lost = sum(not lead and any(_is_lost(side, numbers) for side in pair) for pair, lead in pairs_of_claim)
+        verdicts.append(ClaimVerdict(claim, figure, _rivals(recipe, claim, pairs_of_claim), singles, planned, lost))
     return verdicts
 
 
@@ -268,6 +278,12 @@ def _pairs(recipe: Recipe, claim: Claim, numbers: Numbers) -> list[tuple[Referen
         variants = (left.variant,)
     variants_run = [v for v in variants if v in numbers] if not left.variant else list(variants)
     return [(left._replace(variant=variant), _in(variant, right)) for variant in variants_run for right in rights]
+
+
+def _is_lost(side: Side, numbers: Numbers) -> bool:
+    """Whether a side was run, and no run has its figure."""
+    by_seed = numbers.get(side.variant, {}).get(str(side)) if isinstance(side, Reference) else None
+    return by_seed is not None and not finite(by_seed)
 
 
 def _in(variant: str, side: Side) -> Side:

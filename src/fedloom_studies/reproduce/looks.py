@@ -20,6 +20,8 @@ ROUNDING = 1e-9
 """What equal means may differ by."""
 HOLDS, PARTLY, FAILS, OPEN = "holds", "holds in part", "does not hold", "undecided"
 VERDICTS = (HOLDS, PARTLY, FAILS, OPEN)
+UNMEASURED, LOST = "not measured yet", "without a result"
+"""In place of a verdict: where the present recipe was not run; where every run of a method diverged or failed."""
 
 
 @dataclass(frozen=True)

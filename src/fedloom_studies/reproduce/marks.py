@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from fedloom_studies.reproduce import looks
-from fedloom_studies.reproduce.page import UNMEASURED
 from fedloom_studies.reproduce.reasons import FOLDER
 
 GPU, UNASKED = "needs a GPU", "not asked"
@@ -70,12 +69,12 @@ def together(cells: Iterable[ClaimCell]) -> str:
     """The verdict on all claims of a paper in one protocol, with how many hold of those that are asked."""
     words = [cell.word for cell in cells if cell.word != UNASKED]
     decided = [word for word in words if word in (looks.HOLDS, looks.PARTLY, looks.FAILS)]
-    waiting = words.count(UNMEASURED)
+    waiting = words.count(looks.UNMEASURED)
     if not decided:
-        word = next((word for word in (UNMEASURED, looks.OPEN, GPU) if word in words), UNASKED)
+        word = next((word for word in (looks.UNMEASURED, looks.LOST, looks.OPEN, GPU) if word in words), UNASKED)
         return f"![]({FOLDER}/{of(word)}.svg) {word}"
     if 2 * waiting > len(words):
-        return f"![]({FOLDER}/{of(UNMEASURED)}.svg) {UNMEASURED}: {waiting} of {len(words)} claims"
+        return f"![]({FOLDER}/{of(looks.UNMEASURED)}.svg) {looks.UNMEASURED}: {waiting} of {len(words)} claims"
     kinds = set(decided)
     word = looks.HOLDS if kinds == {looks.HOLDS} else looks.FAILS if kinds == {looks.FAILS} else "partly"
     so_far, held = " so far" if waiting else "", decided.count(looks.HOLDS)

@@ -11,7 +11,7 @@ from fedloom.formats import fixed, option, rounded, total
 from fedloom.report import WORK
 from fedloom.rundir import label_of
 from fedloom_studies.reproduce import judge, looks
-from fedloom_studies.reproduce.cells import cells
+from fedloom_studies.reproduce.cells import cells, finite
 from fedloom_studies.reproduce.charts import alt, chart, charted
 from fedloom_studies.reproduce.choices import at_an_edge, beyond, candidates
 from fedloom_studies.reproduce.figures import Reference, unit
@@ -23,9 +23,6 @@ MODES = {
     "fair": "Grids of equal size for every method, chosen on validation data; budgets are stated.",
     "near": "The stated protocol; what it leaves open is taken alike for all methods.",
 }
-
-UNMEASURED = "not measured yet"
-"""In place of a verdict where the present recipe has no result."""
 
 
 def last(recipe: Recipe, results: Path) -> RecipeSummary | None:
@@ -166,7 +163,7 @@ def _table(recipe: Recipe, summary: RecipeSummary) -> Iterator[str]:
     for cell in table_cells:
         of = unit(cell.figure)
         few = f" (n = {cell.n})" if cell.n < len(summary.seeds) else ""
-        measured = "not run" if not cell.n else of.value(cell.mean, cell.std) + few
+        measured = cell.verdict if not cell.n else of.value(cell.mean, cell.std) + few
         paper = "-" if cell.paper is None else of.value(cell.paper, cell.paper_std)
         verdict_cell = f" {cell.verdict} |" if compare else ""
         yield f"| {cell.variant} | {cell.column} | {measured} | {of.value(cell.chosen)} | {paper} |{verdict_cell}"
@@ -185,7 +182,7 @@ def _claims(recipe: Recipe, verdicts: list[judge.ClaimVerdict], moved: Moved, *,
     for one in verdicts:
         papers_margin = unit(one.figure).difference(judge.papers_lead(recipe, one.claim))
         if old or not one.measured:
-            yield f"| {one.claim.text} | {UNMEASURED} | - | - | {papers_margin} |"
+            yield f"| {one.claim.text} | {looks.UNMEASURED if old else one.word} | - | - | {papers_margin} |"
             continue
         verdict = f"by construction; {one.verdict}" if one.claim.construction else f"{one.verdict}{shows(one)}"
         at = moved[one.claim.text]
@@ -234,7 +231,7 @@ def shows(verdict: judge.ClaimVerdict) -> str:
 def _rest(recipe: Recipe, summary: RecipeSummary) -> Iterator[str]:
     """Work, choices, failures, and what was tried."""
     first = next(iter(summary.numbers))
-    methods = dict.fromkeys(Reference.of(text, "").method for text in summary.numbers[first])
+    methods = dict.fromkeys(Reference.of(text, "").method for text, by in summary.numbers[first].items() if finite(by))
     work = []
     for method in methods:
         means = {n: _mean(summary.numbers[first].get(str(Reference("", method, "", n)), {})) for n in WORK}
@@ -278,7 +275,7 @@ def searched(recipe: Recipe, summary: RecipeSummary | None) -> Iterator[str]:
             choice = choices.get(variant, {}).get(label)
             edges = ", ".join(at_an_edge(choice["chosen"], choice["scores"])) if choice else ""
             trials = f"{len(candidates(method))}{f' and {beyond(choice)} beyond' if choice and beyond(choice) else ''}"
-            chosen_text = choice["chosen"] if choice else UNMEASURED
+            chosen_text = choice["chosen"] if choice else looks.UNMEASURED
             yield f"| {variant} | {label} | {options or 'none'} | {trials} | {chosen_text} | {edges or '-'} |"
     for label, why in recipe.paper.fixed.items():
         yield f"\nNot searched for {label}: {why}."

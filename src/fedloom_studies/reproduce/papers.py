@@ -23,7 +23,6 @@ from fedloom_studies.reproduce import judge, looks, marks
 from fedloom_studies.reproduce.figures import Reference, unit
 from fedloom_studies.reproduce.marks import GPU, UNASKED, ClaimCell, counts, shown, together
 from fedloom_studies.reproduce.page import (
-    UNMEASURED,
     duration,
     earlier,
     has_plot,
@@ -202,17 +201,19 @@ def _cell(recipes: Mapping[str, Recipe], summaries: Summaries, row: HeadlineClai
         return ClaimCell(UNASKED)
     if row.full and all(recipes[name].paper.reduced for name in names):
         return ClaimCell(GPU, recipe=names[0])
-    measured = []
+    measured, missing = [], ClaimCell(looks.UNMEASURED, recipe=names[0])
     for name in names:
         recipe, summary = recipes[name], summaries.get(name)
         if not _current(summary, recipe):
             continue
         one = _verdict_on(recipe, summary, row.claim)
-        if one is not None:
+        if one is not None and one.measured:
             favour = UNFAVOURABLE.index(one.verdict), one.least.look.difference
             measured.append((not _full_length(recipe, summary), favour, name, one))
+        elif one is not None:
+            missing = ClaimCell(one.word, recipe=name)
     if not measured:
-        return ClaimCell(UNMEASURED, recipe=names[0])
+        return missing
     *_, name, one = min(measured, key=lambda m: m[:2])
     return ClaimCell(one.verdict, _number(one), name)
 
@@ -238,7 +239,7 @@ def _full_length(recipe: Recipe, summary: RecipeSummary) -> bool:
 
 def _verdict_on(recipe: Recipe, summary: RecipeSummary, start: str) -> judge.ClaimVerdict | None:
     verdicts = judge.claims(recipe, summary.numbers)
-    return next((one for one in verdicts if one.measured and one.claim.text.startswith(start)), None)
+    return next((one for one in verdicts if one.claim.text.startswith(start)), None)
 
 
 def _most(sheet: Sheet, cells: list[tuple[ClaimCell, ClaimCell]]) -> str:
@@ -255,8 +256,10 @@ def _verdicts(recipe: Recipe, summary: RecipeSummary | None) -> str:
     if not _current(summary, recipe):
         return ""
     verdicts = [one for one in judge.claims(recipe, summary.numbers) if not one.claim.construction]
-    words = [one.verdict if one.measured else UNMEASURED for one in verdicts]
-    shown = ", ".join(marks.counted(words.count(w), w) for w in (*looks.VERDICTS, UNMEASURED) if w in words)
+    words = [one.word for one in verdicts]
+    shown = ", ".join(
+        marks.counted(words.count(w), w) for w in (*looks.VERDICTS, looks.LOST, looks.UNMEASURED) if w in words
+    )
     several = "s" if len(words) > 1 else ""
     return f"; of {len(words)} claim{several} {shown}" if shown else ""
 
@@ -304,7 +307,7 @@ def _unaffordable(
     waiting = dict.fromkeys(
         name for sheet, cells in papers for row, pair in zip(sheet.row, cells, strict=True)
         for names, cell in zip((row.published, row.fair), pair, strict=True) if cell.word != GPU
-        for name in names if cell.word == UNMEASURED or not _current(summaries.get(name), recipes[name])
+        for name in names if cell.word == looks.UNMEASURED or not _current(summaries.get(name), recipes[name])
     )  # fmt: skip
     for name in waiting:
         budget = recipes[name].budget("laptop")

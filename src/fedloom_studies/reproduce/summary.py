@@ -174,10 +174,12 @@ def needs(folder: Path) -> dict[str, Need]:
 
 def numbers_of(recipe: Recipe, document: Mapping[str, Any], run: Run) -> dict[str, dict[str, float | None]]:
     """reference -> seed -> value of everything that a summary keeps of a run."""
-    numbers = {}
+    numbers, runs = {}, run.summary.runs
+    lost = {r.method for r in runs} - {r.method for r in runs if r.status in ("done", "interrupted")}
     for reference in _wanted(recipe, [label_of(m) for m in document["method"]]):
         by_seed = values(run, reference)
-        if any(math.isfinite(v) for v in by_seed.values()):
+        is_lost = reference.method in lost and reference.figure not in WORK
+        if is_lost or any(math.isfinite(v) for v in by_seed.values()):
             numbers[str(reference)] = {str(s): rounded(v, DIGITS) for s, v in sorted(by_seed.items())}
     return numbers
 
