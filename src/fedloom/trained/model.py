@@ -134,7 +134,6 @@ class Model:
             self.module() if module is None else module, facts, self.fitted, self.recipe.dtype, self.calibration
         ).eval()
 
-    @on_cpu()
     def predict(self, rows: object) -> NDArray[Any]:
         """Names of classes ``[N]``, or values ``[N]`` (``[N, k]`` of several targets).
 
@@ -151,7 +150,6 @@ class Model:
         """
         return labels_of(self.recipe.facts, self.scores(self._raw_rows(rows)))
 
-    @on_cpu()
     def predict_proba(self, rows: object) -> NDArray[np.float64]:
         """Probabilities ``[N, C]`` in the order of ``recipe.facts.classes``; arguments and errors as `predict`.
 

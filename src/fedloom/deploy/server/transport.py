@@ -105,7 +105,7 @@ class Transport:
                 break
             if not waits:
                 self._say(f"fedloom: waits for {', '.join(missing)}, at most {patience:g} s")
-            waits = True
+                waits = True
             time.sleep(min(5 * POLL, patience / 10))
         need = len(self.members) if everyone else self._settings.quorum
         if len(self.nodes) < need:
