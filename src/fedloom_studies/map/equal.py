@@ -9,6 +9,7 @@ import numpy as np
 
 from fedloom.formats import fixed, options, significant
 from fedloom.report import TestedDifference, differences, family
+from fedloom_studies.map.budget import ALIKE
 from fedloom_studies.map.judge import SetupVerdict, judge
 from fedloom_studies.map.records import DONE, REUSED, CellRecord, stale, with_reused
 from fedloom_studies.map.setups import MARKS, Cell, Protocol, Setup, methods_of
@@ -27,11 +28,12 @@ from fedloom_studies.map.statements import (
 PROTOCOL: Protocol = "gradients"
 Records = Mapping[tuple[str, str], CellRecord]
 ABOUT = """FedAvg, local training, FedAvg-FT and {picked} methods that a rule fixed beforehand picked. Every run takes
-as many gradients as FedAvg takes at equal rounds, in as many rounds as these buy. What is spent before the first round
-and after the last one counts.{dearer} Settings are searched anew, with the same trials, seeds and data. A method that
-takes FedAvg's gradients at equal rounds has the same runs, which are reused. Measured: {cells}, {reused} of them
-reused. *Lower* and *higher* are methods whose mean differs significantly from their own at equal rounds (paired t tests
-over seeds, Holm's correction over the methods of a setup)."""
+as many gradients as FedAvg takes at equal rounds, to within a tenth, in as many rounds as these buy. What is spent
+before the first round and after the last one counts.{dearer} Settings are searched anew, with the same trials, seeds
+and data. A method that takes FedAvg's gradients at equal rounds has the same work here, so its change is not tested:
+its runs are reused, or were made again. Measured: {cells}, {reused} of them reused and {repeated} made again. *Lower*
+and *higher* are methods whose mean differs significantly from their own at equal rounds (paired t tests over seeds,
+Holm's correction over the methods of a setup whose work differs)."""
 
 
 class BothProtocols(NamedTuple):
@@ -41,7 +43,7 @@ class BothProtocols(NamedTuple):
         rounds: at equal rounds.
         gradients: at equal gradients.
         records: at equal gradients, as they were recorded: what is reused has no figures of its own.
-        changes: of the mean from equal rounds to equal gradients, of every method whose runs are not the same, as one
+        changes: of the mean from equal rounds to equal gradients, of every method whose work is not the same, as one
             family of tests.
     """
 
@@ -49,6 +51,12 @@ class BothProtocols(NamedTuple):
     gradients: SetupVerdict
     records: Mapping[str, CellRecord]
     changes: dict[str, TestedDifference]
+
+    @property
+    def repeated(self) -> list[str]:
+        """The methods that were run again with the work that they take at equal rounds."""
+        again = [name for name, record in self.records.items() if record.status == DONE and name not in self.changes]
+        return [name for name in again if self.rounds.of(name) is not None]
 
     def changed(self, sign: int) -> list[str]:
         """Choose the methods with a significant change of this sign, the largest first."""
@@ -66,12 +74,19 @@ def compare(rounds: SetupVerdict, first: Records, second: Records) -> BothProtoc
     """
     gradients = judge(rounds.setup, with_reused(second, first))
     recorded = {method: record for (name, method), record in second.items() if name == rounds.setup.name}
-    means = {}
+    means, fedavg = {}, rounds.of(MARKS[1])
     for s in gradients.standings:
-        before = rounds.of(s.method)
-        if before is not None and recorded[s.method].status != REUSED:
+        before, reused = rounds.of(s.method), recorded[s.method].status == REUSED
+        if before and not reused and not (fedavg and _same_work(before.record, fedavg.record)):
             means[s.method] = differences(s.figures["mean"], before.figures["mean"])
     return BothProtocols(rounds, gradients, recorded, family(means))
+
+
+def _same_work(one: CellRecord, fedavg: CellRecord) -> bool:
+    """Whether a method takes the gradients of FedAvg with every seed."""
+    spent = [(series.gradients[-1], fedavg.seeds[seed].gradients[-1])
+             for seed, series in one.seeds.items() if seed in fedavg.seeds]  # fmt: skip
+    return all(abs(samples / fedavgs - 1) <= ALIKE for samples, fedavgs in spent)
 
 
 def changes_in_words(c: BothProtocols) -> str:
@@ -96,6 +111,7 @@ def summary(comparisons: Sequence[BothProtocols]) -> Iterator[str]:
     yield ABOUT.format(
         picked=len(methods) - 3, cells=share_of_cells(len(records), len(methods) * len(comparisons)),
         reused=sum(record.status == REUSED for record in records), dearer=_dearer(comparisons),
+        repeated=sum(len(c.repeated) for c in comparisons) or "none",
     )  # fmt: skip
     begun = [c for c in comparisons if c.gradients.reference]
     if begun:
@@ -163,6 +179,7 @@ def _notes(setup: Setup, c: BothProtocols, method: str) -> str:
     old = stale(Cell(setup, method, record.space, PROTOCOL), record)
     remarks = [f"stale: {old}"] if old else []
     remarks += ["the same runs"] if record.status == REUSED else []
+    remarks += ["the same work, run again"] if method in c.repeated else []
     if standing is not None and (standing.better or standing.worse):
         remarks.append(f"significantly {'better' if standing.better else 'worse'} than the better of local and FedAvg")
     if change is not None and change.significant:
