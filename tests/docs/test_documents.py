@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import inspect
 import json
+import math
 import os
 import pkgutil
 import re
@@ -87,6 +88,26 @@ def test_figures_of_the_first_page_are_those_of_their_records() -> None:
     for document in (text, (ROOT / "docs" / "index.md").read_text()):
         (listed,) = re.findall(r"^Extras, [^:]+: (.+)\.$", document, flags=re.MULTILINE)
         assert set(re.findall(r"`(\w+)`", listed)) == set(extras)
+
+
+def test_what_the_calculation_of_rounds_misses_is_what_its_table_has() -> None:
+    text = (ROOT / "docs" / "scale.md").read_text()
+    cell = r" ([\d.]+) \([\d.]+ to [\d.]+\) \[([\d.]+)\] \|"
+    rows = re.findall(rf"^\| (FedAvg|SCAFFOLD|FLAME|FedACS) \|{5 * cell}", text, flags=re.MULTILINE)
+    misses = {
+        name: [100 * (float(calculated) / float(measured) - 1)
+               for measured, calculated in zip(cells[::2], cells[1::2], strict=True)]
+        for name, *cells in rows
+    }  # fmt: skip
+    assert len(misses) == 4
+    one, two, four, _, _ = zip(*misses.values(), strict=True)
+    apart = misses.pop("FedACS")[3]
+    *_, links, pairs = zip(*misses.values(), strict=True)
+    most = [math.ceil(max(map(abs, column))) for column in (one, two, links)]
+    stated = " ".join(text.split())
+    assert "within {} % for one process, {} % for two ranks here, and {} % for one and one".format(*most) in stated
+    assert f"its rows take {-apart:.0f} % less in it. It is {-max(four):.0f} to {-min(four):.0f} % short" in stated
+    assert f"up to {max(pairs):.0f} % long for two and two" in stated
 
 
 def test_the_page_of_choices_has_what_the_map_and_the_papers_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,8 @@ from statistics import fmean
 from typing import Any
 
 import pytest
+from scipy import stats
+from statsmodels.stats.multitest import multipletests
 
 ROOT = Path(__file__).parents[2]
 
@@ -76,3 +78,22 @@ def test_the_finding_of_speed_follows_from_its_runs(script: dict[str, Any], reco
     assert f"{seconds[0] / seconds[1]:.1f} times as soon" in paragraph
     assert f"{uploads[0] / uploads[1]:.1f} times fewer" in paragraph
     assert missed["buffered"] <= missed["synchronous"] < missed["over-selection"]
+
+
+def test_speed_states_a_loss_of_slow_clients_only_where_it_is_clear_among_all_comparisons(
+    script: dict[str, Any], record: dict[str, Any]
+) -> None:
+    worst = {tuple(x[k] for k in script["KEYS"]): x["worst_tenth"]["slow"] for x in script["unpacked"](record)}
+    pairs = [(method, slow) for method in script["METHODS"] for slow in script["DEVICES"]]
+    over, whole = (
+        {pair: [worst[pair[0], s, pair[1], seed] for seed in range(5)] for pair in pairs}
+        for s in ("over-selection", "synchronous")
+    )
+    p = [stats.ttest_rel(over[pair], whole[pair]).pvalue for pair in pairs]
+    lost = [fmean(over[pair]) < fmean(whole[pair]) for pair in pairs]
+    alone = {pair for pair, one, below in zip(pairs, p, lost, strict=True) if one <= 0.05 and below}
+    certain = multipletests(p, alpha=0.05, method="holm")[0] & lost
+    page = script["PAGE"].read_text()
+    assert f"Of {len(pairs)} comparisons by method and devices, {len(alone)} are clear losses by themselves" in page
+    assert ("over-selection costs" in page) == any(certain)
+    assert ("With Holm's correction none is" in page) == (not any(certain))
