@@ -22,6 +22,8 @@ from fedloom.report.tables import column_of, headline, measured
 
 COLUMN = 12
 """Characters that a folded column has at least."""
+GAP = 3
+"""Characters between two columns."""
 UNFOLDED = 100_000
 """Characters of a line that no table reaches."""
 
@@ -70,10 +72,26 @@ def print_texts(
         for place in range(lead, len(titles)):
             wider = _columns(titles, texts, [*places, place], right)
             if len(places) > lead and _width(console, wider) > console.width:
-                console.print(_columns(titles, texts, places, right))
+                _print_block(console, titles, texts, places, right)
                 places = list(range(lead))
             places.append(place)
-        console.print(_columns(titles, texts, places, right))
+        _print_block(console, titles, texts, places, right)
+
+
+def _print_block(
+    console: Console, titles: Sequence[str], rows: Sequence[Sequence[str]], places: Sequence[int],
+    right: Collection[str],
+) -> None:  # fmt: skip
+    """Print some columns. The last one stands below each row where a word of it, such as a path, would be broken."""
+    *first, last = places
+    room = console.width - _width(console, _columns(titles, rows, first, right)) - GAP
+    longest = max(cell_len(word) for row in rows for word in [*row[last].split(), ""])
+    if not first or titles[last] in right or longest <= room:
+        console.print(_columns(titles, rows, places, right))
+        return
+    for row in rows:
+        names = "  ".join(row[place] for place in first)
+        console.print(Text(f"{names}\n  {titles[last]}: {row[last]}"), soft_wrap=True)
 
 
 def _columns(

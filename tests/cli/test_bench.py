@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -70,6 +71,15 @@ def test_every_way_has_a_row_and_nothing_is_written(file: Path) -> None:
     assert picked == [("fedavg", "fused", "1"), ("ditto", "fused", "1")]
     assert "the whole experiment, 4 runs, without evaluation" in result.stdout
     assert [p.name for p in file.parent.iterdir()] == ["small.toml"]
+
+
+def test_each_block_of_a_narrow_terminal_names_the_way_of_its_rows(file: Path) -> None:
+    narrow = {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": "50"}
+    words = ["bench", str(file), "--rounds", "1", "--oracle", "fused", "--workers", "1", "--workers", "2"]
+    result = RUNNER.invoke(app, words, env=narrow)
+    blocks = re.sub(r"\x1b\[[\d;]*m", "", result.stdout).split(" method ")[1:]
+    assert len(blocks) > 1
+    assert {*(tuple(block.split()[:2]) for block in blocks)} == {("oracle", "workers")}
 
 
 def test_only_what_is_asked_for_is_measured_beside_what_is_picked(file: Path) -> None:

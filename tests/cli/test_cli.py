@@ -378,6 +378,9 @@ def test_tables_fold_no_number_and_no_name_at_any_width(width: int, capsys: pyte
     )
     heads = [line for line in capsys.readouterr().out.splitlines() if "loss" in line or "accuracy" in line]
     assert all("method" in line and "seed" in line for line in heads)
+    path = "models/fedavg-0/global.safetensors"
+    print_rows([{"method": "fedavg", "seed": 7, "file": path}], ("method", "seed"), width=width)
+    assert path in capsys.readouterr().out
     name, words = "a-name-of-many-letters-to-copy", "amber " * 12
     print_texts(
         ["recipe", "what", "data"], [[name, words, "digits"], [f"{name}-2", words, ""]], names=True, width=width

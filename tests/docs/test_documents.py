@@ -241,6 +241,8 @@ def test_the_gallery_has_every_entry_with_its_experiment_as_it_is_and_its_chart(
     entries = tomllib.loads((folder / "entries.toml").read_text())
     shown = page.split("\n## ")[1:]
     assert [part.partition("\n")[0] for part in shown] == [entry["title"] for entry in entries.values()]
+    assert len(shown) == 9
+    assert "`docs/gallery.md` answers nine questions" in (ROOT / "CHANGELOG.md").read_text()
     for name, part in zip(entries, shown, strict=True):
         assert (folder / f"{name}.toml").read_text() in part
         charts = re.findall(r"\]\(gallery/([^)]+)\)\]", part) or re.findall(r"!\[[^\]]*\]\(gallery/([^)]+)\)", part)
