@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,9 @@ MODES = {
     "fair": "Grids of equal size for every method, chosen on validation data; budgets are stated.",
     "near": "The stated protocol; what it leaves open is taken alike for all methods.",
 }
+
+EMPTY = "-"
+"""A cell of a table that has nothing."""
 
 
 def last(recipe: Recipe, results: Path) -> RecipeSummary | None:
@@ -157,16 +160,16 @@ def _table(recipe: Recipe, summary: RecipeSummary) -> Iterator[str]:
         return
     if any(c.n for c in table_cells):
         yield from (picture(recipe, summary, ""), "")
-    verdict = " verdict |" if compare else ""
-    yield f"| | | ours (mean ± std) | round chosen on validation | paper |{verdict}"
-    yield f"|---|---|---|---|---|{'---|' if compare else ''}"
+    rows = []
     for cell in table_cells:
         of = unit(cell.figure)
         few = f" (n = {cell.n})" if cell.n < len(summary.seeds) else ""
         measured = cell.verdict if not cell.n else of.value(cell.mean, cell.std) + few
-        paper = "-" if cell.paper is None else of.value(cell.paper, cell.paper_std)
-        verdict_cell = f" {cell.verdict} |" if compare else ""
-        yield f"| {cell.variant} | {cell.column} | {measured} | {of.value(cell.chosen)} | {paper} |{verdict_cell}"
+        paper = EMPTY if cell.paper is None else of.value(cell.paper, cell.paper_std)
+        rows.append(
+            [cell.variant, cell.column, measured, of.value(cell.chosen), paper, cell.verdict if compare else EMPTY]
+        )
+    yield from _filled(["", "", "ours (mean ± std)", "round chosen on validation", "paper", "verdict"], rows)
     if compare and recipe.paper.nearest:
         yield f"\nThese cells are counted in [{recipe.paper.nearest}]({recipe.paper.nearest}.md), nearer to the paper."
     elif not compare and recipe.paper.reduced is None and not summary.samples:
@@ -174,33 +177,41 @@ def _table(recipe: Recipe, summary: RecipeSummary) -> Iterator[str]:
     yield ""
 
 
+def _filled(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Lines of a table, without the columns that are empty in every row: a phone has room for few."""
+    places = [place for place in range(len(titles)) if any(row[place] != EMPTY for row in rows)]
+    yield "|" + "".join(f" {titles[place]} |".replace("  ", " ") for place in places)
+    yield f"|{'---|' * len(places)}"
+    yield from (f"| {' | '.join(row[place] for place in places)} |" for row in rows)
+
+
 def _claims(recipe: Recipe, verdicts: list[judge.ClaimVerdict], moved: Moved, *, old: bool) -> Iterator[str]:
     if not verdicts:
         return
-    yield "| claim | verdict | least difference over rivals | at the round chosen on validation | the paper's |"
-    yield "|---|---|---|---|---|"
+    titles = ["claim", "verdict", "least difference over rivals", "at the round chosen on validation", "the paper's"]
+    rows = []
     for one in verdicts:
         papers_margin = unit(one.figure).difference(judge.papers_lead(recipe, one.claim))
         if old or not one.measured:
-            yield f"| {one.claim.text} | {looks.UNMEASURED if old else one.word} | - | - | {papers_margin} |"
+            rows.append([one.claim.text, looks.UNMEASURED if old else one.word, EMPTY, EMPTY, papers_margin])
             continue
         verdict = f"by construction; {one.verdict}" if one.claim.construction else f"{one.verdict}{shows(one)}"
         at = moved[one.claim.text]
-        then = difference(at) if at else "-"
-        yield f"| {one.claim.text} | {verdict}; {one.count} | {difference(one)} | {then} | {papers_margin} |"
-    yield ""
+        then = difference(at) if at else EMPTY
+        rows.append([one.claim.text, f"{verdict}; {one.count}", difference(one), then, papers_margin])
+    yield from (*_filled(titles, rows), "")
     if old:
         return
     several = [one for one in verdicts if len(one.measured) > 1 and not one.claim.construction]
     if several:
         yield from (SINGLE, "", "| comparison | difference | clear (Holm) |", "|---|---|---|")
-    rows = []
+    pairs = []
     for one in several:
         statistic = "standard deviations over seeds, " if one.claim.spread else ""
         for c in sorted(one.measured, key=lambda c: c.look.difference):
             pair = f"{statistic}{c.left} against {c.right}".replace("|", "\\|")
-            rows.append(f"| {pair} | {interval(c.look, one.figure)} | {c.look.verdict} |")
-    yield from dict.fromkeys(rows)
+            pairs.append(f"| {pair} | {interval(c.look, one.figure)} | {c.look.verdict} |")
+    yield from dict.fromkeys(pairs)
     if several:
         yield ""
 
@@ -263,11 +274,7 @@ def searched(recipe: Recipe, summary: RecipeSummary | None) -> Iterator[str]:
         return
     scale = summary.scale if summary else "laptop"
     choices = summary.choices if summary and not earlier(recipe, summary) else {}
-    yield from (
-        "",
-        "| variant | method | options searched | trials | chosen | values at an edge |",
-        "|---|---|---|---|---|---|",
-    )
+    titles, rows = ["variant", "method", "options searched", "trials", "chosen", "values at an edge"], []
     for variant, document in recipe.at(scale).items():
         for method in document["method"]:
             label, grid = label_of(method), method.get("choose", {})
@@ -276,7 +283,8 @@ def searched(recipe: Recipe, summary: RecipeSummary | None) -> Iterator[str]:
             edges = ", ".join(at_an_edge(choice["chosen"], choice["scores"])) if choice else ""
             trials = f"{len(candidates(method))}{f' and {beyond(choice)} beyond' if choice and beyond(choice) else ''}"
             chosen_text = choice["chosen"] if choice else looks.UNMEASURED
-            yield f"| {variant} | {label} | {options or 'none'} | {trials} | {chosen_text} | {edges or '-'} |"
+            rows.append([variant, label, options or "none", trials, chosen_text, edges or EMPTY])
+    yield from ("", *_filled(titles, rows))
     for label, why in recipe.paper.fixed.items():
         yield f"\nNot searched for {label}: {why}."
     yield ""
