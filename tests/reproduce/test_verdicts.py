@@ -64,6 +64,7 @@ def test_figures_are_shown_in_units_that_people_use() -> None:
     assert unit("bytes_up@to 0.7").in_words(3.5382e6, 1.7856e6) == "3.5 ± 1.8 MB more"
     for figure in ("loss/variance", "train loss@mean", "cd", "nmi", "accuracy/jain", "factorised"):
         assert unit(figure).difference(0.3105) == "+0.3105"
+    assert unit("nonzeros").value(106_369.1, 46.813) == "106\u202f369 ± 47"
     assert unit("accuracy").value(math.nan) == unit("cd").difference(math.nan) == "-"
 
 

@@ -24,6 +24,8 @@ from fedloom.metrics import ROLES, metric
 from fedloom.report import EMPTY, Curve, Key, Run, curve, seeds_of
 
 PARTS = ("train", "validation", "test", "common")
+WHOLE = 10_000
+"""Figures without a unit, such as counts of parameters, have no decimals from here on."""
 UNSCALED = ("variance", "jain")
 """Statistics over clients that do not have the unit of their metric."""
 
@@ -95,6 +97,8 @@ class Unit(NamedTuple):
             return "-"
         has_spread = spread is not None and math.isfinite(spread)
         beside = self.scale * spread if spread is not None and has_spread else math.nan
+        if self is PLAIN and abs(value) >= WHOLE:
+            return fixed(value, 0) + (f" ± {fixed(beside, 0)}" if has_spread else "")
         return _number(self, self.scale * value, beside) + (f" ± {_number(self, beside, beside)}" if has_spread else "")
 
 
