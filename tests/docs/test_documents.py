@@ -259,6 +259,8 @@ def test_the_answers_of_the_gallery_follow_from_their_differences() -> None:
         answer, fixed = part.split("\n\n")[1:3]
         assert f"against `{entry['against']}`" in fixed.lower()
         assert f"least difference of interest is {entry['least']}" in fixed
+        assert "is 1 points" not in fixed
+        assert entry["level"] != "no better", "the page defines level"
         clauses = dict(clause.strip("*. ").split(": ", 1) for clause in answer.split("; ") if ": `" in clause)
         groups = {
             group for group in ("better", "worse", "level", "not decided") for c in clauses if same(c, entry[group])
