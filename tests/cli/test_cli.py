@@ -18,11 +18,14 @@ import click
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.main import get_command
 from typer.testing import CliRunner
 
 import fedloom
 from fedloom.cli import app
+from fedloom.cli.facts import in_two_columns
 from fedloom.printing import print_rows, print_texts
 from fedloom.version import __version__
 from tests.commands import call, in_a_fork
@@ -389,6 +392,16 @@ def test_tables_fold_no_number_and_no_name_at_any_width(width: int, capsys: pyte
     assert [found in listing for found in (name, f"{name}-2", "digits")] == [True] * 3
     assert all(len(line) <= max(width, len(name) + 2) for line in listing.splitlines())
     assert listing.count("amber") == 24
+
+
+@given(st.lists(st.tuples(st.text("ab-", min_size=1, max_size=40), st.text("cd ", max_size=90))), st.integers(30, 120))
+def test_a_list_breaks_no_name_and_is_no_wider_than_the_terminal(lines: list[tuple[str, str]], width: int) -> None:
+    lines = [(name, " ".join(word[:20] for word in line.split())) for name, line in lines or [("a", "c")]]
+    shown, whole = [*in_two_columns(lines, width)], [*in_two_columns(lines, None)]
+    assert "".join("".join(shown).split()) == "".join("".join(whole).split())
+    assert all(name in shown_line for name, shown_line in zip((n for n, _ in lines), whole, strict=True))
+    assert all(any(line.startswith(f"  {name}") for line in shown) for name, _ in lines)
+    assert all(len(line.rstrip()) <= max(width, 2 + max(len(n) for n, _ in lines)) for line in shown)
 
 
 @pytest.mark.parametrize("path", [[], ["deploy"]], ids=["fedloom", "fedloom deploy"])

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Iterator
 from importlib.metadata import entry_points
+from shutil import get_terminal_size
+from textwrap import wrap
 from typing import Annotated, Any
 
 import typer
@@ -19,6 +23,8 @@ KINDS = (
     "devices", "schedules", "metrics", *LISTS.names,
 )  # fmt: skip
 """Kinds of parts that can be listed."""
+NAME = 22
+"""Characters that the column of names has at least."""
 
 
 @app.command(name="list")
@@ -50,9 +56,28 @@ def list_command(
 
 
 def _print(lines: list[tuple[str, str]]) -> None:
-    width = max(22, 2 + max(len(name) for name, _ in lines))
+    width = get_terminal_size().columns if sys.stdout.isatty() else None
+    for line in in_two_columns(lines, width):
+        say(line)
+
+
+def in_two_columns(lines: list[tuple[str, str]], width: int | None) -> Iterator[str]:
+    """Yield names with their lines beside them, or below where a terminal is narrow; None folds nothing.
+
+    >>> [*in_two_columns([("fedavg", "average of models.")], 18)]
+    ['  fedavg', '    average of', '    models.']
+    """
+    indent = 2 + max(NAME, 2 + max(len(name) for name, _ in lines))
     for name, line in lines:
-        say(f"  {name:<{width}}{line}")
+        if width is None or indent + len(line) <= width:
+            yield f"  {name}".ljust(indent) + line
+        elif width - indent >= NAME:
+            first, *rest = wrap(line, width - indent)
+            yield f"  {name}".ljust(indent) + first
+            yield from (" " * indent + text for text in rest)
+        else:
+            yield f"  {name}"
+            yield from wrap(line, width, initial_indent="    ", subsequent_indent="    ")
 
 
 @app.command()
