@@ -20,12 +20,11 @@ from typer.testing import CliRunner
 from fedloom.cli import app
 from fedloom.deploy.audit import SENT, lines_of
 from fedloom.deploy.ops import members
-from fedloom.deploy.ops.commands import profile
 from fedloom.deploy.ops.directory import Location, write
 from fedloom.deploy.ops.loopback import Loopback
-from fedloom.deploy.ops.members import add, keys_digest, proposed, remove, revoke, take
+from fedloom.deploy.ops.members import add, keys_digest, proposed, remove, take
 from fedloom.deploy.ops.plan import plan
-from fedloom.deploy.ops.processes import ProcessError, Processes
+from fedloom.deploy.ops.processes import Processes
 from fedloom.deploy.server.run import serve
 from fedloom.deploy.settings import Server, Site, read_server, read_site
 from fedloom.deploy.site.client import Client
@@ -278,41 +277,6 @@ def test_a_site_is_taken_out(trained: tuple[Path, bool], ready: Path) -> None:
     assert [(row["site"], row["loss"]) for row in table] == [("site-0", loss[0]), ("site-2", loss[2])]
     with pytest.raises(ConfigError, match="there is no site site-1; sites: site-0, site-2"):
         remove(ready, "site-1")
-
-
-def test_a_key_is_revoked_by_the_name_of_its_site(ready: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-    monkeypatch.setattr(members, "ask", lambda question, home, *_a, **values: asked.append((question, home, values)))
-    assert revoke(ready, "site-1") == FIRST + 1
-    assert asked == [("unregister", ready / "server" / "cli", {"node": FIRST + 1})]
-
-
-def test_a_key_that_was_revoked_before_is_said_to_be_so(ready: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(why: str) -> None:
-        def ask(*_args: object, **_values: object) -> None:
-            raise ProcessError(f"supernode unregister 7: {why}")
-
-        monkeypatch.setattr(members, "ask", ask)
-
-    refuse("[code: 24] Node ID not found for account.")
-    with pytest.raises(ProcessError, match=r"^the server does not let site-1 in: its key was revoked before$"):
-        revoke(ready, "site-1")
-    refuse("no connection")
-    with pytest.raises(ProcessError, match="no connection"):
-        revoke(ready, "site-1")
-
-
-def test_a_key_is_revoked_at_the_server_of_a_try_out_until_the_directory_is_in_its_place(
-    ready: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    homes: list[Path] = []
-    monkeypatch.setattr(members, "ask", lambda _question, home, *_a, **_values: homes.append(home))
-    (ready / "local" / "cli").mkdir(parents=True)
-    revoke(ready, "site-1")
-    own = ready / "server" / "cli"
-    (own / "config.toml").write_text(profile("127.0.0.1:18000", ready / "server" / "ca.crt"))
-    revoke(ready, "site-1")
-    assert homes == [ready / "local" / "cli", own]
 
 
 def test_nothing_trains_before_the_run_is_approved(ready: Path) -> None:

@@ -125,6 +125,6 @@ def revoke(
     Example: fedloom deploy revoke /srv/fedloom/server dorn
     """
     with errors():
-        from fedloom.deploy.ops.members import revoke as revoke_key
+        from fedloom.deploy.ops.admitted import revoke as revoke_key
 
         say(f"node {revoke_key(directory, name)} of {name} is not let in any more")

@@ -12,6 +12,7 @@ from socket import create_connection
 from typing import Any
 
 from fedloom.deploy.code import check_code, read_agreed
+from fedloom.deploy.ops.admitted import is_revoked, key_file
 from fedloom.deploy.ops.commands import ANSWER, ask, command, environment, profile
 from fedloom.deploy.ops.directory import APP, CLI, LOCAL
 from fedloom.deploy.ops.processes import Process, ProcessError, Processes, check_free, free_ports
@@ -91,8 +92,9 @@ class Loopback:
         return int(self.ask("register", public_key=public_key)["node-id"])
 
     def register_all(self) -> dict[str, int]:
-        """Let every site in; their numbers by name."""
-        return {name: self.register(self.folder / "server" / "nodes" / f"{name}.pub") for name in self.sites}
+        """Let every site in whose key was not revoked; their numbers by name."""
+        server = self.folder / "server"
+        return {name: self.register(key_file(server, name)) for name in self.sites if not is_revoked(server, name)}
 
     def start_site(self, name: str, **changes: object) -> Process:
         """Start a site's process; it joins by itself. ``changes`` replace some of its settings."""
@@ -231,8 +233,12 @@ def run_all(folder: Path, show: Print, port: int | None = None) -> Loopback:
     with lock(here.folder, wait=0), processes:
         here.start_server()
         show(f"the server answers on {here.address}, over TLS")
-        for name, node in here.register_all().items():
-            show(f"site {name} is node {node}")
-            here.start_site(name)
+        nodes = here.register_all()
+        for name in here.sites:
+            if name in nodes:
+                show(f"site {name} is node {nodes[name]}")
+                here.start_site(name)
+            else:
+                show(f"site {name} stays out, its key was revoked; 'fedloom deploy remove' ends the wait for it")
         here.run(say)
     return here

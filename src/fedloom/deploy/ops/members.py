@@ -1,4 +1,4 @@
-"""Members of a deployment that come and go: a site that joins later, one that leaves, one whose key is revoked.
+"""Members of a deployment that come and go: a site that joins later, one that leaves.
 
 A later site makes a new agreement, with a fingerprint of its own, which has the digest of all members' keys in it. It
 begins with the last round's model. A site stays with the agreement before until it has approved the new one (`take`),
@@ -15,14 +15,11 @@ from typing import NamedTuple
 import tomli_w
 from safetensors.torch import load_file, save
 
-from fedloom.deploy.audit import lines_of
 from fedloom.deploy.code import FOLDER, START, read_agreed
 from fedloom.deploy.ops import keys
-from fedloom.deploy.ops.commands import PROGRAMS, ask
-from fedloom.deploy.ops.directory import CLI, LOCAL, Location, site_files, write_files, write_side
+from fedloom.deploy.ops.directory import Location, site_files, write_files, write_side
 from fedloom.deploy.ops.plan import further_data_table
-from fedloom.deploy.ops.processes import ProcessError
-from fedloom.deploy.ops.status import server_file, tallies
+from fedloom.deploy.ops.status import server_file
 from fedloom.deploy.secure.opened import read_checked
 from fedloom.deploy.secure.pending import PendingSums
 from fedloom.deploy.secure.protocol import safe_threshold
@@ -41,8 +38,6 @@ from fedloom.storage.toml_files import document_of, read_toml
 from fedloom.values import fields_of, make
 
 CHANGE = "agreement.json"
-NO_NODE = "Node ID not found"
-"""What Flower answers for a node that it does not know, or no longer."""
 SAME = ("name", "version", "samples", "fixed_data", "code", "installed")
 """Fields of an agreement that a new member does not change."""
 
@@ -243,35 +238,6 @@ def remove(folder: Path, name: str) -> Server:
     make(Server, settings, str(file), fields_of(Server))
     write_atomic(file, tomli_w.dumps(settings).encode())
     return read_server(file)
-
-
-def revoke(folder: Path, name: str, programs: Path = PROGRAMS) -> int:
-    """Revoke the key of a site's connection at Flower's server, which must run; the number of its node.
-
-    Raises:
-        ConfigError: there is no such site, or no node has answered as it.
-        ProcessError: the key was revoked before; or Flower refuses, or does not answer.
-    """
-    file = server_file(folder)
-    server = read_server(file)
-    client = _member(server, name).client
-    node = tallies(lines_of(server.audit), {m.client: m.site for m in server.sites}, 0)[client]["node"]
-    if node is None:
-        raise ConfigError(f"no node has answered as {name} yet; 'flwr supernode list' has the numbers of all")
-    try:
-        ask("unregister", _command_line(file), programs, node=node)
-    except ProcessError as error:
-        if NO_NODE not in str(error):
-            raise
-        raise ProcessError(f"the server does not let {name} in: its key was revoked before") from None
-    return int(node)
-
-
-def _command_line(file: Path) -> Path:
-    """The folder of Flower's command line that reaches the server: that of a try-out, where no other is in place."""
-    home, tried = file.parent / CLI, file.parent.parent / LOCAL / CLI
-    connection = read_toml(home / "config.toml", "connection to the server")["superlink"]["fedloom"]
-    return tried if tried.is_dir() and not Path(connection["root-certificates"]).exists() else home
 
 
 def _member(server: Server, name: str) -> Member:
