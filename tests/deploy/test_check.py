@@ -216,7 +216,7 @@ def test_clock(site, wrong, sentence):
     ("status", "level", "sentence"),
     [
         (412, "refused", "does not let the key of site-1 in: it was never registered there, or it was revoked"),
-        (400, "ok", "the server lets site-1 in"),
+        (400, "ok", "the server lets site-1 in, unless a node with its key is there already"),
         (501, None, " in"),
     ],
 )

@@ -17,6 +17,7 @@ from fedloom.deploy.ops.check import check_site
 from fedloom.deploy.ops.commands import command, environment, profile
 from fedloom.deploy.ops.loopback import Loopback
 from fedloom.deploy.ops.processes import ProcessError, Processes, free_ports
+from fedloom.deploy.site.pinned import NOT_LET_IN
 from fedloom.errors import ConfigError
 
 pytestmark = [pytest.mark.slow, pytest.mark.deploy, pytest.mark.timeout(300)]
@@ -109,7 +110,7 @@ def test_key_that_is_not_registered(network):
 
 
 def test_key_in_use_by_a_node_that_is_there(network):
-    assert "Exit Code: 305" in refused(network, "second", node(network, "site-0"))
+    assert NOT_LET_IN in refused(network, "second", node(network, "site-0"))
     assert statuses(network)[network.nodes["site-0"]] == "online"
 
 

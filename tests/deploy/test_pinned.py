@@ -7,16 +7,18 @@ import os
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fedloom.deploy.apps import client_app
-from fedloom.deploy.ops.commands import command
+from fedloom.deploy.ops.commands import command, environment
+from fedloom.deploy.ops.processes import Process, ProcessError
 from fedloom.deploy.settings import read_site
 from fedloom.deploy.site import pinned
-from fedloom.deploy.site.pinned import PROGRAM, SECRET, start_executor
+from fedloom.deploy.site.pinned import NOT_LET_IN, PROGRAM, SECRET, start_executor
 
 
 def started(monkeypatch: pytest.MonkeyPatch, folder: Path) -> dict[str, Any]:
@@ -90,3 +92,24 @@ def test_a_site_is_started_with_a_secret_of_its_own(written: Path) -> None:
     assert not secret.exists()
     for unit in written.glob("sites/*/*.service"):
         assert f"--isolation process {SECRET}" in unit.read_text()
+
+
+def test_a_site_that_is_not_let_in_is_told_why_and_what_to_do(tmp_path: Path) -> None:
+    """Flower has an exit code for a key that it does not know and for one in use, and no reason."""
+    program = """if True:
+        import sys
+        from flwr.supercore.exit import ExitCode, flwr_exit
+        from importlib import import_module
+        from fedloom.deploy.site import pinned
+        pinned.start_executor = lambda *_: None
+        node = import_module("flwr.supernode.cli.flower_supernode")
+        node.flower_supernode = lambda: flwr_exit(ExitCode.SUPERNODE_CONNECTION_ERROR, "[code: 2004] why")
+        pinned.run_network(["flower-supernode"], sys.argv[1])
+    """
+    process = Process("site", [sys.executable, "-c", program, "."], environment(tmp_path), tmp_path / "log")
+    while process.alive():
+        time.sleep(0.05)
+    with pytest.raises(ProcessError, match="site ended with exit status 1") as refusal:
+        process.check()
+    [_, *lines] = str(refusal.value).splitlines()
+    assert lines == ["Exit Code: 305", "[code: 2004] why", NOT_LET_IN]

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from fedloom.deploy.ops import reaper
-from fedloom.deploy.ops.processes import ProcessError, Processes, check_free, free_ports
+from fedloom.deploy.ops.processes import Process, ProcessError, Processes, check_free, free_ports
 from fedloom.errors import ConfigError
 
 CHILD = (
@@ -162,3 +162,14 @@ def test_ports():
         with pytest.raises(ConfigError, match=f"--port: port {port} on 127.0.0.1 is not free"):
             check_free(port, "--port")
     check_free(port, "--port")
+
+
+def test_a_port_that_was_taken_meanwhile_is_named_with_the_cure(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        bind = f"import socket; socket.create_server(('127.0.0.1', {port}))"
+        process = Process("superlink", [sys.executable, "-c", bind], {}, tmp_path / "log")
+        while process.alive():
+            time.sleep(0.02)
+    with pytest.raises(ProcessError, match=r"superlink ended .*\nanother program took its port .* command again$"):
+        process.check()

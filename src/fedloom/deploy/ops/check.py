@@ -295,7 +295,7 @@ def _registered(site: Site, connection: HTTPSConnection) -> Iterator[Finding]:
         why = "it was never registered there, or it was revoked; ask the coordinator"
         yield Finding("refused", f"the server does not let the key of {site.site} in: {why}")
     elif status == HTTPStatus.BAD_REQUEST:
-        yield Finding("ok", f"key: the server lets {site.site} in")
+        yield Finding("ok", f"key: the server lets {site.site} in, unless a node with its key is there already")
 
 
 def _greet(connection: HTTPSConnection, address: str) -> Iterator[Finding]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -16,6 +17,9 @@ from typing import Self
 
 from fedloom.deploy.ops import reaper
 from fedloom.errors import ConfigError, FedloomError
+
+WHY = "Exit Code: "
+"""How a program of Flower begins to say why it ended; lines about its end follow that."""
 
 
 class ProcessError(FedloomError):
@@ -72,8 +76,12 @@ class Process:
         return self._popen.wait()
 
     def tail(self, lines: int = 12) -> str:
-        """The end of its output."""
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+        """The end of its output; or the reason, where a program of Flower or the system has written one."""
+        output = self.log.read_text(errors="replace")
+        if os.strerror(errno.EADDRINUSE).lower() in output.lower():
+            return "another program took its port after that was chosen; run the same command again"
+        _, why, reason = output.rpartition(WHY)
+        return why + reason.partition("\n\n")[0] if why else "\n".join(output.splitlines()[-lines:])
 
     def check(self) -> None:
         """Raise if it has ended.

@@ -24,6 +24,13 @@ from pathlib import Path
 SECRET = "--superexec-auth-secret-file"
 PROGRAM = "flwr-clientapp"
 """Name under which Flower starts the program of a task."""
+NOT_LET_IN = (
+    "fedloom: the server has not let this site in. Unless the line above names a fault of TLS, it does not know the "
+    "site's key, or a node with this key is online: another process of the site, a copy of its folder on another "
+    "machine, or the site's last process, if that was killed less than a minute ago. Run 'fedloom deploy check' on the "
+    "site's folder: where it refuses the key, ask the coordinator; else end the other node, or wait a minute."
+)
+"""Line of a site's log beside Flower's exit code, which has no reason."""
 
 
 def start_executor(words: Sequence[str], folder: Path) -> int:
@@ -58,8 +65,11 @@ def start_executor(words: Sequence[str], folder: Path) -> int:
 
 def run_network(words: Sequence[str], folder: Path) -> None:
     """Become a site's network process, with the process that starts its tasks; arguments as of `start_executor`."""
+    from flwr.supercore.exit import ExitCode
+    from flwr.supercore.exit.exit_code import EXIT_CODE_HELP
     from flwr.supernode.cli.flower_supernode import flower_supernode
 
+    EXIT_CODE_HELP[ExitCode.SUPERNODE_CONNECTION_ERROR] = NOT_LET_IN
     start_executor(words, folder)
     sys.argv = [*words]
     flower_supernode()
