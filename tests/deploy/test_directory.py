@@ -19,8 +19,9 @@ from cryptography.hazmat.primitives.serialization import load_ssh_private_key, l
 from typer.testing import CliRunner
 
 from fedloom.cli import app
-from fedloom.deploy.ops import keys
+from fedloom.deploy.ops import join, keys
 from fedloom.deploy.ops import run as service
+from fedloom.deploy.ops.commands import command
 from fedloom.deploy.ops.directory import Location, compose, gate, renew, units, write
 from fedloom.deploy.ops.loopback import check_certificate
 from fedloom.deploy.ops.plan import _names, plan
@@ -209,7 +210,7 @@ def test_renew_makes_another_certificate_of_the_same_authority(ready):
     assert stat.S_IMODE((ready / "server" / "server.key").stat().st_mode) == 0o600
     said = CliRunner().invoke(app, ["deploy", "renew", str(ready), "--host", "fl.example.org"]).output
     for text in (said, (ready / "README.md").read_text().replace("\n  ", " ")):  # both hold the old certificate
-        assert re.search("reload the gate .*restart fedloom-superlink|Restart `fedloom-superlink` and reload", text)
+        assert re.search("reload the gate .*restart the superlink's unit|Restart `fedloom-superlink` and reload", text)
     with pytest.raises(ConfigError, match=r"^fedloom deploy renew: days: .* got 0"):
         renew(ready, "fl.example.org", 0)
     (ready / "authority" / "ca.key").unlink()
@@ -281,7 +282,8 @@ def test_units_run_the_command_lines_with_every_switch_and_write_only_their_fold
     place = Location(host="192.0.2.7", home="/srv/fl", programs="/opt/fl/bin")
     site = read_site(written / "sites" / "site-1" / "site.toml")
     texts = {**units(server, place), **units(site, place)}
-    for name, unit in texts.items():
+    for unit_name, unit in texts.items():
+        name = unit_name.removeprefix("fedloom-srv-fl-")
         given = settings(unit)
         environment = {value for key, value in given if key == "Environment"}
         assert {
@@ -293,14 +295,14 @@ def test_units_run_the_command_lines_with_every_switch_and_write_only_their_fold
         assert once["User"] == "fedloom"
         assert once["ProtectSystem"] == "strict"
         assert once["NoNewPrivileges"] == "yes"
-        assert once["Restart"] == ("on-failure" if name == "fedloom-run" else "always")
+        assert once["Restart"] == ("on-failure" if name == "run" else "always")
         assert once["IPAddressDeny"] == "any"
-        side = "site" if name == "fedloom-site" else "server"
+        side = "site" if name == "site" else "server"
         assert all(path.startswith(f"/srv/fl/{side}/") for path in once["ReadWritePaths"].split())
         words = shlex.split(once["ExecStart"])
         if side == "site":
-            assert words[:5] == ["/opt/fl/bin/python3", "-P", "-m", handover.__name__, "/srv/fl/site/site.toml"]
-        if name == "fedloom-run":
+            assert words == ["/opt/fl/bin/python3", "-P", "-m", join.__name__, "/srv/fl/site/site.toml"]
+        elif name == "run":
             assert words[:5] == [
                 "/opt/fl/bin/python3",
                 "-P",
@@ -311,10 +313,44 @@ def test_units_run_the_command_lines_with_every_switch_and_write_only_their_fold
             assert words[5:7] == ["/opt/fl/bin/flwr", "run"]
             assert "FLWR_HOME=/srv/fl/server/cli" in environment
         else:
-            assert words[5 if side == "site" else 0].startswith("/opt/fl/bin/flower-super")
+            assert words[0].startswith("/opt/fl/bin/flower-super")
         assert ("ExecStartPre", "-/opt/fl/bin/fedloom deploy check /srv/fl/site") in given or side == "server"
         assert not any("--insecure" in word for word in words)
-    assert dict(settings(texts["fedloom-site"]))["IPAddressAllow"] == "localhost 192.0.2.7"
+    assert dict(settings(texts["fedloom-srv-fl-site"]))["IPAddressAllow"] == "localhost 192.0.2.7"
+
+
+def test_a_site_starts_with_what_its_file_says_then(ready, monkeypatch):
+    """Without a new unit: a server or a port that was corrected is what the next start uses."""
+    file = ready / "sites" / "site-1" / "site.toml"
+    lines = []
+    monkeypatch.setattr(os, "execv", lambda program, words: lines.append((program, words)))
+    file.write_text(text_of(read_site(file).with_(server="192.0.2.9:443", port=9095)))
+    join.main(file)
+    [(program, words)] = lines
+    assert words == command("supernode", read_site(file), file=file)
+    assert program == words[0]
+    assert words[3:5] == [handover.__name__, str(file)]
+    assert [words[words.index(option) + 1] for option in ("--superlink", "--port")] == ["192.0.2.9:443", "9095"]
+    file.unlink()
+    with pytest.raises(SystemExit, match=r"^fedloom: .*site\.toml"):
+        join.main(file)
+
+
+def test_two_deployments_on_a_machine_replace_nothing_of_each_other(written, planned, tmp_path):
+    """Where they have a home each, as they must: units, gate and containers have names of their own."""
+    write(planned, tmp_path / "two", Location(home="/srv/heart"))
+    seen = []
+    for folder in (written, tmp_path / "two"):
+        names = {path.name for path in folder.rglob("*.service")}
+        names |= {re.search(r"conf\.d/(\S+)", (folder / "README.md").read_text())[1]}
+        names |= {re.search(r"zone=(\S+):", (folder / "server" / "gate.conf").read_text())[1]}
+        names |= {re.search("^name: (.*)", path.read_text(), re.MULTILINE)[1] for path in folder.rglob("compose.yaml")}
+        assert names == {word for word in names if re.fullmatch(r"[A-Za-z0-9_.-]+", word)}
+        assert len(names) == 4 + 1 + 1 + 2
+        told = re.findall(r"enable --now ([^`\n&]+)", (folder / "README.md").read_text())
+        assert {f"{unit}.service" for line in told for unit in line.split()} <= names
+        seen.append(names)
+    assert not seen[0] & seen[1]
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
@@ -422,10 +458,10 @@ def test_containers_run_the_commands_of_the_units(written):
     site = read_site(written / "sites" / "site-1" / "site.toml")
     texts = {**units(server, place), **units(site, place)}
     services = {n: s for of in (server, site) for n, s in yaml.safe_load(compose(of, place))["services"].items()}
-    assert {f"fedloom-{name}" for name in services} == texts.keys()
+    assert {f"fedloom-srv-fl-{name}" for name in services} == texts.keys()
     for name, container in services.items():
         side = "site" if name == "site" else "server"
-        given = settings(texts[f"fedloom-{name}"])
+        given = settings(texts[f"fedloom-srv-fl-{name}"])
         assert container["command"] == shlex.split(dict(given)["ExecStart"].replace("$$", "$"))
         assert {f"{k}={v}" for k, v in container["environment"].items()} == {
             value.strip('"') for key, value in given if key == "Environment"

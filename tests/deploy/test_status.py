@@ -279,7 +279,7 @@ def test_a_certificate_that_ends_soon_is_reported(days, words, tmp_path):
     server = here.server.with_(ca=tmp_path / "ca.crt", certificate=tmp_path / "server.crt")
     found = [line for line in lines(status_of(server)) if "certificate" in line]
     assert len(found) == (words is not None)
-    assert all(f"the server's certificate {words}" in line and "restart fedloom-superlink" in line for line in found)
+    assert all(f"the server's certificate {words}" in line and "restart the superlink's unit" in line for line in found)
 
 
 def test_the_service_runs_until_all_rounds_are_done(tmp_path, monkeypatch):

@@ -32,8 +32,8 @@ def renew(
         if again:
             say("a renewal before was killed: its files are removed, and certificate and key are made anew together")
         say(
-            f"copy {new} and its key to the server, reload the gate (nginx -s reload) and restart fedloom-superlink, "
-            "which holds the old certificate too; a run survives that"
+            f"copy {new} and its key to the server, reload the gate (nginx -s reload) and restart the superlink's "
+            "unit, which holds the old certificate too; a run survives that"
         )
 
 

@@ -42,6 +42,8 @@ WRITES = {"server": ("state", "results", "flower", "cli"), "site": ("state", "fl
 """Folders that the processes of a side write into."""
 MEMORY = {"server": "40%", "site": "50%"}
 """Most memory of a unit, as systemd takes it; a percentage is of the machine's."""
+HOME = Path("/srv/fedloom")
+"""Folder of a deployment on a machine, by default."""
 AUTHORITY_DAYS = 3650
 """Days that the authority is valid: sites have its certificate, so it should outlive the server's."""
 
@@ -65,11 +67,16 @@ class Location(Value):
     host: str = Field("localhost", pattern=r"^[A-Za-z0-9.:-]+$", description="host or address of the gate")
     gate_port: int = Field(8443, ge=1, le=65535, description="port of the gate, which the sites connect to")
     port: int = Field(18000, ge=1, le=65535, description="port of the server behind the gate, on loopback")
-    home: Folder = Field(Path("/srv/fedloom"), description="folder on the machines that server/ and site/ are put into")
+    home: Folder = Field(HOME, description="folder on the machines that server/ and site/ are put into")
     programs: Folder = Field(Path("/opt/fedloom/bin"), description="folder of fedloom's programs on the machines")
     days: int = Field(365, ge=1, le=3650, description="days that the certificates are valid")
     quorum: int | None = Field(None, ge=1, description="accepted replies that a round needs; more than half by default")
     metrics_port: int | None = Field(None, ge=1, le=65535, description="port of the server's metrics on loopback")
+
+    @property
+    def prefix(self) -> str:
+        """What the names of units, gate and containers begin with, so that two homes on a machine have their own."""
+        return "fedloom" if self.home == HOME else "fedloom" + re.sub(r"[^A-Za-z0-9_.]", "-", str(self.home))
 
     @property
     def gate(self) -> str:
@@ -160,7 +167,8 @@ def units(of: Server | Site, place: Location) -> dict[str, str]:
         "site": f"site {of.site}" if isinstance(of, Site) else "",
     }
     return {
-        f"fedloom-{name}": _unit(name, about[name], of, place, words) for name, words in _commands(of, place).items()
+        f"{place.prefix}-{name}": _unit(name, about[name], of, place, words)
+        for name, words in _commands(of, place).items()
     }
 
 
@@ -177,9 +185,9 @@ def _environment(of: Server | Site, name: str, place: Location) -> dict[str, str
 def _commands(of: Server | Site, place: Location) -> dict[str, list[str]]:
     """The command lines of a side's processes, by name."""
     home, programs = place.home / _side(of), place.programs
-    location = placed(of, home)
     if isinstance(of, Site):
-        return {"site": command("supernode", location, programs, file=home / "site.toml")}
+        return {"site": command("join", None, programs, file=home / "site.toml")}
+    location = placed(of, home)
     commands = {name: command(name, location, programs) for name in ("superlink", "superexec")}
     file = home / "server.toml"
     run = command("run", None, programs, app=home / APP, file=file)
@@ -215,12 +223,17 @@ def compose(of: Server | Site, place: Location) -> str:
             )
         )
     about = f"# {of.name}: docker compose up -d; make image builds the image; a gate for nginx is in gate.conf"
-    return "\n".join([about, "services:", *services])
+    return "\n".join([about, f"name: {_project(place, _side(of))}", "services:", *services])
+
+
+def _project(place: Location, side: str) -> str:
+    """The name under which ``docker compose`` has the containers of a side; by default, that of its folder alone."""
+    return re.sub(r"[^a-z0-9_-]", "-", f"{place.prefix}-{side}".lower())
 
 
 def gate(server: Server, place: Location) -> str:
     """The gate's configuration, for nginx."""
-    places = {"host": place.host, "port": place.gate_port, "folder": place.home / "server"}
+    places = {"host": place.host, "port": place.gate_port, "folder": place.home / "server", "prefix": place.prefix}
     return filled("gate.conf", **places, limit=server.body_limit, behind=_behind(server))
 
 
@@ -316,6 +329,7 @@ def _readme(plan: DeploymentPlan, server: Server, place: Location) -> str:
         name=plan.name,
         count=len(plan.sites),
         home=place.home,
+        prefix=place.prefix,
         cli=home / CLI,
         programs=place.programs,
         environment=place.programs.parent,
@@ -332,7 +346,7 @@ def _unit(name: str, what: str, of: Server | Site, place: Location, words: list[
     check = "" if isinstance(of, Server) else f"ExecStartPre=-{place.programs / 'fedloom'} deploy check {folder}\n"
     return filled(
         "unit.service",
-        unit=f"fedloom-{name}",
+        unit=f"{place.prefix}-{name}",
         what=what,
         name=of.name,
         home=place.home,
@@ -342,7 +356,7 @@ def _unit(name: str, what: str, of: Server | Site, place: Location, words: list[
         command=" ".join(map(_quoted, words)),
         restart="on-failure" if runs else "always",
         seconds=60 if runs else 5,
-        after=" fedloom-superexec.service" if runs else "",
+        after=f" {place.prefix}-superexec.service" if runs else "",
         memory=MEMORY[side],
         writes=" ".join(str(folder / write) for write in WRITES[side]),
         addresses=_only_to(peer),

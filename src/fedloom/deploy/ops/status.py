@@ -31,7 +31,7 @@ from fedloom.storage.locks import in_use
 ENDS = {stop.value: "stopped" if stop.resumable else stop.status for stop in Stop}
 """States of a run that ended, by the reason; one that is stopped can be resumed."""
 CURE = {
-    "server's certificate": "fedloom deploy renew, then reload the gate and restart fedloom-superlink",
+    "server's certificate": "fedloom deploy renew, then reload the gate and restart the superlink's unit",
     "authority's certificate": "begin a new deployment",
 }
 """How a certificate that ends is replaced."""
