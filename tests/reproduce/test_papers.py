@@ -498,6 +498,21 @@ def test_a_recipe_that_judges_a_headline_claim_at_full_length_on_the_data_of_a_r
     assert not left_out
 
 
+def test_grids_of_a_fair_test_are_of_equal_size_and_go_on_to_twice_that_at_most() -> None:
+    """What the page states of searches."""
+    assert "with grids of equal size for every method" in papers.HEAD
+    assert "a grid goes on where its best value is at an edge, up to twice its size" in papers.RULES.read_text()
+    searched, beyond = 0, 0.0
+    for name, recipe in recipes().items():
+        summary = last(recipe, ROOT / CHECKOUT)
+        for choices in summary.choices.values() if summary and recipe.paper.mode == "fair" else ():
+            trials = [choice["trials"] for choice in choices.values()]
+            assert len({one["grid"] for one in trials}) == 1, name
+            searched, beyond = searched + 1, max(beyond, *(one["beyond"] / one["grid"] for one in trials))
+    assert searched > 5
+    assert 0 < beyond <= 1
+
+
 def test_a_recipe_that_is_said_to_have_too_few_seeds_to_judge_has_them() -> None:
     named = [name for sheet in sheets() for name in re.findall(r"\{([\w-]+)\}[^.]* too few seeds", sheet.why)]
     assert named

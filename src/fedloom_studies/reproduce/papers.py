@@ -42,7 +42,7 @@ UNFAVOURABLE = (looks.FAILS, looks.OPEN, looks.PARTLY, looks.HOLDS)
 HEAD = """# The papers
 
 What five papers claim, and what comes of it here: **as published** with the paper's own settings, **in a fair test**
-with searches of equal size for every method. [How claims are judged](#how-claims-are-judged).
+with grids of equal size for every method. [How claims are judged](#how-claims-are-judged).
 """
 TAIL = """The page is generated from recorded runs; only withdrawn results are typed. One command repeats a table:
 
