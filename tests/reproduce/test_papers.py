@@ -513,6 +513,20 @@ def test_grids_of_a_fair_test_are_of_equal_size_and_go_on_to_twice_that_at_most(
     assert 0 < beyond <= 1
 
 
+def test_no_claim_rests_on_a_choice_by_test_data_and_only_tables_show_one() -> None:
+    assert "only tables show FLAME-HM as the paper chooses it, on test data" in papers.RULES.read_text()
+    columns = set[str]()
+    for name, recipe in recipes().items():
+        chosen = [d for d in recipe.at("full").values() if d.get("evaluate", {}).get("select_on") == "test"]
+        if chosen:
+            paper = recipe.paper
+            tested = [side for c in paper.claims if not c.construction for side in (c.subject, *c.than)]
+            models = [Reference.of(side, paper.figure).model for side in tested if isinstance(side, str)]
+            assert "hybrid" not in models, name
+            columns |= {t for t, text in paper.columns.items() if Reference.of(text, paper.figure).model == "hybrid"}
+    assert {title.partition(",")[0] for title in columns} == {"FLAME-HM"}
+
+
 def test_a_recipe_that_is_said_to_have_too_few_seeds_to_judge_has_them() -> None:
     named = [name for sheet in sheets() for name in re.findall(r"\{([\w-]+)\}[^.]* too few seeds", sheet.why)]
     assert named
