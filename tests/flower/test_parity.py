@@ -163,6 +163,25 @@ def deep_single() -> nn.Module:
     return nn.Sequential(nn.Flatten(), *inside, nn.Linear(16, 10))
 
 
+def test_nodes_score_the_global_model_by_their_own_statistics(fed: Federation, caplog: pytest.LogCaptureFixture) -> None:
+    """The log names the choice of `fl.simulate` that gives the same figures."""
+    logging.getLogger("flwr").setLevel(logging.INFO)
+    modules = [normalised() for _ in range(5)]
+    app = App(local_of(fed, modules.pop), 3)
+    strategy = ff.Strategy("fedavg", modules[0], **CHOICES)
+    strategy.start(app.grid, ArrayRecord(modules[0].state_dict()), num_rounds=2)
+    assert "the client's own (evaluate.statistics)" in caplog.text
+    assert "averaged over the round's clients" not in caplog.text
+    scored = {"every": 1, "statistics": "own"}
+    known = fl.simulate("fedavg", fed, model=modules[0], rounds=2, evaluate=scored, **CHOICES)
+    for k, figures in strategy.client_metrics[2].items():
+        assert figures["global/test/loss"] == pytest.approx(float(known.final("global", "loss")[k]), rel=1e-9)
+
+
+def normalised() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 10)).double()
+
+
 def test_pooling_is_refused() -> None:
     with pytest.raises(Refused, match="pools the data of all clients"):
         ff.Strategy("centralized", net())

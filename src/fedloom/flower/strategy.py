@@ -298,7 +298,10 @@ class Strategy(FlowerStrategy):
         if self._folder is not None and saved is None:
             write_run(self._folder, SavedRun(members, schema, signature, self._document, parameters))
         setting = setting_of(self._document, adapted(self._model, signature), self._rounds)
-        setting = setting.with_(engine=setting.engine.with_(quorum=1e-9, device="cpu", workers=1, chunk=1))
+        setting = setting.with_(
+            engine=setting.engine.with_(quorum=1e-9, device="cpu", workers=1, chunk=1),
+            evaluate=setting.evaluate.with_(statistics="own"),  # as nodes score
+        )
         job, server = make_job(setting, federation_of(schema, torch.tensor(members.sizes)))
         start = (server, job.clients.template, job.kept.template if job.kept_fields else None)
         idle = idle_upload(job.algorithm, start, job.oracle, job.ctx(0, torch.tensor([0])))
