@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 from pathlib import Path
 from typing import Any
 
+import flwr.serverapp.strategy as flower_strategies
 import numpy as np
 import pytest
 import torch
@@ -27,6 +30,7 @@ import fedloom.flower as ff
 from fedloom.algorithms import Ditto
 from fedloom.engine.setting import Engine
 from fedloom.errors import ConfigError, LayoutError
+from fedloom.flower import documents
 from fedloom.flower.records import HEAD
 from tests.deploy.grid import outside_flower
 from tests.flower.app import App
@@ -537,6 +541,38 @@ def test_too_few_nodes() -> None:
 def test_bad_input_is_a_sentence(make: Any, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         make()
+
+
+STRATEGIES = {
+    name: inspect.signature(strategy.__init__).parameters.keys() - {"self", "args", "kwargs"}
+    for name, strategy in vars(flower_strategies).items()
+    if inspect.isclass(strategy)
+    and "Xgb" not in name
+    and not name.startswith(("DifferentialPrivacy", "Strategy", "Res"))
+}
+"""Flower's strategies for modules, with their options."""
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_strategy_of_flower_has_its_like(name: str) -> None:
+    """Under its name or another, which the message has, as it has the place of every option."""
+    with pytest.raises(ConfigError, match=rf"did you mean '{name.lower()}'|is a strategy of Flower's; use Strategy"):
+        ff.Strategy(name, Net())
+    for option in STRATEGIES[name]:
+        with pytest.raises(ConfigError, match=f"{option} is an option of Flower's own strategies; use"):
+            ff.Strategy("fedavg", Net(), **{option: 1})
+
+
+@pytest.mark.parametrize("cure", documents.STRATEGIES.values())
+def test_what_is_named_in_the_place_of_a_strategy_is_one(cure: str) -> None:
+    call = ast.parse(cure.replace("...", "1.0"), mode="eval").body
+    assert isinstance(call, ast.Call)
+    ff.Strategy(ast.literal_eval(call.args[0]), Net(), **{str(k.arg): ast.literal_eval(k.value) for k in call.keywords})
+
+
+def test_an_option_of_the_method_is_none_of_flowers() -> None:
+    ff.Strategy("q-ffl", Net(), q=1.0)
+    ff.Strategy("fedopt", Net(), tau=0.1)
 
 
 def test_functions_of_a_subclass_get_the_model_of_every_round() -> None:

@@ -163,7 +163,9 @@ def deep_single() -> nn.Module:
     return nn.Sequential(nn.Flatten(), *inside, nn.Linear(16, 10))
 
 
-def test_nodes_score_the_global_model_by_their_own_statistics(fed: Federation, caplog: pytest.LogCaptureFixture) -> None:
+def test_nodes_score_the_global_model_by_their_own_statistics(
+    fed: Federation, caplog: pytest.LogCaptureFixture
+) -> None:
     """The log names the choice of `fl.simulate` that gives the same figures."""
     logging.getLogger("flwr").setLevel(logging.INFO)
     modules = [normalised() for _ in range(5)]

@@ -24,6 +24,24 @@ WANTED = [
 """Fields of a setting that a strategy takes: all but the app's own, and those of simulations."""
 PART, NODES = "sampler={'kind': 'uniform', 'fraction': 0.5}", "min_nodes"
 FIGURES = "client_metrics, which has the figures of every node"
+AS_THEY_ARRIVE = "none, as a round takes the replies that arrive"
+MOMENTUM = "Strategy('fedopt', Net(), optimiser='momentum')"
+TRIMMED, KRUM, MULTI_KRUM, BULYAN = (
+    f"aggregator={{'kind': '{kind}', 'f': 2}}" for kind in ("trimmed-mean", "krum", "multi-krum", "bulyan")
+)
+STRATEGIES = {
+    "fedadagrad": "Strategy('fedopt', Net(), optimiser='adagrad')",
+    "fedadam": "Strategy('fedopt', Net(), optimiser='adam')",
+    "fedyogi": "Strategy('fedopt', Net(), optimiser='yogi')",
+    "fedavgm": MOMENTUM,
+    "fedmedian": "Strategy('fedavg', Net(), aggregator={'kind': 'median'})",
+    "fedtrimmedavg": f"Strategy('fedavg', Net(), {TRIMMED})",
+    "krum": f"Strategy('fedavg', Net(), {KRUM})",
+    "multikrum": f"Strategy('fedavg', Net(), {MULTI_KRUM})",
+    "bulyan": f"Strategy('fedavg', Net(), {BULYAN})",
+    "qfedavg": "Strategy('q-ffl', Net(), q=...)",
+}
+"""Flower's strategies that have another name here, by theirs in small letters, and what takes their place."""
 INSTEAD = {
     "fraction_train": PART,
     "fraction_fit": PART,
@@ -41,10 +59,28 @@ INSTEAD = {
     "evaluate_metrics_aggregation_fn": FIGURES,
     "on_fit_config_fn": "local, by which all nodes train",
     "on_evaluate_config_fn": "@app.evaluate('mine') at the nodes for scores of your own",
-    "accept_failures": "none, as a round takes the replies that arrive",
+    "accept_failures": AS_THEY_ARRIVE,
+    "min_completion_rate_fit": AS_THEY_ARRIVE,
+    "min_completion_rate_evaluate": AS_THEY_ARRIVE,
     "proximal_mu": "Strategy('fedprox', Net(), mu=...)",
-    "num_malicious_nodes": "aggregator={'kind': 'krum', 'f': 2}",
-    "num_malicious_clients": "aggregator={'kind': 'krum', 'f': 2}",
+    "num_malicious_nodes": KRUM,
+    "num_malicious_clients": KRUM,
+    "num_nodes_to_select": f"{MULTI_KRUM}, which averages all but f",
+    "num_clients_to_keep": f"{MULTI_KRUM}, which averages all but f",
+    "selection_rule": BULYAN,
+    "first_aggregation_rule": BULYAN,
+    "beta": TRIMMED,
+    "eta": "Strategy('fedopt', Net(), server_lr=...)",
+    "beta_1": "Strategy('fedopt', Net(), beta1=...)",
+    "beta_2": "Strategy('fedopt', Net(), beta2=...)",
+    "tau": "Strategy('fedopt', Net(), tau=...)",
+    "server_learning_rate": f"{MOMENTUM}, with server_lr",
+    "server_momentum": f"{MOMENTUM}, with beta1",
+    "q": STRATEGIES["qfedavg"],
+    "q_param": STRATEGIES["qfedavg"],
+    "train_loss_key": "none, as nodes compute the loss of the method",
+    "client_learning_rate": "local={'lr': ...}",
+    "qffl_learning_rate": "local={'lr': ...}",
     "eta_l": "local={'lr': ...}",
     "initial_parameters": "initial_arrays of start",
     "arrayrecord_key": "none, as fedloom names the records",
@@ -83,18 +119,21 @@ def document_of(algorithm: Any, choices: Mapping[str, Any]) -> str:
     """Write a method, with its options and the choices of a run, as JSON for the nodes.
 
     Raises:
-        ConfigError: the method is none of the registry, a choice has another place, or a value has no such form.
+        ConfigError: the method is none of the registry, or a name of Flower's, a choice has another place, or a value
+            has no such form.
     """
-    for name in choices:
-        if name in INSTEAD:
-            raise ConfigError(f"{name} is an option of Flower's own strategies; use {INSTEAD[name]}")
-        if name in OF_START:
-            raise ConfigError(f"{name} is an argument of start: strategy.start(grid, arrays, {name}=...)")
     if not isinstance(algorithm, str):
         raise ConfigError(f"algorithm must be a name, as in Strategy('ditto', Net(), lam=1.0), got {algorithm!r:.80}")
     if algorithm not in REGISTRY:
+        if cure := STRATEGIES.get(algorithm.lower().replace("-", "").replace("_", "")):
+            raise ConfigError(f"{algorithm!r} is a strategy of Flower's; use {cure}")
         choose("algorithm", REGISTRY, algorithm, base=Algorithm)  # names the nearest
         raise ConfigError(f"algorithm must be a name of fl.algorithms.REGISTRY, got {algorithm!r}")
+    for name in choices:
+        if name in INSTEAD and name not in fields_of(REGISTRY[algorithm]):
+            raise ConfigError(f"{name} is an option of Flower's own strategies; use {INSTEAD[name]}")
+        if name in OF_START:
+            raise ConfigError(f"{name} is an argument of start: strategy.start(grid, arrays, {name}=...)")
     options = {name: value for name, value in choices.items() if name not in WANTED}
     for name in options:
         if name in LocalSGD.model_fields and name not in fields_of(REGISTRY[algorithm]):
