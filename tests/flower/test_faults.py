@@ -514,6 +514,13 @@ def test_too_few_nodes() -> None:
             r"nodes score .* personal_model\(context\)",
         ),
         (lambda: ff.Strategy("ditto", Net(), folder=3), "folder must be a path"),
+        (lambda: ff.Strategy("ditto", Net()).aggregate_train(1, []), "no round has begun; call configure_train"),
+        (
+            lambda: ff.Strategy("fedavg", Net()).start(
+                App(local, 2).grid, ArrayRecord(Net().state_dict()), evaluate_fn=lambda t, arrays: (0.1, {})
+            ),
+            r"evaluate_fn must give a MetricRecord or None, got \(0.1, \{\}\); return MetricRecord\(",
+        ),
         (lambda: ff.Strategy("ditto", Net(), folder=""), "folder must be a path"),
         (lambda: ff.Strategy("ditto", Net(), wait="1"), "wait must be a number of seconds, got '1'"),
         (
@@ -653,6 +660,36 @@ def test_rounds_without_replies_and_a_model_read_anew_are_those_of_the_strategy(
         assert (newest is None) == (t == 2)
         arrays = ArrayRecord((newest or arrays).to_torch_state_dict())
     assert strategy.state.round == 3
+
+
+@pytest.mark.parametrize("every", [0, 1, 2])
+def test_the_loop_of_an_app_is_evaluated_as_often_as_start_does(every: int) -> None:
+    """But for the last round, which only `start` knows."""
+    app, net, config = App(local, 2), Net(), ConfigRecord()
+    strategy, arrays = ff.Strategy("fedavg", net, evaluate_every=every, **CHOICES), ArrayRecord(net.state_dict())
+    for t in range(1, 6):
+        newest, _ = strategy.aggregate_train(
+            t, app.grid.send_and_receive(strategy.configure_train(t, arrays, config, app.grid))
+        )
+        arrays = newest or arrays
+        strategy.aggregate_evaluate(
+            t, app.grid.send_and_receive(strategy.configure_evaluate(t, arrays, config, app.grid))
+        )
+    assert [*strategy.client_metrics] == ([*range(every, 6, every)] if every else [])
+
+
+def test_a_model_in_a_type_that_numpy_lacks_is_that_of_float32() -> None:
+    """The node and the server train in the run's own type."""
+    half, start = Net().bfloat16(), Net().bfloat16().float().state_dict()
+    net = Net()
+    net.load_state_dict(start)
+    rows = []
+    for module in (net, half):
+        app = App(lambda _context, module=module: ff.Local(module, samples(0), testset=samples(1)), 2)
+        result = ff.Strategy("fedavg", module, seed=1, **CHOICES).start(app.grid, ArrayRecord(start), num_rounds=1)
+        rows.append(result.arrays.to_torch_state_dict())
+    assert rows[1]["head.weight"].dtype == torch.float32
+    assert torch.equal(rows[1]["head.weight"], rows[0]["head.weight"].bfloat16().float())
 
 
 def test_a_stranger_is_told_that_the_app_is_not_fedlooms() -> None:

@@ -93,7 +93,7 @@ class Strategy(FlowerStrategy):
         self._name, self._model = algorithm, copy.deepcopy(model)
         self._min_nodes, self._wait, self._every = min_nodes, wait, evaluate_every
         self._folder = None if folder is None else place_of(folder, "folder", ", or None for no checkpoint")
-        self._rounds, self._before, self._timeout, self._writes = 1, 0, wait, True
+        self._rounds, self._before, self._timeout, self._writes = 0, 0, wait, True  # rounds of `start`
         check_nodes_suffice(algorithm, setting_of(self._document, self._model, 1))
         self._clients: FlowerClients | None = None
         self._job: Job | None = None
@@ -145,7 +145,7 @@ class Strategy(FlowerStrategy):
         self._current = [arrays]
         if done:
             log(INFO, "fedloom: resumed after round %s of %s", done, num_rounds)
-        shifted = evaluate_fn and (lambda t, arrays: evaluate_fn(t + done, arrays))
+        shifted = evaluate_fn and (lambda t, arrays: _scores(evaluate_fn(t + done, arrays)))
         left, self._writes = max(num_rounds - done, 0), evaluate_fn is not None or type(self) is not Strategy
         try:
             result = super().start(grid, arrays, left, timeout, train_config, evaluate_config, shifted)
@@ -240,7 +240,7 @@ class Strategy(FlowerStrategy):
             return []
         self._warn_of_unread("evaluate_config", config)
         server_round += self._before
-        last = server_round >= self._rounds
+        last = 0 < self._rounds <= server_round
         request = score_request(self._job, self.state) if self._every else None
         if request is None or not (last or server_round % self._every == 0):
             return []
@@ -297,7 +297,7 @@ class Strategy(FlowerStrategy):
         members, schema, signature = self._greet(grid, parameters, saved)
         if self._folder is not None and saved is None:
             write_run(self._folder, SavedRun(members, schema, signature, self._document, parameters))
-        setting = setting_of(self._document, adapted(self._model, signature), self._rounds)
+        setting = setting_of(self._document, adapted(self._model, signature), max(self._rounds, 1))
         setting = setting.with_(
             engine=setting.engine.with_(quorum=1e-9, device="cpu", workers=1, chunk=1),
             evaluate=setting.evaluate.with_(statistics="own"),  # as nodes score
@@ -319,10 +319,13 @@ class Strategy(FlowerStrategy):
 
     @property
     def _running(self) -> tuple[FlowerClients, Job, State]:
-        """The clients, the job and the state of a run that has begun."""
-        assert self._clients is not None
-        assert self._job is not None
-        assert self.state is not None
+        """The clients, the job and the state of a run.
+
+        Raises:
+            ConfigError: none has begun.
+        """
+        if self._clients is None or self._job is None or self.state is None:
+            raise ConfigError("no round has begun; call configure_train, whose messages have the replies, or start")
         return self._clients, self._job, self.state
 
     def _warn_of_unread(self, name: str, config: ConfigRecord) -> None:
@@ -379,7 +382,22 @@ class Strategy(FlowerStrategy):
         parameters, trained = dict(self._model.named_parameters()), job.oracle.layout.tree(row)
         new = {id(parameters[name]): value for name, value in trained.items()}  # tied ones have several names
         values = self._model.state_dict(keep_vars=True)
-        return ArrayRecord({name: new.get(id(old), old.detach()).to(old) for name, old in values.items()})
+        state = {name: new.get(id(old), old.detach()).to(old) for name, old in values.items()}
+        none_in_numpy = torch.bfloat16
+        return ArrayRecord({k: value.float() if value.dtype == none_in_numpy else value for k, value in state.items()})
+
+
+def _scores(answer: Any) -> MetricRecord | None:
+    """What an ``evaluate_fn`` gave.
+
+    Raises:
+        ConfigError: it is no record.
+    """
+    if answer is None or isinstance(answer, MetricRecord):
+        return answer
+    raise ConfigError(
+        f"evaluate_fn must give a MetricRecord or None, got {answer!r:.80}; return MetricRecord({{'accuracy': ...}})"
+    )
 
 
 class _Configured(Exception):
