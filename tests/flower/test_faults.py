@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 from pathlib import Path
 from typing import Any
 
@@ -676,6 +677,23 @@ def test_the_loop_of_an_app_is_evaluated_as_often_as_start_does(every: int) -> N
             t, app.grid.send_and_receive(strategy.configure_evaluate(t, arrays, config, app.grid))
         )
     assert [*strategy.client_metrics] == ([*range(every, 6, every)] if every else [])
+
+
+@pytest.mark.parametrize(
+    ("options", "warned"),
+    [({}, r"{'lam': .*Strategy\('ditto', ..., lam=...\)"), ({"lam": 1.0}, "")],
+    ids=["derived", "set"],
+)
+def test_what_follows_from_the_number_of_rounds_is_named_in_a_loop_of_an_app(
+    options: dict[str, Any], warned: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`start` knows the number, and says nothing."""
+    net, start = Net(), ArrayRecord(Net().state_dict())
+    ff.Strategy("ditto", net, **options, **CHOICES).start(App(local, 2).grid, start, num_rounds=1)
+    assert "number of rounds" not in caplog.text
+    ff.Strategy("ditto", net, **options, **CHOICES).configure_train(1, start, ConfigRecord(), App(local, 2).grid)
+    assert re.search(warned, caplog.text)
+    assert ("number of rounds" in caplog.text) == bool(warned)
 
 
 def test_a_model_in_a_type_that_numpy_lacks_is_that_of_float32() -> None:

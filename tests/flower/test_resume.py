@@ -122,6 +122,18 @@ def test_nodes_without_a_folder_begin_anew(tmp_path: Path, capsys: pytest.Captur
     assert strategy.state.uploads.tolist() == [3, 3, 3]
 
 
+def test_nodes_of_another_run_of_flower_are_named_while_the_server_waits(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in a simulation, where every run has new nodes."""
+    Nodes().start("ditto", tmp_path, 1)
+    nodes = Nodes()
+    nodes.app.grid.nodes = {node + 50: answer for node, answer in nodes.app.grid.nodes.items()}
+    with pytest.raises(ConfigError, match=r"0 nodes are there and fit, 2 are needed; node 150: .* name another folder"):
+        nodes.start("ditto", tmp_path, 2)
+    assert caplog.text.index("node 152 takes no part: it is not of the run") < caplog.text.index("waiting 0 s")
+
+
 def test_a_node_that_leaves_is_left_out_until_it_is_back() -> None:
     nodes = Nodes()
     away = {2: [100, 102], 3: [100, 102]}

@@ -28,6 +28,11 @@ MODS = (
     "noise with the strategy's channel, such as channel={'kind': 'clip', 'bound': 1.0}"
 )
 """What to do at a node whose mods refuse messages."""
+STRANGE = (
+    "it is not of the run in the folder: a node keeps its number where it has a key, and in a simulation every run of "
+    "Flower has new nodes; to begin anew, name another folder"
+)
+"""Why a node takes no part in a run that began without it."""
 
 
 class Introduction(NamedTuple):
@@ -120,8 +125,8 @@ def introductions(
     Raises:
         ConfigError: too few nodes are there and fit.
     """
-    end, reasons, logged = time.monotonic() + wait, dict[int, str](), -1
-    while len(nodes := _awaited(grid, saved)) < min_nodes and (left := end - time.monotonic()) > 0:
+    end, reasons, strangers, logged = time.monotonic() + wait, dict[int, str](), dict[int, str](), -1
+    while len(nodes := _awaited(grid, saved, strangers)) < min_nodes and (left := end - time.monotonic()) > 0:
         if len(nodes) != logged:
             logged = len(nodes)
             log(INFO, "fedloom: waiting %.0f s at most for %s nodes, of which %s are there", left, min_nodes, logged)
@@ -145,7 +150,7 @@ def introductions(
     for node, reason in reasons.items():
         log(WARNING, "fedloom: node %s takes no part: %s", node, reason)
     if most is None or len(introduced) < min_nodes:
-        why = "".join(f"; node {node}: {reason}" for node, reason in list(reasons.items())[:3])
+        why = "".join(f"; node {node}: {reason}" for node, reason in [*reasons.items(), *strangers.items()][:3])
         raise ConfigError(f"{len(introduced)} nodes are there and fit, {min_nodes} are needed{why}")
     return {node: introduced[node] for node in nodes if node in introduced}
 
@@ -155,10 +160,16 @@ def _most_common(introduced: list[Introduction]) -> Introduction | None:
     return max(introduced, key=lambda one: sum(one[:2] == other[:2] for other in introduced), default=None)
 
 
-def _awaited(grid: Grid, saved: SavedRun | None) -> list[int]:
-    """Nodes that are there and may take part."""
+def _awaited(grid: Grid, saved: SavedRun | None, strangers: dict[int, str]) -> list[int]:
+    """Nodes that are there and may take part; all others are added to ``strangers``, with the reason, and logged."""
     here = sorted(grid.get_node_ids())
-    return here if saved is None else [node for node in here if node in saved.members.nodes]
+    if saved is None:
+        return here
+    for node in here:
+        if node not in saved.members.nodes and node not in strangers:
+            strangers[node] = STRANGE
+            log(WARNING, "fedloom: node %s takes no part: %s", node, STRANGE)
+    return [node for node in here if node in saved.members.nodes]
 
 
 def read_run(folder: Path) -> SavedRun | None:

@@ -26,6 +26,7 @@ from fedloom.engine.clients.messages import idle_upload
 from fedloom.engine.job import Job
 from fedloom.engine.round import run_round
 from fedloom.engine.scoring import score_request
+from fedloom.engine.setting import Setting
 from fedloom.engine.setup import make_job
 from fedloom.engine.state import State, initial_state
 from fedloom.errors import ConfigError, RunStopped
@@ -45,6 +46,7 @@ from fedloom.flower.samples import Signature, adapted
 from fedloom.local.oracles.precision import undisturbed
 from fedloom.rundir import place_of
 from fedloom.trained.model import running_statistics
+from fedloom.values import dump
 
 ROUND = "server-round"
 """Key of a round in the configs of Flower's strategies."""
@@ -53,6 +55,8 @@ INSTEAD = {
     "evaluate_config": "for scores of your own, add @app.evaluate('mine') to the nodes",
 }
 """What to use in the place of Flower's configs."""
+MANY = 1000
+"""Rounds of a run whose options may differ from those of a run of one."""
 
 
 class Strategy(FlowerStrategy):
@@ -302,7 +306,10 @@ class Strategy(FlowerStrategy):
             engine=setting.engine.with_(quorum=1e-9, device="cpu", workers=1, chunk=1),
             evaluate=setting.evaluate.with_(statistics="own"),  # as nodes score
         )
-        job, server = make_job(setting, federation_of(schema, torch.tensor(members.sizes)))
+        fed = federation_of(schema, torch.tensor(members.sizes))
+        job, server = make_job(setting, fed)
+        if not self._rounds:
+            _warn_of_rounds(self._name, job.setting, make_job(setting.with_(rounds=MANY), fed)[0].setting)
         start = (server, job.clients.template, job.kept.template if job.kept_fields else None)
         idle = idle_upload(job.algorithm, start, job.oracle, job.ctx(0, torch.tensor([0])))
         self._job = replace(job, setting=deployed(job.setting)).without_states()
@@ -382,9 +389,21 @@ class Strategy(FlowerStrategy):
         parameters, trained = dict(self._model.named_parameters()), job.oracle.layout.tree(row)
         new = {id(parameters[name]): value for name, value in trained.items()}  # tied ones have several names
         values = self._model.state_dict(keep_vars=True)
-        state = {name: new.get(id(old), old.detach()).to(old) for name, old in values.items()}
+        current = {name: new.get(id(old), old.detach()).to(old) for name, old in values.items()}
         none_in_numpy = torch.bfloat16
-        return ArrayRecord({k: value.float() if value.dtype == none_in_numpy else value for k, value in state.items()})
+        return ArrayRecord(
+            {k: value.float() if value.dtype == none_in_numpy else value for k, value in current.items()}
+        )
+
+
+def _warn_of_rounds(name: str, setting: Setting, longer: Setting) -> None:
+    """Log which options of a method follow from the number of rounds, which a loop of the app's own lacks."""
+    options, of_many = dump(setting.method), dump(longer.method)
+    derived = {key: value for key, value in options.items() if value != of_many.get(key)}
+    if derived:
+        cure = f"Strategy({name!r}, ..., {'=..., '.join(derived)}=...)"
+        why = "follows from the number of rounds, which only start has, and is that of one round"
+        log(WARNING, "fedloom: %s %s; set it: %s", derived, why, cure)
 
 
 def _scores(answer: Any) -> MetricRecord | None:
