@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import handwritten
@@ -11,6 +12,7 @@ from engine_cases import CASES, TOLERANCE, M, Problem, oracles_of
 from torch import Tensor
 from torch.nn import functional
 
+import fedloom as fl
 from fedloom.errors import CodeError, ConfigError
 from fedloom.imports import function
 from fedloom.local import LocalSGD, Work
@@ -156,9 +158,24 @@ def in_place(output: Tensor, target: Tensor) -> Tensor:
     return functional.cross_entropy(output.mul_(2), target)
 
 
+class Learned(torch.nn.Module):
+    """A loss with a parameter, and the parameter's constant twin."""
+
+    def __init__(self, trains: bool = True) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(3), requires_grad=trains)
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return functional.cross_entropy(output, target) + self.scale.square().mean()
+
+
 @pytest.mark.parametrize(
     ("objective", "sentence"),
     [
+        (
+            {"loss": Learned()},
+            r"loss '.*Learned' is computed from tensors that no client trains, of shape \[3\]; detach",
+        ),
         ({"loss": unreal}, "has no gradient; compute it from the outputs by torch's real functions"),
         ({"loss": in_place}, "the gradient of loss '.*in_place' fails: RuntimeError: a leaf Variable"),
         ({"loss": broken}, "the gradient of loss '.*broken' fails: RuntimeError: .*in-?place operation"),
@@ -179,3 +196,46 @@ def test_what_cannot_work_is_a_sentence_before_work_starts(objective: dict[str, 
     problem = Problem(CASES["softmax"])
     with pytest.raises(ConfigError, match=sentence):
         make_oracle(problem.module, task_of(problem.fed.data, Objective(**objective)), problem.fed)
+
+
+def test_a_loss_may_have_constants() -> None:
+    problem = Problem(CASES["softmax"])
+    make_oracle(problem.module, task_of(problem.fed.data, Objective(loss=Learned(trains=False))), problem.fed)
+
+
+PAIRED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "squared": lambda output, target: (output.squeeze(1) - target.flatten()).square().mean(),
+    "cross-entropy": lambda output, target: functional.binary_cross_entropy_with_logits(output, target.view(-1, 1) / 2),
+    "of probabilities": lambda output, target: functional.binary_cross_entropy(
+        output.sigmoid(), target.view(-1, 1).to(output).clamp(0, 1)
+    ),
+    "absolute": lambda output, target: functional.l1_loss(output.flatten(), target.flatten().to(output.dtype)),
+    "of a quantile": lambda output, target: (
+        (target.flatten() - output.squeeze(1)) * (0.9 - (target.flatten() < output.squeeze(1)).float())
+    ).mean(),
+    "of counts": lambda output, target: functional.poisson_nll_loss(output, target.view(-1, 1).to(output)),
+    "of a margin": lambda output, target: (1 - (2 * target.flatten() - 1) * output.flatten()).relu().mean(),
+    "robust": lambda output, target: functional.smooth_l1_loss(output.flatten(), target.flatten().to(output.dtype)),
+    "blind to targets": lambda output, target: output.square().mean(),
+}
+
+
+@pytest.mark.parametrize("task", ["binary", "regression"])
+@pytest.mark.parametrize("loss", PAIRED)
+def test_a_loss_that_pairs_outputs_with_targets_is_taken(loss: str, task: Any) -> None:
+    x = torch.rand(40, 3)
+    fed = fl.Federation.of([(x, torch.arange(40) % 2 if task == "binary" else 1000 + x[:, :1])], task=task)
+    fl.simulate("fedavg", fed, rounds=1, task={"loss": PAIRED[loss]}, local={"lr": 1e-6})
+
+
+@pytest.mark.parametrize("task", ["binary", "regression"])
+def test_a_loss_that_pairs_every_output_with_every_target_is_refused(task: Any) -> None:
+    def crossed(output: Tensor, target: Tensor) -> Tensor:
+        return ((output if task == "binary" else output.squeeze(1)) - target).square().mean()
+
+    x = torch.rand(40, 3)
+    fed = fl.Federation.of([(x, torch.arange(40) % 2 if task == "binary" else x[:, :1])], task=task)
+    with pytest.raises(
+        ConfigError, match=r"whichever output a target belongs to, .* broadcast to \[32, 32\]; give both"
+    ):
+        fl.simulate("fedavg", fed, rounds=1, task={"loss": crossed})

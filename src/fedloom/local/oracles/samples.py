@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from fedloom.tasks import number
 
 if TYPE_CHECKING:
     from fedloom.data.federation import Federation
+    from fedloom.imports import Function
     from fedloom.local.batches import Batch
     from fedloom.models import Augment
     from fedloom.tasks import Chosen, Task
@@ -148,8 +149,8 @@ def probe(task: Chosen, outputs: Tensor, y: Tensor) -> None:
     """Try a user's own loss and metrics once, on the outputs ``[b, k]`` of a few samples, or of their positions.
 
     Raises:
-        ConfigError: one fails, or returns something else than one number; or the loss is a sum, is not finite, or has
-            no gradient.
+        ConfigError: one fails, or returns something else than one number; or the loss is a sum, is not finite, has no
+            gradient, has parameters of its own, or pairs every output with every target.
     """
     if not y.is_floating_point():
         outputs, y = outputs[y >= 0], y[y >= 0]
@@ -167,6 +168,7 @@ def probe(task: Chosen, outputs: Tensor, y: Tensor) -> None:
         try:
             loss = task.objective.loss.call(leaf, y)
             real = isinstance(loss, Tensor) and loss.requires_grad and loss.is_floating_point()
+            untrained = [[*tensor.shape] for tensor in _leaves(loss) if tensor is not leaf] if real else []
             gradient = torch.autograd.grad(loss, leaf, allow_unused=True, materialize_grads=True)[0] if real else None
         except Exception as error:
             raise ConfigError(f"task: the gradient of loss {name!r} fails: {cause_of(error)}") from error
@@ -176,9 +178,48 @@ def probe(task: Chosen, outputs: Tensor, y: Tensor) -> None:
             )
     if not bool(gradient.isfinite().all()):
         raise ConfigError(f"task: the gradient of loss {name!r} is not finite on {len(y)} samples of the first model")
+    if untrained:
+        raise ConfigError(
+            f"task: loss {name!r} is computed from tensors that no client trains, of shape "
+            f"{', '.join(map(str, untrained[:4]))}; detach() them, or make them parameters of the model (a penalty on "
+            "those of the model is local.weight_decay)"
+        )
+    if outputs.shape == (len(y), 1) and y.numel() == len(y) and not _tells_pairs(task.objective.loss, outputs, y):
+        raise ConfigError(
+            f"task: loss {name!r} is the same whichever output a target belongs to, as where outputs "
+            f"{[*outputs.shape]} and targets {[*y.shape]} broadcast to {[len(y), len(y)]}; give both the same shape"
+        )
     doubled = number(task.objective.loss, "loss", torch.cat([outputs, outputs]), torch.cat([y, y]))
     if value and math.isclose(doubled, 2 * value, rel_tol=1e-4):
         raise ConfigError(
             f"task: loss {name!r} is a sum: {value:.4g} on {len(y)} samples, {doubled:.4g} on each of them twice; "
             "return the mean over the batch"
         )
+
+
+def _leaves(loss: Tensor) -> list[Tensor]:
+    """The tensors at which the gradient of a loss ends."""
+    nodes: list[Any] = [loss.grad_fn or torch.autograd.graph.get_gradient_edge(loss).node]
+    reached = {*nodes}
+    for node in nodes:
+        for below, _ in node.next_functions:
+            if below is not None and below not in reached:
+                reached.add(below)
+                nodes.append(below)
+    return [node.variable for node in nodes if node.name() == "torch::autograd::AccumulateGrad"]
+
+
+def _tells_pairs(loss: Function, outputs: Tensor, y: Tensor) -> bool:
+    """Whether the value of a loss depends on which of two targets rising outputs ``[b, 1]`` have, where it has both.
+
+    A loss that no target changes, or that does not take such numbers, is not judged.
+    """
+    rising = torch.linspace(0.1, 0.7, len(y)).to(outputs)[:, None]
+    low, high = (torch.full_like(y, value) for value in ((0.3, 0.9) if y.is_floating_point() else (0, 1)))
+    upper = (torch.arange(len(y), device=y.device) >= len(y) // 2).reshape(y.shape)
+    pairings = (torch.where(upper, high, low), torch.where(upper, low, high), low, high)
+    try:
+        one, other, least, most = (number(loss, "loss", rising.clone(), targets) for targets in pairings)
+    except CodeError:
+        return True
+    return not math.isclose(one, other, rel_tol=1e-5, abs_tol=1e-7) or math.isclose(least, most, rel_tol=1e-5)
