@@ -111,10 +111,10 @@ def test_what_a_reader_may_not_expect_is_noted(clients: Any, notes: list[str]) -
         ([1, 2], "client 0: cannot make a data set of int"),
         ({1: (X, Y), "1": (X, Y)}, "two clients have one name as text, such as 1 and '1'; rename one"),
         ([(X, Y), (X[:9], Y[:8]), (X[:8], Y[:9])], "client 1: 9 samples but 8 targets"),
-        ([(X, Y), (X.astype(np.uint8), Y)], "client 1: features are bytes, .*; those of clients: client 0 are float32"),
+        ([(X, Y), (X.astype(np.uint8), Y)], "client 1: features are bytes, .*; those of client 0 are float32"),
         (
             [(X, Y), (X, Y.astype(str))],
-            "client 1: targets are text, those of clients: client 0 are numbers; give all one",
+            "client 1: targets are text, those of client 0 are numbers; give all one",
         ),
         ([((X, Y), (X.astype(np.uint8), Y))] * 2, "client 0, test set: features are bytes"),
         (

@@ -44,7 +44,7 @@ def as_federation(
     """
     by_name = clients if isinstance(clients, Mapping) else dict(enumerate(clients))
     named = {str(who): client for who, client in by_name.items()}
-    name = options.pop("name", "clients")
+    name = str(options.pop("name", "clients"))
     if len(named) < len(by_name):
         raise ConfigError(f"{name}: two clients have one name as text, such as 1 and '1'; rename one")
     if not named:
@@ -67,10 +67,10 @@ def as_federation(
                     f"{name}: client {who} has samples of shape {[*part.x.shape[1:]]}, the first client of "
                     f"{[*sides[0][0].x.shape[1:]]}; one shape only"
                 )
-    training, *tested = [{f"{name}: client {who}": parts[k] for who, parts in zip(named, sides, strict=True)}
+    training, *tested = [{f"client {who}": parts[k] for who, parts in zip(named, sides, strict=True)}
                       for k in range(len(sides[0]))]  # fmt: skip
     tests = {f"{who}, test set": side for test_sides in tested for who, side in test_sides.items()}
-    refuse_unlike({**training, **tests}, "vocabulary" in options)
+    refuse_unlike(name, {**training, **tests}, "vocabulary" in options)
     joined = [[np.concatenate([getattr(parts[k], field) for parts in sides]) for field in ("x", "y")]
               for k in range(len(sides[0]))]  # fmt: skip
     width = len(str(len(named)))

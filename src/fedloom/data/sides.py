@@ -64,10 +64,11 @@ def most_classes(sides: Iterable[Side]) -> tuple[str, ...]:
     return max((side.classes for side in sides), key=len)
 
 
-def refuse_unlike(sides: Mapping[str, Side], tokens: bool = False) -> None:
+def refuse_unlike(name: str, sides: Mapping[str, Side], tokens: bool = False) -> None:
     """Refuse sets that joined would not be what each is alone.
 
     Args:
+        name: of the data set.
         sides: by the words that name them in messages.
         tokens: whether features are numbers in a vocabulary, which bytes hold too.
 
@@ -78,26 +79,26 @@ def refuse_unlike(sides: Mapping[str, Side], tokens: bool = False) -> None:
     for who, side in sides.items() if len(sides) > 1 else ():
         if side.x.shape[:1] != side.y.shape[:1]:
             rows = (len(values) if values.ndim else 1 for values in (side.x, side.y))
-            raise DataError("{}: {} samples but {} targets; every sample needs one target".format(who, *rows))
+            raise DataError("{}: {}: {} samples but {} targets; every sample needs one target".format(name, who, *rows))
         for what, values in (("features", side.x), ("targets", side.y)):
             if values.dtype.kind == "f" and not np.isfinite(values.sum(dtype=np.float64)):
                 odd = ~np.isfinite(values.reshape(len(values), -1)).all(1)
                 if odd.any():
                     raise DataError(
-                        f"{who}: NaN or Inf in the {what} of {odd.sum()} samples (first: sample {odd.argmax()}); "
-                        "remove or repair them"
+                        f"{name}: {who}: NaN or Inf in the {what} of {odd.sum()} samples "
+                        f"(first: sample {odd.argmax()}); remove or repair them"
                     )
     bytes_of = {who: side.x.dtype == np.uint8 for who, side in sides.items()}
     if len(set(bytes_of.values())) > 1 and not tokens:
         whole, other = (next(who for who, value in bytes_of.items() if value is kind) for kind in (True, False))
         raise DataError(
-            f"{whole}: features are bytes, which are divided by 255; those of {other} are {sides[other].x.dtype}, "
-            "taken as they are; give all one type"
+            f"{name}: {whole}: features are bytes, which are divided by 255; those of {other} are "
+            f"{sides[other].x.dtype}, taken as they are; give all one type"
         )
     is_text = {who: side.y.dtype.kind in "US" for who, side in sides.items() if side.y.size}
     if len({*is_text.values()}) > 1:
         text, numbers = (next(who for who, value in is_text.items() if value is kind) for kind in (True, False))
-        raise DataError(f"{text}: targets are text, those of {numbers} are numbers; give all one type")
+        raise DataError(f"{name}: {text}: targets are text, those of {numbers} are numbers; give all one type")
     for field, cure in (("classes", "number them alike"), ("columns", "give all one order, as x[names]")):
         named = {who: getattr(side, field) for who, side in sides.items() if getattr(side, field)}
         longest = max(named.values(), key=len, default=())
@@ -105,7 +106,8 @@ def refuse_unlike(sides: Mapping[str, Side], tokens: bool = False) -> None:
             if names != longest[: len(names)] or (field == "columns" and len(names) != len(longest)):
                 first = next(other for other, order in named.items() if order == longest)
                 raise DataError(
-                    f"{who}: {field} are {', '.join(names):.200}, those of {first} {', '.join(longest):.200}; {cure}"
+                    f"{name}: {who}: {field} are {', '.join(names):.200}, those of {first} "
+                    f"{', '.join(longest):.200}; {cure}"
                 )
 
 

@@ -81,7 +81,9 @@ def as_dataset(
         raise DataError(
             f"{name}: training samples of shape {parts[0].x.shape[1:]}, test samples of {parts[1].x.shape[1:]}"
         )
-    refuse_unlike(dict(zip((name, f"{name}: the test set"), parts, strict=False)), bool(options.get("vocabulary")))
+    refuse_unlike(
+        name, dict(zip(("the training set", "the test set"), parts, strict=False)), bool(options.get("vocabulary"))
+    )
     if parts[0].users is not None:
         options["users"] = np.concatenate([part.users for part in parts])
     x, y = (
