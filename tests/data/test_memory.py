@@ -182,6 +182,14 @@ def test_options_of_arrays() -> None:
         (lambda: Dataset.of(types.SimpleNamespace(toarray=0)), ConfigError, r"give x.toarray\(\)"),
         (lambda: partition.iid(clients=2)((X, Y), seed="a"), ConfigError, "seed must be a whole number, got 'a'"),
         (lambda: Dataset.of(([[1], [2, 3]], [0, 1])), DataError, "rows of different lengths"),
+        (
+            lambda: Dataset.of(
+                torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2)], layout=torch.jagged), Y[:2]
+            ),
+            DataError,
+            "rows of different lengths",
+        ),
+        (lambda: Dataset.of(X, Y.astype("M8[D]")), DataError, r"got datetime64\[D\] \(12,\); give y.astype\(str\)"),
         (lambda: Dataset.of(X, Y / 2, task="binary"), DataError, "must be whole numbers"),
         (lambda: Dataset.of(X, Y.astype(str), classes=["0", "1"]), DataError, "y has '2', the classes are 0, 1"),
         (lambda: Dataset.of((X, Y), test=(X[:1], [7])), DataError, "no training sample has: '7'; .* or name all"),
@@ -251,11 +259,17 @@ def test_targets_of_pandas_belong_to_rows_of_their_index() -> None:
             make()
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")  # is deprecated
 def test_tensors_of_any_kind_are_read() -> None:
     x, y = torch.arange(24.0).reshape(12, 2), torch.from_numpy(Y)
     same = Dataset.of(x, y).checksum()
-    for given in (x.bfloat16(), x.half(), x.to_sparse(), x.clone().requires_grad_(), x.T.contiguous().T):
+    whole = torch.quantize_per_tensor(x, 1.0, 0, torch.quint8)
+    for given in (x.bfloat16(), x.half(), x.to_sparse(), x.clone().requires_grad_(), x.T.contiguous().T, whole):
         assert Dataset.of(given, y).checksum() == same
+
+
+def test_text_of_variable_width_is_text() -> None:
+    assert Dataset.of(X, Y.astype(np.dtypes.StringDType())).checksum() == Dataset.of(X, Y.astype(str)).checksum()
 
 
 @pytest.mark.parametrize("how", ["array", "tensor", "clients"])

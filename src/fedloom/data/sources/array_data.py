@@ -78,7 +78,8 @@ def of_arrays(
     if channels_last and x.ndim != 4:
         problems.append(f"channels_last needs x [N, height, width, channels], got {x.shape}")
     if y.ndim not in (1, 2) or y.dtype.kind not in "uifbU" or (y.ndim == 2 and y.dtype.kind == "U"):
-        cure = "give y.astype(str)" if y.dtype.kind == "S" else "give one row per sample"
+        cures = {"S": "give y.astype(str)", "M": "give y.astype(str), or numbers", "c": "give real numbers"}
+        cure = cures.get(y.dtype.kind, "give one row per sample")
         problems.append(f"y must be [N] classes or [N, k] targets, got {y.dtype} {y.shape}; {cure}")
     if len(x.shape) and len(y.shape) and len(x) != len(y):
         problems.append(f"{len(x)} samples but {len(y)} targets; every sample needs one target")
@@ -302,11 +303,18 @@ def plain(values: object, name: str, mixed: bool = False) -> NDArray[Any]:
 
 
 def as_array(values: object) -> NDArray[Any]:
-    """A tensor of any layout and device, or anything that is like an array; floats of 16 bits and less become 32."""
+    """A tensor of any layout and device, or anything that is like an array; floats of 16 bits and less become 32.
+
+    Raises:
+        ValueError: rows of different lengths.
+    """
     if isinstance(values, torch.Tensor):
-        values = values.to_dense()
+        if values.is_nested:
+            raise ValueError("a nested tensor, whose rows differ in length")
+        values = values.dequantize() if values.is_quantized else values.to_dense()
         small = values.is_floating_point() and values.element_size() < 4
         dense: NDArray[Any] = (values.float() if small else values).numpy(force=True)
         return dense
     array = np.asarray(values)
+    array = array.astype(object) if array.dtype.kind == "T" else array
     return array.astype(np.float32) if array.dtype == np.float16 else array
