@@ -272,6 +272,22 @@ def test_text_of_variable_width_is_text() -> None:
     assert Dataset.of(X, Y.astype(np.dtypes.StringDType())).checksum() == Dataset.of(X, Y.astype(str)).checksum()
 
 
+def test_samples_that_change_from_reading_to_reading_are_noted() -> None:
+    """Random transforms, which are applied once; what does not change, or is read once anyway, has no note."""
+
+    class Stream(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter([(torch.rand(3), k) for k in Y])
+
+    said = "samples are others when they are read again, as by random transforms"
+    drawn = Pairs(lambda i: (torch.rand(3), Y[i]))
+    assert any(said in note for note in Dataset.of(drawn).notes)
+    assert any(said in note for note in fl.Federation.of([drawn, drawn]).notes)
+    gaps = Pairs(lambda i: (X[i] * 1.0, Y[i]))
+    for steady in (gaps, Stream()):
+        assert not any(said in note for note in Dataset.of(steady).notes)
+
+
 @pytest.mark.parametrize("how", ["array", "tensor", "clients"])
 def test_whole_numbers_that_lose_digits_are_noted(how: str) -> None:
     """Where float32 has another number, and nowhere else."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,6 +35,8 @@ PAIRS = (
 )
 """Names that dictionaries have for features and targets."""
 LABELS = ("label", "labels", "fine_label", "target", "y")
+READ_TWICE = 8
+"""Samples of a user's data set that are read again, to note random transforms."""
 ACCEPTED = (
     "arrays or tensors (x, y), a dictionary with x and y, a torch Dataset, a Hugging Face Dataset, a pandas DataFrame, "
     "an Arrow table"
@@ -163,7 +166,7 @@ def side_of(obj: Any, target: Any, column: str | None, users: Any, name: str) ->
         return Side.of(obj, target, name)
     if isinstance(obj, TorchDataset):
         x, y = _stacked(_pairs(_samples(obj, name), name), name)
-        return Side(x, y, classes=_classes(obj))
+        return Side(x, y, classes=_classes(obj), notes=_redrawn(obj, x, name))
     if is_frame(obj):
         raise ConfigError(
             f"{name}: a table is no client: join them, with a column that names the client, as in "
@@ -251,6 +254,19 @@ def _samples(obj: TorchDataset[Any], name: str) -> Iterator[Any]:
             count += 1
     except Exception as error:
         raise DataError(f"{name}: sample {count} cannot be had: {cause_of(error)}") from error
+
+
+def _redrawn(obj: TorchDataset[Any], x: NDArray[Any], name: str) -> tuple[str, ...]:
+    """The note on samples that another reading of a data set gives otherwise."""
+    if isinstance(obj, IterableDataset):
+        return ()
+    again, _ = _stacked(_pairs(islice(_samples(obj, name), READ_TWICE), name), name)
+    if np.array_equal(again, x[: len(again)], equal_nan=again.dtype.kind == "f"):
+        return ()
+    return (
+        "samples are others when they are read again, as by random transforms; each was read once and stays as it was: "
+        "leave these transforms out, and give augment to the run",
+    )
 
 
 def _pairs(samples: Iterable[object], name: str) -> Iterator[tuple[Any, Any]]:
