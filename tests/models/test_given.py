@@ -332,6 +332,20 @@ class Turned(nn.Module):
         return (x.flatten(1).to(self.w.dtype) @ self.w).real
 
 
+class Cut(nn.Linear):
+    """Outputs without a gradient, or only when it is not trained."""
+
+    def __init__(self, cuts: str) -> None:
+        super().__init__(64, 10)
+        self.cuts = cuts
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = super().forward(x.flatten(1))
+        if self.cuts == "round":
+            return found.round().long()
+        return found.detach() if self.cuts == "always" or not self.training else found
+
+
 class Pair(nn.Linear):
     def forward(self, x: torch.Tensor) -> Any:
         return super().forward(x.flatten(1)), 0
@@ -343,6 +357,8 @@ class Pair(nn.Linear):
     [
         (Turned, r"has complex parameters \(w\); give real and imaginary parts"),
         (Turned(), r"has complex parameters \(w\)"),
+        (Cut("always"), "model 'Cut' gives outputs that no parameter has a gradient by, as after detach"),
+        (lambda: Cut("round"), "gives outputs that no parameter has a gradient by"),
         (nn.Linear(64, 10, device="meta"), r"model 'Linear' has no weights \(device meta\)"),
         (
             Pair(64, 10),
@@ -354,3 +370,9 @@ class Pair(nn.Linear):
 def test_parameters_and_outputs_of_other_kinds_are_a_sentence(given: Any, said: str, fed: Federation) -> None:
     with pytest.raises(ConfigError, match=said):
         fl.simulate("fedavg", fed, given, rounds=1)
+
+
+def test_a_model_may_leave_out_gradients_where_it_is_not_trained(fed: Federation) -> None:
+    assert fl.simulate("fedavg", fed, Cut("in evaluation"), **SHORT).status == "done"
+    with torch.inference_mode():
+        assert Import(path=f"{__name__}:Net").build((1, 8, 8), 10)

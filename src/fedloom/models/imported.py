@@ -186,7 +186,7 @@ def try_out(
     that normalise by the other samples of a prediction are tried with one sample, too.
 
     Raises:
-        ConfigError: it fails, or the shape is not that of `ModelSpec`.
+        ConfigError: it fails, the shape is not that of `ModelSpec`, or no parameter has a gradient by the output.
     """
     training = module.training
     if tokens and tokens[0]:
@@ -197,7 +197,7 @@ def try_out(
     output, errors = None, list[Exception]()
     for samples in tries:
         try:
-            with torch.no_grad():
+            with torch.enable_grad():
                 output = module.eval()(samples)
             break
         except Exception as error:
@@ -229,6 +229,22 @@ def try_out(
         elif outputs == 2 and got == [2, *wanted[:-1], 1]:
             cure = "; give two outputs, or make the data with task = 'binary'"
         raise ConfigError(f"model {path!r} must return [{must}] for this data, got {got} for b = 2{cure}")
+    graded = isinstance(output, Tensor) and output.requires_grad
+    trains = any(parameter.requires_grad for parameter in module.parameters())
+    if trains and not (graded or torch.is_inference_mode_enabled() or _trains(module, samples)):
+        raise ConfigError(
+            f"model {path!r} gives outputs that no parameter has a gradient by, as after detach(), no_grad() or "
+            "round(); compute them from the parameters by differentiable functions"
+        )
+
+
+def _trains(module: nn.Module, samples: Tensor) -> bool:
+    """Whether outputs have a gradient in training mode, which a module may leave out of others; or fail there."""
+    try:
+        with torch.enable_grad():
+            return bool(deepcopy(module).train()(samples).requires_grad)
+    except Exception:
+        return True
 
 
 def values_of(module: nn.Module) -> dict[str, object]:
