@@ -54,6 +54,8 @@ _DIGEST, _ZEROS = b"sha256 of this file with zeros here: ", b"0" * 64
 NO_DIGEST = (_DIGEST + _ZEROS).decode()
 """What stands in a file in the place of its digest while that is taken."""
 
+MEND = "run the experiment again, or put the file back"
+"""What to do about a file that is damaged."""
 FEDERATION = -1
 """Client number of figures of the whole federation."""
 UPLOADS = "heard"
@@ -224,10 +226,7 @@ def check_digest(path: Path, content: bytes) -> None:
     before, mark, after = content.rpartition(_DIGEST)
     size = len(_ZEROS)
     if mark and hashlib.sha256(before + mark + _ZEROS + after[size:]).hexdigest().encode() != after[:size]:
-        raise RunDirError(
-            f"{path} is damaged, or was changed: it has not the digest that it names; run the experiment again, or "
-            "put the file back"
-        )
+        raise RunDirError(f"{path} is damaged, or was changed: it has not the digest that it names; {MEND}")
 
 
 def read_summary(path: Path) -> Summary:
@@ -246,10 +245,10 @@ def read_summary(path: Path) -> Summary:
         json.dumps(document, ensure_ascii=False).encode()  # refuses halves of characters
         return Summary.model_validate(document)
     except RecursionError as error:
-        raise RunDirError(f"{path} is damaged: nested too deeply") from error
+        raise RunDirError(f"{path} is damaged: nested too deeply; {MEND}") from error
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
         raise RunDirError(f"{path}: {place}: {first['msg']}, got {str(first['input'])[:60]}") from error
     except ValueError as error:
-        raise RunDirError(f"{path} is damaged: {error}") from error
+        raise RunDirError(f"{path} is damaged: {error}; {MEND}") from error

@@ -17,6 +17,7 @@ from fedloom.metrics import declare
 from fedloom.report.run import Key, Points, Run, RunPartition
 from fedloom.rundir import (
     FEDERATION,
+    MEND,
     METRICS,
     MOST_CLIENTS,
     PARTITION,
@@ -187,7 +188,7 @@ def read_table(path: Path, names: tuple[str, ...], *, coded: bool = False) -> pa
             table = file.read(columns=[n for n in names if n in stored])
         table.validate(full=True)
     except (OSError, pa.ArrowException) as error:
-        raise RunDirError(f"{path} is damaged: {error}") from error
+        raise RunDirError(f"{path} is damaged: {str(error).rstrip('.')}; {MEND}") from error
     missing = [name for name in names if name not in stored]
     if missing:
         raise RunDirError(f"{path} has no column {missing[0]!r}; its columns are {', '.join(stored)}")

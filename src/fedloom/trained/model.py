@@ -335,7 +335,9 @@ def open_tensors(path: Path, *, check: bool = True) -> Any:
             check_digest(path)
         return file
     except (OSError, SafetensorError) as error:
-        raise LayoutError(f"{path}: no readable file of models ({error})") from None
+        raise LayoutError(
+            f"{path}: no readable file of models ({error}); write it anew, as 'fedloom run' does"
+        ) from None
 
 
 def file_layout(path: Path | str) -> Layout:
