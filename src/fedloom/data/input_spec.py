@@ -25,6 +25,8 @@ from fedloom.values import Value
 
 FACTS = ("task", "shape", "outputs", "classes", "vocabulary", "each")
 """Facts of a sample that a server and its sites compare."""
+NO_TABLE = "give an array of them, an NPZ file or, of images, a folder"
+"""What a model takes in the place of a table."""
 
 
 def compared(data: InputSpec | Dataset) -> dict[str, Any]:
@@ -150,7 +152,9 @@ class InputSpec(Value):
         if self.table is not None:
             return self._columns(self.table, data)
         if data.prepare is not None:
-            raise DataError(f"{data.name}: is a table, but the model takes samples of shape {_text(self.shape)}")
+            raise DataError(
+                f"{data.name}: is a table, but the model takes samples of shape {_text(self.shape)}; {NO_TABLE}"
+            )
         vocabulary_used = [data.vocabulary[k] for k in data.x.unique().tolist() if k] if data.vocabulary else []
         strange = [token for token in vocabulary_used if token not in self.vocabulary]
         if strange and self.vocabulary[1:2] != (UNKNOWN,):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedloom.data.dataset import Dataset, on_cpu, refuse
-from fedloom.data.input_spec import InputSpec
+from fedloom.data.input_spec import NO_TABLE, InputSpec
 from fedloom.data.sources.array_data import plain
 from fedloom.data.sources.table.cells import Piece, Problems, is_missing
 from fedloom.data.sources.table.checks import refuse_twins
@@ -109,7 +109,7 @@ def _by_column(
     table, where = facts.table, problems.where
     if table is None:
         shape = "x".join(map(str, facts.shape))
-        raise DataError(f"{where}: is a table, but the model takes samples of shape {shape}; give an array of them")
+        raise DataError(f"{where}: is a table, but the model takes samples of shape {shape}; {NO_TABLE}")
     if absent := [c.name for c in table.columns if c.name not in names]:
         raise DataError(
             f"{where}: lacks the column{'s'[: len(absent) > 1]} {', '.join(map(repr, absent))} that the model was "
