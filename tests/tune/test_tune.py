@@ -214,6 +214,7 @@ def test_work_is_equal_where_few_clients_take_part(method: str, tune_alone: Any)
 def test_work_beyond_the_budget_is_named_everywhere(tune_alone: Any) -> None:
     two = ONE.replace("rounds = 24", "rounds = 2")
     output, row = tune_alone('algorithm = "uneven:Uneven"', two, "3")
+    assert "may diverge" not in output
     sentence = "Uneven did not have equal work: it took 150 % of the gradients of 2 plain rounds in 1 of its own."
     assert int(row["rounds"]) == 1
     assert f"warning: {sentence}" in output
@@ -223,7 +224,10 @@ def test_work_beyond_the_budget_is_named_everywhere(tune_alone: Any) -> None:
 
 def test_a_longer_final_run_has_equal_work_too(tune_alone: Any) -> None:
     longer = ONE.replace("[tune]", "[tune]\nrounds = 6")
-    tune_alone('algorithm = "ditto"', longer)
+    output, _ = tune_alone('algorithm = "ditto"', longer)
+    sentence = "Trials had the work of 6 rounds, the runs have that of 24, in which a chosen setting may diverge; "
+    for place in (output, Path("out/tuned.toml").read_text(), Path("out/tuning.md").read_text()):
+        assert f"{sentence}[tune] rounds = 24 searches with as many." in place
     tuned = tomllib.loads(Path("out/tuned.toml").read_text())
     result = fl.simulate(parse(tuned).methods[0].setting, parse(tuned).partition(fl.load("digits"), 0))
     assert 0.9 <= result.state.records.last("", "", "samples_backward")[0] / int(PLAIN) <= 1.1

@@ -47,7 +47,7 @@ def tune(
             if value is not None:
                 document[name] = {**table(document.get(name, {}), f"{file}: [{name}]"), key: value}
         from fedloom.tune import Tuning
-        from fedloom.tune.search import beyond
+        from fedloom.tune.search import beyond, shorter
 
         search = Tuning(document, str(file), out or Path("runs") / f"{file.stem}-tune", data_dir, force=force)
         try:
@@ -64,6 +64,8 @@ def tune(
             )
     for sentence in beyond(findings):
         say(f"warning: {sentence}", err=True)
+    for sentence in shorter(findings):
+        say(f"note: {sentence}", err=True)
     say(f"report: {search.out / 'tuning.md'}\nnext:   fedloom run {search.out / 'tuned.toml'}")
 
 

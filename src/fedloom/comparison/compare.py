@@ -170,14 +170,14 @@ def _tuned(
 ) -> tuple[dict[str, Any], dict[str, Mapping[str, Any]]]:
     """The document with the settings that a search has chosen, and these by label."""
     from fedloom.tune import Tuning  # needs the extra 'tune'
-    from fedloom.tune.search import beyond
+    from fedloom.tune.search import beyond, shorter
 
     search = Tuning(document, "compare", out, read=definition.read)
     shows: AbstractContextManager[Listener] = counted(search.rounds) if progress else nullcontext(_silent)
     with shows as hear:
         findings = search.run(lambda *_: None, hear)
-    for sentence in beyond(findings) if progress else ():
-        remark(f"warning: {sentence}")
+    for sentence in (*(f"warning: {one}" for one in beyond(findings)), *shorter(findings)) if progress else ():
+        remark(sentence)
     return search.tuned(findings), {one.study.method.label: dict(one.best.params) for one in findings if one.best}
 
 

@@ -14,7 +14,7 @@ from fedloom.report.csv_files import csv_of
 from fedloom.report.naming import metric as named
 from fedloom.report.naming import titled
 from fedloom.storage.files import write_atomic
-from fedloom.tune.search import ALL, SearchResult, beyond, defaults
+from fedloom.tune.search import ALL, SearchResult, beyond, defaults, shorter
 from fedloom.tune.trial import Trial
 from fedloom.tune.work import Goal
 
@@ -80,6 +80,7 @@ def _page(name: str, tune: Tune, goal: Goal, findings: Sequence[SearchResult], *
             f"{b.samples_backward:,} |{share} {ends} |"
         )
     lines += [line for sentence in beyond(findings) for line in ("", f"**{sentence}**")]
+    lines += [line for sentence in shorter(findings) for line in ("", sentence)]
     lines += ["", "## Where was looked", "", "| method | setting | where | from |", "|---|---|---|---|"]
     for f in findings:
         for key, dimension in f.study.space.items():

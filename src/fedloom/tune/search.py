@@ -244,6 +244,17 @@ def beyond(findings: Sequence[SearchResult]) -> list[str]:
     ]
 
 
+def shorter(findings: Sequence[SearchResult]) -> list[str]:
+    """A sentence where trials had fewer rounds than the runs to come, in which a setting that was best may diverge."""
+    pairs = dict.fromkeys((f.study.goal.rounds, f.study.method.setting.rounds) for f in findings)
+    return [
+        f"Trials had the work of {tried} rounds, the runs have that of {rounds}, in which a chosen setting may "
+        f"diverge; [tune] rounds = {rounds} searches with as many."
+        for tried, rounds in pairs
+        if tried < rounds
+    ]
+
+
 def settings_of(space: Mapping[str, Dimension]) -> float:
     """Different settings that a space holds; infinite where there is a range."""
     return math.prod(math.inf if isinstance(choices, Range) else len(set(choices)) for choices in space.values())

@@ -35,6 +35,7 @@ from fedloom.tune.search import (
     check_names,
     check_values,
     own_params,
+    shorter,
     space_of,
     with_params,
 )
@@ -216,6 +217,7 @@ class Tuning:
         if self.tune.equal_work:
             head += "# The rounds of every method bring its samples_backward nearest to those of `rounds` plain ones.\n"
             head += "".join(f"# {sentence}\n" for sentence in beyond(findings))
+        head += "".join(f"# {sentence}\n" for sentence in shorter(findings))
         write_atomic(self.out / "tuned.toml", (head + tomli_w.dumps(document)).encode())
 
     def tuned(self, findings: Sequence[SearchResult]) -> dict[str, Any]:
