@@ -40,18 +40,19 @@ def shown(plan: Plan) -> Iterator[Listener]:
     if plan.ranks.rank > 0:
         yield lambda _event: None
         return
-    with counted(plan.rounds) as hear:
+    with counted(plan.rounds, "saving models and tables") as hear:
         yield hear
 
 
 @contextmanager
-def counted(rounds: int | Mapping[str, int]) -> Iterator[Listener]:
+def counted(rounds: int | Mapping[str, int], after: str = "") -> Iterator[Listener]:
     """Shows the progress of runs; gives the listener for their events.
 
     Args:
         rounds: of all runs together, or of the runs of every label.
+        after: what is done after the last round, which may take a while.
     """
-    runs, console = _Runs(rounds), Console(stderr=True)
+    runs, console = _Runs(rounds, after), Console(stderr=True)
     if (display := notebook_display()) is not None:
         line = _NotebookLine(runs, display)
         yield line
@@ -85,7 +86,7 @@ def counted(rounds: int | Mapping[str, int]) -> Iterator[Listener]:
                 words = [runs.figures.get(key, ""), "" if left is None else f"{duration(left / 60)} left"]
                 bars.update(rows[key], completed=event.round, line=", ".join(filter(None, words)))
             left = runs.left()
-            line_of_all = "" if left is None else f"about {duration(left / 60)} left"
+            line_of_all = runs.after or ("" if left is None else f"about {duration(left / 60)} left")
             bars.update(everything, completed=sum(runs.done.values()), line=line_of_all)
 
         yield hear
@@ -106,8 +107,9 @@ class _Runs:
         figures: the newest figures of every run, as text.
     """
 
-    def __init__(self, rounds: int | Mapping[str, int]) -> None:
+    def __init__(self, rounds: int | Mapping[str, int], after: str = "") -> None:
         self.rounds: Mapping[str, int] = {"": rounds} if isinstance(rounds, int) else rounds
+        self._after = after
         self.done: dict[tuple[str, int], int] = {}
         self.figures: dict[tuple[str, int], str] = {}
         self._going: dict[tuple[str, int], Event] = {}
@@ -131,6 +133,11 @@ class _Runs:
         if event.status or event.round == event.rounds:
             del self._going[key]
         return True
+
+    @property
+    def after(self) -> str:
+        """What is done now that all runs have ended; empty before."""
+        return self._after if sum(self.done.values()) == sum(self.rounds.values()) else ""
 
     def left(self) -> float | None:
         """Seconds until all runs have ended, those that go on side by side; None while that is not known."""
@@ -177,6 +184,8 @@ class _Lines:
         elif left_of_run is not None and not end:
             parts.append(f"about {duration(left_of_run / 60)} left of this run")
         remark(f"{_name(event)}: {', '.join(filter(None, parts))}")
+        if self._runs.after:
+            remark(self._runs.after)
 
     def _waits(self, now: float) -> bool:
         return now - self._last < SECONDS_PER_LINE
@@ -212,7 +221,9 @@ class _NotebookLine:
         if event.diverged:
             self._display(Line(escape(f"{_name(event)}: {event.diverged}"), f"{_name(event)}: {event.diverged}"))
         now = time.monotonic()
-        if now - self._last < NOTEBOOK:
+        if self._runs.after:
+            self._show(Line(escape(self._runs.after), self._runs.after))
+        if now - self._last < NOTEBOOK or self._runs.after:
             return
         self._last, left = now, self._runs.left()
         done, total = sum(self._runs.done.values()), sum(self._runs.rounds.values())

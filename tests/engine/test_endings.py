@@ -429,6 +429,33 @@ def test_a_notebook_has_one_line_that_changes_and_ends_as_a_sum(
     assert capsys.readouterr() == ("", "")
 
 
+def test_what_follows_the_last_round_is_shown_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In lines, in a notebook's line, and behind the bar of a terminal; not while a run goes on."""
+    events = [Event("a", 0, 2, 2), Event("b", 0, 1, 1), Event("a", 0, 2, 2, status="done"), Event("b", 0, 1, 1)]
+
+    def during(count: int) -> None:
+        with counted({"a": 2, "b": 1}, "saving models") as hear:
+            for event in events[:count]:
+                hear(event)
+
+    for count in (1, 4):
+        during(count)
+        assert capsys.readouterr().err.splitlines().count("saving models") == count // 4
+    cells: list[Any] = []
+    monkeypatch.setattr("fedloom.progress._NotebookLine._show", lambda _self, line: cells.append(repr(line)))
+    with monkeypatch.context() as patch:
+        patch.setattr("fedloom.progress.notebook_display", lambda: print)
+        for count in (1, 4):
+            during(count)
+            assert ("saving models" in cells) == (count == 4)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    for count in (1, 4):
+        during(count)
+        assert ("saving models" in capsys.readouterr().err) == (count == 4)
+
+
 def test_time_left_counts_every_run_at_its_own_pace(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
