@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedloom.errors import ConfigError, FedloomError
 from fedloom.processes import pool as pools
-from fedloom.processes.buffers import LARGE
+from fedloom.processes.buffers import LARGE, packed, unpacked
 from fedloom.processes.pool import SHORT, WorkerPool
 
 
@@ -45,6 +45,12 @@ def test_results_are_those_of_one_process(size: int, ahead: bool) -> None:
                 time.sleep(0.002)
                 assert k == order
                 assert torch.equal(rows, expected)
+
+
+def test_a_tensor_lies_in_memory_of_another_process_as_torch_places_it() -> None:
+    """The rounding of a product depends on where its factors begin."""
+    tensors = [torch.ones(size) for size in range(1, 40)]
+    assert {tensor.data_ptr() % 64 for tensor in unpacked(packed(tensors))} == {0}
 
 
 def test_a_process_that_may_have_no_others_refuses_workers(monkeypatch: pytest.MonkeyPatch) -> None:

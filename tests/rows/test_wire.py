@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from fedloom.errors import ConfigError, WireError
 from fedloom.rows.algebra import on_grid
+from fedloom.rows.encodings import tensor
 from fedloom.rows.fields import DTYPES, Field
 from fedloom.rows.layout import Layout
 from fedloom.rows.wire import HEAD, Codec
@@ -59,6 +60,12 @@ def test_round_trip_and_length(dtype, encoding, part, seed):
         assert torch.equal(got["w"], want)
         assert got["w"].dtype == dtype
         assert torch.equal(got["n"], values["n"][i])
+
+
+def test_what_is_read_lies_in_memory_as_torch_places_it():
+    """The rounding of a product depends on where its factors begin."""
+    payloads = [memoryview(bytes(4 * size)) for size in range(40)]
+    assert {tensor(payload, torch.float32).data_ptr() % 64 for payload in payloads} == {0}
 
 
 def test_sparse_is_chosen_exactly_when_shorter():

@@ -60,7 +60,7 @@ class _Unpacker(pickle.Unpickler):
         count = torch.Size(shape).numel()
         if isinstance(where, bytes):
             flat = torch.frombuffer(bytearray(where), dtype=dtype) if count else torch.empty(0, dtype=dtype)
-            return flat.view(shape)
+            return flat.view(shape).clone()  # where torch would place it: a product's rounding depends on it
         assert self._memory is not None
         view = torch.frombuffer(self._memory, dtype=dtype, count=count, offset=where).view(shape)
         return view.clone() if self._copy else view

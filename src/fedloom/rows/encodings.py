@@ -58,8 +58,8 @@ def raw(x: Tensor) -> bytes:
 
 
 def tensor(payload: memoryview, dtype: torch.dtype) -> Tensor:
-    """A new tensor of those bytes; their number is a multiple of the item size."""
-    return torch.frombuffer(bytearray(payload), dtype=dtype) if len(payload) else torch.empty(0, dtype=dtype)
+    """A new tensor of those bytes, where torch places it; their number is a multiple of the item size."""
+    return torch.frombuffer(bytearray(payload), dtype=dtype).clone() if len(payload) else torch.empty(0, dtype=dtype)
 
 
 class _Dense:

@@ -250,6 +250,8 @@ class Checkpoints:
     ) -> Loaded | None:
         """`load`, and brings the stores back to that generation (or to no row); newer ones are forgotten.
 
+        The tensors lie in memory as torch places new ones, not as the file has them.
+
         Raises:
             DamagedCheckpoint: every generation is damaged, or the rows of a store are.
             RunDirError: the generation is of another experiment.
@@ -267,7 +269,8 @@ class Checkpoints:
             state = {key.removeprefix(prefix): tensors.pop(key) for key in loaded.tensors if key.startswith(prefix)}
             store.rollback(loaded.generation)
             store.load_state(state)
-        return loaded._replace(tensors=tensors)
+        placed = {name: tensor.clone() for name, tensor in tensors.items()}  # a product's rounding depends on it
+        return loaded._replace(tensors=placed)
 
     def _paths(self, generation: int) -> tuple[Path, Path]:
         stem = self.folder / f"checkpoint-{generation}"
