@@ -171,6 +171,21 @@ def test_knnper_chooses_its_weight_on_samples_that_it_does_not_train_on() -> Non
         assert torch.equal(own.memory.labels.sum(1) > 0, torch.arange(16) < len(y))
 
 
+@pytest.mark.parametrize("label", range(3))
+def test_knnper_chooses_weight_0_where_a_client_has_one_sample(label: int) -> None:
+    draws = torch.Generator().manual_seed(2)
+    x, y = torch.randn(30, 6, generator=draws), torch.arange(30) % 3
+    result = fl.simulate(
+        KNNPer(),
+        [(x, y), (x[:1], torch.tensor([label]))],
+        {"kind": "mlp", "hidden": [5], "memory": 8},
+        local={"lr": 0.1},
+        rounds=2,
+    )
+    own: Any = result.models.module("personal", client=1)
+    assert own.memory.rule[0] == 0
+
+
 def test_knnper_keeps_as_many_samples_as_its_memory_has_places() -> None:
     rows = run(KNNPer(weight=0.5), memory=6).models.rows("personal")
     counts = [int(put(network(memory=6), row).memory.labels.sum()) for row in rows]

@@ -111,8 +111,10 @@ class KNNPer(Algorithm):
         return models
 
     def _chosen(self, z: Tensor, labels: Tensor, p: Tensor, held: Tensor) -> float:
-        """The weight of the kNN among a client's other samples that predicts the ``held`` ones best."""
+        """The weight of the kNN among a client's other samples that predicts ``held`` ones best; 0 without others."""
         rest, truth = torch.ones(len(z), dtype=torch.bool, device=z.device).index_fill_(0, held, False), labels[held]
+        if not bool(rest.any()):
+            return 0.0
         kernel = z.new_tensor([self.scale, self.neighbours])
         q = recalled(z[held], z[rest], labels[rest], *kernel)
         logs = [mixed(p[held], q, weight) for weight in WEIGHTS.to(z)]
