@@ -349,6 +349,23 @@ def test_weights_with_a_digest_are_that_content_or_none(tmp_path: Path) -> None:
         named.build((4,), 2)
 
 
+def test_a_run_from_weights_with_a_digest_keeps_checkpoints(tmp_path: Path) -> None:
+    spec, file = MLP(hidden=(3,)), tmp_path / "w.safetensors"
+    save_file(spec.build((4,), 2).state_dict(), file)
+    named = spec.with_(weights=f"{file}#sha256={hashlib.sha256(file.read_bytes()).hexdigest()}")
+    clients = [(torch.eye(4), torch.arange(4) % 2)]
+    plain, kept, again = (
+        fl.simulate("fedavg", clients, model, rounds=2, local={"lr": 0.1}, folder=folder).models.rows("global")
+        for model, folder in (
+            (spec.with_(weights=str(file)), None),
+            (named, tmp_path / "run"),
+            (named, tmp_path / "run"),
+        )
+    )
+    assert torch.equal(kept, plain)
+    assert torch.equal(again, plain)
+
+
 def test_a_deployment_refuses_a_file_that_sites_may_have_otherwise(run: Path) -> None:
     with pytest.raises(Refused, match="nothing holds the sites to the same one"):
         check_deployable(fl.experiment.read(run.parent / "a.toml"))

@@ -19,6 +19,7 @@ from fedloom.engine.setting import Setting
 from fedloom.engine.state import State, Times
 from fedloom.errors import ConfigError, Stop
 from fedloom.imports import source_of
+from fedloom.models.spec import weights_content
 from fedloom.schedule import Trace
 from fedloom.storage.checkpoint import Checkpoints
 from fedloom.version import __version__
@@ -146,7 +147,7 @@ def _beyond(job: Job) -> dict[str, str]:
     for p in frozen:
         digest.update(p.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     if job.setting.model.weights is not None:
-        digest.update(Path(job.setting.model.weights).expanduser().read_bytes())
+        digest.update(weights_content(job.setting.model.weights))
     return {**digests, "base": digest.hexdigest()}
 
 
