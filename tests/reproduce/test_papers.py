@@ -525,12 +525,3 @@ def test_no_claim_rests_on_a_choice_by_test_data_and_only_tables_show_one() -> N
             assert "hybrid" not in models, name
             columns |= {t for t, text in paper.columns.items() if Reference.of(text, paper.figure).model == "hybrid"}
     assert {title.partition(",")[0] for title in columns} == {"FLAME-HM"}
-
-
-def test_a_recipe_that_is_said_to_have_too_few_seeds_to_judge_has_them() -> None:
-    named = [name for sheet in sheets() for name in re.findall(r"\{([\w-]+)\}[^.]* too few seeds", sheet.why)]
-    assert named
-    for name in named:
-        summary = summaries.read(ROOT / CHECKOUT, name, "laptop")
-        assert summary is not None
-        assert len(summary.seeds) < looks.LOOKS[0][0]
