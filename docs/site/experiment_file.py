@@ -15,7 +15,7 @@ from fedloom.engine.setting import Engine, Evaluate
 from fedloom.experiment.schema import Top
 from fedloom.experiment.tuning import Range, Tune
 from fedloom.local import LocalSGD
-from fedloom.models import MODELS, PAPERS, Augment
+from fedloom.models import KINDS, PAPERS, Augment
 from fedloom.rows.aggregate import AGGREGATORS
 from fedloom.rows.attacks import ATTACKS
 from fedloom.rows.channel import CHANNELS
@@ -61,19 +61,22 @@ aggregator = { kind = "multi-krum", f = 2 }
 local = { momentum = 0.9 }
 ```
 """
+MODEL_LEAD = (
+    "`kind` is one of the following. A network of a paper takes every option of the kind that its first line names. "
+    "Its table lists the options whose defaults differ."
+)
 LIMITS = (("gt", ">"), ("ge", "≥"), ("lt", "<"), ("le", "≤"))
 
 
 def page() -> str:
     """The whole page."""
-    models: dict[str, Any] = {**MODELS, **{name: type(spec) for name, spec in PAPERS.items()}}
     parts = [
         START,
         _values("Top of the file", "", Top),
         _kinds("[data]", "`source` is a name of the list, a path, or `hub:owner/name`.", SOURCES, key="source"),
         _values("[partition]: what every kind takes", "How the samples are cut into clients.", Partition),
         _kinds("[partition]: kinds", "`kind` is one of", PARTITIONS, shared=Partition),
-        _kinds("[model]", "`kind` is one of", models),
+        _kinds("[model]", MODEL_LEAD, KINDS),
         _values("[task]", "What is minimised and measured, beside what the data's task has.", Objective),
         _values("[local]", "How clients train, whatever the method.", LocalSGD),
         _values("[augment]", "Random changes of training images.", Augment),
@@ -120,10 +123,16 @@ def _kinds(
             "",
             _cell(first),
             "",
-            *_rows(value, {} if shared is None else fields_of(shared)),
+            *_rows(value, _unchanged(name) if name in PAPERS else {} if shared is None else fields_of(shared)),
             "",
         ]
     return "\n".join(lines)
+
+
+def _unchanged(preset: str) -> dict[str, Any]:
+    """Return the options of a paper's network whose defaults are its kind's."""
+    kind = type(PAPERS[preset]).model_fields
+    return {key: field for key, field in KINDS[preset].model_fields.items() if field.default == kind[key].default}
 
 
 def _rows(value: Any, without: Mapping[str, Any]) -> list[str]:

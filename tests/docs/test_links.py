@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import sys
 from pathlib import Path
 
 import pytest
+
+from fedloom.errors import ConfigError
+from fedloom.experiment import json_schema
+from fedloom.experiment.cards import parts
+from fedloom.experiment.schema import TABLES
+from fedloom.models import MODELS, PAPERS
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -25,8 +32,9 @@ def test_no_dead_link(page: Path) -> None:
     assert dead == []
 
 
-def test_the_reference_of_experiment_files_is_that_of_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``python docs/site/experiment_file.py`` writes it anew."""
+@pytest.fixture
+def reference(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return the reference page as the code writes it."""
     monkeypatch.syspath_prepend(str(ROOT / "docs" / "site"))
     file = ROOT / "docs" / "site" / "experiment_file.py"
     spec = importlib.util.spec_from_file_location("experiment_file", file)
@@ -34,7 +42,48 @@ def test_the_reference_of_experiment_files_is_that_of_the_code(monkeypatch: pyte
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    assert (ROOT / "docs" / "experiment-file.md").read_text() == module.page()
+    return str(module.page())
+
+
+def test_the_reference_of_experiment_files_is_that_of_the_code(reference: str) -> None:
+    """``python docs/site/experiment_file.py`` writes it anew."""
+    assert (ROOT / "docs" / "experiment-file.md").read_text() == reference
+
+
+def test_the_page_the_schema_and_the_list_state_the_defaults_that_run(reference: str) -> None:
+    tables = {name: table for name, table in TABLES.items() if table.kinds and name != "data"}
+    schema = json.loads(json_schema())
+    titles = dict(parts("models"))
+    compared = 0
+    for name, table in tables.items():
+        where = schema["$defs"].get(name) or schema["properties"][name]
+        choices = {choice["title"]: choice for choice in where["anyOf"]}
+        assert {*table.kinds, "user code"} == choices.keys()
+        for kind in table.kinds:
+            try:
+                runs = table.read({"kind": kind})
+            except ConfigError:
+                continue  # a required option has no default
+            heading = f'### kind = "{kind}"\n'
+            section = reference.split(heading)[1].split("\n#")[0] if reference.count(heading) == 1 else ""
+            rows = {key: default for key, default in re.findall(r"^\| `(\w+)` \| (.*?) \|", section, re.MULTILINE)}
+            for key, value in runs.model_dump(mode="json").items():
+                found = choices[kind]["properties"].get(key)
+                if found is None:
+                    continue
+                found = schema["$defs"][found["$ref"].rpartition("/")[2]] if "$ref" in found else found
+                if key in type(runs).model_fields and "default" in found:
+                    assert found["default"] == value, (name, kind, key)
+                    compared += 1
+                if key in rows:
+                    assert rows[key] == ("not set" if value is None else f"`{getattr(runs, key)!r}`"), (name, kind, key)
+            if name == "model" and kind in PAPERS:
+                base = type(runs)()
+                changed = [key for key, value in runs if value != getattr(base, key)]
+                assert sorted(rows) == sorted(changed), "the page shows every default in which a preset differs"
+                assert all(f"{key} = " in titles[kind] for key in changed)
+                assert f"``{next(k for k, v in MODELS.items() if v is type(runs))}``" in titles[kind]
+    assert compared > 200
 
 
 def test_a_link_to_a_file_of_methods_is_one_to_a_page_on_the_site(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from fedloom.choose import MIXERS, SAMPLERS, WEIGHERS, Mixer, Sampler, SharesWei
 from fedloom.engine.tables import SettingTable, home_of
 from fedloom.errors import ConfigError, unknown
 from fedloom.local import LocalSGD
-from fedloom.models import MODELS, PAPERS, Augment, ModelSpec, Softmax
+from fedloom.models import KINDS, Augment, ModelSpec, Softmax
 from fedloom.rows.aggregate import AGGREGATORS, Aggregator
 from fedloom.rows.attacks import ATTACKS, Attack
 from fedloom.rows.channel import CHANNELS, Channel
@@ -172,7 +172,7 @@ class Setting(Value):
     """What every method of an experiment may have for itself."""
 
     algorithm: Method = Field(description="a method, or what a preset makes")
-    model: Annotated[ModelSpec, SettingTable(ModelSpec, {**MODELS, **PAPERS}, "softmax")] = Field(
+    model: Annotated[ModelSpec, SettingTable(ModelSpec, KINDS, "softmax")] = Field(
         default_factory=Softmax, description="a model's name, or its specification"
     )
     rounds: Rounds = 100

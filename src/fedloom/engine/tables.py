@@ -14,7 +14,7 @@ from fedloom.algorithms import REGISTRY, Preset
 from fedloom.data.partition import PARTITIONS
 from fedloom.errors import ConfigError, homes_of, unknown
 from fedloom.imports import find_maker, is_path
-from fedloom.models import MODELS, PAPERS, Import, ModelSpec, spec_of
+from fedloom.models import KINDS, MODELS, Import, ModelSpec, spec_of
 from fedloom.models.imported import Held, own_model
 from fedloom.values import fields_of, make, make_kind
 
@@ -51,7 +51,7 @@ class SettingTable:
 
     def classes(self) -> dict[str, type[Any]]:
         """Return the class of every kind; of a table without kinds, its own, with an empty name."""
-        return {k: kind if isinstance(kind, type) else type(kind) for k, kind in self.kinds.items()} or {"": self.base}
+        return dict(self.kinds) or {"": self.base}
 
     def class_of(self, options: Mapping[str, Any]) -> type[Any] | None:
         """Return the class that a table of options chooses; None for user code, an unknown kind or none."""
@@ -118,12 +118,11 @@ def _model(options: Mapping[str, Any], where: str) -> ModelSpec:
             f"{where}: the model {rest.get('name')!r} was an object in Python, and no file names it; in Python, give "
             "it again, as fl.open_run(FOLDER, MODEL) or in the same call of fl.compare"
         )
-    if kind not in (*MODELS, *PAPERS):
+    if kind not in KINDS:
         saved = isinstance(kind, str) and kind.endswith((".pt", ".pth", ".bin", ".ckpt", ".safetensors"))
         cure = "weights are in that file: load them into a module, and give the module" if saved else ""
-        raise unknown("model kind", kind, (*MODELS, *PAPERS), where, cure=cure)
-    value = type(PAPERS[kind]) if kind in PAPERS else MODELS[kind]
-    return make(lambda **options_of_kind: spec_of(kind, **options_of_kind), rest, where, fields_of(value))
+        raise unknown("model kind", kind, KINDS, where, cure=cure)
+    return make(lambda **options_of_kind: spec_of(kind, **options_of_kind), rest, where, fields_of(KINDS[kind]))
 
 
 def _places(tables: Mapping[str, SettingTable], key: str, value: Any) -> list[str]:

@@ -18,7 +18,7 @@ from fedloom.engine.checks.refusals import check_mixer, check_together
 from fedloom.errors import Refused
 from fedloom.local import LocalSGD
 from fedloom.metrics import METRICS
-from fedloom.models import MODELS, PAPERS
+from fedloom.models import KINDS
 from fedloom.rows.aggregate import AGGREGATORS
 from fedloom.rows.attacks import ATTACKS
 from fedloom.rows.channel import CHANNELS
@@ -27,7 +27,7 @@ from fedloom.values import Value, choose, fields_of
 
 PARTS: Mapping[str, Mapping[str, type[Value]]] = {
     "partitions": PARTITIONS,
-    "models": {**MODELS, **{name: type(spec) for name, spec in PAPERS.items()}},
+    "models": KINDS,
     "data": SOURCES,
     "samplers": SAMPLERS,
     "weighers": WEIGHERS,

@@ -13,7 +13,7 @@ from fedloom.models.imported import Import
 from fedloom.models.memory import WithMemory
 from fedloom.models.mixture import MIXING, Mixture, log_probabilities
 from fedloom.models.nets import CNN, MLP, Softmax
-from fedloom.models.papers import PAPERS
+from fedloom.models.papers import PAPERS, preset_class
 from fedloom.models.parts import head, penultimate
 from fedloom.models.resnet import ResNet18
 from fedloom.models.sequences import LSTM, Transformer
@@ -30,6 +30,8 @@ MODELS: dict[str, type[ModelSpec]] = {
     "import": Import,
 }
 """Model specifications by the ``kind`` of an experiment's ``[model]`` table."""
+KINDS: dict[str, type[ModelSpec]] = {**MODELS, **{name: preset_class(name) for name in PAPERS}}
+"""The class of every kind of `MODELS` and of every network of `PAPERS`, with the defaults that a run has."""
 
 
 def spec_of(kind: str, **options: object) -> ModelSpec:
@@ -53,6 +55,7 @@ def spec_of(kind: str, **options: object) -> ModelSpec:
 
 __all__ = [
     "CNN",
+    "KINDS",
     "LSTM",
     "MIXING",
     "MLP",

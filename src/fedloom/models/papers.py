@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from copy import copy
+from typing import Any
+
+from pydantic import create_model
+
 from fedloom.models.nets import CNN, MLP
 from fedloom.models.resnet import ResNet18
 from fedloom.models.sequences import LSTM
@@ -31,3 +37,30 @@ PAPERS: dict[str, ModelSpec] = {
     "leaf-shakespeare": LSTM(embedding=8, hidden=256, layers=2),  # 819,936
 }
 """Every entry is a value: `fedloom.models.spec_of` takes it with fields changed."""
+
+
+def preset_class(name: str) -> type[ModelSpec]:
+    """Return a class with the options of a network of `PAPERS`, whose defaults are the paper's.
+
+    The reference page, the JSON schema and ``fedloom list`` read it, so they show what runs. Its docstring names the
+    kind and every default that differs from the kind's own.
+
+    Raises:
+        KeyError: no network has this name.
+    """
+    spec = PAPERS[name]
+    kind = type(spec)
+    changed = {key: value for key, value in spec if value != kind.model_fields[key].get_default()}
+    fields: dict[str, Any] = {}
+    for key, value in changed.items():
+        fields[key] = copy(kind.model_fields[key])
+        fields[key].default = value
+    options = ", ".join(f"{key} = {json.dumps(value)}" for key, value in changed.items())
+    made: type[ModelSpec] = create_model(
+        name,
+        __base__=kind,
+        __module__=__name__,
+        __doc__=f"``{kind.__name__.lower()}`` with {options or 'its defaults'}.",
+        **{key: (field.annotation, field) for key, field in fields.items()},
+    )
+    return made
