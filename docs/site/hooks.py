@@ -16,6 +16,8 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[2]
 STUDIES = ROOT / "studies" / "pages"
+ROOT_PAGES = ("CONTRIBUTING", "CHANGELOG", "SECURITY")
+"""Pages at the root of the repository that the site has too."""
 WIDE = 10
 """Columns that a table has beside a table of contents."""
 
@@ -26,7 +28,7 @@ def pages() -> Iterator[tuple[str, str]]:
     yield "choosing.md", choosing.page()
     yield from notebooks.pages()
     yield "mutants.md", (ROOT / "tests" / "mutants.md").read_text()
-    for name in ("CONTRIBUTING", "CHANGELOG"):
+    for name in ROOT_PAGES:
         yield f"{name.lower()}.md", (ROOT / f"{name}.md").read_text()
 
 
@@ -47,10 +49,10 @@ def on_page_markdown(markdown: str, page: Page | None = None, **more: object) ->
     columns = [rule.count("|") - 1 for rule in re.findall(r"^\|(?:-+:?\|)+$", markdown, re.MULTILINE)]
     if page is not None and max(columns, default=0) > WIDE:
         page.meta.setdefault("hide", ["toc"])
-    made = re.sub(r"\]\((?:\.\./studies/pages|\.\./\.\./docs|site)/", "](", markdown)
+    made = re.sub(r"\]\((?:\.\./studies/pages|\.\./\.\./docs|docs|site)/", "](", markdown)
     made = re.sub(r"\]\(\.\./\.\./\.\./docs/", "](../", made)
     made = re.sub(r"\]\((?:\.\./)+src/fedloom/algorithms/(\w*)(?:\.py)?(?:#([\w-]+))?", methods.link, made)
-    return re.sub(r"\]\(\.\./(CONTRIBUTING|CHANGELOG)\.md", lambda found: f"]({found[1].lower()}.md", made)
+    return re.sub(rf"\]\(\.\./({'|'.join(ROOT_PAGES)})\.md", lambda found: f"]({found[1].lower()}.md", made)
 
 
 def on_page_content(html: str, **more: object) -> str:

@@ -13,6 +13,7 @@ import os
 import pkgutil
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -173,22 +174,40 @@ def test_a_broken_block_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 # --- the site
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def build(out: Path, root: Path = ROOT) -> tuple[int, str]:
+    """Build the site of a checkout as ``make docs`` does; return the exit code and what mkdocs prints."""
     if importlib.util.find_spec("mkdocs") is None:
         pytest.skip("mkdocs is not installed")
-    out = tmp_path_factory.mktemp("site")
 
-    def build() -> None:
+    def run() -> None:
         from mkdocs.__main__ import cli
 
-        os.chdir(ROOT)
+        os.chdir(root)
         warnings.resetwarnings()
-        cli(["build", "--strict", "--quiet", "--site-dir", str(out)], standalone_mode=False)
+        cli(["build", "--strict", "--site-dir", str(out)], standalone_mode=False)
 
     said = out.with_suffix(".txt")
-    assert end(fork(build, said)) == 0, said.read_text()
+    return end(fork(run, said)), said.read_text()
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("site")
+    code, said = build(out)
+    assert code == 0, said
     return out
+
+
+def test_a_dead_link_stops_the_build_of_the_site(tmp_path: Path) -> None:
+    """A dead link is a warning of mkdocs, which ``--quiet`` would drop before ``--strict`` counts it."""
+    for name in ("src", "studies", "tests", "mkdocs.yml", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    with (tmp_path / "docs" / "start.md").open("a") as page:
+        page.write("\n[a page that does not exist](nowhere.md)\n")
+    code, said = build(tmp_path / "site", tmp_path)
+    assert code != 0
+    assert "'nowhere.md'" in said
 
 
 class _Text(HTMLParser):

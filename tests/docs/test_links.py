@@ -98,6 +98,8 @@ def test_a_link_to_a_file_of_methods_is_one_to_a_page_on_the_site(monkeypatch: p
         "../../src/fedloom/algorithms/presets.py#equitable-fl": "methods/equitable-fl.md",
         "../src/fedloom/algorithms/": "methods/index.md",
         "../CONTRIBUTING.md": "contributing.md",
+        "../SECURITY.md": "security.md",
+        "docs/deployment.md#secure-aggregation": "deployment.md#secure-aggregation",
         "../studies/pages/adapt.md": "adapt.md",
         "../studies/pages/map/iid.md": "map/iid.md",
         "../../docs/tuning.md": "tuning.md",
