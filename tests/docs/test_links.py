@@ -66,7 +66,7 @@ def test_the_page_the_schema_and_the_list_state_the_defaults_that_run(reference:
                 continue  # a required option has no default
             heading = f'### kind = "{kind}"\n'
             section = reference.split(heading)[1].split("\n#")[0] if reference.count(heading) == 1 else ""
-            rows = {key: default for key, default in re.findall(r"^\| `(\w+)` \| (.*?) \|", section, re.MULTILINE)}
+            rows = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", section, re.MULTILINE))
             for key, value in runs.model_dump(mode="json").items():
                 found = choices[kind]["properties"].get(key)
                 if found is None:
