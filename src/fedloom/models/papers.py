@@ -56,11 +56,11 @@ def preset_class(name: str) -> type[ModelSpec]:
         fields[key] = copy(kind.model_fields[key])
         fields[key].default = value
     options = ", ".join(f"{key} = {json.dumps(value)}" for key, value in changed.items())
-    made: type[ModelSpec] = create_model(
+    preset: type[ModelSpec] = create_model(
         name,
         __base__=kind,
         __module__=__name__,
         __doc__=f"``{kind.__name__.lower()}`` with {options or 'its defaults'}.",
         **{key: (field.annotation, field) for key, field in fields.items()},
     )
-    return made
+    return preset
