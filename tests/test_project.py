@@ -343,6 +343,16 @@ def test_every_public_name_can_be_touched(name: str) -> None:
     assert getattr(fl, name) is getattr(fl, name)
 
 
+@pytest.mark.parametrize("name", [name for name in fl.__all__ if isinstance(getattr(fl, name), ModuleType)])
+def test_completion_offers_public_names_only(name: str) -> None:
+    module = getattr(fl, name)
+    offered = dir(module)
+    assert offered
+    assert not [one for one in offered if one.startswith("_") or isinstance(getattr(module, one), ModuleType)]
+    assert not {"TYPE_CHECKING", "Any", "Callable", "ClassVar", "Field", "annotations", "getter", "torch"} & {*offered}
+    assert {*getattr(module, "__all__", offered)} == {*offered}
+
+
 def test_unknown_public_name() -> None:
     with pytest.raises(AttributeError, match="no attribute 'simulat'.*simulate"):
         fl.simulat  # noqa: B018

@@ -16,6 +16,7 @@ from pydantic import Field
 
 import fedloom
 from fedloom.errors import ConfigError, InvalidValue
+from fedloom.options import limits_of, options_of
 from fedloom.values import Value, fields_of, make
 
 NUMBERS = {int, float, type(None)}
@@ -43,6 +44,39 @@ def values() -> Iterator[type[Value]]:
         left += found.__subclasses__()
         if found.__module__.startswith("fedloom.") and not inspect.isabstract(found):
             yield found
+
+
+NEVER_GIVEN = {"CoxFound", "CoxStep", "Speeds", "Table", "TableColumn", "Trial"}
+"""Parts of files and messages, which no caller makes."""
+
+
+def test_help_and_signature_show_every_option() -> None:
+    """A plain type, the range, the default and one sentence; the same before and after the first instance."""
+    shown = [value for value in set(values()) if value.__name__ not in NEVER_GIVEN]
+    for value in shown:
+        check_help(value)
+    assert len(shown) > 200
+
+
+def check_help(value: type[Value]) -> None:
+    text, signature = inspect.getdoc(value) or "", inspect.signature(value)
+    assert list(signature.parameters) == list(options_of(value))
+    for name, field in options_of(value).items():
+        (line,) = re.findall(rf"^    {name}: (.*)$", text, re.MULTILINE)
+        shown = str(signature.parameters[name])
+        assert not re.search(r"Annotated|Validator|typing|FieldInfo| at 0x", line + shown), line
+        assert all(limit in line for limit in limits_of(field))
+        assert field.description, f"{value.__name__}.{name} has no description"
+        assert field.description.rstrip(".")[1:] in line
+        default = field.get_default(call_default_factory=True)
+        assert "required" in line if field.is_required() else (repr(default) in line or "derived by default" in line)
+        assert field.is_required() == (signature.parameters[name].default is inspect.Parameter.empty)
+    if not any(field.is_required() for field in value.model_fields.values()):
+        try:
+            value()
+        except ConfigError:
+            return  # an option that is required for a reason of its own
+        assert (inspect.getdoc(value) or "", str(inspect.signature(value))) == (text, str(signature))
 
 
 def places(value: type[Value], options: dict[str, Any]) -> set[object]:

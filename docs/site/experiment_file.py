@@ -16,6 +16,7 @@ from fedloom.experiment.schema import Top
 from fedloom.experiment.tuning import Range, Tune
 from fedloom.local import LocalSGD
 from fedloom.models import KINDS, PAPERS, Augment
+from fedloom.options import limits_of
 from fedloom.rows.aggregate import AGGREGATORS
 from fedloom.rows.attacks import ATTACKS
 from fedloom.rows.channel import CHANNELS
@@ -65,7 +66,6 @@ MODEL_LEAD = (
     "`kind` is one of the following. A network of a paper takes every option of the kind that its first line names. "
     "Its table lists the options whose defaults differ."
 )
-LIMITS = (("gt", ">"), ("ge", "≥"), ("lt", "<"), ("le", "≤"))
 
 
 def page() -> str:
@@ -141,7 +141,7 @@ def _rows(value: Any, without: Mapping[str, Any]) -> list[str]:
         return []
     lines = ["| key | default | range | |", "|---|---|---|---|"]
     for key, field in fields.items():
-        limits = [f"{sign} {getattr(m, name)}" for m in field.metadata for name, sign in LIMITS if hasattr(m, name)]
+        limits = [limit.replace(">=", "≥").replace("<=", "≤") for limit in limits_of(field)]
         allowed = getattr(field.annotation, "__args__", ())
         if not limits and allowed and all(isinstance(a, str) for a in allowed):
             limits = [f"`{a}`" for a in allowed]

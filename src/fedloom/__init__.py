@@ -91,4 +91,4 @@ __getattr__ = getter(__name__, _WHERE, "methods are in fl.algorithms, models in 
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)

@@ -21,6 +21,7 @@ from pydantic import Field, field_validator
 from fedloom.engine.records import Record, Records
 from fedloom.engine.state import State
 from fedloom.errors import unknown
+from fedloom.lazy import lister
 from fedloom.metrics import METRICS
 from fedloom.metrics import metric as facts
 from fedloom.values import Value
@@ -114,3 +115,6 @@ class History:
         from fedloom.report import notebook as display
 
         return display.page(self.table(), f"round {self.round}")
+
+
+__dir__ = lister(__name__)

@@ -30,6 +30,8 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from fedloom.lazy import lister
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -349,3 +351,6 @@ def homes_of(key: str, homes: Mapping[str, Iterable[str]]) -> tuple[str, list[st
         if places:
             return name, places
     return key, []
+
+
+__dir__ = lister(__name__)

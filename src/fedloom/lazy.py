@@ -28,7 +28,25 @@ def getter(package: str, places: Mapping[str, str], classes: str = "") -> Callab
         public = import_module(module)
         if attribute:
             public = getattr(public, attribute)
+        elif "__dir__" not in vars(public):
+            vars(public)["__dir__"] = lister(module)
         setattr(sys.modules[package], name, public)
         return public
 
     return get
+
+
+def lister(name: str) -> Callable[[], list[str]]:
+    """Make the ``__dir__`` of a module, so that tab completion offers its public names only.
+
+    These are the names of ``__all__``; of a module without it, its own classes, functions and annotated constants.
+    """
+
+    def names() -> list[str]:
+        module = sys.modules[name]
+        if listed := getattr(module, "__all__", None):
+            return sorted(listed)
+        defined = {n for n, value in vars(module).items() if str(getattr(value, "__module__", "")).startswith(name)}
+        return sorted(n for n in defined | {*module.__annotations__} if not n.startswith("_"))
+
+    return names

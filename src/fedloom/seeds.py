@@ -24,6 +24,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedloom.lazy import lister
+
 SERVER = -1
 """The client id of draws that belong to no client."""
 
@@ -138,3 +140,6 @@ def cuda_state(gen: torch.Generator) -> Tensor:
 def _around(seed: int, round: int, purpose: Purpose) -> tuple[bytes, bytes]:
     """What stands before and after the client in the name of a stream."""
     return f"{seed}|{round}|".encode(), f"|{purpose!r}".encode()
+
+
+__dir__ = lister(__name__)

@@ -32,6 +32,7 @@ from fedloom.data.tables import Table
 from fedloom.engine.setting import GivenModel
 from fedloom.engine.simulate import simulate
 from fedloom.errors import ConfigError, DataError
+from fedloom.lazy import lister
 from fedloom.trained.model import Model
 from fedloom.values import Value
 
@@ -213,3 +214,6 @@ def _groups(groups: ArrayLike, rows: int) -> Some:
     if len(labels) != rows:
         raise DataError(f"groups has {len(labels)} entries for {rows} rows; give one for each")
     return labels
+
+
+__dir__ = lister(__name__)

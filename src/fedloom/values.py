@@ -13,6 +13,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
     SerializerFunctionWrapHandler,
     ValidationError,
     ValidatorFunctionWrapHandler,
@@ -22,6 +23,7 @@ from pydantic_core import CoreSchema, ErrorDetails, PydanticKnownError, core_sch
 
 from fedloom.errors import ConfigError, InvalidValue, nearest, unknown
 from fedloom.imports import find_class, is_path, path_of
+from fedloom.options import ARGS, Face
 
 T = TypeVar("T")
 NUMBERS: dict[str, Literal["int_type", "float_type"]] = {"int": "int_type", "float": "float_type"}
@@ -36,7 +38,7 @@ LEFT = ("metadata", "default", "expected", "serialization", "keys_schema")
 """What a schema of pydantic holds besides schemas of values; keys are text in every file."""
 
 
-class Value(BaseModel):
+class Value(BaseModel, metaclass=Face):
     """A frozen value: unknown fields, wrong types and values out of range are refused when it is made.
 
     Raises:
@@ -106,6 +108,13 @@ class Value(BaseModel):
         path = path_of(cls)
         if path is not None and "kind" not in {*vars(cls), *cls.model_fields}:
             cls.kind = path  # type: ignore[attr-defined]
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        schema = handler(core_schema)
+        if "description" in schema:  # the lines of the options are descriptions of their own
+            schema["description"] = schema["description"].partition(f"\n\n{ARGS}")[0]
+        return schema
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: type[BaseModel], handler: GetCoreSchemaHandler) -> CoreSchema:

@@ -72,6 +72,7 @@ from fedloom.algorithms.presets import Composition as Composition
 from fedloom.algorithms.presets import Preset as Preset
 from fedloom.algorithms.qffl import QFFL as QFFL
 from fedloom.algorithms.scaffold import SCAFFOLD as SCAFFOLD
+from fedloom.lazy import lister
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
     "fedavg": FedAvg,
@@ -131,3 +132,5 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
 
 REGISTRY: dict[str, type[Algorithm] | Preset] = {**ALGORITHMS, **PRESETS}
 """Every method by name: an algorithm, or a preset that names a composition."""
+
+__dir__ = lister(__name__)

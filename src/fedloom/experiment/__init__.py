@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fedloom.lazy import getter
+from fedloom.lazy import getter, lister
 
 if TYPE_CHECKING:
     from fedloom.experiment.editors import json_schema as json_schema
@@ -49,3 +49,5 @@ _MODULES = {
 __all__ = [*_MODULES]
 
 __getattr__ = getter(__name__, {name: f"{__name__}.{module}:{name}" for name, module in _MODULES.items()})
+
+__dir__ = lister(__name__)

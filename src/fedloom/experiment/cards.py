@@ -19,6 +19,7 @@ from fedloom.errors import Refused
 from fedloom.local import LocalSGD
 from fedloom.metrics import METRICS
 from fedloom.models import KINDS
+from fedloom.options import limits_of
 from fedloom.rows.aggregate import AGGREGATORS
 from fedloom.rows.attacks import ATTACKS
 from fedloom.rows.channel import CHANNELS
@@ -137,11 +138,6 @@ def cards() -> dict[str, str]:
 
 
 def _option(name: str, field: FieldInfo) -> str:
-    limits = [
-        f"{sign} {getattr(m, attribute)}"
-        for m in field.metadata
-        for attribute, sign in (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
-        if hasattr(m, attribute)
-    ]
+    limits = limits_of(field)
     allowed = f" ({', '.join(limits)})" if limits else ""
     return f"    {name} = {field.default!r}{allowed}: {field.description}"

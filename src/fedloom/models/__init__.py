@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fedloom.errors import unknown
+from fedloom.lazy import lister
 from fedloom.models.adapters import Adapters, adapted, merged
 from fedloom.models.augment import Augment
 from fedloom.models.dropout import Dropout
@@ -83,3 +84,5 @@ __all__ = [
     "spec_of",
     "thin",
 ]
+
+__dir__ = lister(__name__)

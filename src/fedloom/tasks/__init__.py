@@ -1,5 +1,6 @@
 """Tasks, for which models are trained and scored: losses, predictions, metrics of every client, own objectives."""
 
+from fedloom.lazy import lister
 from fedloom.tasks.chosen import Chosen, number, task_of
 from fedloom.tasks.kinds import Binary, Classification, Count, Regression, Task
 from fedloom.tasks.objective import Objective
@@ -17,3 +18,5 @@ __all__ = [
     "number",
     "task_of",
 ]
+
+__dir__ = lister(__name__)

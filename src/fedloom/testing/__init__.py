@@ -1,5 +1,6 @@
 """For tests of anyone's algorithm: the laws, problems with known optima, and a plain run to compare with."""
 
+from fedloom.lazy import lister
 from fedloom.local.rows import named
 from fedloom.testing.federate import ReferenceFederation, ReferenceState, federate, personal_models
 from fedloom.testing.laws import LAWS, check_algorithm, check_law, laws_of
@@ -23,3 +24,5 @@ __all__ = [
     "named",
     "personal_models",
 ]
+
+__dir__ = lister(__name__)

@@ -1,0 +1,115 @@
+"""Show the options of a value in Python: its signature, and the lines of `help` on its type, range and default."""
+
+from __future__ import annotations
+
+import collections.abc
+import inspect
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+ARGS = "Args:"
+"""Opens the lines on options in a docstring."""
+LIMITS = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
+"""Limits of a number in a field of pydantic, and how they are written."""
+
+
+class Face(type(BaseModel)):  # type: ignore[misc]  # pydantic's metaclass, by whatever name it has
+    """Show the options of a value's class in `help`, in its signature and in notebooks.
+
+    Pydantic builds a class when it is first used, and its signature then has validators in the place of types. Both
+    attributes are computed when they are read, so that importing a class costs nothing.
+    """
+
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        """The options as keyword parameters, with plain types and defaults."""
+        parameters = []
+        for name, field in options_of(cls).items():
+            kind, default = plain_type(field.annotation), inspect.Parameter.empty
+            if not field.is_required():
+                default = field.get_default(call_default_factory=True)
+                kind += " | None" if default is None and "None" not in kind else ""
+            parameters.append(
+                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Plain(kind))
+            )
+        return inspect.Signature(parameters)
+
+    @__signature__.setter
+    def __signature__(cls, value: object) -> None:
+        """Leave the signature as it is: pydantic sets its own once it has built the class."""
+
+    @property
+    def __doc__(cls) -> str | None:  # type: ignore[override]
+        """The docstring of the class, with a line for every option."""
+        text = cls.__dict__.get("__doc__")
+        options = options_of(cls) if cls.__dict__.get("__pydantic_fields__") else {}
+        if not options or (isinstance(text, str) and f"\n{ARGS}" in text):
+            return text
+        lines = [f"    {name}: {describe_option(field)}" for name, field in options.items()]
+        return "\n".join([inspect.cleandoc(text or ""), "", ARGS, *lines])
+
+    @__doc__.setter
+    def __doc__(cls, value: str | None) -> None:
+        type.__dict__["__doc__"].__set__(cls, value)
+
+
+class Plain(str):
+    """A type as it is written, which a signature shows without quotes."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def plain_type(annotation: Any) -> str:
+    """Return a type as a user writes it, without validators.
+
+    >>> plain_type(Annotated[float, "more than 0"]), plain_type(tuple[int, ...] | None), plain_type(Literal["a", "b"])
+    ('float', 'tuple[int, ...] | None', "'a' | 'b'")
+    """
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return plain_type(inner[0])
+    if origin is Literal:
+        return " | ".join(map(repr, inner))
+    if origin in (Union, UnionType):
+        return " | ".join(dict.fromkeys(map(plain_type, inner)))
+    if origin is collections.abc.Callable:
+        return "function"
+    if origin is not None:
+        name = getattr(origin, "__name__", str(origin))
+        return f"{name.lower() if name == 'Tuple' else name}[{', '.join(map(plain_type, inner))}]"
+    if annotation is Ellipsis:
+        return "..."
+    if annotation is NoneType:
+        return "None"
+    return str(getattr(annotation, "__name__", annotation))
+
+
+def limits_of(field: FieldInfo) -> list[str]:
+    """Return the range of an option, as ``["> 0", "<= 1"]``."""
+    return [
+        f"{sign} {getattr(limit, name)}" for limit in field.metadata for name, sign in LIMITS if hasattr(limit, name)
+    ]
+
+
+def options_of(kind: type[BaseModel]) -> dict[str, FieldInfo]:
+    """Return the fields of a class that a caller can choose: all but the name of its kind, which has one value."""
+    return {
+        name: field
+        for name, field in kind.model_fields.items()
+        if not (get_origin(field.annotation) is Literal and len(get_args(field.annotation)) == 1 and name == "kind")
+    }
+
+
+def describe_option(field: FieldInfo) -> str:
+    """Return the type, the range and the default of an option, and the sentence on it."""
+    kind, default = plain_type(field.annotation), field.get_default(call_default_factory=True)
+    if field.is_required():
+        value = "required"
+    else:  # None in the place of a number stands for a value that the run derives
+        value = "derived by default" if default is None and "None" not in kind else f"default {default!r}"
+    sentence = (field.description or "").rstrip(".")
+    return f"{', '.join([kind, *limits_of(field), value])}. {sentence[:1].upper()}{sentence[1:]}."
