@@ -25,6 +25,7 @@ from typer.testing import CliRunner
 
 import fedloom
 from fedloom.cli import app
+from fedloom.cli._app import PANELS
 from fedloom.cli.facts import in_two_columns
 from fedloom.printing import print_rows, print_texts
 from fedloom.version import __version__
@@ -404,9 +405,16 @@ def test_a_list_breaks_no_name_and_is_no_wider_than_the_terminal(lines: list[tup
     assert all(len(line.rstrip()) <= max(width, 2 + max(len(n) for n, _ in lines)) for line in shown)
 
 
+def test_the_help_lists_every_command_in_one_group() -> None:
+    text = RUNNER.invoke(app, ["--help"]).output
+    assert [line[:-1] for line in text.splitlines() if line.endswith(":") and line != "Options:"] == [*PANELS]
+    for command in get_command(app).commands:
+        assert len(re.findall(rf"^  {command}  +\S", text, re.MULTILINE)) == 1, command
+
+
 @pytest.mark.parametrize("path", [[], ["deploy"]], ids=["fedloom", "fedloom deploy"])
 def test_every_verb_has_its_purpose_on_one_line(path: list[str]) -> None:
-    listed = RUNNER.invoke(app, [*path, "--help"]).output.partition("Commands:")[2]
+    listed = RUNNER.invoke(app, [*path, "--help"]).output.partition("Options:")[2].partition("\n\n")[2]
     assert listed.count("\n") > 9
     assert "..." not in listed
 

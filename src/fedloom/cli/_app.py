@@ -43,6 +43,10 @@ def _for_reader() -> Iterator[None]:
         raise typer.Exit(128 + signal.SIGPIPE) from None
 
 
+PANELS = ("Start", "Run", "Use models", "Statistics", "Real sites", "Studies")
+"""Groups of commands in the help, in the order in which a newcomer meets them."""
+
+
 class Words(TyperGroup):
     """A group of commands that refuses words which are empty or not text: the name of a file may be any bytes.
 
@@ -71,6 +75,21 @@ class Words(TyperGroup):
             except UnicodeEncodeError:
                 _refuse(f"{word!a} is not text in UTF-8; use a name that is")
         return super().parse_args(ctx, args)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the commands by `PANELS`; commands without a panel come last."""
+        panels: dict[str, list[tuple[str, str]]] = {panel: [] for panel in PANELS}
+        width = formatter.width - 6 - max(map(len, self.list_commands(ctx)), default=0)
+        for name in self.list_commands(ctx):
+            command = self.get_command(ctx, name)
+            if command is not None and not command.hidden:
+                panel = getattr(command, "rich_help_panel", None)
+                title = panel if isinstance(panel, str) else "Commands"
+                panels.setdefault(title, []).append((name, command.get_short_help_str(width)))
+        for title, rows in panels.items():
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
 
     def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:  # type: ignore[override]
         """The command that the first word names; for a wrong word the nearest ones, once."""

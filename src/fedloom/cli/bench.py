@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fedloom.processes.costs import Costs, Parts, Place
 
 
-@app.command()
+@app.command(rich_help_panel="Run")
 def bench(
     file: FileArgument,
     workers: Annotated[

@@ -11,7 +11,7 @@ from fedloom.cli._app import DataDir, FileArgument, app, errors, say
 from fedloom.formats import option, significant
 
 
-@app.command()
+@app.command(rich_help_panel="Statistics")
 def cox(
     file: FileArgument,
     time: Annotated[

@@ -16,7 +16,7 @@ deploy = typer.Typer(
     rich_markup_mode=None,
     help="Run an experiment at real sites, by Flower over TLS. Data stay at the sites; models travel.",
 )
-app.add_typer(deploy, name="deploy")
+app.add_typer(deploy, name="deploy", rich_help_panel="Real sites")
 
 WIDE = 120
 """Columns of a table that goes to a file or another program."""

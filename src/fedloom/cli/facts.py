@@ -27,7 +27,7 @@ NAME = 22
 """Characters that the column of names has at least."""
 
 
-@app.command(name="list")
+@app.command(name="list", rich_help_panel="Start")
 def list_command(
     what: Annotated[
         str, typer.Argument(help=f"one of {', '.join(KINDS)}", autocompletion=offer.one_of(*KINDS))
@@ -80,7 +80,7 @@ def in_two_columns(lines: list[tuple[str, str]], width: int | None) -> Iterator[
             yield from wrap(line, width, initial_indent="    ", subsequent_indent="    ")
 
 
-@app.command()
+@app.command(rich_help_panel="Start")
 def describe(
     name: Annotated[
         str,
@@ -109,7 +109,7 @@ def describe(
         say(choose("algorithm", index().cards, name))
 
 
-@app.command()
+@app.command(rich_help_panel="Start")
 def schema() -> None:
     """Print the JSON schema of experiment files.
 
@@ -122,7 +122,7 @@ def schema() -> None:
     say(index().schema)
 
 
-@app.command()
+@app.command(rich_help_panel="Start")
 def data(
     name: Annotated[
         str, typer.Argument(help="a data set's name, or a path", show_default=False, autocompletion=offer.sources)

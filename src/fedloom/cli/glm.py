@@ -9,7 +9,7 @@ import typer
 from fedloom.cli._app import DataDir, FileArgument, app, errors, say
 
 
-@app.command()
+@app.command(rich_help_panel="Statistics")
 def glm(
     file: FileArgument,
     by_site: Annotated[bool, typer.Option("--by-site", help="an intercept for every site")] = False,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fedloom.data import Dataset
 
 
-@app.command()
+@app.command(rich_help_panel="Start")
 def init(
     table: Annotated[Path, typer.Argument(help="CSV or Parquet file, a row per sample", show_default=False)],
     by: Annotated[str | None, typer.Option(help="column that names the site of a row; '' for none")] = None,

@@ -43,7 +43,7 @@ ThresholdOption = Annotated[
 ]
 
 
-@app.command(name="models")
+@app.command(name="models", rich_help_panel="Use models")
 def models_command(run: RunArgument) -> None:
     """List the models of a run directory with their scores.
 
@@ -58,7 +58,7 @@ def models_command(run: RunArgument) -> None:
         print_rows(listed(open_run(run)), ("method", "seed", "model"))
 
 
-@app.command()
+@app.command(rich_help_panel="Use models")
 def evaluate(
     run: RunArgument,
     data: DataOption,
@@ -87,7 +87,7 @@ def evaluate(
         say(*dict.fromkeys((*fresh.notes, *lines[0].rows.notes, *notes)))
 
 
-@app.command()
+@app.command(rich_help_panel="Use models")
 def predict(
     run: RunArgument,
     data: Annotated[str, typer.Argument(help="rows without labels: a file, or a name", show_default=False)],
@@ -131,7 +131,7 @@ def write_predictions(predictions: Predictions, threshold: float | None, out: Pa
     say(*predictions.notes, f"{len(predictions.scores)} predictions{by}: {out}")
 
 
-@app.command()
+@app.command(rich_help_panel="Use models")
 def adapt(
     run: RunArgument,
     data: DataOption,
@@ -185,7 +185,7 @@ def adapt(
         say(f"model: {path}")
 
 
-@app.command()
+@app.command(rich_help_panel="Use models")
 def export(
     run: RunArgument,
     out: Annotated[Path, typer.Option(help="file to write", show_default=False)],

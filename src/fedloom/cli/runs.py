@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fedloom.experiment import Plan
 
 
-@app.command()
+@app.command(rich_help_panel="Run")
 def run(
     file: FileArgument,
     out: Annotated[
@@ -161,7 +161,7 @@ def _print_table(out: Path) -> None:
         print_results(report.result_table(out))
 
 
-@app.command(name="report")
+@app.command(name="report", rich_help_panel="Run")
 def report_command(
     runs: Annotated[list[Path], typer.Argument(help="run directories", show_default=False)],
     out: Annotated[

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fedloom.tune import Trial
 
 
-@app.command()
+@app.command(rich_help_panel="Run")
 def tune(
     file: FileArgument,
     out: Annotated[

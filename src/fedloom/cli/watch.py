@@ -33,7 +33,7 @@ setInterval(async () => {
 """What makes a report look for news: only what has changed is drawn again."""
 
 
-@app.command()
+@app.command(rich_help_panel="Run")
 def watch(
     run: Annotated[Path, typer.Argument(help="run directory, or directory of a deployment", show_default=False)],
     port: Annotated[int, typer.Option(min=0, max=65535, help="port on loopback; 0: a free one")] = 8321,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fedloom_studies.map.setups import Protocol, Scale, Setup
 
 
-@app.command(name="map")
+@app.command(name="map", rich_help_panel="Studies")
 def map_command(
     method: Annotated[
         list[str] | None,

@@ -21,7 +21,7 @@ CHEAP = 30.0
 """Core-minutes at five seeds below which a recipe may have more seeds."""
 
 
-@app.command()
+@app.command(rich_help_panel="Studies")
 def reproduce(
     name: Annotated[
         str | None, typer.Argument(help="a recipe, see --list", show_default=False, autocompletion=recipe_names)
