@@ -25,6 +25,11 @@ from fedloom.values import Value
 
 FACTS = ("task", "shape", "outputs", "classes", "vocabulary", "each")
 """Facts of a sample that a server and its sites compare."""
+FLOATS = ("float", "bfloat")
+"""Beginnings of the names of types with a fraction."""
+ROUNDING = 1e-3
+"""How far floats may exceed 0 to 1 for the error to suggest clipping: a resized image exceeds it by 1e-7, a quarter of a
+grey level is 1e-3, and samples that were normalised exceed it by more than 1."""
 NO_TABLE = "give an array of them, an NPZ file or, of images, a folder"
 """What a model takes in the place of a table."""
 
@@ -44,7 +49,7 @@ class InputSpec(Value):
     targets: int = Field(1, ge=1, description="values per sample where they are numbers")
     centre: float = Field(0.0, description="subtracted from the targets of a regression")
     unit: float = Field(1.0, gt=0, description="divides them after that")
-    pixels: bool = Field(False, description="samples were bytes 0..255, read as 0..1")
+    pixels: bool = Field(False, description="samples were bytes, divided by 255; else floats, taken as they are")
     mean: tuple[float, ...] | None = Field(None, description="subtracted, per channel or of everything")
     std: tuple[float, ...] | None = Field(None, description="divides after that")
     table: Table | None = Field(None, description="columns that the features come from")
@@ -61,7 +66,7 @@ class InputSpec(Value):
             targets=1 if data.classed else data.y.shape[1],
             centre=data.centre,
             unit=data.unit,
-            pixels=data.x.dtype == torch.uint8,
+            pixels=came_as_bytes(data),
             mean=None if data.mean is None else tuple(data.mean.tolist()),
             std=None if data.std is None else tuple(data.std.tolist()),
             table=None if data.fitted is None else data.fitted.table,
@@ -140,6 +145,7 @@ class InputSpec(Value):
             centre=self.centre,
             unit=self.unit,
             vocabulary=self.vocabulary,
+            original_dtype=data.original_dtype,
         )
 
     @on_cpu()
@@ -160,13 +166,21 @@ class InputSpec(Value):
         if strange and self.vocabulary[1:2] != (UNKNOWN,):
             raise DataError(f"{data.name}: token {strange[0]!r} is not in the vocabulary of the model's training data")
         x = recoded(data.x, data.vocabulary, self.vocabulary) if data.vocabulary else data.x
-        return self.samples(x, data.name)
+        return self.samples(x, data.name, data.original_dtype)
 
-    def samples(self, x: Tensor, name: str) -> Tensor:
-        """Samples ``[N, *shape]`` that are no table, checked.
+    def samples(self, x: Tensor, name: str, original_dtype: str = "") -> Tensor:
+        """Return samples ``[N, *shape]`` that are no table, checked.
+
+        A model that was trained on bytes takes bytes, which are divided by 255, and floats from 0 to 1, which are
+        taken as they are. A model that was trained on floats takes floats as they are.
+
+        Args:
+            x: bytes, floats, or tokens.
+            name: for messages.
+            original_dtype: as `Dataset.original_dtype`.
 
         Raises:
-            DataError: another shape, or range of values.
+            DataError: another shape, type or range of values; the message names what to give.
         """
         if self.vocabulary:
             refuse(name, [*wrong_tokens(x, self.vocabulary)])
@@ -174,24 +188,32 @@ class InputSpec(Value):
                 raise DataError(f"{name}: sequences of {x.shape[1]} tokens, the model takes at most {self.shape[0]}")
             return functional.pad(x.long(), (0, self.shape[0] - x.shape[1]))
         if tuple(x.shape[1:]) != self.shape:
+            last = x.ndim == 4 and (x.shape[3], *x.shape[1:3]) == self.shape
             raise DataError(
                 f"{name}: samples have shape {_text(tuple(x.shape[1:]))}, the model takes {_text(self.shape)}"
+                + ("; their channels are last: give numpy.moveaxis(x, -1, 1)" if last else "")
             )
-        self._check_range(x, name)
+        self._check_range(x, name, original_dtype or str(x.dtype).removeprefix("torch."))
         return x
 
-    def _check_range(self, x: Tensor, name: str) -> None:
+    def _check_range(self, x: Tensor, name: str, dtype: str) -> None:
         odd = ~x.isfinite().flatten(1).all(1)
         if bool(odd.any()):
             raise DataError(
                 f"{name}: NaN or Inf in {int(odd.sum())} samples (first: {int(odd.int().argmax())}); repair them"
             )
-        if x.dtype == torch.uint8 and not self.pixels and len(self.shape) != 3:
-            raise DataError(f"{name}: samples are bytes, the model was trained on numbers; convert them alike")
-        if x.dtype != torch.uint8 and self.pixels and len(x) and (float(x.min()) < 0 or float(x.max()) > 1):
+        if not len(x) or (dtype == "uint8" and self.pixels):
+            return
+        low, high = float(x.min()), float(x.max())
+        if dtype == "uint8":
             raise DataError(
-                f"{name}: the model takes bytes, or their 255th part between 0 and 1; got values from "
-                f"{float(x.min()):g} to {float(x.max()):g}"
+                f"{name}: samples are bytes (uint8), the model was trained on floats, taken as they are; give what "
+                "training got: x / 255 if its floats went from 0 to 1, x.astype('float32') if they went from 0 to 255"
+            )
+        if self.pixels and (not dtype.startswith(FLOATS) or low < 0 or high > 1):
+            raise DataError(
+                f"{name}: the model was trained on bytes: it takes bytes (uint8), which are divided by 255, or floats "
+                f"from 0 to 1; got {dtype} from {low:.9g} to {high:.9g}; {_cure_of_range(x, dtype, low, high)}"
             )
 
     def _targets(self, data: Dataset) -> Tensor:
@@ -259,6 +281,26 @@ def lone_client(data: Dataset, holdout: float = 0.0, seed: int = 0) -> Federatio
         data = prepared(data, dealt, cut["train"], pool=True)
     parts = {part: Split(torch.from_numpy(d.index), torch.from_numpy(d.offsets)) for part, d in cut.items()}
     return Federation(data, parts, ("new",), seed=seed)
+
+
+def came_as_bytes(data: Dataset) -> bool:
+    """Return whether the features of a data set were given as bytes."""
+    return data.x.dtype == torch.uint8 or data.original_dtype == "uint8"
+
+
+def _cure_of_range(x: Tensor, dtype: str, low: float, high: float) -> str:
+    """What to give to a model trained on bytes in the place of samples that are neither bytes nor floats from 0 to 1."""
+    if dtype == "bool":
+        return "give x.astype('float32'), in which True is white, or bytes"
+    if 0 <= low and high <= 255 and bool((x == x.floor()).all()):
+        return "give bytes: x.astype('uint8')"
+    if -ROUNDING <= low and high <= 1 + ROUNDING:
+        return "they exceed it by rounding: give x.clip(0, 1)"
+    if 0 <= low and high <= 255:
+        return "if they go from 0 to 255, give x / 255"
+    if low >= 0 and not dtype.startswith(FLOATS):
+        return "give floats: x divided by the largest number that a pixel can have, such as x / 65535"
+    return "give the samples before they were normalised, as bytes or as floats from 0 to 1: the model scales them"
 
 
 def _recoded(old: TableColumn, new: TableColumn, values: Tensor, name: str) -> Tensor:

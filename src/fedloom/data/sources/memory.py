@@ -68,13 +68,12 @@ def as_dataset(
         if len(sides) > 1:
             raise ConfigError(f"{name}: a table has no separate test set, its scaling is fitted per client; join both")
         return _table(first, target, task, name, options)
-    options.setdefault("channels_last", None)
     allowed = ("classes", "mean", "std", "users", "features", "channels_last", "vocabulary")
     if odd := [key for key in options if key not in allowed]:
         raise ConfigError(f"{name}: unknown option {odd[0]!r}; {nearest(odd[0], allowed)}")
-    column, users = options.pop("features", None), options.get("users")
+    column, users, last = options.pop("features", None), options.get("users"), options.pop("channels_last", None)
     parts = [
-        side_of(side, None if i and not isinstance(target, str) else target, column, users, name)
+        side_of(side, None if i and not isinstance(target, str) else target, column, users, name).placed(last, name)
         for i, side in enumerate(sides)
     ]
     if len({part.x.shape[1:] for part in parts}) > 1:
@@ -91,6 +90,7 @@ def as_dataset(
         for values in zip(*((p.x, p.y) for p in parts), strict=True)
     )
     options.setdefault("classes", most_classes(parts))
+    options["original_dtype"] = parts[0].dtype
     data = of_arrays(name, x, y, task, split=len(parts[0].x) if len(parts) == 2 else None, **options)
     return noted(
         replace(data, notes=(*data.notes, *dict.fromkeys(f"{name}: {note}" for part in parts for note in part.notes)))
