@@ -45,9 +45,10 @@ def as_federation(
         DataError: a client's samples that cannot be read, or of another shape than the first one's.
     """
     name = str(options.pop("name", "clients"))
-    if isinstance(clients, tuple):
+    if isinstance(clients, tuple) and len(clients) == 2:
         raise ConfigError(
-            f"{name}: a tuple is one data set (x, y), or one client's training and test set; of clients give {EXAMPLE}"
+            f"{name}: a tuple of two is one data set (x, y), or one client's training and test set; of clients give "
+            f"{EXAMPLE}"
         )
     by_name = clients if isinstance(clients, Mapping) else dict(enumerate(clients))
     named = {str(who): client for who, client in by_name.items()}

@@ -213,7 +213,7 @@ class InputSpec(Value):
         if self.pixels and (not dtype.startswith(FLOATS) or low < 0 or high > 1):
             raise DataError(
                 f"{name}: the model was trained on bytes: it takes bytes (uint8), which are divided by 255, or floats "
-                f"from 0 to 1; got {dtype} from {low:.9g} to {high:.9g}; {_cure_of_range(x, dtype, low, high)}"
+                f"from 0 to 1; got {dtype} values from {low:.9g} to {high:.9g}; {_cure_of_range(x, dtype, low, high)}"
             )
 
     def _targets(self, data: Dataset) -> Tensor:

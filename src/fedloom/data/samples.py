@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 from torch.utils.data import Dataset as TorchDataset
 
 from fedloom.data.sources.archive import GrowingRows
-from fedloom.data.sources.array_data import as_array, plain
+from fedloom.data.sources.array_data import as_array, has_channels_last, plain
 from fedloom.errors import ConfigError, DataError, NoSamples, cause_of
 from fedloom.seeds import preserve_rng
 
@@ -292,8 +292,10 @@ def stacked_hub(
     def pairs(rows: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
         for row in rows:
             value = row[x_name]
-            if image and isinstance(value, np.ndarray) and value.ndim == 3:
-                value = value.transpose(2, 0, 1)
+            if not isinstance(value, torch.Tensor) and not is_picture(value):
+                value = as_array(value)
+                if value.ndim == 3 and (image or has_channels_last((1, *value.shape))):
+                    value = value.transpose(2, 0, 1)
             yield value, 0 if y_name is None else row[y_name]
 
     def again(places: Sequence[int]) -> Iterator[tuple[Any, Any]]:

@@ -159,7 +159,7 @@ def side_of(obj: Any, target: Any, column: str | None, users: Any, name: str) ->
     if isinstance(obj, (np.ndarray, torch.Tensor, list, tuple)) or _is_array(obj):
         if target is None or isinstance(target, str):
             parts = obj if isinstance(obj, tuple) else ()
-            cure = "the tuple (x, y), or target"
+            cure = "the pair (x, y) as a tuple, or target"
             if isinstance(obj, list):
                 raise ConfigError(
                     f"{name}: a list is samples, and these have no targets; give features and targets as the tuple "

@@ -21,11 +21,15 @@ from torch.utils.data import (
 )
 from torch.utils.data import default_collate as collate
 
+from fedloom.data.samples import steady
 from fedloom.data.sides import are_many, batches_given
-from fedloom.errors import ConfigError, WireError
+from fedloom.errors import ConfigError, DataError, WireError
 
 TARGETS = ("label", "labels", "target", "targets", "y")
 """Names under which a sample that is a dict has its target."""
+AUGMENT = "leave random transforms out of it and give the strategy augment, as augment={'flip': 0.5, 'crop': 4}"
+COLLATED_TWICE = 8
+"""Samples that a loader's own collate_fn puts together again and again, to find random changes."""
 EXACT = 2**24
 """Whole numbers below it are exact in float32."""
 DTYPES = {"float": None, "int64": torch.int64, "bool": torch.bool}
@@ -188,18 +192,26 @@ def _batch(part: str, samples: Any) -> Any:
     loader = samples if isinstance(samples, DataLoader) else None
     dataset: Any = samples if loader is None else loader.dataset
     join = collate if loader is None or loader.batch_sampler is None else loader.collate_fn
+    stream = isinstance(dataset, IterableDataset)
     try:
-        if isinstance(dataset, IterableDataset):
-            every = list(dataset)
-        else:
-            every = [dataset[k] for k in (range(len(dataset)) if loader is None else _index(part, loader))]
+        index = () if stream else range(len(dataset)) if loader is None else _index(part, loader)
+        first = dataset if stream else (dataset[k] for k in index)
+        again = None if stream else lambda places: (dataset[index[place]] for place in places)
+        every = list(steady(first, again, lambda: dataset, f"{part}set", AUGMENT))
         if not every:
             cure = "a node needs training samples" if part == "train" else "leave it out"
             raise ConfigError(f"{part}set is empty; {cure}")
+        if join is collate and isinstance(every[0], list) and not are_many([every[0]]):
+            raise ConfigError(
+                f"{part}set: sample 0 is a list of {len(every[0])}; give a tuple, whose last entry is the target"
+            )
+        if join is not collate:
+            few = every[:COLLATED_TWICE]
+            list(steady([join(few)], lambda places: (join(few) for _ in places), lambda: (), f"{part}set", AUGMENT))
         batch = join(every)
         if not isinstance(batch, (Mapping, tuple, list)) or len(batch) < 2:
             raise TypeError(f"a sample has no target: {type(batch).__name__}")
-    except ConfigError:
+    except (ConfigError, DataError):
         raise
     except Exception as error:
         if isinstance(samples, list) and are_many(samples):
@@ -258,10 +270,17 @@ def fit(module: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Signat
     if len(values) == 1:
         x = values[0] if values[0].is_floating_point() else values[0].float()
         try:
-            return x, _called(module, x, ())
+            signature = _called(module, x, ())
         except ConfigError:
             if values[0].is_floating_point():
                 raise
+        else:
+            if values[0].dtype == torch.uint8:
+                raise ConfigError(
+                    "samples are bytes (uint8), and whether the model divides them is not known; give floats, as x / "
+                    "255, or x.float() if the model itself divides by 255"
+                )
+            return x, signature
     for name, value in inputs.items():
         if not value.is_floating_point() and int(value.abs().max()) >= EXACT:
             raise ConfigError(f"input {name!r} has whole numbers of {EXACT} and more; number them from 0")

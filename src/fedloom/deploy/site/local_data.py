@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedloom.data import PARTS, Dataset, Federation, Split
 from fedloom.data.groups import keeping
-from fedloom.data.input_spec import InputSpec, compared
+from fedloom.data.input_spec import InputSpec, came_as_bytes, compared
 from fedloom.data.new_data import AGREED
 from fedloom.data.partition import Iid
 from fedloom.data.sources import SOURCES, Source
@@ -121,6 +121,14 @@ def check_samples(site: Site, data: Dataset) -> None:
                 f"{site.site}: {name} of the data is {_text(got)}, that of the experiment {_text(wanted)}; the "
                 "columns, labels and options of the source must be the same at every site"
             )
+    if site.samples.table is None and not site.samples.vocabulary:
+        mine, wanted = ((facts.mean, facts.std) for facts in (InputSpec.of(data), site.samples))
+        if mine != wanted:
+            raise DataError(
+                f"{site.site}: mean and std of [data] are {mine}, those of the experiment {wanted}; give the same"
+            )
+        if not came_as_bytes(data) or not site.samples.pixels:  # bytes may have had noise since
+            site.samples.samples(data.x, site.site, data.original_dtype)
 
 
 def options_of(experiment: Experiment, site: Site) -> dict[str, Any]:
