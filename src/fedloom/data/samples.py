@@ -187,6 +187,7 @@ def steady(
     stream: Callable[[], Iterable[T]],
     name: str,
     cure: str = AUGMENT,
+    frozen: str = "",
 ) -> Iterator[T]:
     """Yield samples; after the last one, read some of them a second time and refuse samples that differ then.
 
@@ -200,6 +201,8 @@ def steady(
         stream: begins a stream a second time.
         name: of the data set, for messages.
         cure: what to do about random changes of images.
+        frozen: code that keeps one draw of every sample of a data set d, for messages; empty: what a torch data set or
+            a stream takes.
 
     Raises:
         DataError: a sample differs.
@@ -223,12 +226,19 @@ def steady(
             odd = next((place for place, sample in pairs if _fingerprint(sample) != prints[place]), None)
             differs, strange = odd is not None, f"sample {odd}"
     if differs:
-        image, frozen = len(shape) in (2, 3), "list(d)" if again is None else "[d[i] for i in range(len(d))]"
+        frozen = frozen or ("list(d)" if again is None else "[d[i] for i in range(len(d))]")
+        cure = cure if len(shape) in (2, 3) else "take the random change out of the data set"
         raise DataError(
             f"{name}: {strange} differs when it is read again, as by a random transform or a random target; samples "
-            f"are read once, so every round would have the same draw: {cure if image else 'give steady samples'}; or, "
-            f"to keep one draw of each sample on purpose, give {frozen} of the data set d"
+            f"are read once, so every round would have the same draw: {cure}; or, to keep one draw of each sample on "
+            f"purpose, give {frozen} of the data set d"
         )
+
+
+def varies(make: Callable[[], Any], times: int) -> bool:
+    """Return whether code of a user gives other samples when it is called again; the global generators are kept."""
+    with preserve_rng():
+        return len({_fingerprint(make()) for _ in range(times)}) > 1
 
 
 def _restarted(stream: Callable[[], Iterable[T]], count: int) -> list[T]:
@@ -301,7 +311,8 @@ def stacked_hub(
     def again(places: Sequence[int]) -> Iterator[tuple[Any, Any]]:
         return pairs(obj[place] for place in places)
 
-    return stacked(steady(pairs(rows()), again, lambda: (), name), name), owners
+    frozen = f"[(row[{x_name!r}], {'0' if y_name is None else f'row[{y_name!r}]'}) for row in d]"
+    return stacked(steady(pairs(rows()), again, lambda: (), name, frozen=frozen), name), owners
 
 
 def features_alone(rows: Any, name: str) -> tuple[NDArray[Any], str]:

@@ -21,15 +21,17 @@ from torch.utils.data import (
 )
 from torch.utils.data import default_collate as collate
 
-from fedloom.data.samples import steady
+from fedloom.data.samples import steady, varies
 from fedloom.data.sides import are_many, batches_given
 from fedloom.errors import ConfigError, DataError, WireError
 
 TARGETS = ("label", "labels", "target", "targets", "y")
 """Names under which a sample that is a dict has its target."""
 AUGMENT = "leave random transforms out of it and give the strategy augment, as augment={'flip': 0.5, 'crop': 4}"
-COLLATED_TWICE = 8
-"""Samples that a loader's own collate_fn puts together again and again, to find random changes."""
+COLLATED_AGAIN = 8
+"""So many samples a loader's own collate_fn puts together so many times, to find random changes.
+
+A token that is masked with a probability of 0.15 differs in the 64 of one position with 1 - 1e-4."""
 EXACT = 2**24
 """Whole numbers below it are exact in float32."""
 DTYPES = {"float": None, "int64": torch.int64, "bool": torch.bool}
@@ -205,9 +207,11 @@ def _batch(part: str, samples: Any) -> Any:
             raise ConfigError(
                 f"{part}set: sample 0 is a list of {len(every[0])}; give a tuple, whose last entry is the target"
             )
-        if join is not collate:
-            few = every[:COLLATED_TWICE]
-            list(steady([join(few)], lambda places: (join(few) for _ in places), lambda: (), f"{part}set", AUGMENT))
+        if join is not collate and varies(lambda: join(every[:COLLATED_AGAIN]), COLLATED_AGAIN):
+            raise ConfigError(
+                f"{part}set: the collate_fn of the DataLoader makes other batches of the same samples, as by random "
+                "masks; samples are read once, so every round would have the same draw: take the random change out of it"
+            )
         batch = join(every)
         if not isinstance(batch, (Mapping, tuple, list)) or len(batch) < 2:
             raise TypeError(f"a sample has no target: {type(batch).__name__}")
