@@ -205,7 +205,9 @@ def test_a_site_gives_bytes_or_their_255th_parts_to_an_experiment_of_bytes(
     settings.write_text(settings.read_text().replace("0.5", "0.25", 1))
     code, said = check(home)
     assert code == 1
-    assert "mean and std of [data] are ((0.25,), None), those of the experiment ((0.5,), None)" in " ".join(said.split())
+    assert "mean and std of [data] are ((0.25,), None), those of the experiment ((0.5,), None)" in " ".join(
+        said.split()
+    )
 
 
 def test_a_site_gives_no_bytes_to_an_experiment_of_floats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

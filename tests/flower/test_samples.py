@@ -21,6 +21,7 @@ from torch.utils.data import (
 
 import fedloom.flower as ff
 from fedloom.errors import ConfigError, FedloomError
+from tests.cures import applied
 from tests.flower.app import App
 
 N, LR = 6, 0.1
@@ -406,7 +407,7 @@ def test_random_changes_of_samples_are_refused_and_what_the_error_names_works() 
     for given in (d, DataLoader(d, 2, shuffle=True)):
         with pytest.raises(FedloomError, match="trainset: sample . differs when it is read again.*give the strat") as e:
             ff.Local(model, given).read()
-    frozen = eval(str(e.value).split("on purpose, give ")[1].removesuffix(" of the data set d"), {"d": d})
+    frozen = applied(str(e.value).split("on purpose, give ")[1].removesuffix(" of the data set d"), d=d)
     assert len(ff.Local(model, frozen).read().fed.data) == N
 
     def masked(samples: list[Any]) -> Any:

@@ -27,6 +27,7 @@ from fedloom.errors import ConfigError, DataError, FedloomError
 from fedloom.experiment import Plan, parse
 from fedloom.trained.export import export, load
 from fedloom.trained.models import Models
+from tests.cures import applied
 
 RNG = np.random.default_rng(0)
 Y = np.arange(48) % 2
@@ -199,7 +200,7 @@ def cured(error: pytest.ExceptionInfo[Exception], x: Any) -> Any:
     """The samples after the first change that an error names."""
     named = CURE.search(str(error.value).split("; ", 1)[1].replace("must", ""))
     assert named is not None, str(error.value)
-    return eval(named[0], {"x": x, "numpy": np})
+    return applied(named[0], x=x)
 
 
 WRONG: dict[str, tuple[Any, str]] = {
@@ -290,7 +291,7 @@ def test_a_model_trained_on_floats_takes_no_bytes(of_floats: Models) -> None:
             piece = next(part for part in re.split(r"; give what training got: |, (?=x\.)", named) if words in part)
             found = CURE.search(piece)
             assert found is not None
-            np.testing.assert_allclose(eval(found[0], {"x": BYTES}), x, rtol=1e-6)
+            np.testing.assert_allclose(applied(found[0], x=BYTES), x, rtol=1e-6)
         assert len(models.predict(training)) == 48
         with pytest.raises(DataError, match="samples are bytes"):
             models.model("global").scores(torch.from_numpy(BYTES))
@@ -378,7 +379,7 @@ def test_a_node_of_a_flower_app_takes_floats_and_asks_about_bytes() -> None:
     for given in ((BYTES, Y), TensorDataset(torch.from_numpy(BYTES), y)):
         with pytest.raises(ConfigError, match=r"are bytes \(uint8\), and whether the model divides them") as error:
             ff.Local(model, given).read()
-        x = eval(str(error.value).split("give floats, as ")[1].split(", or ")[0], {"x": torch.from_numpy(BYTES)})
+        x = applied(str(error.value).split("give floats, as ")[1].split(", or ")[0], x=torch.from_numpy(BYTES))
         torch.testing.assert_close(ff.Local(model, (x, y)).read().fed.data.x, want)
     with pytest.raises(ConfigError, match="sample 0 is a list of 2; give a tuple, whose last entry is the target"):
         ff.Local(model, Samples(lambda i: [floats[i], int(Y[i])])).read()

@@ -15,6 +15,7 @@ from fedloom.data.federation import Federation, Split
 from fedloom.data.partition.changes import prepared
 from fedloom.data.partition.deal import Dealt
 from fedloom.data.partition.parts import cut_parts
+from fedloom.data.pixels import came_as_bytes, refuse_other_numbers
 from fedloom.data.sources.table.frames import is_frame
 from fedloom.data.survey.agreement import Agreement
 from fedloom.data.tables import Table, TableColumn
@@ -25,11 +26,6 @@ from fedloom.values import Value
 
 FACTS = ("task", "shape", "outputs", "classes", "vocabulary", "each")
 """Facts of a sample that a server and its sites compare."""
-FLOATS = ("float", "bfloat")
-"""Beginnings of the names of types with a fraction."""
-ROUNDING = 1e-3
-"""How far floats may exceed 0 to 1 for the error to suggest clipping: a resized image exceeds it by 1e-7, a quarter of a
-grey level is 1e-3, and samples that were normalised exceed it by more than 1."""
 NO_TABLE = "give an array of them, an NPZ file or, of images, a folder"
 """What a model takes in the place of a table."""
 
@@ -193,28 +189,8 @@ class InputSpec(Value):
                 f"{name}: samples have shape {_text(tuple(x.shape[1:]))}, the model takes {_text(self.shape)}"
                 + ("; their channels are last: give numpy.moveaxis(x, -1, 1)" if last else "")
             )
-        self._check_range(x, name, original_dtype or str(x.dtype).removeprefix("torch."))
+        refuse_other_numbers(x, name, self.pixels, original_dtype)
         return x
-
-    def _check_range(self, x: Tensor, name: str, dtype: str) -> None:
-        odd = ~x.isfinite().flatten(1).all(1)
-        if bool(odd.any()):
-            raise DataError(
-                f"{name}: NaN or Inf in {int(odd.sum())} samples (first: {int(odd.int().argmax())}); repair them"
-            )
-        if not len(x) or (dtype == "uint8" and self.pixels):
-            return
-        low, high = float(x.min()), float(x.max())
-        if dtype == "uint8":
-            raise DataError(
-                f"{name}: samples are bytes (uint8), the model was trained on floats, taken as they are; give what "
-                "training got: x / 255 if its floats went from 0 to 1, x.astype('float32') if they went from 0 to 255"
-            )
-        if self.pixels and (not dtype.startswith(FLOATS) or low < 0 or high > 1):
-            raise DataError(
-                f"{name}: the model was trained on bytes: it takes bytes (uint8), which are divided by 255, or floats "
-                f"from 0 to 1; got {dtype} values from {low:.9g} to {high:.9g}; {_cure_of_range(x, dtype, low, high)}"
-            )
 
     def _targets(self, data: Dataset) -> Tensor:
         if data.task != self.task and not (data.classed and self.classed):
@@ -281,26 +257,6 @@ def lone_client(data: Dataset, holdout: float = 0.0, seed: int = 0) -> Federatio
         data = prepared(data, dealt, cut["train"], pool=True)
     parts = {part: Split(torch.from_numpy(d.index), torch.from_numpy(d.offsets)) for part, d in cut.items()}
     return Federation(data, parts, ("new",), seed=seed)
-
-
-def came_as_bytes(data: Dataset) -> bool:
-    """Return whether the features of a data set were given as bytes."""
-    return data.x.dtype == torch.uint8 or data.original_dtype == "uint8"
-
-
-def _cure_of_range(x: Tensor, dtype: str, low: float, high: float) -> str:
-    """What to give to a model trained on bytes in the place of samples that are neither bytes nor floats from 0 to 1."""
-    if dtype == "bool":
-        return "give x.astype('float32'), in which True is white, or bytes"
-    if 0 <= low and high <= 255 and bool((x == x.floor()).all()):
-        return "give bytes: x.astype('uint8')"
-    if -ROUNDING <= low and high <= 1 + ROUNDING:
-        return "they exceed it by rounding: give x.clip(0, 1)"
-    if 0 <= low and high <= 255:
-        return "if they go from 0 to 255, give x / 255"
-    if low >= 0 and not dtype.startswith(FLOATS):
-        return "give floats: x divided by the largest number that a pixel can have, such as x / 65535"
-    return "give the samples before they were normalised, as bytes or as floats from 0 to 1: the model scales them"
 
 
 def _recoded(old: TableColumn, new: TableColumn, values: Tensor, name: str) -> Tensor:

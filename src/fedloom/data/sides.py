@@ -255,4 +255,6 @@ def _hub_side(obj: Any, target: Any, column: str | None, users: str | None, name
     beside = ", ".join(repr(n) for n in features if n != x_name)
     notes = (f"columns {x_name!r} and {y_name!r} are read, not {beside}",) if beside and column is None else ()
     stack, owners = stacked_hub(obj, str(x_name), str(y_name), users, name)
-    return Side.stacked(stack, name, users=np.array(owners) if owners else None, classes=class_names(obj, y_name), notes=notes)
+    return Side.stacked(
+        stack, name, users=np.array(owners) if owners else None, classes=class_names(obj, y_name), notes=notes
+    )

@@ -21,7 +21,7 @@ from torch.utils.data import (
 )
 from torch.utils.data import default_collate as collate
 
-from fedloom.data.samples import steady, varies
+from fedloom.data.rereading import steady, varies
 from fedloom.data.sides import are_many, batches_given
 from fedloom.errors import ConfigError, DataError, WireError
 
@@ -210,7 +210,7 @@ def _batch(part: str, samples: Any) -> Any:
         if join is not collate and varies(lambda: join(every[:COLLATED_AGAIN]), COLLATED_AGAIN):
             raise ConfigError(
                 f"{part}set: the collate_fn of the DataLoader makes other batches of the same samples, as by random "
-                "masks; samples are read once, so every round would have the same draw: take the random change out of it"
+                "masks; samples are read once, so every round would have the same draw: take the random change out"
             )
         batch = join(every)
         if not isinstance(batch, (Mapping, tuple, list)) or len(batch) < 2:

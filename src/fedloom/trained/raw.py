@@ -18,10 +18,11 @@ class RawModel(nn.Module):
     """A module with what comes before and after it; one graph, which can be exported.
 
     It takes raw columns ``[b, p]`` float64 of a table (codes for levels, NaN where missing), else samples
-    ``[b, *shape]``: tokens of sequences as int64, else floats, or of a model trained on bytes also bytes. It gives the probabilities ``[b, C]`` of
-    the classes, ``[b, L, C]`` with a label per position, or numbers: the values ``[b, k]`` of a regression in the units
-    of its label, the mean ``[b, 1]`` of a count, and of a survival task the probability ``[b, 1]`` of the event by the
-    horizon, or without one the log of the hazard relative to the baseline.
+    ``[b, *shape]``: tokens of sequences as int64, else floats, or of a model trained on bytes also bytes.
+
+    It gives the probabilities ``[b, C]`` of the classes, ``[b, L, C]`` with a label per position, or numbers: values
+    ``[b, k]`` of a regression in the units of its label, the mean ``[b, 1]`` of a count, and of a survival task the
+    probability ``[b, 1]`` of the event by the horizon, or without one the log of the hazard relative to the baseline.
 
     Args:
         module: takes what training gave it.

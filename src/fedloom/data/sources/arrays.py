@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from fedloom.data.dataset import Dataset
+from fedloom.data.samples import PAIRS
 from fedloom.data.sources._base import SampleSource, locate
 from fedloom.data.sources.archive import Entry, check_size, entries, fill, finished
-from fedloom.data.samples import PAIRS
 from fedloom.data.sources.array_data import has_channels_last, narrowed, noted, of_arrays
 from fedloom.errors import DataError
 
@@ -120,7 +120,9 @@ class Npz(_Arrays):
         options["original_dtype"] = str(headers[x_key].dtype)
         data = of_arrays(place.stem, x, y, self.task, vocabulary=self.vocabulary or (), **options)
         beside = [key for key in unread if headers[key].shape[:1] in {headers[side[0]].shape[:1] for side in sides}]
-        notes = (f"of {place.name} {x_key!r} and {y_key!r} are read, not {', '.join(map(repr, beside))}",) * bool(beside)
+        notes = (f"of {place.name} {x_key!r} and {y_key!r} are read, not {', '.join(map(repr, beside))}",) * bool(
+            beside
+        )
         return noted(replace(data, notes=(*data.notes, *notes)))
 
     def samples(self, data_dir: str | Path | None = None) -> tuple[NDArray[Any], None]:

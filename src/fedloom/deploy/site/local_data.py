@@ -13,9 +13,10 @@ from torch import Tensor
 
 from fedloom.data import PARTS, Dataset, Federation, Split
 from fedloom.data.groups import keeping
-from fedloom.data.input_spec import InputSpec, came_as_bytes, compared
+from fedloom.data.input_spec import InputSpec, compared
 from fedloom.data.new_data import AGREED
 from fedloom.data.partition import Iid
+from fedloom.data.pixels import came_as_bytes
 from fedloom.data.sources import SOURCES, Source
 from fedloom.data.text import UNKNOWN, recoded
 from fedloom.deploy.settings import Site
