@@ -18,7 +18,7 @@ import fedloom as fl
 from fedloom.data import Dataset, partition
 from fedloom.errors import DataError
 from tests.cures import applied
-from tests.data.test_memory import HubSplit, Pairs, X, Y
+from tests.data.test_memory import HubSplit, HubTable, Pairs, X, Y
 
 
 def noisy(i: int) -> Any:
@@ -145,3 +145,13 @@ def test_steady_samples_are_read_a_few_times_more() -> None:
     torch.set_rng_state(state)
     with pytest.raises(DataError, match="NaN or Inf in the features of 12 samples"):
         Dataset.of(Pairs(lambda i: (np.full(3, np.nan), int(Y[i]))))
+
+
+def test_a_table_of_the_hub_under_a_random_transform_is_refused() -> None:
+    class Table(HubTable):
+        def __getitem__(self, k: Any) -> Any:
+            rows = super().__getitem__(k)
+            return {**rows, "age": rows["age"] + random.random()} if isinstance(k, int) else rows
+
+    with pytest.raises(DataError, match="sample 0 differs when it is read again.*: take the random change out of"):
+        Dataset.of(Table({"age": 30.0 + k, "ward": k % 2, "label": k // 2 % 2} for k in range(4)))

@@ -297,6 +297,13 @@ def test_a_model_trained_on_floats_takes_no_bytes(of_floats: Models) -> None:
             models.model("global").scores(torch.from_numpy(BYTES))
 
 
+def test_raw_samples_of_another_type_are_refused(of_bytes: Models) -> None:
+    one = of_bytes.model("global")
+    np.testing.assert_allclose(one.scores(torch.from_numpy(FLOATS)), one.scores(torch.from_numpy(BYTES)), atol=1e-6)
+    with pytest.raises(DataError, match="samples are torch.int64, the model was trained on bytes; give uint8, or"):
+        one.scores(torch.from_numpy(BYTES).long())
+
+
 def test_whole_numbers_go_to_a_model_of_floats_as_in_training(of_floats: Models) -> None:
     whole = BYTES.astype(np.int32)
     np.testing.assert_array_equal(of_floats.predict_proba(whole), of_floats.predict_proba(LARGE))

@@ -124,7 +124,7 @@ def _samples(obj: TorchDataset[Any], name: str, places: Sequence[int] | None = N
                 yield sample
                 count += 1
         else:
-            for count in range(len(obj)) if places is None else places:  # type: ignore[arg-type]
+            for count in range(len(obj)) if places is None else places:
                 yield obj[count]
     except Exception as error:
         raise DataError(f"{name}: sample {count} cannot be had: {cause_of(error)}") from error

@@ -97,11 +97,15 @@ class Scaling(nn.Module):
         """Samples ``[b, *shape]`` as a model takes them.
 
         Raises:
-            DataError: bytes for a model that was trained on floats.
+            DataError: bytes for a model that was trained on floats, or whole numbers for one that was trained on bytes.
         """
         scale = self.scale_of_bytes if samples.dtype == torch.uint8 else self.scale
         if scale is None:
-            raise DataError("samples are bytes (uint8), the model was trained on floats; see InputSpec.samples")
+            raise DataError("samples are bytes (uint8), the model was trained on floats; give floats as in training")
+        if self.scale_of_bytes is not None and not (scale is self.scale_of_bytes or samples.is_floating_point()):
+            raise DataError(
+                f"samples are {samples.dtype}, the model was trained on bytes; give uint8, or floats 0 to 1"
+            )
         return samples.to(self.dtype) * scale + self.shift
 
 

@@ -11,11 +11,12 @@ import numpy as np
 from pydantic import Field
 
 from fedloom.data.dataset import Dataset, Task
+from fedloom.data.rereading import REREAD_SAMPLES, steady
 from fedloom.data.sides import LABELS, most_classes, refuse_order, refuse_unlike, side_of
 from fedloom.data.sources._base import Source
 from fedloom.data.sources.array_data import noted, of_arrays
 from fedloom.data.sources.table.cells import Problems
-from fedloom.data.sources.table.frames import coded_columns, frame_cells, frame_names, is_frame
+from fedloom.data.sources.table.frames import coded_columns, frame_cells, frame_names, is_frame, is_hub
 from fedloom.data.sources.table.reading import TableSource, read_table
 from fedloom.data.sources.tabular import Csv
 from fedloom.errors import ConfigError, DataError, nearest
@@ -34,9 +35,10 @@ def as_dataset(
     """A data set of what a user has in memory.
 
     Args:
-        obj: a `Dataset` (given back as it is); features ``[N, ...]`` as a numpy array or tensor; a pair ``(x, y)``; a
+        obj: a `Dataset` (given back as it is); features ``[N, ...]`` as an array or tensor; the tuple ``(x, y)``; a
             dictionary with ``x`` and ``y`` (or another pair of `PAIRS`), or with ``train`` and ``test`` that are one of
-            these; a torch `Dataset` or a list of pairs; a Hugging Face `Dataset` or `DatasetDict`; a pandas
+            these; a torch `Dataset` or a list, of samples that are tuples ``(features, target)`` or such dictionaries,
+            and the same when they are read again; a Hugging Face `Dataset` or `DatasetDict`; a pandas
             `DataFrame`, alone or with its targets; a table of pyarrow, or one that Arrow can read (polars).
         target: targets ``[N]`` or ``[N, k]`` of features that come alone; or the name of the target's column, None:
             ``label``, ``labels``, ``fine_label``, ``target`` or ``y``, and of a table otherwise the last.
@@ -98,6 +100,10 @@ def as_dataset(
 
 
 def _table(obj: Any, target: Any, task: Task | None, name: str, options: dict[str, Any]) -> Dataset:
+    if is_hub(obj):  # whose rows may come through a transform
+        some = range(min(len(obj), REREAD_SAMPLES))
+        for _ in steady((obj[k] for k in some), lambda places: (obj[k] for k in places), lambda: (), name):
+            pass
     if np.ndim(target) == 2 and np.shape(target)[1] == 1:
         target = target.iloc[:, 0] if hasattr(target, "iloc") else np.asarray(target)[:, 0]
     if hasattr(obj, "iloc") and np.ndim(target) == 1:
