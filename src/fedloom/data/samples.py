@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import IterableDataset
 
-from fedloom.data.rereading import is_picture, steady
 from fedloom.data.sources.archive import GrowingRows
 from fedloom.data.sources.array_data import as_array, has_channels_last, plain
+from fedloom.data.sources.rereading import is_picture, steady
 from fedloom.errors import ConfigError, DataError, NoSamples, cause_of
 
 PAIRS = (
@@ -220,10 +220,10 @@ def features_alone(rows: Any, name: str) -> tuple[NDArray[Any], str]:
     if isinstance(rows, TorchDataset):
         stack = stacked_torch(rows, name, labelled=False)
     elif hasattr(rows, "column_names") and hasattr(rows, "features"):
-        found = next((c for c in rows.column_names if len(rows) and _is_sample(rows[0][c])), None)
-        if found is None:
+        column = next((c for c in rows.column_names if len(rows) and _is_sample(rows[0][c])), None)
+        if column is None:
             raise ConfigError(f"{name}: no column of arrays or pictures; its columns: {', '.join(rows.column_names)}")
-        stack, _ = stacked_hub(rows, found, None, None, name)
+        stack, _ = stacked_hub(rows, column, None, None, name)
     elif is_picture(rows):
         raise ConfigError(f"{name}: is a single picture; give a list of pictures")
     elif isinstance(rows, list) and rows and (is_picture(rows[0]) or isinstance(rows[0], torch.Tensor)):

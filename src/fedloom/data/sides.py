@@ -33,8 +33,8 @@ ACCEPTED = (
 class Side(NamedTuple):
     """Features, targets and owners of a training or test set, the classes and columns that it names, and notes.
 
-    `dtype` is numpy's name of the type of features that came one by one, empty of an array; `pictures` says that their
-    channels are known to come first.
+    `dtype` is numpy's name of the type of features that came one by one, empty of an array; `pictures` is whether they
+    were pictures, whose channels come first by now.
     """
 
     x: NDArray[Any]

@@ -207,7 +207,7 @@ def write_summary(
     attackers = {o.seed: o.result.job.attackers.numpy() for o in outcomes if o.result is not None}
     write_splits(out, federations, attackers)
     of_data = {seed: fed.remarks for seed, fed in federations.items()}
-    notes = [f"data, seed {seed}: {note}" for seed, said in of_data.items() for note in said]
+    notes = [f"data, seed {seed}: {note}" for seed, remarks in of_data.items() for note in remarks]
     notes += [
         f"{o.label}, seed {o.seed}: {note}"
         for o in outcomes

@@ -21,8 +21,8 @@ from torch.utils.data import (
 )
 from torch.utils.data import default_collate as collate
 
-from fedloom.data.rereading import steady, varies
 from fedloom.data.sides import are_many, batches_given
+from fedloom.data.sources.rereading import steady, varies
 from fedloom.errors import ConfigError, DataError, WireError
 
 TARGETS = ("label", "labels", "target", "targets", "y")

@@ -147,7 +147,12 @@ class Program:
 
     @torch.no_grad()
     def scores(self, rows: object) -> NDArray[np.float64]:
-        """Probabilities ``[N, C]`` or values ``[N, k]``; see `fedloom.data.new_rows.new_rows` for the rows."""
+        """Return probabilities ``[N, C]`` or values ``[N, k]``; see `fedloom.data.new_rows.new_rows` for the rows.
+
+        Raises:
+            DataError: rows that the model does not take; or floats, though it was trained on bytes, which alone its
+                graph takes.
+        """
         x = new_rows(self.facts, rows).x
         if self.facts.pixels and x.dtype != torch.uint8:
             raise DataError(

@@ -146,12 +146,11 @@ def channels_first(x: NDArray[Any], channels_last: bool | None, place: object) -
 
     Args:
         x: samples ``[N, ...]``.
-        channels_last: whether images are ``[N, height, width, channels]``; None: not told, which is refused where the
-            shape looks so.
+        channels_last: whether images are ``[N, height, width, channels]``; None: refused where the shape looks so.
         place: for messages.
 
     Raises:
-        DataError: the order of the axes must be told, or contradicts the shape.
+        DataError: the order of the axes is not given, or contradicts the shape.
     """
     if channels_last is None and has_channels_last(x.shape):
         raise DataError(

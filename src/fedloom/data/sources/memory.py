@@ -11,10 +11,10 @@ import numpy as np
 from pydantic import Field
 
 from fedloom.data.dataset import Dataset, Task
-from fedloom.data.rereading import REREAD_SAMPLES, steady
 from fedloom.data.sides import LABELS, most_classes, refuse_order, refuse_unlike, side_of
 from fedloom.data.sources._base import Source
 from fedloom.data.sources.array_data import noted, of_arrays
+from fedloom.data.sources.rereading import REREAD_SAMPLES, steady
 from fedloom.data.sources.table.cells import Problems
 from fedloom.data.sources.table.frames import coded_columns, frame_cells, frame_names, is_frame, is_hub
 from fedloom.data.sources.table.reading import TableSource, read_table

@@ -123,10 +123,10 @@ def check_samples(site: Site, data: Dataset) -> None:
                 "columns, labels and options of the source must be the same at every site"
             )
     if site.samples.table is None and not site.samples.vocabulary:
-        mine, wanted = ((facts.mean, facts.std) for facts in (InputSpec.of(data), site.samples))
-        if mine != wanted:
+        scaling, wanted = ((facts.mean, facts.std) for facts in (InputSpec.of(data), site.samples))
+        if scaling != wanted:
             raise DataError(
-                f"{site.site}: mean and std of [data] are {mine}, those of the experiment {wanted}; give the same"
+                f"{site.site}: mean and std of [data] are {scaling}, those of the experiment {wanted}; give the same"
             )
         if not came_as_bytes(data) or not site.samples.pixels:  # bytes may have had noise since
             site.samples.samples(data.x, site.site, data.original_dtype)

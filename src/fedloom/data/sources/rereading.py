@@ -71,8 +71,8 @@ def steady(
     count = REREAD_SAMPLES if rng_states() == before else max(REREAD_OF_RANDOM, len(prints))
     with preserve_rng():
         if again is None:
-            known, strange = set(prints), "a sample"
-            differs = any(_fingerprint(sample) not in known for sample in _restarted(stream, count))
+            first_prints, strange = set(prints), "a sample"
+            differs = any(_fingerprint(sample) not in first_prints for sample in _restarted(stream, count))
         else:
             order = np.linspace(0, len(prints) - 1, count).round().astype(int).tolist()
             pairs = zip(order, again(order), strict=True)
