@@ -32,6 +32,12 @@ def owners(dealt: Dealt) -> Ints:
     return np.repeat(np.arange(len(dealt.offsets) - 1), np.diff(dealt.offsets))
 
 
+def joined(first: Dealt, second: Dealt) -> Dealt:
+    """Entries of both, client by client, the first ones before the second."""
+    owner = np.concatenate([owners(first), owners(second)])
+    return by_owner(np.concatenate([first.index, second.index]), owner, len(first.offsets) - 1)
+
+
 def even(total: int, n: int) -> Ints:
     """N sizes that sum to `total` and differ by at most 1, the larger first."""
     return np.full(n, total // n, np.int64) + (np.arange(n) < total % n)
