@@ -1,12 +1,19 @@
-"""What a broken law is reported as: the law, the part, the place in its code, and a cure."""
+"""How laws are checked and reported: the law, the part, the place in its code, and a cure."""
 
 from __future__ import annotations
 
+import random
 import traceback
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
-from fedloom.errors import cause_of
+import numpy as np
+import torch
+
+from fedloom.errors import ConfigError, cause_of, unknown
 from fedloom.rows.layout import Layout
+from fedloom.testing.scene import demand
 
 
 def stage_of(error: BaseException, part: type, stages: Collection[str]) -> str | None:
@@ -37,6 +44,73 @@ def broken(law: str, part: object, error: Exception, stage: str | None, cure: st
     what = str(error) if isinstance(error, AssertionError) else f"stopped with {cause_of(error)}"
     what = what if stage is None else f"{stage} stopped with {cause_of(error)}"
     return AssertionError(f"law {law}{where}, {part!r}: {what}; {cure}")
+
+
+def hold(
+    laws: Mapping[Callable[[Any], None], str],
+    subject: Any,
+    part: object,
+    base: type,
+    without: Collection[str] = (),
+    where: str = "",
+) -> None:
+    """Hold a part to laws, one after the other.
+
+    Args:
+        laws: every law with the cure of what usually breaks it.
+        subject: what the laws are called with.
+        part: the value that the laws are about.
+        base: its base class, whose public functions are the stages of a crash.
+        without: names of laws to leave out.
+        where: on which problem the laws are checked, with a blank before it.
+
+    Raises:
+        AssertionError: at the first law that is broken: law, part, what is wrong (of a crash the function, the error,
+            file and line), and a cure.
+    """
+    stages = {name for name in dir(base) if not name.startswith("_")}
+    for law, cure in laws.items():
+        if law.__name__ in without:
+            continue
+        try:
+            with generators_untouched():
+                law(subject)
+        except Exception as error:
+            raise broken(law.__name__, part, error, stage_of(error, base, stages), cure, where) from error
+
+
+def check_arguments(
+    part: object, base: type, example: str, laws: Collection[Callable[[Any], None]], without: Collection[str]
+) -> None:
+    """Refuse a part of another kind, and names of laws that do not exist.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    if not isinstance(part, base):
+        raise ConfigError(f"{base.__name__.lower()} must be a value such as {example}, got {part!r:.80}")
+    names = [law.__name__ for law in laws]
+    for name in without:
+        if name not in names:
+            raise unknown("law", name, names)
+
+
+@contextmanager
+def generators_untouched() -> Iterator[None]:
+    """Raise if what is done within draws from a global generator."""
+    before = _global_states()
+    yield
+    for name, state in _global_states().items():
+        demand(state == before[name], f"the global generator of {name} was used; take the generators that are given")
+
+
+def _global_states() -> dict[str, Any]:
+    legacy = np.random.get_state(legacy=False)  # noqa: NPY002: it is the global generator that is looked at
+    return {
+        "torch": torch.random.get_rng_state().tolist(),
+        "numpy": repr(legacy["state"]["key"].tolist()) + repr(legacy["state"]["pos"]),  # type: ignore[index,call-overload]
+        "random": random.getstate(),
+    }
 
 
 def model_of_laws(layout: Layout, classes: int | None) -> str:

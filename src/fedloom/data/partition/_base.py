@@ -153,7 +153,7 @@ class Partition(Value):
         if not isinstance(seed, (int, np.integer)):
             raise ConfigError(f"seed must be a whole number, got {seed!r:.60}")
         seed_of_draw, fold = (seed, None) if self.folds is None else divmod(seed, self.folds)
-        pool = self._pool(data)
+        pool = self.pool_of(data)
         with attribute_error("partition", self, f"draw, seed {seed}"):
             draw = self.draw(pool, seed_of_draw)
             check_dealt(draw.dealt, draw.test, len(data))
@@ -197,7 +197,8 @@ class Partition(Value):
             ),
         )
 
-    def _pool(self, data: Dataset) -> Pool:
+    def pool_of(self, data: Dataset) -> Pool:
+        """The samples to give away: all but the official test set, or all with ``pool = true``."""
         mask = np.ones(len(data), bool)
         if data.test is not None and not self.pool:
             mask[data.test.numpy()] = False

@@ -1,0 +1,411 @@
+"""Partitions, aggregators and attacks: the built-in ones keep every law, and each law finds its mistake."""
+
+from __future__ import annotations
+
+import inspect
+import random
+import re
+from typing import Any, ClassVar
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from torch import Tensor
+
+import fedloom as fl
+from fedloom.errors import CodeError, ConfigError, DataError, PartitionError, Refused
+from fedloom.data.partition import PARTITIONS, Dealt, Draw, Partition, Pool, Sized, by_owner
+from fedloom.rows.aggregate import AGGREGATORS, Aggregator, Median, WeightedMean
+from fedloom.rows.attacks import ATTACKS, ALIE, Attack, Forgery, Poison
+from fedloom.testing import aggregators, attacks, check_aggregator, check_attack, check_partition, partitions
+
+OPTIONS: dict[str, dict[str, Any]] = {"column": {"column": "site"}}
+VARIANTS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
+    *((kind, OPTIONS.get(kind, {}), ()) for kind in PARTITIONS),
+    ("writers", {"test_from": "users"}, ()),
+    ("iid", {"test_from": "ratio", "test_count": 50}, ()),
+    ("iid", {"pool": True, "clients": 3}, ()),
+    ("dirichlet", {"folds": 4}, ()),
+    ("quality", {"reading": "std", "draws": "anew"}, ()),
+    ("quantity", {"keep": 5, "min_size": 9}, ()),
+    ("hybrid", {"overlap": True}, ("disjoint", "tested_apart")),
+]
+
+
+@pytest.mark.parametrize(("kind", "options", "without"), VARIANTS)
+def test_every_partition_keeps_the_laws(kind: str, options: dict[str, Any], without: tuple[str, ...]) -> None:
+    check_partition(PARTITIONS[kind](**options), without=without)
+
+
+@pytest.mark.parametrize("kind", AGGREGATORS)
+def test_every_aggregator_keeps_the_laws(kind: str) -> None:
+    check_aggregator(AGGREGATORS[kind](), without=["agreement"] if kind == "private-mean" else [])
+
+
+@pytest.mark.parametrize("pre", ["clip", "bucketing", "nnm"])
+def test_every_step_before_a_rule_keeps_the_laws(pre: str) -> None:
+    rule = fl.aggregate.WeightedMean(pre=({"kind": pre},))
+    check_aggregator(rule, without=["permutation"] if pre == "bucketing" else ["agreement"] if pre == "clip" else [])
+
+
+@pytest.mark.parametrize("kind", ATTACKS)
+def test_every_attack_keeps_the_laws(kind: str) -> None:
+    check_attack(ATTACKS[kind]())
+
+
+# --------------------------------------------------------------------------------------------------------- partitions
+
+
+class Stripes(Sized):
+    """Sample k of the pool goes to client k mod n."""
+
+    kind: ClassVar[str] = "stripes"
+
+    def draw(self, pool: Pool, seed: int) -> Draw:
+        return Draw(by_owner(pool.index, np.arange(len(pool)) % self.clients, self.clients))
+
+
+class Later(Sized):
+    """A temporal split: the last third of the rows is the test part of the client that has them."""
+
+    kind: ClassVar[str] = "later"
+
+    def draw(self, pool: Pool, seed: int) -> Draw:
+        time = pool.data.columns["time"].numpy()[pool.index]
+        owner, late = np.arange(len(pool)) % self.clients, time >= 2 * len(pool.data) // 3
+        early = by_owner(pool.index[~late], owner[~late], self.clients)
+        return Draw(early, test=by_owner(pool.index[late], owner[late], self.clients))
+
+
+class Crash(Stripes):
+    def draw(self, pool: Pool, seed: int) -> Draw:
+        return super().draw(pool, seed)._replace(names=pool.data.columns["hospital"])
+
+
+class NoDraw(Stripes):
+    def draw(self, pool: Pool, seed: int) -> Any:
+        return super().draw(pool, seed).dealt
+
+
+class ManyNames(Stripes):
+    def draw(self, pool: Pool, seed: int) -> Draw:
+        return super().draw(pool, seed)._replace(groups=np.zeros(self.clients - 1, np.int64))
+
+
+class FloatIndex(Stripes):
+    def draw(self, pool: Pool, seed: int) -> Draw:
+        dealt = super().draw(pool, seed).dealt
+        return Draw(Dealt(dealt.index.astype(np.int32), dealt.offsets))
+
+
+class PlacesInThePool(Stripes):
+    """Right only while the pool is the whole data set."""
+
+    def draw(self, pool: Pool, seed: int) -> Draw:
+        return Draw(by_owner(np.arange(len(pool)), np.arange(len(pool)) % self.clients, self.clients))
+
+
+class Twice(Stripes):
+    def draw(self, pool: Pool, seed: int) -> Draw:
+        index = pool.index[np.arange(len(pool)) // 2 * 2]
+        return Draw(by_owner(index, np.arange(len(pool)) % self.clients, self.clients))
+
+
+class TestsOnTheNeighbour(Stripes):
+    def draw(self, pool: Pool, seed: int) -> Draw:
+        owner = np.arange(len(pool)) % self.clients
+        return Draw(by_owner(pool.index, owner, self.clients), by_owner(pool.index, (owner + 1) % self.clients, self.clients))
+
+
+class FromNumpy(Stripes):
+    def draw(self, pool: Pool, seed: int) -> Draw:
+        return Draw(by_owner(pool.index, np.random.randint(self.clients, size=len(pool)), self.clients))  # noqa: NPY002
+
+
+class FromRandom(Stripes):
+    def draw(self, pool: Pool, seed: int) -> Draw:
+        random.random()
+        return super().draw(pool, seed)
+
+
+COUNT = [0]
+
+
+class Counts(Stripes):
+    def draw(self, pool: Pool, seed: int) -> Draw:
+        COUNT[0] += 1
+        return super().draw(pool, seed)._replace(notes=(f"draw {COUNT[0]}",))
+
+
+class Shuffles(Stripes):
+    def draw(self, pool: Pool, seed: int) -> Draw:
+        fl.seeds.numpy_generator(seed, purpose="shuffle").shuffle(pool.index)
+        return super().draw(pool, seed)
+
+
+class ScalesItself(Stripes):
+    """Writes into the data, so that clients are scaled by numbers that are not their own."""
+
+    def __call__(self, data: object, seed: int = 0) -> fl.Federation:
+        fed = super().__call__(data, seed)
+        return fed if fed.data.fitted is None else type(fed)(
+            **{k: getattr(fed, k) for k in ("parts", "names")},
+            data=type(fed.data)(**{**vars(fed.data), "x": fed.data.x + 1e-3}),
+        )
+
+
+BROKEN_PARTITIONS = [
+    ("runs", Crash), ("runs", NoDraw), ("declared", ManyNames), ("declared", FloatIndex), ("pool_only", PlacesInThePool),
+    ("disjoint", Twice), ("tested_apart", TestsOnTheNeighbour), ("seeded", FromNumpy), ("seeded", Counts),
+    ("runs", FromRandom), ("arguments_unmodified", Shuffles), ("prepared", ScalesItself),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("law", "broken"), BROKEN_PARTITIONS)
+def test_a_law_of_partitions_finds_the_mistake(law: str, broken: type[Partition]) -> None:
+    without = [name for name in law_names(partitions) if name != law] if law not in ("runs",) else []
+    with pytest.raises(AssertionError, match=rf"(?s)law {law} on (a table|images), {broken.__name__}\(.*: .*; \w+"):
+        check_partition(broken(clients=4), without=without)
+
+
+# -------------------------------------------------------------------------------------------------------- aggregators
+
+
+class Trimmed(Aggregator):
+    """A rule of a user: the mean without the largest and the smallest entry of every coordinate."""
+
+    def require(self, m: int) -> None:
+        if m < 3:
+            raise ConfigError(f"trimmed needs 3 rows, got {m}; take more clients per round")
+
+    def combine(self, state: Any, rows: Any, weights: Tensor, primary: str, ctx: Any) -> Any:
+        return {name: (r.sum(0) - r.amax(0) - r.amin(0)) / (len(r) - 2) for name, r in rows.items()}, state
+
+
+class CrashingRule(Trimmed):
+    def combine(self, state: Any, rows: Any, weights: Tensor, primary: str, ctx: Any) -> Any:
+        return rows["model"].mean(0), state
+
+
+class KeepsRows(Trimmed):
+    def combine(self, state: Any, rows: Any, weights: Tensor, primary: str, ctx: Any) -> Any:
+        return {name: r[:1] for name, r in rows.items()}, state
+
+
+class WritesRows(Trimmed):
+    def combine(self, state: Any, rows: Any, weights: Tensor, primary: str, ctx: Any) -> Any:
+        return {name: r.sort(0).values.copy_(r.sub_(0.1)).mean(0) for name, r in rows.items()}, state
+
+
+class GivesAView(Trimmed):
+    def combine(self, state: Any, rows: Any, weights: Tensor, primary: str, ctx: Any) -> Any:
+        best = int(rows[primary].square().sum(1).argmin())
+        return {name: r[best] for name, r in rows.items()}, state
+
+
+class GlobalNoiseRule(Trimmed):
+    def combine(self, state: Any, rows: Any, weights: Tensor, primary: str, ctx: Any) -> Any:
+        return {name: r.mean(0) + torch.randn(r.shape[1], dtype=r.dtype) for name, r in rows.items()}, state
+
+
+CALLS = [0]
+
+
+class RemembersElsewhere(Trimmed):
+    def combine(self, state: Any, rows: Any, weights: Tensor, primary: str, ctx: Any) -> Any:
+        CALLS[0] += 1
+        return {name: r.mean(0) + CALLS[0] for name, r in rows.items()}, state
+
+
+class ForgetsDtype(Trimmed):
+    """State whose identity matters is lost with a checkpoint."""
+
+    def combine(self, state: Any, rows: Any, weights: Tensor, primary: str, ctx: Any) -> Any:
+        mark = state.get("mark")
+        shift = 1.0 if mark is not None and mark is MARK else 0.0
+        return {name: r.mean(0) + shift for name, r in rows.items()}, {"mark": MARK}
+
+
+MARK = torch.zeros(1)
+
+
+class FirstCounts(Trimmed):
+    def combine(self, state: Any, rows: Any, weights: Tensor, primary: str, ctx: Any) -> Any:
+        return {name: r.mean(0) + r[0] / 10 for name, r in rows.items()}, state
+
+
+class SecretlyWeighted(Trimmed):
+    def combine(self, state: Any, rows: Any, weights: Tensor, primary: str, ctx: Any) -> Any:
+        return {name: (weights.to(r) / weights.sum().to(r) * r).sum(0) for name, r in rows.items()}, state
+
+
+class PlainSum(Trimmed):
+    def combine(self, state: Any, rows: Any, weights: Tensor, primary: str, ctx: Any) -> Any:
+        return {name: r.sum(0) for name, r in rows.items()}, state
+
+
+class SaysLinear(Median):
+    @property
+    def linear(self) -> bool:
+        return True
+
+
+class RoundsToHalf(Trimmed):
+    def combine(self, state: Any, rows: Any, weights: Tensor, primary: str, ctx: Any) -> Any:
+        return {name: (r.mean(0) if r.dtype == torch.float64 else 1.001 * r.mean(0)) for name, r in rows.items()}, state
+
+
+class NeedsThree(Trimmed):
+    def require(self, m: int) -> None:
+        pass
+
+
+BROKEN_RULES = [
+    ("runs", CrashingRule), ("runs", GlobalNoiseRule), ("shapes", KeepsRows), ("arguments_unmodified", WritesRows),
+    ("arguments_unmodified", GivesAView), ("repeatable", RemembersElsewhere), ("resume", ForgetsDtype),
+    ("permutation", FirstCounts), ("weighted", SecretlyWeighted), ("agreement", PlainSum), ("linear", SaysLinear),
+    ("precision", RoundsToHalf), ("small_cohorts", NeedsThree),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("law", "broken"), BROKEN_RULES)
+def test_a_law_of_aggregators_finds_the_mistake(law: str, broken: type[Aggregator]) -> None:
+    with pytest.raises(AssertionError, match=rf"(?s)law {law}, {broken.__name__}\(.*: .*; \w+"):
+        check_aggregator(broken())
+
+
+# ------------------------------------------------------------------------------------------------------------ attacks
+
+
+class Doubled(Forgery):
+    """An attack of a user: away from the received model, twice as far as the attacker would have gone."""
+
+    trains: ClassVar[bool] = True
+
+    def forge(self, honest: Any, base: Tensor, benign: Tensor, m: int, gens: Any) -> Tensor:
+        return base - 2 * (benign - base)
+
+
+class OneUp(Poison):
+    def poison(self, y: Tensor, classes: int, gen: Any) -> Tensor:
+        return (y + 1) % classes
+
+
+class CrashingAttack(Doubled):
+    def forge(self, honest: Any, base: Tensor, benign: Tensor, m: int, gens: Any) -> Tensor:
+        return honest.mean(0).expand_as(base).clone()  # None where they are not known
+
+
+class Everyone(Doubled):
+    def attackers(self, n: int, seed: int) -> Tensor:
+        return torch.arange(n, -1, -1)
+
+
+class OneModel(Doubled):
+    def forge(self, honest: Any, base: Tensor, benign: Tensor, m: int, gens: Any) -> Tensor:
+        return -base[0]
+
+
+class OneTooMany(OneUp):
+    def poison(self, y: Tensor, classes: int, gen: Any) -> Tensor:
+        return y + 1
+
+
+class DisguisesOthers(Attack):
+    disguises: ClassVar[bool] = True
+
+    def disguised(self, activations: Tensor, ids: Tensor, attackers: Tensor) -> Tensor:
+        return 0 * activations
+
+
+class WritesBase(Doubled):
+    def forge(self, honest: Any, base: Tensor, benign: Tensor, m: int, gens: Any) -> Tensor:
+        return base.mul_(-1)
+
+
+class WritesLabels(OneUp):
+    def poison(self, y: Tensor, classes: int, gen: Any) -> Tensor:
+        return y.mul_(0)
+
+
+class GlobalNoiseAttack(Doubled):
+    def forge(self, honest: Any, base: Tensor, benign: Tensor, m: int, gens: Any) -> Tensor:
+        return torch.randn_like(base)
+
+
+class CountingAttack(Doubled):
+    def forge(self, honest: Any, base: Tensor, benign: Tensor, m: int, gens: Any) -> Tensor:
+        CALLS[0] += 1
+        return base + CALLS[0]
+
+
+class KnowsTooMuch(Doubled):
+    def forge(self, honest: Any, base: Tensor, benign: Tensor, m: int, gens: Any) -> Tensor:
+        return (benign if honest is None else honest).mean(0).expand_as(base).clone()
+
+
+class SecretlyTrains(Doubled):
+    trains: ClassVar[bool] = False
+
+
+BROKEN_ATTACKS = [
+    ("runs", CrashingAttack), ("runs", GlobalNoiseAttack), ("attackers", Everyone), ("shapes", OneModel),
+    ("shapes", OneTooMany), ("shapes", DisguisesOthers), ("arguments_unmodified", WritesBase),
+    ("arguments_unmodified", WritesLabels), ("repeatable", CountingAttack), ("knowledge", KnowsTooMuch),
+    ("knowledge", SecretlyTrains),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("law", "broken"), BROKEN_ATTACKS)
+def test_a_law_of_attacks_finds_the_mistake(law: str, broken: type[Attack]) -> None:
+    with pytest.raises(AssertionError, match=rf"(?s)law {law}, {broken.__name__}\(.*: .*; \w+"):
+        check_attack(broken())
+
+
+def law_names(module: Any) -> list[str]:
+    return [law.__name__ for law in module.LAWS]
+
+
+def test_every_law_can_fail() -> None:
+    assert {law for law, _ in BROKEN_PARTITIONS} == {*law_names(partitions)}
+    assert {law for law, _ in BROKEN_RULES} == {*law_names(aggregators)}
+    assert {law for law, _ in BROKEN_ATTACKS} == {*law_names(attacks)}
+
+
+def test_parts_of_a_user_keep_the_laws() -> None:
+    check_partition(Stripes(clients=5))
+    check_partition(Later(clients=5))
+    check_aggregator(Trimmed())
+    check_attack(Doubled())
+    check_attack(OneUp())
+
+
+@pytest.mark.parametrize(
+    ("check", "broken", "stage", "error"),
+    [
+        (check_partition, Crash, "draw", "KeyError: 'hospital'"),
+        (check_aggregator, CrashingRule, "combine", "KeyError: 'model'"),
+        (check_attack, CrashingAttack, "forge", "AttributeError: .* 'mean'"),
+    ],
+)
+def test_a_crash_names_its_function_its_file_and_its_line(check: Any, broken: Any, stage: str, error: str) -> None:
+    line = inspect.getsourcelines(broken)[1]
+    with pytest.raises(AssertionError, match=f"{stage} stopped with {error}") as caught:
+        check(broken())
+    place = re.search(r"\(test_own_parts.py, line (\d+)\); repair this line", str(caught.value))
+    assert place
+    assert line < int(place[1]) < line + 4
+
+
+def test_what_is_no_part_is_refused() -> None:
+    with pytest.raises(ConfigError, match="partition must be a value such as"):
+        check_partition(ALIE())  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="aggregator must be a value such as"):
+        check_aggregator("median")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="did you mean 'knowledge'"):
+        check_attack(ALIE(), without=["knowlege"])
+    with pytest.raises(ConfigError, match=r"no column 'hospital'.*give data="):
+        check_partition(fl.partition.column(column="hospital"))
+    with pytest.raises(ConfigError, match=r"takes no cohort of up to 30 rows.*smaller f"):
+        check_aggregator(fl.aggregate.Krum(f=20))
