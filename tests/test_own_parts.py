@@ -20,7 +20,10 @@ from fedloom.rows.aggregate import AGGREGATORS, Aggregator, Median, WeightedMean
 from fedloom.rows.attacks import ATTACKS, ALIE, Attack, Forgery, Poison
 from fedloom.testing import aggregators, attacks, check_aggregator, check_attack, check_partition, partitions
 
-OPTIONS: dict[str, dict[str, Any]] = {"column": {"column": "site"}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "column": {"column": "site"},
+    "few": {"clients": 6, "labels_per_client": 2, "mean": 1.0},
+}
 VARIANTS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     *((kind, OPTIONS.get(kind, {}), ()) for kind in PARTITIONS),
     ("writers", {"test_from": "users"}, ()),
@@ -112,7 +115,7 @@ class Twice(Stripes):
         return Draw(by_owner(index, np.arange(len(pool)) % self.clients, self.clients))
 
 
-class TestsOnTheNeighbour(Stripes):
+class NeighboursTest(Stripes):
     def draw(self, pool: Pool, seed: int) -> Draw:
         owner = np.arange(len(pool)) % self.clients
         return Draw(by_owner(pool.index, owner, self.clients), by_owner(pool.index, (owner + 1) % self.clients, self.clients))
@@ -157,8 +160,8 @@ class ScalesItself(Stripes):
 
 BROKEN_PARTITIONS = [
     ("runs", Crash), ("runs", NoDraw), ("declared", ManyNames), ("declared", FloatIndex), ("pool_only", PlacesInThePool),
-    ("disjoint", Twice), ("tested_apart", TestsOnTheNeighbour), ("seeded", FromNumpy), ("seeded", Counts),
-    ("runs", FromRandom), ("arguments_unmodified", Shuffles), ("prepared", ScalesItself),
+    ("disjoint", Twice), ("tested_apart", NeighboursTest), ("seeded", FromNumpy), ("seeded", Counts),
+    ("seeded", FromRandom), ("arguments_unmodified", Shuffles), ("prepared", ScalesItself),
 ]  # fmt: skip
 
 
@@ -262,7 +265,7 @@ class NeedsThree(Trimmed):
 
 
 BROKEN_RULES = [
-    ("runs", CrashingRule), ("runs", GlobalNoiseRule), ("shapes", KeepsRows), ("arguments_unmodified", WritesRows),
+    ("runs", CrashingRule), ("repeatable", GlobalNoiseRule), ("shapes", KeepsRows), ("arguments_unmodified", WritesRows),
     ("arguments_unmodified", GivesAView), ("repeatable", RemembersElsewhere), ("resume", ForgetsDtype),
     ("permutation", FirstCounts), ("weighted", SecretlyWeighted), ("agreement", PlainSum), ("linear", SaysLinear),
     ("precision", RoundsToHalf), ("small_cohorts", NeedsThree),
@@ -350,7 +353,7 @@ class SecretlyTrains(Doubled):
 
 
 BROKEN_ATTACKS = [
-    ("runs", CrashingAttack), ("runs", GlobalNoiseAttack), ("attackers", Everyone), ("shapes", OneModel),
+    ("runs", CrashingAttack), ("repeatable", GlobalNoiseAttack), ("attackers", Everyone), ("shapes", OneModel),
     ("shapes", OneTooMany), ("shapes", DisguisesOthers), ("arguments_unmodified", WritesBase),
     ("arguments_unmodified", WritesLabels), ("repeatable", CountingAttack), ("knowledge", KnowsTooMuch),
     ("knowledge", SecretlyTrains),

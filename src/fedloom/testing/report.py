@@ -6,6 +6,7 @@ import random
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,19 +16,25 @@ from fedloom.errors import ConfigError, cause_of, unknown
 from fedloom.rows.layout import Layout
 from fedloom.testing.scene import demand
 
+PACKAGE = Path(__file__).parents[1]
+"""Where fedloom's own code lies."""
+
 
 def stage_of(error: BaseException, part: type, stages: Collection[str]) -> str | None:
-    """Name the function of a part in which an error arose: the outermost of ``stages`` called on a ``part``.
+    """Name the function of a part in which an error arose: the outermost one that its author wrote.
 
     Args:
         error: caught, with its traceback.
         part: base class of the part.
         stages: functions of the part that its author may write.
     """
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        if frame.f_code.co_name in stages and isinstance(frame.f_locals.get("self"), part):
-            return frame.f_code.co_name
-    return None
+    called = [
+        (frame.f_code.co_name, Path(frame.f_code.co_filename))
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+        if frame.f_code.co_name in stages and isinstance(frame.f_locals.get("self"), part)
+    ]
+    written = [name for name, file in called if PACKAGE not in file.parents]
+    return next(iter([*written, *(name for name, _ in called)]), None)
 
 
 def broken(law: str, part: object, error: Exception, stage: str | None, cure: str, where: str = "") -> AssertionError:
@@ -60,7 +67,7 @@ def hold(
         laws: every law with the cure of what usually breaks it.
         subject: what the laws are called with.
         part: the value that the laws are about.
-        base: its base class, whose public functions are the stages of a crash.
+        base: its base class.
         without: names of laws to leave out.
         where: on which problem the laws are checked, with a blank before it.
 
@@ -68,13 +75,12 @@ def hold(
         AssertionError: at the first law that is broken: law, part, what is wrong (of a crash the function, the error,
             file and line), and a cure.
     """
-    stages = {name for name in dir(base) if not name.startswith("_")}
+    stages = {name for name in dir(part) if not name.startswith("_")}
     for law, cure in laws.items():
         if law.__name__ in without:
             continue
         try:
-            with generators_untouched():
-                law(subject)
+            law(subject)
         except Exception as error:
             raise broken(law.__name__, part, error, stage_of(error, base, stages), cure, where) from error
 
