@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import random
 import re
@@ -412,3 +413,134 @@ def test_what_is_no_part_is_refused() -> None:
         check_partition(fl.partition.column(column="hospital"))
     with pytest.raises(ConfigError, match=r"takes no cohort of up to 30 rows.*smaller f"):
         check_aggregator(fl.aggregate.Krum(f=20))
+
+
+# -------------------------------------------------------------------------------------------- a test part of one's own
+
+
+def table(rows: int = 400, sites: int = 4) -> fl.Dataset:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(rows, 3)) * [1, 10, 100] + [5, 50, 500]
+    y = (x[:, 0] - 5 + (x[:, 1] - 50) / 10 + 0.5 * rng.normal(size=rows) > 0).astype(int)
+    columns = {"age": x[:, 0], "dose": x[:, 1], "weight": x[:, 2], "ill": y}
+    frame = pd.DataFrame({**columns, "site": [f"s{i % sites}" for i in range(rows)]})
+    return fl.Dataset.of(frame, target="ill", users="site")
+
+
+class LaterAtSites(Partition):
+    """Rows from a place on are the test part of the site that they are from."""
+
+    kind: ClassVar[str] = "later"
+    start: int = 300
+    relabel: bool = False
+
+    def draw(self, pool: Pool, seed: int) -> Draw:
+        assert pool.data.users is not None
+        owner, late = pool.data.users.numpy()[pool.index], pool.index >= self.start
+        n = len(pool.data.user_names)
+        early = by_owner(pool.index[~late], owner[~late], n)
+        flips = np.tile([1, 0], (n, 1)) if self.relabel else None
+        return Draw(early, by_owner(pool.index[late], owner[late], n), relabel=flips)
+
+
+def test_a_test_part_of_the_partition_is_scaled_as_by_hand() -> None:
+    data = table()
+    fed = LaterAtSites()(data, seed=0)
+    assert [len(fed.parts[part].index) for part in ("train", "validation", "test")] == [268, 32, 100]
+    assert fed.notes == ()
+    raw = data.x.numpy()
+    for client in range(fed.n):
+        train, test = (fed.indices(part, client).numpy() for part in ("train", "test"))
+        assert test.tolist() == list(range(300 + client, 400, 4))
+        want = (raw[test] - raw[train].mean(0)) / raw[train].std(0)
+        np.testing.assert_allclose(fed.fetch(torch.from_numpy(test)).numpy(), want, atol=1e-5)
+
+
+def test_a_temporal_split_scores_as_clients_that_were_prepared_by_hand() -> None:
+    data = table()
+    fed = LaterAtSites(validation=0)(data, seed=0)
+    raw, y, clients = data.x.numpy(), data.y.numpy(), {}
+    for client, name in enumerate(fed.names):
+        train, test = (fed.indices(part, client).numpy() for part in ("train", "test"))
+        scaled = (raw - raw[train].mean(0)) / raw[train].std(0)
+        clients[name] = tuple((scaled[rows].astype(np.float32), y[rows]) for rows in (train, test))
+    by_hand = fl.Federation.of(clients, task="binary", validation=0)
+    runs = [fl.simulate("fedavg", f, rounds=3, local={"lr": 0.1, "batch_size": "full"}) for f in (fed, by_hand)]
+    scores = [run.final(metric="auroc") for run in runs]
+    torch.testing.assert_close(*scores, atol=1e-3, rtol=0)
+    assert scores[0].min() > 0.8
+
+
+def test_a_part_with_rows_that_nobody_prepared_is_refused() -> None:
+    fed = LaterAtSites(start=300)(table(), seed=0)
+    assert fed.data.ready is None
+    some = fl.partition.writers(clients=2, per_client=1)(table(), seed=0)
+    bare = int((~some.data.ready).nonzero()[0, 0])
+    assert torch.isnan(some.data.x[bare]).all()
+    parts = {**some.parts, "test": type(some.parts["test"])(torch.tensor([bare]), torch.tensor([0, 1, 1]))}
+    for change in ({"parts": parts}, {"test": torch.tensor([bare])}):
+        with pytest.raises(DataError, match=rf"has 1 samples whose columns were scaled for no client .*sample {bare}"):
+            dataclasses.replace(some, **change)
+
+
+class Shared(LaterAtSites):
+    def draw(self, pool: Pool, seed: int) -> Draw:
+        drawn = super().draw(pool, seed)
+        n = len(pool.data.user_names)
+        late = np.arange(self.start, len(pool.data))
+        return drawn._replace(test=by_owner(np.tile(late, n), np.repeat(np.arange(n), len(late)), n))
+
+
+class Leaks(LaterAtSites):
+    def draw(self, pool: Pool, seed: int) -> Draw:
+        drawn = super().draw(pool, seed)
+        return drawn._replace(test=drawn.dealt)
+
+
+class TooFewClients(LaterAtSites):
+    def draw(self, pool: Pool, seed: int) -> Draw:
+        drawn = super().draw(pool, seed)
+        return drawn._replace(test=by_owner(np.array([399]), np.array([0]), 1))
+
+
+def test_test_parts_that_cannot_be_are_refused_with_a_sentence() -> None:
+    with pytest.raises(Refused, match="two versions of one sample; give every sample to one client, and to one part"):
+        Shared()(table())
+    with pytest.raises(CodeError, match=r"partition Leaks failed in draw.*300 test samples are dealt to the same"):
+        Leaks()(table())
+    with pytest.raises(CodeError, match="test has 1 clients, dealt has 4"):
+        TooFewClients()(table())
+    with pytest.raises(PartitionError, match="gives the test parts itself, so folds = 3 cannot"):
+        LaterAtSites(folds=3)(table())
+    assert any("test = 0.5 has no effect" in note for note in LaterAtSites(test=0.5)(table()).notes)
+
+
+def test_changes_of_a_client_reach_its_own_test_part() -> None:
+    data = table()
+    fed = LaterAtSites(relabel=True)(data)
+    for part in ("train", "test"):
+        index = fed.parts[part].index
+        assert torch.equal(fed.data.y[index], 1 - data.y[index])
+
+
+KINDS_OF_DATA = {
+    "tokens": lambda: fl.Dataset(
+        "tokens", 1 + torch.arange(1200 * 5).view(1200, 5) % 7, torch.arange(1200) % 10, classes=tuple("abcdefghij"),
+        vocabulary=tuple("_ABCDEFG"), users=torch.arange(1200) % 12, user_names=tuple("abcdefghijkl"),
+        columns={"site": torch.arange(1200) % 12}, levels={"site": tuple("abcdefghijkl")},
+    ),
+    "numbers": lambda: fl.Dataset(
+        "numbers", torch.arange(1200.0 * 3).view(1200, 3), torch.arange(1200.0)[:, None], "regression",
+        users=torch.arange(1200) % 12, user_names=tuple("abcdefghijkl"),
+        columns={"site": torch.arange(1200) % 12}, levels={"site": tuple("abcdefghijkl")},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("data", KINDS_OF_DATA)
+@pytest.mark.parametrize("kind", PARTITIONS)
+def test_no_sample_of_a_part_is_unprepared_whatever_the_data(kind: str, data: str) -> None:
+    try:
+        check_partition(PARTITIONS[kind](**OPTIONS.get(kind, {})), data=KINDS_OF_DATA[data]())
+    except ConfigError as refused:
+        assert re.search(r"needs (images|samples that are numbers)|splits by class", str(refused)), refused
