@@ -2,6 +2,7 @@
 
 from fedloom.local.batches import Batch
 from fedloom.local.context import Ctx, Nothing
+from fedloom.local.decay import add_decay_, decay_of, shrink_
 from fedloom.local.descend import Pull, descend
 from fedloom.local.iterate import iterate
 from fedloom.local.settings import LocalSGD
@@ -22,8 +23,11 @@ __all__ = [
     "SvrgResult",
     "Term",
     "Work",
+    "add_decay_",
+    "decay_of",
     "descend",
     "iterate",
+    "shrink_",
     "split",
     "step_",
     "svrg",

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from fedloom.local.decay import decay_of
+
 if TYPE_CHECKING:
     from fedloom.local.batches import Batch
     from fedloom.local.work import Work
@@ -41,11 +43,16 @@ def step_(
         w.mul_(keep).add_(move)
         return w if steady is None else w.add_(steady)
     decay = work.local.weight_decay
-    keep_w = keep - lr * decay if at is w and decay else keep
+    shrunk = None
+    if decay and work.oracle.reached is not None:
+        shrunk = decay_of(work, at).mul_(lr)
+    keep_w = keep - lr * decay if at is w and decay and shrunk is None else keep
     if isinstance(lr, Tensor):
         work.addgrad_(w, at, batch.scaled(lr), keep_w, -1.0, steady)
     else:
         work.addgrad_(w, at, batch, keep_w, -lr, steady)
+    if shrunk is not None:
+        return w.sub_(shrunk)
     if at is w or not decay:
         return w
     return w.addcmul_(at, lr, value=-decay) if isinstance(lr, Tensor) else w.sub_(at, alpha=lr * decay)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fedloom.local.batches import Batch, BatchPlan, FixedBatches, make_plan, pieces, placed
+from fedloom.local.decay import add_decay_
 from fedloom.local.optimizer import OptimizerStates
 from fedloom.local.oracles.base import Features, Oracle, Reduce, Steps
 from fedloom.local.rows import each_client
@@ -129,8 +130,7 @@ class Work:
     def grad(self, w: Tensor, batch: Batch) -> Tensor:
         """Gradient of f_i on ``batch`` at ``w``, ``[m, d]``: clipped if set so, weight decay included."""
         w = each_client(w, self.m)
-        g = self.clipped(w, batch)
-        return g.add_(w, alpha=self.local.weight_decay) if self.local.weight_decay else g
+        return add_decay_(self, self.clipped(w, batch), w)
 
     def clipped(
         self, w: Tensor, batch: Batch, functions: Sequence[TermFunction] = (), terms: Sequence[Bound] = ()
@@ -238,7 +238,7 @@ class Work:
         """``out <- out + full_grad(w)``, both ``[m, d]``; returns ``out``, which is not ``w``."""
         for piece in self.pieces():
             self.addgrad_(out[: len(piece.ids)], w[: len(piece.ids)], piece, 1.0, 1.0)
-        return out.add_(w, alpha=self.local.weight_decay) if self.local.weight_decay else out
+        return add_decay_(self, out, w)
 
     def loss(self, w: Tensor, batch: Batch | None = None) -> Tensor:
         """Mean loss (without weight decay) on ``batch``, or over the whole training part, ``[m, 1]``."""

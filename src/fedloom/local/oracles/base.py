@@ -47,6 +47,10 @@ class Oracle(ABC):
     dtype: torch.dtype
     device: torch.device
     minimise: Minimise | None = None
+    reached: Tensor | None = None
+    """``[d]`` 1 for parameters that a gradient can reach, 0 for others; None where it can reach all."""
+    reached_with_terms: Tensor | None = None
+    """`reached` where the loss has terms on the representation."""
     whole: bool = False
     """Whether the loss is of all of a client's samples together, not a mean over them."""
 
