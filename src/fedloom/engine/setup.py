@@ -14,6 +14,7 @@ from fedloom.algorithms import Algorithm, check_declaration
 from fedloom.choose import SharesWeigher, Uniform
 from fedloom.choose.shares import by_clusters, cluster_shares, clusters_of, shares_of
 from fedloom.data.federation import Federation
+from fedloom.engine.checks.defaults import adapted
 from fedloom.engine.checks.notes import changes_nothing, notes_of
 from fedloom.engine.checks.refusals import (
     check_attack,
@@ -247,11 +248,10 @@ def _checked(setting: Setting, n: int) -> tuple[Setting, list[str]]:
     Raises:
         ConfigError: values that cannot work, or (Refused) do not work together.
     """
-    pooled, setting = setting.pooled, setting.resolved()
+    pooled, (setting, notes) = setting.pooled, adapted(setting.resolved(), n)
     setting = setting.with_(weigher=setting.weigher.with_groups(setting.evaluate.groups))
     check_together(setting.method, setting.local, setting.weigher, setting.aggregator, setting.channel)
     check_sampler(setting.method, setting.sampler, setting.weigher)
-    notes = []
     if pooled:
         none = dict.fromkeys(("mixer", "aggregator", "attack", "channel", "devices"))
         pool = setting.with_(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field
 from torch import Tensor
@@ -16,6 +16,10 @@ class Schedule(Value, ABC):
     """Which uploads make a step of the server."""
 
     kind: ClassVar[str]
+
+    def adapted(self, n: int) -> Self:
+        """The schedule with defaults that n clients allow."""
+        return self
 
 
 class Synchronous(Schedule):
@@ -96,6 +100,11 @@ class Buffered(Stream):
     def size(self) -> int:
         """K."""
         return self.buffer
+
+    def adapted(self, n: int) -> Self:
+        """At most all clients in a buffer of which no size is given."""
+        given = "buffer" in self.model_fields_set
+        return self if given or self.buffer <= n else self.with_(buffer=n)
 
 
 class Asynchronous(Stream):

@@ -133,7 +133,7 @@ class FLTrust(Aggregator):
         return self
 
     def require(self, m: int) -> None:
-        need(self.kind, m >= 2, "m >= 2", m, root=self.root)
+        need(self.kind, m >= 2, "m >= 2", m)
 
     def combine(self, state: State, rows: Rows, weights: Tensor, primary: str, ctx: Cohort) -> Result:
         at = (ctx.ids == self.root).nonzero().flatten().tolist()
