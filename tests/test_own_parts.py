@@ -515,6 +515,13 @@ def test_test_parts_that_cannot_be_are_refused_with_a_sentence() -> None:
     assert any("test = 0.5 has no effect" in note for note in LaterAtSites(test=0.5)(table()).notes)
 
 
+def test_samples_of_a_test_part_belong_to_their_clients() -> None:
+    x, y = torch.rand(8, 3), torch.arange(8) % 2
+    assert not [note for note in fl.Federation.of([((x, y), (x, y))] * 2).notes if "belong to no client" in note]
+    some = fl.partition.writers(clients=2, per_client=1)(table())
+    assert [note for note in some.notes if "200 of 400 samples belong to no client" in note]
+
+
 def test_changes_of_a_client_reach_its_own_test_part() -> None:
     data = table()
     fed = LaterAtSites(relabel=True)(data)

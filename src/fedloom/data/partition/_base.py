@@ -272,8 +272,10 @@ class Sized(Partition):
             )
 
 
-def _unused(dealt: Dealt, pool: Pool) -> list[str]:
-    left = len(pool) - distinct(dealt.index, len(pool.data))
+def _unused(held: Dealt, pool: Pool) -> list[str]:
+    is_held = np.zeros(len(pool.data), bool)
+    is_held[held.index] = True
+    left = int((~is_held[pool.index]).sum())
     return [f"{left} of {len(pool)} samples belong to no client"] if left else []
 
 
