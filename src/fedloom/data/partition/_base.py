@@ -23,7 +23,10 @@ from fedloom.values import Value
 class Pool(NamedTuple):
     """The samples that a partition may give away.
 
-    index: positions in the data set [k]; y: class of each [k], None for a regression or labels per position.
+    Attributes:
+        data: the whole data set.
+        index: positions in the data set ``[k]`` int64, all but those of the official test set.
+        y: class of each ``[k]``; None for a regression or labels per position.
     """
 
     data: Dataset
@@ -61,12 +64,19 @@ class Pool(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """What a partition decides.
+    """What a partition decides, for n clients.
 
-    dealt: positions of every client; test: positions of its test part, where the partition chooses it (the fraction
-    `test` then has no effect, and these samples are changed, scaled and encoded as those of `dealt`); noise: standard deviation of
-    the noise on each client's features, [n, 1] or by channel [n, c]; anew [n]: whether every step draws a client's
-    noise anew; relabel: new class of every class at every client [n, C]; groups [n].
+    Attributes:
+        dealt: samples of every client, from which its parts are cut.
+        test: samples of every client's test part, where the partition chooses it. The fraction ``test`` then has no
+            effect, and these samples are changed, scaled and encoded as those of ``dealt`` are.
+        noise: standard deviation of Gaussian noise on each client's features, ``[n, 1]``, or by channel ``[n, c]``.
+        anew: whether every step draws a client's noise anew ``[n]``.
+        relabel: new class of every class at every client, ``[n, C]``.
+        views: quarter turns of a client's images, and whether they are inverted, ``[n, 2]``.
+        groups: planted group of every client ``[n]``.
+        names: name of every client; their numbers if empty.
+        notes: sentences for the report.
     """
 
     dealt: Dealt

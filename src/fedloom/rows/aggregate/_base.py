@@ -185,7 +185,7 @@ class Aggregator(Value, ABC):
 
 
 def mixture(coefficients: Tensor, rows: Rows) -> dict[str, Tensor]:
-    """Sum of coefficients [m, 1] times rows, of every field."""
+    """Sum the rows of every field times coefficients ``[m, 1]``: the weighted mean where they sum to 1."""
     return {name: (coefficients.T.to(r.dtype) @ r).squeeze(0) for name, r in rows.items()}
 
 
