@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import fedloom as fl
+from fedloom.seeds import as_global, generator
 
 STEPS = 4
 
@@ -42,6 +43,12 @@ class Now(Lazy):
     def forward(self, x: Tensor) -> Tensor:
         out = super().forward(x)
         return out + self.unused(x[:, :3]) if bool((x > 1.5).any()) else out
+
+
+def begun(made: Any) -> Any:
+    """A module with the same initial parameters in every test."""
+    with as_global(generator(0, purpose="model"), torch.device("cpu")):
+        return made()
 
 
 def samples() -> tuple[Tensor, Tensor]:
@@ -87,8 +94,7 @@ CASES: list[tuple[dict[str, Any], Any]] = [
 @pytest.mark.parametrize("made", [Lazy, Detached])
 @pytest.mark.parametrize(("local", "make"), CASES, ids=[str(local) for local, _ in CASES])
 def test_unused_parameters_stay_as_torch_leaves_them(made: Any, oracle: str, local: dict[str, Any], make: Any) -> None:
-    torch.manual_seed(0)
-    module = made()
+    module = begun(made)
     want, got = by_torch(module, make), by_fedloom(module, oracle, local)
     assert want.keys() == got.keys()
     for name, value in want.items():
@@ -98,8 +104,7 @@ def test_unused_parameters_stay_as_torch_leaves_them(made: Any, oracle: str, loc
 
 @pytest.mark.parametrize(("local", "make"), CASES, ids=[str(local) for local, _ in CASES])
 def test_a_layer_that_some_samples_call_is_trained_and_decays(local: dict[str, Any], make: Any) -> None:
-    torch.manual_seed(0)
-    module = Now()
+    module = begun(Now)
     want, got = by_torch(module, make), by_fedloom(module, "looped", local)
     for name, value in want.items():
         torch.testing.assert_close(got[name], value, atol=1e-7, rtol=0)
@@ -108,8 +113,7 @@ def test_a_layer_that_some_samples_call_is_trained_and_decays(local: dict[str, A
 
 @pytest.mark.parametrize("method", ["apfl", "ditto", "perfedavg", "pfedme", "fedprox", "scaffold", "dbe", "fedrod"])
 def test_no_method_lets_unused_parameters_of_the_server_decay(method: str) -> None:
-    torch.manual_seed(0)
-    module = Lazy()
+    module = begun(Lazy)
     got = by_fedloom(module, "looped", {"weight_decay": 0.1}, method)
     for name in ("unused.0.weight", "unused.0.bias", "unused.1.weight", "scale"):
         torch.testing.assert_close(got[name], module.state_dict()[name].double(), atol=1e-12, rtol=0)
@@ -144,8 +148,7 @@ def tokens() -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize(("module", "name"), [(Bounded, "embedding.weight"), (WritesByHand, "last.weight")])
 def test_parameters_that_a_forward_pass_changes_are_noted_and_trained_as_by_torch(module: Any, name: str) -> None:
-    torch.manual_seed(0)
-    net = module()
+    net = begun(module)
     x, y = tokens()
     data = fl.Dataset("tokens", x, y, classes=tuple("abc"), vocabulary=tuple("_ABCDEFGH"))
     fed = fl.partition.iid(clients=1, test=0, validation=0)(data)

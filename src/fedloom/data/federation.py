@@ -47,8 +47,8 @@ class Federation:
 
     Raises:
         PartitionError: a client without training samples.
-        DataError: positions outside the data, offsets that do not fit, data whose `prepare` was not applied, or not to a
-            sample of a part.
+        DataError: positions outside the data, offsets that do not fit, data whose `prepare` was not applied, or was not
+            to a sample of a part.
     """
 
     data: Dataset

@@ -135,7 +135,7 @@ class Table(Value):
         return torch.stack(fitted) if fitted else torch.zeros(0, len(self.columns), FITTED, dtype=torch.float64)
 
     def encode(self, x: Tensor, owner: Tensor, fitted: Tensor) -> Tensor:
-        """Features [N, q] float32 of samples x [N, p] of the clients `owner` [N] (-1: becomes NaN), as fitted [n, p, .].
+        """Features [N, q] float32 of samples x [N, p] of the clients `owner` [N] (-1: NaN), as fitted [n, p, .].
 
         Raises:
             DataError: samples of another number of columns.

@@ -94,7 +94,7 @@ class Buffered(Stream):
     """FedBuff: a step takes the first K uploads (Nguyen et al., AISTATS 2022, arXiv:2106.06639, Algorithm 1)."""
 
     kind: ClassVar[str] = "buffered"
-    buffer: int = Field(10, ge=1, description="K, uploads of a step")
+    buffer: int = Field(10, ge=1, description="K, uploads of a step; if not given, at most all clients")
 
     @property
     def size(self) -> int:

@@ -165,9 +165,11 @@ LAWS = {
     arguments_unmodified: "clone before an in-place operation, and return tensors of your own",
     repeatable: "draw from ctx.rng(purpose), and keep what a later round needs in the state, not on self",
     resume: "keep all that a round needs from the one before in the state",
-    permutation: "use ctx.ids, never a client's place in the cohort; pre = bucketing groups by place: without=['permutation']",
+    permutation: "use ctx.ids, never a client's place in the cohort; if the rule groups clients by place, as bucketing "
+    "does, leave the law out: without=['permutation']",
     weighted: "set weighted: ClassVar[bool] = True if the rule reads weights, and divide by their sum",
-    agreement: "weights must sum to 1; if the rule adds noise or shortens rows, leave the law out: without=['agreement']",
+    agreement: "coefficients of rows must sum to 1; if the rule adds noise or shortens rows, leave the law out: "
+    "without=['agreement']",
     linear: "let linear be True for a weighted mean and nothing else",
     precision: "take dtypes from the rows: torch.zeros_like(rows[primary]), weights.to(rows[primary].dtype)",
     small_cohorts: "let require(m) raise fl.errors.ConfigError for the m rows that are too few",

@@ -92,7 +92,7 @@ def shapes(s: Scene) -> None:
         for classes in (2, CLASSES):
             y, got = s.poisoned(classes)
             demand(got.shape == y.shape and got.dtype == y.dtype, f"poison must return {y.dtype} {[*y.shape]}")
-            inside = 0 <= int(got.min()) and int(got.max()) < classes
+            inside = int(got.min()) >= 0 and int(got.max()) < classes
             demand(inside, f"labels must stay within 0..{classes - 1}, got {int(got.min())}..{int(got.max())}")
     activations, forges, sent = s.disguised()
     demand(sent.shape == activations.shape, f"disguised must return {[*activations.shape]}, got {[*sent.shape]}")
@@ -123,7 +123,8 @@ def knowledge(s: Scene) -> None:
     if not isinstance(s.attack, Forgery):
         return
     if not s.attack.sees_honest:
-        agree(s._replace(honest=7 * s.honest).forged(), s.forged(), "other honest models, although sees_honest is False")
+        other = s._replace(honest=7 * s.honest)
+        agree(other.forged(), s.forged(), "other honest models, although sees_honest is False")
     if not s.attack.reads_own:
         other = s._replace(benign=7 * s.benign)
         sentence = "other training of the attackers, although trains is False"
@@ -136,7 +137,7 @@ LAWS = {
     shapes: "return one row per row of base, in its dtype; a label per label, within 0..classes-1",
     arguments_unmodified: "clone before an in-place operation, and return a tensor of your own",
     repeatable: "draw from the generators that are given, one per attacker, and keep nothing on self",
-    knowledge: "set sees_honest: ClassVar[bool] = True if the attack reads honest models, and trains if it reads benign",
+    knowledge: "set sees_honest: ClassVar[bool] = True if the attack reads honest, and trains if it reads benign",
 }
 """Every law of an attack, with the cure of what usually breaks it."""
 

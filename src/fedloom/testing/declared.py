@@ -16,7 +16,6 @@ from fedloom.testing.report import stage_of
 from fedloom.testing.scene import COHORT, HISTORY, SETTINGS, TIGHT, Scene, Subject, agree, demand
 from fedloom.testing.trees import difference, picked, plus
 
-
 STAGES = frozenset(name for name in vars(Algorithm) if not name.startswith("_"))
 """Functions of a method in which a crash is reported as its own, not as a fault that the law found."""
 

@@ -177,8 +177,8 @@ def resume(s: Subject) -> None:
 LAWS: dict[str, Callable[[Subject], None]] = {
     law.__name__: law
     for law in (
-        runs, declarations, shapes, row_independence, permutation, arguments_unmodified, no_state, dropped_is_not_sampled,
-        bases, parts, kept_rows, idle_is_finite, idle_is_zero, translation, precision, resume,
+        runs, declarations, shapes, row_independence, permutation, arguments_unmodified, no_state,
+        dropped_is_not_sampled, bases, parts, kept_rows, idle_is_finite, idle_is_zero, translation, precision, resume,
     )
 }  # fmt: skip
 """Every law by name."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
@@ -78,16 +79,17 @@ def pool_only(s: Case) -> None:
     half = numpy_generator(SEED, purpose="half").random(len(s.pool)) < 0.5
     some = Pool(s.data, s.pool.index[half], None if s.pool.y is None else s.pool.y[half])
     pools = [("the pool", s.pool, s.drawn)]
-    try:
+    with suppress(PartitionError):  # too few samples for this partition
         pools.append(("a pool of half the samples", some, s.partition.draw(some, SEED)))
-    except PartitionError:
-        pass  # too few samples for this partition
     official = np.zeros(0, np.int64) if s.data.test is None else s.data.test.numpy()
     for what, pool, drawn in pools:
         for name, dealt in _lists(drawn).items():
             allowed = pool.index if name == "dealt" else np.concatenate([pool.index, official])
             strange = dealt.index[~np.isin(dealt.index, allowed)]
-            demand(not len(strange), f"{name} has {len(strange)} samples that {what} does not have (first: {strange[:1].tolist()})")
+            demand(
+                not len(strange),
+                f"{name} has {len(strange)} samples that {what} does not have (first: {strange[:1].tolist()})",
+            )
 
 
 def disjoint(s: Case) -> None:
@@ -190,8 +192,9 @@ def check_partition(partition: Partition, data: object = None, without: Collecti
         except ConfigError as refusal:
             refusals.append(str(refusal))
             continue
-        except Exception:  # noqa: S110: the law `runs` meets it again, and reports it
-            pass
+        except Exception:
+            hold({runs: LAWS[runs]}, case, partition, Partition, where=f" on {where}")
+            raise
         hold(LAWS, case, partition, Partition, without, f" on {where}")
     if len(refusals) == len(cases):
         raise ConfigError(f"{partition!r} refuses every data set: {'; '.join(refusals)}; give data=, one that it takes")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+import random  # noqa: TID251  # only to see whether it was used
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -111,7 +111,7 @@ def generators_untouched() -> Iterator[None]:
 
 
 def _global_states() -> dict[str, Any]:
-    legacy = np.random.get_state(legacy=False)  # noqa: NPY002: it is the global generator that is looked at
+    legacy = np.random.get_state(legacy=False)  # noqa: NPY002  # only to see whether it was used
     return {
         "torch": torch.random.get_rng_state().tolist(),
         "numpy": repr(legacy["state"]["key"].tolist()) + repr(legacy["state"]["pos"]),  # type: ignore[index,call-overload]

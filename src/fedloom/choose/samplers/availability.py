@@ -25,7 +25,7 @@ class Availability(SizedSampler):
     table: tuple[tuple[Literal[0, 1], ...], ...] | None = Field(
         None, min_length=1, description="rounds x clients, 1 where a client is there"
     )
-    period: int = Field(2, ge=1, description="rounds of a turn, without a table")
+    period: int = Field(2, ge=1, description="rounds of a turn, without a table; if not given, at most the clients")
     on: int = Field(1, ge=1, description="rounds of a turn that a client is there, without a table")
 
     @model_validator(mode="after")

@@ -67,7 +67,7 @@ class Concept(Sized):
     """
 
     kind: ClassVar[str] = "concept"
-    groups: int = Field(default=2, ge=1, description="number of groups")
+    groups: int = Field(default=2, ge=1, description="number of groups; at most the clients, if not given")
     base: Below
 
     def draw(self, pool: Pool, seed: int) -> Draw:
@@ -98,7 +98,13 @@ class Rotated(Sized):
     """
 
     kind: ClassVar[str] = "rotated"
-    turns: int = Field(default=4, ge=1, le=4, description="quarter turns: 1 leaves images upright, 2 adds 180 degrees")
+    turns: int = Field(
+        default=4,
+        ge=1,
+        le=4,
+        description="quarter turns: 1 leaves images upright, 2 adds 180 degrees; fewer, if not given, where"
+        " clients or the shape of images allow no more",
+    )
     inverted: bool = Field(default=False, description="each turn also with light and dark exchanged")
     base: Below
 

@@ -116,8 +116,8 @@ def check_dealt(dealt: Dealt, test: Dealt | None, samples: int) -> None:
     n, tested = len(dealt.offsets) - 1, len(test.offsets) - 1
     if tested != n:
         raise ValueError(f"test has {tested} clients, dealt has {n}; give every client a test part, be it empty")
-    cells = [owners(given) * samples + given.index for given in (dealt, test)]
-    if len(both := np.intersect1d(*cells)):
+    trained, tests = (owners(given) * samples + given.index for given in (dealt, test))
+    if len(both := np.intersect1d(trained, tests)):
         client, sample = divmod(int(both[0]), samples)
         raise ValueError(
             f"{len(both)} test samples are dealt to the same client for training too (first: sample {sample} of client "

@@ -143,7 +143,9 @@ class Few(Sized):
     kind: ClassVar[str] = "few"
     clients: int = Field(default=200, ge=1, description="number of users (FedProx on FEMNIST: 200)")
     labels_per_client: int = Field(default=3, ge=1, description="classes of each user (FedProx on FEMNIST: 3)")
-    mean: float = Field(default=4.0, description="mean of the logarithm of a user's size")
+    mean: float = Field(
+        default=4.0, description="mean of the logarithm of a user's size; if not given, lower for few samples"
+    )
     std: float = Field(default=1.0, ge=0, description="standard deviation of the logarithm of a user's size")
     extra: int = Field(default=5, ge=0, description="samples that every user gets on top")
 

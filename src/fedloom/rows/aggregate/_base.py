@@ -70,7 +70,7 @@ class NNM(Value):
     """
 
     kind: Literal["nnm"] = "nnm"
-    f: int = Field(1, ge=0, description="Byzantine clients per cohort")
+    f: int = Field(1, ge=0, description="Byzantine clients per cohort; if not given, 0 where the cohort allows no more")
 
     def rows(self, m: int) -> int:
         """Rows that m rows become.
