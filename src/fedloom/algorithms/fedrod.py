@@ -36,7 +36,7 @@ from torch import Tensor
 
 from fedloom.algorithms._base import Algorithm, Delta, Model
 from fedloom.algorithms._prototypes import require_bias
-from fedloom.local import Batch, Ctx, Work, add_decay_, iterate
+from fedloom.local import Batch, Ctx, Work, iterate
 from fedloom.rows import masks
 from fedloom.rows.layout import Layout
 
@@ -83,7 +83,7 @@ class FedRoD(Algorithm):
             both = r.w.clone()
             both[:, top] += r.head
             slope = work.clipped(both, batch)[:, top].add_(r.head, alpha=decay)  # Eq. 9, body and psi as they are
-            generic = add_decay_(work, work.clipped(r.w + r.shift, batch), r.w)  # Eq. 8
+            generic = work.add_decay_(work.clipped(r.w + r.shift, batch), r.w)  # Eq. 8
             return r._replace(w=r.w.sub(generic, alpha=work.lr), head=r.head.sub(slope, alpha=work.lr))
 
         w, head, _ = iterate(step, _Rows(down.x.expand(work.m, -1).clone(), rows.head, self._shift(work, down.x)), work)

@@ -89,7 +89,7 @@ class Federation:
         object.__setattr__(self, "_affine", self._scale_and_shift())
 
     def _check_ready(self, part: str, index: Tensor) -> None:
-        """Refuse samples whose features nobody prepared.
+        """Refuse samples whose features were not prepared.
 
         Raises:
             DataError: there are such samples.

@@ -1,4 +1,4 @@
-"""How many processes a run starts."""
+"""Workers: the number of processes that a run starts."""
 
 from __future__ import annotations
 

@@ -2,12 +2,11 @@
 
 from fedloom.local.batches import Batch
 from fedloom.local.context import Ctx, Nothing
-from fedloom.local.decay import add_decay_, decay_of, shrink_
 from fedloom.local.descend import Pull, descend
 from fedloom.local.iterate import iterate
 from fedloom.local.settings import LocalSGD
 from fedloom.local.split import split
-from fedloom.local.step import step_, where_moved
+from fedloom.local.step import decay_of, shrink_, step_, where_moved
 from fedloom.local.svrg import SvrgResult, svrg
 from fedloom.local.terms import Bound, Term
 from fedloom.local.work import Counts, Work
@@ -23,7 +22,6 @@ __all__ = [
     "SvrgResult",
     "Term",
     "Work",
-    "add_decay_",
     "decay_of",
     "descend",
     "iterate",

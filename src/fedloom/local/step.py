@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fedloom.local.decay import decay_of
-
 if TYPE_CHECKING:
     from fedloom.local.batches import Batch
     from fedloom.local.work import Work
@@ -56,6 +54,20 @@ def step_(
     if at is w or not decay:
         return w
     return w.addcmul_(at, lr, value=-decay) if isinstance(lr, Tensor) else w.sub_(at, alpha=lr * decay)
+
+
+def decay_of(work: Work, w: Tensor) -> Tensor:
+    """Weight decay at ``w``, of its shape; 0 for parameters that no gradient reaches."""
+    decay = work.local.weight_decay * w
+    reached = work.oracle.reached if work.local.weight_decay else None
+    return decay if reached is None else decay.mul_(reached)
+
+
+def shrink_(work: Work, w: Tensor, lr: float) -> Tensor:
+    """``w <- w - lr weight decay at w``, and that ``w``."""
+    factor = 1 - lr * work.local.weight_decay
+    reached = work.oracle.reached if work.local.weight_decay else None
+    return w.mul_(factor) if reached is None else w.mul_(1 + (factor - 1) * reached)
 
 
 def where_moved(work: Work, new: Tensor, old: Tensor) -> Tensor:

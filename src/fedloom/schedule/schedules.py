@@ -103,8 +103,8 @@ class Buffered(Stream):
 
     def adapted(self, n: int) -> Self:
         """At most all clients in a buffer of which no size is given."""
-        given = "buffer" in self.model_fields_set
-        return self if given or self.buffer <= n else self.with_(buffer=n)
+        default = "buffer" not in self.model_fields_set
+        return self.with_(buffer=n) if default and self.buffer > n else self
 
 
 class Asynchronous(Stream):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ MOST_ROWS = 30
 """Largest cohort that is tried in search of one that the rule takes; `bulyan` takes 4 f + 3 rows or more."""
 
 
-class Cohort(NamedTuple):
+class LawCohort(NamedTuple):
     """The context of a rule: see `fedloom.aggregate.Cohort`."""
 
     ids: Tensor
@@ -32,7 +32,7 @@ class Cohort(NamedTuple):
         return generator(0, 1, purpose=purpose)
 
 
-class Uploads(NamedTuple):
+class LawUploads(NamedTuple):
     """What a law is about: a rule, and the uploads of a cohort of m clients."""
 
     rule: Aggregator
@@ -41,7 +41,7 @@ class Uploads(NamedTuple):
     ids: Tensor
 
     @classmethod
-    def of(cls, rule: Aggregator, m: int, dtype: torch.dtype = torch.float64) -> Uploads:
+    def of(cls, rule: Aggregator, m: int, dtype: torch.dtype = torch.float64) -> LawUploads:
         """Random rows of m clients, apart from each other and from zero."""
         g = generator(m, purpose="laws of aggregators")
         rows = {name: torch.randn(m, d, generator=g, dtype=torch.float64) + 2 for name, d in WIDTHS.items()}
@@ -50,32 +50,32 @@ class Uploads(NamedTuple):
 
     def combined(self, state: dict[str, Tensor] | None = None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The aggregate of every field, and the new state."""
-        ctx = Cohort(self.ids)
+        ctx = LawCohort(self.ids)
         state = self.rule.init(ctx) if state is None else state
         return self.rule.apply(state, self.rows, self.weights, next(iter(WIDTHS)), ctx)
 
-    def but(self, **changes: Any) -> Uploads:
+    def but(self, **changes: Any) -> LawUploads:
         """The same with other fields."""
         return self._replace(**changes)
 
 
-def runs(s: Uploads) -> None:
+def runs(s: LawUploads) -> None:
     """The rule combines two rounds of rows."""
     s.combined(s.combined()[1])
 
 
-def shapes(s: Uploads) -> None:
+def shapes(s: LawUploads) -> None:
     """One finite vector per field, in the dtype of the rows; the state is a dict of tensors."""
     for dtype in (torch.float64, torch.float32):
-        given = Uploads.of(s.rule, len(s.ids), dtype)
-        got = given.combined()
+        uploads = LawUploads.of(s.rule, len(s.ids), dtype)
+        got: Any = uploads.combined()
         demand(isinstance(got, tuple) and len(got) == 2, "combine must return the pair (aggregates, state)")
         combined, state = got
-        demand([*combined] == [*given.rows], f"the aggregates must be of {[*given.rows]}, got {[*combined]}")
+        demand([*combined] == [*uploads.rows], f"the aggregates must be of {[*uploads.rows]}, got {[*combined]}")
         for name, value in combined.items():
             demand(
-                value.shape == given.rows[name].shape[1:],
-                f"the aggregate of {name} must be [{given.rows[name].shape[1]}], got {[*value.shape]}",
+                value.shape == uploads.rows[name].shape[1:],
+                f"the aggregate of {name} must be [{uploads.rows[name].shape[1]}], got {[*value.shape]}",
             )
             demand(value.dtype == dtype, f"the aggregate of {name} of rows in {dtype} is in {value.dtype}")
             demand(value.isfinite().all(), f"the aggregate of {name} is not finite")
@@ -83,18 +83,18 @@ def shapes(s: Uploads) -> None:
         demand(tensors, f"the state must be a dict of tensors, got {state!r:.80}")
 
 
-def arguments_unmodified(s: Uploads) -> None:
+def arguments_unmodified(s: LawUploads) -> None:
     """Neither rows, weights nor the state that is given are changed."""
     state = s.combined()[1]
-    given = (dict(s.rows), s.weights, dict(state))
+    arguments = (dict(s.rows), s.weights, dict(state))
     before = [{k: v.clone() for k, v in s.rows.items()}, s.weights.clone(), {k: v.clone() for k, v in state.items()}]
     for value in s.combined(state)[0].values():
         value.add_(1)  # a view of an argument shows
-    for what, got, want in zip(("rows", "weights", "state"), given, before, strict=True):
+    for what, got, want in zip(("rows", "weights", "state"), arguments, before, strict=True):
         agree(got, want, f"{what} changed, or share memory with the aggregates")
 
 
-def repeatable(s: Uploads) -> None:
+def repeatable(s: LawUploads) -> None:
     """Equal calls give equal results to the last bit, and the value stays as it is."""
     before = s.rule.model_dump()
     with generators_untouched():
@@ -105,7 +105,7 @@ def repeatable(s: Uploads) -> None:
     demand(s.rule.model_dump() == before, f"the rule changed from {before} to {s.rule.model_dump()}")
 
 
-def resume(s: Uploads) -> None:
+def resume(s: LawUploads) -> None:
     """A state that comes from a checkpoint gives the same round, to the last bit."""
     state = s.combined()[1]
     saved, combined = s.combined(_through_checkpoint(state)), s.combined(state)
@@ -113,27 +113,27 @@ def resume(s: Uploads) -> None:
         agree(got, want, f"the {what} of a run that resumes and of one that does not stop")
 
 
-def permutation(s: Uploads) -> None:
+def permutation(s: LawUploads) -> None:
     """The order of the clients does not matter."""
     order = torch.randperm(len(s.ids), generator=generator(0, purpose="order"))
     other = s.but(rows={n: r[order] for n, r in s.rows.items()}, weights=s.weights[order], ids=s.ids[order])
     agree(other.combined()[0], s.combined()[0], "clients in another order", TIGHT)
 
 
-def weighted(s: Uploads) -> None:
+def weighted(s: LawUploads) -> None:
     """A rule that is `weighted` reads weights up to a factor; another rule does not read them."""
     change = 3 * s.weights if s.rule.weighted else s.weights.flip(0) + 1
     sentence = "weights three times as large" if s.rule.weighted else "other weights, although weighted is False"
     agree(s.but(weights=change).combined()[0], s.combined()[0], sentence, TIGHT)
 
 
-def agreement(s: Uploads) -> None:
+def agreement(s: LawUploads) -> None:
     """Where all clients send the same, the aggregate is that."""
     same = {name: r[:1].expand_as(r).contiguous() for name, r in s.rows.items()}
     agree(s.but(rows=same).combined()[0], {n: r[0] for n, r in same.items()}, "what all clients sent", TIGHT)
 
 
-def linear(s: Uploads) -> None:
+def linear(s: LawUploads) -> None:
     """A rule that is `linear` is the weighted mean."""
     if s.rule.linear:
         share = s.weights / s.weights.sum()
@@ -141,16 +141,16 @@ def linear(s: Uploads) -> None:
         agree(s.combined()[0], want, "the weighted mean, which linear promises", TIGHT)
 
 
-def precision(s: Uploads) -> None:
+def precision(s: LawUploads) -> None:
     """Rows in float32 give what rows in float64 give, to 1e-4."""
-    single = Uploads.of(s.rule, len(s.ids), torch.float32).combined()[0]
+    single = LawUploads.of(s.rule, len(s.ids), torch.float32).combined()[0]
     agree({n: v.double() for n, v in single.items()}, s.combined()[0], "float32 and float64", 1e-4)
 
 
-def small_cohorts(s: Uploads) -> None:
+def small_cohorts(s: LawUploads) -> None:
     """A cohort is refused by `require`, or combined."""
     for m in range(1, len(s.ids)):
-        few = Uploads.of(s.rule, m)
+        few = LawUploads.of(s.rule, m)
         try:
             s.rule.check(m)
         except ConfigError:
@@ -159,7 +159,7 @@ def small_cohorts(s: Uploads) -> None:
             demand(value.isfinite().all(), f"the aggregate of {name} of {m} rows is not finite")
 
 
-LAWS = {
+LAWS: dict[Callable[[Any], None], str] = {
     runs: "repair this line",
     shapes: "return {field: a vector [.] of rows[field] [m, .]} and a dict of tensors, {} if there is no state",
     arguments_unmodified: "clone before an in-place operation, and return tensors of your own",
@@ -191,7 +191,7 @@ def check_aggregator(aggregator: Aggregator, without: Collection[str] = ()) -> N
         ConfigError: it is no aggregator, takes no cohort of up to 30 rows, or there is no such law.
     """
     check_arguments(aggregator, Aggregator, "fl.aggregate.Median()", LAWS, without)
-    hold(LAWS, Uploads.of(aggregator, _enough(aggregator)), aggregator, Aggregator, without)
+    hold(LAWS, LawUploads.of(aggregator, _enough(aggregator)), aggregator, Aggregator, without)
 
 
 def _through_checkpoint(state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import NamedTuple
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
 
 import torch
 from torch import Generator, Tensor
@@ -17,7 +17,7 @@ from fedloom.testing.scene import agree, demand
 CLIENTS, CLASSES, SEED, WIDTH = 10, 4, 0, 6
 
 
-class Scene(NamedTuple):
+class AttackScene(NamedTuple):
     """What a law is about: an attack, and the models of a round as `Forgery.forge` is given them."""
 
     attack: Attack
@@ -27,18 +27,18 @@ class Scene(NamedTuple):
     labels: Tensor
 
     @classmethod
-    def of(cls, attack: Attack, h: int = 7, b: int = 3, dtype: torch.dtype = torch.float64) -> Scene:
+    def of(cls, attack: Attack, h: int = 7, b: int = 3, dtype: torch.dtype = torch.float64) -> AttackScene:
         """Models of h honest clients and b attackers, which all received one model."""
         g = generator(0, purpose="laws of attacks")
         base = torch.randn(1, WIDTH, generator=g, dtype=torch.float64)
         trained = base + torch.randn(h + b, WIDTH, generator=g, dtype=torch.float64)
-        rows = (trained[:h], base.expand(b, -1).contiguous(), trained[h:].contiguous())
-        return cls(attack, *(r.to(dtype) for r in rows), torch.arange(12) % CLASSES)
+        honest, received, benign = trained[:h], base.expand(b, -1).contiguous(), trained[h:].contiguous()
+        return cls(attack, honest.to(dtype), received.to(dtype), benign.to(dtype), torch.arange(12) % CLASSES)
 
-    def forged(self, *, known: bool = True) -> Tensor:
+    def forged(self, *, informed: bool = True) -> Tensor:
         """What a forgery makes of the round."""
         assert isinstance(self.attack, Forgery)
-        honest = self.honest if known else None
+        honest = self.honest if informed else None
         return self.attack.forge(honest, self.base, self.benign, len(self.honest) + len(self.base), self._gens())
 
     def poisoned(self, classes: int = CLASSES) -> tuple[Tensor, Tensor]:
@@ -55,7 +55,7 @@ class Scene(NamedTuple):
 
     def results(self) -> tuple[Tensor, ...]:
         """All that the attack makes of the scene."""
-        forged = (self.forged(), self.forged(known=False)) if isinstance(self.attack, Forgery) else ()
+        forged = (self.forged(), self.forged(informed=False)) if isinstance(self.attack, Forgery) else ()
         poisoned = self.poisoned()[1:] if isinstance(self.attack, Poison) else ()
         return (*forged, *poisoned, self.disguised()[2])
 
@@ -63,13 +63,13 @@ class Scene(NamedTuple):
         return [generator(SEED, 1, i, "attack") for i in range(len(self.base))]
 
 
-def runs(s: Scene) -> None:
+def runs(s: AttackScene) -> None:
     """The attack runs where honest models are known, where they are not, and with a single client of each kind."""
     s.results()
-    Scene.of(s.attack, h=1, b=1).results()
+    AttackScene.of(s.attack, h=1, b=1).results()
 
 
-def attackers(s: Scene) -> None:
+def attackers(s: AttackScene) -> None:
     """The same clients attack in every round: ids of clients, ascending, drawn from the seed."""
     got = s.attack.attackers(CLIENTS, SEED)
     fits = got.dtype == torch.int64 and got.ndim == 1 and bool((got.diff() > 0).all())
@@ -78,14 +78,14 @@ def attackers(s: Scene) -> None:
     agree(s.attack.attackers(CLIENTS, SEED), got, "the attackers of the same seed")
 
 
-def shapes(s: Scene) -> None:
+def shapes(s: AttackScene) -> None:
     """Forged models are finite rows [b, d] in the dtype of the models; labels stay labels; others' rows stay."""
     if isinstance(s.attack, Forgery):
         for dtype in (torch.float64, torch.float32):
-            given = Scene.of(s.attack, dtype=dtype)
-            for known in (True, False):
-                got = given.forged(known=known)
-                demand(got.shape == given.base.shape, f"forge must return {[*given.base.shape]}, got {[*got.shape]}")
+            scene = AttackScene.of(s.attack, dtype=dtype)
+            for informed in (True, False):
+                got = scene.forged(informed=informed)
+                demand(got.shape == scene.base.shape, f"forge must return {[*scene.base.shape]}, got {[*got.shape]}")
                 demand(got.dtype == dtype, f"models in {dtype} are forged in {got.dtype}")
                 demand(got.isfinite().all(), "forged models are not finite, so that the server drops them")
     if isinstance(s.attack, Poison):
@@ -99,16 +99,16 @@ def shapes(s: Scene) -> None:
     agree(sent[~forges], activations[~forges], "activations of clients that do not attack")
 
 
-def arguments_unmodified(s: Scene) -> None:
+def arguments_unmodified(s: AttackScene) -> None:
     """No argument is changed, and none shares memory with the result."""
     before = [t.clone() for t in s[1:]]
     for result in s.results()[:-1]:
         result.add_(1)
-    for what, got, want in zip(Scene._fields[1:], s[1:], before, strict=True):
+    for what, got, want in zip(AttackScene._fields[1:], s[1:], before, strict=True):
         agree(got, want, f"{what} changed, or shares memory with the result")
 
 
-def repeatable(s: Scene) -> None:
+def repeatable(s: AttackScene) -> None:
     """Equal generators give equal results to the last bit, and the value stays as it is."""
     before = s.attack.model_dump()
     with generators_untouched():
@@ -118,8 +118,8 @@ def repeatable(s: Scene) -> None:
     demand(s.attack.model_dump() == before, f"the attack changed from {before} to {s.attack.model_dump()}")
 
 
-def knowledge(s: Scene) -> None:
-    """An attack knows what it declares: honest models with `sees_honest`, its own training with `trains`."""
+def knowledge(s: AttackScene) -> None:
+    """An attack reads what it declares: honest models with `sees_honest`, its own training with `trains`."""
     if not isinstance(s.attack, Forgery):
         return
     if not s.attack.sees_honest:
@@ -128,10 +128,10 @@ def knowledge(s: Scene) -> None:
     if not s.attack.reads_own:
         other = s._replace(benign=7 * s.benign)
         sentence = "other training of the attackers, although trains is False"
-        agree(other.forged(known=False), s.forged(known=False), sentence)
+        agree(other.forged(informed=False), s.forged(informed=False), sentence)
 
 
-LAWS = {
+LAWS: dict[Callable[[Any], None], str] = {
     runs: "repair this line; honest is None where the honest models are not known",
     attackers: "leave attackers as it is, or draw ids with fl.seeds.generator(seed, purpose=...) and sort them",
     shapes: "return one row per row of base, in its dtype; a label per label, within 0..classes-1",
@@ -156,4 +156,4 @@ def check_attack(attack: Attack, without: Collection[str] = ()) -> None:
         ConfigError: it is no attack, or there is no such law.
     """
     check_arguments(attack, Attack, "fl.attacks.ALIE(fraction=0.2)", LAWS, without)
-    hold(LAWS, Scene.of(attack), attack, Attack, without)
+    hold(LAWS, AttackScene.of(attack), attack, Attack, without)

@@ -240,7 +240,7 @@ def check_law(
         stage = stage_of(error, Algorithm, STAGES)
         cure = NAMED if isinstance(error, FedloomError) else CURES[law]
         if law == runs.__name__:
-            cure = f"{cure}; {model_of_laws(layout if on is None else on.layout, on and on.classes)}"
+            cure = f"{cure}; {model_of_laws(layout if on is None else on.layout, None if on is None else on.classes)}"
         raise broken(law, method, error, stage, cure, "" if on is None else " on a network") from error
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from fedloom.testing.report import check_arguments, generators_untouched, hold
 from fedloom.testing.scene import demand
 
 SAMPLES, OFFICIAL, CLASSES, USERS = 1200, 200, 10, 12
-"""Sizes of the laws' data: as many classes as the built-in `clusters` asks for, and 100 samples or more of each."""
+"""Sizes of the laws' data: as many classes as the built-in `clusters` needs, and 100 samples or more of each."""
 SEED = 3
 
 
@@ -154,7 +155,7 @@ def prepared(s: Case) -> None:
         )
 
 
-LAWS = {
+LAWS: dict[Callable[[Any], None], str] = {
     runs: "repair this line",
     declared: "give int64 arrays, and one entry per client in all that a draw has",
     pool_only: "deal entries of pool.index; positions within the pool are no positions in the data set",

@@ -1,4 +1,4 @@
-"""How laws are checked and reported: the law, the part, the place in its code, and a cure."""
+"""Reports of laws: the law, the part, the place in its code, and a cure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PACKAGE = Path(__file__).parents[1]
 
 
 def stage_of(error: BaseException, part: type, stages: Collection[str]) -> str | None:
-    """Name the function of a part in which an error arose: the outermost one that its author wrote.
+    """Name the function of a part in which an error arose: the outermost one that its author wrote; None outside.
 
     Args:
         error: caught, with its traceback.
@@ -33,8 +33,8 @@ def stage_of(error: BaseException, part: type, stages: Collection[str]) -> str |
         for frame, _ in traceback.walk_tb(error.__traceback__)
         if frame.f_code.co_name in stages and isinstance(frame.f_locals.get("self"), part)
     ]
-    written = [name for name, file in called if PACKAGE not in file.parents]
-    return next(iter([*written, *(name for name, _ in called)]), None)
+    by_author = [name for name, file in called if PACKAGE not in file.parents]
+    return next(iter([*by_author, *(name for name, _ in called)]), None)
 
 
 def broken(law: str, part: object, error: Exception, stage: str | None, cure: str, where: str = "") -> AssertionError:
@@ -114,7 +114,7 @@ def _global_states() -> dict[str, Any]:
     legacy = np.random.get_state(legacy=False)  # noqa: NPY002  # only to see whether it was used
     return {
         "torch": torch.random.get_rng_state().tolist(),
-        "numpy": repr(legacy["state"]["key"].tolist()) + repr(legacy["state"]["pos"]),  # type: ignore[index,call-overload]
+        "numpy": repr(legacy["state"]["key"].tolist()) + repr(legacy["state"]["pos"]),
         "random": random.getstate(),
     }
 

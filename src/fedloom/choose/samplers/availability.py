@@ -38,8 +38,8 @@ class Availability(SizedSampler):
 
     def adapted(self, n: int) -> Self:
         """Turns of as many rounds as there are clients, where neither turns nor a table is given."""
-        given = self.model_fields_set.intersection(("table", "period", "on"))
-        return self if given or self.period <= n else self.with_(period=n)
+        turns = self.model_fields_set.intersection(("table", "period", "on"))
+        return self if turns or self.period <= n else self.with_(period=n)
 
     def present(self, round: int, n: int) -> Tensor:
         """Who is there in a round, bool ``[n]``."""

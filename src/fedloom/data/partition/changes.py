@@ -77,7 +77,7 @@ def viewed(data: Dataset, dealt: Dealt, views: Ints) -> Dataset:
 def prepared(data: Dataset, dealt: Dealt, train: Dealt, *, pool: bool) -> Dataset:
     """The data set with its `prepare` applied, fitted on each client's training part.
 
-    Samples that belong to no client are NaN, and `Dataset.ready` says so: no part of a federation may have them.
+    Samples that belong to no client are NaN, and `Dataset.ready` is False there: no part of a federation may have them.
     """
     assert data.prepare is not None
     if data.test is not None and not pool:

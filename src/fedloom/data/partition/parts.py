@@ -97,12 +97,12 @@ def check_dealt(dealt: Dealt, test: Dealt | None, samples: int) -> None:
         samples: of the data set.
 
     Raises:
-        ValueError: the partition's code is wrong; the message says where.
+        ValueError: the partition's code is wrong; the message has the field.
     """
-    for name, given in (("dealt", dealt), ("test", test)):
-        if given is None:
+    for name, lists in (("dealt", dealt), ("test", test)):
+        if lists is None:
             continue
-        index, offsets = given
+        index, offsets = lists
         if len(offsets) == 0 or offsets[0] != 0 or offsets[-1] != len(index) or (np.diff(offsets) < 0).any():
             raise ValueError(
                 f"{name}: offsets [n + 1] must rise from 0 to the {len(index)} entries of index, got {offsets}"
@@ -116,7 +116,7 @@ def check_dealt(dealt: Dealt, test: Dealt | None, samples: int) -> None:
     n, tested = len(dealt.offsets) - 1, len(test.offsets) - 1
     if tested != n:
         raise ValueError(f"test has {tested} clients, dealt has {n}; give every client a test part, be it empty")
-    trained, tests = (owners(given) * samples + given.index for given in (dealt, test))
+    trained, tests = (owners(lists) * samples + lists.index for lists in (dealt, test))
     if len(both := np.intersect1d(trained, tests)):
         client, sample = divmod(int(both[0]), samples)
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Defaults that a federation is too small for: the run takes the nearest value that works, and a note says so."""
+"""Defaults that a federation is too small for: the run takes the nearest value that works, and has a note."""
 
 from __future__ import annotations
 

@@ -153,10 +153,10 @@ def _moved(oracle: Network) -> list[str]:
             f"training changes buffers or attributes of the model ({_some(oracle.moved)}): every step, score and saved "
             "model has their initial values; make a parameter of what should last"
         )
-    if oracle.written:
+    if oracle.overwritten:
         notes.append(
-            f"a forward pass changes parameters of the model ({_some(oracle.written)}), as max_norm of an embedding "
-            "does: a step of training keeps the change, while scores, saved models and means over clients do not; "
+            f"a forward pass changes parameters of the model ({_some(oracle.overwritten)}), as max_norm of an "
+            "embedding does: a step of training keeps the change, while scores, saved models and means over clients do not; "
             "bound such parameters within forward instead, without changing them"
         )
     return notes

@@ -47,15 +47,24 @@ class Oracle(ABC):
     dtype: torch.dtype
     device: torch.device
     minimise: Minimise | None = None
-    reached: Tensor | None = None
-    """``[d]`` 1 for parameters that a gradient can reach, 0 for others; None where it can reach all."""
-    reached_with_terms: Tensor | None = None
-    """`reached` where the loss has terms on the representation."""
     whole: bool = False
     """Whether the loss is of all of a client's samples together, not a mean over them."""
 
     def at_once(self, w: Tensor) -> Descend | None:
         """All steps of SGD on rows like ``w [m, d]`` in one call; None where there is no such loop."""
+        return None
+
+    @property
+    def reached(self) -> Tensor | None:
+        """``[d]`` 1 for parameters that the gradient of some sample reaches, 0 for others; None where it reaches all.
+
+        Optimisers of torch leave a parameter without a gradient as it is, weight decay or not.
+        """
+        return None
+
+    @property
+    def reached_with_terms(self) -> Tensor | None:
+        """`reached` where the loss has terms on the representation; None where it reaches all."""
         return None
 
     @abstractmethod

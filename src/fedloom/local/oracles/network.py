@@ -287,19 +287,14 @@ class Network(Oracle):
 
     @cached_property
     def reached(self) -> Tensor | None:
-        """``[d]`` 1 for parameters that the gradient of some sample reaches, 0 for others; None where there are none.
-
-        Optimisers of torch leave a parameter without a gradient as it is, weight decay or not.
-        """
         return reached_mask(self._module, self.fed, self.layout)
 
     @cached_property
     def reached_with_terms(self) -> Tensor | None:
-        """`reached` where the loss has terms on the representation; found only where some are not reached without."""
         return None if self.reached is None else reached_mask(self._module, self.fed, self.layout, self.spot)
 
     @cached_property
-    def written(self) -> Sequence[str]:
+    def overwritten(self) -> Sequence[str]:
         """Names of parameters that a forward pass itself writes."""
         return written_parameters(self._module, self.fed)
 
@@ -309,7 +304,7 @@ class Network(Oracle):
 
     def _views_to_run(self, row: Tensor) -> list[Tensor]:
         """The parameters for a pass that must not change ``row``."""
-        return self.views(row.clone() if self.written else row)
+        return self.views(row.clone() if self.overwritten else row)
 
     def _hold(self, views: list[Tensor]) -> None:
         """Make the module compute with these parameters."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.local.oracles.forward import Spot, at_least_two, caught
-from fedloom.models.imported import Values
+from fedloom.models.imported import Mark, Values
 from fedloom.rows.layout import Layout, trainable
 from fedloom.seeds import forked
 
@@ -50,15 +50,11 @@ def written_parameters(module: nn.Module, fed: Federation) -> list[str]:
     values are the same.
     """
     probe = _probe(module, fed)
-    before = {name: (p, p._version, p.detach().clone()) for name, p in trainable(probe).items()}
+    marks = {name: (Mark.of(p), p.detach().clone()) for name, p in trainable(probe).items()}
     with forked(fed.device):
         _tried(probe, fed)
     now = trainable(probe)
-    return [
-        name
-        for name, (p, version, value) in before.items()
-        if now.get(name) is not p or p._version != version or not torch.equal(p.detach(), value)
-    ]
+    return [n for n, (mark, value) in marks.items() if not mark.is_same(now[n]) or not torch.equal(now[n], value)]
 
 
 def unreached_parameters(module: nn.Module, fed: Federation, spot: Spot | None = None) -> list[str]:
