@@ -156,8 +156,8 @@ def _moved(oracle: Network) -> list[str]:
     if oracle.overwritten:
         notes.append(
             f"a forward pass changes parameters of the model ({_some(oracle.overwritten)}), as max_norm of an "
-            "embedding does: a step of training keeps the change, while scores, saved models and means over clients do not; "
-            "bound such parameters within forward instead, without changing them"
+            "embedding does: a step of training keeps the change, while scores, saved models and means over clients do "
+            "not; bound such parameters within forward instead, without changing them"
         )
     return notes
 

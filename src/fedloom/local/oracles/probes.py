@@ -78,7 +78,7 @@ def unreached_parameters(module: nn.Module, fed: Federation, spot: Spot | None =
             with caught(layer, entering=spot is not None and spot.entering) as features:
                 ends = [probe(x), *features]
             total = torch.stack([end.sum() for end in ends]).sum()
-            slopes = torch.autograd.grad(total, list(left.values()), allow_unused=True)
+            slopes: tuple[Tensor | None, ...] = torch.autograd.grad(total, list(left.values()), allow_unused=True)
             left = {name: p for (name, p), slope in zip(left.items(), slopes, strict=True) if slope is None}
             if not left or torch.equal(before, _global_state(fed.device)):
                 break
