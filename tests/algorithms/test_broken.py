@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections import OrderedDict
 from typing import Annotated, Any, ClassVar, NamedTuple
 
@@ -35,6 +37,33 @@ class Absolute(NamedTuple):
 
 class Part(NamedTuple):
     dw: Annotated[Tensor, Mean(base="down.x", primary=True, part="body")]
+
+
+class Crashes(FedAvg):
+    def client(self, down: Model, rows: Nothing, work: Work) -> tuple[Delta, Nothing]:
+        return Delta(super().client(down, rows, work)[0].dw.view(2, 2)), rows
+
+
+class CrashesAtTheServer(FedAvg):
+    def server(self, server: Model, up: Delta, ctx: Ctx) -> Model:
+        assert len(up.dw) == 1, "an assertion of the method is no sentence of a law"
+        return server
+
+
+class CrashesInTheDownload(FedAvg):
+    def down(self, server: Model, kept: None, ctx: Ctx) -> Model:
+        return Model({}["x"])
+
+
+class SoftmaxHead(FedAvg):
+    """Reads a head with an output per class, as the models of a task with classes have it."""
+
+    def client(self, down: Model, rows: Nothing, work: Work) -> tuple[Delta, Nothing]:
+        up, rows = super().client(down, rows, work)
+        head = work.layout.tree(down.x.expand_as(up.dw))["head.weight"]
+        assert (work.class_means(down.x) * head).shape == head.shape
+        assert work.class_counts.shape == head.shape[:2]
+        return up, rows
 
 
 class TwoPrimary(FedAvg):
@@ -241,6 +270,9 @@ class KeepsNoRows(FLAME):
 
 
 BROKEN: list[tuple[str, type[Algorithm]]] = [
+    ("runs", Crashes),
+    ("runs", CrashesAtTheServer),
+    ("runs", CrashesInTheDownload),
     ("declarations", TwoPrimary),
     ("declarations", UnknownBase),
     ("declarations", NoTemplate),
@@ -280,6 +312,31 @@ BROKEN: list[tuple[str, type[Algorithm]]] = [
 def test_law_finds_the_mistake(law: str, broken: type[Algorithm]) -> None:
     with pytest.raises(AssertionError, match=f"law {law}, {broken.__name__}"):
         check_law(law, broken())
+
+
+@pytest.mark.parametrize(
+    ("broken", "stage", "error"),
+    [
+        (Crashes, "client", "RuntimeError: shape .* is invalid"),
+        (CrashesAtTheServer, "server", "AssertionError: an assertion of the method"),
+        (CrashesInTheDownload, "down", "KeyError: 'x'"),
+    ],
+)
+def test_a_crash_names_its_function_its_file_and_its_line(broken: type[Algorithm], stage: str, error: str) -> None:
+    line = inspect.getsourcelines(broken)[1]
+    with pytest.raises(AssertionError, match=rf"law runs, {broken.__name__}.*: {stage} stopped with {error}") as caught:
+        check_algorithm(broken())
+    place = re.search(r"\(test_broken.py, line (\d+)\); repair this line", str(caught.value))
+    assert place
+    assert line < int(place[1]) < line + 4
+    assert "annotate" not in str(caught.value)
+
+
+def test_a_head_per_class_is_checked_with_its_module() -> None:
+    with pytest.raises(AssertionError, match=r"(?s)law runs, .*head.weight \[1, 2\].*give layout=MODULE"):
+        check_algorithm(SoftmaxHead())
+    net = nn.Sequential(OrderedDict(body=nn.Linear(4, 5), tanh=nn.Tanh(), head=nn.Linear(5, 3)))
+    check_algorithm(SoftmaxHead(), layout=net, shape=(4,))
 
 
 def test_every_law_can_fail() -> None:

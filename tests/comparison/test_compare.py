@@ -386,3 +386,22 @@ def test_the_model_that_a_client_would_use_is_what_final_gives(whole: Any) -> No
     assert torch.equal(recorded.final(), whole["ditto", 0].final())
     accuracy = float(whole["fedavg", 0].final().nanmean())
     assert f"test accuracy {accuracy:.4g} (global)" in repr(whole["fedavg", 0])
+
+
+def test_a_comparison_without_test_samples_says_why_it_decides_nothing(tmp_path: Path) -> None:
+    cut = fl.partition.iid(clients=3, test=0.0)
+    found = fl.compare(["fedavg", "local"], fl.load("digits"), partition=cut, seeds=[0, 1], folder=tmp_path, **SHORT)
+    for line in repr(found).splitlines()[1:]:
+        assert "no client has a test sample: give clients test parts, as by test = 0.2" in line
+    assert "no client has a test sample" in found._repr_html_()
+    assert set(found.to_pandas().status) == {
+        "done, but no client has a test sample: give clients test parts, as by test = 0.2 in [partition]"
+    }
+    assert "no client has a test sample" in found.report().read_text()
+
+
+def test_a_comparison_with_few_seeds_says_how_many_a_test_needs() -> None:
+    cut = fl.partition.iid(clients=3)
+    found = fl.compare(["fedavg", "local"], fl.load("digits"), partition=cut, seeds=[0, 1], **SHORT)
+    assert "not decidable: a test needs 5 seeds that both methods have, and there are 2" in repr(found)
+    assert set(found.to_pandas().status) == {"done"}

@@ -407,14 +407,25 @@ def test_rotated_in_a_hybrid_leaves_the_other_half() -> None:
             {},
             r"needs images \[channels, height, width\]",
         ),
-        (pictures(height=3), {}, "4 turns need square images, those of pictures are 3 x 4"),
-        (pictures(), {"clients": 7, "inverted": True}, "8 views need as many clients, got 7"),
+        (pictures(height=3), {"turns": 4}, "4 turns need square images, those of pictures are 3 x 4"),
+        (pictures(), {"clients": 7, "inverted": True, "turns": 4}, "8 views need as many clients, got 7"),
         (pictures(), {"test_from": "ratio", "test_count": 2}, "official test samples would not fit"),
     ],
 )
 def test_rotated_refuses(data: Dataset, fields: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         PARTITIONS["rotated"](**{"clients": 8, **fields})(data, 0)
+
+
+@pytest.mark.parametrize(
+    ("data", "fields", "turns"),
+    [(pictures(height=3), {}, 2), (pictures(), {"clients": 7, "inverted": True}, 3), (pictures(), {"clients": 1}, 1)],
+)
+def test_turns_that_nobody_chose_are_as_many_as_can_be(data: Dataset, fields: dict[str, Any], turns: int) -> None:
+    fed = PARTITIONS["rotated"](**{"clients": 8, **fields})(data, 0)
+    assert fed.groups is not None
+    assert len(fed.groups.unique()) == turns * (1 + fields.get("inverted", False))
+    assert [note for note in fed.notes if f"rotated: turns = {turns}, because" in note]
 
 
 def test_clusters_have_block_structure() -> None:

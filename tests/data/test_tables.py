@@ -49,9 +49,9 @@ def test_a_small_table_by_hand() -> None:
         [a[1], 0, 1, 0, 0, 8],  # the most frequent training level, ties to the lower
         [a[2], 1, 0, 0, 1, 7],
         [a[3], 0, 0, 1, 0, 6],
-        [0, 0, 0, 0, 0, 0],  # belongs to no client
+        [NAN] * 6,  # belongs to no client
     ]
-    torch.testing.assert_close(got, torch.tensor(expected, dtype=torch.float32))
+    torch.testing.assert_close(got, torch.tensor(expected, dtype=torch.float32), equal_nan=True)
 
 
 def test_a_column_hardly_observed_is_zero_and_flagged() -> None:

@@ -120,13 +120,16 @@ def sgd(
     module = copy.deepcopy(module).to(start.dtype).train()
     vector_to_parameters(start.clone(), module.parameters())
     given = {"momentum": momentum} if make is None else {}
-    optimiser = (make or torch.optim.SGD)(module.parameters(), lr=lr, weight_decay=weight_decay, **given)
+    groups = [{"params": [p]} for p in module.parameters()]
+    optimiser = (make or torch.optim.SGD)(groups, lr=lr, weight_decay=weight_decay, **given)  # type: ignore[arg-type]
     x, y = samples(fed, client)
     count = steps_of(len(x), batch_size, epochs) if steps is None else steps
     for k, batch in enumerate(positions(len(x), batch_size, count, client, stream, seed, round)):
         use_masks(module, features or {}, len(batch), client, k, seed, round)
         optimiser.zero_grad()
         mean_loss(module(x[batch]), y[batch], task).backward()
+        for group in optimiser.param_groups:
+            group["weight_decay"] = 0.0 if group["params"][0].grad is None else weight_decay
         gradient = slopes(module)
         if clip is not None and gradient.norm() > clip:
             gradient = gradient * clip / gradient.norm()

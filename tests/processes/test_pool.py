@@ -10,16 +10,19 @@ import multiprocessing
 import os
 import signal
 import time
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
+import fedloom as fl
 from fedloom.errors import ConfigError, FedloomError
 from fedloom.processes import pool as pools
 from fedloom.processes.buffers import LARGE, packed, unpacked
 from fedloom.processes.pool import SHORT, WorkerPool
+from fedloom.tune import Tuning
 
 
 class Task(NamedTuple):
@@ -51,6 +54,61 @@ def test_a_tensor_lies_in_memory_of_another_process_as_torch_places_it() -> None
     """The rounding of a product depends on where its factors begin."""
     tensors = [torch.ones(size) for size in range(1, 40)]
     assert {tensor.data_ptr() % 64 for tensor in unpacked(packed(tensors))} == {0}
+
+
+def federation() -> fl.Federation:
+    y = torch.arange(12) % 2
+    return fl.Federation.of([((torch.rand(12, 3), y), (torch.rand(4, 3), y[:4])) for _ in range(3)])
+
+
+def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many processes every pool is asked for."""
+    counts: list[int] = []
+    make = pools.WorkerPool.__init__
+
+    def counting(self: WorkerPool, handlers: Any, workers: int, *more: Any, **options: Any) -> None:
+        counts.append(workers)
+        make(self, handlers, 1, *more, **options)
+
+    monkeypatch.setattr(pools.WorkerPool, "__init__", counting)
+    monkeypatch.setattr(pools.os, "sched_getaffinity", lambda _process: {0, 1}, raising=False)
+    return counts
+
+
+@pytest.mark.parametrize(("wanted", "units", "want"), [(1000, 3, 3), (1000, 50, 4), (3, 50, 3), (1, 50, 1), (5, 0, 1)])
+def test_only_processes_with_something_to_do_are_started(
+    monkeypatch: pytest.MonkeyPatch, wanted: int, units: int, want: int
+) -> None:
+    monkeypatch.setattr(pools, "cores", lambda: 2)
+    assert pools.useful(wanted, units) == want
+
+
+def test_a_thousand_workers_are_a_few_processes_and_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = started(monkeypatch)
+    result = fl.simulate("fedavg", federation(), rounds=1, engine={"workers": 1000})
+    assert counts == [3]
+    assert [n for n in result.notes if "engine.workers = 1000: at most 4 processes are started" in n]
+    quiet = fl.simulate("fedavg", federation(), rounds=1, engine={"workers": 2})
+    assert counts == [3, 2]
+    assert not [n for n in quiet.notes if "engine.workers" in n]
+
+
+def test_a_thousand_workers_of_a_comparison_and_of_a_search_are_a_few_processes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    counts = started(monkeypatch)
+    fl.compare(["fedavg", "local", "fedprox"], federation(), rounds=1, seeds=[0, 1], engine={"workers": 1000})
+    assert max(counts) == 4
+    counts.clear()
+    document = {
+        "name": "search", "rounds": 1, "data": {"source": "digits"}, "partition": {"kind": "iid", "clients": 3},
+        "engine": {"workers": 1000}, "tune": {"trials": 1, "space": {"fedavg": {"local.lr": [0.1, 0.2]}}},
+        "method": [{"algorithm": "fedavg"}],
+    }  # fmt: skip
+    search = Tuning(document, "search.toml", tmp_path / "search")
+    assert [note for note in search.remarks if "at most 4 processes" in note]
+    search.run()
+    assert max(counts) <= 4
 
 
 def test_a_process_that_may_have_no_others_refuses_workers(monkeypatch: pytest.MonkeyPatch) -> None:

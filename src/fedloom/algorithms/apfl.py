@@ -34,7 +34,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.algorithms._base import Algorithm, Delta, Model
-from fedloom.local import Batch, Ctx, Work, iterate, step_
+from fedloom.local import Batch, Ctx, Work, iterate, shrink_, step_
 
 
 class Client(NamedTuple):
@@ -79,7 +79,7 @@ class APFL(Algorithm):
                 if learns:
                     r = r._replace(alpha=(alpha - work.lr * slope).clamp(0, 1))  # alpha -= eta <v - w, grad f_i(v-bar)>
                 if self.mix == "after":
-                    v.mul_(1 - work.lr * work.local.weight_decay)
+                    shrink_(work, v, work.lr)
                 v.addcmul_(g, alpha, value=-work.lr)
             else:
                 step_(v, work, batch, work.lr * alpha, at=mix)  # the chain rule's factor alpha

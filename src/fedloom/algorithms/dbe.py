@@ -40,7 +40,7 @@ from torch import Tensor
 
 from fedloom.algorithms._base import Algorithm, Mean
 from fedloom.algorithms._prototypes import head_of, require_bias, shape_of
-from fedloom.local import Batch, Bound, Ctx, Work, descend, iterate
+from fedloom.local import Batch, Bound, Ctx, Work, decay_of, descend, iterate
 from fedloom.rows import masks
 from fedloom.rows.layout import Layout
 
@@ -107,7 +107,7 @@ class DBE(Algorithm):
             head, (weight, bias) = head_of(work.layout, r.w).weight, head_of(work.layout, g)
             memory = r.memory - work.lr * (bias[:, None] @ head)[:, 0] if self.memory else r.memory
             weight += bias[:, :, None] * r.memory[:, None]  # of the head on z + m, where g has it on z
-            return _Rows(r.w - work.lr * (g + work.local.weight_decay * r.w), memory, running)
+            return _Rows(r.w - work.lr * (g + decay_of(work, r.w)), memory, running)
 
         start = _Rows(down.x.expand(work.m, -1), rows.memory, torch.zeros_like(rows.memory))
         w, memory, _ = iterate(step, start, work)

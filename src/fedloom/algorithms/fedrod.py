@@ -83,7 +83,7 @@ class FedRoD(Algorithm):
             both = r.w.clone()
             both[:, top] += r.head
             slope = work.clipped(both, batch)[:, top].add_(r.head, alpha=decay)  # Eq. 9, body and psi as they are
-            generic = work.clipped(r.w + r.shift, batch).add_(r.w, alpha=decay)  # Eq. 8
+            generic = work.add_decay_(work.clipped(r.w + r.shift, batch), r.w)  # Eq. 8
             return r._replace(w=r.w.sub(generic, alpha=work.lr), head=r.head.sub(slope, alpha=work.lr))
 
         w, head, _ = iterate(step, _Rows(down.x.expand(work.m, -1).clone(), rows.head, self._shift(work, down.x)), work)

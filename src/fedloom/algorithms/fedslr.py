@@ -46,7 +46,7 @@ from torch import Tensor
 
 from fedloom.algorithms._base import Algorithm, Derived, Mean, Sent, by_rule
 from fedloom.algorithms._regulariser import Components, penalties
-from fedloom.local import Ctx, Work, descend
+from fedloom.local import Ctx, Work, decay_of, descend
 from fedloom.rows.prox import Prox
 
 
@@ -123,7 +123,7 @@ class FedSLR(Algorithm):
         steps = None if self.personal_epochs is None else work.epochs(self.personal_epochs)
         prox, shift = (self.proxes()["personal"], x), None
         if self.personal_decay == "component":
-            shift = -work.local.weight_decay * x  # wd (v - x) = wd p
+            shift = -decay_of(work, x)  # wd (v - x) = wd p
         v = descend(x + p, work, prox=prox, shift=shift, steps=steps, stream="phase II")  # Eq. 7, v = x + p
         return Up(w - x), Client(gi, v - x)
 

@@ -50,6 +50,8 @@ def tune(
         from fedloom.tune.search import beyond, shorter
 
         search = Tuning(document, str(file), out or Path("runs") / f"{file.stem}-tune", data_dir, force=force)
+        for sentence in search.remarks:
+            say(f"note: {sentence}", err=True)
         try:
             findings = search.run(_tell)
         except RunStopped as stop:

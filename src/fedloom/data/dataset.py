@@ -50,7 +50,7 @@ class Prepare(Protocol):
 
         Args:
             x: raw features [N, p]; NaN is a missing value.
-            owner: client of each sample [N], -1 where it belongs to none (such rows become 0).
+            owner: client of each sample [N], -1 where it belongs to none (such rows are never read).
             train: whether the sample is in its client's training part [N], bool.
 
         Returns:
@@ -81,6 +81,8 @@ class Dataset:
         user_names: names of the users, in code order.
         prepare: fitted per client when a federation is built; only such data may hold NaN (missing values).
         fitted: the table that was fitted, and to what, where the features came out of one.
+        ready: of features that `prepare` made, whether it made those of a sample [N] bool; the others are NaN, and no
+            part of a federation may have them. None: all are ready.
         centre: what was subtracted from the targets of a regression.
         unit: what divided them after that; figures are in this unit.
         vocabulary: names of the tokens; empty where samples are numbers.
@@ -109,6 +111,7 @@ class Dataset:
     user_names: tuple[str, ...] = ()
     prepare: Prepare | None = None
     fitted: Fitted | None = None
+    ready: Tensor | None = None
     centre: float = 0.0
     unit: float = 1.0
     vocabulary: tuple[str, ...] = ()
@@ -132,6 +135,8 @@ class Dataset:
             problems += _outside(what, codes, len(names))
         if self.test is not None:
             problems += _outside("the test set", self.test, n)
+        if self.ready is not None and (self.ready.dtype != torch.bool or self.ready.shape != (n,)):
+            problems.append(f"ready must be bool [{n}], got {self.ready.dtype} {list(self.ready.shape)}")
         refuse(self.name, problems)
 
     @classmethod
@@ -195,9 +200,10 @@ class Dataset:
         return len(self.x)
 
     def checksum(self) -> str:
-        """SHA-256 of types, shapes and bytes of `x` and `y`, in hexadecimal."""
+        """SHA-256 of types, shapes and bytes of `x` and `y`, in hexadecimal; samples that are not ready count as 0."""
         digest = hashlib.sha256()
-        for part in (self.x, self.y):
+        x = self.x if self.ready is None else self.x.masked_fill(~self.ready.view(-1, *[1] * len(self.shape)), 0)
+        for part in (x, self.y):
             array = part.detach().cpu().contiguous().numpy()
             digest.update(f"{array.dtype.str}{array.shape}".encode())
             digest.update(array.reshape(-1).view(np.uint8).data)
@@ -237,7 +243,8 @@ class Dataset:
             yield f"features must be uint8 or float, got {self.x.dtype}; convert them, or give a vocabulary of tokens"
         elif not bool(torch.isfinite(self.x.sum())):  # NaN and Inf survive a sum
             bad = ~torch.isfinite(self.x) if self.prepare is None else torch.isinf(self.x)
-            where: list[int] = bad.reshape(len(bad), -1).any(1).nonzero().flatten().tolist()
+            bad = bad.reshape(len(bad), -1).any(1)
+            where: list[int] = (bad if self.ready is None else bad & self.ready).nonzero().flatten().tolist()
             if where:
                 yield (
                     f"NaN or Inf in the features of {len(where)} samples (first: sample {where[0]}); "

@@ -47,7 +47,8 @@ class Federation:
 
     Raises:
         PartitionError: a client without training samples.
-        DataError: positions outside the data, offsets that do not fit, data whose `prepare` was not applied.
+        DataError: positions outside the data, offsets that do not fit, data whose `prepare` was not applied, or was not
+            to a sample of a part.
     """
 
     data: Dataset
@@ -77,12 +78,30 @@ class Federation:
             held = index if index.stride(0) else index[:1]  # of one number that stands for all, that one
             if len(held) and (int(held.min()) < 0 or int(held.max()) >= len(self.data)):
                 raise DataError(f"{part}: positions must be within 0..{len(self.data) - 1}")
+            self._check_ready(part, held)
+        if self.test is not None:
+            self._check_ready("the common test set", self.test)
         empty: list[int] = (self.sizes("train") == 0).nonzero().flatten().tolist()
         if empty or self.n == 0:
             who = f"clients {empty[:8]} have no training sample" if empty else "there are no clients"
             raise PartitionError(f"{who}; every client needs one training sample: use fewer clients or more data")
         object.__setattr__(self, "_flat", self.data.x.reshape(len(self.data), -1))
         object.__setattr__(self, "_affine", self._scale_and_shift())
+
+    def _check_ready(self, part: str, index: Tensor) -> None:
+        """Refuse samples whose features were not prepared.
+
+        Raises:
+            DataError: there are such samples.
+        """
+        if self.data.ready is None:
+            return
+        bare = index[~self.data.ready.to(index.device)[index]]
+        if len(bare):
+            raise DataError(
+                f"{self.data.name}: {part} has {len(bare)} samples whose columns were scaled for no client (first: "
+                f"sample {int(bare[0])}); let the partition deal them to a client, in Draw.dealt or Draw.test"
+            )
 
     @classmethod
     def of(cls, clients: Any, **options: Any) -> Federation:
@@ -207,6 +226,7 @@ class Federation:
             test=None if data.test is None else data.test.to(d),
             columns={k: v.to(d) for k, v in data.columns.items()},
             users=None if data.users is None else data.users.to(d),
+            ready=None if data.ready is None else data.ready.to(d),
         )
         return replace(
             self,

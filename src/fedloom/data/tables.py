@@ -135,13 +135,13 @@ class Table(Value):
         return torch.stack(fitted) if fitted else torch.zeros(0, len(self.columns), FITTED, dtype=torch.float64)
 
     def encode(self, x: Tensor, owner: Tensor, fitted: Tensor) -> Tensor:
-        """Features [N, q] float32 of samples x [N, p] of the clients `owner` [N] (-1: becomes 0), as fitted [n, p, .].
+        """Features [N, q] float32 of samples x [N, p] of the clients `owner` [N] (-1: NaN), as fitted [n, p, .].
 
         Raises:
             DataError: samples of another number of columns.
         """
         self._check(x)
-        out = torch.zeros(len(x), self.width, dtype=torch.float32)
+        out = torch.full((len(x), self.width), torch.nan, dtype=torch.float32)
         for rows, statistics in zip(_clients(owner), fitted, strict=True):
             out[rows] = self.encoder(statistics)(x[rows])
         return out

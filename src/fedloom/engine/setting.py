@@ -93,7 +93,7 @@ class Engine(Value):
 
     workers: Annotated[int | Literal["auto"], AfterValidator(_some_workers)] = Field(
         1,
-        description="processes of one thread each on this machine; under torchrun, its ranks are the workers",
+        description="processes of one thread each on this machine, at most two per core; under torchrun, its ranks",
         union_mode="left_to_right",
     )
     oracle: Literal["auto", "fused", "stacked", "looped"] = Field("auto", description="how gradients are computed")

@@ -14,6 +14,7 @@ from fedloom.algorithms import Algorithm, check_declaration
 from fedloom.choose import SharesWeigher, Uniform
 from fedloom.choose.shares import by_clusters, cluster_shares, clusters_of, shares_of
 from fedloom.data.federation import Federation
+from fedloom.engine.checks.defaults import adapted
 from fedloom.engine.checks.notes import changes_nothing, notes_of
 from fedloom.engine.checks.refusals import (
     check_attack,
@@ -35,13 +36,13 @@ from fedloom.engine.problem import RunProblem
 from fedloom.engine.replay import Replay
 from fedloom.engine.setting import Engine, Setting
 from fedloom.engine.virtual.check import check_schedule
+from fedloom.engine.workers import idle_workers, worker_count
 from fedloom.errors import ConfigError, Refused, attribute_error
 from fedloom.local import Ctx, Nothing, Work
 from fedloom.local.optimizer import OptimizerStates, slots_of
 from fedloom.local.oracles import Network, chunk_limit, make_oracle
 from fedloom.local.oracles.precision import undisturbed, wake
 from fedloom.local.rows import Fields, remade
-from fedloom.processes.pool import cores
 from fedloom.processes.ranks import ALONE, Ranks
 from fedloom.rows.attacks import Poison
 from fedloom.rows.channel import Channel
@@ -49,9 +50,6 @@ from fedloom.schedule import Stream, Synchronous
 from fedloom.storage.memory import Forked
 from fedloom.storage.store import Store
 from fedloom.tasks import task_of
-
-WORTH_FORKING = 2e11
-"""Multiply-adds of a run, about four seconds of one core, from which more workers pay."""
 
 
 @undisturbed()
@@ -90,7 +88,7 @@ def make_job(
     """
     problem, start = make_problem(setting, fed, replay)
     engine, samples = problem.setting.engine, int(problem.train_sizes.sum())
-    workers = worker_count(engine, problem.setting.rounds, problem.oracle.layout.d, samples) if ranks.size == 1 else 1
+    workers = worker_count(engine, problem, samples) if ranks.size == 1 else 1
 
     def store(name: str, template: Fields) -> Store[Fields]:
         on_cpu = remade(template, [t.cpu() for t in template])
@@ -169,7 +167,7 @@ def make_problem(
     if setting.mixer is not None:
         with attribute_error("method", method, "down"):
             check_mixed_width(method, method.down(server, None, ctx), oracle.layout.d)
-    notes = [*pooled_notes, *notes_of(setting, oracle, server, ctx, fewest, attackers)]
+    notes = [*pooled_notes, *notes_of(setting, oracle, server, ctx, fewest, attackers), *idle_workers(setting.engine)]
     if setting.aggregator is not None and fewest is not None:
         setting.aggregator.check(fewest)
     memory = _memory(method, (server, client, kept), oracle, ctx)
@@ -247,11 +245,10 @@ def _checked(setting: Setting, n: int) -> tuple[Setting, list[str]]:
     Raises:
         ConfigError: values that cannot work, or (Refused) do not work together.
     """
-    pooled, setting = setting.pooled, setting.resolved()
+    pooled, (setting, notes) = setting.pooled, adapted(setting.resolved(), n)
     setting = setting.with_(weigher=setting.weigher.with_groups(setting.evaluate.groups))
     check_together(setting.method, setting.local, setting.weigher, setting.aggregator, setting.channel)
     check_sampler(setting.method, setting.sampler, setting.weigher)
-    notes = []
     if pooled:
         none = dict.fromkeys(("mixer", "aggregator", "attack", "channel", "devices"))
         pool = setting.with_(
@@ -334,20 +331,3 @@ def _residue(messages: Messages, channel: Channel, upload: Fields, kept: Fields 
         return Residue(getattr(kept, messages.changed))
     state = channel.init(messages.update(upload).shape[1], dtype)
     return Nothing() if state is None else Residue(state)
-
-
-def worker_count(engine: Engine, rounds: int, d: int, samples: int) -> int:
-    """Processes of a run; ``auto`` uses the cores when there is enough to do to pay for starting them.
-
-    Raises:
-        Refused: several on a GPU.
-    """
-    on_cpu = engine.device == "cpu"
-    if engine.workers == "auto":
-        return cores() if on_cpu and 3.0 * rounds * samples * d > WORTH_FORKING else 1
-    if engine.workers > 1 and not on_cpu:
-        raise Refused(
-            f"engine.workers is {engine.workers}, but workers are forks of this process, and a fork cannot use the GPU "
-            f"{engine.device!r} of its parent; leave workers out, or start one process per GPU with torchrun"
-        )
-    return engine.workers

@@ -41,7 +41,7 @@ from fedloom.experiment.outputs import (
 )
 from fedloom.experiment.schema import Experiment, Method
 from fedloom.local.oracles.precision import undisturbed
-from fedloom.processes.pool import WorkerPool, cores
+from fedloom.processes.pool import WorkerPool, cores, useful
 from fedloom.processes.ranks import ALONE, Ranks
 from fedloom.processes.signals import interruptible
 from fedloom.rundir import CHECKPOINTS, COX, FILES, FOLDERS, LIVE, MODELS, REPORT, SETTINGS, check_case, folder_of
@@ -309,7 +309,7 @@ def side_by_side(experiment: Experiment, federations: Collection[Federation]) ->
     if wanted == "auto":
         wanted = cores()
     small = all(fed.n < FEW_CLIENTS for fed in federations) and experiment.common.engine.device == "cpu"
-    return min(wanted, len(experiment.methods) * len(experiment.head.seeds)) if small else 1
+    return useful(wanted, len(experiment.methods) * len(experiment.head.seeds)) if small else 1
 
 
 def _save_models(result: Result, folder: Path) -> None:

@@ -6,7 +6,7 @@ from fedloom.local.descend import Pull, descend
 from fedloom.local.iterate import iterate
 from fedloom.local.settings import LocalSGD
 from fedloom.local.split import split
-from fedloom.local.step import step_, where_moved
+from fedloom.local.step import decay_of, shrink_, step_, where_moved
 from fedloom.local.svrg import SvrgResult, svrg
 from fedloom.local.terms import Bound, Term
 from fedloom.local.work import Counts, Work
@@ -22,8 +22,10 @@ __all__ = [
     "SvrgResult",
     "Term",
     "Work",
+    "decay_of",
     "descend",
     "iterate",
+    "shrink_",
     "split",
     "step_",
     "svrg",

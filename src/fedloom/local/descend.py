@@ -39,6 +39,7 @@ class _Rows(NamedTuple):
     centre: Tensor | None
     scale: Tensor | None
     terms: tuple[Bound, ...]
+    decay: Tensor | None
 
 
 def descend(
@@ -91,8 +92,16 @@ def descend(
     pulled: float | Tensor = sum((mu for mu, _ in pull), 0.0)
     plain, terms = local.optimizer == "sgd", active(terms)
     handed = not plain and work.oracle.minimise is None and decays_itself(local)
+    reached = None
+    if local.weight_decay or not plain:
+        reached = work.oracle.reached_with_terms if terms else work.oracle.reached
+    shrinks: Tensor | None = None
     if local.weight_decay and not handed:
-        pulled = pulled + local.weight_decay * (1.0 if scale is None else scale)
+        shrinking = local.weight_decay * (1.0 if scale is None else scale)
+        if reached is None:
+            pulled = pulled + shrinking
+        else:
+            shrinks = per_client(shrinking, m, w) * reached
     if isinstance(pulled, Tensor):
         pulled = per_client(pulled, m, w)
     if work.oracle.minimise is not None and terms:
@@ -106,7 +115,7 @@ def descend(
     moving = spans(mask) if mask is not None and mask.dim() == 1 and plain else ALL
     mask = None if mask is None or moving != ALL else each_client(mask.to(w), m)
     rest = None if mask is None else torch.addcmul(w, w, mask, value=-1.0)
-    whole = plain and local.clip is None and moving == ALL and decay == 1 and not terms
+    whole = plain and local.clip is None and moving == ALL and decay == 1 and not terms and shrinks is None
     in_place = whole and not local.momentum
     steady = _steady(-rate if in_place else 1.0, pull, shift, w)
     rows = _Rows(
@@ -119,6 +128,7 @@ def descend(
         None if prox is None or prox[1] is None else each_client(prox[1], m),
         scale,
         bound(terms, w),
+        shrinks,
     )
 
     if whole and mask is None and prox is None:
@@ -132,7 +142,10 @@ def descend(
         w, factor = rows.w, pulled if rows.pulled is None else rows.pulled
         if steppers is not None:
             g = direction(rows, work, batch, factor)
+            left = None if reached is None else _Left.of(w, g, reached)
             steppers.step_(w, g if rows.mask is None else g.mul_(rows.mask), work.slots)
+            if left is not None:
+                left.put_back_(w)
         elif in_place:
             work.addgrad_(w, w, _scaled(batch, rows), 1 - rate * factor, -rate, rows.steady)
         else:
@@ -158,6 +171,8 @@ def descend(
             clipped = clipped if rows.scale is None else clipped.mul_(rows.scale)
             g = clipped if rows.velocity is None else g.mul_(local.momentum).add_(clipped)
             g = g if rows.steady is None else g.add_(rows.steady)
+        if rows.decay is not None:
+            g.addcmul_(rows.w, rows.decay)
         if isinstance(factor, Tensor):
             return g.addcmul_(rows.w, factor)
         return g.add_(rows.w, alpha=factor) if factor else g
@@ -166,6 +181,26 @@ def descend(
     if steppers is not None:
         steppers.keep()
     return trained
+
+
+class _Left(NamedTuple):
+    """Parameters that no gradient reaches, before a step of an optimiser that may change them all the same.
+
+    Optimisers of torch skip a parameter that has no gradient; in a row it has the gradient 0.
+    """
+
+    skipped: Tensor
+    before: Tensor
+
+    @classmethod
+    def of(cls, w: Tensor, g: Tensor, reached: Tensor) -> _Left:
+        """Those of ``w [m, d]`` with the direction ``g [m, d]`` of the step."""
+        skipped = (reached == 0) & (g == 0)
+        return cls(skipped, w[skipped])
+
+    def put_back_(self, w: Tensor) -> None:
+        """``w`` with these parameters as they were."""
+        w[self.skipped] = self.before
 
 
 def _hold_(rows: _Rows) -> None:

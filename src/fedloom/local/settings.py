@@ -68,7 +68,11 @@ class LocalSGD(Value):
         "fresh", description="moments and the like start anew in every round, or are kept by every client"
     )
     momentum: float = Field(0.0, ge=0, lt=1, description="heavy-ball momentum within a round, started at zero")
-    weight_decay: float = Field(0.0, ge=0, description="L2 term added to the gradient of every local problem")
+    weight_decay: float = Field(
+        0.0,
+        ge=0,
+        description="L2 term added to the gradient of every local problem, but of parameters that no gradient reaches",
+    )
     clip: float | None = Field(None, gt=0, description="bound on the norm of a batch gradient")
 
     needs: ClassVar[Mapping[str, str]] = {"decay": "schedule exponential", "horizon": "schedule cosine"}

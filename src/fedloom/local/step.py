@@ -41,14 +41,33 @@ def step_(
         w.mul_(keep).add_(move)
         return w if steady is None else w.add_(steady)
     decay = work.local.weight_decay
-    keep_w = keep - lr * decay if at is w and decay else keep
+    shrunk = None
+    if decay and work.oracle.reached is not None:
+        shrunk = decay_of(work, at).mul_(lr)
+    keep_w = keep - lr * decay if at is w and decay and shrunk is None else keep
     if isinstance(lr, Tensor):
         work.addgrad_(w, at, batch.scaled(lr), keep_w, -1.0, steady)
     else:
         work.addgrad_(w, at, batch, keep_w, -lr, steady)
+    if shrunk is not None:
+        return w.sub_(shrunk)
     if at is w or not decay:
         return w
     return w.addcmul_(at, lr, value=-decay) if isinstance(lr, Tensor) else w.sub_(at, alpha=lr * decay)
+
+
+def decay_of(work: Work, w: Tensor) -> Tensor:
+    """Weight decay at ``w``, of its shape; 0 for parameters that no gradient reaches."""
+    decay = work.local.weight_decay * w
+    reached = work.oracle.reached if work.local.weight_decay else None
+    return decay if reached is None else decay.mul_(reached)
+
+
+def shrink_(work: Work, w: Tensor, lr: float) -> Tensor:
+    """``w <- w - lr weight decay at w``, and that ``w``."""
+    factor = 1 - lr * work.local.weight_decay
+    reached = work.oracle.reached if work.local.weight_decay else None
+    return w.mul_(factor) if reached is None else w.mul_(1 + (factor - 1) * reached)
 
 
 def where_moved(work: Work, new: Tensor, old: Tensor) -> Tensor:

@@ -129,8 +129,17 @@ class Work:
     def grad(self, w: Tensor, batch: Batch) -> Tensor:
         """Gradient of f_i on ``batch`` at ``w``, ``[m, d]``: clipped if set so, weight decay included."""
         w = each_client(w, self.m)
-        g = self.clipped(w, batch)
-        return g.add_(w, alpha=self.local.weight_decay) if self.local.weight_decay else g
+        return self.add_decay_(self.clipped(w, batch), w)
+
+    def add_decay_(self, out: Tensor, w: Tensor) -> Tensor:
+        """``out <- out + weight decay at w``, both ``[m, d]``, and that ``out``.
+
+        As with optimisers of torch, a parameter that no gradient reaches has none.
+        """
+        decay, reached = self.local.weight_decay, self.oracle.reached if self.local.weight_decay else None
+        if reached is not None:
+            return out.addcmul_(w, reached, value=decay)
+        return out.add_(w, alpha=decay) if decay else out
 
     def clipped(
         self, w: Tensor, batch: Batch, functions: Sequence[TermFunction] = (), terms: Sequence[Bound] = ()
@@ -238,7 +247,7 @@ class Work:
         """``out <- out + full_grad(w)``, both ``[m, d]``; returns ``out``, which is not ``w``."""
         for piece in self.pieces():
             self.addgrad_(out[: len(piece.ids)], w[: len(piece.ids)], piece, 1.0, 1.0)
-        return out.add_(w, alpha=self.local.weight_decay) if self.local.weight_decay else out
+        return self.add_decay_(out, w)
 
     def loss(self, w: Tensor, batch: Batch | None = None) -> Tensor:
         """Mean loss (without weight decay) on ``batch``, or over the whole training part, ``[m, 1]``."""

@@ -47,6 +47,15 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+PER_CORE = 2
+"""Processes of one thread for a core at most: one may wait for a disk or for its parent while another computes."""
+
+
+def useful(wanted: int, units: int) -> int:
+    """How many of the processes that are wanted have something to do: `PER_CORE`, and one for each unit of work."""
+    return max(1, min(wanted, units, PER_CORE * cores()))
+
+
 class Workers(Protocol):
     """Processes that compute tasks: this one, forks of it, or ranks."""
 

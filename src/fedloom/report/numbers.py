@@ -35,6 +35,8 @@ COUNTED = (*WORK, "seconds")
 """Figures that a seed has which ended early; they count where no seed came to its end."""
 LOST = ("diverged", "failed")
 """Statuses of runs without a result."""
+UNTESTED = "no client has a test sample: give clients test parts, as by test = 0.2 in [partition]"
+"""What became of a method without a figure on test parts, where even the loss has none."""
 ENOUGH = 5
 """With fewer seeds nothing is decided, and charts show the seeds instead of an interval."""
 SAME = 1e-9
@@ -203,8 +205,14 @@ class Row:
 
     @property
     def remark(self) -> str:
-        """The status where a run diverged or failed, else empty."""
-        return "" if self.sound else self.status
+        """The status where a run diverged or failed, or no client was tested; else empty."""
+        return UNTESTED if self.untested else "" if self.sound else self.status
+
+    @property
+    def untested(self) -> bool:
+        """Whether every seed ran to its last round, and none has a figure of the clients' test parts."""
+        tested = [e for name, e in self.figures.items() if name not in COUNTED and "@" not in name]
+        return self.done and bool(tested) and not any(e.finite for e in tested)
 
     @property
     def lost(self) -> frozenset[int]:
@@ -228,6 +236,8 @@ class Row:
         for record in self.records:
             if record.status != "done":
                 seeds.setdefault(_phrase(record), []).append(record.seed)
+        if self.untested:
+            return f"done, but {UNTESTED}"
         if not seeds:
             return "done" if self.records else "unfinished"
         shown = [phrase + self._share(some) for phrase, some in seeds.items()]

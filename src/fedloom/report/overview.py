@@ -157,7 +157,7 @@ def results(rows: list[Row], runs: Sequence[Run] = ()) -> str:
     span = _span(lead, rows)
     body = []
     for row in rows:
-        remark = "" if row.done else f' <span class="odd">{escape(row.status)}</span>'
+        remark = "" if row.done and not row.untested else f' <span class="odd">{escape(row.status)}</span>'
         line = [
             f'<th scope="row" data-value="{escape(row.name)}">{escape(row.name)}{remark}</th>',
             f'<td class="text" data-value="{escape(row.model)}">{model_tag(row.model)}</td>',

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field
 from torch import Tensor
@@ -16,6 +16,10 @@ class Schedule(Value, ABC):
     """Which uploads make a step of the server."""
 
     kind: ClassVar[str]
+
+    def adapted(self, n: int) -> Self:
+        """The schedule with defaults that n clients allow."""
+        return self
 
 
 class Synchronous(Schedule):
@@ -90,12 +94,17 @@ class Buffered(Stream):
     """FedBuff: a step takes the first K uploads (Nguyen et al., AISTATS 2022, arXiv:2106.06639, Algorithm 1)."""
 
     kind: ClassVar[str] = "buffered"
-    buffer: int = Field(10, ge=1, description="K, uploads of a step")
+    buffer: int = Field(10, ge=1, description="K, uploads of a step; if not given, at most all clients")
 
     @property
     def size(self) -> int:
         """K."""
         return self.buffer
+
+    def adapted(self, n: int) -> Self:
+        """At most all clients in a buffer of which no size is given."""
+        default = "buffer" not in self.model_fields_set
+        return self.with_(buffer=n) if default and self.buffer > n else self
 
 
 class Asynchronous(Stream):

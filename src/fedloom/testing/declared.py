@@ -1,4 +1,4 @@
-"""Laws on what a method declares: its fields, their kinds, bases and parts, and what each function may read."""
+"""Laws on a method's functions: they run, fields are as declared, and each reads no more than it may."""
 
 from __future__ import annotations
 
@@ -7,13 +7,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedloom.algorithms import primary_field, upload_fields
+from fedloom.algorithms import Algorithm, primary_field, upload_fields
 from fedloom.algorithms._messages import base_of
 from fedloom.local.rows import map_rows, named
 from fedloom.testing.federate import ReferenceFederation, ReferenceState, begin, mixed, personal_models
 from fedloom.testing.problems import Problem
+from fedloom.testing.report import stage_of
 from fedloom.testing.scene import COHORT, HISTORY, SETTINGS, TIGHT, Scene, Subject, agree, demand
 from fedloom.testing.trees import difference, picked, plus
+
+STAGES = frozenset(name for name in vars(Algorithm) if not name.startswith("_"))
+"""Functions of a method in which a crash is reported as its own, not as a fault that the law found."""
+
+
+def runs(s: Subject) -> None:
+    """Every function of the method runs, in rounds with clients that trained before and clients that did not."""
+    try:
+        state = s.run([*HISTORY, COHORT])[-1]
+        personal_models(s.algorithm, Scene(s).fed, state)
+        s.algorithm.global_model(state.server)
+    except Exception as error:
+        if stage_of(error, Algorithm, STAGES) is not None:  # else what the method gave is at fault: see other laws
+            raise
 
 
 def declarations(s: Subject) -> None:

@@ -22,18 +22,21 @@ from fedloom.errors import ConfigError, FedloomError
 from fedloom.local.rows import map_rows, named
 from fedloom.rows.layout import Layout
 from fedloom.testing.declared import (
+    STAGES,
     bases,
     declarations,
     idle_is_finite,
     idle_is_zero,
     kept_rows,
     parts,
+    runs,
     shapes,
     translation,
 )
 from fedloom.testing.federate import ReferenceState, mixed, play
 from fedloom.testing.network import Classifier
 from fedloom.testing.problems import LAYOUT
+from fedloom.testing.report import broken, model_of_laws, stage_of
 from fedloom.testing.scene import COHORT, HISTORY, TIGHT, Scene, Subject, agree, demand, law_problem
 from fedloom.testing.trees import difference, distance, picked, received, through_checkpoint
 
@@ -174,14 +177,15 @@ def resume(s: Subject) -> None:
 LAWS: dict[str, Callable[[Subject], None]] = {
     law.__name__: law
     for law in (
-        declarations, shapes, row_independence, permutation, arguments_unmodified, no_state, dropped_is_not_sampled,
-        bases, parts, kept_rows, idle_is_finite, idle_is_zero, translation, precision, resume,
+        runs, declarations, shapes, row_independence, permutation, arguments_unmodified, no_state,
+        dropped_is_not_sampled, bases, parts, kept_rows, idle_is_finite, idle_is_zero, translation, precision, resume,
     )
 }  # fmt: skip
 """Every law by name."""
 
 
 CURES = {
+    "runs": "repair this line",
     "declarations": "annotate every field of the upload, once, as Mean, Kept or Rows; one of them is primary",
     "shapes": "a field is a row per client [m, .], or [d] at the server, in the dtype of the model",
     "row_independence": "compute every row from that client's rows alone: no sum, mean or index over dimension 0",
@@ -230,13 +234,14 @@ def check_law(
     method, own_weigher = (
         (algorithm.algorithm, algorithm.weigher) if isinstance(algorithm, Composition) else (algorithm, None)
     )
-    where = "" if on is None else " on a network"
     try:
         LAWS[law](Subject(method, weigher or own_weigher, on or law_problem(layout)).with_derived_options())
-    except Exception as broken:
-        what = str(broken) if isinstance(broken, AssertionError) else f"stopped with {type(broken).__name__}: {broken}"
-        cure = NAMED if isinstance(broken, FedloomError) else CURES[law]
-        raise AssertionError(f"law {law}{where}, {method!r}: {what}; {cure}") from broken
+    except Exception as error:
+        stage = stage_of(error, Algorithm, STAGES)
+        cure = NAMED if isinstance(error, FedloomError) else CURES[law]
+        if law == runs.__name__:
+            cure = f"{cure}; {model_of_laws(layout if on is None else on.layout, None if on is None else on.classes)}"
+        raise broken(law, method, error, stage, cure, "" if on is None else " on a network") from error
 
 
 @on_cpu()
@@ -260,7 +265,8 @@ def check_algorithm(
         shape: of one sample that the module takes; it gives a number for each of at least two classes.
 
     Raises:
-        AssertionError: at the first law that is broken: law, method, what differed, and what usually cures it.
+        AssertionError: at the first law that is broken: law, method, what differed, and what usually cures it. Of a
+            crash: the function of the method (client, server, ...), the error, file and line.
         ConfigError: there is no method, or the module does not take such samples, or ``shape`` comes without a module.
     """
     if not isinstance(algorithm, Algorithm | Composition):

@@ -14,13 +14,14 @@ import tomli_w
 
 from fedloom.data.federation import Federation
 from fedloom.engine.setting import Engine, Setting
+from fedloom.engine.workers import idle_workers
 from fedloom.errors import ConfigError, RunDirError, RunStopped, Stop
 from fedloom.experiment import Experiment, parse
 from fedloom.experiment.events import PAUSE, Emitter, EventQueue, Listener
 from fedloom.experiment.file import difference_to_recorded
 from fedloom.experiment.tuning import Dimension, Tune
 from fedloom.processes.distributed import check_alone
-from fedloom.processes.pool import WorkerPool, cores
+from fedloom.processes.pool import WorkerPool, cores, useful
 from fedloom.processes.signals import interruptible
 from fedloom.rundir import check_case, file_name
 from fedloom.storage.files import is_unused, make_folder, refuse_links, write_atomic
@@ -118,6 +119,11 @@ class Tuning:
         self._check_directory()
 
     @property
+    def remarks(self) -> list[str]:
+        """Notes on the search as a whole."""
+        return idle_workers(self.experiment.common.engine)
+
+    @property
     def rounds(self) -> int:
         """Rounds of all trials together; where work is equal, in plain ones."""
         trials = [min(self.tune.trials, study.search.settings) * study.goal.rounds for study in self.studies]
@@ -143,7 +149,7 @@ class Tuning:
             check_case(self.out, [study.method.label for study in self.studies])
             self._claim()
             workers = self._workers()
-            processes = min(workers, len(self.studies))
+            processes = useful(workers, len(self.studies))
             line = EventQueue()
 
             def emitter(label: str, run: Setting) -> Emitter:

@@ -42,6 +42,10 @@ class Sampler(Value, ABC):
         """Clients with more samples are drawn more often, so that those of a cohort count alike in the mean."""
         return False
 
+    def adapted(self, n: int) -> Self:
+        """The sampler with defaults that n clients allow."""
+        return self
+
     def init(self, ctx: Ctx) -> Any:
         """State before the first round."""
         return Nothing()

@@ -25,7 +25,7 @@ class Availability(SizedSampler):
     table: tuple[tuple[Literal[0, 1], ...], ...] | None = Field(
         None, min_length=1, description="rounds x clients, 1 where a client is there"
     )
-    period: int = Field(2, ge=1, description="rounds of a turn, without a table")
+    period: int = Field(2, ge=1, description="rounds of a turn, without a table; if not given, at most the clients")
     on: int = Field(1, ge=1, description="rounds of a turn that a client is there, without a table")
 
     @model_validator(mode="after")
@@ -35,6 +35,11 @@ class Availability(SizedSampler):
         if self.on > self.period:
             raise ValueError(f"on must be at most period = {self.period}, got {self.on}")
         return self
+
+    def adapted(self, n: int) -> Self:
+        """Turns of as many rounds as there are clients, where neither turns nor a table is given."""
+        turns = self.model_fields_set.intersection(("table", "period", "on"))
+        return self if turns or self.period <= n else self.with_(period=n)
 
     def present(self, round: int, n: int) -> Tensor:
         """Who is there in a round, bool ``[n]``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fedloom.data.partition._base import Draw, Partition, Pool, Sized
+from fedloom.data.partition.deal import Dealt, by_owner
 from fedloom.data.partition.groups import Clusters, Column, Writers
 from fedloom.data.partition.nested import PARTITIONS, Concept, Hybrid, Quality, Rotated
 from fedloom.data.partition.skew import Dirichlet, Few, Iid, Quantity, Shards
@@ -15,6 +16,7 @@ __all__ = [
     "Clusters",
     "Column",
     "Concept",
+    "Dealt",
     "Dirichlet",
     "Draw",
     "Few",
@@ -28,6 +30,7 @@ __all__ = [
     "Shards",
     "Sized",
     "Writers",
+    "by_owner",
     "clusters",
     "column",
     "concept",

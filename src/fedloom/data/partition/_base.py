@@ -13,8 +13,8 @@ from pydantic import Field, model_validator
 from fedloom.data.dataset import Dataset, on_cpu
 from fedloom.data.federation import Federation, Split
 from fedloom.data.partition.changes import add_noise, prepared, relabelled, viewed
-from fedloom.data.partition.deal import Dealt, Ints, choose_each, distinct, owners, round_to_total
-from fedloom.data.partition.parts import cut_parts
+from fedloom.data.partition.deal import Dealt, Ints, choose_each, distinct, joined, owners, round_to_total
+from fedloom.data.partition.parts import check_dealt, cut_parts
 from fedloom.errors import ConfigError, DataError, PartitionError, Refused, attribute_error
 from fedloom.seeds import numpy_generator
 from fedloom.values import Value
@@ -23,7 +23,10 @@ from fedloom.values import Value
 class Pool(NamedTuple):
     """The samples that a partition may give away.
 
-    index: positions in the data set [k]; y: class of each [k], None for a regression or labels per position.
+    Attributes:
+        data: the whole data set.
+        index: positions in the data set ``[k]`` int64, all but those of the official test set.
+        y: class of each ``[k]``; None for a regression or labels per position.
     """
 
     data: Dataset
@@ -61,11 +64,19 @@ class Pool(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """What a partition decides.
+    """What a partition decides, for n clients.
 
-    dealt: positions of every client; test: its own test set where it comes from elsewhere; noise: standard deviation of
-    the noise on each client's features, [n, 1] or by channel [n, c]; anew [n]: whether every step draws a client's
-    noise anew; relabel: new class of every class at every client [n, C]; groups [n].
+    Attributes:
+        dealt: samples of every client, from which its parts are cut.
+        test: samples of every client's test part, where the partition chooses it. The fraction ``test`` then has no
+            effect, and these samples are changed, scaled and encoded as those of ``dealt`` are.
+        noise: standard deviation of Gaussian noise on each client's features, ``[n, 1]``, or by channel ``[n, c]``.
+        anew: whether every step draws a client's noise anew ``[n]``.
+        relabel: new class of every class at every client, ``[n, C]``.
+        views: quarter turns of a client's images, and whether they are inverted, ``[n, 2]``.
+        groups: planted group of every client ``[n]``.
+        names: name of every client; their numbers if empty.
+        notes: sentences for the report.
     """
 
     dealt: Dealt
@@ -152,13 +163,14 @@ class Partition(Value):
         if not isinstance(seed, (int, np.integer)):
             raise ConfigError(f"seed must be a whole number, got {seed!r:.60}")
         seed_of_draw, fold = (seed, None) if self.folds is None else divmod(seed, self.folds)
-        pool = self._pool(data)
+        pool = self.pool_of(data)
         with attribute_error("partition", self, f"draw, seed {seed}"):
             draw = self.draw(pool, seed_of_draw)
-            _check_dealt(draw.dealt, len(data))
-        self._check(draw, data)
+            check_dealt(draw.dealt, draw.test, len(data))
+        held = draw.dealt if draw.test is None else joined(draw.dealt, draw.test)
+        self._check(draw, held, data)
         y = None if data.labels is None else data.labels.numpy()
-        own_test_share = 0.0 if self.test_from != "own" else self.test
+        own_test_share = 0.0 if self.test_from != "own" or draw.test is not None else self.test
         rng = numpy_generator(seed_of_draw, purpose="parts")
         cut = cut_parts(draw.dealt, y, own_test_share, self.validation, self.keep, self.folds, fold, rng)
         if self.test_from == "ratio":
@@ -166,16 +178,16 @@ class Partition(Value):
         elif draw.test is not None:
             cut["test"] = draw.test
         if draw.relabel is not None:
-            data = relabelled(data, draw.dealt, draw.relabel)
+            data = relabelled(data, held, draw.relabel)
         if draw.views is not None:
-            data = viewed(data, draw.dealt, draw.views)
+            data = viewed(data, held, draw.views)
         if data.prepare is not None:
-            data = prepared(data, draw.dealt, cut["train"], pool=self.pool)
+            data = prepared(data, held, cut["train"], pool=self.pool)
         noise = None
         if draw.noise is not None:
             later = cut["train"].index
             later = later[:0] if draw.anew is None else later[draw.anew[owners(cut["train"])]]
-            data, noise = add_noise(data, draw.dealt, draw.noise, seed_of_draw, torch.from_numpy(later))
+            data, noise = add_noise(data, held, draw.noise, seed_of_draw, torch.from_numpy(later))
         names = draw.names or tuple(str(i) for i in range(len(draw.dealt.offsets) - 1))
         return Federation(
             data,
@@ -189,18 +201,26 @@ class Partition(Value):
             notes=(
                 *data.notes,
                 *draw.notes,
-                *_unused(draw.dealt, pool),
+                *self._without_effect(draw),
+                *_unused(held, pool),
                 *_notes(cut, y, names, data.classes, len(data)),
             ),
         )
 
-    def _pool(self, data: Dataset) -> Pool:
+    def pool_of(self, data: Dataset) -> Pool:
+        """The samples to give away: all but the official test set, or all with ``pool = true``."""
         mask = np.ones(len(data), bool)
         if data.test is not None and not self.pool:
             mask[data.test.numpy()] = False
         return Pool.of(data, np.flatnonzero(mask))
 
-    def _check(self, draw: Draw, data: Dataset) -> None:
+    def _without_effect(self, draw: Draw) -> list[str]:
+        """The note on a share for test parts that the partition itself gives."""
+        if draw.test is None or self.test_from != "own" or "test" not in self.model_fields_set:
+            return []
+        return [f"{self.kind}: test = {self.test:g} has no effect, because the partition gives the test parts itself"]
+
+    def _check(self, draw: Draw, held: Dealt, data: Dataset) -> None:
         sizes = np.diff(draw.dealt.offsets)
         if len(sizes) == 0 or sizes.min() < self.min_size:
             who = f"client {sizes.argmin()} gets {sizes.min()} samples" if len(sizes) else "there are no clients"
@@ -219,10 +239,12 @@ class Partition(Value):
             raise Refused(
                 f"{self.kind}: changes a client's samples, official test samples would not fit; use test_from = 'own'"
             )
-        if (changes or data.prepare is not None) and distinct(draw.dealt.index, len(data)) < len(draw.dealt.index):
-            raise Refused(
-                f"{self.kind}: overlapping clients would need two versions of one sample; set overlap = false"
-            )
+        if draw.test is not None and (self.folds is not None or self.test_from == "ratio"):
+            option = f"folds = {self.folds}" if self.folds is not None else "test_from = 'ratio'"
+            raise PartitionError(f"{self.kind}: gives the test parts itself, so {option} cannot; leave it out")
+        if (changes or data.prepare is not None) and distinct(held.index, len(data)) < len(held.index):
+            cure = "set overlap = false" if draw.test is None else "give every sample to one client, and to one part"
+            raise Refused(f"{self.kind}: overlapping clients would need two versions of one sample; {cure}")
 
     def _matched(self, data: Dataset, train: Dealt, seed: int) -> Dealt:
         """For every client `test_count` official test samples in the label ratio of its training part."""
@@ -240,15 +262,6 @@ class Partition(Value):
                 f"{data.classes[c]!r}, {data.name} has {held[c]}; lower test_count"
             )
         return choose_each(lists, wanted, rng)
-
-
-def _check_dealt(dealt: Dealt, samples: int) -> None:
-    """The samples of every client are chosen by this partition."""
-    index, offsets = dealt
-    if len(offsets) == 0 or offsets[0] != 0 or offsets[-1] != len(index) or (np.diff(offsets) < 0).any():
-        raise ValueError(f"offsets [n + 1] must rise from 0 to the {len(index)} entries of index, got {offsets}")
-    if len(index) and (index.min() < 0 or index.max() >= samples):
-        raise ValueError(f"index must be positions from 0 to {samples - 1}, got {index.min()} to {index.max()}")
 
 
 class Sized(Partition):
@@ -269,8 +282,10 @@ class Sized(Partition):
             )
 
 
-def _unused(dealt: Dealt, pool: Pool) -> list[str]:
-    left = len(pool) - distinct(dealt.index, len(pool.data))
+def _unused(held: Dealt, pool: Pool) -> list[str]:
+    is_held = np.zeros(len(pool.data), bool)
+    is_held[held.index] = True
+    left = int((~is_held[pool.index]).sum())
     return [f"{left} of {len(pool)} samples belong to no client"] if left else []
 
 

@@ -75,7 +75,10 @@ def viewed(data: Dataset, dealt: Dealt, views: Ints) -> Dataset:
 
 
 def prepared(data: Dataset, dealt: Dealt, train: Dealt, *, pool: bool) -> Dataset:
-    """The data set with its `prepare` applied, fitted on each client's training part."""
+    """The data set with its `prepare` applied, fitted on each client's training part.
+
+    Samples that belong to no client are NaN, and `Dataset.ready` is False there: no part of a federation may have them.
+    """
     assert data.prepare is not None
     if data.test is not None and not pool:
         raise Refused(
@@ -87,7 +90,12 @@ def prepared(data: Dataset, dealt: Dealt, train: Dealt, *, pool: bool) -> Datase
     in_train = np.zeros(len(data), bool)
     in_train[train.index] = True
     who, fit_on = torch.from_numpy(owner), torch.from_numpy(in_train)
-    if not isinstance(data.prepare, Table):
-        return replace(data, x=data.prepare(data.x, who, fit_on), prepare=None)
-    fitted = Fitted(data.prepare, data.prepare.fit(data.x, who, fit_on))
-    return replace(data, x=fitted.table.encode(data.x, who, fitted.values), prepare=None, fitted=fitted)
+    ready = None if bool((who >= 0).all()) else who >= 0
+    if isinstance(data.prepare, Table):
+        fitted = Fitted(data.prepare, data.prepare.fit(data.x, who, fit_on))
+        x = fitted.table.encode(data.x, who, fitted.values)
+        return replace(data, x=x, prepare=None, fitted=fitted, ready=ready)
+    x = data.prepare(data.x, who, fit_on)
+    if ready is not None:
+        x = x.masked_fill(~ready.view(-1, *[1] * (x.ndim - 1)), torch.nan)
+    return replace(data, x=x, prepare=None, ready=ready)

@@ -16,7 +16,12 @@ ATTEMPTS = 100
 
 
 class Dealt(NamedTuple):
-    """Client i holds ``index[offsets[i]:offsets[i + 1]]``."""
+    """Samples of n clients: client i holds ``index[offsets[i]:offsets[i + 1]]``.
+
+    Attributes:
+        index: positions in the data set ``[k]`` int64, client by client.
+        offsets: ``[n + 1]`` int64, rising from 0 to k.
+    """
 
     index: Ints  # type: ignore[assignment]
     offsets: Ints
@@ -30,6 +35,12 @@ def offsets_of(sizes: Ints) -> Ints:
 def owners(dealt: Dealt) -> Ints:
     """Client of every entry of ``dealt.index``."""
     return np.repeat(np.arange(len(dealt.offsets) - 1), np.diff(dealt.offsets))
+
+
+def joined(first: Dealt, second: Dealt) -> Dealt:
+    """Entries of both, client by client, the first ones before the second."""
+    owner = np.concatenate([owners(first), owners(second)])
+    return by_owner(np.concatenate([first.index, second.index]), owner, len(first.offsets) - 1)
 
 
 def even(total: int, n: int) -> Ints:
@@ -55,7 +66,16 @@ def distinct(index: Ints, total: int) -> int:
 
 
 def by_owner(index: Ints, owner: Ints, n: int) -> Dealt:
-    """Entries sorted by their client, in the given order within a client."""
+    """Sort samples by their client; within a client they stay in the order given.
+
+    Args:
+        index: positions in the data set ``[k]``.
+        owner: client of each ``[k]``, from 0 to n - 1.
+        n: clients; one without an entry holds no sample.
+
+    >>> by_owner(np.array([5, 6, 9]), np.array([1, 0, 1]), 2)
+    Dealt(index=array([6, 5, 9]), offsets=array([0, 1, 3]))
+    """
     return Dealt(index[in_order(owner, np.arange(len(owner)))], offsets_of(np.bincount(owner, minlength=n)))
 
 

@@ -67,7 +67,7 @@ class Concept(Sized):
     """
 
     kind: ClassVar[str] = "concept"
-    groups: int = Field(default=2, ge=1, description="number of groups")
+    groups: int = Field(default=2, ge=1, description="number of groups; at most the clients, if not given")
     base: Below
 
     def draw(self, pool: Pool, seed: int) -> Draw:
@@ -76,17 +76,18 @@ class Concept(Sized):
         classes, rng = len(pool.data.classes), numpy_generator(seed, purpose="concept")
         drawn = nested(self.kind, self.base, self.clients, self.min_size).draw(pool, seed)
         n = len(drawn.dealt.offsets) - 1
-        if self.groups > min(n, math.factorial(min(classes, 12))):
-            raise PartitionError(
-                f"concept: {self.groups} groups of {n} clients and {classes} classes; use fewer groups"
-            )
+        most, count, notes = min(n, math.factorial(min(classes, 12))), self.groups, drawn.notes
+        if count > most and "groups" not in self.model_fields_set:
+            count, notes = most, (*notes, f"concept: groups = {most}, because {n} clients allow no more")
+        if count > most:
+            raise PartitionError(f"concept: {count} groups of {n} clients and {classes} classes; use fewer groups")
         tables = [tuple(range(classes))]
-        while len(tables) < self.groups:
+        while len(tables) < count:
             table = tuple(rng.permutation(classes).tolist())
             if table not in tables:
                 tables.append(table)
-        groups = np.arange(n) * self.groups // n
-        return drawn._replace(relabel=np.array(tables)[groups], groups=groups)
+        groups = np.arange(n) * count // n
+        return drawn._replace(relabel=np.array(tables)[groups], groups=groups, notes=notes)
 
 
 class Rotated(Sized):
@@ -97,7 +98,13 @@ class Rotated(Sized):
     """
 
     kind: ClassVar[str] = "rotated"
-    turns: int = Field(default=4, ge=1, le=4, description="quarter turns: 1 leaves images upright, 2 adds 180 degrees")
+    turns: int = Field(
+        default=4,
+        ge=1,
+        le=4,
+        description="quarter turns: 1 leaves images upright, 2 adds 180 degrees; fewer, if not given, where"
+        " clients or the shape of images allow no more",
+    )
     inverted: bool = Field(default=False, description="each turn also with light and dark exchanged")
     base: Below
 
@@ -106,18 +113,20 @@ class Rotated(Sized):
         shape, name = pool.data.shape, pool.data.name
         if len(shape) != 3 or pool.data.vocabulary:
             raise Refused(f"rotated: needs images [channels, height, width], and samples of {name} are {[*shape]}")
-        if self.turns > 2 and shape[1] != shape[2]:
-            raise Refused(
-                f"rotated: {self.turns} turns need square images, those of {name} are {shape[1]} x {shape[2]}"
-            )
         drawn = nested(self.kind, self.base, self.clients, self.min_size).draw(pool, seed)
-        n = len(drawn.dealt.offsets) - 1
-        turns = np.array({1: [0], 2: [0, 2], 3: [0, 1, 2], 4: [0, 1, 2, 3]}[self.turns])
+        n, count, notes = len(drawn.dealt.offsets) - 1, self.turns, drawn.notes
+        if "turns" not in self.model_fields_set:
+            count = min(count, max(n // (1 + self.inverted), 1), 4 if shape[1] == shape[2] else 2)
+        if count < self.turns:
+            notes = (*notes, f"rotated: turns = {count}, because clients or the shape of images allow no more")
+        if count > 2 and shape[1] != shape[2]:
+            raise Refused(f"rotated: {count} turns need square images, those of {name} are {shape[1]} x {shape[2]}")
+        turns = np.array({1: [0], 2: [0, 2], 3: [0, 1, 2], 4: [0, 1, 2, 3]}[count])
         views = np.stack([np.tile(turns, 1 + self.inverted), np.repeat([0, 1][: 1 + self.inverted], len(turns))], 1)
         if len(views) > n:
             raise PartitionError(f"rotated: {len(views)} views need as many clients, got {n}; use fewer turns")
         groups = np.arange(n) * len(views) // n
-        return drawn._replace(views=views[groups], groups=groups)
+        return drawn._replace(views=views[groups], groups=groups, notes=notes)
 
 
 class Hybrid(Sized):

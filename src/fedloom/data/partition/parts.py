@@ -86,3 +86,40 @@ def _in_fold(owner: Ints, label: Ints, order: Floats, folds: int, fold: int, off
     turn[by_class] = np.arange(len(owner)) - offsets[owner[by_class]]
     _, inverse, count = np.unique(cell, return_inverse=True, return_counts=True)
     return np.asarray((turn % folds == fold) & (count[inverse] > 1))
+
+
+def check_dealt(dealt: Dealt, test: Dealt | None, samples: int) -> None:
+    """Refuse positions outside the data, offsets that do not fit, and test samples that the client trains on.
+
+    Args:
+        dealt: samples of every client.
+        test: samples of its test part, where the partition gives it.
+        samples: of the data set.
+
+    Raises:
+        ValueError: the partition's code is wrong; the message has the field.
+    """
+    for name, lists in (("dealt", dealt), ("test", test)):
+        if lists is None:
+            continue
+        index, offsets = lists
+        if len(offsets) == 0 or offsets[0] != 0 or offsets[-1] != len(index) or (np.diff(offsets) < 0).any():
+            raise ValueError(
+                f"{name}: offsets [n + 1] must rise from 0 to the {len(index)} entries of index, got {offsets}"
+            )
+        if len(index) and (index.min() < 0 or index.max() >= samples):
+            raise ValueError(
+                f"{name}: index must be positions from 0 to {samples - 1}, got {index.min()} to {index.max()}"
+            )
+    if test is None:
+        return
+    n, tested = len(dealt.offsets) - 1, len(test.offsets) - 1
+    if tested != n:
+        raise ValueError(f"test has {tested} clients, dealt has {n}; give every client a test part, be it empty")
+    trained, tests = (owners(lists) * samples + lists.index for lists in (dealt, test))
+    if len(both := np.intersect1d(trained, tests)):
+        client, sample = divmod(int(both[0]), samples)
+        raise ValueError(
+            f"{len(both)} test samples are dealt to the same client for training too (first: sample {sample} of client "
+            f"{client}); leave them out of dealt"
+        )

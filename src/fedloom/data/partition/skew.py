@@ -143,7 +143,9 @@ class Few(Sized):
     kind: ClassVar[str] = "few"
     clients: int = Field(default=200, ge=1, description="number of users (FedProx on FEMNIST: 200)")
     labels_per_client: int = Field(default=3, ge=1, description="classes of each user (FedProx on FEMNIST: 3)")
-    mean: float = Field(default=4.0, description="mean of the logarithm of a user's size")
+    mean: float = Field(
+        default=4.0, description="mean of the logarithm of a user's size; if not given, lower for few samples"
+    )
     std: float = Field(default=1.0, ge=0, description="standard deviation of the logarithm of a user's size")
     extra: int = Field(default=5, ge=0, description="samples that every user gets on top")
 
@@ -157,7 +159,12 @@ class Few(Sized):
                 f"few: labels_per_client = {self.labels_per_client}, but {pool.data.name} has {len(lists)} classes; "
                 f"use at most {len(lists)}"
             )
-        counts = self._counts(len(lists), rng)
+        drawn = rng.lognormal(self.mean, self.std, self.clients)
+        mean, notes, counts = self.mean, tuple[str, ...](), self._counts(len(lists), drawn)
+        while "mean" not in self.model_fields_set and mean > 0 and (counts.sum(0) > held).any():
+            mean -= 0.5
+            counts = self._counts(len(lists), drawn * np.exp(mean - self.mean))
+            notes = (f"few: mean = {mean:g}, because the data have too few samples for its default of {self.mean:g}",)
         wanted = counts.sum(0)
         if (wanted > held).any():
             c = int((wanted - held).argmax())
@@ -165,11 +172,11 @@ class Few(Sized):
                 f"few: {self.clients} users ask for {wanted.sum()} samples, {wanted[c]} of class "
                 f"{pool.data.classes[c]!r}, but {pool.data.name} has {held[c]} of it to give; lower clients or mean"
             )
-        return Draw(deal(lists, counts))
+        return Draw(deal(lists, counts), notes=notes)
 
-    def _counts(self, classes: int, rng: np.random.Generator) -> Ints:
+    def _counts(self, classes: int, drawn: Floats) -> Ints:
         q = self.labels_per_client
-        sizes = rng.lognormal(self.mean, self.std, self.clients) + self.extra
+        sizes = drawn + self.extra
         each = np.maximum(np.floor(sizes / q).astype(np.int64), 2)
         counts = np.zeros((self.clients, classes), np.int64)
         users = np.arange(self.clients)[:, None]

@@ -29,6 +29,7 @@ from fedloom.engine.privacy import Noise, accounted, epsilon
 from fedloom.engine.setup import make_job
 from fedloom.errors import CheckpointError, ConfigError, LayoutError, Refused, RunDirError, WireError, sentence_of
 from fedloom.experiment import Experiment
+from fedloom.local import decay_of
 from fedloom.local.rows import for_everyone, named, remade
 from fedloom.processes.clients import Scores, ScoreTask, TrainTask
 from fedloom.schedule import Synchronous
@@ -212,8 +213,7 @@ class Trainer:
         if row.shape[1] != job.oracle.layout.d:
             return
         work, tokens = job.work(t, self.ids), len(self.site.samples.vocabulary)
-        decay = work.local.weight_decay * row if work.local.weight_decay else torch.zeros_like(row)
-        for name, part in job.oracle.layout.tree(work.full_grad(row) - decay).items():
+        for name, part in job.oracle.layout.tree(work.full_grad(row) - decay_of(work, row)).items():
             if part.dim() < 3 or part.shape[1] == tokens:  # no matrix, or rows of tokens
                 continue
             dead = float((part[0].flatten(1) == 0).all(1).double().mean())

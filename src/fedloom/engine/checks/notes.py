@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 
 from fedloom.algorithms import Algorithm, FedADMM, upload_fields
@@ -144,14 +146,24 @@ def _softmax_twice(oracle: Network) -> list[str]:
 
 
 def _moved(oracle: Network) -> list[str]:
-    """The note on buffers and attributes that training changes."""
-    if not oracle.moved:
-        return []
-    names = ", ".join(oracle.moved[:3]) + (", ..." if len(oracle.moved) > 3 else "")
-    return [
-        f"training changes buffers or attributes of the model ({names}): every step, score and saved model has their "
-        "initial values; make a parameter of what should last"
-    ]
+    """The notes on buffers, attributes and parameters that a forward pass changes."""
+    notes = []
+    if oracle.moved:
+        notes.append(
+            f"training changes buffers or attributes of the model ({_some(oracle.moved)}): every step, score and saved "
+            "model has their initial values; make a parameter of what should last"
+        )
+    if oracle.overwritten:
+        notes.append(
+            f"a forward pass changes parameters of the model ({_some(oracle.overwritten)}), as max_norm of an "
+            "embedding does: a step of training keeps the change, while scores, saved models and means over clients do "
+            "not; bound such parameters within forward instead, without changing them"
+        )
+    return notes
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def _counted_once(algorithm: Algorithm, sampler: Sampler) -> list[str]:

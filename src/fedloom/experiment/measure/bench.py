@@ -132,7 +132,7 @@ class Bench:
         job = job_of(self.experiment.common.engine.workers if self.processes == 1 else 1)
         picked = Way(job.oracle.name, job.workers, picked=True)
         able = [picked.oracle, *(name for name in oracles or ORACLES if self._can(method, name, named=bool(oracles)))]
-        counts = dict.fromkeys([picked.workers, *(n if isinstance(n, int) else job_of(n).workers for n in workers)])
+        counts = dict.fromkeys([picked.workers, *(job_of(n).workers for n in workers)])
         alternatives = [Way(oracle, count, picked=False) for oracle in dict.fromkeys(able) for count in counts]
         return [picked, *(way for way in alternatives if way[:2] != picked[:2])]
 

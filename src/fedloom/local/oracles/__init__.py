@@ -10,9 +10,10 @@ from torch import nn
 from fedloom.errors import Refused
 from fedloom.local.oracles.base import Oracle
 from fedloom.local.oracles.fused import Fused, chains_of
-from fedloom.local.oracles.looped import Looped, draws_itself, moved_values
+from fedloom.local.oracles.looped import Looped
 from fedloom.local.oracles.network import Network
 from fedloom.local.oracles.precision import Precision, check_bf16, check_tf32
+from fedloom.local.oracles.probes import draws_itself, moved_values
 from fedloom.local.oracles.quadratic import Quadratic
 from fedloom.local.oracles.stacked import Stacked
 from fedloom.models.parts import BATCH_STATISTICS, Bodied

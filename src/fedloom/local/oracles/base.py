@@ -54,6 +54,19 @@ class Oracle(ABC):
         """All steps of SGD on rows like ``w [m, d]`` in one call; None where there is no such loop."""
         return None
 
+    @property
+    def reached(self) -> Tensor | None:
+        """``[d]`` 1 for parameters that the gradient of some sample reaches, 0 for others; None where it reaches all.
+
+        Optimisers of torch leave a parameter without a gradient as it is, weight decay or not.
+        """
+        return None
+
+    @property
+    def reached_with_terms(self) -> Tensor | None:
+        """`reached` where the loss has terms on the representation; None where it reaches all."""
+        return None
+
     @abstractmethod
     def sizes(self, ids: Tensor) -> Tensor:
         """Training samples ``[m]`` of the clients ``ids``."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
@@ -15,10 +14,11 @@ from fedloom.local.oracles.linear import Pass, prepare
 from fedloom.local.oracles.network import scale_
 from fedloom.local.oracles.pooling import join
 from fedloom.local.oracles.precision import of_products
+from fedloom.local.oracles.probes import draws_itself, moved_values
 from fedloom.local.oracles.samples import slope
 from fedloom.local.oracles.terms import Representations, TermNetwork, summed
-from fedloom.models.imported import ABSENT, Values, put, values_of
-from fedloom.seeds import as_global, forked
+from fedloom.models.imported import ABSENT, put, values_of
+from fedloom.seeds import as_global
 
 if TYPE_CHECKING:
     from fedloom.data.federation import Federation
@@ -150,38 +150,3 @@ class Looped(TermNetwork):
             return self.module(x)  # type: ignore[no-any-return]
         with as_global(batch.draw.generator(i, "module"), self.device):
             return self.module(x)  # type: ignore[no-any-return]
-
-
-def draws_itself(module: nn.Module, fed: Federation) -> bool:
-    """Whether the module draws from a global generator in training, found out by running a copy on one sample."""
-    with forked(fed.device):
-        before = _global_state(fed.device)
-        _tried(_probe(module, fed), fed)
-        return not torch.equal(before, _global_state(fed.device))
-
-
-def moved_values(module: nn.Module, fed: Federation) -> list[str]:
-    """Names of buffers, batch statistics apart, and of attributes that training changes.
-
-    Attributes are those of `fedloom.models.imported.VALUES`. They are found out by running a copy on one sample.
-    """
-    probe = _probe(module, fed)
-    values = Values(probe)
-    with forked(fed.device):
-        _tried(probe, fed)
-    return values.changed()
-
-
-def _probe(module: nn.Module, fed: Federation) -> nn.Module:
-    """A copy in training."""
-    return copy.deepcopy(module).to(device=fed.device, dtype=fed.dtype).train()
-
-
-@torch.no_grad()
-def _tried(probe: nn.Module, fed: Federation) -> None:
-    probe(at_least_two(fed.fetch(fed.parts["train"].index[:1])))
-
-
-def _global_state(device: torch.device) -> Tensor:
-    cpu = torch.get_rng_state()
-    return torch.cat([cpu, torch.cuda.get_rng_state(device)]) if device.type == "cuda" else cpu

@@ -27,6 +27,7 @@ from fedloom.local.oracles.forward import (
     representing,
 )
 from fedloom.local.oracles.precision import lowered
+from fedloom.local.oracles.probes import reached_mask, spread_samples, written_parameters
 from fedloom.local.oracles.samples import Samples, batch_loss, probe
 from fedloom.models import Augment
 from fedloom.models.dropout import Dropout
@@ -38,9 +39,6 @@ if TYPE_CHECKING:
     from fedloom.data.federation import Federation
     from fedloom.local.batches import Batch
     from fedloom.tasks import Task
-
-TRIED = 32
-"""Samples, from all clients, that an own loss and own metrics are tried on before work starts."""
 
 
 class Network(Oracle):
@@ -83,8 +81,7 @@ class Network(Oracle):
         if isinstance(task, Chosen):
             weights = task.class_weights(fed.class_counts("train"))
             self.class_weights = None if weights is None else weights.to(self.device, self.dtype)
-            index = fed.parts["train"].index
-            index = index[torch.linspace(0, len(index) - 1, TRIED, device=index.device).long()]
+            index = spread_samples(fed)
             if fed.data.name != "blank":  # the server of a deployment has no samples
                 probe(task, self.run(self.layout.vector(self.module), fed.fetch(index)), fed.targets(index))
         keep_memory()
@@ -229,7 +226,7 @@ class Network(Oracle):
     @torch.no_grad()
     def run(self, row: Tensor, x: Tensor) -> Tensor:
         """Outputs ``[b, k]`` of the model ``row [d]`` in evaluation mode; ``[b L, k]`` with a label per position."""
-        self._hold(self.views(row))
+        self._hold(self._views_to_run(row))
         self.module.eval()
         return self.module(self.arranged(x)).flatten(0, -2)  # type: ignore[no-any-return]
 
@@ -262,7 +259,7 @@ class Network(Oracle):
         if not self.normalisers or self._has_statistics_of(row, ids):
             return
         self._statistics_of = None
-        self._hold(self.views(row))
+        self._hold(self._views_to_run(row))
         self.module.eval()
         for normaliser in self.normalisers:
             normaliser.train()
@@ -288,9 +285,26 @@ class Network(Oracle):
 
     # ---------------------------------------------------------------------------------------------------- inside
 
+    @cached_property
+    def reached(self) -> Tensor | None:
+        return reached_mask(self._module, self.fed, self.layout)
+
+    @cached_property
+    def reached_with_terms(self) -> Tensor | None:
+        return None if self.reached is None else reached_mask(self._module, self.fed, self.layout, self.spot)
+
+    @cached_property
+    def overwritten(self) -> Sequence[str]:
+        """Names of parameters that a forward pass itself writes."""
+        return written_parameters(self._module, self.fed)
+
     def views(self, row: Tensor) -> list[Tensor]:
         """The parameters in ``row [d]``, in the module's order."""
         return list(self.layout.tree(row).values())
+
+    def _views_to_run(self, row: Tensor) -> list[Tensor]:
+        """The parameters for a pass that must not change ``row``."""
+        return self.views(row.clone() if self.overwritten else row)
 
     def _hold(self, views: list[Tensor]) -> None:
         """Make the module compute with these parameters."""

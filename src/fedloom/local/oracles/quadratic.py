@@ -83,12 +83,20 @@ class Quadratic(Oracle):
         return 0.5 * (gap * self._gradient(w, batch.ids)).sum(1, keepdim=True) * (batch.count.to(w) / batch.total)
 
     def class_counts(self, ids: Tensor) -> Tensor:
-        """All samples but one are of the first of two classes that the clients pretend to have."""
-        return torch.stack([self.count[ids] - 1, torch.ones_like(ids)], 1).to(self.dtype)
+        """All samples but one are of the first class that the clients pretend to have, the last of the second."""
+        counts = torch.zeros(len(ids), self._classes, dtype=self.dtype)
+        counts[:, 0], counts[:, 1] = self.count[ids] - 1, 1
+        return counts
 
     def class_means(self, w: Tensor, ids: Tensor) -> Tensor:
-        """The first parameters, as many as the last matrix has columns, are the mean of both classes."""
-        return w[:, None, : self._features].repeat(1, 2, 1)
+        """The first parameters, as many as the last matrix has columns, are the mean of every class."""
+        return w[:, None, : self._features].repeat(1, self._classes, 1)
+
+    @property
+    def _classes(self) -> int:
+        """One per row of the last matrix, as a head has them; two where it has one row, of a binary task."""
+        shapes = list(self.layout.matrix_shapes.values())
+        return max(2, shapes[-1][0]) if shapes else 2
 
     @property
     def _features(self) -> int:

@@ -15,7 +15,7 @@ from fedloom.report.comparison.criteria import tasks
 from fedloom.report.comparison.family import TestedDifference, differences, family
 from fedloom.report.csv_files import csv_of
 from fedloom.report.naming import figure, titled
-from fedloom.report.numbers import Row, leading_metric
+from fedloom.report.numbers import ENOUGH, Row, leading_metric
 from fedloom.report.run import Run
 from fedloom.report.tables import BOOKTABS, cell, decimals, marked, scrolling, tabular, tex
 
@@ -150,8 +150,18 @@ def pairs_html(comparisons: Sequence[Pair]) -> str:
 
 
 def in_words(verdict: str, row: Row) -> str:
-    """Write a verdict, and what became of the runs where one diverged or failed."""
+    """Write a verdict, and what became of the runs where one diverged or failed, or had nothing to be tested on."""
     return ", ".join(filter(None, (verdict, row.remark)))
+
+
+def reasoned(pair: Pair | None) -> str:
+    """Write a verdict, and why there is none where the seeds are too few."""
+    if pair is None:
+        return ""
+    one = pair.comparison
+    if one is None or one.testable or not one.seeds:
+        return pair.verdict
+    return f"{pair.verdict}: a test needs {ENOUGH} seeds that both methods have, and there are {one.seeds}"
 
 
 def _numbers(pair: Pair, unit: str) -> tuple[tuple[str, str], tuple[str, str], str, str]:

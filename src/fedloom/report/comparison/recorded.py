@@ -12,7 +12,7 @@ from fedloom.errors import ConfigError, unknown
 from fedloom.formats import interval, p_value, pair
 from fedloom.report import notebook as display
 from fedloom.report.comparison.contenders import Models, contenders, reference
-from fedloom.report.comparison.pairs import Pair, in_words, pairs, pairs_latex
+from fedloom.report.comparison.pairs import Pair, in_words, pairs, pairs_latex, reasoned
 from fedloom.report.comparison.paper import results_latex, title
 from fedloom.report.naming import figure, titled, within_line
 from fedloom.report.numbers import Row, leading_metric, rows_of
@@ -152,7 +152,7 @@ class RecordedComparison:
                 pair(*interval(one.mean * scale, one.half * scale, decimals(self._lead), signed=True)) if one else ""
             )
             holm = p_value(one.holm) if one and one.testable else ""
-            verdict = in_words(other.verdict if other else "", row)
+            verdict = in_words(reasoned(other), row)
             lines.append([row.method, row.model, result, difference, holm, verdict])
         return lines
 

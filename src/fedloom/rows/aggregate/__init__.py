@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from fedloom.rows.aggregate._base import NNM, Aggregator, Bucketing, ClipRows
+from fedloom.rows.aggregate._base import NNM, Aggregator, Bucketing, ClipRows, Rows, State, mixture
 from fedloom.rows.aggregate.private import PrivateMean
 from fedloom.rows.aggregate.selection import MDA, Bulyan, FLTrust, Krum, MultiKrum
 from fedloom.rows.aggregate.vectors import CenteredClipping, GeometricMedian, Median, TrimmedMean, WeightedMean
+from fedloom.rows.context import Cohort
 
 AGGREGATORS: dict[str, type[Aggregator]] = {
     "mean": WeightedMean,
@@ -31,12 +32,16 @@ __all__ = [
     "Bulyan",
     "CenteredClipping",
     "ClipRows",
+    "Cohort",
     "FLTrust",
     "GeometricMedian",
     "Krum",
     "Median",
     "MultiKrum",
     "PrivateMean",
+    "Rows",
+    "State",
     "TrimmedMean",
     "WeightedMean",
+    "mixture",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import Field, PositiveInt
@@ -16,7 +16,12 @@ from fedloom.rows.context import Cohort
 from fedloom.values import Value
 
 Rows = Mapping[str, Tensor]
+"""Of every field of the upload a row per client, ``{field: [m, .]}``."""
 State = dict[str, Tensor]
+"""What a rule keeps from round to round; empty where there is nothing."""
+
+MORE = 7
+"""With 4 m + 7 rows a rule that m rows are too few for by f = 1 works: bulyan needs 4 f + 3."""
 
 
 class ClipRows(Value):
@@ -65,7 +70,7 @@ class NNM(Value):
     """
 
     kind: Literal["nnm"] = "nnm"
-    f: int = Field(1, ge=0, description="Byzantine clients per cohort")
+    f: int = Field(1, ge=0, description="Byzantine clients per cohort; if not given, 0 where the cohort allows no more")
 
     def rows(self, m: int) -> int:
         """Rows that m rows become.
@@ -124,6 +129,26 @@ class Aggregator(Value, ABC):
             ConfigError: too few rows for the rule, or too many subsets of them.
         """
 
+    def adapted(self, m: int) -> Self:
+        """The rule with defaults that m rows allow: f, where it is not given, is 0 if its default needs more rows.
+
+        What even f = 0 does not allow, `check` refuses.
+        """
+        if self._allows(m) or not self._allows(4 * m + MORE):
+            return self
+        pre = tuple(s.with_(f=0) if isinstance(s, NNM) and "f" not in s.model_fields_set else s for s in self.pre)
+        changes: dict[str, Any] = {"pre": pre} if pre != self.pre else {}
+        if "f" in type(self).model_fields and "f" not in self.model_fields_set:
+            changes["f"] = 0
+        return self.with_(**changes) if changes else self
+
+    def _allows(self, m: int) -> bool:
+        try:
+            self.check(m)
+        except ConfigError:
+            return False
+        return True
+
     def apply(
         self, state: State, rows: Rows, weights: Tensor, primary: str, ctx: Cohort
     ) -> tuple[dict[str, Tensor], State]:
@@ -160,7 +185,7 @@ class Aggregator(Value, ABC):
 
 
 def mixture(coefficients: Tensor, rows: Rows) -> dict[str, Tensor]:
-    """Sum of coefficients [m, 1] times rows, of every field."""
+    """Sum the rows of every field times coefficients ``[m, 1]``: the weighted mean where they sum to 1."""
     return {name: (coefficients.T.to(r.dtype) @ r).squeeze(0) for name, r in rows.items()}
 
 
@@ -171,7 +196,7 @@ def need(kind: str, ok: bool, rule: str, m: int, **got: object) -> None:
         ConfigError: `rule` does not hold.
     """
     if not ok:
-        values = ", ".join(f"{name} = {value}" for name, value in got.items())
-        raise ConfigError(
-            f"{kind} needs {rule}, got m = {m} rows and {values}; take more clients per round or a smaller f"
-        )
+        values = "".join(f" and {name} = {value}" for name, value in got.items())
+        smaller = [f"a smaller {name}" for name, value in got.items() if isinstance(value, int) and value > 0]
+        cure = " or ".join(["take more clients per round", *(smaller or ["another rule"])])
+        raise ConfigError(f"{kind} needs {rule}, got m = {m} rows{values}; {cure}")

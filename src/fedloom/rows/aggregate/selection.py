@@ -26,7 +26,7 @@ class Krum(Aggregator):
     """
 
     kind: Literal["krum"] = "krum"
-    f: int = Field(1, ge=0, description="Byzantine clients per cohort")
+    f: int = Field(1, ge=0, description="Byzantine clients per cohort; if not given, 0 where the cohort allows no more")
 
     def require(self, m: int) -> None:
         need(self.kind, m >= 2 * self.f + 3, "m >= 2 f + 3", m, f=self.f)
@@ -45,7 +45,7 @@ class MultiKrum(Aggregator):
 
     weighted: ClassVar[bool] = True
     kind: Literal["multi-krum"] = "multi-krum"
-    f: int = Field(1, ge=0, description="Byzantine clients per cohort")
+    f: int = Field(1, ge=0, description="Byzantine clients per cohort; if not given, 0 where the cohort allows no more")
     k: PositiveInt | None = Field(None, description="rows averaged; None: m - f")
     squared: bool = Field(True, description="scores of squared distances, as in the paper")
 
@@ -67,7 +67,7 @@ class Bulyan(Aggregator):
     """
 
     kind: Literal["bulyan"] = "bulyan"
-    f: int = Field(1, ge=0, description="Byzantine clients per cohort")
+    f: int = Field(1, ge=0, description="Byzantine clients per cohort; if not given, 0 where the cohort allows no more")
 
     def require(self, m: int) -> None:
         need(self.kind, m >= 4 * self.f + 3, "m >= 4 f + 3", m, f=self.f)
@@ -92,7 +92,7 @@ class MDA(Aggregator):
 
     weighted: ClassVar[bool] = True
     kind: Literal["mda"] = "mda"
-    f: int = Field(1, ge=0, description="Byzantine clients per cohort")
+    f: int = Field(1, ge=0, description="Byzantine clients per cohort; if not given, 0 where the cohort allows no more")
 
     def require(self, m: int) -> None:
         need(self.kind, m > 2 * self.f, "m > 2 f", m, f=self.f)
@@ -133,7 +133,7 @@ class FLTrust(Aggregator):
         return self
 
     def require(self, m: int) -> None:
-        need(self.kind, m >= 2, "m >= 2", m, root=self.root)
+        need(self.kind, m >= 2, "m >= 2", m)
 
     def combine(self, state: State, rows: Rows, weights: Tensor, primary: str, ctx: Cohort) -> Result:
         at = (ctx.ids == self.root).nonzero().flatten().tolist()

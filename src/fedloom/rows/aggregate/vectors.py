@@ -43,7 +43,7 @@ class TrimmedMean(Aggregator):
     """Mean of every coordinate without its f smallest and f largest, m > 2f (Yin et al., ICML 2018, Definition 2)."""
 
     kind: Literal["trimmed-mean"] = "trimmed-mean"
-    f: int = Field(1, ge=0, description="rows dropped at each end")
+    f: int = Field(1, ge=0, description="rows dropped at each end; if not given, 0 where the cohort allows no more")
 
     def require(self, m: int) -> None:
         need(self.kind, m > 2 * self.f, "m > 2 f", m, f=self.f)

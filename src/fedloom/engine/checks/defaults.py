@@ -1,0 +1,51 @@
+"""Defaults that a federation is too small for: the run takes the nearest value that works, and has a note."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from fedloom.engine.setting import Setting
+from fedloom.schedule import OverSelection, Stream
+from fedloom.values import Value, kind_of
+
+V = TypeVar("V", bound=Value)
+
+
+def adapted(setting: Setting, n: int) -> tuple[Setting, list[str]]:
+    """The setting with defaults that n clients allow, and a note on each default that is another one then.
+
+    Options that the user gave stay as they are, and are refused by the checks where they are impossible.
+
+    Args:
+        setting: the run, presets resolved.
+        n: clients of the federation.
+    """
+    sampler, schedule = setting.sampler.adapted(n), setting.schedule.adapted(n)
+    rows = sampler.smallest(n)
+    if isinstance(schedule, Stream):
+        rows = schedule.size
+    elif isinstance(schedule, OverSelection) and rows is not None:
+        rows = schedule.enough(rows)
+    rule = setting.aggregator
+    rule = rule if rule is None or rows is None else rule.adapted(rows)
+    notes = [
+        *_notes("sampler", setting.sampler, sampler, f"{n} clients"),
+        *_notes("schedule", setting.schedule, schedule, f"{n} clients"),
+        *_notes("aggregator", setting.aggregator, rule, f"{rows} uploads"),
+    ]
+    if not notes:
+        return setting, []
+    return setting.with_(sampler=sampler, schedule=schedule, aggregator=rule), notes
+
+
+def _notes(table: str, old: Value | None, new: Value | None, among: str) -> list[str]:
+    """A sentence on every field of a part that has another value."""
+    if old is None or new is None:
+        return []
+    weak = ", so the rule withstands no attacker"
+    return [
+        f"{table} {kind_of(new)!r}: {name} = {getattr(new, name)}, because {among} are too few for its default of "
+        f"{getattr(old, name)}{weak if name in ('f', 'pre') else ''}"
+        for name in type(old).model_fields
+        if getattr(old, name) != getattr(new, name)
+    ]

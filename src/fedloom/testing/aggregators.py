@@ -1,0 +1,214 @@
+"""Laws of aggregators: rules that make one vector from the rows of a cohort."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedloom.data.dataset import on_cpu
+from fedloom.errors import ConfigError
+from fedloom.rows.aggregate import Aggregator
+from fedloom.seeds import generator
+from fedloom.testing.report import check_arguments, generators_untouched, hold
+from fedloom.testing.scene import TIGHT, agree, demand
+from fedloom.testing.trees import through_checkpoint
+
+WIDTHS = {"dw": 6, "beside": 3}
+"""Fields of the laws' uploads, the primary one first, with their lengths."""
+MOST_ROWS = 30
+"""Largest cohort that is tried in search of one that the rule takes; `bulyan` takes 4 f + 3 rows or more."""
+
+
+class LawCohort(NamedTuple):
+    """The context of a rule: see `fedloom.aggregate.Cohort`."""
+
+    ids: Tensor
+
+    def rng(self, purpose: str) -> torch.Generator:
+        """The generator of this round and purpose."""
+        return generator(0, 1, purpose=purpose)
+
+
+class LawUploads(NamedTuple):
+    """What a law is about: a rule, and the uploads of a cohort of m clients."""
+
+    rule: Aggregator
+    rows: dict[str, Tensor]
+    weights: Tensor
+    ids: Tensor
+
+    @classmethod
+    def of(cls, rule: Aggregator, m: int, dtype: torch.dtype = torch.float64) -> LawUploads:
+        """Random rows of m clients, apart from each other and from zero."""
+        g = generator(m, purpose="laws of aggregators")
+        rows = {name: torch.randn(m, d, generator=g, dtype=torch.float64) + 2 for name, d in WIDTHS.items()}
+        weights = torch.rand(m, 1, generator=g, dtype=torch.float64) + 0.5
+        return cls(rule, {name: r.to(dtype) for name, r in rows.items()}, weights, torch.arange(m))
+
+    def combined(self, state: dict[str, Tensor] | None = None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The aggregate of every field, and the new state."""
+        ctx = LawCohort(self.ids)
+        state = self.rule.init(ctx) if state is None else state
+        return self.rule.apply(state, self.rows, self.weights, next(iter(WIDTHS)), ctx)
+
+    def but(self, **changes: Any) -> LawUploads:
+        """The same with other fields."""
+        return self._replace(**changes)
+
+
+def runs(s: LawUploads) -> None:
+    """The rule combines two rounds of rows."""
+    s.combined(s.combined()[1])
+
+
+def shapes(s: LawUploads) -> None:
+    """One finite vector per field, in the dtype of the rows; the state is a dict of tensors."""
+    for dtype in (torch.float64, torch.float32):
+        uploads = LawUploads.of(s.rule, len(s.ids), dtype)
+        got: Any = uploads.combined()
+        demand(isinstance(got, tuple) and len(got) == 2, "combine must return the pair (aggregates, state)")
+        combined, state = got
+        demand([*combined] == [*uploads.rows], f"the aggregates must be of {[*uploads.rows]}, got {[*combined]}")
+        for name, value in combined.items():
+            demand(
+                value.shape == uploads.rows[name].shape[1:],
+                f"the aggregate of {name} must be [{uploads.rows[name].shape[1]}], got {[*value.shape]}",
+            )
+            demand(value.dtype == dtype, f"the aggregate of {name} of rows in {dtype} is in {value.dtype}")
+            demand(value.isfinite().all(), f"the aggregate of {name} is not finite")
+        tensors = isinstance(state, dict) and all(isinstance(value, Tensor) for value in state.values())
+        demand(tensors, f"the state must be a dict of tensors, got {state!r:.80}")
+
+
+def arguments_unmodified(s: LawUploads) -> None:
+    """Neither rows, weights nor the state that is given are changed."""
+    state = s.combined()[1]
+    arguments = (dict(s.rows), s.weights, dict(state))
+    before = [{k: v.clone() for k, v in s.rows.items()}, s.weights.clone(), {k: v.clone() for k, v in state.items()}]
+    for value in s.combined(state)[0].values():
+        value.add_(1)  # a view of an argument shows
+    for what, got, want in zip(("rows", "weights", "state"), arguments, before, strict=True):
+        agree(got, want, f"{what} changed, or share memory with the aggregates")
+
+
+def repeatable(s: LawUploads) -> None:
+    """Equal calls give equal results to the last bit, and the value stays as it is."""
+    before = s.rule.model_dump()
+    with generators_untouched():
+        first, state = s.combined()
+    later = s.combined(state)
+    agree(s.combined()[0], first, "the same call twice")
+    agree(s.but(rule=s.rule.with_()).combined(state)[0], later[0], "the rule made anew from its fields")
+    demand(s.rule.model_dump() == before, f"the rule changed from {before} to {s.rule.model_dump()}")
+
+
+def resume(s: LawUploads) -> None:
+    """A state that comes from a checkpoint gives the same round, to the last bit."""
+    state = s.combined()[1]
+    saved, combined = s.combined(_through_checkpoint(state)), s.combined(state)
+    for what, got, want in zip(("aggregates", "state"), saved, combined, strict=True):
+        agree(got, want, f"the {what} of a run that resumes and of one that does not stop")
+
+
+def permutation(s: LawUploads) -> None:
+    """The order of the clients does not matter."""
+    order = torch.randperm(len(s.ids), generator=generator(0, purpose="order"))
+    other = s.but(rows={n: r[order] for n, r in s.rows.items()}, weights=s.weights[order], ids=s.ids[order])
+    agree(other.combined()[0], s.combined()[0], "clients in another order", TIGHT)
+
+
+def weighted(s: LawUploads) -> None:
+    """A rule that is `weighted` reads weights up to a factor; another rule does not read them."""
+    change = 3 * s.weights if s.rule.weighted else s.weights.flip(0) + 1
+    sentence = "weights three times as large" if s.rule.weighted else "other weights, although weighted is False"
+    agree(s.but(weights=change).combined()[0], s.combined()[0], sentence, TIGHT)
+
+
+def agreement(s: LawUploads) -> None:
+    """Where all clients send the same, the aggregate is that."""
+    same = {name: r[:1].expand_as(r).contiguous() for name, r in s.rows.items()}
+    agree(s.but(rows=same).combined()[0], {n: r[0] for n, r in same.items()}, "what all clients sent", TIGHT)
+
+
+def linear(s: LawUploads) -> None:
+    """A rule that is `linear` is the weighted mean."""
+    if s.rule.linear:
+        share = s.weights / s.weights.sum()
+        want = {name: (share * r).sum(0) for name, r in s.rows.items()}
+        agree(s.combined()[0], want, "the weighted mean, which linear promises", TIGHT)
+
+
+def precision(s: LawUploads) -> None:
+    """Rows in float32 give what rows in float64 give, to 1e-4."""
+    single = LawUploads.of(s.rule, len(s.ids), torch.float32).combined()[0]
+    agree({n: v.double() for n, v in single.items()}, s.combined()[0], "float32 and float64", 1e-4)
+
+
+def small_cohorts(s: LawUploads) -> None:
+    """A cohort is refused by `require`, or combined."""
+    for m in range(1, len(s.ids)):
+        few = LawUploads.of(s.rule, m)
+        try:
+            s.rule.check(m)
+        except ConfigError:
+            continue
+        for name, value in few.combined()[0].items():
+            demand(value.isfinite().all(), f"the aggregate of {name} of {m} rows is not finite")
+
+
+LAWS: dict[Callable[[Any], None], str] = {
+    runs: "repair this line",
+    shapes: "return {field: a vector [.] of rows[field] [m, .]} and a dict of tensors, {} if there is no state",
+    arguments_unmodified: "clone before an in-place operation, and return tensors of your own",
+    repeatable: "draw from ctx.rng(purpose), and keep what a later round needs in the state, not on self",
+    resume: "keep all that a round needs from the one before in the state",
+    permutation: "use ctx.ids, never a client's place in the cohort; if the rule groups clients by place, as bucketing "
+    "does, leave the law out: without=['permutation']",
+    weighted: "set weighted: ClassVar[bool] = True if the rule reads weights, and divide by their sum",
+    agreement: "coefficients of rows must sum to 1; if the rule adds noise or shortens rows, leave the law out: "
+    "without=['agreement']",
+    linear: "let linear be True for a weighted mean and nothing else",
+    precision: "take dtypes from the rows: torch.zeros_like(rows[primary]), weights.to(rows[primary].dtype)",
+    small_cohorts: "let require(m) raise fl.errors.ConfigError for the m rows that are too few",
+}
+"""Every law of an aggregator, with the cure of what usually breaks it."""
+
+
+@on_cpu()
+def check_aggregator(aggregator: Aggregator, without: Collection[str] = ()) -> None:
+    """Hold an aggregator to every law, on random rows of two fields.
+
+    Args:
+        aggregator: the rule.
+        without: names of laws that the rule breaks on purpose.
+
+    Raises:
+        AssertionError: at the first law that is broken: law, rule, what is wrong, and a cure. Of a crash: the function,
+            the error, file and line.
+        ConfigError: it is no aggregator, takes no cohort of up to 30 rows, or there is no such law.
+    """
+    check_arguments(aggregator, Aggregator, "fl.aggregate.Median()", LAWS, without)
+    hold(LAWS, LawUploads.of(aggregator, _enough(aggregator)), aggregator, Aggregator, without)
+
+
+def _through_checkpoint(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A state as a checkpoint gives it back."""
+    return dict(zip(state, through_checkpoint(tuple(state.values())), strict=True))
+
+
+def _enough(rule: Aggregator) -> int:
+    """Rows of a cohort that the rule takes: two more than the fewest, and at least 5."""
+    refusal = ""
+    for m in range(1, MOST_ROWS + 1):
+        try:
+            rule.check(m)
+        except ConfigError as error:
+            refusal = str(error)
+        except Exception:  # the law `runs` meets it again, and reports it
+            return 5
+        else:
+            return max(5, m + 2)
+    raise ConfigError(f"{rule!r} takes no cohort of up to {MOST_ROWS} rows ({refusal}); give it a smaller f")

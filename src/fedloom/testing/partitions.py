@@ -1,0 +1,240 @@
+"""Laws of partitions: what a draw may contain, and that every sample of a part is prepared as its client's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedloom.data.dataset import Dataset, on_cpu
+from fedloom.data.federation import PARTS, Federation
+from fedloom.data.partition import Draw, Partition, Pool
+from fedloom.data.partition.deal import Dealt
+from fedloom.data.tables import Table, TableColumn
+from fedloom.errors import ConfigError, PartitionError
+from fedloom.seeds import generator, numpy_generator
+from fedloom.testing.report import check_arguments, generators_untouched, hold
+from fedloom.testing.scene import demand
+
+SAMPLES, OFFICIAL, CLASSES, USERS = 1200, 200, 10, 12
+"""Sizes of the laws' data: as many classes as the built-in `clusters` needs, and 100 samples or more of each."""
+SEED = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a law is about: a partition and a data set."""
+
+    partition: Partition
+    data: Dataset
+
+    @cached_property
+    def pool(self) -> Pool:
+        """What a call of the partition draws from."""
+        return self.partition.pool_of(self.data)
+
+    @cached_property
+    def drawn(self) -> Draw:
+        """A draw."""
+        return self.partition.draw(self.pool, SEED)
+
+    @cached_property
+    def fed(self) -> Federation:
+        """The federation of the same seed."""
+        return self.partition(self.data, SEED)
+
+
+def runs(s: Case) -> None:
+    """The partition draws clients, and a federation comes of it."""
+    demand(isinstance(s.drawn, Draw), f"draw must return fl.partition.Draw, got {type(s.drawn).__name__}")
+    demand(s.fed.n > 0, "there are no clients")
+
+
+def declared(s: Case) -> None:
+    """Everything in a draw has an entry per client, of the documented type."""
+    drawn, n, classes = s.drawn, len(s.drawn.dealt.offsets) - 1, len(s.data.classes)
+    for name, dealt in _lists(drawn).items():
+        for what, values in zip(("index", "offsets"), dealt, strict=True):
+            kind = getattr(values, "dtype", type(values))
+            demand(kind == np.int64, f"{name}.{what} must be a numpy array of int64, got {kind}")
+    shapes = {"noise": (n, None), "anew": (n,), "relabel": (n, classes), "views": (n, 2), "groups": (n,)}
+    for name, shape in shapes.items():
+        values = getattr(drawn, name)
+        if values is not None:
+            fits = len(np.shape(values)) == len(shape) and all(
+                want in (None, got) for got, want in zip(np.shape(values), shape, strict=True)
+            )
+            demand(fits, f"{name} must have an entry for each of the {n} clients, got shape {[*np.shape(values)]}")
+    if drawn.names:
+        demand(len(set(drawn.names)) == n, f"names must be {n} different names, got {len(set(drawn.names))}")
+    demand(all(isinstance(note, str) for note in drawn.notes), "notes must be sentences")
+
+
+def pool_only(s: Case) -> None:
+    """Training samples come from the pool, whichever part of the data set it is; test samples may be official ones."""
+    half = numpy_generator(SEED, purpose="half").random(len(s.pool)) < 0.5
+    some = Pool(s.data, s.pool.index[half], None if s.pool.y is None else s.pool.y[half])
+    pools = [("the pool", s.pool, s.drawn)]
+    with suppress(PartitionError):  # too few samples for this partition
+        pools.append(("a pool of half the samples", some, s.partition.draw(some, SEED)))
+    official = np.zeros(0, np.int64) if s.data.test is None else s.data.test.numpy()
+    for what, pool, drawn in pools:
+        for name, dealt in _lists(drawn).items():
+            allowed = pool.index if name == "dealt" else np.concatenate([pool.index, official])
+            strange = dealt.index[~np.isin(dealt.index, allowed)]
+            demand(
+                not len(strange),
+                f"{name} has {len(strange)} samples that {what} does not have (first: {strange[:1].tolist()})",
+            )
+
+
+def disjoint(s: Case) -> None:
+    """No sample is dealt twice."""
+    for name, dealt in _lists(s.drawn).items():
+        samples, counts = np.unique(dealt.index, return_counts=True)
+        twice = samples[counts > 1]
+        demand(not len(twice), f"{name} has {len(twice)} samples more than once (first: {twice[:1].tolist()})")
+
+
+def tested_apart(s: Case) -> None:
+    """No client trains on a sample that a client is tested on."""
+    trained, tested = (s.fed.parts[part].index for part in ("train", "test"))
+    both = tested[torch.isin(tested, trained)]
+    demand(not len(both), f"{len(both)} test samples are training samples too (first: {both[:1].tolist()})")
+
+
+def seeded(s: Case) -> None:
+    """Equal seeds give equal draws, from the generators of the seed alone; the partition stays as it is."""
+    before = s.partition.model_dump()
+    with generators_untouched():
+        again = s.partition.draw(s.pool, SEED)
+    copy = s.partition.with_().draw(s.pool, SEED)
+    for what, other in (("a second draw", again), ("the partition made anew from its fields", copy)):
+        for name, got, want in zip(Draw._fields, other, s.drawn, strict=True):
+            demand(_same(got, want), f"{what} with the same seed gives another {name}")
+    demand(s.partition.model_dump() == before, f"the partition changed from {before} to {s.partition.model_dump()}")
+
+
+def arguments_unmodified(s: Case) -> None:
+    """Drawing changes neither the pool nor the data set."""
+    data = replace(s.data, x=s.data.x.clone(), y=s.data.y.clone())
+    pool = Pool(data, s.pool.index.copy(), None if s.pool.y is None else s.pool.y.copy())
+    s.partition.draw(pool, SEED)
+    for name, got, want in (
+        ("pool.index", pool.index, s.pool.index),
+        ("pool.y", pool.y, s.pool.y),
+        ("the features", data.x.numpy(), s.data.x.numpy()),
+        ("the targets", data.y.numpy(), s.data.y.numpy()),
+    ):
+        demand(_same(got, want), f"draw changed {name}")
+
+
+def prepared(s: Case) -> None:
+    """Every sample of a part is there, and is what its client's own training part makes of it."""
+    for part in PARTS:
+        index = s.fed.parts[part].index
+        x = s.fed.fetch(index)
+        demand(s.data.vocabulary or x.isfinite().all(), f"{part} has samples that are not finite")
+    if not isinstance(s.data.prepare, Table) or any(v is not None for v in (s.drawn.noise, s.drawn.views)):
+        return
+    for client in range(s.fed.n):
+        places = [s.fed.indices(part, client) for part in PARTS]
+        rows = torch.cat(places)
+        in_train = torch.arange(len(rows)) < len(places[0])
+        raw = s.data.x[rows]
+        want = s.data.prepare(raw, torch.zeros(len(rows), dtype=torch.long), in_train)
+        worst = (s.fed.fetch(rows) - want).abs().max() if len(rows) else torch.zeros(())
+        demand(
+            worst <= 1e-5,  # float32, and sums in another order
+            f"rows of client {client} differ by {worst:.3g} from rows scaled by the client's training part",
+        )
+
+
+LAWS: dict[Callable[[Any], None], str] = {
+    runs: "repair this line",
+    declared: "give int64 arrays, and one entry per client in all that a draw has",
+    pool_only: "deal entries of pool.index; positions within the pool are no positions in the data set",
+    disjoint: "deal every sample once; if clients are meant to overlap, leave the law out: without=['disjoint']",
+    tested_apart: "leave the samples of Draw.test out of Draw.dealt",
+    seeded: "draw from fl.seeds.numpy_generator(seed, purpose=...) and keep nothing on self",
+    arguments_unmodified: "copy before an in-place operation",
+    prepared: "deal the samples of a test part to their clients in Draw.test, so that each is scaled as its client is",
+}
+"""Every law of a partition, with the cure of what usually breaks it."""
+
+
+@on_cpu()
+def check_partition(partition: Partition, data: object = None, without: Collection[str] = ()) -> None:
+    """Hold a partition to every law, on a table and on images with an official test set.
+
+    Args:
+        partition: the partition.
+        data: a data set that it takes, or what `fl.Dataset.of` makes one of, in the place of the laws' own. These have
+            ten classes, twelve users, and the columns ``site`` and ``time``.
+        without: names of laws that the partition breaks on purpose.
+
+    Raises:
+        AssertionError: at the first law that is broken: law, partition, what is wrong, and a cure. Of a crash: the
+            function, the error, file and line.
+        ConfigError: it is no partition, the partition refuses every data set, or there is no such law.
+    """
+    check_arguments(partition, Partition, "fl.partition.iid(clients=10)", LAWS, without)
+    cases = _data() if data is None else {"the data": Dataset.of(data)}
+    refusals = []
+    for where, data_set in cases.items():
+        case = Case(partition, data_set)
+        try:
+            runs(case)
+        except ConfigError as refusal:
+            refusals.append(str(refusal))
+            continue
+        except Exception:
+            hold({runs: LAWS[runs]}, case, partition, Partition, where=f" on {where}")
+            raise
+        hold(LAWS, case, partition, Partition, without, f" on {where}")
+    if len(refusals) == len(cases):
+        raise ConfigError(f"{partition!r} refuses every data set: {'; '.join(refusals)}; give data=, one that it takes")
+
+
+@cache
+def _data() -> dict[str, Dataset]:
+    """A table with missing cells, and images with an official test set."""
+    rng, g = numpy_generator(0, purpose="laws of partitions"), generator(0, purpose="laws of partitions")
+    users = torch.from_numpy(rng.permutation(np.arange(SAMPLES) % USERS))
+    common = {
+        "classes": tuple(map(str, range(CLASSES))),
+        "columns": {"site": users, "time": torch.arange(SAMPLES)},
+        "levels": {"site": tuple(f"site {k}" for k in range(USERS)), "time": tuple(map(str, range(SAMPLES)))},
+        "users": users,
+        "user_names": tuple(f"site {k}" for k in range(USERS)),
+    }
+    y = torch.from_numpy(rng.permutation(np.arange(SAMPLES) % CLASSES))
+    numbers = torch.randn(SAMPLES, 2, generator=g, dtype=torch.float64) * 10 + users[:, None]
+    codes = torch.randint(3, (SAMPLES, 1), generator=g).double()
+    x = torch.cat([numbers, codes], 1)
+    x[torch.rand(x.shape, generator=g) < 0.05] = torch.nan
+    columns = (TableColumn(name="a", flag=True), TableColumn(name="b"), TableColumn(name="c", levels=3))
+    images = torch.randint(256, (SAMPLES, 1, 4, 4), generator=g, dtype=torch.uint8)
+    official = torch.arange(SAMPLES - OFFICIAL, SAMPLES)
+    return {
+        "a table": Dataset("a table", x, y, prepare=Table(columns=columns), **common),  # type: ignore[arg-type]
+        "images": Dataset("images", images, y, test=official, **common),  # type: ignore[arg-type]
+    }
+
+
+def _lists(drawn: Draw) -> dict[str, Dealt]:
+    lists = {"dealt": drawn.dealt, "test": drawn.test}
+    return {name: dealt for name, dealt in lists.items() if dealt is not None}
+
+
+def _same(got: object, want: object) -> bool:
+    if isinstance(got, Dealt) and isinstance(want, Dealt):
+        return all(np.array_equal(a, b) for a, b in zip(got, want, strict=True))
+    if isinstance(got, np.ndarray) and isinstance(want, np.ndarray):
+        return np.array_equal(got, want, equal_nan=got.dtype.kind == "f")
+    return type(got) is type(want) and bool(got == want)

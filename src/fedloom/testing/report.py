@@ -1,0 +1,131 @@
+"""Reports of laws: the law, the part, the place in its code, and a cure."""
+
+from __future__ import annotations
+
+import random  # noqa: TID251  # only to see whether it was used
+import traceback
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedloom.errors import ConfigError, cause_of, unknown
+from fedloom.rows.layout import Layout
+from fedloom.testing.scene import demand
+
+PACKAGE = Path(__file__).parents[1]
+"""Where fedloom's own code lies."""
+
+
+def stage_of(error: BaseException, part: type, stages: Collection[str]) -> str | None:
+    """Name the function of a part in which an error arose: the outermost one that its author wrote; None outside.
+
+    Args:
+        error: caught, with its traceback.
+        part: base class of the part.
+        stages: functions of the part that its author may write.
+    """
+    called = [
+        (frame.f_code.co_name, Path(frame.f_code.co_filename))
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+        if frame.f_code.co_name in stages and isinstance(frame.f_locals.get("self"), part)
+    ]
+    by_author = [name for name, file in called if PACKAGE not in file.parents]
+    return next(iter([*by_author, *(name for name, _ in called)]), None)
+
+
+def broken(law: str, part: object, error: Exception, stage: str | None, cure: str, where: str = "") -> AssertionError:
+    """Return the error of a law that is broken.
+
+    Args:
+        law: its name.
+        part: which breaks it.
+        error: what it was caught as; the law's own sentence is an `AssertionError`.
+        stage: the function of the part that crashed; None where the law itself found the fault.
+        cure: what to do about it.
+        where: on which problem the law was checked, with a blank before it.
+    """
+    what = str(error) if isinstance(error, AssertionError) else f"stopped with {cause_of(error)}"
+    what = what if stage is None else f"{stage} stopped with {cause_of(error)}"
+    return AssertionError(f"law {law}{where}, {part!r}: {what}; {cure}")
+
+
+def hold(
+    laws: Mapping[Callable[[Any], None], str],
+    subject: Any,
+    part: object,
+    base: type,
+    without: Collection[str] = (),
+    where: str = "",
+) -> None:
+    """Hold a part to laws, one after the other.
+
+    Args:
+        laws: every law with the cure of what usually breaks it.
+        subject: what the laws are called with.
+        part: the value that the laws are about.
+        base: its base class.
+        without: names of laws to leave out.
+        where: on which problem the laws are checked, with a blank before it.
+
+    Raises:
+        AssertionError: at the first law that is broken: law, part, what is wrong (of a crash the function, the error,
+            file and line), and a cure.
+    """
+    stages = {name for name in dir(part) if not name.startswith("_")}
+    for law, cure in laws.items():
+        if law.__name__ in without:
+            continue
+        try:
+            law(subject)
+        except Exception as error:
+            raise broken(law.__name__, part, error, stage_of(error, base, stages), cure, where) from error
+
+
+def check_arguments(
+    part: object, base: type, example: str, laws: Collection[Callable[[Any], None]], without: Collection[str]
+) -> None:
+    """Refuse a part of another kind, and names of laws that do not exist.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    if not isinstance(part, base):
+        raise ConfigError(f"{base.__name__.lower()} must be a value such as {example}, got {part!r:.80}")
+    names = [law.__name__ for law in laws]
+    for name in without:
+        if name not in names:
+            raise unknown("law", name, names)
+
+
+@contextmanager
+def generators_untouched() -> Iterator[None]:
+    """Raise if what is done within draws from a global generator."""
+    before = _global_states()
+    yield
+    for name, state in _global_states().items():
+        demand(state == before[name], f"the global generator of {name} was used; take the generators that are given")
+
+
+def _global_states() -> dict[str, Any]:
+    legacy = np.random.get_state(legacy=False)  # noqa: NPY002  # only to see whether it was used
+    return {
+        "torch": torch.random.get_rng_state().tolist(),
+        "numpy": repr(legacy["state"]["key"].tolist()) + repr(legacy["state"]["pos"]),
+        "random": random.getstate(),
+    }
+
+
+def model_of_laws(layout: Layout, classes: int | None) -> str:
+    """Say what a method that crashes must know of the model that it crashed on, a network of ``classes`` if any."""
+    shapes = zip(layout.names, layout.shapes, strict=True)
+    parameters = ", ".join(f"{name} {[*shape]}" for name, shape in shapes)
+    if classes is not None:
+        return f"the network has {classes} classes and the parameters {parameters}"
+    return (
+        f"the law's model has the parameters {parameters}; for a method that needs another head, such as one with an "
+        "output per class, give layout=MODULE and the shape= of its samples"
+    )

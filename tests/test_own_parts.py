@@ -1,0 +1,568 @@
+"""Partitions, aggregators and attacks: the built-in ones keep every law, and each law finds its mistake."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import random  # noqa: TID251  # a mistake that a law finds
+import re
+from contextlib import nullcontext
+from typing import Any, ClassVar
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from torch import Tensor
+
+import fedloom as fl
+from fedloom.data.partition import PARTITIONS, Dealt, Draw, Partition, Pool, Sized, by_owner
+from fedloom.errors import CodeError, ConfigError, DataError, PartitionError, Refused
+from fedloom.rows.aggregate import AGGREGATORS, Aggregator, Median
+from fedloom.rows.attacks import ALIE, ATTACKS, Attack, Forgery, Poison
+from fedloom.testing import aggregators, attacks, check_aggregator, check_attack, check_partition, partitions
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "column": {"column": "site"},
+    "few": {"clients": 6, "labels_per_client": 2, "mean": 1.0},
+}
+VARIANTS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
+    *((kind, OPTIONS.get(kind, {}), ()) for kind in PARTITIONS),
+    ("writers", {"test_from": "users"}, ()),
+    ("iid", {"test_from": "ratio", "test_count": 50}, ()),
+    ("iid", {"pool": True, "clients": 3}, ()),
+    ("dirichlet", {"folds": 4}, ()),
+    ("quality", {"reading": "std", "draws": "anew"}, ()),
+    ("quantity", {"keep": 5, "min_size": 9}, ()),
+    ("hybrid", {"overlap": True}, ("disjoint", "tested_apart")),
+]
+
+
+@pytest.mark.parametrize(("kind", "options", "without"), VARIANTS)
+def test_every_partition_keeps_the_laws(kind: str, options: dict[str, Any], without: tuple[str, ...]) -> None:
+    check_partition(PARTITIONS[kind](**options), without=without)
+
+
+@pytest.mark.parametrize("kind", AGGREGATORS)
+def test_every_aggregator_keeps_the_laws(kind: str) -> None:
+    check_aggregator(AGGREGATORS[kind](), without=["agreement"] if kind == "private-mean" else [])
+
+
+@pytest.mark.parametrize("pre", ["clip", "bucketing", "nnm"])
+def test_every_step_before_a_rule_keeps_the_laws(pre: str) -> None:
+    rule = fl.aggregate.WeightedMean(pre=({"kind": pre},))
+    check_aggregator(rule, without=["permutation"] if pre == "bucketing" else ["agreement"] if pre == "clip" else [])
+
+
+@pytest.mark.parametrize("kind", ATTACKS)
+def test_every_attack_keeps_the_laws(kind: str) -> None:
+    check_attack(ATTACKS[kind]())
+
+
+# --------------------------------------------------------------------------------------------------------- partitions
+
+
+class Stripes(Sized):
+    """Sample k of the pool goes to client k mod n."""
+
+    kind: ClassVar[str] = "stripes"
+
+    def draw(self, pool: Pool, seed: int) -> Draw:
+        return Draw(by_owner(pool.index, np.arange(len(pool)) % self.clients, self.clients))
+
+
+class Later(Sized):
+    """A temporal split: the last third of the rows is the test part of the client that has them."""
+
+    kind: ClassVar[str] = "later"
+
+    def draw(self, pool: Pool, seed: int) -> Draw:
+        time = pool.data.columns["time"].numpy()[pool.index]
+        owner, late = np.arange(len(pool)) % self.clients, time >= 2 * len(pool.data) // 3
+        early = by_owner(pool.index[~late], owner[~late], self.clients)
+        return Draw(early, test=by_owner(pool.index[late], owner[late], self.clients))
+
+
+class Crash(Stripes):
+    def draw(self, pool: Pool, seed: int) -> Draw:
+        return super().draw(pool, seed)._replace(names=pool.data.columns["hospital"])
+
+
+class NoDraw(Stripes):
+    def draw(self, pool: Pool, seed: int) -> Any:
+        return super().draw(pool, seed).dealt
+
+
+class ManyNames(Stripes):
+    def draw(self, pool: Pool, seed: int) -> Draw:
+        return super().draw(pool, seed)._replace(groups=np.zeros(self.clients - 1, np.int64))
+
+
+class FloatIndex(Stripes):
+    def draw(self, pool: Pool, seed: int) -> Draw:
+        dealt = super().draw(pool, seed).dealt
+        return Draw(Dealt(dealt.index.astype(np.int32), dealt.offsets))
+
+
+class PlacesInThePool(Stripes):
+    """Right only while the pool is the whole data set."""
+
+    def draw(self, pool: Pool, seed: int) -> Draw:
+        return Draw(by_owner(np.arange(len(pool)), np.arange(len(pool)) % self.clients, self.clients))
+
+
+class Twice(Stripes):
+    def draw(self, pool: Pool, seed: int) -> Draw:
+        index = pool.index[np.arange(len(pool)) // 2 * 2]
+        return Draw(by_owner(index, np.arange(len(pool)) % self.clients, self.clients))
+
+
+class NeighboursTest(Stripes):
+    def draw(self, pool: Pool, seed: int) -> Draw:
+        owner = np.arange(len(pool)) % self.clients
+        return Draw(
+            by_owner(pool.index, owner, self.clients), by_owner(pool.index, (owner + 1) % self.clients, self.clients)
+        )
+
+
+class FromNumpy(Stripes):
+    def draw(self, pool: Pool, seed: int) -> Draw:
+        return Draw(by_owner(pool.index, np.random.randint(self.clients, size=len(pool)), self.clients))  # noqa: NPY002
+
+
+class FromRandom(Stripes):
+    def draw(self, pool: Pool, seed: int) -> Draw:
+        random.random()
+        return super().draw(pool, seed)
+
+
+COUNT = [0]
+
+
+class Counts(Stripes):
+    def draw(self, pool: Pool, seed: int) -> Draw:
+        COUNT[0] += 1
+        return super().draw(pool, seed)._replace(notes=(f"draw {COUNT[0]}",))
+
+
+class Shuffles(Stripes):
+    def draw(self, pool: Pool, seed: int) -> Draw:
+        fl.seeds.numpy_generator(seed, purpose="shuffle").shuffle(pool.index)
+        return super().draw(pool, seed)
+
+
+class ScalesItself(Stripes):
+    """Writes into the data, so that clients are scaled by numbers that are not their own."""
+
+    def __call__(self, data: object, seed: int = 0) -> fl.Federation:
+        fed = super().__call__(data, seed)
+        return (
+            fed
+            if fed.data.fitted is None
+            else type(fed)(
+                **{k: getattr(fed, k) for k in ("parts", "names")},
+                data=type(fed.data)(**{**vars(fed.data), "x": fed.data.x + 1e-3}),
+            )
+        )
+
+
+BROKEN_PARTITIONS = [
+    ("runs", Crash), ("runs", NoDraw), ("declared", ManyNames), ("declared", FloatIndex),
+    ("pool_only", PlacesInThePool),
+    ("disjoint", Twice), ("tested_apart", NeighboursTest), ("seeded", FromNumpy), ("seeded", Counts),
+    ("seeded", FromRandom), ("arguments_unmodified", Shuffles), ("prepared", ScalesItself),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("law", "broken"), BROKEN_PARTITIONS)
+def test_a_law_of_partitions_finds_the_mistake(law: str, broken: type[Partition]) -> None:
+    without = [name for name in law_names(partitions) if name != law] if law not in ("runs",) else []
+    with pytest.raises(AssertionError, match=rf"(?s)law {law} on (a table|images), {broken.__name__}\(.*: .*; \w+"):
+        check_partition(broken(clients=4), without=without)
+
+
+# -------------------------------------------------------------------------------------------------------- aggregators
+
+
+class Trimmed(Aggregator):
+    """A rule of a user: the mean without the largest and the smallest entry of every coordinate."""
+
+    def require(self, m: int) -> None:
+        if m < 3:
+            raise ConfigError(f"trimmed needs 3 rows, got {m}; take more clients per round")
+
+    def combine(self, state: Any, rows: Any, weights: Tensor, primary: str, ctx: Any) -> Any:
+        return {name: (r.sum(0) - r.amax(0) - r.amin(0)) / (len(r) - 2) for name, r in rows.items()}, state
+
+
+class CrashingRule(Trimmed):
+    def combine(self, state: Any, rows: Any, weights: Tensor, primary: str, ctx: Any) -> Any:
+        return rows["model"].mean(0), state
+
+
+class KeepsRows(Trimmed):
+    def combine(self, state: Any, rows: Any, weights: Tensor, primary: str, ctx: Any) -> Any:
+        return {name: r[:1] for name, r in rows.items()}, state
+
+
+class WritesRows(Trimmed):
+    def combine(self, state: Any, rows: Any, weights: Tensor, primary: str, ctx: Any) -> Any:
+        return {name: r.sort(0).values.copy_(r.sub_(0.1)).mean(0) for name, r in rows.items()}, state
+
+
+class GivesAView(Trimmed):
+    def combine(self, state: Any, rows: Any, weights: Tensor, primary: str, ctx: Any) -> Any:
+        best = int(rows[primary].square().sum(1).argmin())
+        return {name: r[best] for name, r in rows.items()}, state
+
+
+class GlobalNoiseRule(Trimmed):
+    def combine(self, state: Any, rows: Any, weights: Tensor, primary: str, ctx: Any) -> Any:
+        return {name: r.mean(0) + torch.randn(r.shape[1], dtype=r.dtype) for name, r in rows.items()}, state
+
+
+CALLS = [0]
+
+
+class RemembersElsewhere(Trimmed):
+    def combine(self, state: Any, rows: Any, weights: Tensor, primary: str, ctx: Any) -> Any:
+        CALLS[0] += 1
+        return {name: r.mean(0) + CALLS[0] for name, r in rows.items()}, state
+
+
+class ForgetsDtype(Trimmed):
+    """State whose identity matters is lost with a checkpoint."""
+
+    def combine(self, state: Any, rows: Any, weights: Tensor, primary: str, ctx: Any) -> Any:
+        mark = state.get("mark")
+        shift = 1.0 if mark is not None and mark is MARK else 0.0
+        return {name: r.mean(0) + shift for name, r in rows.items()}, {"mark": MARK}
+
+
+MARK = torch.zeros(1)
+
+
+class FirstCounts(Trimmed):
+    def combine(self, state: Any, rows: Any, weights: Tensor, primary: str, ctx: Any) -> Any:
+        return {name: r.mean(0) + r[0] / 10 for name, r in rows.items()}, state
+
+
+class SecretlyWeighted(Trimmed):
+    def combine(self, state: Any, rows: Any, weights: Tensor, primary: str, ctx: Any) -> Any:
+        return {name: (weights.to(r) / weights.sum().to(r) * r).sum(0) for name, r in rows.items()}, state
+
+
+class PlainSum(Trimmed):
+    def combine(self, state: Any, rows: Any, weights: Tensor, primary: str, ctx: Any) -> Any:
+        return {name: r.sum(0) for name, r in rows.items()}, state
+
+
+class SaysLinear(Median):
+    @property
+    def linear(self) -> bool:
+        return True
+
+
+class RoundsToHalf(Trimmed):
+    def combine(self, state: Any, rows: Any, weights: Tensor, primary: str, ctx: Any) -> Any:
+        return {name: (r.mean(0) if r.dtype == torch.float64 else 1.001 * r.mean(0)) for name, r in rows.items()}, state
+
+
+class NeedsThree(Trimmed):
+    def require(self, m: int) -> None:
+        pass
+
+
+BROKEN_RULES = [
+    ("runs", CrashingRule), ("repeatable", GlobalNoiseRule), ("shapes", KeepsRows),
+    ("arguments_unmodified", WritesRows),
+    ("arguments_unmodified", GivesAView), ("repeatable", RemembersElsewhere), ("resume", ForgetsDtype),
+    ("permutation", FirstCounts), ("weighted", SecretlyWeighted), ("agreement", PlainSum), ("linear", SaysLinear),
+    ("precision", RoundsToHalf), ("small_cohorts", NeedsThree),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("law", "broken"), BROKEN_RULES)
+def test_a_law_of_aggregators_finds_the_mistake(law: str, broken: type[Aggregator]) -> None:
+    with pytest.raises(AssertionError, match=rf"(?s)law {law}, {broken.__name__}\(.*: .*; \w+"):
+        check_aggregator(broken())
+
+
+# ------------------------------------------------------------------------------------------------------------ attacks
+
+
+class Doubled(Forgery):
+    """An attack of a user: away from the received model, twice as far as the attacker would have gone."""
+
+    trains: ClassVar[bool] = True
+
+    def forge(self, honest: Any, base: Tensor, benign: Tensor, m: int, gens: Any) -> Tensor:
+        return base - 2 * (benign - base)
+
+
+class OneUp(Poison):
+    def poison(self, y: Tensor, classes: int, gen: Any) -> Tensor:
+        return (y + 1) % classes
+
+
+class CrashingAttack(Doubled):
+    def forge(self, honest: Any, base: Tensor, benign: Tensor, m: int, gens: Any) -> Tensor:
+        return honest.mean(0).expand_as(base).clone()  # None where they are not known
+
+
+class Everyone(Doubled):
+    def attackers(self, n: int, seed: int) -> Tensor:
+        return torch.arange(n, -1, -1)
+
+
+class OneModel(Doubled):
+    def forge(self, honest: Any, base: Tensor, benign: Tensor, m: int, gens: Any) -> Tensor:
+        return -base[0]
+
+
+class OneTooMany(OneUp):
+    def poison(self, y: Tensor, classes: int, gen: Any) -> Tensor:
+        return y + 1
+
+
+class DisguisesOthers(Attack):
+    disguises: ClassVar[bool] = True
+
+    def disguised(self, activations: Tensor, ids: Tensor, attackers: Tensor) -> Tensor:
+        return 0 * activations
+
+
+class WritesBase(Doubled):
+    def forge(self, honest: Any, base: Tensor, benign: Tensor, m: int, gens: Any) -> Tensor:
+        return base.mul_(-1)
+
+
+class WritesLabels(OneUp):
+    def poison(self, y: Tensor, classes: int, gen: Any) -> Tensor:
+        return y.mul_(0)
+
+
+class GlobalNoiseAttack(Doubled):
+    def forge(self, honest: Any, base: Tensor, benign: Tensor, m: int, gens: Any) -> Tensor:
+        return torch.randn_like(base)
+
+
+class CountingAttack(Doubled):
+    def forge(self, honest: Any, base: Tensor, benign: Tensor, m: int, gens: Any) -> Tensor:
+        CALLS[0] += 1
+        return base + CALLS[0]
+
+
+class KnowsTooMuch(Doubled):
+    def forge(self, honest: Any, base: Tensor, benign: Tensor, m: int, gens: Any) -> Tensor:
+        return (benign if honest is None else honest).mean(0).expand_as(base).clone()
+
+
+class SecretlyTrains(Doubled):
+    trains: ClassVar[bool] = False
+
+
+BROKEN_ATTACKS = [
+    ("runs", CrashingAttack), ("repeatable", GlobalNoiseAttack), ("attackers", Everyone), ("shapes", OneModel),
+    ("shapes", OneTooMany), ("shapes", DisguisesOthers), ("arguments_unmodified", WritesBase),
+    ("arguments_unmodified", WritesLabels), ("repeatable", CountingAttack), ("knowledge", KnowsTooMuch),
+    ("knowledge", SecretlyTrains),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("law", "broken"), BROKEN_ATTACKS)
+def test_a_law_of_attacks_finds_the_mistake(law: str, broken: type[Attack]) -> None:
+    with pytest.raises(AssertionError, match=rf"(?s)law {law}, {broken.__name__}\(.*: .*; \w+"):
+        check_attack(broken())
+
+
+def law_names(module: Any) -> list[str]:
+    return [law.__name__ for law in module.LAWS]
+
+
+def test_every_law_can_fail() -> None:
+    assert {law for law, _ in BROKEN_PARTITIONS} == {*law_names(partitions)}
+    assert {law for law, _ in BROKEN_RULES} == {*law_names(aggregators)}
+    assert {law for law, _ in BROKEN_ATTACKS} == {*law_names(attacks)}
+
+
+def test_parts_of_a_user_keep_the_laws() -> None:
+    check_partition(Stripes(clients=5))
+    check_partition(Later(clients=5))
+    check_aggregator(Trimmed())
+    check_attack(Doubled())
+    check_attack(OneUp())
+
+
+@pytest.mark.parametrize(
+    ("check", "broken", "stage", "error"),
+    [
+        (check_partition, Crash, "draw", "KeyError: 'hospital'"),
+        (check_aggregator, CrashingRule, "combine", "KeyError: 'model'"),
+        (check_attack, CrashingAttack, "forge", "AttributeError: .* 'mean'"),
+    ],
+)
+def test_a_crash_names_its_function_its_file_and_its_line(check: Any, broken: Any, stage: str, error: str) -> None:
+    line = inspect.getsourcelines(broken)[1]
+    with pytest.raises(AssertionError, match=f"{stage} stopped with {error}") as caught:
+        check(broken())
+    place = re.search(r"\(test_own_parts.py, line (\d+)\); repair this line", str(caught.value))
+    assert place
+    assert line < int(place[1]) < line + 4
+
+
+def test_what_is_no_part_is_refused() -> None:
+    with pytest.raises(ConfigError, match="partition must be a value such as"):
+        check_partition(ALIE())  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="aggregator must be a value such as"):
+        check_aggregator("median")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="did you mean 'knowledge'"):
+        check_attack(ALIE(), without=["knowlege"])
+    with pytest.raises(ConfigError, match=r"no column 'hospital'.*give data="):
+        check_partition(fl.partition.column(column="hospital"))
+    with pytest.raises(ConfigError, match=r"takes no cohort of up to 30 rows.*smaller f"):
+        check_aggregator(fl.aggregate.Krum(f=20))
+
+
+# -------------------------------------------------------------------------------------------- a test part of one's own
+
+
+def table(rows: int = 400, sites: int = 4) -> fl.Dataset:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(rows, 3)) * [1, 10, 100] + [5, 50, 500]
+    y = (x[:, 0] - 5 + (x[:, 1] - 50) / 10 + 0.5 * rng.normal(size=rows) > 0).astype(int)
+    columns = {"age": x[:, 0], "dose": x[:, 1], "weight": x[:, 2], "ill": y}
+    frame = pd.DataFrame({**columns, "site": [f"s{i % sites}" for i in range(rows)]})
+    return fl.Dataset.of(frame, target="ill", users="site")
+
+
+class LaterAtSites(Partition):
+    """Rows from a place on are the test part of the site that they are from."""
+
+    kind: ClassVar[str] = "later"
+    start: int = 300
+    relabel: bool = False
+
+    def draw(self, pool: Pool, seed: int) -> Draw:
+        assert pool.data.users is not None
+        owner, late = pool.data.users.numpy()[pool.index], pool.index >= self.start
+        n = len(pool.data.user_names)
+        early = by_owner(pool.index[~late], owner[~late], n)
+        flips = np.tile([1, 0], (n, 1)) if self.relabel else None
+        return Draw(early, by_owner(pool.index[late], owner[late], n), relabel=flips)
+
+
+def test_a_test_part_of_the_partition_is_scaled_as_by_hand() -> None:
+    data = table()
+    fed = LaterAtSites()(data, seed=0)
+    assert [len(fed.parts[part].index) for part in ("train", "validation", "test")] == [268, 32, 100]
+    assert fed.notes == ()
+    raw = data.x.numpy()
+    for client in range(fed.n):
+        train, test = (fed.indices(part, client).numpy() for part in ("train", "test"))
+        assert test.tolist() == list(range(300 + client, 400, 4))
+        want = (raw[test] - raw[train].mean(0)) / raw[train].std(0)
+        np.testing.assert_allclose(fed.fetch(torch.from_numpy(test)).numpy(), want, atol=1e-5)
+
+
+def test_a_temporal_split_scores_as_clients_that_were_prepared_by_hand() -> None:
+    data = table()
+    fed = LaterAtSites(validation=0)(data, seed=0)
+    raw, y, clients = data.x.numpy(), data.y.numpy(), {}
+    for client, name in enumerate(fed.names):
+        train, test = (fed.indices(part, client).numpy() for part in ("train", "test"))
+        scaled = (raw - raw[train].mean(0)) / raw[train].std(0)
+        clients[name] = tuple((scaled[rows].astype(np.float32), y[rows]) for rows in (train, test))
+    by_hand = fl.Federation.of(clients, task="binary", validation=0)
+    runs = [fl.simulate("fedavg", f, rounds=3, local={"lr": 0.1, "batch_size": "full"}) for f in (fed, by_hand)]
+    scores = [run.final(metric="auroc") for run in runs]
+    torch.testing.assert_close(*scores, atol=1e-3, rtol=0)
+    assert scores[0].min() > 0.8
+
+
+def test_a_part_with_rows_that_nobody_prepared_is_refused() -> None:
+    fed = LaterAtSites(start=300)(table(), seed=0)
+    assert fed.data.ready is None
+    some = fl.partition.writers(clients=2, per_client=1)(table(), seed=0)
+    bare = int((~some.data.ready).nonzero()[0, 0])
+    assert torch.isnan(some.data.x[bare]).all()
+    parts = {**some.parts, "test": type(some.parts["test"])(torch.tensor([bare]), torch.tensor([0, 1, 1]))}
+    for change in ({"parts": parts}, {"test": torch.tensor([bare])}):
+        with pytest.raises(DataError, match=rf"has 1 samples whose columns were scaled for no client .*sample {bare}"):
+            dataclasses.replace(some, **change)
+
+
+class Shared(LaterAtSites):
+    def draw(self, pool: Pool, seed: int) -> Draw:
+        drawn = super().draw(pool, seed)
+        n = len(pool.data.user_names)
+        late = np.arange(self.start, len(pool.data))
+        return drawn._replace(test=by_owner(np.tile(late, n), np.repeat(np.arange(n), len(late)), n))
+
+
+class Leaks(LaterAtSites):
+    def draw(self, pool: Pool, seed: int) -> Draw:
+        drawn = super().draw(pool, seed)
+        return drawn._replace(test=drawn.dealt)
+
+
+class TooFewClients(LaterAtSites):
+    def draw(self, pool: Pool, seed: int) -> Draw:
+        drawn = super().draw(pool, seed)
+        return drawn._replace(test=by_owner(np.array([399]), np.array([0]), 1))
+
+
+def test_test_parts_that_cannot_be_are_refused_with_a_sentence() -> None:
+    with pytest.raises(Refused, match="two versions of one sample; give every sample to one client, and to one part"):
+        Shared()(table())
+    with pytest.raises(CodeError, match=r"partition Leaks failed in draw.*300 test samples are dealt to the same"):
+        Leaks()(table())
+    with pytest.raises(CodeError, match="test has 1 clients, dealt has 4"):
+        TooFewClients()(table())
+    with pytest.raises(PartitionError, match="gives the test parts itself, so folds = 3 cannot"):
+        LaterAtSites(folds=3)(table())
+    assert any("test = 0.5 has no effect" in note for note in LaterAtSites(test=0.5)(table()).notes)
+
+
+def test_samples_of_a_test_part_belong_to_their_clients() -> None:
+    x, y = torch.rand(8, 3), torch.arange(8) % 2
+    assert not [note for note in fl.Federation.of([((x, y), (x, y))] * 2).notes if "belong to no client" in note]
+    some = fl.partition.writers(clients=2, per_client=1)(table())
+    assert [note for note in some.notes if "200 of 400 samples belong to no client" in note]
+
+
+def test_changes_of_a_client_reach_its_own_test_part() -> None:
+    data = table()
+    fed = LaterAtSites(relabel=True)(data)
+    for part in ("train", "test"):
+        index = fed.parts[part].index
+        assert torch.equal(fed.data.y[index], 1 - data.y[index])
+
+
+KINDS_OF_DATA = {
+    "tokens": lambda: fl.Dataset(
+        "tokens", 1 + torch.arange(1200 * 5).view(1200, 5) % 7, torch.arange(1200) % 10, classes=tuple("abcdefghij"),
+        vocabulary=tuple("_ABCDEFG"), users=torch.arange(1200) % 12, user_names=tuple("abcdefghijkl"),
+        columns={"site": torch.arange(1200) % 12}, levels={"site": tuple("abcdefghijkl")},
+    ),
+    "numbers": lambda: fl.Dataset(
+        "numbers", torch.arange(1200.0 * 3).view(1200, 3), torch.arange(1200.0)[:, None], "regression",
+        users=torch.arange(1200) % 12, user_names=tuple("abcdefghijkl"),
+        columns={"site": torch.arange(1200) % 12}, levels={"site": tuple("abcdefghijkl")},
+    ),
+}  # fmt: skip
+
+
+BY_CLASS = ("clusters", "concept", "dirichlet", "few", "hybrid", "shards")
+REFUSALS: dict[str, dict[str, str]] = {
+    "tokens": {"quality": "needs samples that are numbers", "rotated": "needs images"},
+    "numbers": {"rotated": "needs images", **dict.fromkeys(BY_CLASS, "splits by class")},
+}
+
+
+@pytest.mark.parametrize("data", KINDS_OF_DATA)
+@pytest.mark.parametrize("kind", PARTITIONS)
+def test_no_sample_of_a_part_is_unprepared_whatever_the_data(kind: str, data: str) -> None:
+    partition, refusal = PARTITIONS[kind](**OPTIONS.get(kind, {})), REFUSALS[data].get(kind)
+    with nullcontext() if refusal is None else pytest.raises(ConfigError, match=refusal):
+        check_partition(partition, data=KINDS_OF_DATA[data]())
