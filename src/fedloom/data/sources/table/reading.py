@@ -107,8 +107,8 @@ class TableSource(FileSource):
     def targets(self) -> dict[str, str]:
         """The columns ``label`` and ``event`` by name, where they or the agreement have one."""
         agreement = self.agreement
-        label = self.label or (None if agreement is None else agreement.target)
-        event = self.event or (None if agreement is None else agreement.event)
+        label = agreement.target if self.label is None and agreement is not None else self.label
+        event = agreement.event if self.event is None and agreement is not None else self.event
         return {key: name for key, name in (("label", label), ("event", event)) if name is not None}
 
     @abstractmethod
@@ -157,11 +157,11 @@ class _Reading:
         self.spec, self.name, self.problems = spec, name, problems
         agreement = spec.agreement
         self.label, self.event = spec.targets.get("label", names[-1]), spec.targets.get("event")
-        self.task = "survival" if spec.event and spec.task == "auto" else spec.task
+        self.task = "survival" if spec.event is not None and spec.task == "auto" else spec.task
         self.task = self.task if agreement is None else agreement.task
         check_event(where, self.task, self.event, self.label, scaled=(spec.centre, spec.unit) != (0.0, 1.0))
-        self.special = [*spec.columns, *([spec.users] if spec.users else [])]
-        wanted = {self.label, *([self.event] if self.event else []), *spec.factors, *spec.kept}
+        self.special = [*spec.columns, *([] if spec.users is None else [spec.users])]
+        wanted = {self.label, *([] if self.event is None else [self.event]), *spec.factors, *spec.kept}
         if agreement is None:
             wanted |= {*spec.categorical, *spec.drop, *self.special}
         else:
@@ -192,7 +192,7 @@ class _Reading:
         self.codes = {column: Codes() for column in {self.label, *categorical, *self.special, *spec.kept}}
         self.numeric = {c for c in self.features if c not in categorical and c not in self.agreed}
         self.x = GrowingRows((len(self.features),), np.float64)
-        self.measured = {column: GrowingRows((), np.float64) for column in (self.label, self.event) if column}
+        self.measured = {column: GrowingRows((), np.float64) for column in (self.label, self.event) if column is not None}
         self.fractions = checks.Fractions()
         self.markers, self.unmatched = spec.markers, [text for text in spec.missing if text not in MARKERS]
 
@@ -334,7 +334,7 @@ class _Reading:
 
     def _notes(self, coded: Mapping[str, Coded]) -> Iterator[str]:
         """Sentences on markers that no cell has, on cells that the agreement fills, and on doubtful columns."""
-        clients = self.codes.get(self.spec.users or "")
+        clients = None if self.spec.users is None else self.codes.get(self.spec.users)
         columns = {name: self._numbers[:, place] for name, place in self.place.items()}
         agreed = {name for name, c in self.agreed.items() if not c.column.levels and c.column.range is None}
         targets = {name: values for name, values in self._targets.items() if name != self.event}
