@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from sklearn.metrics import r2_score, roc_auc_score
 
+from fedloom.data.survey.conversions import conversion, is_fahrenheit
 from fedloom.data.survey.facts import FEW, ColumnProfile
 from fedloom.formats import listed
 from fedloom.seeds import numpy_generator
@@ -16,7 +17,9 @@ from fedloom.seeds import numpy_generator
 EVENTS = 5
 """Fewest rows on each side of a class for a figure of how well a column predicts it."""
 UNITS = 4.0
-"""Ratio of two sites' medians from which they may be in different units."""
+"""Ratio of two sites' medians from which they are named, though no known conversion is near."""
+NEAR = 1.5
+"""Ratio of two sites' medians up to which they are of one unit: every known factor is larger."""
 ALIKE = 2.5
 """How far the ratios of medians and of spreads of two units may lie apart."""
 ABSENT = 0.98
@@ -114,23 +117,45 @@ def lone_site(column: ColumnProfile, rows: Rows) -> str | None:
     return present[0] if len(present) == 1 and len(rows) > 1 else None
 
 
-def units(column: ColumnProfile, rows: Rows) -> dict[str, float]:
-    """Sites whose medians and spreads differ from those of the others by the same factor, as in another unit.
+class Shift(NamedTuple):
+    """A site whose numbers are those of the others in another unit, or differ as much as that.
 
-    Returns:
-        of each of them the others' median over its own: about the factor that converts its numbers.
+    Attributes:
+        median: at the site.
+        usual: median of the other sites.
+        factor: known one that converts the site's numbers; None where none is near.
+        units: of the factor.
+    """
+
+    median: float
+    usual: float
+    factor: float | None
+    units: str
+
+
+def shifts(column: ColumnProfile, rows: Rows) -> dict[str, Shift]:
+    """Return the sites whose medians and spreads differ from those of the others by the same factor.
+
+    Only numbers above 0 are in a unit that a factor converts: numbers of both signs are standardised, logarithms or
+    changes, whose medians have any ratio. Numbers of rows or patients, and codes, are in no unit.
     """
     figures = _figures(column, rows)
-    if len(figures) < 2:
+    if len(figures) < 2 or not (column.numbers > 0).all() or column.identifies or len(column.levels) <= FEW:
         return {}
-    usual = _usual(figures)
-    factors = {}
-    for site, (middle, spread) in figures.items():
-        if not _alike(middle, usual[0]) and min(spread, usual[1]) > 0:
-            medians, spreads = _ratio(middle, usual[0]), _ratio(spread, usual[1])
-            if max(medians / spreads, spreads / medians) <= ALIKE:
-                factors[site] = usual[0] / middle
-    return factors
+    middle, spread = _usual(figures)
+    found = {}
+    for site, (median, width) in figures.items():
+        ratio = middle / median
+        known = conversion(column.name, ratio)
+        if min(width, spread) <= 0 or not 1 / ALIKE <= ratio * width / spread <= ALIKE:
+            continue
+        if is_fahrenheit(column.name, median, middle) or is_fahrenheit(column.name, middle, median):
+            found[site] = Shift(median, middle, None, "degrees Fahrenheit and Celsius")
+        elif known is not None and max(ratio, 1 / ratio) > NEAR:
+            found[site] = Shift(median, middle, *known)
+        elif max(ratio, 1 / ratio) >= UNITS:
+            found[site] = Shift(median, middle, None, "")
+    return found
 
 
 def _figures(column: ColumnProfile, rows: Rows) -> dict[str, tuple[float, float]]:
@@ -151,20 +176,20 @@ def _usual(figures: Mapping[str, tuple[float, float]]) -> tuple[float, float]:
 
 def _units(column: ColumnProfile, rows: Rows) -> Iterator[str]:
     """A sentence on the sites that are in another unit."""
-    if factors := units(column, rows):
-        figures = _figures(column, rows)
-        shown = ", ".join(f"{figures[site][0]:.4g} at {site!r}" for site in factors)
-        fold = np.median([max(factor, 1 / factor) for factor in map(abs, factors.values())])
-        yield (
-            f"medians differ {fold:.3g}-fold by site ({shown}; {_usual(figures)[0]:.4g} at the others), as in "
-            "another unit; the draft converts them by such factors: give the exact ones, as `factors` in [data]"
-        )
+    if not (found := shifts(column, rows)):
+        return
+    first = next(iter(found.values()))
+    shown = ", ".join(f"{shift.median:.4g} at {site!r}" for site, shift in found.items())
+    fold = np.median([max(shift.usual / shift.median, shift.median / shift.usual) for shift in found.values()])
+    sentence = f"medians differ {fold:.3g}-fold by site ({shown}; {first.usual:.4g} at the others)"
+    if known := {shift.units for shift in found.values() if shift.factor is not None}:
+        yield f"{sentence}, as in another unit ({listed(sorted(known), 3)}): the draft proposes factors, in a comment"
+    elif first.units:
+        yield f"{sentence}, as {first.units} do, between which no factor converts: convert the cells, in the table"
+    else:
+        yield f"{sentence}: look at the units; no known conversion is near, so none is proposed"
 
 
 def _alike(a: float, b: float) -> bool:
-    return a * b > 0 and _ratio(a, b) < UNITS
-
-
-def _ratio(a: float, b: float) -> float:
-    a, b = abs(a), abs(b)
-    return max(a, b) / min(a, b) if min(a, b) > 0 else np.inf
+    """Return whether two medians above 0 are of one unit."""
+    return max(a, b) < NEAR * min(a, b)

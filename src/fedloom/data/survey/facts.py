@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
@@ -12,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedloom.data.sources.table.cells import QUANTITY
-from fedloom.data.tables import is_number
+from fedloom.data.survey.people import personal
+from fedloom.data.tables import is_number, number_of
 
 Kind = Literal["number", "text", "date", "empty"]
 
@@ -23,9 +25,29 @@ TOKENS = frozenset(
     | {"#n/a", "#value!", "#div/0!", "#null!", "inf", "-inf"}
 )
 """Cells that mean missing in tables of the world, in lower case, beside those of a source."""
-ODD = 0.05
+ODD = 0.2
 """Share of cells that may be no numbers in a column of numbers, where they are few different ones."""
-IDS = re.compile(r"(^|[_\W])(id|uuid|guid|key|index|idx|mrn|nr|no|number|row)([_\W]|$)|^unnamed|^$", re.IGNORECASE)
+MOST_ODD = 4
+"""Different cells that may be no numbers in a column of numbers; more are levels or texts."""
+IDS = re.compile(
+    r"(^|[_\W])(id|uuid|guid|key|index|idx|mrn|nr|no|number|row|rownames|rownum|obs|observation)([_\W]|$)|^rn$|[a-z]I[dD]$",
+    re.IGNORECASE,
+)
+"""Names of numbers of rows, and of what is known by a number."""
+NAMELESS = re.compile(r"|unnamed(: ?\d+)?(_level_\d+)?|index|level_\d+|row\.?_?names?|X(\.\d+)?", re.IGNORECASE)
+"""Headers that pandas and R write for the names of rows."""
+PERSON = re.compile(
+    r"(^|[_\W])(patient|pat|subject|subj|person|individual|participant|case|proband|member|pid|mrn|uid|id|user|animal|pig"
+    r"|patid|hadm|stay)s?([_\W]|\d*$|(id|nr|no)$)",
+    re.IGNORECASE,
+)
+"""Names of numbers of patients and the like, whose rows belong together."""
+MOST_ALONE = 0.9
+"""Different numbers per row up to which rows of a patient come again; above, a few are entered twice."""
+DENSE = 20
+"""Rows of the table that an index comes from, per row that is left of it, at most."""
+IN_STEP = 0.8
+"""Share of rows that count on by one, as the numbers of rows of several files that were joined do."""
 UNITS = 3
 """Units that the cells of one column may have."""
 FEW = 20
@@ -68,11 +90,11 @@ class ColumnProfile:
         self.kind = "empty"
         if not len(self.present):
             return
-        numeric = sum(count for level, count in self.levels.items() if is_number(level))
-        strange = [level for level in self.levels if not is_number(level)]
+        strange = [level for level in self.levels if number_of(level) is None]
+        odd = sum(self.levels[level] for level in strange)
         tokens = all(level.strip().lower() in TOKENS for level in strange)
-        share = 1 - numeric / len(self.present)
-        if not share or (numeric and (tokens or (share <= ODD and len(strange) <= FEW / 4))):
+        numeric, share = odd < len(self.present), odd / len(self.present)
+        if numeric and (tokens or (share <= ODD and len(strange) <= MOST_ODD)):
             self.kind, self.odd = "number", strange
             self.extremes = self._extremes()
         elif all(DATE.fullmatch(level.strip()) for level in islice(self.levels, 1000)):
@@ -97,7 +119,8 @@ class ColumnProfile:
     def values(self) -> NDArray[np.float64]:
         """``[N]`` numbers, NaN where there is none, and where one means missing."""
         missing = {"", *self.extremes}
-        return np.array([float(c) if c not in missing and is_number(c) else np.nan for c in self.cells])
+        numbers = {c: np.nan if c in missing or (v := number_of(c)) is None else v for c in {*self.cells.tolist()}}
+        return np.array([numbers[c] for c in self.cells.tolist()])
 
     @cached_property
     def numbers(self) -> NDArray[np.float64]:
@@ -109,7 +132,7 @@ class ColumnProfile:
 
         Such a number lies beyond the others by more than their whole middle half, twice, and is alone on its side.
         """
-        numbers = {level: float(level) for level in self.levels if level not in self.odd}
+        numbers = {level: value for level in self.levels if (value := number_of(level)) is not None}
         total, extremes = sum(self.levels[level] for level in numbers), dict[str, int]()
         for level, value in numbers.items():
             count = self.levels[level]
@@ -136,7 +159,7 @@ class ColumnProfile:
     @property
     def constant(self) -> bool:
         """Whether all cells that are there are the same."""
-        return len(self.levels) - len([*self.odd, *self.extremes] if self.kind == "number" else ()) <= 1
+        return len(np.unique(self.numbers) if self.kind == "number" else self.levels) <= 1
 
     @property
     def whole(self) -> bool:
@@ -156,16 +179,27 @@ class ColumnProfile:
         return f"{'units or limits' if units else 'signs'} among the digits, as {example!r}"
 
     @property
+    def doubts(self) -> list[str]:
+        """The odd cells that nobody writes for what is missing: they may be numbers, limits, or levels."""
+        return [level for level in self.odd if level.strip().lower() not in TOKENS]
+
+    @cached_property
+    def personal(self) -> str:
+        """What it holds about people; "" for other columns."""
+        return personal(self.name, self.levels, len(self.present)) if self.kind in ("text", "number") else ""
+
+    @property
     def identifies(self) -> bool:
         """Whether it names rows: texts that are nearly all different, or whole numbers in a row or by that name."""
         n, different = len(self.present), len(self.levels)
+        if self.kind == "number" and row_number(self.name, self.values):
+            return True
         if n < FEW or different < 0.9 * n:
             return False
         if self.kind == "text":
             return True
-        ordered = np.sort(self.numbers)
-        steady = len(ordered) > 1 and bool((np.diff(ordered) == 1).all())
-        return self.whole and different == n and (steady or bool(IDS.search(self.name)))
+        counts = n == len(self.values) and self.values.min() in (0, 1) and is_permutation(self.values)
+        return self.whole and different == n and (counts or bool(IDS.search(self.name)))
 
     @cached_property
     def groups(self) -> NDArray[np.int64]:
@@ -175,3 +209,44 @@ class ColumnProfile:
             cuts = np.nanquantile(self.values, np.linspace(0, 1, bins + 1)[1:-1])
             return np.where(np.isnan(self.values), len(cuts) + 1, np.searchsorted(cuts, self.values, side="right"))
         return np.unique(self.cells.astype(str), return_inverse=True)[1].astype(np.int64)
+
+
+def is_permutation(values: NDArray[np.float64]) -> bool:
+    """Return whether numbers ``[N]`` are whole numbers in a row, each once, in any order."""
+    ordered = np.sort(values)  # NaN last
+    return len(ordered) > 1 and bool((np.diff(ordered) == 1).all()) and bool(ordered[0] == np.floor(ordered[0]))
+
+
+def row_number(name: str, values: NDArray[np.float64]) -> bool:
+    """Return whether a column numbers the rows, so that a model learns nothing from it but how rows were ordered.
+
+    Both the name and the numbers must say so: a year that rises by one is no row number.
+
+    Args:
+        name: in the header.
+        values: ``[N]``, NaN where missing.
+    """
+    n, unnamed = len(values), NAMELESS.fullmatch(name) is not None
+    if n < 3 or not (unnamed or IDS.search(name)) or not (values == np.floor(values)).all():
+        return False
+    if values.min() in (0, 1) and is_permutation(values):
+        return n >= 10 or (unnamed and bool((np.diff(values) == 1).all()))
+    steps = np.diff(values)
+    if n < FEW or values.min() < 0:
+        return False
+    if (steps > 0).all():
+        return unnamed or values.max() < DENSE * n
+    return unnamed and (
+        bool((steps == 1).mean() >= IN_STEP) or (len(np.unique(values)) == n and bool(values.max() < DENSE * n))
+    )
+
+
+def repeats(name: str, levels: Collection[object], rows: int) -> bool:
+    """Return whether a column numbers patients or the like, of whom most have several rows.
+
+    Args:
+        name: in the header.
+        levels: different cells.
+        rows: whose cell is not missing.
+    """
+    return bool(PERSON.search(name)) and FEW < len(levels) <= MOST_ALONE * rows
