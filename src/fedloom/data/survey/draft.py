@@ -16,16 +16,15 @@ from fedloom.data.sources.table.targets import unlike
 from fedloom.data.survey import outcomes
 from fedloom.data.survey.agreement import Agreement
 from fedloom.data.survey.columns import Survey
+from fedloom.data.survey.findings import LEAK_SHARE
 from fedloom.data.survey.document import SHOWN, SMALLEST, ColumnRoles, experiment_file
-from fedloom.data.survey.facts import FEW, LATER, PER_LEVEL, TOKENS, ColumnProfile, repeats
+from fedloom.data.survey.facts import FEW, LATER, LEVELS_TOO, PER_LEVEL, ColumnProfile, repeats
 from fedloom.data.tables import Table, is_number
 from fedloom.errors import ConfigError, DataError
 from fedloom.formats import listed
 
 LEAST = 10
 """Rows that a federation needs, and a class that is not rare."""
-LEAK_SHARE = 0.995
-"""AUROC or R2 from which a single column gives the target away, as facts recorded afterwards do."""
 DOUBTFUL = 0.95
 """AUROC or R2 of a single column from which it is worth a second look; of one named as a later one, `LATE`."""
 DOUBTFUL_IF_LATER = 0.75
@@ -302,7 +301,7 @@ class Draft:
 
     def _report_gaps(self, c: ColumnProfile) -> None:
         """Levels that may mean missing."""
-        if missing := [level for level in c.levels if level.strip().lower() in TOKENS]:
+        if missing := [level for level in c.levels if level.strip().lower() in LEVELS_TOO]:
             self._say(c, f"{_list(missing)} may mean missing; name such cells in missing, with impute = true")
 
     def agreement(self, data: Dataset) -> Agreement:

@@ -190,7 +190,7 @@ def _chosen(survey: Survey, times: list[ColumnProfile], events: list[ColumnProfi
                 drop = f"{_flags(times[0].name, '')} drafts it without the event"
                 if CENSORED.search(events[0].name):
                     drop += f"; 1 in {events[0].name!r} is taken for an event, since rows with 0 have longer times"
-                return Outcome(times[0], events[0], note=drop, others=tuple(name for name in ranked if name not in mine))
+                return Outcome(times[0], events[0], note=drop, others=tuple(n for n in ranked if points[n] and n not in mine))
             what = f"is {times[0].name!r} with the event {events[0].name!r} the outcome? " + (
                 entry or f"{zeros} of its times are 0, and a time to an event must be above 0"
             )

@@ -144,6 +144,14 @@ class Problems:
             what = f"row {self.first + piece.start + int(missing.argmax())}, column {piece.column!r}: missing value"
             self.add("missing", piece.column, what, [None] * int(missing.sum()), cure)
 
+    def has(self, kind: str, column: str) -> bool:
+        """Return whether a column has a fault of a kind."""
+        return (kind, column) in self._cells_of
+
+    def forget(self, column: str) -> None:
+        """Leave out the faults of a column that is no feature after all."""
+        self._cells_of = {key: fault for key, fault in self._cells_of.items() if key[1] != column}
+
     def sentences(self) -> list[str]:
         """One for each column and kind."""
         lines: list[str] = []

@@ -1,0 +1,205 @@
+"""What every reading of a table notes: leaks, copies, numbers of rows and people, and numbers that may mean missing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedloom.data.survey.facts import FEW, NAMELESS, ColumnProfile, is_permutation, repeats, row_number
+from fedloom.data.survey.people import personal
+from fedloom.formats import listed
+from fedloom.seeds import numpy_generator
+
+LEAK_SHARE = 0.995
+"""AUROC or R2 from which a single column gives the target away, as facts recorded afterwards do."""
+SAMPLED = 2_000_000
+"""Cells of a table that are looked at for leaks and markers: at most these many, of rows drawn at random."""
+MOST_SAMPLED, LEAST_SAMPLED = 5_000, 200
+"""Rows of a sample: as many as figures with three digits need, and as few as show a perfect one."""
+CHANCE = 10
+"""Times as many equal rows as chance makes from which they are noted; columns that depend on each other have more."""
+COPIES = 3
+"""Fewest equal rows that are noted."""
+FINE = 0.2
+"""Different values per row of a column that tells rows apart."""
+NEIGHBOURS = 10
+"""Neighbours of a row by which a near copy is told from a dense place."""
+CLOSE = 1e-3
+"""Probability that a row's nearest neighbour is as close, were all rows drawn alike; a note needs 50 times as many."""
+CLOSE_SHARE = 0.05
+MOST_NEAR = 20_000
+"""Rows up to which near copies are looked for; a tree of more takes seconds."""
+SHOWN = 6
+
+Floats = NDArray[np.float64]
+
+
+class ReadColumn(NamedTuple):
+    """A column as it was read.
+
+    Attributes:
+        values: ``[N]`` numbers, or codes of levels; NaN where missing.
+        names: of the levels; none for numbers.
+    """
+
+    values: Floats
+    names: tuple[str, ...] = ()
+
+    def texts(self, rows: NDArray[np.int64]) -> list[str]:
+        """Return the cells of some rows as text, "" where missing."""
+        if self.names:
+            return ["" if v != v else self.names[int(v)] for v in self.values[rows].tolist()]
+        return ["" if v != v else repr(v) for v in self.values[rows].tolist()]
+
+
+def left_out(name: str, column: ReadColumn, rows: int) -> str:
+    """Return why a column is no feature of any table, for a note; "" where it may be one.
+
+    Only columns that can do nothing but leak are left out: numbers of rows, and what names or reaches a person.
+    """
+    if not column.names:
+        if row_number(name, column.values):
+            return "numbers the rows"
+        whole = column.values[~np.isnan(column.values)]
+        if len(whole) < FEW or not (whole == np.floor(whole)).all() or whole.max() < 1e6:
+            return ""  # no number by which a person is reached
+        levels, counts = np.unique(whole, return_counts=True)
+        return personal(name, dict(zip((f"{v:.0f}" for v in levels), counts.tolist(), strict=True)), len(whole))
+    codes = column.values[~np.isnan(column.values)].astype(int)
+    counts = np.bincount(codes, minlength=len(column.names))
+    return text_left_out(name, {n: int(k) for n, k in zip(column.names, counts, strict=True) if k}, rows)
+
+
+def text_left_out(name: str, counts: Mapping[str, int], rows: int) -> str:
+    """Return the same of text with these rows of every cell."""
+    present = sum(counts.values())
+    if not present:
+        return ""
+    if NAMELESS.fullmatch(name) and len(counts) == rows >= FEW:
+        return "names the rows"
+    return personal(name, counts, present)
+
+
+def findings(
+    features: Mapping[str, ReadColumn], outcome: Mapping[str, tuple[ReadColumn, str]], users: ReadColumn | None
+) -> Iterator[str]:
+    """Notes on a table.
+
+    Args:
+        features: by name.
+        outcome: the label and its event by name, each with "classification" or "regression".
+        users: of whom each row is; None: no column says so.
+    """
+    from fedloom.data.by_site import SingleColumnScore, alone  # imports scikit-learn
+
+    count = len(next(iter(features.values())).values)
+    if count < FEW:
+        return
+    yield from _copies({**features, **{name: column for name, (column, _) in outcome.items()}})
+    yield from _near_copies([c.values for c in features.values() if not c.names])
+    rows = _sample(count, len(features))
+    profiles = {name: ColumnProfile(name, np.array(column.texts(rows), object)) for name, column in features.items()}
+    targets = {n: (ColumnProfile(n, np.array(c.texts(rows), object)), task) for n, (c, task) in outcome.items()}
+    for name, column in features.items():
+        yield from _numbered(name, column, count)
+        score, of = max(
+            ((alone(profiles[name], target, task), n) for n, (target, task) in targets.items()),
+            key=lambda pair: pair[0].value, default=(SingleColumnScore(0.0, ""), ""),
+        )  # fmt: skip
+        if score.value >= LEAK_SHARE:
+            yield (
+                f"column {name!r} gives {of!r} away by itself ({score.text}), as facts recorded afterwards do; unless it "
+                "is known beforehand, name it in drop"
+            )
+        yield from _markers(profiles[name], len(rows))
+    if users is not None:
+        whose = ColumnProfile("users", np.array(users.texts(rows), object))
+        for n, (target, task) in targets.items():
+            if task == "classification" and (score := alone(whose, target, task)).value >= LEAK_SHARE:
+                yield f"whose row it is gives {n!r} away ({score.text}): nearly every client has one class only"
+
+
+def _sample(count: int, columns: int) -> NDArray[np.int64]:
+    """The rows that are looked at closely, in their order."""
+    size = min(count, MOST_SAMPLED, max(LEAST_SAMPLED, SAMPLED // max(columns, 1)))
+    drawn = numpy_generator(0, purpose="survey").permutation(count)[:size] if size < count else np.arange(count)
+    return np.sort(drawn)
+
+
+def _numbered(name: str, column: ReadColumn, count: int) -> Iterator[str]:
+    """Notes on a column that numbers rows or patients."""
+    values = column.values[~np.isnan(column.values)]
+    levels = np.unique(values)
+    whole = bool(column.names) or bool((levels == np.floor(levels)).all())
+    if whole and repeats(name, levels.tolist(), len(values)):
+        yield (
+            f"column {name!r}: {len(levels):,} different in {len(values):,} rows, so rows of one are in training and "
+            "test alike, and scores are too good; take one row of each, or make it users, and each a client"
+        )
+    elif not column.names and len(values) == count and whole and len(levels) == count:
+        if values.min() in (0, 1) and is_permutation(values):
+            yield f"column {name!r} counts from {values.min():g} to {values.max():g}, a row each; if it numbers rows, name it in drop"
+        elif ColumnProfile(name, np.array([repr(v) for v in values[:1000].tolist()], object)).identifies:
+            yield f"column {name!r} differs in every row and is called as a number of rows; name it in drop"
+
+
+def _markers(column: ColumnProfile, count: int) -> Iterator[str]:
+    """The note on cells that may mean missing."""
+    if found := column.suspects():
+        shown = listed([f"{_plain(cell)} in {rows / count:.1%} of the rows" for cell, rows in found.items()], SHOWN)
+        yield f"column {column.name!r}: {shown} may mean missing; if so, name such cells in missing, with impute = true"
+
+
+def _plain(cell: str) -> str:
+    return cell.removesuffix(".0") if cell[-1:].isdigit() else repr(cell)
+
+
+def _copies(columns: Mapping[str, ReadColumn]) -> Iterator[str]:
+    """The note on rows that are equal in every column, more of them than chance makes."""
+    count = len(next(iter(columns.values())).values)
+    digest = np.zeros(count, np.uint64)
+    for column in columns.values():
+        bits = (np.where(np.isnan(column.values), np.inf, column.values) + 0.0).view(np.uint64)
+        digest = (digest ^ bits) * np.uint64(0x9E3779B97F4A7C15)
+        digest ^= digest >> np.uint64(29)
+    each = np.unique(digest, return_counts=True)[1]
+    pairs, copies = float((each * (each - 1.0) / 2).sum()), int((each - 1).sum())
+    if copies < COPIES:
+        return
+    chance, fine = count * (count - 1) / 2, False
+    for column in columns.values():
+        held = np.unique(np.where(np.isnan(column.values), np.inf, column.values), return_counts=True)[1]
+        chance *= float(((held / count) ** 2).sum())
+        fine = fine or len(held) >= FINE * count
+    if pairs > CHANCE * chance and (fine or pairs > CHANCE**2 * max(chance, 1)):
+        yield (
+            f"{copies:,} of {count:,} rows are copies of others in every column; where they are of one sample, it is in "
+            "training and test alike: leave them out"
+        )
+
+
+def _near_copies(numbers: Sequence[Floats]) -> Iterator[str]:
+    """The note on rows that lie far closer to one another than the others do, as augmented copies."""
+    from scipy.spatial import cKDTree  # slow to import
+
+    fine = [v for v in numbers if not np.isnan(v).any() and len(np.unique(v)) >= 0.5 * len(v) and v.std() > 0][:8]
+    if len(fine) < 2 or not 5 * NEIGHBOURS <= len(fine[0]) <= MOST_NEAR:
+        return
+    ranks = np.stack([(v - v.mean()) / v.std() for v in fine], 1)
+    distances = cKDTree(ranks).query(ranks, NEIGHBOURS + 1)[0][:, 1:]
+    first, others, last = distances[:, 0], distances[:, 1:-1], distances[:, -1]
+    sound = (others[:, 0] > 0) & (last > others[:, 0])
+    if sound.sum() < len(ranks) / 2:
+        return
+    logs = np.log(last[sound, None] / others[sound])
+    dimension = min(len(fine), 1 / float(np.median(logs.mean(1))))
+    ratio = (first[sound] / last[sound]) ** dimension
+    close = 1 - (1 - ratio) ** (NEIGHBOURS - 1) < CLOSE
+    if close.mean() >= CLOSE_SHARE:
+        yield (
+            f"{int(close.sum()):,} of {len(ranks):,} rows have a neighbour that is far closer than all others, as copies "
+            "with noise are; where they are of one sample, it is in training and test alike: leave them out"
+        )
