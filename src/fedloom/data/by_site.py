@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from sklearn.metrics import r2_score, roc_auc_score
+from scipy.stats import rankdata
 
 from fedloom.data.survey.conversions import conversion, is_fahrenheit
 from fedloom.data.survey.facts import FEW, ColumnProfile
@@ -39,41 +39,63 @@ class SingleColumnScore(NamedTuple):
 
 
 def alone(column: ColumnProfile, target: ColumnProfile, task: str) -> SingleColumnScore:
-    """AUROC of one column for the target's classes (the mean of those with enough rows), or R2 of a measured target.
+    """Return how well a column alone predicts the target: see `score`."""
+    y = target.values
+    if task != "regression":
+        present = np.isin(target.cells, [*target.odd, ""], invert=True)
+        y = np.where(present, np.unique(target.cells.astype(str), return_inverse=True)[1], np.nan)
+    return score(column.groups, column.values if column.kind == "number" else None, y, task)
+
+
+def score(
+    groups: NDArray[np.int64], numbers: NDArray[np.float64] | None, y: NDArray[np.float64], task: str, least: float = 0.0
+) -> SingleColumnScore:
+    """Return the AUROC of a column for the target's classes (the mean of those with enough rows), or R2.
 
     A number ranks rows itself; every column ranks them by the target's mean in its groups too, which is learned on one
     half of the rows and applied to the other. 0 where too few rows are there to say so.
+
+    Args:
+        groups: ``[N]`` group of every row; missing cells are a group.
+        numbers: ``[N]``, NaN where missing; None: the column has levels.
+        y: ``[N]`` numbers of a "regression", else codes of classes; NaN where missing.
+        task: "regression" or "classification".
+        least: a figure below it may be 0, which is faster.
     """
-    present = (
-        ~np.isnan(target.values) if task == "regression" else np.isin(target.cells, [*target.odd, ""], invert=True)
-    )
+    present = ~np.isnan(y)
     if present.sum() < FEW:
         return SingleColumnScore(0.0, "")
-    groups, numbers = column.groups[present], column.values[present]
-    observed = ~np.isnan(numbers) if column.kind == "number" else np.zeros(len(groups), bool)
+    y, groups = y[present], groups[present]
+    x = np.full(len(y), np.nan) if numbers is None else numbers[present]
+    observed = ~np.isnan(x)
     if task == "regression":
-        y = target.values[present]
         if y.std() == 0:
             return SingleColumnScore(0.0, "")
-        value = r2_score(y, _across(groups, y))
-        if observed.sum() > len(y) / 2 and numbers[observed].std() > 0 and y[observed].std() > 0:
-            value = max(value, float(np.corrcoef(numbers[observed], y[observed])[0, 1] ** 2))
+        value = float(1 - ((y - _across(groups, y)) ** 2).mean() / y.var())
+        if observed.sum() > len(y) / 2 and x[observed].std() > 0 and y[observed].std() > 0:
+            value = max(value, float(np.corrcoef(x[observed], y[observed])[0, 1] ** 2))
         return SingleColumnScore(max(0.0, value), f"R2 {value:.3f} alone")
-    values = []
-    for name in list(target.levels):
-        y = (target.cells[present] == name).astype(float)
-        if name in target.odd or min(y.sum(), len(y) - y.sum()) < EVENTS:
-            continue
-        ranks = [roc_auc_score(y, _across(groups, y))]
-        if EVENTS <= y[observed].sum() <= observed.sum() - EVENTS:
-            one = float(roc_auc_score(y[observed], numbers[observed]))
-            share = float(observed.mean())
-            ranks.append(share * max(one, 1 - one) + (1 - share) / 2)
-        values.append(max(ranks))
-        if len(target.levels) == 2:
-            break
+    ranks, values = rankdata(x[observed]), list[float]()
+    codes, counts = np.unique(y, return_counts=True)
+    enough = [code for code, count in zip(codes, counts, strict=True) if EVENTS <= count <= len(y) - EVENTS]
+    enough = enough[-1:] if len(codes) == 2 else enough
+    for code in enough:
+        here = y == code
+        best = _auroc(rankdata(_across(groups, here.astype(float))), here)
+        if EVENTS <= here[observed].sum() <= observed.sum() - EVENTS:
+            one, share = _auroc(ranks, here[observed]), float(observed.mean())
+            best = max(best, share * max(one, 1 - one) + (1 - share) / 2)
+        values.append(best)
+        if (sum(values) + len(enough) - len(values)) / len(enough) < least:
+            return SingleColumnScore(0.0, "")
     value = float(np.mean(values)) if values else 0.0
     return SingleColumnScore(value, f"AUROC {value:.3f} alone")
+
+
+def _auroc(ranks: NDArray[np.float64], positive: NDArray[np.bool_]) -> float:
+    """AUROC from the ranks of the scores, by the rank-sum statistic; ties have mean ranks."""
+    count = int(positive.sum())
+    return float((ranks[positive].sum() - count * (count + 1) / 2) / (count * (len(ranks) - count)))
 
 
 def _across(groups: NDArray[np.int64], y: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
@@ -37,6 +37,10 @@ STEPS = 5
 """Steps of a column's numbers that lie between 0 and the least other; a count has one."""
 MOST_ZERO = 0.6
 """Share of a column's numbers up to which zeros or codes may mean missing; more is what the column is about."""
+ANSWERS = (-1, 9, 99, 999, -9, -99, 88, 77)
+"""Codes that questionnaires have for no answer."""
+APART = 3
+"""Steps between such a code and the last answer."""
 CODES = 7
 """Codes of a question beside which 9, 99 or -1 means that there is no answer."""
 IDS = re.compile(
@@ -106,7 +110,8 @@ class ColumnProfile:
         numeric, share = odd < len(self.present), odd / len(self.present)
         if numeric and (tokens or (share <= ODD and len(strange) <= MOST_ODD)):
             self.kind, self.odd = "number", strange
-            self.extremes = self._extremes()
+            self.extremes = self._named(extremes(*self._counts()))
+            self.__dict__.pop("values")  # without them
         elif all(DATE.fullmatch(level.strip()) for level in islice(self.levels, 1000)):
             self.kind = "date"
         else:
@@ -137,54 +142,23 @@ class ColumnProfile:
         """The values that are there, where the column is of numbers."""
         return self.values[~np.isnan(self.values)] if self.kind == "number" else np.empty(0)
 
-    def _extremes(self) -> dict[str, int]:
-        """Cells that recur at one end of the numbers, as people write what is not known, and their counts.
+    def _named(self, codes: Mapping[float, int]) -> dict[str, int]:
+        """Numbers as the cells that have them, and their counts."""
+        return {level: self.levels[level] for level in self.levels if number_of(level) in codes}
 
-        Such a number lies beyond the others by more than their whole middle half, twice, and is alone on its side.
-        """
-        numbers = {level: value for level in self.levels if (value := number_of(level)) is not None}
-        total, extremes = sum(self.levels[level] for level in numbers), dict[str, int]()
-        for level, value in numbers.items():
-            count = self.levels[level]
-            whole = level.strip().removesuffix(".0")
-            if count < max(3, RECURS * total) or not SENTINEL.fullmatch(whole):
-                continue
-            rest = {v: self.levels[k] for k, v in numbers.items() if v != value and k not in extremes}
-            other_numbers = np.repeat(np.array(list(rest)), np.array(list(rest.values()), int))
-            if len(np.unique(other_numbers)) < 3 or len(other_numbers) < total / 2:
-                continue
-            low, high = np.quantile(other_numbers, (0.25, 0.75))
-            gap = max(float(other_numbers.min()) - value, value - float(other_numbers.max()))
-            signs = value < 0 <= other_numbers.min()
-            if gap > 2 * (high - low) or (signs and gap > 0):
-                extremes[level] = count
-        return extremes
+    def _counts(self) -> Counts:
+        values, counts = np.unique(self.values[~np.isnan(self.values)], return_counts=True)
+        return values, counts
 
     def suspects(self) -> dict[str, int]:
         """Return cells that may mean missing, and their counts: far numbers, zeros, 9 beside codes, and words.
 
         They are only ever named: 0 and 9 are ordinary numbers in most columns.
         """
-        if self.kind != "number":
-            words = {k: n for k, n in self.levels.items() if k.lower() in TOKENS - LEVELS_TOO}
-            return words if len(self.levels) > len(words) else {}
-        numbers = {k: v for k in self.levels if (v := number_of(k)) is not None and k not in self.extremes}
-        counts = {v: self.levels[k] for k, v in numbers.items()}
-        least, total = max(3, RECURS * sum(counts.values())), sum(counts.values())
-        found = dict(self.extremes)
-        for k, value in numbers.items():
-            rest = np.array(sorted(v for v in counts if v != value))
-            if counts[value] < least or len(rest) < 2 or counts[value] > MOST_ZERO * total:
-                continue
-            if value == 0 and len(rest) >= FEW and rest[0] >= CLEAR * np.median(rest):
-                if rest[0] > STEPS * np.diff(rest).min():
-                    found[k] = counts[value]
-            elif self.whole and len(rest) <= CODES and 0 <= rest[0] <= 1 and bool((np.diff(rest) == 1).all()):
-                if value in (9, 99, 999, -9, -99, 88, 77) and abs(value - rest[-1]) >= 3:
-                    found[k] = counts[value]
-                elif value == -1 and rest[0] == 0 and len(rest) > 2:
-                    found[k] = counts[value]
-        return found
+        if self.kind == "number":
+            return self.extremes | self._named(answers(*self._counts()))
+        words = {k: n for k, n in self.levels.items() if k.lower() in TOKENS - LEVELS_TOO}
+        return words if len(self.levels) > len(words) else {}
 
     @property
     def missing(self) -> int:
@@ -241,10 +215,67 @@ class ColumnProfile:
     def groups(self) -> NDArray[np.int64]:
         """``[N]`` group of every row: its level, or one of `BINS` of equal size; missing cells are a group."""
         if self.kind == "number" and len(self.levels) > BINS:
-            bins = min(BINS, max(len(self.present) // PER_LEVEL, 1))
-            cuts = np.nanquantile(self.values, np.linspace(0, 1, bins + 1)[1:-1])
-            return np.where(np.isnan(self.values), len(cuts) + 1, np.searchsorted(cuts, self.values, side="right"))
+            return binned(self.values)
         return np.unique(self.cells.astype(str), return_inverse=True)[1].astype(np.int64)
+
+
+Counts = tuple[NDArray[np.float64], NDArray[np.int64]]
+"""Different numbers, rising, and how often each is there."""
+
+
+def binned(values: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Return the group ``[N]`` of every number, one of `BINS` of equal size; missing ones are a group."""
+    here = int((~np.isnan(values)).sum())
+    bins = min(BINS, max(here // PER_LEVEL, 1))
+    cuts = np.nanquantile(values, np.linspace(0, 1, bins + 1)[1:-1]) if here else np.empty(0)
+    return np.where(np.isnan(values), len(cuts) + 1, np.searchsorted(cuts, values, side="right"))
+
+
+def extremes(values: NDArray[np.float64], counts: NDArray[np.int64]) -> dict[float, int]:
+    """Return the numbers that recur at one end of a column, as people write what is not known, and their counts.
+
+    Such a number lies beyond the others by more than their whole middle half, twice, and is alone on its side.
+    """
+    total, found = int(counts.sum()), dict[float, int]()
+    often = np.nonzero(counts >= max(3, RECURS * total))[0]
+    for k in often[np.argsort(-counts[often], kind="stable")].tolist():
+        value, count = float(values[k]), int(counts[k])
+        if not value.is_integer() or not SENTINEL.fullmatch(str(int(value))):
+            continue
+        others = ~np.isin(values, [value, *found])
+        rest = int(counts[others].sum())
+        if others.sum() < 3 or rest < total / 2:
+            continue
+        low, high = np.quantile(np.repeat(values[others], counts[others]), (0.25, 0.75))
+        least, most = float(values[others].min()), float(values[others].max())
+        gap = max(least - value, value - most)
+        if gap > 2 * (high - low) or (value < 0 <= least and gap > 0):
+            found[value] = count
+    return found
+
+
+def answers(values: NDArray[np.float64], counts: NDArray[np.int64]) -> dict[float, int]:
+    """Return the numbers that may mean missing though they are not far from the others, and their counts.
+
+    A zero is named beside measurements that never come near it; a 9, 99 or -1 beside a few codes in a row.
+    """
+    total, found = int(counts.sum()), dict[float, int]()
+    likely = np.isin(values, (0, *ANSWERS)) & (counts >= max(3, RECURS * total)) & (counts <= MOST_ZERO * total)
+    for k in np.nonzero(likely)[0].tolist():
+        value, rest = float(values[k]), np.delete(values, k)
+        if len(rest) < 2:
+            continue
+        least, codes = float(rest[0]), len(rest) <= CODES and rest[0] in (0, 1) and bool((np.diff(rest) == 1).all())
+        if value == 0:
+            clear = len(rest) >= FEW and least >= CLEAR * float(np.median(rest))
+            apart = clear and least > STEPS * float(np.diff(rest).min())
+        elif value == -1:
+            apart = codes and least == 0 and len(rest) > 2
+        else:
+            apart = codes and abs(value - float(rest[-1])) >= APART
+        if apart:
+            found[value] = int(counts[k])
+    return found
 
 
 def is_permutation(values: NDArray[np.float64]) -> bool:

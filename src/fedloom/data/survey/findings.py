@@ -8,7 +8,20 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.data.survey.facts import FEW, NAMELESS, ColumnProfile, is_permutation, repeats, row_number
+from fedloom.data.survey.facts import (
+    BINS,
+    FEW,
+    IDS,
+    LEVELS_TOO,
+    NAMELESS,
+    TOKENS,
+    answers,
+    binned,
+    extremes,
+    is_permutation,
+    repeats,
+    row_number,
+)
 from fedloom.data.survey.people import personal
 from fedloom.formats import listed
 from fedloom.seeds import numpy_generator
@@ -16,7 +29,7 @@ from fedloom.seeds import numpy_generator
 LEAK_SHARE = 0.995
 """AUROC or R2 from which a single column gives the target away, as facts recorded afterwards do."""
 SAMPLED = 2_000_000
-"""Cells of a table that are looked at for leaks and markers: at most these many, of rows drawn at random."""
+"""Cells of a table that are looked at for leaks: at most about these many, of rows drawn at random."""
 MOST_SAMPLED, LEAST_SAMPLED = 5_000, 200
 """Rows of a sample: as many as figures with three digits need, and as few as show a perfect one."""
 CHANCE = 10
@@ -48,11 +61,19 @@ class ReadColumn(NamedTuple):
     values: Floats
     names: tuple[str, ...] = ()
 
-    def texts(self, rows: NDArray[np.int64]) -> list[str]:
-        """Return the cells of some rows as text, "" where missing."""
+    def scored(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], Floats | None]:
+        """Return the groups and the numbers of some rows, as `fedloom.data.by_site.score` takes them."""
+        part = self.values[rows]
         if self.names:
-            return ["" if v != v else self.names[int(v)] for v in self.values[rows].tolist()]
-        return ["" if v != v else repr(v) for v in self.values[rows].tolist()]
+            return np.nan_to_num(part, nan=len(self.names)).astype(np.int64), None
+        if len(np.unique(part)) > BINS:
+            return binned(part), part
+        return np.unique(part, return_inverse=True)[1].astype(np.int64), part
+
+    def counts(self) -> dict[str, int]:
+        """Return the rows of every level that is there."""
+        rows = np.bincount(self.values[~np.isnan(self.values)].astype(int), minlength=len(self.names))
+        return {name: int(k) for name, k in zip(self.names, rows, strict=True) if k}
 
 
 def left_out(name: str, column: ReadColumn, rows: int) -> str:
@@ -68,9 +89,7 @@ def left_out(name: str, column: ReadColumn, rows: int) -> str:
             return ""  # no number by which a person is reached
         levels, counts = np.unique(whole, return_counts=True)
         return personal(name, dict(zip((f"{v:.0f}" for v in levels), counts.tolist(), strict=True)), len(whole))
-    codes = column.values[~np.isnan(column.values)].astype(int)
-    counts = np.bincount(codes, minlength=len(column.names))
-    return text_left_out(name, {n: int(k) for n, k in zip(column.names, counts, strict=True) if k}, rows)
+    return text_left_out(name, column.counts(), rows)
 
 
 def text_left_out(name: str, counts: Mapping[str, int], rows: int) -> str:
@@ -93,7 +112,7 @@ def findings(
         outcome: the label and its event by name, each with "classification" or "regression".
         users: of whom each row is; None: no column says so.
     """
-    from fedloom.data.by_site import SingleColumnScore, alone  # imports scikit-learn
+    from fedloom.data.by_site import score  # which imports scipy.stats, slowly
 
     count = len(next(iter(features.values())).values)
     if count < FEW:
@@ -101,25 +120,21 @@ def findings(
     yield from _copies({**features, **{name: column for name, (column, _) in outcome.items()}})
     yield from _near_copies([c.values for c in features.values() if not c.names])
     rows = _sample(count, len(features))
-    profiles = {name: ColumnProfile(name, np.array(column.texts(rows), object)) for name, column in features.items()}
-    targets = {n: (ColumnProfile(n, np.array(c.texts(rows), object)), task) for n, (c, task) in outcome.items()}
     for name, column in features.items():
         yield from _numbered(name, column, count)
-        score, of = max(
-            ((alone(profiles[name], target, task), n) for n, (target, task) in targets.items()),
-            key=lambda pair: pair[0].value, default=(SingleColumnScore(0.0, ""), ""),
-        )  # fmt: skip
-        if score.value >= LEAK_SHARE:
-            yield (
-                f"column {name!r} gives {of!r} away by itself ({score.text}), as facts recorded afterwards do; unless it "
-                "is known beforehand, name it in drop"
-            )
-        yield from _markers(profiles[name], len(rows))
-    if users is not None:
-        whose = ColumnProfile("users", np.array(users.texts(rows), object))
-        for n, (target, task) in targets.items():
-            if task == "classification" and (score := alone(whose, target, task)).value >= LEAK_SHARE:
-                yield f"whose row it is gives {n!r} away ({score.text}): nearly every client has one class only"
+        for of, (target, task) in outcome.items():
+            found = score(*column.scored(rows), target.values[rows], task, LEAK_SHARE)
+            if found.value >= LEAK_SHARE:
+                yield (
+                    f"column {name!r} gives {of!r} away by itself ({found.text}), as facts recorded afterwards do; unless "
+                    "it is known beforehand, name it in drop"
+                )
+        yield from _markers(name, column)
+    for of, (target, task) in outcome.items():
+        if users is not None and task == "classification":
+            found = score(*users.scored(rows), target.values[rows], task, LEAK_SHARE)
+            if found.value >= LEAK_SHARE:
+                yield f"whose row it is gives {of!r} away ({found.text}): nearly every client has one class only"
 
 
 def _sample(count: int, columns: int) -> NDArray[np.int64]:
@@ -142,19 +157,24 @@ def _numbered(name: str, column: ReadColumn, count: int) -> Iterator[str]:
     elif not column.names and len(values) == count and whole and len(levels) == count:
         if values.min() in (0, 1) and is_permutation(values):
             yield f"column {name!r} counts from {values.min():g} to {values.max():g}, a row each; if it numbers rows, name it in drop"
-        elif ColumnProfile(name, np.array([repr(v) for v in values[:1000].tolist()], object)).identifies:
+        elif IDS.search(name):
             yield f"column {name!r} differs in every row and is called as a number of rows; name it in drop"
 
 
-def _markers(column: ColumnProfile, count: int) -> Iterator[str]:
+def _markers(name: str, column: ReadColumn) -> Iterator[str]:
     """The note on cells that may mean missing."""
-    if found := column.suspects():
-        shown = listed([f"{_plain(cell)} in {rows / count:.1%} of the rows" for cell, rows in found.items()], SHOWN)
-        yield f"column {column.name!r}: {shown} may mean missing; if so, name such cells in missing, with impute = true"
-
-
-def _plain(cell: str) -> str:
-    return cell.removesuffix(".0") if cell[-1:].isdigit() else repr(cell)
+    if column.names:
+        counts = column.counts()
+        found = {repr(k): n for k, n in counts.items() if k.lower() in TOKENS - LEVELS_TOO}
+        found = found if len(found) < len(counts) else {}
+    else:
+        levels = np.unique(column.values[~np.isnan(column.values)], return_counts=True)
+        far = extremes(*levels)
+        beside = ~np.isin(levels[0], [*far])
+        found = {f"{v:g}": n for v, n in (far | answers(levels[0][beside], levels[1][beside])).items()}
+    if found:
+        shown = listed([f"{cell} in {rows:,} of {len(column.values):,} rows" for cell, rows in found.items()], SHOWN)
+        yield f"column {name!r}: {shown} may mean missing; if so, name such cells in missing, with impute = true"
 
 
 def _copies(columns: Mapping[str, ReadColumn]) -> Iterator[str]:
