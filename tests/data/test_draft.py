@@ -345,7 +345,7 @@ def outcomes(path: Path, event: str, time: str = "week", first: int = 0) -> Path
 def test_a_time_beside_an_event_is_drafted_as_survival(tmp_path: Path) -> None:
     path = outcomes(tmp_path / "t.csv", "arrest")
     said = init(path)
-    assert "target: 'week' (not given), survival: 1 to " in said
+    assert "target: 'week' (not given; it may also be 'falls'), survival: 1 to " in said
     assert f"column 'arrest': 1 for an event: {ILL.sum()} of {N} rows" in said
     assert "column 'arrest': '1' by site" in said
     data = drafted(path)["data"]
@@ -370,15 +370,16 @@ def test_a_doubtful_event_and_a_late_entry_are_named(tmp_path: Path) -> None:
     assert "'entry' looks like a late entry: rows count as at risk from time 0 on" in said
 
 
-def test_a_time_with_one_event_is_survival_and_other_tasks_are_asked_for(tmp_path: Path) -> None:
+def test_a_class_beside_a_time_is_asked_about(tmp_path: Path) -> None:
+    assert "target: 'time' (not given" in init(outcomes(tmp_path / "bare.csv", "died", "time"))
     path = outcomes(tmp_path / "t.csv", "died")
-    assert "--target week --event '' drafts it without the event" in init(path)
-    assert (drafted(path)["data"]["label"], drafted(path)["data"]["event"]) == ("week", "died")
+    assert "--target week --event died or --target died" in init(path)
+    assert drafted(path)["questions"]
     assert "target: 'week', survival" in init_again(path, "--target", "week", "--agree")
     assert tomllib.loads((tmp_path / "t.agreement.toml").read_text())["event"] == "died"
     for none in (("--event", ""), ("--event=",)):
         assert "target: 'week', regression" in init_again(path, "--target", "week", *none)
-    assert "target: 'week' (not given), survival" in init_again(path, "--event", "died")
+    assert "target: 'week' (not given" in init_again(path, "--event", "died")
     assert "target: 'died', binary" in init_again(path, "--target", "died")
 
 

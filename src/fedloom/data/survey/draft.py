@@ -74,6 +74,12 @@ class Draft:
         self._take_features(outcome.others)
 
     @property
+    def chosen(self) -> tuple[str | None, str | None, str | None]:
+        """Names of the target, the event and the site, where they are known."""
+        target, event, site = (None if c is None else c.name for c in (self._target, self._event, self._site))
+        return target, event, site
+
+    @property
     def asks(self) -> bool:
         """Whether the target is not known, so that no data set can be read by the draft."""
         return self._target is None

@@ -48,7 +48,7 @@ IDS = re.compile(
     re.IGNORECASE,
 )
 """Names of numbers of rows, and of what is known by a number."""
-NAMELESS = re.compile(r"|unnamed(: ?\d+)?(_level_\d+)?|index|level_\d+|row\.?_?names?|X(\.\d+)?", re.IGNORECASE)
+NAMELESS = re.compile(r"|unnamed(: ?\d+)?(_level_\d+)?|index|level_\d+|row\.?_?names?|(?-i:X(\.\d+)?)", re.IGNORECASE)
 """Headers that pandas and R write for the names of rows."""
 PERSON = re.compile(
     r"(^|[_\W])(patient|pat|subject|subj|person|individual|participant|case|proband|member|pid|mrn|uid|id|user|animal|pig"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -103,14 +103,16 @@ def text_left_out(name: str, counts: Mapping[str, int], rows: int) -> str:
 
 
 def findings(
-    features: Mapping[str, ReadColumn], outcome: Mapping[str, tuple[ReadColumn, str]], users: ReadColumn | None
-) -> Iterator[str]:
-    """Notes on a table.
+    features: Mapping[str, ReadColumn], outcome: Mapping[str, tuple[ReadColumn, str]], users: ReadColumn | None,
+    judged: Collection[str] = (),
+) -> Iterator[str]:  # fmt: skip
+    """Yield the notes on a table.
 
     Args:
         features: by name.
         outcome: the label and its event by name, each with "classification" or "regression".
         users: of whom each row is; None: no column says so.
+        judged: columns whose numbers are compared with an agreed range, which finds markers too.
     """
     from fedloom.data.by_site import score  # which imports scipy.stats, slowly
 
@@ -129,7 +131,8 @@ def findings(
                     f"column {name!r} gives {of!r} away by itself ({found.text}), as facts recorded afterwards do; unless "
                     "it is known beforehand, name it in drop"
                 )
-        yield from _markers(name, column)
+        if name not in judged:
+            yield from _markers(name, column)
     for of, (target, task) in outcome.items():
         if users is not None and task == "classification":
             found = score(*users.scored(rows), target.values[rows], task, LEAK_SHARE)

@@ -26,6 +26,8 @@ FOLLOW_UP = re.compile(
     re.IGNORECASE,
 )
 """Names of the time under observation, among other times such as that from the diagnosis to the begin."""
+BARE = re.compile(r"^(time|t|tte|duration|futime|ptime|rfstime|survtime|[op]?fs|os)$", re.IGNORECASE)
+"""Names of times that only tables of survival have; beside other times, who died may be a class that is predicted."""
 EVENT = re.compile(
     r"event|status|died|dead|death|deceased|relapse|recur|arrest|fail|progress|observed|uncens|^[ed]$|^delta$|stat$",
     re.IGNORECASE,
@@ -160,6 +162,9 @@ def outcome(survey: Survey, target: str | None, event: str | None) -> Outcome:
             names = [f"{_flags(target, c.name)}" for c in events]
             what = f"which event ends {target!r}? {listed([repr(c.name) for c in events], SHOWN)}"
             return Outcome(None, question=f"{what}; {_answers(survey, [*names, _flags(target, '')])}")
+        if event is None and is_event(chosen) and EVENT.search(target) and times:
+            flags = _flags(times[0].name, target)
+            return Outcome(chosen, note=f"{times[0].name!r} with the event {target!r} is a time to event: {flags}")
         return Outcome(chosen, note="" if event == "" or chosen not in times else _doubtful(survey, chosen, target))
     return _chosen(survey, times if event is None else [], events if event is None else [])
 
@@ -183,7 +188,9 @@ def _chosen(survey: Survey, times: list[ColumnProfile], events: list[ColumnProfi
     if pairs:
         mine = {c.name for c in (*times, *events, *doubts)}
         rival = next((points[name] for name in ranked if name not in mine), 0)
-        if len(times) == 1 and len(events) == 1 and not doubts and rival <= NAMED - MARGIN:
+        bare = bool(times and BARE.search(times[0].name))
+        clear = bare or not any(plain_name(c.name) in EVENTS for c in events)  # else classes, or a time to them
+        if len(times) == 1 and len(events) == 1 and not doubts and clear and rival <= NAMED - MARGIN:
             entry = _late_entry(survey, times[0], events[0])
             zeros = int((times[0].numbers == 0).sum())
             if not entry and not zeros:
@@ -199,7 +206,8 @@ def _chosen(survey: Survey, times: list[ColumnProfile], events: list[ColumnProfi
         what = "what is the outcome: a time to an event, or one column?"
         if doubt := _doubtful(survey, times[0], None):
             what += f" {doubt};"
-        return Outcome(None, question=f"{what} {_answers(survey, [*flags, *_targets(ranked)])}", others=tuple(ranked))
+        named = _targets([name for name in ranked if points[name]] or ranked)
+        return Outcome(None, question=f"{what} {_answers(survey, [*flags, *named])}", others=tuple(ranked))
     best, rest = ranked[0], ranked[1:]
     if points[best] >= SURE and (not rest or points[best] - points[rest[0]] >= MARGIN):
         return Outcome(survey.columns[best], others=tuple(name for name in rest if points[name]))

@@ -382,7 +382,9 @@ class _Reading:
         else:
             outcome = {self.label: (ReadColumn(*coded[self.label]), "classification")}
         users = self.spec.users
-        yield from findings(features, outcome, ReadColumn(*coded[users]) if users is not None and users in coded else None)
+        whose = ReadColumn(*coded[users]) if users is not None and users in coded else None
+        judged = [name for name, agreed in self.agreed.items() if agreed.column.range is not None]
+        yield from findings(features, outcome, whose, judged)
 
     @property
     def _targets(self) -> dict[str, NDArray[np.float64]]:
