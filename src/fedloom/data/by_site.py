@@ -48,7 +48,11 @@ def alone(column: ColumnProfile, target: ColumnProfile, task: str) -> SingleColu
 
 
 def score(
-    groups: NDArray[np.int64], numbers: NDArray[np.float64] | None, y: NDArray[np.float64], task: str, least: float = 0.0
+    groups: NDArray[np.int64],
+    numbers: NDArray[np.float64] | None,
+    y: NDArray[np.float64],
+    task: str,
+    least: float = 0.0,
 ) -> SingleColumnScore:
     """Return the AUROC of a column for the target's classes (the mean of those with enough rows), or R2.
 
@@ -74,6 +78,8 @@ def score(
         value = float(1 - ((y - _across(groups, y)) ** 2).mean() / y.var())
         if observed.sum() > len(y) / 2 and x[observed].std() > 0 and y[observed].std() > 0:
             value = max(value, float(np.corrcoef(x[observed], y[observed])[0, 1] ** 2))
+            ranks = float(np.corrcoef(rankdata(x[observed]), rankdata(y[observed]))[0, 1] ** 2)
+            value = max(value, ranks)  # as a logarithm of the target has
         return SingleColumnScore(max(0.0, value), f"R2 {value:.3f} alone")
     ranks, values = rankdata(x[observed]), list[float]()
     codes, counts = np.unique(y, return_counts=True)

@@ -179,7 +179,10 @@ class Agreement(Value):
             sentences.append(f"{rows} rows, the agreement requires at least {self.patients}")
         rare = {name: counts.get(name, 0) for name in self.classes if counts.get(name, 0) < self.events}
         if rare:
-            shown = ", ".join(f"{count} of {'the target' if self.target is None else self.target} = {name}" for name, count in rare.items())
+            shown = ", ".join(
+                f"{count} of {'the target' if self.target is None else self.target} = {name}"
+                for name, count in rare.items()
+            )
             sentences.append(f"{shown}; the agreement requires at least {self.events}")
         return sentences
 

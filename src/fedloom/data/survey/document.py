@@ -124,7 +124,9 @@ def _data(roles: ColumnRoles, agreement: Path | None) -> dict[str, Any]:
     data |= {"drop": list(roles.drop)} if roles.drop else {}
     data |= {"missing": roles.missing} if roles.missing else {}
     data |= {"impute": True} if roles.impute else {}
-    if (roles.target is not None and roles.target.missing) or (roles.site is not None and len(roles.site.present) < survey.rows):
+    if (roles.target is not None and roles.target.missing) or (
+        roles.site is not None and len(roles.site.present) < survey.rows
+    ):
         data["unlabelled"] = "drop"
     if roles.task == "regression" and roles.target is not None:
         data |= {"centre": rounded(float(np.nanmean(roles.target.values)))}

@@ -22,6 +22,8 @@ DAY = r"(\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}[-/.]\d{1,2}[-/.](\d{4}|\d{2}))"
 DATE = re.compile(rf"{DAY}([ T]\d{{1,2}}:\d{{2}}.*)?|\d{{1,2}}:\d{{2}}(:\d{{2}})?")
 TOKENS = frozenset(
     {"n/a", "n.a.", "k.a.", "none", "null", "nil", "-", "--", "---", ".", "..", "unknown", "unk", "missing"}
+    | {"nk", "n.k.", "nd", "n.d.", "not known", "not available", "not done", "not reported", "na_na", "unbekannt"}
+    | {"inconnu", "desconocido", "sconosciuto", "onbekend", "неизвестно", "不明"}
     | {"#n/a", "#value!", "#div/0!", "#null!", "inf", "-inf"}
 )
 """Cells that mean missing in tables of the world, in lower case, beside those of a source."""

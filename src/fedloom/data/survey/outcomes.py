@@ -52,7 +52,9 @@ COUNT = re.compile(
 MOST_CODES = 4
 """Values of a column of events beyond 0 and 1: censored, and causes that compete."""
 
-CALENDAR = re.compile(r"(^|[_\W])(years?|yr|jahr|annee|month|monat|day|date|datum|hour|week|quarter|timestamp)$", re.IGNORECASE)
+CALENDAR = re.compile(
+    r"(^|[_\W])(years?|yr|jahr|annee|month|monat|day|date|datum|hour|week|quarter|timestamp)$", re.IGNORECASE
+)
 """Names of when a row was recorded, which is seldom predicted."""
 TARGETS = frozenset(
     "target targets label labels outcome outcomes y response dependent endog groundtruth "
@@ -197,11 +199,15 @@ def _chosen(survey: Survey, times: list[ColumnProfile], events: list[ColumnProfi
                 drop = f"{_flags(times[0].name, '')} drafts it without the event"
                 if CENSORED.search(events[0].name):
                     drop += f"; 1 in {events[0].name!r} is taken for an event, since rows with 0 have longer times"
-                return Outcome(times[0], events[0], note=drop, others=tuple(n for n in ranked if points[n] and n not in mine))
+                return Outcome(
+                    times[0], events[0], note=drop, others=tuple(n for n in ranked if points[n] and n not in mine)
+                )
             what = f"is {times[0].name!r} with the event {events[0].name!r} the outcome? " + (
                 entry or f"{zeros} of its times are 0, and a time to an event must be above 0"
             )
-            return Outcome(None, question=f"{what}; {_answers(survey, [_flags(times[0].name, events[0].name), *_targets(ranked)])}")
+            return Outcome(
+                None, question=f"{what}; {_answers(survey, [_flags(times[0].name, events[0].name), *_targets(ranked)])}"
+            )
         flags = [_flags(t.name, e.name) for t in times for e in events]
         what = "what is the outcome: a time to an event, or one column?"
         if doubt := _doubtful(survey, times[0], None):
@@ -264,7 +270,9 @@ def _points(survey: Survey) -> dict[str, int]:
 
 def _is_known(column: ColumnProfile) -> bool:
     """Whether a column says when or of whom a row is, so that nothing is predicted by it."""
-    return bool(CALENDAR.search(column.name)) or (column.whole and bool(PERSON.search(column.name)) and len(column.levels) > FEW)
+    return bool(CALENDAR.search(column.name)) or (
+        column.whole and bool(PERSON.search(column.name)) and len(column.levels) > FEW
+    )
 
 
 def _flags(target: str, event: str) -> str:

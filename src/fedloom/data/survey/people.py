@@ -91,7 +91,11 @@ def personal(name: str, cells: Mapping[str, int], rows: int) -> str:
     if sum(bool(PHONE.fullmatch(t) and PARTED.search(t) and not DECIMAL.fullmatch(t) and not DAY.fullmatch(t))
            for t in texts) >= MOST * len(texts):  # fmt: skip
         return "phone or insurance numbers"
-    if text and (words & MAYBE or plain in MAYBE) and sum(any(map(str.isdigit, t)) for t in texts) < DIFFERENT * len(texts):
+    if (
+        text
+        and (words & MAYBE or plain in MAYBE)
+        and sum(any(map(str.isdigit, t)) for t in texts) < DIFFERENT * len(texts)
+    ):
         return "names of people"
     if text and _share(PERSON, texts) >= MOST:
         return "names of people, or other names"

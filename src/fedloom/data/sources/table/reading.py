@@ -204,7 +204,9 @@ class _Reading:
         self.codes = {column: Codes() for column in {self.label, *categorical, *self.special, *spec.kept, *included}}
         self.numeric = {c for c in self.features if c not in categorical and c not in self.agreed}
         self.x = GrowingRows((len(self.features),), np.float64)
-        self.measured = {column: GrowingRows((), np.float64) for column in (self.label, self.event) if column is not None}
+        self.measured = {
+            column: GrowingRows((), np.float64) for column in (self.label, self.event) if column is not None
+        }
         self.fractions = checks.Fractions()
         self.markers, self.unmatched = spec.markers, [text for text in spec.missing if text not in MARKERS]
 
@@ -376,7 +378,10 @@ class _Reading:
         targets = self._targets
         if self.event is not None and self.event in targets:
             event = ReadColumn(targets[self.event], ("0", "1"))
-            outcome = {self.label: (ReadColumn(targets[self.label]), "regression"), self.event: (event, "classification")}
+            outcome = {
+                self.label: (ReadColumn(targets[self.label]), "regression"),
+                self.event: (event, "classification"),
+            }
         elif self.numeric_label:
             outcome = {self.label: (ReadColumn(targets[self.label]), "regression")}
         else:
