@@ -6,8 +6,8 @@ The rule, written before anything was tried on the tables:
    ``statsmodels.datasets``, every ``load_*`` of ``lifelines.datasets`` and every bundled ``load_*(as_frame=True)`` of
    ``sklearn.datasets`` is looked at; nothing is fetched from a network.
 2. A table has at least 40 rows: two sites of 20 rows. Results of smaller sites are called uncertain by ``init`` itself.
-3. The package documents one outcome. In statsmodels it is the one ``endog_name``; for ``engel`` it is ``foodexp``, which
-   its documented regression explains. In lifelines it is one right-censored time with its event (columns that the
+3. The package documents one outcome. In statsmodels it is the one ``endog_name``; for ``engel`` it is ``foodexp``,
+   which its documented regression explains. In lifelines it is one right-censored time with its event (columns that the
    package's docstrings and tests give to its fitters). In scikit-learn it is ``target``.
 4. The site is the organisation that keeps the row, where there is one: the institution of ``lung`` and the firm of
    ``grunfeld``. A trait of the row, such as its state, region or treatment group, is no site.

@@ -1,8 +1,9 @@
-"""`fedloom init` chooses an outcome where the evidence is clear, and asks where it is not: 31 public tables with a key."""
+"""`fedloom init` chooses an outcome where the evidence is clear and asks where it is not, on public tables."""
 
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -54,7 +55,7 @@ def test_a_table_without_one_outcome_is_never_drafted(name: str, folder: Path) -
 @pytest.mark.parametrize(
     ("header", "row", "words"),
     [
-        ("age,bmi,smoker", lambda k: (20 + k % 50, k % 17 + 0.5, k % 2), "which column is predicted? It may be 'smoker'"),
+        ("age,bmi,smoker", lambda k: (20 + k % 50, k % 17 + 0.5, k % 2), "is predicted? It may be 'smoker'"),
         ("age,time,status,stage", lambda k: (20 + k % 50, 1 + k % 90, k % 3, k % 4), "coded 0, 1, 2: write 1 for the"),
         ("age,time,cens", lambda k: (20 + k % 50, 1 + k % 90, (k // 3) % 2), "not where 1 is censored"),
         ("age,time,died", lambda k: (20 + k % 50, k % 90, (k // 7) % 2), "of its times are 0"),
@@ -62,10 +63,12 @@ def test_a_table_without_one_outcome_is_never_drafted(name: str, folder: Path) -
         ("age,target,label", lambda k: (20 + k % 50, k % 2, (k // 2) % 2), "'label', 'target'"),
         ("x,y,zinc,lead", lambda k: (k % 40, k % 31, k % 23 + 0.5, k % 19), "which column is predicted"),
         ("clinic,device,age,target", lambda k: (k % 4, k % 3, 20 + k % 50, (k // 3) % 2), "names the site of a row"),
-        ("hb,target", lambda k: ("12,4" if k == 7 else "again" if k == 9 else 10 + k % 7, (k // 3) % 2), "mean missing"),
+        ("hb,target", lambda k: ({7: "12,4", 9: "again"}.get(k, 10 + k % 7), (k // 3) % 2), "mean missing"),
     ],
 )  # fmt: skip
-def test_a_draft_that_asks_does_not_run_and_names_the_question(header: str, row, words: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_a_draft_that_asks_does_not_run_and_names_the_question(
+    header: str, row: Callable[[int], tuple[object, ...]], words: str, tmp_path: Path
+) -> None:
     path, file = tmp_path / "t.csv", tmp_path / "t.toml"
     lines = [header, *(";".join(map(str, row(k))) for k in range(200))]
     path.write_text("\n".join([header.replace(",", ";"), *lines[1:]]) + "\n")

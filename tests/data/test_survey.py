@@ -176,16 +176,15 @@ def test_underscores_and_digits_of_other_scripts_are_no_numbers(tmp_path: Path) 
         frame["crp"] = frame["crp"].astype(str)
         frame.to_csv(tmp_path / "t.csv", index=False)
         frame.to_parquet(tmp_path / "t.parquet")
-        for read in (lambda: fl.load(tmp_path / "t.csv"), lambda: fl.load(tmp_path / "t.parquet"),
-                     lambda: fl.Dataset.of(frame)):  # fmt: skip
+        for table in (tmp_path / "t.csv", tmp_path / "t.parquet", frame):
             with pytest.raises(DataError, match=f"column 'crp': expected a finite number, got '{odd}'"):
-                read()
+                fl.load(table) if isinstance(table, Path) else fl.Dataset.of(table)
         assert ColumnProfile("c", np.array([odd], object)).kind == "text"
 
 
 CELLS = st.sampled_from(
-    ["1", "2.5", "-3e4", " 7 ", "1_000", "\u0663", "true", "False", "yes", "b", "12,4", "<5", "2020-01-31", "", "NA", "?",
-     "unknown", "-", "inf", "nan", "1e400", "0x1F", "+4", ".5", "5.", "1 000", "9", "99", "-1"]
+    ["1", "2.5", "-3e4", " 7 ", "1_000", "\u0663", "true", "False", "yes", "b", "12,4", "<5", "2020-01-31", "", "NA",
+     "?", "unknown", "-", "inf", "nan", "1e400", "0x1F", "+4", ".5", "5.", "1 000", "9", "99", "-1"]
 )  # fmt: skip
 
 
@@ -267,7 +266,9 @@ LEAKS: dict[str, tuple[Callable[[pd.DataFrame], pd.DataFrame], dict[str, Any], s
         lambda f: f.assign(subject=[f"s{k % 60}" for k in range(N)]),
         {"label": "ill", "categorical": ["subject"]}, "column 'subject': 60 different in 240 rows",
     ),
-    "copy of the class": (lambda f: f.assign(code=f["ill"] * 3 + 1), {"label": "ill"}, "column 'code' gives 'ill' away"),
+    "copy of the class": (
+        lambda f: f.assign(code=f["ill"] * 3 + 1), {"label": "ill"}, "column 'code' gives 'ill' away",
+    ),
     "class as text": (
         lambda f: f.assign(note=np.where(f["ill"] == 1, "admitted", "well")),
         {"label": "ill", "categorical": ["note"]}, "column 'note' gives 'ill' away",
@@ -296,7 +297,8 @@ LEAKS: dict[str, tuple[Callable[[pd.DataFrame], pd.DataFrame], dict[str, Any], s
         "column 'months' gives 'days' away",
     ),
     "event again": (
-        lambda f: f.assign(days=TIMES, dead=f["ill"]), {"label": "days", "event": "ill"}, "column 'dead' gives 'ill' away",
+        lambda f: f.assign(days=TIMES, dead=f["ill"]), {"label": "days", "event": "ill"},
+        "column 'dead' gives 'ill' away",
     ),
     "rows twice": (lambda f: pd.concat([f, f.sample(40, random_state=0)]), {}, "40 of 280 rows are copies"),
     "all rows twice": (lambda f: pd.concat([f, f]), {}, "240 of 480 rows are copies"),
@@ -309,7 +311,9 @@ LEAKS: dict[str, tuple[Callable[[pd.DataFrame], pd.DataFrame], dict[str, Any], s
         lambda f: f.assign(hospital=[f"h{2 * (k % 4) + y}" for k, y in enumerate(f["ill"])]),
         {"label": "ill", "users": "hospital"}, "whose row it is gives 'ill' away",
     ),
-    "shuffled index": (lambda f: f.assign(id=RNG.permutation(N))[["id", *f.columns]], {}, "column 'id' numbers the rows"),
+    "shuffled index": (
+        lambda f: f.assign(id=RNG.permutation(N))[["id", *f.columns]], {}, "column 'id' numbers the rows",
+    ),
 }  # fmt: skip
 
 
@@ -329,8 +333,8 @@ CLEAN: dict[str, Callable[[np.random.Generator], tuple[dict[str, Any], dict[str,
     "normal": lambda r: ({**{f"x{k}": r.normal(size=N) for k in range(6)}, "y": r.integers(3, size=N)}, {}),
     "flags alone": lambda r: ({**{f"f{k}": r.integers(2, size=N) for k in range(6)}, "y": r.integers(2, size=N)}, {}),
     "flags that depend": lambda r: (
-        lambda f: ({"a": f, "b": f & r.integers(2, size=2000), "c": f | r.integers(2, size=2000), "y": r.integers(2, size=2000)}, {})
-    )(r.integers(2, size=2000)),
+        lambda a, b, c, y: ({"a": a, "b": a & b, "c": a | c, "y": y}, {})
+    )(*r.integers(2, size=(4, 2000))),
     "levels": lambda r: (
         {"ward": r.choice(["a", "b", "c"], N), "age": r.integers(20, 90, N), "y": r.integers(2, size=N)},
         {"categorical": ["ward"]},
@@ -344,12 +348,13 @@ CLEAN: dict[str, Callable[[np.random.Generator], tuple[dict[str, Any], dict[str,
         {"pack_years": np.where(r.random(N) < 0.5, 0, r.exponential(20, N).round(1)), "age": r.normal(50, 9, N),
          "y": r.integers(2, size=N)}, {},
     ),
-    "scores from 0 to 10": lambda r: ({"pain": r.integers(0, 11, N), "age": r.normal(50, 9, N), "y": r.integers(2, size=N)}, {}),
-    "grades with 9": lambda r: ({"grade": r.integers(1, 10, N), "age": r.normal(50, 9, N), "y": r.integers(2, size=N)}, {}),
+    "scores from 0 to 10": lambda r: ({"pain": r.integers(0, 11, N), "y": r.integers(2, size=N)}, {}),
+    "grades with 9": lambda r: ({"grade": r.integers(1, 10, N), "y": r.integers(2, size=N)}, {}),
     "trend": lambda r: ({"trend": r.integers(-1, 2, N), "age": r.normal(50, 9, N), "y": r.integers(2, size=N)}, {}),
     "years": lambda r: ({"year": 1780 + np.arange(N), "flow": r.normal(900, 90, N), "y": r.integers(2, size=N)}, {}),
     "sites": lambda r: (
-        {"age": r.normal(50, 9, N), "hospital": r.choice(list("abcd"), N), "y": r.integers(2, size=N)}, {"users": "hospital"},
+        {"age": r.normal(50, 9, N), "hospital": r.choice(list("abcd"), N), "y": r.integers(2, size=N)},
+        {"users": "hospital"},
     ),
     "regression": lambda r: (
         lambda a: ({"a": a, "b": r.normal(size=N), "price": 3 * a + r.normal(size=N)}, {"task": "regression"})
@@ -362,8 +367,8 @@ CLEAN: dict[str, Callable[[np.random.Generator], tuple[dict[str, Any], dict[str,
         {"level": np.cumsum(r.normal(size=N)), "rain": r.exponential(2, N).round(2), "y": r.integers(2, size=N)}, {},
     ),
     "correlated": lambda r: (
-        lambda a: ({"a": a, "b": a + 0.1 * r.normal(size=N), "c": a**2 + r.normal(size=N), "y": r.integers(2, size=N)}, {})
-    )(r.normal(size=N)),
+        lambda a, b, c: ({"a": a, "b": a + 0.1 * b, "c": a**2 + c, "y": r.integers(2, size=N)}, {})
+    )(*r.normal(size=(3, N))),
     "gaps": lambda r: (
         {"a": np.where(r.random(N) < 0.2, np.nan, r.normal(size=N)), "b": r.normal(size=N), "y": r.integers(2, size=N)},
         {"impute": True},

@@ -65,10 +65,7 @@ def init(
             say(*(f"  {sentence}" for sentence in unnamed(data, agreement)))
         write_atomic(place, text.encode())
         if draft.questions:
-            count = len(draft.questions)
-            say(
-                f"\ndraft: {place}; it does not run before its question{'s'[: count > 1]} {'are' if count > 1 else 'is'} answered:"
-            )
+            say(f"\ndraft: {place}; it does not run before this is answered:")
             say(*(f"  {question}" for question in draft.questions))
             return
         say(f"\ndraft: {place}; run it with: fedloom run {place}")

@@ -15,18 +15,19 @@ from fedloom.data.sources.table.checks import rename
 from fedloom.data.sources.table.reading import TableSource
 from fedloom.data.sources.tabular import Csv
 from fedloom.data.survey.facts import PER_LEVEL, ColumnProfile
+from fedloom.data.survey.people import words
 from fedloom.errors import ConfigError, DataError, NoSamples, nearest
 
-SITES = frozenset(
+SITES = words(
     "site sites hospital hospitals center centers centre centres clinic clinics institution institute inst facility "
     "practice trust provider client branch bank school store shop company firm plant factory station device sensor "
     "machine writer speaker user klinik klinikum krankenhaus standort praxis zentrum hopital clinique ospedale clinica "
-    "centro ziekenhuis szpital sjukhus 医院 больница".split()
+    "centro ziekenhuis szpital sjukhus 医院 больница"
 )
 """Words for who keeps a row. A ward, region, country or group is a trait of the row: it is only named."""
-PLACES = frozenset("ward region country county state city province district town group department careunit".split())
+PLACES = words("ward region country county state city province district town group department careunit")
 """Words for traits of a row that may be its site too."""
-NEUTRAL = frozenset("id ids name names code codes no nr num number key of the study index label fake hash".split())
+NEUTRAL = words("id ids name names code codes no nr num number key of the study index label fake hash")
 """Words beside a word of `SITES` that leave its meaning; any other, as in hospital_expire_flag, may change it."""
 
 
@@ -95,10 +96,10 @@ class Survey:
         ]  # fmt: skip
         sure, doubtful = list[str](), list[str]()
         for column in fit:
-            words = {word.rstrip("0123456789") for word in words_of(column.name)}
-            if words & SITES and words <= SITES | NEUTRAL:
+            parts = {word.rstrip("0123456789") for word in words_of(column.name)}
+            if parts & SITES and parts <= SITES | NEUTRAL:
                 sure.append(column.name)
-            elif words & (SITES | PLACES) and words <= SITES | PLACES | NEUTRAL:
+            elif parts & (SITES | PLACES) and parts <= SITES | PLACES | NEUTRAL:
                 doubtful.append(column.name)
         return sure, doubtful
 

@@ -26,7 +26,7 @@ def _named(pattern: str) -> re.Pattern[str]:
 
 # Factors of substances are molar masses (IUPAC standard atomic weights): 1 mmol/L of a mass of M g/mol is M/10 mg/dL.
 KNOWN_CONVERSIONS = (
-    Conversion(18.016, "mmol/L to mg/dL of glucose (180.16 g/mol)", _named(r"gluc|glu($|[_\W])|blood.?sugar|bg|blutzucker|fbs")),
+    Conversion(18.016, "mmol/L to mg/dL of glucose (180.16 g/mol)", _named(r"gluc|glu($|[_\W])|blood.?sugar|bg|fbs")),
     Conversion(88.42, "mg/dL to umol/L of creatinine (113.12 g/mol)", _named(r"crea|krea|scr($|[_\W])")),
     Conversion(38.67, "mmol/L to mg/dL of cholesterol (386.65 g/mol)", _named(r"chol|ldl|hdl")),
     Conversion(88.57, "mmol/L to mg/dL of triglycerides (885.7 g/mol, triolein)", _named(r"trig|tg($|[_\W])")),
@@ -39,7 +39,7 @@ KNOWN_CONVERSIONS = (
     Conversion(2.431, "mmol/L to mg/dL of magnesium (24.31 g/mol)", _named(r"magnes")),
     Conversion(5.585, "umol/L to ug/dL of iron (55.85 g/mol)", _named(r"iron|fe($|[_\W])|eisen")),
     Conversion(9.008, "mmol/L to mg/dL of lactate (90.08 g/mol)", _named(r"lact|lakt")),
-    Conversion(1.611, "mmol/L to g/dL of haemoglobin (16,114 g/mol of a chain)", _named(r"h(a?e|ä)mogl|hb($|[_\W])|hgb")),
+    Conversion(1.611, "mmol/L to g/dL of haemoglobin (16,114 g/mol)", _named(r"h(a?e|ä)mogl|hb($|[_\W])|hgb")),
     Conversion(2.496, "ng/mL to nmol/L of vitamin D (400.64 g/mol)", _named(r"vit.*d|25.?oh")),
     # Exact by definition: the international yard and pound (1959) and the conventional millimetre of mercury.
     Conversion(1 / 0.45359237, "kg to lb", _named(r"weight|wt|mass|gewicht|poids|peso")),

@@ -16,9 +16,9 @@ from fedloom.data.sources.table.targets import unlike
 from fedloom.data.survey import outcomes
 from fedloom.data.survey.agreement import Agreement
 from fedloom.data.survey.columns import Survey
-from fedloom.data.survey.findings import LEAK_SHARE
 from fedloom.data.survey.document import SHOWN, SMALLEST, ColumnRoles, experiment_file
 from fedloom.data.survey.facts import FEW, LATER, LEVELS_TOO, PER_LEVEL, ColumnProfile, repeats
+from fedloom.data.survey.findings import LEAK_SHARE
 from fedloom.data.tables import Table, is_number
 from fedloom.errors import ConfigError, DataError
 from fedloom.formats import listed
@@ -179,7 +179,8 @@ class Draft:
                 f"rows, a federation needs two; {self._ask}"
             )
         self.report.append(
-            f"site: {self._named(site, option is not None, doubtful)}, {len(kept)} sites of {kept.min()} to {kept.max()} rows"
+            f"site: {self._named(site, option is not None, doubtful)}, {len(kept)} sites of {kept.min()} to "
+            f"{kept.max()} rows"
         )
         if without_site := survey.rows - len(site.present):
             self._say(site, f"{without_site} rows have no site; they are left out")

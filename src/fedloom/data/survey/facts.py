@@ -34,7 +34,7 @@ ODD = 0.2
 MOST_ODD = 4
 """Different cells that may be no numbers in a column of numbers; more are levels or texts."""
 CLEAR = 0.05
-"""Least number of a column, by its median, from which a zero beside it is no small measurement: 14 of 125 in insulin."""
+"""Least number of a column, by its median, from which a zero beside it is no small one: 14 of 125 in insulin."""
 STEPS = 5
 """Steps of a column's numbers that lie between 0 and the least other; a count has one."""
 MOST_ZERO = 0.6

@@ -128,8 +128,8 @@ def findings(
             found = score(*column.scored(rows), target.values[rows], task, LEAK_SHARE)
             if found.value >= LEAK_SHARE:
                 yield (
-                    f"column {name!r} gives {of!r} away by itself ({found.text}), as facts recorded afterwards do; unless "
-                    "it is known beforehand, name it in drop"
+                    f"column {name!r} gives {of!r} away by itself ({found.text}), as facts recorded afterwards do; "
+                    "unless it is known beforehand, name it in drop"
                 )
         if name not in judged:
             yield from _markers(name, column)
@@ -159,7 +159,8 @@ def _numbered(name: str, column: ReadColumn, count: int) -> Iterator[str]:
         )
     elif not column.names and len(values) == count and whole and len(levels) == count:
         if values.min() in (0, 1) and is_permutation(values):
-            yield f"column {name!r} counts from {values.min():g} to {values.max():g}, a row each; if it numbers rows, name it in drop"
+            span = f"{values.min():g} to {values.max():g}"
+            yield f"column {name!r} counts from {span}, a row each; if it numbers rows, name it in drop"
         elif IDS.search(name):
             yield f"column {name!r} differs in every row and is called as a number of rows; name it in drop"
 
@@ -199,8 +200,8 @@ def _copies(columns: Mapping[str, ReadColumn]) -> Iterator[str]:
         fine = fine or len(held) >= FINE * count
     if pairs > CHANCE * chance and (fine or pairs > CHANCE**2 * max(chance, 1)):
         yield (
-            f"{copies:,} of {count:,} rows are copies of others in every column; where they are of one sample, it is in "
-            "training and test alike: leave them out"
+            f"{copies:,} of {count:,} rows are copies of others in every column; where they are of one sample, it is "
+            "in training and test alike: leave them out"
         )
 
 
@@ -223,6 +224,6 @@ def _near_copies(numbers: Sequence[Floats]) -> Iterator[str]:
     close = 1 - (1 - ratio) ** (NEIGHBOURS - 1) < CLOSE
     if close.mean() >= CLOSE_SHARE:
         yield (
-            f"{int(close.sum()):,} of {len(ranks):,} rows have a neighbour that is far closer than all others, as copies "
-            "with noise are; where they are of one sample, it is in training and test alike: leave them out"
+            f"{int(close.sum()):,} of {len(ranks):,} rows have a neighbour that is far closer than all others, as "
+            "copies with noise are; where they are of one sample, it is in training and test alike: leave them out"
         )

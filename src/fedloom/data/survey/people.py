@@ -16,14 +16,21 @@ DIFFERENT = 0.5
 """Share of cells that differ from each other from which text cannot be a category: two rows per level, on average."""
 SAMPLE = 2000
 """Different cells whose pattern is looked at."""
-GIVEN = frozenset(
+
+
+def words(text: str) -> frozenset[str]:
+    """Return the words of a text, for a list of names that is read as one."""
+    return frozenset(text.split())
+
+
+GIVEN = words(
     "firstname forename givenname surname lastname familyname maidenname middlename fullname patientname personname "
     "vorname nachname familienname geburtsname patientenname zuname prenom nomdefamille nombre nombres apellido "
     "apellidos cognome sobrenome apelido voornaam achternaam imie nazwisko fornamn efternamn fornavn etternavn "
-    "efternavn etunimi sukunimi soyad soyadi имя фамилия отчество фио 姓名 氏名 이름".split()
+    "efternavn etunimi sukunimi soyad soyadi имя фамилия отчество фио 姓名 氏名 이름"
 )
 """Names of columns of people's names, in lower case, without spaces and accents."""
-MAYBE = frozenset("name nom nome naam ad namn navn nimi patient person doctor physician nurse arzt medecin".split())
+MAYBE = words("name nom nome naam ad namn navn nimi patient person doctor physician nurse arzt medecin")
 """Names of columns that may be people's names; their cells decide."""
 REACHED = {
     "phone numbers": "phone phonenumber telephone telefon telefonnummer telefono telefone telefoon tel mobile mobil "
@@ -31,8 +38,8 @@ REACHED = {
     "email addresses": "email emailaddress mail mailaddress correo courriel почта 邮箱",
     "addresses": "address streetaddress homeaddress street strasse straße anschrift adresse adres direccion domicilio "
     "indirizzo endereco calle rue adress adresa адрес 地址 住所",
-    "insurance or identity numbers": "ssn socialsecuritynumber insurancenumber insuranceid insuranceno healthcardnumber "
-    "nhsnumber nationalid versicherungsnummer versichertennummer versichertennr krankenversicherungsnummer kvnr nir "
+    "insurance or identity numbers": "ssn socialsecuritynumber insurancenumber insuranceid insuranceno "
+    "healthcardnumber nhsnumber nationalid versicherungsnummer versichertennummer versichertennr krankenversicherungsnummer kvnr nir "
     "numerosecuritesociale cpf dni codicefiscale bsn pesel personnummer ahvnummer passport passportnumber снилс 身份证",
 }
 """Names of columns by which people are reached or known."""
@@ -42,7 +49,7 @@ PARTED = re.compile(r"^[+0(]|[ ()/\-]")
 """Signs that make digits a phone or insurance number rather than a measurement."""
 DECIMAL = re.compile(r"-?\d+\.\d+")
 DAY = re.compile(r"\d{1,4}[-/.]\d{1,2}[-/.]\d{1,4}([ T].*)?")
-PERSON = re.compile(r"[^\W\d_a-z]([^\W\d_]|[.'’\-])*(,?\s[^\W\d_]([^\W\d_]|[.'’\-])*){1,4}")
+PERSON = re.compile(r"[^\W\d_a-z]([^\W\d_]|[.'\u2019\-])*(,?\s[^\W\d_]([^\W\d_]|[.'\u2019\-])*){1,4}")
 """Two words or more of letters alone, the first with a capital: a name of a person, as people write it."""
 HOUSE = re.compile(r"(\d+\w?,?\s+[^\W\d_].*|[^\W\d_].*\s\d+\w?(,.*)?)")
 """A street with a number, in either order."""
@@ -71,7 +78,7 @@ def personal(name: str, cells: Mapping[str, int], rows: int) -> str:
     texts = [cell.strip() for cell, _ in zip(cells, range(SAMPLE), strict=False)]
     if not texts:
         return ""
-    plain, words = plain_name(name), {plain_name(word) for word in re.split(r"[\W_]+", name)}
+    plain, parts = plain_name(name), {plain_name(word) for word in re.split(r"[\W_]+", name)}
     different = len(cells) / rows
     letters = [t for t in texts if not is_number(t)]
     text = len(letters) >= MOST * len(texts)
@@ -84,7 +91,7 @@ def personal(name: str, cells: Mapping[str, int], rows: int) -> str:
     many = different >= DIFFERENT
     for what, names in REACHED.items():
         listed = names.split()
-        if many and (plain in listed or (words & {*listed} and len(words) <= 3)) and _reaches(what, texts, text):
+        if many and (plain in listed or (parts & {*listed} and len(parts) <= 3)) and _reaches(what, texts, text):
             return what
     if not many or not letters:
         return ""
