@@ -24,6 +24,7 @@ from fedloom.data.survey.agreement import Agreement
 from fedloom.data.survey.columns import Survey
 from fedloom.data.survey.facts import ColumnProfile
 from fedloom.errors import ConfigError, DataError
+from fedloom.sklearn import FederatedClassifier, FederatedRegressor
 
 N = 240
 RNG = np.random.default_rng(11)
@@ -408,6 +409,16 @@ def test_numbers_and_words_that_may_mean_missing_are_named_and_left_alone(case: 
     named = fl.Dataset.of(frame, missing=[marker], impute=True, **options)
     assert not any("may mean missing" in note for note in named.notes)
     assert bool(named.x[:, 0].isnan().any())
+
+
+def test_the_estimators_of_scikit_learn_have_the_notes_of_the_survey() -> None:
+    frame = clean(1).assign(code=lambda f: f["ill"] * 3)
+    frame.insert(0, "Unnamed: 0", COUNT)
+    fitted = FederatedClassifier(rounds=1).fit(frame.drop(columns="ill"), frame["ill"])
+    assert any("column 'Unnamed: 0' numbers the rows" in note for note in fitted.notes_)
+    assert any("column 'code' gives 'y' away" in note for note in fitted.notes_)
+    sound = clean()
+    assert FederatedRegressor(rounds=1).fit(sound[["age", "crp"]], sound["bmi"]).notes_ == ()
 
 
 def test_nothing_is_left_where_all_columns_number_rows() -> None:

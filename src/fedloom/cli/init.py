@@ -31,7 +31,7 @@ def init(
 ) -> None:
     """Look at a table and draft an experiment file.
 
-    Everything found in the table is reported at once. The draft runs as it is, unless it asks something first: then
+    Everything found in the table is reported at once. The draft runs as it is, unless it has questions: then
     its questions stand in the file, with the options that answer them.
 
     Example: fedloom init patients.csv --by hospital --target died

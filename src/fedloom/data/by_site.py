@@ -171,19 +171,19 @@ def shifts(column: ColumnProfile, rows: Rows) -> dict[str, Shift]:
     if len(figures) < 2 or not (column.numbers > 0).all() or column.identifies or len(column.levels) <= FEW:
         return {}
     middle, spread = _usual(figures)
-    found = {}
+    shifted = {}
     for site, (median, width) in figures.items():
         ratio = middle / median
-        known = conversion(column.name, ratio)
+        near = conversion(column.name, ratio)
         if min(width, spread) <= 0 or not 1 / ALIKE <= ratio * width / spread <= ALIKE:
             continue
         if is_fahrenheit(column.name, median, middle) or is_fahrenheit(column.name, middle, median):
-            found[site] = Shift(median, middle, None, "degrees Fahrenheit and Celsius")
-        elif known is not None and max(ratio, 1 / ratio) > NEAR:
-            found[site] = Shift(median, middle, *known)
+            shifted[site] = Shift(median, middle, None, "degrees Fahrenheit and Celsius")
+        elif near is not None and max(ratio, 1 / ratio) > NEAR:
+            shifted[site] = Shift(median, middle, *near)
         elif max(ratio, 1 / ratio) >= UNITS:
-            found[site] = Shift(median, middle, None, "")
-    return found
+            shifted[site] = Shift(median, middle, None, "")
+    return shifted
 
 
 def _figures(column: ColumnProfile, rows: Rows) -> dict[str, tuple[float, float]]:
@@ -204,14 +204,14 @@ def _usual(figures: Mapping[str, tuple[float, float]]) -> tuple[float, float]:
 
 def _units(column: ColumnProfile, rows: Rows) -> Iterator[str]:
     """A sentence on the sites that are in another unit."""
-    if not (found := shifts(column, rows)):
+    if not (shifted := shifts(column, rows)):
         return
-    first = next(iter(found.values()))
-    shown = ", ".join(f"{shift.median:.4g} at {site!r}" for site, shift in found.items())
-    fold = np.median([max(shift.usual / shift.median, shift.median / shift.usual) for shift in found.values()])
+    first = next(iter(shifted.values()))
+    shown = ", ".join(f"{shift.median:.4g} at {site!r}" for site, shift in shifted.items())
+    fold = np.median([max(shift.usual / shift.median, shift.median / shift.usual) for shift in shifted.values()])
     sentence = f"medians differ {fold:.3g}-fold by site ({shown}; {first.usual:.4g} at the others)"
-    if known := {shift.units for shift in found.values() if shift.factor is not None}:
-        yield f"{sentence}, as in another unit ({listed(sorted(known), 3)}): the draft proposes factors, in a comment"
+    if units := {shift.units for shift in shifted.values() if shift.factor is not None}:
+        yield f"{sentence}, as in another unit ({listed(sorted(units), 3)}): the draft proposes factors, in a comment"
     elif first.units:
         yield f"{sentence}, as {first.units} do, between which no factor converts: convert the cells, in the table"
     else:

@@ -133,7 +133,7 @@ class Agreement(Value):
         return {column.name: column.levels for column in self.column if column.levels}
 
     def without_rare(self, counts: Mapping[str, Mapping[str, int]]) -> Agreement:
-        """Return the agreement without levels of too few rows, which may tell whose a row is.
+        """Return the agreement without levels of too few rows, which may identify a person.
 
         A column that keeps fewer than two levels, or less than half of its rows, is left out.
 

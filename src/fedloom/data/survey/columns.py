@@ -84,14 +84,14 @@ class Survey:
             raise ConfigError(f"{self.path}: {what}: no column {name!r}; {nearest(name, self.names)}")
         return self.columns[name]
 
-    def sites(self, taken: Collection[str]) -> tuple[list[str], list[str]]:
+    def sites(self, excluded: Collection[str]) -> tuple[list[str], list[str]]:
         """Return the columns that name the site of a row, and those that may.
 
         Args:
-            taken: the target and its event, which are no sites.
+            excluded: the target and its event, which are no sites.
         """
         fit = [
-            c for c in self.columns.values() if c.name not in taken and (c.kind == "text" or c.whole)
+            c for c in self.columns.values() if c.name not in excluded and (c.kind == "text" or c.whole)
             and 2 <= len(c.levels) <= self.rows / PER_LEVEL
         ]  # fmt: skip
         sure, doubtful = list[str](), list[str]()

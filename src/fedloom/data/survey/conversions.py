@@ -78,13 +78,13 @@ def conversion(name: str, ratio: float) -> tuple[float, str] | None:
         name: of the column.
         ratio: above 0, of the usual median to that of a site.
     """
-    for known in KNOWN_CONVERSIONS:
-        if known.names is not None and not known.names.search(name):
+    for candidate in KNOWN_CONVERSIONS:
+        if candidate.names is not None and not candidate.names.search(name):
             continue
-        tolerance = STEP_TOLERANCE if known.names is None else NAMED_TOLERANCE
-        for factor in (known.factor, 1 / known.factor):
+        tolerance = STEP_TOLERANCE if candidate.names is None else NAMED_TOLERANCE
+        for factor in (candidate.factor, 1 / candidate.factor):
             if 1 / tolerance <= ratio / factor <= tolerance:
-                return factor, known.units if factor == known.factor else f"{known.units}, backwards"
+                return factor, candidate.units if factor == candidate.factor else f"{candidate.units}, backwards"
     return None
 
 

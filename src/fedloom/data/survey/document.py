@@ -17,7 +17,9 @@ SMALLEST = 5
 """Rows of the smallest site that takes part; fewer are too few to scale a column."""
 SHOWN = 8
 """Most names in a sentence."""
-ASKED = "The draft does not run before these are answered: by the commands, or by hand (then delete the questions)."
+QUESTIONS_NOTE = (
+    "The draft does not run before these are answered: by the commands, or by hand (then delete the questions)."
+)
 WIDE = 120
 """Characters of a list that has a line to itself."""
 
@@ -83,7 +85,7 @@ def experiment_file(roles: ColumnRoles, place: Path, agreement: Path | None = No
         [
             f"# Drafted by 'fedloom init' from {_bare(roles.survey.path.name)}; change what you like.",
             f"#   fedloom run {_bare(str(place))}",
-            *([] if not roles.questions else [_lines({"questions": roles.questions}, {"questions": ASKED})]),
+            *([] if not roles.questions else [_lines({"questions": roles.questions}, {"questions": QUESTIONS_NOTE})]),
             _lines(
                 {"name": place.stem, "rounds": 30, "seeds": [0, 1, 2]},
                 {"seeds": "repetitions; tests of differences need 5"},
@@ -157,8 +159,8 @@ def _notes(roles: ColumnRoles) -> dict[str, str]:
 def _proposals(roles: ColumnRoles) -> str:
     """Comments with known factors of sites that may be in another unit; none is applied."""
     lines, table = list[str](), dict[str, dict[str, float]]()
-    for name, found in roles.shifts.items():
-        for site, shift in found.items():
+    for name, shifts in roles.shifts.items():
+        for site, shift in shifts.items():
             if shift.factor is not None:
                 table.setdefault(name, {})[site] = float(f"{shift.factor:.6g}")
                 medians = f"median {shift.median:.4g}, {shift.usual:.4g} at the others"

@@ -64,14 +64,14 @@ class Draft:
         outcome = outcomes.outcome(survey, target, event)
         self._target, self._event, self._task = outcome.target, outcome.event, ""
         if outcome.target is not None:
-            self._take_target(outcome.target, target is not None, outcome.others)
+            self._take_target(outcome.target, target is not None, outcome.alternatives)
         else:
             self.questions.append(outcome.question)
             self.report.append(f"target: not clear: {outcome.question}")
         if outcome.note:
             self.report.append(f"  {outcome.note}")
         self._take_site(by)
-        self._take_features(outcome.others)
+        self._take_features(outcome.alternatives)
 
     @property
     def chosen(self) -> tuple[str | None, str | None, str | None]:
@@ -94,7 +94,7 @@ class Draft:
     def _say(self, column: ColumnProfile, sentence: str) -> None:
         self.report.append(f"  column {column.name!r}: {sentence}")
 
-    def _take_target(self, target: ColumnProfile, given: bool, others: Sequence[str]) -> None:
+    def _take_target(self, target: ColumnProfile, is_given: bool, alternatives: Sequence[str]) -> None:
         survey = self._survey
         wrong = {"empty": "is empty", "date": "holds dates"}.get(target.kind)
         wrong = wrong or ("is the same in every row" if target.constant else None)
@@ -117,7 +117,7 @@ class Draft:
         spread = listed([f"{name} {count}" for name, count in classes.items()], SHOWN)
         if measured:
             spread = f"{target.numbers.min():g} to {target.numbers.max():g}, mean {target.numbers.mean():g}"
-        self.report.append(f"target: {self._named(target, given, others)}, {self._task}: {spread}")
+        self.report.append(f"target: {self._named(target, is_given, alternatives)}, {self._task}: {spread}")
         if self._event is not None:
             ended = int(np.nansum(self._event.values))
             self._say(self._event, f"1 for an event: {ended} of {survey.rows} rows, the others are censored")
@@ -130,11 +130,11 @@ class Draft:
             self._report_gaps(target)
 
     @staticmethod
-    def _named(chosen: ColumnProfile, given: bool, others: Sequence[str]) -> str:
-        if given:
+    def _named(chosen: ColumnProfile, is_given: bool, alternatives: Sequence[str]) -> str:
+        if is_given:
             return repr(chosen.name)
-        alternatives = [repr(name) for name in others if name != chosen.name][:4]
-        return f"{chosen.name!r} (not given{'; it may also be ' + ', '.join(alternatives) if alternatives else ''})"
+        shown = [repr(name) for name in alternatives if name != chosen.name][:4]
+        return f"{chosen.name!r} (not given{'; it may also be ' + ', '.join(shown) if shown else ''})"
 
     @property
     def _outcome(self) -> list[ColumnProfile]:
@@ -214,7 +214,7 @@ class Draft:
         if few := [site for site, count in counts.items() if count[rare] < LEAST]:
             self._say(target, f"fewer than {LEAST} rows of {rare!r} at {_list(few)}: too few to score a model there")
 
-    def _take_features(self, others: Sequence[str]) -> None:
+    def _take_features(self, alternatives: Sequence[str]) -> None:
         survey = self._survey
         roles = (self._target, self._event, self._site)
         candidates = [c for c in survey.columns.values() if not any(c is role for role in roles)]
@@ -222,7 +222,7 @@ class Draft:
         self._shifts = dict[str, dict[str, by_site.Shift]]()
         self._categorical, self._impute, self._width = list[str](), False, 0
         self._odd = list(self._target.odd) if self._target is not None and self._target.kind == "number" else []
-        may_be = {*others} if self._target is None else set[str]()
+        may_be = {*alternatives} if self._target is None else set[str]()
         clashes = self._clashes([c for c in candidates if c.kind == "number"])
         for c in candidates:
             if c.name not in may_be and (reason := self._reason_to_drop(c, twins)):
@@ -251,8 +251,8 @@ class Draft:
                     self._say(c, f"{odd} is an ordinary number in {_list(clash)}, and is missing there too now")
             for sentence in by_site.sentences(c, self._rows):
                 self._say(c, sentence)
-            if found := by_site.shifts(c, self._rows):
-                self._shifts[c.name] = found
+            if shifted := by_site.shifts(c, self._rows):
+                self._shifts[c.name] = shifted
             if c.missing:
                 self._impute = True
                 what = "most of it, think of leaving it out" if c.missing > survey.rows / 2 else "filled per client"

@@ -1,4 +1,4 @@
-"""One column of a table as it is found: what kind of cells it has, and what they would do as a feature."""
+"""One column of a table as it is codes: what kind of cells it has, and what they would do as a feature."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TOKENS = frozenset(
 )
 """Cells that mean missing in tables of the world, in lower case, beside those of a source."""
 LEVELS_TOO = frozenset({"none", "nil", "null"})
-"""Those of `TOKENS` that are levels in many tables too: only 'fedloom init' asks about them."""
+"""Those of `TOKENS` that are levels in many tables too: only 'fedloom init' reports them."""
 ODD = 0.2
 """Share of cells that may be no numbers in a column of numbers, where they are few different ones."""
 MOST_ODD = 4
@@ -192,7 +192,7 @@ class ColumnProfile:
 
     @property
     def doubts(self) -> list[str]:
-        """The odd cells that nobody writes for what is missing: they may be numbers, limits, or levels."""
+        """The odd cells that are no usual word for missing: they may be numbers, limits, or levels."""
         return [level for level in self.odd if level.strip().lower() not in TOKENS]
 
     @cached_property
@@ -238,22 +238,22 @@ def extremes(values: NDArray[np.float64], counts: NDArray[np.int64]) -> dict[flo
 
     Such a number lies beyond the others by more than their whole middle half, twice, and is alone on its side.
     """
-    total, found = int(counts.sum()), dict[float, int]()
+    total, codes = int(counts.sum()), dict[float, int]()
     often = np.nonzero(counts >= max(3, RECURS * total))[0]
     for k in often[np.argsort(-counts[often], kind="stable")].tolist():
         value, count = float(values[k]), int(counts[k])
         if not value.is_integer() or not SENTINEL.fullmatch(str(int(value))):
             continue
-        others = ~np.isin(values, [value, *found])
-        rest = int(counts[others].sum())
-        if others.sum() < 3 or rest < total / 2:
+        other = ~np.isin(values, [value, *codes])
+        rest = int(counts[other].sum())
+        if other.sum() < 3 or rest < total / 2:
             continue
-        low, high = np.quantile(np.repeat(values[others], counts[others]), (0.25, 0.75))
-        least, most = float(values[others].min()), float(values[others].max())
+        low, high = np.quantile(np.repeat(values[other], counts[other]), (0.25, 0.75))
+        least, most = float(values[other].min()), float(values[other].max())
         gap = max(least - value, value - most)
         if gap > 2 * (high - low) or (value < 0 <= least and gap > 0):
-            found[value] = count
-    return found
+            codes[value] = count
+    return codes
 
 
 def answers(values: NDArray[np.float64], counts: NDArray[np.int64]) -> dict[float, int]:
@@ -261,7 +261,7 @@ def answers(values: NDArray[np.float64], counts: NDArray[np.int64]) -> dict[floa
 
     A zero is named beside measurements that never come near it; a 9, 99 or -1 beside a few codes in a row.
     """
-    total, found = int(counts.sum()), dict[float, int]()
+    total, codes = int(counts.sum()), dict[float, int]()
     likely = np.isin(values, (0, *ANSWERS)) & (counts >= max(3, RECURS * total)) & (counts <= MOST_ZERO * total)
     for k in np.nonzero(likely)[0].tolist():
         value, rest = float(values[k]), np.delete(values, k)
@@ -276,8 +276,8 @@ def answers(values: NDArray[np.float64], counts: NDArray[np.int64]) -> dict[floa
         else:
             apart = codes and abs(value - float(rest[-1])) >= APART
         if apart:
-            found[value] = int(counts[k])
-    return found
+            codes[value] = int(counts[k])
+    return codes
 
 
 def is_permutation(values: NDArray[np.float64]) -> bool:

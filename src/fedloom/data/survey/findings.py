@@ -1,4 +1,4 @@
-"""What every reading of a table notes: leaks, copies, numbers of rows and people, and numbers that may mean missing."""
+"""Notes that every reading of a table has: leaks, copies, numbers of rows and people, and markers of missing cells."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ CHANCE = 10
 COPIES = 3
 """Fewest equal rows that are noted."""
 FINE = 0.2
-"""Different values per row of a column that tells rows apart."""
+"""Different values per row of a column in which rows differ."""
 NEIGHBOURS = 10
-"""Neighbours of a row by which a near copy is told from a dense place."""
+"""Neighbours of a row by which a near copy differs from a dense place."""
 CLOSE = 1e-3
 """Probability that a row's nearest neighbour is as close, were all rows drawn alike; a note needs 50 times as many."""
 CLOSE_SHARE = 0.05
@@ -104,15 +104,15 @@ def text_left_out(name: str, counts: Mapping[str, int], rows: int) -> str:
 
 def findings(
     features: Mapping[str, ReadColumn], outcome: Mapping[str, tuple[ReadColumn, str]], users: ReadColumn | None,
-    judged: Collection[str] = (),
+    ranged: Collection[str] = (),
 ) -> Iterator[str]:  # fmt: skip
     """Yield the notes on a table.
 
     Args:
         features: by name.
         outcome: the label and its event by name, each with "classification" or "regression".
-        users: of whom each row is; None: no column says so.
-        judged: columns whose numbers are compared with an agreed range, which finds markers too.
+        users: of whom each row is; None: no column has it.
+        ranged: columns whose numbers are compared with an agreed range, which finds markers too.
     """
     from fedloom.data.by_site import score  # which imports scipy.stats, slowly
 
@@ -125,19 +125,19 @@ def findings(
     for name, column in features.items():
         yield from _numbered(name, column, count)
         for of, (target, task) in outcome.items():
-            found = score(*column.scored(rows), target.values[rows], task, LEAK_SHARE)
-            if found.value >= LEAK_SHARE:
+            figure = score(*column.scored(rows), target.values[rows], task, LEAK_SHARE)
+            if figure.value >= LEAK_SHARE:
                 yield (
-                    f"column {name!r} gives {of!r} away by itself ({found.text}), as facts recorded afterwards do; "
+                    f"column {name!r} gives {of!r} away by itself ({figure.text}), as facts recorded afterwards do; "
                     "unless it is known beforehand, name it in drop"
                 )
-        if name not in judged:
+        if name not in ranged:
             yield from _markers(name, column)
     for of, (target, task) in outcome.items():
         if users is not None and task == "classification":
-            found = score(*users.scored(rows), target.values[rows], task, LEAK_SHARE)
-            if found.value >= LEAK_SHARE:
-                yield f"whose row it is gives {of!r} away ({found.text}): nearly every client has one class only"
+            figure = score(*users.scored(rows), target.values[rows], task, LEAK_SHARE)
+            if figure.value >= LEAK_SHARE:
+                yield f"whose row it is gives {of!r} away ({figure.text}): nearly every client has one class only"
 
 
 def _sample(count: int, columns: int) -> NDArray[np.int64]:
@@ -169,15 +169,15 @@ def _markers(name: str, column: ReadColumn) -> Iterator[str]:
     """The note on cells that may mean missing."""
     if column.names:
         counts = column.counts()
-        found = {repr(k): n for k, n in counts.items() if k.lower() in TOKENS - LEVELS_TOO}
-        found = found if len(found) < len(counts) else {}
+        marks = {repr(k): n for k, n in counts.items() if k.lower() in TOKENS - LEVELS_TOO}
+        marks = marks if len(marks) < len(counts) else {}
     else:
         levels = np.unique(column.values[~np.isnan(column.values)], return_counts=True)
         far = extremes(*levels)
         beside = ~np.isin(levels[0], [*far])
-        found = {f"{v:g}": n for v, n in (far | answers(levels[0][beside], levels[1][beside])).items()}
-    if found:
-        shown = listed([f"{cell} in {rows:,} of {len(column.values):,} rows" for cell, rows in found.items()], SHOWN)
+        marks = {f"{v:g}": n for v, n in (far | answers(levels[0][beside], levels[1][beside])).items()}
+    if marks:
+        shown = listed([f"{cell} in {rows:,} of {len(column.values):,} rows" for cell, rows in marks.items()], SHOWN)
         yield f"column {name!r}: {shown} may mean missing; if so, name such cells in missing, with impute = true"
 
 
@@ -214,11 +214,11 @@ def _near_copies(numbers: Sequence[Floats]) -> Iterator[str]:
         return
     ranks = np.stack([(v - v.mean()) / v.std() for v in fine], 1)
     distances = cKDTree(ranks).query(ranks, NEIGHBOURS + 1)[0][:, 1:]
-    first, others, last = distances[:, 0], distances[:, 1:-1], distances[:, -1]
-    sound = (others[:, 0] > 0) & (last > others[:, 0])
+    first, inner, last = distances[:, 0], distances[:, 1:-1], distances[:, -1]
+    sound = (inner[:, 0] > 0) & (last > inner[:, 0])
     if sound.sum() < len(ranks) / 2:
         return
-    logs = np.log(last[sound, None] / others[sound])
+    logs = np.log(last[sound, None] / inner[sound])
     dimension = min(len(fine), 1 / float(np.median(logs.mean(1))))
     ratio = (first[sound] / last[sound]) ** dimension
     close = 1 - (1 - ratio) ** (NEIGHBOURS - 1) < CLOSE

@@ -81,14 +81,14 @@ SURE = 3
 MARGIN = 2
 """Points by which it must lead.
 
-With both, 21 of the 31 public tables of `tests/data/test_questions.py`, whose key was written first, are drafted rightly,
-10 are asked about and none is wrong.
+With both, 21 of the 31 public tables of `tests/data/test_questions.py`, whose key was written first, are drafted
+rightly, 10 are asked about and none is wrong.
 """
 SHOWN = 6
 """Candidates that a question names."""
 
 
-class Outcome(NamedTuple):
+class TableOutcome(NamedTuple):
     """What a table is drafted for.
 
     Attributes:
@@ -96,14 +96,14 @@ class Outcome(NamedTuple):
         event: column with 1 where the target, a time, ended by an event, 0 where it is censored; None for other tasks.
         question: what people must answer before the draft runs; "" where the evidence is clear.
         note: a sentence on another choice; "" without one.
-        others: columns that may be the target too.
+        alternatives: columns that may be the target too.
     """
 
     target: ColumnProfile | None
     event: ColumnProfile | None = None
     question: str = ""
     note: str = ""
-    others: tuple[str, ...] = ()
+    alternatives: tuple[str, ...] = ()
 
 
 def is_event(column: ColumnProfile) -> bool:
@@ -129,7 +129,7 @@ def is_count(column: ColumnProfile) -> bool:
     return column.whole and bool(COUNT.search(column.name)) and len(set(numbers.tolist())) > 2 and numbers.min() == 0
 
 
-def outcome(survey: Survey, target: str | None, event: str | None) -> Outcome:
+def outcome(survey: Survey, target: str | None, event: str | None) -> TableOutcome:
     """Return the outcome that a table is drafted for: what is asked for, else what the evidence is clear about.
 
     Args:
@@ -141,7 +141,7 @@ def outcome(survey: Survey, target: str | None, event: str | None) -> Outcome:
         ConfigError: the event that is asked for holds something else, or no column is a time.
     """
     times = [c for c in survey.columns.values() if is_time(c)]
-    if event:  # not "", which says that there is none
+    if event:  # not "", which means none
         chosen = survey.column(event, "--event")
         if not is_event(chosen):
             held = ", ".join(map(repr, [*chosen.levels][:4]))
@@ -152,28 +152,32 @@ def outcome(survey: Survey, target: str | None, event: str | None) -> Outcome:
         times = under if len(under) == 1 else times
         if target is None and len(times) > 1:
             names = [c.name for c in times]
-            return Outcome(None, question=_asked(survey, f"which is the time of {event!r}", names, f"--event {event}"))
+            return TableOutcome(
+                None, question=_question(survey, f"which is the time of {event!r}", names, f"--event {event}")
+            )
         time = times[0] if target is None else survey.column(target, "--target")
-        return Outcome(time, chosen, note=_late_entry(survey, time, chosen))
+        return TableOutcome(time, chosen, note=_late_entry(survey, time, chosen))
     events = [c for c in survey.columns.values() if EVENT.search(c.name) and is_event(c) and c.name != target]
     if target is not None:
         chosen = survey.column(target, "--target")
         if event is None and chosen in times and len(events) == 1:
             entry = _late_entry(survey, chosen, events[0])
             note = f"{_flags(chosen.name, '')} drafts it without the event{f'; {entry}' if entry else ''}"
-            return Outcome(chosen, events[0], note=note)
+            return TableOutcome(chosen, events[0], note=note)
         if event is None and chosen in times and events:
             names = [f"{_flags(target, c.name)}" for c in events]
             what = f"which event ends {target!r}? {listed([repr(c.name) for c in events], SHOWN)}"
-            return Outcome(None, question=f"{what}; {_answers(survey, [*names, _flags(target, '')])}")
+            return TableOutcome(None, question=f"{what}; {_answers(survey, [*names, _flags(target, '')])}")
         if event is None and is_event(chosen) and EVENT.search(target) and times:
             flags = _flags(times[0].name, target)
-            return Outcome(chosen, note=f"{times[0].name!r} with the event {target!r} is a time to event: {flags}")
-        return Outcome(chosen, note="" if event == "" or chosen not in times else _doubtful(survey, chosen, target))
+            return TableOutcome(chosen, note=f"{times[0].name!r} with the event {target!r} is a time to event: {flags}")
+        return TableOutcome(
+            chosen, note="" if event == "" or chosen not in times else _doubtful(survey, chosen, target)
+        )
     return _chosen(survey, times if event is None else [], events if event is None else [])
 
 
-def _chosen(survey: Survey, times: list[ColumnProfile], events: list[ColumnProfile]) -> Outcome:
+def _chosen(survey: Survey, times: list[ColumnProfile], events: list[ColumnProfile]) -> TableOutcome:
     """The outcome by the evidence alone."""
     doubts = [c for c in survey.columns.values() if _may_be_event(c)] if times else []
     points = _points(survey)
@@ -190,8 +194,8 @@ def _chosen(survey: Survey, times: list[ColumnProfile], events: list[ColumnProfi
         ask = f"columns: {', '.join(survey.names[:30])}{', ...' if len(survey.names) > 30 else ''}"
         raise ConfigError(f"{survey.path}: no column looks like the target; name one by --target; {ask}")
     if pairs:
-        mine = {c.name for c in (*times, *events, *doubts)}
-        rival = next((points[name] for name in ranked if name not in mine), 0)
+        pair = {c.name for c in (*times, *events, *doubts)}
+        rival = next((points[name] for name in ranked if name not in pair), 0)
         bare = bool(times and BARE.search(times[0].name))
         clear = bare or not any(plain_name(c.name) in EVENTS for c in events)  # else classes, or a time to them
         if len(times) == 1 and len(events) == 1 and not doubts and clear and rival <= NAMED - MARGIN:
@@ -201,13 +205,13 @@ def _chosen(survey: Survey, times: list[ColumnProfile], events: list[ColumnProfi
                 drop = f"{_flags(times[0].name, '')} drafts it without the event"
                 if CENSORED.search(events[0].name):
                     drop += f"; 1 in {events[0].name!r} is taken for an event, since rows with 0 have longer times"
-                return Outcome(
-                    times[0], events[0], note=drop, others=tuple(n for n in ranked if points[n] and n not in mine)
+                return TableOutcome(
+                    times[0], events[0], note=drop, alternatives=tuple(n for n in ranked if points[n] and n not in pair)
                 )
             what = f"is {times[0].name!r} with the event {events[0].name!r} the outcome? " + (
                 entry or f"{zeros} of its times are 0, and a time to an event must be above 0"
             )
-            return Outcome(
+            return TableOutcome(
                 None, question=f"{what}; {_answers(survey, [_flags(times[0].name, events[0].name), *_targets(ranked)])}"
             )
         flags = [_flags(t.name, e.name) for t in times for e in events]
@@ -215,13 +219,15 @@ def _chosen(survey: Survey, times: list[ColumnProfile], events: list[ColumnProfi
         if doubt := _doubtful(survey, times[0], None):
             what += f" {doubt};"
         named = _targets([name for name in ranked if points[name]] or ranked)
-        return Outcome(None, question=f"{what} {_answers(survey, [*flags, *named])}", others=tuple(ranked))
+        return TableOutcome(None, question=f"{what} {_answers(survey, [*flags, *named])}", alternatives=tuple(ranked))
     best, rest = ranked[0], ranked[1:]
     if points[best] >= SURE and (not rest or points[best] - points[rest[0]] >= MARGIN):
-        return Outcome(survey.columns[best], others=tuple(name for name in rest if points[name]))
+        return TableOutcome(survey.columns[best], alternatives=tuple(name for name in rest if points[name]))
     names = [*points]
     ranked = sorted(names, key=lambda name: (-points[name], -names.index(name)))  # the last are the likelier
-    return Outcome(None, question=_asked(survey, "which column is predicted", ranked), others=tuple(ranked))
+    return TableOutcome(
+        None, question=_question(survey, "which column is predicted", ranked), alternatives=tuple(ranked)
+    )
 
 
 def _may_be_event(column: ColumnProfile) -> bool:
@@ -272,7 +278,7 @@ def _points(survey: Survey) -> dict[str, int]:
 
 
 def _is_known(column: ColumnProfile) -> bool:
-    """Whether a column says when or of whom a row is, so that nothing is predicted by it."""
+    """Whether a column names the date or the person of a row, which is not predicted."""
     return bool(CALENDAR.search(column.name)) or (
         column.whole and bool(PERSON.search(column.name)) and len(column.levels) > FEW
     )
@@ -301,7 +307,7 @@ def _answers(survey: Survey, flags: Sequence[str]) -> str:
     return f"{answer(survey)} {' or '.join(flags[:SHOWN])}"
 
 
-def _asked(survey: Survey, what: str, names: Sequence[str], more: str = "") -> str:
+def _question(survey: Survey, what: str, names: Sequence[str], more: str = "") -> str:
     """A question with its candidates."""
     shown = listed([*map(repr, names)], SHOWN)
     return f"{what}? It may be {shown}; {_answers(survey, [f'{flag} {more}'.strip() for flag in _targets(names)])}"

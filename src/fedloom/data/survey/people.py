@@ -23,7 +23,7 @@ def words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-GIVEN = words(
+NAME_COLUMNS = words(
     "firstname forename givenname surname lastname familyname maidenname middlename fullname patientname personname "
     "vorname nachname familienname geburtsname patientenname zuname prenom nomdefamille nombre nombres apellido "
     "apellidos cognome sobrenome apelido voornaam achternaam imie nazwisko fornamn efternamn fornavn etternavn "
@@ -39,7 +39,8 @@ REACHED = {
     "addresses": "address streetaddress homeaddress street strasse straße anschrift adresse adres direccion domicilio "
     "indirizzo endereco calle rue adress adresa адрес 地址 住所",
     "insurance or identity numbers": "ssn socialsecuritynumber insurancenumber insuranceid insuranceno "
-    "healthcardnumber nhsnumber nationalid versicherungsnummer versichertennummer versichertennr krankenversicherungsnummer kvnr nir "
+    "healthcardnumber "
+    "nhsnumber nationalid versicherungsnummer versichertennummer versichertennr krankenversicherungsnummer kvnr nir "
     "numerosecuritesociale cpf dni codicefiscale bsn pesel personnummer ahvnummer passport passportnumber снилс 身份证",
 }
 """Names of columns by which people are reached or known."""
@@ -82,7 +83,7 @@ def personal(name: str, cells: Mapping[str, int], rows: int) -> str:
     different = len(cells) / rows
     letters = [t for t in texts if not is_number(t)]
     text = len(letters) >= MOST * len(texts)
-    if text and any(plain.endswith(given) for given in GIVEN if len(given) > 3 or plain == given):
+    if text and any(plain.endswith(end) for end in NAME_COLUMNS if len(end) > 3 or plain == end):
         return "names of people" if len(cells) > 2 else ""
     if rows < ENOUGH:
         return ""
@@ -100,7 +101,7 @@ def personal(name: str, cells: Mapping[str, int], rows: int) -> str:
         return "phone or insurance numbers"
     if (
         text
-        and (words & MAYBE or plain in MAYBE)
+        and (parts & MAYBE or plain in MAYBE)
         and sum(any(map(str.isdigit, t)) for t in texts) < DIFFERENT * len(texts)
     ):
         return "names of people"

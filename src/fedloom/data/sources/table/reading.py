@@ -236,9 +236,9 @@ class _Reading:
             values = numbers(piece, missing, self.problems)
             rows[:, self.place[column]] = values * factor_of(self.spec.factors, column)
             if self.problems.has("number", column):  # perhaps a column of names, which is no feature
-                seen = self.texts.setdefault(column, Counter())
-                if len(seen) <= MOST_TEXTS:
-                    seen.update(str(cell) for cell, hole in zip(block, missing, strict=True) if not hole)
+                texts = self.texts.setdefault(column, Counter())
+                if len(texts) <= MOST_TEXTS:
+                    texts.update(str(cell) for cell, hole in zip(block, missing, strict=True) if not hole)
         if column in self.measured and self.numeric_label:
             self.measured[column].at(start, len(block))[:] = numbers(piece, missing, self.problems)
 
@@ -370,7 +370,7 @@ class _Reading:
         self.place = {column: k for k, column in enumerate(self.features)}
         return notes
 
-    def _found(self, coded: Mapping[str, Coded]) -> Iterator[str]:
+    def _survey_notes(self, coded: Mapping[str, Coded]) -> Iterator[str]:
         """The notes of the survey."""
         values = self._numbers
         levels = {c: coded[c][1] for c in self.categorical} | {c: a.column.names for c, a in self.agreed.items()}
@@ -387,9 +387,9 @@ class _Reading:
         else:
             outcome = {self.label: (ReadColumn(*coded[self.label]), "classification")}
         users = self.spec.users
-        whose = ReadColumn(*coded[users]) if users is not None and users in coded else None
-        judged = [name for name, agreed in self.agreed.items() if agreed.column.range is not None]
-        yield from findings(features, outcome, whose, judged)
+        owners = ReadColumn(*coded[users]) if users is not None and users in coded else None
+        ranged = [name for name, agreed in self.agreed.items() if agreed.column.range is not None]
+        yield from findings(features, outcome, owners, ranged)
 
     @property
     def _targets(self) -> dict[str, NDArray[np.float64]]:
@@ -425,4 +425,4 @@ class _Reading:
         yield from checks.doubtful({**columns, **targets}, {*self.numeric, *agreed, *targets}, self.problems.first)
         coded = {name: column for name, column in coded.items() if name not in targets}
         yield from checks.doubtful_levels(coded, self.label)
-        yield from self._found(coded)
+        yield from self._survey_notes(coded)
