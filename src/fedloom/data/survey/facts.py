@@ -1,4 +1,4 @@
-"""One column of a table as it is codes: what kind of cells it has, and what they would do as a feature."""
+"""One column of a table as it is found: what kind of cells it has, and what they would do as a feature."""
 
 from __future__ import annotations
 
@@ -238,13 +238,13 @@ def extremes(values: NDArray[np.float64], counts: NDArray[np.int64]) -> dict[flo
 
     Such a number lies beyond the others by more than their whole middle half, twice, and is alone on its side.
     """
-    total, codes = int(counts.sum()), dict[float, int]()
+    total, marks = int(counts.sum()), dict[float, int]()
     often = np.nonzero(counts >= max(3, RECURS * total))[0]
     for k in often[np.argsort(-counts[often], kind="stable")].tolist():
         value, count = float(values[k]), int(counts[k])
         if not value.is_integer() or not SENTINEL.fullmatch(str(int(value))):
             continue
-        other = ~np.isin(values, [value, *codes])
+        other = ~np.isin(values, [value, *marks])
         rest = int(counts[other].sum())
         if other.sum() < 3 or rest < total / 2:
             continue
@@ -252,8 +252,8 @@ def extremes(values: NDArray[np.float64], counts: NDArray[np.int64]) -> dict[flo
         least, most = float(values[other].min()), float(values[other].max())
         gap = max(least - value, value - most)
         if gap > 2 * (high - low) or (value < 0 <= least and gap > 0):
-            codes[value] = count
-    return codes
+            marks[value] = count
+    return marks
 
 
 def answers(values: NDArray[np.float64], counts: NDArray[np.int64]) -> dict[float, int]:
@@ -261,7 +261,7 @@ def answers(values: NDArray[np.float64], counts: NDArray[np.int64]) -> dict[floa
 
     A zero is named beside measurements that never come near it; a 9, 99 or -1 beside a few codes in a row.
     """
-    total, codes = int(counts.sum()), dict[float, int]()
+    total, marks = int(counts.sum()), dict[float, int]()
     likely = np.isin(values, (0, *ANSWERS)) & (counts >= max(3, RECURS * total)) & (counts <= MOST_ZERO * total)
     for k in np.nonzero(likely)[0].tolist():
         value, rest = float(values[k]), np.delete(values, k)
@@ -276,8 +276,8 @@ def answers(values: NDArray[np.float64], counts: NDArray[np.int64]) -> dict[floa
         else:
             apart = codes and abs(value - float(rest[-1])) >= APART
         if apart:
-            codes[value] = int(counts[k])
-    return codes
+            marks[value] = int(counts[k])
+    return marks
 
 
 def is_permutation(values: NDArray[np.float64]) -> bool:
