@@ -81,7 +81,7 @@ def test_a_draft_that_asks_does_not_run_and_names_the_question(
     assert ran.output.count("error:") == 1
     assert words in ran.output
     assert not (tmp_path / "out").exists()
-    with pytest.raises(ConfigError, match="is a draft that asks"):
+    with pytest.raises(ConfigError, match="is a draft with an open question"):
         parse(tomllib.loads(file.read_text()), "t.toml")
     asked = RUNNER.invoke(app, ["init", str(path), "--agree", "--force"])
     assert asked.exit_code == 2

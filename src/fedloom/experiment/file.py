@@ -80,9 +80,9 @@ def parse(document: Mapping[str, object], where: str = "experiment") -> Experime
     _refuse_unknown(document, (*TABLES, *Top.model_fields, "method"), where, "")
     tables = {name: _table(name, document.get(name, {}), f"{where}: [{name}]") for name in TABLES}
     top = make(Top, {key: document[key] for key in Top.model_fields if key in document}, where, Top.model_fields)
-    if top.questions:
-        more = f" (and {len(top.questions) - 1} questions more in the file)" if len(top.questions) > 1 else ""
-        raise ConfigError(f"{where}: is a draft that asks: {top.questions[0]}{more}")
+    if questions := top.model_dump()["questions"]:
+        more = f" (and {len(questions) - 1} questions more in the file)" if len(questions) > 1 else ""
+        raise ConfigError(f"{where}: is a draft with an open question: {questions[0]}{more}")
     if "data" not in document:
         raise ConfigError(f'{where}: the table [data] is missing; for example source = "digits"')
     if not isinstance(tables["data"].get("source"), str):
