@@ -28,6 +28,7 @@ from fedloom.algorithms import Algorithm, Composition
 from fedloom.data import partition
 from fedloom.data.dataset import Dataset, Task, on_cpu
 from fedloom.data.sources.table.levels import level
+from fedloom.data.survey.findings import ReadColumn, findings, left_out
 from fedloom.data.tables import Table
 from fedloom.engine.setting import GivenModel
 from fedloom.engine.simulate import simulate
@@ -74,7 +75,8 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
             names, users = np.unique(labels, return_inverse=True)
             more |= {"users": torch.from_numpy(users), "user_names": tuple(map(level, names.tolist()))}
         table = Table.numeric(x.shape[1])
-        data = Dataset("X", torch.tensor(x, dtype=torch.float64), y, task, prepare=table, **more)
+        self.notes_ = self._survey(x, y, more)
+        data = Dataset("X", torch.tensor(x, dtype=torch.float64), y, task, prepare=table, notes=self.notes_, **more)
         cut = {"test": 0.0, "validation": 0.0}
         split = partition.iid(clients=self.clients, **cut) if groups is None else partition.writers(**cut)
         tables: dict[str, dict[str, Any]] = {
@@ -104,6 +106,17 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
             self.models_[None] = models.ready("global")
         elif len(sites) == 1:
             self.models_[None] = self.models_[sites[0]]
+
+    def _survey(self, x: Some, y: torch.Tensor, more: Mapping[str, Any]) -> tuple[str, ...]:
+        """The notes of a table; no column is left out, since an estimator takes all columns that it gets."""
+        names = [str(name) for name in getattr(self, "feature_names_in_", range(x.shape[1]))]
+        features = {name: ReadColumn(np.asarray(x[:, k], np.float64)) for k, name in enumerate(names)}
+        classes = more.get("classes", ())
+        target = ReadColumn(y.double().numpy().reshape(len(x), -1)[:, 0], classes)
+        users = ReadColumn(more["users"].double().numpy(), more["user_names"]) if "users" in more else None
+        numbered = [f"column {n!r} {why}; leave it out" for n, c in features.items() if (why := left_out(n, c, len(x)))]
+        outcome = {"y": (target, "classification" if classes else "regression")}
+        return (*numbered, *findings(features, outcome, users))
 
     @on_cpu()
     def _scores(self, x: Any, groups: ArrayLike | None) -> Some:
@@ -142,6 +155,7 @@ class FederatedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
         models_: the model of every client by the name of its group, and under None the global one, where the method
             has them.
         classes_: the classes ``[C]``.
+        notes_: sentences on columns that number rows, give the target away and the like.
     """
 
     def fit(self, X: Any, y: Any, groups: ArrayLike | None = None) -> Self:

@@ -92,7 +92,7 @@ def test_everything_is_said_at_once(tmp_path: Path) -> None:
         "site: 'hospital', 4 sites of 9 to 77 rows",
         "sites of fewer than 20 rows: '7' (9)",
         "column 'id': names rows; left out",
-        "column 'name': names rows; left out",
+        "column 'name': names of people, which identify patients; left out",
         "column 'copy': the same as 'age'; left out",
         "column 'code': gives the target away by itself (AUROC 1.000 alone)",
         "column 'smoker': text of 3 levels, a feature for each",
@@ -224,7 +224,7 @@ def test_a_parquet_file_and_many_levels(tmp_path: Path) -> None:
     parquet.write_table(pa.table(table), tmp_path / "t.parquet")
     said = init(tmp_path / "t.parquet")
     assert "column 'town': text of 22 levels, a feature for each" in said
-    assert drafted(tmp_path / "t.parquet")["data"]["categorical"] == ["flag", "town"]
+    assert drafted(tmp_path / "t.parquet")["data"]["categorical"] == ["town"], "true and false are 1 and 0, as read"
     runs(tmp_path / "t.parquet")
 
 
@@ -345,7 +345,7 @@ def outcomes(path: Path, event: str, time: str = "week", first: int = 0) -> Path
 def test_a_time_beside_an_event_is_drafted_as_survival(tmp_path: Path) -> None:
     path = outcomes(tmp_path / "t.csv", "arrest")
     said = init(path)
-    assert "target: 'week', survival: 1 to " in said
+    assert "target: 'week' (not given; it may also be 'falls'), survival: 1 to " in said
     assert f"column 'arrest': 1 for an event: {ILL.sum()} of {N} rows" in said
     assert "column 'arrest': '1' by site" in said
     data = drafted(path)["data"]
@@ -370,15 +370,17 @@ def test_a_doubtful_event_and_a_late_entry_are_named(tmp_path: Path) -> None:
     assert "'entry' looks like a late entry: rows count as at risk from time 0 on" in said
 
 
-def test_a_column_named_as_a_class_is_the_target_and_its_time_is_proposed(tmp_path: Path) -> None:
+def test_a_class_beside_a_time_is_asked_about(tmp_path: Path) -> None:
+    assert "target: 'time' (not given" in init(outcomes(tmp_path / "bare.csv", "died", "time"))
     path = outcomes(tmp_path / "t.csv", "died")
-    assert "'week' with the event 'died' is a time to event: --target week --event died" in init(path)
-    assert drafted(path)["data"]["label"] == "died"
+    assert "--target week --event died or --target died" in init(path)
+    assert drafted(path)["questions"]
     assert "target: 'week', survival" in init_again(path, "--target", "week", "--agree")
     assert tomllib.loads((tmp_path / "t.agreement.toml").read_text())["event"] == "died"
     for none in (("--event", ""), ("--event=",)):
         assert "target: 'week', regression" in init_again(path, "--target", "week", *none)
-    assert "target: 'week', survival" in init_again(path, "--event", "died")
+    assert "target: 'week' (not given" in init_again(path, "--event", "died")
+    assert "target: 'died', binary" in init_again(path, "--target", "died")
 
 
 def init_again(path: Path, *options: str, code: int = 0) -> str:
@@ -409,16 +411,19 @@ def test_a_count_is_drafted_as_one(tmp_path: Path) -> None:
     assert runs(path).federations[0].data.task == "count"
 
 
-def test_another_unit_at_a_site_is_converted_by_a_drafted_factor(tmp_path: Path) -> None:
-    """Reading by factors is reading the table in one unit; new rows are converted alike, whatever site is there."""
+def test_another_unit_at_a_site_is_proposed_in_a_comment(tmp_path: Path) -> None:
+    """Nothing is converted before a person takes the sign from the line; new rows are converted alike then."""
     path = hospitals.everyone(tmp_path / "t.csv", sites=("Amsel", "Birke", "Celle"))
     data_at = lambda: {k: v for k, v in drafted(path)["data"].items() if k != "source"}  # noqa: E731
-    init(path)
+    said = init(path)
+    assert "mmol/L to mg/dL of glucose" in said
+    assert "factors" not in data_at()
+    plain = fl.load(path, **data_at())
+    text = path.with_suffix(".toml").read_text()
+    path.with_suffix(".toml").write_text(text.replace("# factors =", "factors ="))
     factors = data_at()["factors"]
-    assert factors["glucose"] == pytest.approx({"Celle": 18}, rel=0.05)
-    assert factors["creatinine"] == pytest.approx({"Celle": 1 / 88.4}, rel=0.2)
+    assert factors == {"glucose": {"Celle": 18.016}, "creatinine": {"Celle": pytest.approx(1 / 88.42, rel=1e-5)}}
     read = fl.load(path, **data_at())
-    plain = fl.load(path, **{k: v for k, v in data_at().items() if k != "factors"})
     names = [column.name for column in read.prepare.columns]
     for k, name in enumerate(names):
         by_site = [factors.get(name, {}).get(site, 1.0) for site in read.user_names]

@@ -170,7 +170,9 @@ def test_points_that_may_part_thousands_are_noted(tmp_path_factory: pytest.TempP
 
 def plain(path: Path, column: str, levels: Sequence[str], **options: Any) -> Csv:
     """A table of 40 sound rows but for a column, which has the levels in turn."""
-    sound = {"age": "1234567", "bmi": ("21.5", "30", "27"), "died": "011", "ward": "ab"} | {column: levels}
+    sound = {"age": "1234567", "bmi": ("21.5", "30", "27", "24.1", "33"), "died": "01101001101", "ward": "ab"} | {
+        column: levels
+    }
     names = [name for name in sound if name == column or name != "ward"]
     rows = [",".join(sound[name][k % len(sound[name])] for name in names) for k in range(40)]
     path.write_text("\n".join([",".join(names), *rows]) + "\n", "utf-8")

@@ -66,10 +66,12 @@ def journey(folder: Path, task: str = "binary", sites: tuple[str, ...] = tuple(h
         sites: hospitals that take part.
     """
     hospitals.main(folder / "tables")
-    survival = ("--target", "followup_days") if task == "survival" else ()
-    said = call("init", folder / "tables" / "all.csv", "--agree", *survival, "--out", folder / "all.toml")
+    target = ("--target", "followup_days" if task == "survival" else "died")
+    said = call("init", folder / "tables" / "all.csv", "--agree", *target, "--out", folder / "all.toml")
     for sentence in NOTED if task == "binary" else ("column 'died': 1 for an event: 102 of 2370 rows",):
         assert sentence in said, sentence
+    draft = folder / "all.toml"
+    draft.write_text(draft.read_text().replace("# factors =", "factors ="))  # the sites have confirmed their units
     agreement = folder / "all.agreement.toml"
     document = tomllib.loads(agreement.read_text())
     document["column"] = [column for column in document["column"] if column["name"] != "readmissions"]

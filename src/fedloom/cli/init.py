@@ -31,13 +31,14 @@ def init(
 ) -> None:
     """Look at a table and draft an experiment file.
 
-    Everything found in the table is reported at once. The draft runs as it is.
+    Everything found in the table is reported at once. The draft runs as it is, unless it has questions: then
+    its questions stand in the file, with the options that answer them.
 
     Example: fedloom init patients.csv --by hospital --target died
     """
     with errors():
         from fedloom.data.survey.columns import Survey
-        from fedloom.data.survey.draft import Draft
+        from fedloom.data.survey.draft import Draft, unnamed
         from fedloom.storage.files import make_folder, write_atomic
 
         place = out or table.parent / f"{table.name.lstrip('.').partition('.')[0] or 'data'}.toml"
@@ -51,14 +52,22 @@ def init(
         draft = Draft(Survey(table), by, target, event)
         say(*draft.report)
         text = draft.text(place)
-        data = _try(text, place)
-        say(*(f"  {note}" for note in data.notes))
+        data = None if draft.asks else _try(text, place)
+        say(*(f"  {note}" for note in ([] if data is None else data.notes)))
+        if agree and (data is None or draft.questions):
+            raise ConfigError(f"{table}: no agreement is written while a question is open: {draft.questions[0]}")
         make_folder(place.parent)
-        if agree:
-            write_atomic(document, draft.agreement(data).text().encode())
+        if agree and data is not None:
+            agreement = draft.agreement(data)
+            write_atomic(document, agreement.text().encode())
             text = draft.text(place, document)
             _try(text, place)
+            say(*(f"  {sentence}" for sentence in unnamed(data, agreement)))
         write_atomic(place, text.encode())
+        if draft.questions:
+            say(f"\ndraft: {place}; it does not run before this is answered:")
+            say(*(f"  {question}" for question in draft.questions))
+            return
         say(f"\ndraft: {place}; run it with: fedloom run {place}")
         if agree:
             say(f"agreement: {document}; fill in its units, and let every site read and sign it")
@@ -68,7 +77,8 @@ def _try(text: str, place: Path) -> Dataset:
     """The data, read with the draft's options, so that no draft is written that would not run."""
     from fedloom.experiment import parse
 
-    experiment = parse(tomllib.loads(text), str(place))
+    document = {key: value for key, value in tomllib.loads(text).items() if key != "questions"}
+    experiment = parse(document, str(place))
     data = experiment.source.read(None)
     experiment.partition(data, seed=0)
     return data

@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from sklearn.metrics import r2_score, roc_auc_score
+from scipy.stats import rankdata
 
+from fedloom.data.survey.conversions import conversion, is_fahrenheit
 from fedloom.data.survey.facts import FEW, ColumnProfile
 from fedloom.formats import listed
 from fedloom.seeds import numpy_generator
@@ -16,7 +17,9 @@ from fedloom.seeds import numpy_generator
 EVENTS = 5
 """Fewest rows on each side of a class for a figure of how well a column predicts it."""
 UNITS = 4.0
-"""Ratio of two sites' medians from which they may be in different units."""
+"""Ratio of two sites' medians from which they are named, though no known conversion is near."""
+NEAR = 1.5
+"""Ratio of two sites' medians up to which they are of one unit: every known factor is larger."""
 ALIKE = 2.5
 """How far the ratios of medians and of spreads of two units may lie apart."""
 ABSENT = 0.98
@@ -36,41 +39,69 @@ class SingleColumnScore(NamedTuple):
 
 
 def alone(column: ColumnProfile, target: ColumnProfile, task: str) -> SingleColumnScore:
-    """AUROC of one column for the target's classes (the mean of those with enough rows), or R2 of a measured target.
+    """Return how well a column alone predicts the target: see `score`."""
+    y = target.values
+    if task != "regression":
+        present = np.isin(target.cells, [*target.odd, ""], invert=True)
+        y = np.where(present, np.unique(target.cells.astype(str), return_inverse=True)[1], np.nan)
+    return score(column.groups, column.values if column.kind == "number" else None, y, task)
+
+
+def score(
+    groups: NDArray[np.int64],
+    numbers: NDArray[np.float64] | None,
+    y: NDArray[np.float64],
+    task: str,
+    least: float = 0.0,
+) -> SingleColumnScore:
+    """Return the AUROC of a column for the target's classes (the mean of those with enough rows), or R2.
 
     A number ranks rows itself; every column ranks them by the target's mean in its groups too, which is learned on one
     half of the rows and applied to the other. 0 where too few rows are there to say so.
+
+    Args:
+        groups: ``[N]`` group of every row; missing cells are a group.
+        numbers: ``[N]``, NaN where missing; None: the column has levels.
+        y: ``[N]`` numbers of a "regression", else codes of classes; NaN where missing.
+        task: "regression" or "classification".
+        least: a figure below it may be 0, which is faster.
     """
-    present = (
-        ~np.isnan(target.values) if task == "regression" else np.isin(target.cells, [*target.odd, ""], invert=True)
-    )
+    present = ~np.isnan(y)
     if present.sum() < FEW:
         return SingleColumnScore(0.0, "")
-    groups, numbers = column.groups[present], column.values[present]
-    observed = ~np.isnan(numbers) if column.kind == "number" else np.zeros(len(groups), bool)
+    y, groups = y[present], groups[present]
+    x = np.full(len(y), np.nan) if numbers is None else numbers[present]
+    observed = ~np.isnan(x)
     if task == "regression":
-        y = target.values[present]
         if y.std() == 0:
             return SingleColumnScore(0.0, "")
-        value = r2_score(y, _across(groups, y))
-        if observed.sum() > len(y) / 2 and numbers[observed].std() > 0 and y[observed].std() > 0:
-            value = max(value, float(np.corrcoef(numbers[observed], y[observed])[0, 1] ** 2))
+        value = float(1 - ((y - _across(groups, y)) ** 2).mean() / y.var())
+        if observed.sum() > len(y) / 2 and x[observed].std() > 0 and y[observed].std() > 0:
+            value = max(value, float(np.corrcoef(x[observed], y[observed])[0, 1] ** 2))
+            ranks = float(np.corrcoef(rankdata(x[observed]), rankdata(y[observed]))[0, 1] ** 2)
+            value = max(value, ranks)  # as a logarithm of the target has
         return SingleColumnScore(max(0.0, value), f"R2 {value:.3f} alone")
-    values = []
-    for name in list(target.levels):
-        y = (target.cells[present] == name).astype(float)
-        if name in target.odd or min(y.sum(), len(y) - y.sum()) < EVENTS:
-            continue
-        ranks = [roc_auc_score(y, _across(groups, y))]
-        if EVENTS <= y[observed].sum() <= observed.sum() - EVENTS:
-            one = float(roc_auc_score(y[observed], numbers[observed]))
-            share = float(observed.mean())
-            ranks.append(share * max(one, 1 - one) + (1 - share) / 2)
-        values.append(max(ranks))
-        if len(target.levels) == 2:
-            break
+    ranks, values = rankdata(x[observed]), list[float]()
+    codes, counts = np.unique(y, return_counts=True)
+    enough = [code for code, count in zip(codes, counts, strict=True) if EVENTS <= count <= len(y) - EVENTS]
+    enough = enough[-1:] if len(codes) == 2 else enough
+    for code in enough:
+        here = y == code
+        best = _auroc(rankdata(_across(groups, here.astype(float))), here)
+        if EVENTS <= here[observed].sum() <= observed.sum() - EVENTS:
+            one, share = _auroc(ranks, here[observed]), float(observed.mean())
+            best = max(best, share * max(one, 1 - one) + (1 - share) / 2)
+        values.append(best)
+        if (sum(values) + len(enough) - len(values)) / len(enough) < least:
+            return SingleColumnScore(0.0, "")
     value = float(np.mean(values)) if values else 0.0
     return SingleColumnScore(value, f"AUROC {value:.3f} alone")
+
+
+def _auroc(ranks: NDArray[np.float64], positive: NDArray[np.bool_]) -> float:
+    """AUROC from the ranks of the scores, by the rank-sum statistic; ties have mean ranks."""
+    count = int(positive.sum())
+    return float((ranks[positive].sum() - count * (count + 1) / 2) / (count * (len(ranks) - count)))
 
 
 def _across(groups: NDArray[np.int64], y: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -114,23 +145,45 @@ def lone_site(column: ColumnProfile, rows: Rows) -> str | None:
     return present[0] if len(present) == 1 and len(rows) > 1 else None
 
 
-def units(column: ColumnProfile, rows: Rows) -> dict[str, float]:
-    """Sites whose medians and spreads differ from those of the others by the same factor, as in another unit.
+class Shift(NamedTuple):
+    """A site whose numbers are those of the others in another unit, or differ as much as that.
 
-    Returns:
-        of each of them the others' median over its own: about the factor that converts its numbers.
+    Attributes:
+        median: at the site.
+        usual: median of the other sites.
+        factor: known one that converts the site's numbers; None where none is near.
+        units: of the factor.
+    """
+
+    median: float
+    usual: float
+    factor: float | None
+    units: str
+
+
+def shifts(column: ColumnProfile, rows: Rows) -> dict[str, Shift]:
+    """Return the sites whose medians and spreads differ from those of the others by the same factor.
+
+    Only numbers above 0 are in a unit that a factor converts: numbers of both signs are standardised, logarithms or
+    changes, whose medians have any ratio. Numbers of rows or patients, and codes, are in no unit.
     """
     figures = _figures(column, rows)
-    if len(figures) < 2:
+    if len(figures) < 2 or not (column.numbers > 0).all() or column.identifies or len(column.levels) <= FEW:
         return {}
-    usual = _usual(figures)
-    factors = {}
-    for site, (middle, spread) in figures.items():
-        if not _alike(middle, usual[0]) and min(spread, usual[1]) > 0:
-            medians, spreads = _ratio(middle, usual[0]), _ratio(spread, usual[1])
-            if max(medians / spreads, spreads / medians) <= ALIKE:
-                factors[site] = usual[0] / middle
-    return factors
+    middle, spread = _usual(figures)
+    shifted = {}
+    for site, (median, width) in figures.items():
+        ratio = middle / median
+        near = conversion(column.name, ratio)
+        if min(width, spread) <= 0 or not 1 / ALIKE <= ratio * width / spread <= ALIKE:
+            continue
+        if is_fahrenheit(column.name, median, middle) or is_fahrenheit(column.name, middle, median):
+            shifted[site] = Shift(median, middle, None, "degrees Fahrenheit and Celsius")
+        elif near is not None and max(ratio, 1 / ratio) > NEAR:
+            shifted[site] = Shift(median, middle, *near)
+        elif max(ratio, 1 / ratio) >= UNITS:
+            shifted[site] = Shift(median, middle, None, "")
+    return shifted
 
 
 def _figures(column: ColumnProfile, rows: Rows) -> dict[str, tuple[float, float]]:
@@ -151,20 +204,20 @@ def _usual(figures: Mapping[str, tuple[float, float]]) -> tuple[float, float]:
 
 def _units(column: ColumnProfile, rows: Rows) -> Iterator[str]:
     """A sentence on the sites that are in another unit."""
-    if factors := units(column, rows):
-        figures = _figures(column, rows)
-        shown = ", ".join(f"{figures[site][0]:.4g} at {site!r}" for site in factors)
-        fold = np.median([max(factor, 1 / factor) for factor in map(abs, factors.values())])
-        yield (
-            f"medians differ {fold:.3g}-fold by site ({shown}; {_usual(figures)[0]:.4g} at the others), as in "
-            "another unit; the draft converts them by such factors: give the exact ones, as `factors` in [data]"
-        )
+    if not (shifted := shifts(column, rows)):
+        return
+    first = next(iter(shifted.values()))
+    shown = ", ".join(f"{shift.median:.4g} at {site!r}" for site, shift in shifted.items())
+    fold = np.median([max(shift.usual / shift.median, shift.median / shift.usual) for shift in shifted.values()])
+    sentence = f"medians differ {fold:.3g}-fold by site ({shown}; {first.usual:.4g} at the others)"
+    if units := {shift.units for shift in shifted.values() if shift.factor is not None}:
+        yield f"{sentence}, as in another unit ({listed(sorted(units), 3)}): the draft proposes factors, in a comment"
+    elif first.units:
+        yield f"{sentence}, as {first.units} do, between which no factor converts: convert the cells, in the table"
+    else:
+        yield f"{sentence}: look at the units; no known conversion is near, so none is proposed"
 
 
 def _alike(a: float, b: float) -> bool:
-    return a * b > 0 and _ratio(a, b) < UNITS
-
-
-def _ratio(a: float, b: float) -> float:
-    a, b = abs(a), abs(b)
-    return max(a, b) / min(a, b) if min(a, b) > 0 else np.inf
+    """Return whether two medians above 0 are of one unit."""
+    return max(a, b) < NEAR * min(a, b)

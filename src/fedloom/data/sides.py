@@ -245,11 +245,11 @@ def _rows(values: Any) -> int | None:
 
 def _hub_side(obj: Any, target: Any, column: str | None, users: str | None, name: str) -> Side:
     names: list[str] = list(obj.column_names)
-    y_name = target or next((n for n in LABELS if n in names), None)
+    y_name = next((n for n in LABELS if n in names), None) if target is None else target
     features = [n for n in names if n not in (y_name, users)]
     arrays = (n for n in features if len(obj) and np.ndim(obj[0][n]))
-    x_name = column or next(arrays, next(iter(features), None))
-    for what in (x_name, y_name, users or y_name):
+    x_name = next(arrays, next(iter(features), None)) if column is None else column
+    for what in (x_name, y_name, y_name if users is None else users):
         if what not in names:
             raise DataError(f"{name}: no column {what!r} for x or y; its columns: {', '.join(names)}; name both")
     beside = ", ".join(repr(n) for n in features if n != x_name)

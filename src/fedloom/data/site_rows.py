@@ -106,10 +106,10 @@ def survival_rows(
         DataError: see `rows_by_site`.
     """
     label, named, drop = (getattr(source, key, None) for key in ("label", "event", "drop"))
-    time, event = time or label, event or named
+    time, event = label if time is None else time, named if event is None else event
     if time is None or event is None:
         raise ConfigError("which columns are the time and the event? name them here, or label and event in [data]")
-    unused = {*(drop or ()), *(column for column in (label, named) if column)} - {time, event}
+    unused = {*(drop or ()), *(column for column in (label, named) if column is not None)} - {time, event}
     return rows_by_site(
         source, data_dir, label=time, event=event, task="survival", drop=tuple(unused), centre=0.0, unit=1.0
     )

@@ -25,12 +25,35 @@ None is a level in many tables, as of a treatment; a table's own markers may nam
 """
 
 
-def is_number(cell: Any) -> bool:
-    """Whether a cell is a finite number."""
+TRUTH = {"true": 1.0, "false": 0.0}
+"""Truth values as text, in lower case: numbers in every table."""
+
+
+def number_of(cell: Any) -> float | None:
+    """Return the number that a cell of any table is; None for any other cell.
+
+    A text is a number where it has ASCII digits and no ``_``. Python reads 1_000 and digits of other scripts too, but
+    neither pandas nor Arrow do, and 1_0 may be any of 10, 1.0 and a code.
+
+    >>> [number_of(cell) for cell in ("1e3", " 2 ", "True", 3, "1_000", "\u0661\u0662", "inf", "two")]
+    [1000.0, 2.0, 1.0, 3.0, None, None, None, None]
+    """
+    if isinstance(cell, str):
+        cell = cell.strip()
+        if cell.lower() in TRUTH:
+            return TRUTH[cell.lower()]
+        if "_" in cell or not cell.isascii():
+            return None
     try:
-        return bool(np.isfinite(float(cell)))
+        value = float(cell)
     except (ValueError, TypeError, OverflowError):
-        return False
+        return None
+    return value if math.isfinite(value) else None
+
+
+def is_number(cell: Any) -> bool:
+    """Return whether a cell is a finite number, written as one: a truth value is none; see `number_of`."""
+    return number_of(cell) is not None and not (isinstance(cell, str) and cell.strip().lower() in TRUTH)
 
 
 class Markers:

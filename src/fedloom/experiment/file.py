@@ -79,6 +79,10 @@ def parse(document: Mapping[str, object], where: str = "experiment") -> Experime
     """
     _refuse_unknown(document, (*TABLES, *Top.model_fields, "method"), where, "")
     tables = {name: _table(name, document.get(name, {}), f"{where}: [{name}]") for name in TABLES}
+    top = make(Top, {key: document[key] for key in Top.model_fields if key in document}, where, Top.model_fields)
+    if questions := top.model_dump()["questions"]:
+        more = f" (and {len(questions) - 1} questions more in the file)" if len(questions) > 1 else ""
+        raise ConfigError(f"{where}: is a draft with an open question: {questions[0]}{more}")
     if "data" not in document:
         raise ConfigError(f'{where}: the table [data] is missing; for example source = "digits"')
     if not isinstance(tables["data"].get("source"), str):
@@ -87,7 +91,6 @@ def parse(document: Mapping[str, object], where: str = "experiment") -> Experime
     methods = document.get("method")
     if not isinstance(methods, list) or not methods:
         raise ConfigError(f"{where}: at least one [[method]] is needed; {METHOD}")
-    top = make(Top, {key: document[key] for key in Top.model_fields if key in document}, where, Top.model_fields)
     values = {name: _read_table(name, options, f"{where}: [{name}]") for name, options in tables.items()}
     source, partition, tune = (values.pop(name) for name in ("data", "partition", "tune"))
     plain = {key: getattr(top, key) for key in Setting.plain() if key in document}

@@ -93,7 +93,11 @@ class MethodKeys(Value):
 
 
 _plain: Any = {name: (field.annotation, field) for name, field in Setting.model_fields.items()}
-Top = create_model("Top", __base__=Head, **{name: _plain[name] for name in Setting.plain()})
+_questions: Any = (
+    tuple[str, ...],
+    Field((), description="what a draft asks; it runs once they are answered and deleted"),
+)
+Top = create_model("Top", __base__=Head, questions=_questions, **{name: _plain[name] for name in Setting.plain()})
 """All plain keys of an experiment file."""
 TABLES: dict[str, SettingTable] = {
     "data": SettingTable(Source, SOURCES, key="source"),

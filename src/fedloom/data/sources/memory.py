@@ -171,7 +171,7 @@ class HubData(Source):
             **{
                 k: v
                 for k, v in (("features", self.x), ("users", self.users), ("mean", self.mean), ("std", self.std))
-                if v
+                if v is not None
             },
         )
         return replace(data, name=self.name)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field
 
+from fedloom.data.dataset import Dataset
 from fedloom.data.sources._base import locate
 from fedloom.data.sources.archive import check_regular, check_size, entries
 from fedloom.data.sources.table.cells import (
@@ -58,6 +59,10 @@ class Csv(TableSource):
             separator, decimal = signs_of(entry.stream.read(HEAD), entry.where)
             return Signs(self.separator or separator, self.decimal or decimal)
         raise DataError(f"{place}: no .csv file there; give its path")
+
+    def load(self, data_dir: str | Path | None = None) -> Dataset:
+        """Return all rows, read by the signs of the file: a marker may have its decimal sign."""
+        return super(Csv, self.with_(**self.signs(data_dir)._asdict())).load(data_dir)
 
     @contextmanager
     def open(self, data_dir: str | Path | None = None) -> Iterator[Raw]:

@@ -45,7 +45,7 @@ class Texts(FileSource):
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """All rows; the vocabulary is that of all texts."""
         texts, codes, where = self._columns(data_dir, labelled=True)
-        (y, classes), (users, names) = codes[0], codes[1] if self.users else (None, ())
+        (y, classes), (users, names) = codes[0], codes[1] if self.users is not None else (None, ())
         vocabulary = vocabulary_of(texts, self.level, self.tokens)
         with naming_file_in_errors(Path(where)):
             return Dataset(
@@ -80,8 +80,9 @@ class Texts(FileSource):
             raise DataError(f"{place}: is no table; texts need a CSV or Parquet file with a column of them")
         table = kind(path=str(place), **({"separator": self.separator} if kind is Csv else {}))
         with table.open() as raw:
-            label = (self.label or next(reversed(raw.names), None)) if labelled else None
-            roles = [c for c in (label, self.users) if c and (labelled or c in raw.names)]
+            last = next(reversed(raw.names), None)
+            label = (last if self.label is None else self.label) if labelled else None
+            roles = [c for c in (label, self.users) if c is not None and (labelled or c in raw.names)]
             if absent := [c for c in (self.text, *roles) if c not in raw.names]:
                 raise ConfigError(f"{place}: no column {absent[0]!r}; {nearest(absent[0], raw.names)}")
             if self.text in roles or len(set(roles)) < len(roles):

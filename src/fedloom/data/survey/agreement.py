@@ -19,14 +19,15 @@ HEAD = """\
 # What the columns mean at every site. Fill in the units, look at the levels and ranges, and sign it.
 # Columns are found by name, in any order; others are ignored. missing = true: cells may be missing, and a feature has
 # where. impute = true: such cells, and levels that are not named here, are filled at each site.
-# patients, events: least rows of a site that takes part, and of each class there.
+# patients, events: least rows of a site that takes part, and of each class there. level_rows: least rows of a level
+# that is named here (rarer ones identify people); cells of rarer levels are filled, as unknown ones are.
 """
 
 
 class AgreedColumn(Value):
     """One feature, as people write it down."""
 
-    name: str = Field(min_length=1, description="name in the header")
+    name: str = Field(description="name in the header")
     type: Literal["number", "level"] = Field("number", description="number: measured; level: one of the levels")
     unit: str = Field("", description="unit of a number")
     levels: tuple[str, ...] = Field((), description="all levels that may occur")
@@ -79,6 +80,9 @@ class Agreement(Value):
     impute: bool = Field(True, description="missing cells are filled per site from its training rows")
     patients: int = Field(1, ge=1, description="least rows of a site that takes part")
     events: int = Field(0, ge=0, description="least rows of every class at a site that takes part")
+    level_rows: int = Field(
+        5, ge=1, description="least rows of a level that is named here; cells of others are filled, as unknown ones"
+    )
     column: tuple[AgreedColumn, ...] = Field(min_length=1, description="the features, and columns for scoring")
 
     @model_validator(mode="after")
@@ -128,6 +132,29 @@ class Agreement(Value):
         """Levels of every column that has some, features or not."""
         return {column.name: column.levels for column in self.column if column.levels}
 
+    def without_rare(self, counts: Mapping[str, Mapping[str, int]]) -> Agreement:
+        """Return the agreement without levels of too few rows, which may identify a person.
+
+        A column that keeps fewer than two levels, or less than half of its rows, is left out.
+
+        Args:
+            counts: rows of every level, by column.
+
+        Raises:
+            ConfigError: no column is left.
+        """
+        kept = list[AgreedColumn]()
+        for column in self.column:
+            rows = counts.get(column.name, {})
+            common = tuple(level for level in column.levels if rows.get(level, 0) >= self.level_rows)
+            if common == column.levels:
+                kept.append(column)
+            elif len(common) > 1 and 2 * sum(rows[level] for level in common) >= sum(rows.values()):
+                kept.append(column.with_(levels=common, missing=True))
+        if not any(not column.scoring for column in kept):
+            raise ConfigError(f"every column has levels of fewer than {self.level_rows} rows only; group them first")
+        return self.with_(column=tuple(kept))
+
     def text(self) -> str:
         """The document: reading it back gives the same agreement."""
         head = {k: v for k, v in self.model_dump(mode="json", exclude_none=True).items() if k != "column"}
@@ -152,7 +179,10 @@ class Agreement(Value):
             sentences.append(f"{rows} rows, the agreement requires at least {self.patients}")
         rare = {name: counts.get(name, 0) for name in self.classes if counts.get(name, 0) < self.events}
         if rare:
-            shown = ", ".join(f"{count} of {self.target or 'the target'} = {name}" for name, count in rare.items())
+            shown = ", ".join(
+                f"{count} of {'the target' if self.target is None else self.target} = {name}"
+                for name, count in rare.items()
+            )
             sentences.append(f"{shown}; the agreement requires at least {self.events}")
         return sentences
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +14,21 @@ from fedloom.data.sources.table.cells import is_missing
 from fedloom.data.sources.table.checks import rename
 from fedloom.data.sources.table.reading import TableSource
 from fedloom.data.sources.tabular import Csv
-from fedloom.data.survey.facts import FEW, LATER, PER_LEVEL, ColumnProfile
+from fedloom.data.survey.facts import PER_LEVEL, ColumnProfile
+from fedloom.data.survey.people import words
 from fedloom.errors import ConfigError, DataError, NoSamples, nearest
 
-TARGETS = (
-    "target", "label", "class", "outcome", "y", "response", "diagnosis", "result", "died", "dead", "death", "survived",
-    "default", "churn", "churned", "disease", "readmitted", "ill", "sick", "price", "income",
-)  # fmt: skip
-SITES = (
-    "site", "hospital", "center", "centre", "clinic", "client", "user", "institution", "facility", "ward", "station",
-    "branch", "bank", "school", "store", "shop", "region", "country", "county", "state", "city", "device", "sensor",
-    "machine", "plant", "group", "klinik", "standort", "writer", "speaker", "subject",
-)  # fmt: skip
+SITES = words(
+    "site sites hospital hospitals center centers centre centres clinic clinics institution institute inst facility "
+    "practice trust provider client branch bank school store shop company firm plant factory station device sensor "
+    "machine writer speaker user klinik klinikum krankenhaus standort praxis zentrum hopital clinique ospedale clinica "
+    "centro ziekenhuis szpital sjukhus 医院 больница"
+)
+"""Words for who keeps a row. A ward, region, country or group is a trait of the row: it is only named."""
+PLACES = words("ward region country county state city province district town group department careunit")
+"""Words for traits of a row that may be its site too."""
+NEUTRAL = words("id ids name names code codes no nr num number key of the study index label fake hash")
+"""Words beside a word of `SITES` that leave its meaning; any other, as in hospital_expire_flag, may change it."""
 
 
 class Survey:
@@ -81,26 +84,24 @@ class Survey:
             raise ConfigError(f"{self.path}: {what}: no column {name!r}; {nearest(name, self.names)}")
         return self.columns[name]
 
-    def targets(self) -> list[str]:
-        """Columns that may be the target, the likeliest first: by name, then those with few classes, from the right."""
-        most = max(FEW, self.rows // (5 * PER_LEVEL))
-        fit = [
-            c for c in self.columns.values() if c.kind in ("number", "text") and not c.constant and not c.identifies
-            and (c.kind == "number" or len(c.levels) <= most)
-            and (c.name.lower() in TARGETS or len(c.levels) <= FEW or not LATER.search(c.name))
-        ]  # fmt: skip
-        whole = [c for c in fit if c.name.lower() in TARGETS]
-        last = [c for c in fit if c.name == self.names[-1] and not _words(c.name) & set(SITES)]
-        few = [c for c in reversed(fit) if len(c.levels) <= FEW and not _words(c.name) & set(SITES)]
-        return list(dict.fromkeys(c.name for c in [*whole, *_named(fit, TARGETS), *last, *few]))
+    def sites(self, excluded: Collection[str]) -> tuple[list[str], list[str]]:
+        """Return the columns that name the site of a row, and those that may.
 
-    def sites(self, target: str) -> list[str]:
-        """Columns that may name the site of a row, the likeliest first."""
+        Args:
+            excluded: the target and its event, which are no sites.
+        """
         fit = [
-            c for c in self.columns.values() if c.name != target and (c.kind == "text" or c.whole)
+            c for c in self.columns.values() if c.name not in excluded and (c.kind == "text" or c.whole)
             and 2 <= len(c.levels) <= self.rows / PER_LEVEL
         ]  # fmt: skip
-        return [c.name for c in _named(fit, SITES)]
+        sure, doubtful = list[str](), list[str]()
+        for column in fit:
+            parts = {word.rstrip("0123456789") for word in words_of(column.name)}
+            if parts & SITES and parts <= SITES | NEUTRAL:
+                sure.append(column.name)
+            elif parts & (SITES | PLACES) and parts <= SITES | PLACES | NEUTRAL:
+                doubtful.append(column.name)
+        return sure, doubtful
 
     def twins(self, names: Sequence[str]) -> Iterator[tuple[str, str]]:
         """Columns with the same cells: a later one, and the first."""
@@ -112,12 +113,6 @@ class Survey:
             first_names.setdefault(key, name)
 
 
-def _words(name: str) -> set[str]:
-    """The words of a name, as of ``hospital_id`` and ``hospitalId``, in lower case."""
-    return {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", name)}
-
-
-def _named(columns: Sequence[ColumnProfile], words: Sequence[str]) -> list[ColumnProfile]:
-    """The columns with one of the words in their name, in the order of the words."""
-    hits_by_column = [(min(map(words.index, hits)), c) for c in columns if (hits := _words(c.name) & set(words))]
-    return [c for _, c in sorted(hits_by_column, key=lambda pair: pair[0])]
+def words_of(name: str) -> list[str]:
+    """Return the words of a name, as of ``hospital_id`` and ``hospitalId``, in lower case."""
+    return [word.lower() for word in re.findall(r"[^\W\d_a-z]?[^\W\d_A-Z]+|[^\W\d_a-z]+", name)]

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tomli_w
 
+from fedloom.data.by_site import Shift
 from fedloom.data.dataset import CLASSED
 from fedloom.data.survey.columns import Survey
 from fedloom.data.survey.facts import ColumnProfile
@@ -16,6 +17,9 @@ SMALLEST = 5
 """Rows of the smallest site that takes part; fewer are too few to scale a column."""
 SHOWN = 8
 """Most names in a sentence."""
+QUESTIONS_NOTE = (
+    "The draft does not run before these are answered: by the commands, or by hand (then delete the questions)."
+)
 WIDE = 120
 """Characters of a list that has a line to itself."""
 
@@ -26,30 +30,32 @@ class ColumnRoles(NamedTuple):
     Attributes:
         survey: of the table.
         task: that the target makes.
-        target: column that is predicted.
+        target: column that is predicted; None where that is asked.
         event: column with 1 for an event, where the target is a time.
         site: column that names the site of a row.
         categorical: names of the columns of text.
         drop: columns that are left out, with the reason.
         missing: cells that mean missing, beside those of every table.
         impute: whether cells of features are missing.
-        factors: to the unit of the other sites, by column and site.
+        shifts: sites whose numbers may be in another unit, by column.
         clients: number of clients where no column names a site.
         width: number of features.
+        questions: what people must answer before the draft runs.
     """
 
     survey: Survey
     task: str
-    target: ColumnProfile
+    target: ColumnProfile | None
     event: ColumnProfile | None
     site: ColumnProfile | None
     categorical: list[str]
     drop: dict[str, str]
     missing: list[str]
     impute: bool
-    factors: dict[str, dict[str, float]]
+    shifts: dict[str, dict[str, Shift]]
     clients: int
     width: int
+    questions: list[str]
 
 
 def experiment_file(roles: ColumnRoles, place: Path, agreement: Path | None = None) -> str:
@@ -72,18 +78,20 @@ def experiment_file(roles: ColumnRoles, place: Path, agreement: Path | None = No
     if roles.task == "survival":
         local |= {"batch_size": "full", "epochs": 5}
         notes["batch_size"] = "patients at risk at one time are of one batch"
+        assert roles.target is not None
         time = rounded(float(np.nanmedian(roles.target.values)))
         horizon = "[task]\n" + _lines({"horizon": time}, {"horizon": "the event is predicted by this time"})
     return "\n".join(
         [
             f"# Drafted by 'fedloom init' from {_bare(roles.survey.path.name)}; change what you like.",
             f"#   fedloom run {_bare(str(place))}",
+            *([] if not roles.questions else [_lines({"questions": roles.questions}, {"questions": QUESTIONS_NOTE})]),
             _lines(
                 {"name": place.stem, "rounds": 30, "seeds": [0, 1, 2]},
                 {"seeds": "repetitions; tests of differences need 5"},
             ),
             "[data]",
-            _lines(_data(roles, agreement), _notes(roles)),
+            _lines(_data(roles, agreement), _notes(roles)) + _proposals(roles),
             f"[partition]  # {why}",
             _lines({**partition, "validation": 0.2}, {"validation": "share of a client's rows that may choose"}),
             '[model]\nkind = "softmax"  # linear; kind = "mlp" with hidden = [32] bends\n',
@@ -110,17 +118,19 @@ def _data(roles: ColumnRoles, agreement: Path | None) -> dict[str, Any]:
     survey = roles.survey
     data: dict[str, Any] = {"source": str(survey.path)}
     data |= {k: v for k, v in survey.options.items() if (k, v) != ("separator", ",")}
-    data |= {"label": roles.target.name}
-    data |= {"task": roles.task} if roles.event is None else {"event": roles.event.name}
+    if roles.target is not None:
+        data |= {"label": roles.target.name}
+        data |= {"task": roles.task} if roles.event is None else {"event": roles.event.name}
     data |= {"users": roles.site.name} if roles.site else {}
     data |= {"categorical": roles.categorical} if roles.categorical else {}
     data |= {"drop": list(roles.drop)} if roles.drop else {}
     data |= {"missing": roles.missing} if roles.missing else {}
     data |= {"impute": True} if roles.impute else {}
-    data |= {"factors": roles.factors} if roles.factors else {}
-    if roles.target.missing or (roles.site is not None and len(roles.site.present) < survey.rows):
+    if (roles.target is not None and roles.target.missing) or (
+        roles.site is not None and len(roles.site.present) < survey.rows
+    ):
         data["unlabelled"] = "drop"
-    if roles.task == "regression":
+    if roles.task == "regression" and roles.target is not None:
         data |= {"centre": rounded(float(np.nanmean(roles.target.values)))}
         data |= {"unit": rounded(float(np.nanstd(roles.target.values))) or 1.0}
     if agreement is not None:
@@ -141,10 +151,24 @@ def _notes(roles: ColumnRoles) -> dict[str, str]:
         "drop": "; ".join(f"{_bare(name)}: {_bare(why)}" for name, why in list(roles.drop.items())[:SHOWN]),
         "missing": "cells that mean missing, beside empty ones, NA and the like",
         "impute": "missing cells are filled per client from its training rows, and flagged",
-        "factors": "to the unit of the other sites, by ratios of medians: give the exact factors",
         "unlabelled": "rows without target or site are left out",
         "centre": "(label - centre) / unit is learned, and errors are in this unit",
     }
+
+
+def _proposals(roles: ColumnRoles) -> str:
+    """Comments with known factors of sites that may be in another unit; none is applied."""
+    lines, table = list[str](), dict[str, dict[str, float]]()
+    for name, shifts in roles.shifts.items():
+        for site, shift in shifts.items():
+            if shift.factor is not None:
+                table.setdefault(name, {})[site] = float(f"{shift.factor:.6g}")
+                medians = f"median {shift.median:.4g}, {shift.usual:.4g} at the others"
+                lines.append(f"#   {_bare(name)} at {_bare(site)}: {medians}; {shift.units}\n")
+    if not table:
+        return ""
+    head = "# Another unit? Ask the site. If so, take the sign # from the next line; factors multiply its numbers.\n"
+    return f"{head}# factors = {_inline(table)}\n{''.join(lines)}"
 
 
 def _bare(text: str) -> str:

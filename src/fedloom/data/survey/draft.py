@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedloom.data import by_site
-from fedloom.data.dataset import Dataset
+from fedloom.data.dataset import CLASSED, Dataset
 from fedloom.data.sources.table.levels import alike, level
 from fedloom.data.sources.table.targets import unlike
 from fedloom.data.survey import outcomes
 from fedloom.data.survey.agreement import Agreement
 from fedloom.data.survey.columns import Survey
-from fedloom.data.survey.document import SHOWN, SMALLEST, ColumnRoles, experiment_file, rounded
-from fedloom.data.survey.facts import FEW, LATER, PER_LEVEL, TOKENS, ColumnProfile
+from fedloom.data.survey.document import SHOWN, SMALLEST, ColumnRoles, experiment_file
+from fedloom.data.survey.facts import FEW, LATER, LEVELS_TOO, PER_LEVEL, ColumnProfile, repeats
+from fedloom.data.survey.findings import LEAK_SHARE
 from fedloom.data.tables import Table, is_number
 from fedloom.errors import ConfigError, DataError
 from fedloom.formats import listed
 
 LEAST = 10
 """Rows that a federation needs, and a class that is not rare."""
-LEAK_SHARE = 0.995
-"""AUROC or R2 from which a single column gives the target away, as facts recorded afterwards do."""
 DOUBTFUL = 0.95
 """AUROC or R2 of a single column from which it is worth a second look; of one named as a later one, `LATE`."""
 DOUBTFUL_IF_LATER = 0.75
@@ -61,29 +60,42 @@ class Draft:
         if survey.rows < LEAST:
             rows = f"{survey.rows} row{'s'[: survey.rows != 1]}"
             raise DataError(f"{survey.path}: {rows}; a federation needs at least {LEAST}")
-        timed, note = outcomes.timed(survey, target, event)
-        self._event = None if timed is None else timed.event
-        self._take_target(target if timed is None else timed.time.name)
-        if note:
-            self.report.append(f"  {note}")
+        self.questions = list[str]()
+        outcome = outcomes.outcome(survey, target, event)
+        self._target, self._event, self._task = outcome.target, outcome.event, ""
+        if outcome.target is not None:
+            self._take_target(outcome.target, target is not None, outcome.alternatives)
+        else:
+            self.questions.append(outcome.question)
+            self.report.append(f"target: not clear: {outcome.question}")
+        if outcome.note:
+            self.report.append(f"  {outcome.note}")
         self._take_site(by)
-        self._take_features()
+        self._take_features(outcome.alternatives)
+
+    @property
+    def chosen(self) -> tuple[str | None, str | None, str | None]:
+        """Names of the target, the event and the site, where they are known."""
+        target, event, site = (None if c is None else c.name for c in (self._target, self._event, self._site))
+        return target, event, site
+
+    @property
+    def asks(self) -> bool:
+        """Whether the target is not known, so that no data set can be read by the draft."""
+        return self._target is None
 
     @property
     def _classes(self) -> ColumnProfile | None:
         """The column of classes that a site needs rows of: the target, or the events of times; none of measurements."""
         if self._event is not None:
             return self._event
-        return None if self._task in ("regression", "count") else self._target
+        return self._target if self._task in CLASSED else None
 
     def _say(self, column: ColumnProfile, sentence: str) -> None:
         self.report.append(f"  column {column.name!r}: {sentence}")
 
-    def _take_target(self, option: str | None) -> None:
-        survey, fit = self._survey, self._survey.targets()
-        if option is None and not fit:
-            raise ConfigError(f"{survey.path}: no column looks like the target; name one by --target; {self._ask}")
-        self._target = target = survey.column(fit[0] if option is None else option, "--target")
+    def _take_target(self, target: ColumnProfile, is_given: bool, alternatives: Sequence[str]) -> None:
+        survey = self._survey
         wrong = {"empty": "is empty", "date": "holds dates"}.get(target.kind)
         wrong = wrong or ("is the same in every row" if target.constant else None)
         if wrong or (target.kind == "text" and target.identifies):
@@ -92,10 +104,8 @@ class Draft:
         rows = survey.rows - target.missing
         if rows < LEAST:
             raise DataError(f"{survey.path}: {rows} rows with a target; a federation needs at least {LEAST}")
-        classes = Counter[str]()
-        for name, rows_of_name in target.levels.items():
-            if target.kind == "text" or name not in target.odd:
-                classes[level(name)] += rows_of_name
+        missing = target.odd if target.kind == "number" else []
+        classes = {name: count for name, count in survey_levels(target).items() if name not in missing}
         count = target.kind == "number" and outcomes.is_count(target)
         measured = (
             count or self._event is not None or (target.kind == "number" and (not target.whole or len(classes) > FEW))
@@ -107,7 +117,7 @@ class Draft:
         spread = listed([f"{name} {count}" for name, count in classes.items()], SHOWN)
         if measured:
             spread = f"{target.numbers.min():g} to {target.numbers.max():g}, mean {target.numbers.mean():g}"
-        self.report.append(f"target: {self._named(target, option, fit)}, {self._task}: {spread}")
+        self.report.append(f"target: {self._named(target, is_given, alternatives)}, {self._task}: {spread}")
         if self._event is not None:
             ended = int(np.nansum(self._event.values))
             self._say(self._event, f"1 for an event: {ended} of {survey.rows} rows, the others are censored")
@@ -120,31 +130,46 @@ class Draft:
             self._report_gaps(target)
 
     @staticmethod
-    def _named(chosen: ColumnProfile, option: str | None, fit: list[str]) -> str:
-        alternatives = [repr(name) for name in fit if name != chosen.name][:4]
-        note = (
-            f" (not given{'; it may also be ' + ', '.join(alternatives) if alternatives else ''})"
-            if option is None
-            else ""
-        )
-        return f"{chosen.name!r}{note}"
+    def _named(chosen: ColumnProfile, is_given: bool, alternatives: Sequence[str]) -> str:
+        if is_given:
+            return repr(chosen.name)
+        shown = [repr(name) for name in alternatives if name != chosen.name][:4]
+        return f"{chosen.name!r} (not given{'; it may also be ' + ', '.join(shown) if shown else ''})"
+
+    @property
+    def _outcome(self) -> list[ColumnProfile]:
+        """The target and its event, where they are there."""
+        return [column for column in (self._target, self._event) if column is not None]
 
     def _take_site(self, option: str | None) -> None:
-        survey, target, fit = self._survey, self._target, self._survey.sites(self._target.name)
-        has_target = (target.cells != "") & ~np.isin(target.cells.astype(str), target.odd)
+        survey, target = self._survey, self._target
+        sure, doubtful = survey.sites([column.name for column in self._outcome])
+        has_target = np.ones(survey.rows, bool)
+        if target is not None:
+            has_target = (target.cells != "") & ~np.isin(target.cells.astype(str), target.odd)
 
         def sizes(site: ColumnProfile) -> tuple[NDArray[np.str_], NDArray[np.int64]]:
             return np.unique(site.cells[has_target & (site.cells != "")].astype(str), return_counts=True)
 
+        def split(names: Sequence[str]) -> list[str]:
+            return [name for name in names if (sizes(survey.columns[name])[1] >= SMALLEST).sum() >= 2]
+
         self._site = survey.column(option, "--by") if option else None
-        if self._site is target:
+        if self._site is not None and self._site is target:
             raise ConfigError(f"{survey.path}: {option!r} is taken for the target; --target names another column")
-        if option is None:
-            fit = [name for name in fit if (sizes(survey.columns[name])[1] >= SMALLEST).sum() >= 2]
-            self._site = survey.columns[fit[0]] if fit else None
+        if option is None and len(sure := split(sure)) > 1:
+            question = f"which column names the site of a row? It may be {_list(sure)}"
+            flags = " or ".join([*(f"--by {outcomes.quoted(name)}" for name in sure), "--by ''"])
+            self.questions.append(f"{question}; {outcomes.answer(survey)} {flags}")
+            self.report.append(f"site: not clear: {self.questions[-1]}")
+        elif option is None:
+            self._site = survey.columns[sure[0]] if sure else None
         self._clients = max(2, min(10, int(has_target.sum()) // 50))
         if (site := self._site) is None:
-            self.report.append(f"site: no column names one (--by does); the rows are dealt to {self._clients} clients")
+            may = f"; {_list(doubtful)} may" if option is None and (doubtful := split(doubtful)) else ""
+            if len(sure) < 2 or option is not None:
+                dealt = f"the rows are dealt to {self._clients} clients"
+                self.report.append(f"site: no column names one (--by does{may}); {dealt}")
             return
         names, counts = sizes(site)
         keep, kept = counts >= SMALLEST, counts[counts >= SMALLEST]
@@ -154,7 +179,8 @@ class Draft:
                 f"rows, a federation needs two; {self._ask}"
             )
         self.report.append(
-            f"site: {self._named(site, option, fit)}, {len(kept)} sites of {kept.min()} to {kept.max()} rows"
+            f"site: {self._named(site, option is not None, doubtful)}, {len(kept)} sites of {kept.min()} to "
+            f"{kept.max()} rows"
         )
         if without_site := survey.rows - len(site.present):
             self._say(site, f"{without_site} rows have no site; they are left out")
@@ -188,17 +214,18 @@ class Draft:
         if few := [site for site, count in counts.items() if count[rare] < LEAST]:
             self._say(target, f"fewer than {LEAST} rows of {rare!r} at {_list(few)}: too few to score a model there")
 
-    def _take_features(self) -> None:
+    def _take_features(self, alternatives: Sequence[str]) -> None:
         survey = self._survey
         roles = (self._target, self._event, self._site)
         candidates = [c for c in survey.columns.values() if not any(c is role for role in roles)]
         twins = dict(survey.twins([c.name for c in candidates if c.kind != "empty"]))
-        self._factors = dict[str, dict[str, float]]()
+        self._shifts = dict[str, dict[str, by_site.Shift]]()
         self._categorical, self._impute, self._width = list[str](), False, 0
-        self._odd = list(self._target.odd) if self._target.kind == "number" else []
+        self._odd = list(self._target.odd) if self._target is not None and self._target.kind == "number" else []
+        may_be = {*alternatives} if self._target is None else set[str]()
         clashes = self._clashes([c for c in candidates if c.kind == "number"])
         for c in candidates:
-            if reason := self._reason_to_drop(c, twins):
+            if c.name not in may_be and (reason := self._reason_to_drop(c, twins)):
                 self._drop[c.name] = reason
                 self._say(c, f"{reason}; left out")
                 continue
@@ -209,6 +236,11 @@ class Draft:
             elif c.odd:
                 self._odd += [odd for odd in c.odd if odd not in self._odd]
                 self._say(c, f"numbers, but for {_list(c.odd)}, which count as missing")
+            if c.doubts:
+                self.questions.append(
+                    f"column {c.name!r}: do the cells {_list(c.doubts)} mean missing, as the draft has it? Repair them "
+                    "in the table, or delete this question"
+                )
             if c.extremes:
                 self._odd += [odd for odd in map(level, c.extremes) if odd not in self._odd]
                 shown = ", ".join(f"{level(odd)} in {count}" for odd, count in c.extremes.items())
@@ -219,8 +251,8 @@ class Draft:
                     self._say(c, f"{odd} is an ordinary number in {_list(clash)}, and is missing there too now")
             for sentence in by_site.sentences(c, self._rows):
                 self._say(c, sentence)
-            if factors := by_site.units(c, self._rows):
-                self._factors[c.name] = {site: rounded(factor) for site, factor in factors.items()}
+            if shifted := by_site.shifts(c, self._rows):
+                self._shifts[c.name] = shifted
             if c.missing:
                 self._impute = True
                 what = "most of it, think of leaving it out" if c.missing > survey.rows / 2 else "filled per client"
@@ -245,6 +277,10 @@ class Draft:
             return f"the same in every row, {next(level for level in c.levels if level not in c.odd)!r}"
         if c.name in twins:
             return f"the same as {twins[c.name]!r}"
+        if what := c.personal:
+            return f"{what}, which identify patients"
+        if c.kind == "number" and len(c.levels) > FEW and c.whole and repeats(c.name, c.levels, len(c.present)):
+            return "numbers patients, whose rows come again"
         if what := c.quantity:
             return f"numbers with {what}; plain numbers would be a feature"
         if c.identifies:
@@ -255,8 +291,8 @@ class Draft:
             return f"text of {len(c.levels)} levels in {self._survey.rows} rows; group them to use it"
         if lone := by_site.lone_site(c, self._rows):
             return f"has values at {lone!r} only, so it names that site"
-        classes = self._classes
-        share = by_site.alone(c, classes or self._target, "regression" if classes is None else "classification")
+        shares = [by_site.alone(c, one, self._kind_of(one)) for one in self._outcome]
+        share = max(shares, key=lambda one: one.value, default=by_site.SingleColumnScore(0.0, ""))
         if share.value >= LEAK_SHARE:
             return f"gives the target away by itself ({share.text}), as facts recorded afterwards do"
         later = bool(LATER.search(c.name))
@@ -266,9 +302,13 @@ class Draft:
             self._say(c, "is known only later, by its name; leave it out unless it is known beforehand")
         return ""
 
+    def _kind_of(self, column: ColumnProfile) -> str:
+        """Whether the target, or its event, is measured or has classes."""
+        return "classification" if column is self._classes else "regression"
+
     def _report_gaps(self, c: ColumnProfile) -> None:
         """Levels that may mean missing."""
-        if missing := [level for level in c.levels if level.strip().lower() in TOKENS]:
+        if missing := [level for level in c.levels if level.strip().lower() in LEVELS_TOO]:
             self._say(c, f"{_list(missing)} may mean missing; name such cells in missing, with impute = true")
 
     def agreement(self, data: Dataset) -> Agreement:
@@ -287,15 +327,43 @@ class Draft:
         columns = tuple(c.with_(range=r) for c, r in zip(data.prepare.columns, ranges, strict=True))
         table = data.prepare.with_(columns=columns, missing=tuple(self._odd), impute=True)
         event = None if self._event is None else self._event.name
-        return Agreement.of(table, data.task, data.classes, self._target.name, data.centre, data.unit, event)
+        target = None if self._target is None else self._target.name
+        agreed = Agreement.of(table, data.task, data.classes, target, data.centre, data.unit, event)
+        return agreed.without_rare({c.name: survey_levels(self._survey.columns[c.name]) for c in columns})
 
     def text(self, place: Path, agreement: Path | None = None) -> str:
         """The experiment file; see `experiment_file`."""
         roles = ColumnRoles(
             self._survey, self._task, self._target, self._event, self._site, self._categorical, self._drop, self._odd,
-            self._impute, self._factors, self._clients, self._width,
+            self._impute, self._shifts, self._clients, self._width, self.questions,
         )  # fmt: skip
         return experiment_file(roles, place, agreement)
+
+
+def unnamed(data: Dataset, agreement: Agreement) -> list[str]:
+    """Return a sentence on every column whose levels are not all in an agreement.
+
+    Args:
+        data: with all levels.
+        agreement: of it.
+    """
+    assert isinstance(data.prepare, Table)
+    named = {column.name: column.levels for column in agreement.column}
+    sentences, few = [], f"of fewer than {agreement.level_rows} rows (level_rows)"
+    for column in data.prepare.columns:
+        if column.name not in named:
+            sentences.append(f"agreement: column {column.name!r} is left out, most of its levels are {few}")
+        elif lost := len(column.names) - len(named[column.name]):
+            sentences.append(f"agreement: column {column.name!r}: {lost} levels {few} are not named, but filled")
+    return sentences
+
+
+def survey_levels(column: ColumnProfile) -> dict[str, int]:
+    """Return the rows of every level of a column, by the name that a level has in data sets."""
+    counts = Counter[str]()
+    for name, rows in column.levels.items():
+        counts[level(name)] += rows
+    return counts
 
 
 def _list(names: Iterable[object]) -> str:

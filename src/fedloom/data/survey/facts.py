@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
@@ -12,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedloom.data.sources.table.cells import QUANTITY
-from fedloom.data.tables import is_number
+from fedloom.data.survey.people import personal
+from fedloom.data.tables import is_number, number_of
 
 Kind = Literal["number", "text", "date", "empty"]
 
@@ -20,12 +22,48 @@ DAY = r"(\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}[-/.]\d{1,2}[-/.](\d{4}|\d{2}))"
 DATE = re.compile(rf"{DAY}([ T]\d{{1,2}}:\d{{2}}.*)?|\d{{1,2}}:\d{{2}}(:\d{{2}})?")
 TOKENS = frozenset(
     {"n/a", "n.a.", "k.a.", "none", "null", "nil", "-", "--", "---", ".", "..", "unknown", "unk", "missing"}
+    | {"nk", "n.k.", "nd", "n.d.", "not known", "not available", "not done", "not reported", "na_na", "unbekannt"}
+    | {"inconnu", "desconocido", "sconosciuto", "onbekend", "неизвестно", "不明"}
     | {"#n/a", "#value!", "#div/0!", "#null!", "inf", "-inf"}
 )
 """Cells that mean missing in tables of the world, in lower case, beside those of a source."""
-ODD = 0.05
+LEVELS_TOO = frozenset({"none", "nil", "null"})
+"""Those of `TOKENS` that are levels in many tables too: only 'fedloom init' reports them."""
+ODD = 0.2
 """Share of cells that may be no numbers in a column of numbers, where they are few different ones."""
-IDS = re.compile(r"(^|[_\W])(id|uuid|guid|key|index|idx|mrn|nr|no|number|row)([_\W]|$)|^unnamed|^$", re.IGNORECASE)
+MOST_ODD = 4
+"""Different cells that may be no numbers in a column of numbers; more are levels or texts."""
+CLEAR = 0.05
+"""Least number of a column, by its median, from which a zero beside it is no small one: 14 of 125 in insulin."""
+STEPS = 5
+"""Steps of a column's numbers that lie between 0 and the least other; a count has one."""
+MOST_ZERO = 0.6
+"""Share of a column's numbers up to which zeros or codes may mean missing; more is what the column is about."""
+ANSWERS = (-1, 9, 99, 999, -9, -99, 88, 77)
+"""Codes that questionnaires have for no answer."""
+APART = 3
+"""Steps between such a code and the last answer."""
+CODES = 7
+"""Codes of a question beside which 9, 99 or -1 means that there is no answer."""
+IDS = re.compile(
+    r"(^|[_\W])(id|uuid|guid|key|index|idx|mrn|nr|no|number|row|rownames|rownum|obs|observation)([_\W]|$)|^rn$|[a-z]I[dD]$",
+    re.IGNORECASE,
+)
+"""Names of numbers of rows, and of what is known by a number."""
+NAMELESS = re.compile(r"|unnamed(: ?\d+)?(_level_\d+)?|index|level_\d+|row\.?_?names?|(?-i:X(\.\d+)?)", re.IGNORECASE)
+"""Headers that pandas and R write for the names of rows."""
+PERSON = re.compile(
+    r"(^|[_\W])(patient|pat|subject|subj|person|individual|participant|case|proband|member|pid|mrn|uid|id|user|animal|pig"
+    r"|patid|hadm|stay)s?([_\W]|\d*$|(id|nr|no)$)",
+    re.IGNORECASE,
+)
+"""Names of numbers of patients and the like, whose rows belong together."""
+MOST_ALONE = 0.9
+"""Different numbers per row up to which rows of a patient come again; above, a few are entered twice."""
+DENSE = 20
+"""Rows of the table that an index comes from, per row that is left of it, at most."""
+IN_STEP = 0.8
+"""Share of rows that count on by one, as the numbers of rows of several files that were joined do."""
 UNITS = 3
 """Units that the cells of one column may have."""
 FEW = 20
@@ -68,13 +106,14 @@ class ColumnProfile:
         self.kind = "empty"
         if not len(self.present):
             return
-        numeric = sum(count for level, count in self.levels.items() if is_number(level))
-        strange = [level for level in self.levels if not is_number(level)]
+        strange = [level for level in self.levels if number_of(level) is None]
+        odd = sum(self.levels[level] for level in strange)
         tokens = all(level.strip().lower() in TOKENS for level in strange)
-        share = 1 - numeric / len(self.present)
-        if not share or (numeric and (tokens or (share <= ODD and len(strange) <= FEW / 4))):
+        numeric, share = odd < len(self.present), odd / len(self.present)
+        if numeric and (tokens or (share <= ODD and len(strange) <= MOST_ODD)):
             self.kind, self.odd = "number", strange
-            self.extremes = self._extremes()
+            self.extremes = self._named(extremes(*self._counts()))
+            self.__dict__.pop("values")  # without them
         elif all(DATE.fullmatch(level.strip()) for level in islice(self.levels, 1000)):
             self.kind = "date"
         else:
@@ -97,35 +136,31 @@ class ColumnProfile:
     def values(self) -> NDArray[np.float64]:
         """``[N]`` numbers, NaN where there is none, and where one means missing."""
         missing = {"", *self.extremes}
-        return np.array([float(c) if c not in missing and is_number(c) else np.nan for c in self.cells])
+        numbers = {c: np.nan if c in missing or (v := number_of(c)) is None else v for c in {*self.cells.tolist()}}
+        return np.array([numbers[c] for c in self.cells.tolist()])
 
     @cached_property
     def numbers(self) -> NDArray[np.float64]:
         """The values that are there, where the column is of numbers."""
         return self.values[~np.isnan(self.values)] if self.kind == "number" else np.empty(0)
 
-    def _extremes(self) -> dict[str, int]:
-        """Cells that recur at one end of the numbers, as people write what is not known, and their counts.
+    def _named(self, codes: Mapping[float, int]) -> dict[str, int]:
+        """Numbers as the cells that have them, and their counts."""
+        return {level: self.levels[level] for level in self.levels if number_of(level) in codes}
 
-        Such a number lies beyond the others by more than their whole middle half, twice, and is alone on its side.
+    def _counts(self) -> Counts:
+        values, counts = np.unique(self.values[~np.isnan(self.values)], return_counts=True)
+        return values, counts
+
+    def suspects(self) -> dict[str, int]:
+        """Return cells that may mean missing, and their counts: far numbers, zeros, 9 beside codes, and words.
+
+        They are only ever named: 0 and 9 are ordinary numbers in most columns.
         """
-        numbers = {level: float(level) for level in self.levels if level not in self.odd}
-        total, extremes = sum(self.levels[level] for level in numbers), dict[str, int]()
-        for level, value in numbers.items():
-            count = self.levels[level]
-            whole = level.strip().removesuffix(".0")
-            if count < max(3, RECURS * total) or not SENTINEL.fullmatch(whole):
-                continue
-            rest = {v: self.levels[k] for k, v in numbers.items() if v != value and k not in extremes}
-            other_numbers = np.repeat(np.array(list(rest)), np.array(list(rest.values()), int))
-            if len(np.unique(other_numbers)) < 3 or len(other_numbers) < total / 2:
-                continue
-            low, high = np.quantile(other_numbers, (0.25, 0.75))
-            gap = max(float(other_numbers.min()) - value, value - float(other_numbers.max()))
-            signs = value < 0 <= other_numbers.min()
-            if gap > 2 * (high - low) or (signs and gap > 0):
-                extremes[level] = count
-        return extremes
+        if self.kind == "number":
+            return self.extremes | self._named(answers(*self._counts()))
+        words = {k: n for k, n in self.levels.items() if k.lower() in TOKENS - LEVELS_TOO}
+        return words if len(self.levels) > len(words) else {}
 
     @property
     def missing(self) -> int:
@@ -136,7 +171,7 @@ class ColumnProfile:
     @property
     def constant(self) -> bool:
         """Whether all cells that are there are the same."""
-        return len(self.levels) - len([*self.odd, *self.extremes] if self.kind == "number" else ()) <= 1
+        return len(np.unique(self.numbers) if self.kind == "number" else self.levels) <= 1
 
     @property
     def whole(self) -> bool:
@@ -156,22 +191,131 @@ class ColumnProfile:
         return f"{'units or limits' if units else 'signs'} among the digits, as {example!r}"
 
     @property
+    def doubts(self) -> list[str]:
+        """The odd cells that are no usual word for missing: they may be numbers, limits, or levels."""
+        return [level for level in self.odd if level.strip().lower() not in TOKENS]
+
+    @cached_property
+    def personal(self) -> str:
+        """What it holds about people; "" for other columns."""
+        return personal(self.name, self.levels, len(self.present)) if self.kind in ("text", "number") else ""
+
+    @property
     def identifies(self) -> bool:
         """Whether it names rows: texts that are nearly all different, or whole numbers in a row or by that name."""
         n, different = len(self.present), len(self.levels)
+        if self.kind == "number" and row_number(self.name, self.values):
+            return True
         if n < FEW or different < 0.9 * n:
             return False
         if self.kind == "text":
             return True
-        ordered = np.sort(self.numbers)
-        steady = len(ordered) > 1 and bool((np.diff(ordered) == 1).all())
-        return self.whole and different == n and (steady or bool(IDS.search(self.name)))
+        counts = n == len(self.values) and self.values.min() in (0, 1) and is_permutation(self.values)
+        return self.whole and different == n and (counts or bool(IDS.search(self.name)))
 
     @cached_property
     def groups(self) -> NDArray[np.int64]:
         """``[N]`` group of every row: its level, or one of `BINS` of equal size; missing cells are a group."""
         if self.kind == "number" and len(self.levels) > BINS:
-            bins = min(BINS, max(len(self.present) // PER_LEVEL, 1))
-            cuts = np.nanquantile(self.values, np.linspace(0, 1, bins + 1)[1:-1])
-            return np.where(np.isnan(self.values), len(cuts) + 1, np.searchsorted(cuts, self.values, side="right"))
+            return binned(self.values)
         return np.unique(self.cells.astype(str), return_inverse=True)[1].astype(np.int64)
+
+
+Counts = tuple[NDArray[np.float64], NDArray[np.int64]]
+"""Different numbers, rising, and how often each is there."""
+
+
+def binned(values: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Return the group ``[N]`` of every number, one of `BINS` of equal size; missing ones are a group."""
+    here = int((~np.isnan(values)).sum())
+    bins = min(BINS, max(here // PER_LEVEL, 1))
+    cuts = np.nanquantile(values, np.linspace(0, 1, bins + 1)[1:-1]) if here else np.empty(0)
+    return np.where(np.isnan(values), len(cuts) + 1, np.searchsorted(cuts, values, side="right"))
+
+
+def extremes(values: NDArray[np.float64], counts: NDArray[np.int64]) -> dict[float, int]:
+    """Return the numbers that recur at one end of a column, as people write what is not known, and their counts.
+
+    Such a number lies beyond the others by more than their whole middle half, twice, and is alone on its side.
+    """
+    total, marks = int(counts.sum()), dict[float, int]()
+    often = np.nonzero(counts >= max(3, RECURS * total))[0]
+    for k in often[np.argsort(-counts[often], kind="stable")].tolist():
+        value, count = float(values[k]), int(counts[k])
+        if not value.is_integer() or not SENTINEL.fullmatch(str(int(value))):
+            continue
+        other = ~np.isin(values, [value, *marks])
+        rest = int(counts[other].sum())
+        if other.sum() < 3 or rest < total / 2:
+            continue
+        low, high = np.quantile(np.repeat(values[other], counts[other]), (0.25, 0.75))
+        least, most = float(values[other].min()), float(values[other].max())
+        gap = max(least - value, value - most)
+        if gap > 2 * (high - low) or (value < 0 <= least and gap > 0):
+            marks[value] = count
+    return marks
+
+
+def answers(values: NDArray[np.float64], counts: NDArray[np.int64]) -> dict[float, int]:
+    """Return the numbers that may mean missing though they are not far from the others, and their counts.
+
+    A zero is named beside measurements that never come near it; a 9, 99 or -1 beside a few codes in a row.
+    """
+    total, marks = int(counts.sum()), dict[float, int]()
+    likely = np.isin(values, (0, *ANSWERS)) & (counts >= max(3, RECURS * total)) & (counts <= MOST_ZERO * total)
+    for k in np.nonzero(likely)[0].tolist():
+        value, rest = float(values[k]), np.delete(values, k)
+        if len(rest) < 2:
+            continue
+        least, codes = float(rest[0]), len(rest) <= CODES and rest[0] in (0, 1) and bool((np.diff(rest) == 1).all())
+        if value == 0:
+            clear = len(rest) >= FEW and least >= CLEAR * float(np.median(rest))
+            apart = clear and least > STEPS * float(np.diff(rest).min())
+        elif value == -1:
+            apart = codes and least == 0 and len(rest) > 2
+        else:
+            apart = codes and abs(value - float(rest[-1])) >= APART
+        if apart:
+            marks[value] = int(counts[k])
+    return marks
+
+
+def is_permutation(values: NDArray[np.float64]) -> bool:
+    """Return whether numbers ``[N]`` are whole numbers in a row, each once, in any order."""
+    ordered = np.sort(values)  # NaN last
+    return len(ordered) > 1 and bool((np.diff(ordered) == 1).all()) and bool(ordered[0] == np.floor(ordered[0]))
+
+
+def row_number(name: str, values: NDArray[np.float64]) -> bool:
+    """Return whether a column numbers the rows, so that a model learns nothing from it but how rows were ordered.
+
+    Both the name and the numbers must say so: a year that rises by one is no row number.
+
+    Args:
+        name: in the header.
+        values: ``[N]``, NaN where missing.
+    """
+    n, unnamed = len(values), NAMELESS.fullmatch(name) is not None
+    if n < 3 or not (unnamed or IDS.search(name)) or not (values == np.floor(values)).all():
+        return False
+    if values.min() in (0, 1) and is_permutation(values):
+        return n >= 10 or (unnamed and bool((np.diff(values) == 1).all()))
+    steps = np.diff(values)
+    if n < FEW or values.min() < 0:
+        return False
+    if (steps > 0).all():
+        return unnamed or values.max() < DENSE * n
+    return unnamed and (
+        bool((steps == 1).mean() >= IN_STEP) or (len(np.unique(values)) == n and bool(values.max() < DENSE * n))
+    )
+
+
+def repeats(name: str, levels: Collection[object], rows: int) -> bool:
+    """Return whether a column numbers patients or the like, of whom most have several rows.
+
+    Args:
+        name: in the header.
+        levels: different cells.
+        rows: whose cell is not missing.
+    """
+    return bool(PERSON.search(name)) and FEW < len(levels) <= MOST_ALONE * rows

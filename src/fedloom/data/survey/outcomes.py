@@ -1,127 +1,342 @@
-"""Targets that are no classes: times to an event, and counts, by what a table's columns hold and are called."""
+"""The outcome of a table: its target, and the event of a time; chosen where the evidence is clear, else asked for."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from sklearn.metrics import roc_auc_score
 
-from fedloom.data.survey.columns import TARGETS, Survey
-from fedloom.data.survey.facts import ColumnProfile
+from fedloom.data.survey.columns import Survey, words_of
+from fedloom.data.survey.facts import FEW, PER_LEVEL, PERSON, ColumnProfile
+from fedloom.data.survey.people import plain_name, words
 from fedloom.errors import ConfigError
+from fedloom.formats import listed
 
 TIME = re.compile(
-    r"follow.?up|surviv|time.?to|(^|_)(time|days|weeks?|months|hours|duration|tte|futime|rfstime|stop)(_|$)",
+    r"follow.?up|surviv|time.?to|(^|[_\W])(time|days|weeks?|months|hours|duration|tte|futime|ptime|rfstime|t?stop)"
+    r"([_\W]|\d?$)|^t$|^(pfs|efs|dfs|rfs|os)([_\W]|$)|.+time$",
     re.IGNORECASE,
 )
 """Names of times to an event."""
-EVENT = re.compile(r"event|status|died|dead|death|deceased|relapse|recur|arrest|fail|progress", re.IGNORECASE)
+FOLLOW_UP = re.compile(
+    r"follow.?up|(^|[_\W])fu|surviv|last.?(observ|contact|seen|visit|follow)|to.?(death|event)|^(time|t|tte|duration|[op]?fs|os)$",
+    re.IGNORECASE,
+)
+"""Names of the time under observation, among other times such as that from the diagnosis to the begin."""
+BARE = re.compile(r"^(time|t|tte|duration|futime|ptime|rfstime|survtime|[op]?fs|os)$", re.IGNORECASE)
+"""Names of times that only tables of survival have; beside other times, who died may be a class that is predicted."""
+EVENT = re.compile(
+    r"event|status|died|dead|death|deceased|relapse|recur|arrest|fail|progress|observed|uncens|^[ed]$|^delta$|stat$",
+    re.IGNORECASE,
+)
 """Names of columns with 1 for an event; one of `cens` may have either meaning, so people name it."""
 CENSORED = re.compile(r"cens", re.IGNORECASE)
-ENTRY = re.compile(r"entry|(^|_)t?start(_|$)|truncat", re.IGNORECASE)
+INDICATOR = re.compile(r"(^|[_\W])cens(or|ors)?$", re.IGNORECASE)
+"""Names that survival data have for 1 = event, 0 = censored, by custom; ``censored`` may say the opposite."""
+LONGER = 0.75
+"""Probability that a censored time is longer than one that ended by an event, which confirms the custom.
+
+Of the 14 tables of `tests/data/outcome_key.py` with an event it is at least so much in 5; in none is it as far on the
+other side (0.31 at least), where 0 and 1 would be confused.
+"""
+ENTRY = re.compile(r"entry|(^|[_\W])t?(start|begin)([_\W]|$)|^time0$|truncat", re.IGNORECASE)
 """Names of times at which observation begins."""
 COUNT = re.compile(
     r"(^|_)(n|num|number|count|counts|no)_|_(n|count|counts)$|visits|admissions|admits|episodes|falls|seizures|attacks|claims",
     re.IGNORECASE,
 )
 """Names of counts."""
+MOST_CODES = 4
+"""Values of a column of events beyond 0 and 1: censored, and causes that compete."""
+
+CALENDAR = re.compile(
+    r"(^|[_\W])(years?|yr|jahr|annee|month|monat|day|date|datum|hour|week|quarter|timestamp)$", re.IGNORECASE
+)
+"""Names of when a row was recorded, which is seldom predicted."""
+TARGETS = words(
+    "target targets label labels outcome outcomes y response dependent endog groundtruth "
+    "ziel zielvariable zielgrosse cible objetivo"
+)
+"""Names that say that the column is predicted, and nothing else."""
+EVENTS = words(
+    "died dead death deceased mortality survived readmitted readmission churn churned exited attrition defaulted "
+    "relapse relapsed recurrence fraud isfraud verstorben tod deces gestorben fallecido"
+)
+"""Names of what happens to a person, which is mostly predicted."""
+RESULTS = words(
+    "class classes result results diagnosis category classification disease disorder severity quality choice output "
+    "ill sick expire expired default price sales outcome target label death died mortality ergebnis diagnose"
+)
+"""Words of names of outcomes, which features have too."""
+
+NAMED, EVENT_NAMED, OF_FILE, RESULT, WORD, LAST, ONLY = 4, 3, 3, 2, 1, 1, 4
+"""Points for a target: a name of `TARGETS`, of `EVENTS`, the name of the file, a name of `RESULTS` or the end of the
+file's name, a word of either, the last place, and being the only column that can be one. A time beside one event has
+as many points as a name of `TARGETS`."""
+SURE = 3
+"""Points from which the first candidate is taken, unless the next has more than `MARGIN` below."""
+MARGIN = 2
+"""Points by which it must lead.
+
+With both, 21 of the 31 public tables of `tests/data/test_questions.py`, whose key was written first, are drafted
+rightly, 10 are asked about and none is wrong.
+"""
+SHOWN = 6
+"""Candidates that a question names."""
 
 
-class Timed(NamedTuple):
-    """A time and the column that has 1 where it ended by an event, 0 where it is censored."""
+class TableOutcome(NamedTuple):
+    """What a table is drafted for.
 
-    time: ColumnProfile
-    event: ColumnProfile
+    Attributes:
+        target: column that is predicted; None where that is asked.
+        event: column with 1 where the target, a time, ended by an event, 0 where it is censored; None for other tasks.
+        question: what people must answer before the draft runs; "" where the evidence is clear.
+        note: a sentence on another choice; "" without one.
+        alternatives: columns that may be the target too.
+    """
+
+    target: ColumnProfile | None
+    event: ColumnProfile | None = None
+    question: str = ""
+    note: str = ""
+    alternatives: tuple[str, ...] = ()
 
 
 def is_event(column: ColumnProfile) -> bool:
-    """Whether a column holds 0 and 1 only, both of them."""
+    """Return whether a column holds 0 and 1 only, both of them."""
     return set(column.numbers.tolist()) == {0.0, 1.0}
 
 
+def is_coded(column: ColumnProfile) -> bool:
+    """Return whether a column may hold events in other codes: 1 and 2, or causes that compete."""
+    values = set(column.numbers.tolist())
+    return column.whole and 2 <= len(values) <= MOST_CODES and not is_event(column) and min(values) in (0, 1)
+
+
 def is_time(column: ColumnProfile) -> bool:
-    """Whether a column holds times: numbers above 0, more than two, by that name."""
+    """Return whether a column holds times: numbers from 0 on, more than two, by that name."""
     numbers = column.numbers
-    return bool(TIME.search(column.name)) and len(set(numbers.tolist())) > 2 and bool((numbers > 0).all())
+    return bool(TIME.search(column.name)) and len(set(numbers.tolist())) > 2 and bool((numbers >= 0).all())
 
 
 def is_count(column: ColumnProfile) -> bool:
-    """Whether a column holds counts: whole numbers from 0 on, more than two, by that name."""
+    """Return whether a column holds counts: whole numbers from 0 on, more than two, by that name."""
     numbers = column.numbers
     return column.whole and bool(COUNT.search(column.name)) and len(set(numbers.tolist())) > 2 and numbers.min() == 0
 
 
-def timed(survey: Survey, target: str | None, event: str | None) -> tuple[Timed | None, str]:
-    """The time to an event that a table is drafted for, and the one that it could be drafted for.
-
-    It is drafted where `event` or a time is asked for, and where a time stands beside a column that is called an event
-    and nothing else; one called as a class is, such as ``died``, is only named.
+def outcome(survey: Survey, target: str | None, event: str | None) -> TableOutcome:
+    """Return the outcome that a table is drafted for: what is asked for, else what the evidence is clear about.
 
     Args:
         survey: of the table.
         target: column that is asked for; None: none.
         event: column that is asked for; None: found out; empty: there is none.
 
-    Returns:
-        The draft's; None for another task. Then a sentence on the other choice, or "".
-
     Raises:
         ConfigError: the event that is asked for holds something else, or no column is a time.
     """
-    if event == "":
-        return None, ""
     times = [c for c in survey.columns.values() if is_time(c)]
-    if event:
+    if event:  # not "", which means none
         chosen = survey.column(event, "--event")
         if not is_event(chosen):
             held = ", ".join(map(repr, [*chosen.levels][:4]))
             raise ConfigError(f"{survey.path}: --event {event} holds {held}; it must be 1 for an event, 0 for none")
         if target is None and not times:
             raise ConfigError(f"{survey.path}: no column looks like the time of --event {event}; name it by --target")
-        outcome = Timed(times[0] if target is None else survey.column(target, "--target"), chosen)
-        return outcome, _late_entry(survey, outcome)
+        under = [c for c in times if FOLLOW_UP.search(c.name)]
+        times = under if len(under) == 1 else times
+        if target is None and len(times) > 1:
+            names = [c.name for c in times]
+            return TableOutcome(
+                None, question=_question(survey, f"which is the time of {event!r}", names, f"--event {event}")
+            )
+        time = times[0] if target is None else survey.column(target, "--target")
+        return TableOutcome(time, chosen, note=_late_entry(survey, time, chosen))
     events = [c for c in survey.columns.values() if EVENT.search(c.name) and is_event(c) and c.name != target]
     if target is not None:
-        times = [c for c in times if c.name == target]
-    if times and not events:
-        return None, _doubtful(survey, times[0], target)
-    if not times or not events:
-        return None, ""
-    outcome = Timed(times[0], events[0])
-    flag = f"--target {outcome.time.name} --event"
-    entry = _late_entry(survey, outcome)
-    if target is not None or events[0].name.lower() not in TARGETS:
-        return outcome, f"{flag} '' drafts it without the event{f'; {entry}' if entry else ''}"
-    return (
-        None,
-        f"{outcome.time.name!r} with the event {outcome.event.name!r} is a time to event: {flag} {outcome.event.name}",
+        chosen = survey.column(target, "--target")
+        if event is None and chosen in times and len(events) == 1:
+            entry = _late_entry(survey, chosen, events[0])
+            note = f"{_flags(chosen.name, '')} drafts it without the event{f'; {entry}' if entry else ''}"
+            return TableOutcome(chosen, events[0], note=note)
+        if event is None and chosen in times and events:
+            names = [f"{_flags(target, c.name)}" for c in events]
+            what = f"which event ends {target!r}? {listed([repr(c.name) for c in events], SHOWN)}"
+            return TableOutcome(None, question=f"{what}; {_answers(survey, [*names, _flags(target, '')])}")
+        if event is None and is_event(chosen) and EVENT.search(target) and times:
+            flags = _flags(times[0].name, target)
+            return TableOutcome(chosen, note=f"{times[0].name!r} with the event {target!r} is a time to event: {flags}")
+        return TableOutcome(
+            chosen, note="" if event == "" or chosen not in times else _doubtful(survey, chosen, target)
+        )
+    return _chosen(survey, times if event is None else [], events if event is None else [])
+
+
+def _chosen(survey: Survey, times: list[ColumnProfile], events: list[ColumnProfile]) -> TableOutcome:
+    """The outcome by the evidence alone."""
+    doubts = [c for c in survey.columns.values() if _may_be_event(c)] if times else []
+    points = _points(survey)
+    under = [c for c in times if FOLLOW_UP.search(c.name)]
+    times = under if len(under) == 1 else times
+    if len(times) == len(doubts) == 1 and not events and _is_confirmed(times[0], doubts[0]):
+        events, doubts = doubts, []
+    pairs = bool(times and (events or doubts))
+    if pairs:
+        for column in (*times, *events, *doubts):
+            points[column.name] = min(points.get(column.name, 0), EVENT_NAMED)
+    ranked = sorted(points, key=lambda name: -points[name])
+    if not ranked:
+        ask = f"columns: {', '.join(survey.names[:30])}{', ...' if len(survey.names) > 30 else ''}"
+        raise ConfigError(f"{survey.path}: no column looks like the target; name one by --target; {ask}")
+    if pairs:
+        pair = {c.name for c in (*times, *events, *doubts)}
+        rival = next((points[name] for name in ranked if name not in pair), 0)
+        bare = bool(times and BARE.search(times[0].name))
+        clear = bare or not any(plain_name(c.name) in EVENTS for c in events)  # else classes, or a time to them
+        if len(times) == 1 and len(events) == 1 and not doubts and clear and rival <= NAMED - MARGIN:
+            entry = _late_entry(survey, times[0], events[0])
+            zeros = int((times[0].numbers == 0).sum())
+            if not entry and not zeros:
+                drop = f"{_flags(times[0].name, '')} drafts it without the event"
+                if CENSORED.search(events[0].name):
+                    drop += f"; 1 in {events[0].name!r} is taken for an event, since rows with 0 have longer times"
+                return TableOutcome(
+                    times[0], events[0], note=drop, alternatives=tuple(n for n in ranked if points[n] and n not in pair)
+                )
+            what = f"is {times[0].name!r} with the event {events[0].name!r} the outcome? " + (
+                entry or f"{zeros} of its times are 0, and a time to an event must be above 0"
+            )
+            return TableOutcome(
+                None, question=f"{what}; {_answers(survey, [_flags(times[0].name, events[0].name), *_targets(ranked)])}"
+            )
+        flags = [_flags(t.name, e.name) for t in times for e in events]
+        what = "what is the outcome: a time to an event, or one column?"
+        if doubt := _doubtful(survey, times[0], None):
+            what += f" {doubt};"
+        named = _targets([name for name in ranked if points[name]] or ranked)
+        return TableOutcome(None, question=f"{what} {_answers(survey, [*flags, *named])}", alternatives=tuple(ranked))
+    best, rest = ranked[0], ranked[1:]
+    if points[best] >= SURE and (not rest or points[best] - points[rest[0]] >= MARGIN):
+        return TableOutcome(survey.columns[best], alternatives=tuple(name for name in rest if points[name]))
+    names = [*points]
+    ranked = sorted(names, key=lambda name: (-points[name], -names.index(name)))  # the last are the likelier
+    return TableOutcome(
+        None, question=_question(survey, "which column is predicted", ranked), alternatives=tuple(ranked)
     )
 
 
+def _may_be_event(column: ColumnProfile) -> bool:
+    """Whether a column beside a time may be its event, with a meaning that only people know."""
+    if CENSORED.search(column.name) and not re.search("uncens", column.name, re.IGNORECASE):
+        return is_event(column) or is_coded(column)
+    return bool(EVENT.search(column.name)) and is_coded(column)
+
+
+def _is_confirmed(time: ColumnProfile, column: ColumnProfile) -> bool:
+    """Whether a column of 0 and 1 marks events by custom and by its numbers: rows with 0 have the longer times."""
+    here = ~np.isnan(time.values) & ~np.isnan(column.values)
+    if not INDICATOR.search(column.name) or not is_event(column) or len(set(column.values[here])) < 2:
+        return False
+    return bool(roc_auc_score(1 - column.values[here], time.values[here]) >= LONGER)
+
+
+def _points(survey: Survey) -> dict[str, int]:
+    """The points of every column that can be a target, in the order of the header."""
+    most = max(FEW, survey.rows // (5 * PER_LEVEL))
+    fit = [
+        c for c in survey.columns.values() if c.kind in ("number", "text") and not c.constant and not c.identifies
+        and (c.kind == "number" or len(c.levels) <= most) and not c.personal and not _is_known(c)
+    ]  # fmt: skip
+    stem = plain_name(survey.path.name.partition(".")[0])
+    coordinates = len(fit) > 2 and any(plain_name(c.name) == "x" for c in fit)
+    points = {}
+    for c in fit:
+        plain, parts = plain_name(c.name), {plain_name(word) for word in words_of(c.name)}
+        few = len(c.levels) <= FEW
+        score = 0
+        if plain in TARGETS and not (plain == "y" and coordinates):
+            score = NAMED
+        elif plain in EVENTS and few:
+            score = EVENT_NAMED
+        elif plain in RESULTS:
+            score = RESULT
+        elif parts & (TARGETS | EVENTS | RESULTS) and few:
+            score = WORD
+        if len(plain) >= 3 and plain == stem:
+            score += OF_FILE
+        elif len(plain) >= 5 and stem.endswith(plain):
+            score += RESULT
+        points[c.name] = score + LAST * (c.name == survey.names[-1])
+    if len(fit) == 1:
+        points[fit[0].name] += ONLY
+    return points
+
+
+def _is_known(column: ColumnProfile) -> bool:
+    """Whether a column names the date or the person of a row, which is not predicted."""
+    return bool(CALENDAR.search(column.name)) or (
+        column.whole and bool(PERSON.search(column.name)) and len(column.levels) > FEW
+    )
+
+
+def _flags(target: str, event: str) -> str:
+    return f"--target {quoted(target)} --event {quoted(event)}"
+
+
+def _targets(names: Sequence[str]) -> list[str]:
+    return [f"--target {quoted(name)}" for name in names]
+
+
+def quoted(name: str) -> str:
+    """Return a name as a shell takes it."""
+    return name if re.fullmatch(r"[\w.\-/]+", name) else "'" + name.replace("'", "'\\''") + "'"
+
+
+def answer(survey: Survey) -> str:
+    """Return the begin of the sentence on how a question is answered, before the options."""
+    return f"answer it by: fedloom init {quoted(str(survey.path))} --force, with"
+
+
+def _answers(survey: Survey, flags: Sequence[str]) -> str:
+    """How a question is answered."""
+    return f"{answer(survey)} {' or '.join(flags[:SHOWN])}"
+
+
+def _question(survey: Survey, what: str, names: Sequence[str], more: str = "") -> str:
+    """A question with its candidates."""
+    shown = listed([*map(repr, names)], SHOWN)
+    return f"{what}? It may be {shown}; {_answers(survey, [f'{flag} {more}'.strip() for flag in _targets(names)])}"
+
+
 def _doubtful(survey: Survey, time: ColumnProfile, target: str | None) -> str:
-    """The sentence on a column beside a time that may hold events: censored rows, or 1 and 2 in place of 0 and 1."""
+    """The sentence on a column beside a time that may hold events: censored rows, or other codes than 0 and 1."""
     for column in survey.columns.values():
-        if column.name == target or not (named := EVENT.search(column.name) or CENSORED.search(column.name)):
+        if column.name == target or not _may_be_event(column):
             continue
-        levels, ended = set(column.numbers.tolist()), int((column.numbers == 1).sum())
+        levels, ended = {*column.numbers.tolist()}, int((column.numbers == 1).sum())
         what = f"{time.name!r} beside {column.name!r} may be a time to event"
-        flags = f"--target {time.name} --event {column.name}"
-        if levels == {0.0, 1.0} and named.re is CENSORED:
+        flags = _flags(time.name, column.name)
+        if levels == {0.0, 1.0}:
             return (
                 f"{what}: {flags} where 1 is an event ({ended} of {len(column.numbers)} rows), not where 1 is censored"
             )
         if levels == {1.0, 2.0}:
             return f"{what}, but is coded 1 and 2: write 1 for an event and 0 for none, then {flags}"
+        codes = ", ".join(f"{level:g}" for level in sorted(levels))
+        return f"{what}, but is coded {codes}: write 1 for the event that is predicted and 0 for others, then {flags}"
     return ""
 
 
-def _late_entry(survey: Survey, outcome: Timed) -> str:
+def _late_entry(survey: Survey, time: ColumnProfile, event: ColumnProfile) -> str:
     """The sentence on a column that looks like the begin of observation, which no task uses; "" without one."""
-    times = outcome.time.values
     for column in survey.columns.values():
-        if column.kind == "number" and ENTRY.search(column.name) and column not in outcome:
-            here = ~np.isnan(column.values) & ~np.isnan(times)
-            if here.any() and bool((column.values[here] < times[here]).all()):
+        if column.kind == "number" and ENTRY.search(column.name) and column not in (time, event):
+            here = ~np.isnan(column.values) & ~np.isnan(time.values)
+            if here.any() and bool((column.values[here] < time.values[here]).all()):
                 return f"{column.name!r} looks like a late entry: rows count as at risk from time 0 on; leave it out"
     return ""

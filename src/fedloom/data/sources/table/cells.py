@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedloom.data.sources.archive import Entry
-from fedloom.data.tables import MARKERS, is_number, markers_of
+from fedloom.data.tables import MARKERS, is_number, markers_of, number_of
 from fedloom.errors import DataError
 from fedloom.formats import listed
 
@@ -36,7 +36,7 @@ COMMA = re.compile(r"[-+]?(\d{1,3}(\.\d{3})+|\d+)(,\d+)?([eE][-+]?\d+)?")
 GROUPED = re.compile(r"[-+]?\d{1,3}(,\d{3})+")
 """A whole number with commas between thousands, or one with a decimal comma and three digits behind it."""
 QUANTITY = re.compile(
-    r"(?P<limit>[<>~≤≥]?)\s?[€$£]?\s?[-+]?(\d{1,3}([,' ]\d{3})+|\d+)([.,]\d+)?\s?"
+    r"(?P<limit>[<>~≤≥]?)\s?[€$£]?\s?[-+]?(\d{1,3}([,' ]\d{3})+|\d+(_\d+)*)([.,]\d+)?\s?"
     r"(?P<unit>[%€$£]?|[^\W\d_][\w/^.·* µμ°%]{0,15})"
 )
 """A number as people write it, with signs or a unit, which is none for a computer."""
@@ -45,7 +45,6 @@ HEAD = 2**18
 LARGEST = float(np.finfo(np.float32).max)
 """Largest number that a model can take."""
 Cells = Sequence[Any]
-TRUTH = {"true": 1.0, "false": 0.0}
 
 
 class Piece(NamedTuple):
@@ -144,6 +143,14 @@ class Problems:
         if missing.any():
             what = f"row {self.first + piece.start + int(missing.argmax())}, column {piece.column!r}: missing value"
             self.add("missing", piece.column, what, [None] * int(missing.sum()), cure)
+
+    def has(self, kind: str, column: str) -> bool:
+        """Return whether a column has a fault of a kind."""
+        return (kind, column) in self._cells_of
+
+    def forget(self, column: str) -> None:
+        """Leave out the faults of a column that is no feature after all."""
+        self._cells_of = {key: fault for key, fault in self._cells_of.items() if key[1] != column}
 
     def sentences(self) -> list[str]:
         """One for each column and kind."""
@@ -306,12 +313,13 @@ def numbers(piece: Piece, missing: NDArray[np.bool_], problems: Problems, cure: 
     start, column, cells = piece
     out = np.full(len(cells), np.nan)
     some = [cell for cell, is_missing in zip(cells, missing, strict=True) if not is_missing]
-    with suppress(ValueError, TypeError, OverflowError):
-        out[~missing] = np.array(some, np.float64)
-    if not (np.abs(out[~missing]) <= LARGEST).all():
-        some = [TRUTH.get(cell.strip().lower(), cell) if isinstance(cell, str) else cell for cell in some]
+    text = "".join(cell for cell in some if isinstance(cell, str))
+    if text.isascii() and "_" not in text:  # else numpy reads more than `number_of` does
         with suppress(ValueError, TypeError, OverflowError):
             out[~missing] = np.array(some, np.float64)
+    if not (np.abs(out[~missing]) <= LARGEST).all():
+        values = [number_of(cell) for cell in some]
+        out[~missing] = [np.nan if value is None else value for value in values]
     if not (np.abs(out[~missing]) <= LARGEST).all():
         bad = [k for k, is_missing in enumerate(missing.tolist()) if not is_missing and not _readable(cells[k])]
         wanted = f"a number of at most {LARGEST:.3g}" if is_number(cells[bad[0]]) else "a finite number"
@@ -325,7 +333,6 @@ def numbers(piece: Piece, missing: NDArray[np.bool_], problems: Problems, cure: 
 
 
 def _readable(cell: Any) -> bool:
-    """Whether a cell is a number that a model can take, or true or false."""
-    return (is_number(cell) and abs(float(cell)) <= LARGEST) or (
-        isinstance(cell, str) and cell.strip().lower() in TRUTH
-    )
+    """Return whether a cell is a number that a model can take."""
+    value = number_of(cell)
+    return value is not None and abs(value) <= LARGEST

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedloom.data.sources.table.cells import LEVELS, Cells, Piece, Problems, numbers, shortened
-from fedloom.data.tables import Table, TableColumn
+from fedloom.data.tables import Table, TableColumn, is_number, number_of
 from fedloom.errors import DataError
 from fedloom.formats import listed
 
@@ -200,7 +200,5 @@ def agreed_columns(table: Table, cure: str, factors: Factors) -> dict[str, Agree
 
 def natural(text: str) -> tuple[float, str]:
     """Key that sorts numbers by value, before all other texts."""
-    try:
-        return float(text), text
-    except ValueError:
-        return np.inf, text
+    value = number_of(text) if is_number(text) else None
+    return (np.inf, text) if value is None else (value, text)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, cast
 
@@ -23,11 +26,14 @@ from fedloom.data.sources.table.checks import Coded, coded_numbers, rows_of_leve
 from fedloom.data.sources.table.levels import Agreed, Codes, agreed_columns, factor_of, factors_by_client, unapplied
 from fedloom.data.sources.table.targets import absence, agreed_classes, check_event, task_of_levels
 from fedloom.data.survey.agreement import Agreement, agreement_of
+from fedloom.data.survey.findings import ReadColumn, findings, left_out, text_left_out
 from fedloom.data.tables import MARKERS, Table, TableColumn, markers_of
 from fedloom.errors import ConfigError, DataError, NoSamples
 
 MOST_COLUMNS = 100_000
 """Columns of a table; of so many an array is read in a small part of the time."""
+MOST_TEXTS = 100_000
+"""Different texts of a column of no numbers that are held, to see whether it names people."""
 
 
 class Raw(NamedTuple):
@@ -53,6 +59,9 @@ class TableSource(FileSource):
     )
     categorical: tuple[str, ...] = Field(default=(), description="columns of codes or text: one feature per level")
     drop: tuple[str, ...] = Field(default=(), description="columns to leave out")
+    include: tuple[str, ...] = Field(
+        default=(), description="columns that are features though they number the rows, or hold names of people"
+    )
     users: str | None = Field(default=None, description="column that names the client of a row; no feature")
     columns: tuple[str, ...] = Field(default=(), description="columns a partition may split by; features all the same")
     kept: tuple[str, ...] = Field(
@@ -107,8 +116,8 @@ class TableSource(FileSource):
     def targets(self) -> dict[str, str]:
         """The columns ``label`` and ``event`` by name, where they or the agreement have one."""
         agreement = self.agreement
-        label = self.label or (None if agreement is None else agreement.target)
-        event = self.event or (None if agreement is None else agreement.event)
+        label = agreement.target if self.label is None and agreement is not None else self.label
+        event = agreement.event if self.event is None and agreement is not None else self.event
         return {key: name for key, name in (("label", label), ("event", event)) if name is not None}
 
     @abstractmethod
@@ -157,13 +166,13 @@ class _Reading:
         self.spec, self.name, self.problems = spec, name, problems
         agreement = spec.agreement
         self.label, self.event = spec.targets.get("label", names[-1]), spec.targets.get("event")
-        self.task = "survival" if spec.event and spec.task == "auto" else spec.task
+        self.task = "survival" if spec.event is not None and spec.task == "auto" else spec.task
         self.task = self.task if agreement is None else agreement.task
         check_event(where, self.task, self.event, self.label, scaled=(spec.centre, spec.unit) != (0.0, 1.0))
-        self.special = [*spec.columns, *([spec.users] if spec.users else [])]
-        wanted = {self.label, *([self.event] if self.event else []), *spec.factors, *spec.kept}
+        self.special = [*spec.columns, *([] if spec.users is None else [spec.users])]
+        wanted = {self.label, *([] if self.event is None else [self.event]), *spec.factors, *spec.kept}
         if agreement is None:
-            wanted |= {*spec.categorical, *spec.drop, *self.special}
+            wanted |= {*spec.categorical, *spec.drop, *spec.include, *self.special}
         else:
             wanted |= {column.name for column in agreement.table.columns}
             self.special = [column for column in self.special if column in names]
@@ -188,11 +197,16 @@ class _Reading:
                 "separator, label and drop"
             )
         categorical = () if self.agreed else spec.categorical
+        included = () if self.agreed else [c for c in spec.include if c in self.features and c not in categorical]
+        self.categorical = [c for c in self.features if c in categorical]
+        self.texts: dict[str, Counter[str]] = {}
         self.place = {column: k for k, column in enumerate(self.features)}
-        self.codes = {column: Codes() for column in {self.label, *categorical, *self.special, *spec.kept}}
+        self.codes = {column: Codes() for column in {self.label, *categorical, *self.special, *spec.kept, *included}}
         self.numeric = {c for c in self.features if c not in categorical and c not in self.agreed}
         self.x = GrowingRows((len(self.features),), np.float64)
-        self.measured = {column: GrowingRows((), np.float64) for column in (self.label, self.event) if column}
+        self.measured = {
+            column: GrowingRows((), np.float64) for column in (self.label, self.event) if column is not None
+        }
         self.fractions = checks.Fractions()
         self.markers, self.unmatched = spec.markers, [text for text in spec.missing if text not in MARKERS]
 
@@ -221,6 +235,10 @@ class _Reading:
         elif column in self.numeric:
             values = numbers(piece, missing, self.problems)
             rows[:, self.place[column]] = values * factor_of(self.spec.factors, column)
+            if self.problems.has("number", column):  # perhaps a column of names, which is no feature
+                texts = self.texts.setdefault(column, Counter())
+                if len(texts) <= MOST_TEXTS:
+                    texts.update(str(cell) for cell, hole in zip(block, missing, strict=True) if not hole)
         if column in self.measured and self.numeric_label:
             self.measured[column].at(start, len(block))[:] = numbers(piece, missing, self.problems)
 
@@ -246,6 +264,7 @@ class _Reading:
     def done(self) -> Dataset:
         """The data set, once all cells are there."""
         spec, agreement, where, problems = self.spec, self.spec.agreement, self.problems.where, self.problems
+        left_out = self._leave_out()
         sentences = problems.sentences()
         if self.x.size == 0 and not sentences:
             raise NoSamples(f"{where}: no rows below the header; an empty table")
@@ -267,10 +286,9 @@ class _Reading:
         regression = task == "regression"
         numeric = [*self._targets.values()] or [label]
         keep = torch.from_numpy(~np.isnan([*numeric, *(coded[c][0] for c in self.special)]).any(0))
-        values = torch.from_numpy(self.x.done())
-        for column in () if self.agreed else spec.categorical:
-            if column in self.place:
-                values[:, self.place[column]] = torch.from_numpy(coded[column][0])
+        values = torch.from_numpy(self._numbers)
+        for column in self.categorical:
+            values[:, self.place[column]] = torch.from_numpy(coded[column][0])
         values = values if bool(keep.all()) else values[keep]
         y = torch.from_numpy(np.stack(numeric, 1))[keep]
         codes = {c: torch.from_numpy(coded[c][0])[keep].long() for c in self.special}
@@ -296,7 +314,7 @@ class _Reading:
                 prepare=self._table(values, coded),
                 centre=centre if regression else 0.0,
                 unit=unit if regression else 1.0,
-                notes=tuple(self._notes(coded | {self.label: (label, classes)})),
+                notes=(*left_out, *self._notes(coded | {self.label: (label, classes)})),
                 conversion={"users": spec.users, "factors": spec.factors} if spec.factors else {},
             )
 
@@ -307,10 +325,71 @@ class _Reading:
             if column in self.place:
                 values[:, self.place[column]] *= factors[row_clients]
 
-    @property
+    @cached_property
     def _numbers(self) -> NDArray[np.float64]:
-        """The features ``[N, p]`` so far, to be changed in place."""
-        return cast("NDArray[np.float64]", self.x.done())
+        """The features ``[N, p]``, to be changed in place."""
+        whole = cast("NDArray[np.float64]", self.x.done())
+        return whole if len(self._left) == whole.shape[1] else np.ascontiguousarray(whole[:, self._left])
+
+    def _leave_out(self) -> list[str]:
+        """Leave out the features that number rows or name people, unless they are included; a note on each.
+
+        Columns with a role of their own were meant, and agreed ones are read by the agreement.
+        """
+        spec, whole = self.spec, cast("NDArray[np.float64]", self.x.done())
+        self._left = [*self.place.values()]
+        if self.agreed or not len(whole):
+            return []
+        for column in set(spec.include) - {*self.special, *spec.kept}:
+            if column in self.texts:  # text that is to stay: a feature per level
+                self.categorical.append(column)
+                self.numeric.discard(column)
+                self.problems.forget(column)
+            elif column in self.numeric:
+                self.codes.pop(column, None)
+        stated = {*spec.include, *spec.columns, *spec.kept, *spec.factors}
+        notes = list[str]()
+        for column in [c for c in self.features if c not in stated]:
+            if column in self.texts:
+                reason = text_left_out(column, self.texts[column], len(whole))
+            elif column in self.numeric:
+                reason = left_out(column, ReadColumn(whole[:, self.place[column]]), len(whole))
+            else:
+                reason = left_out(column, ReadColumn(*self.codes[column].done()), len(whole))
+            if reason:
+                keep = f"include = [{json.dumps(column, ensure_ascii=False)}] keeps it"
+                notes.append(f"column {column!r} {reason}, so it is left out; {keep}")
+                self.problems.forget(column)
+                self.features.remove(column)
+                self.numeric.discard(column)
+        if not self.features:
+            reasons = "".join(f"\n  - {note}" for note in notes)
+            raise ConfigError(f"{self.problems.where}: no column is left as a feature:{reasons}")
+        self.categorical = [c for c in self.features if c in self.categorical]
+        self._left = [self.place[column] for column in self.features]
+        self.place = {column: k for k, column in enumerate(self.features)}
+        return notes
+
+    def _survey_notes(self, coded: Mapping[str, Coded]) -> Iterator[str]:
+        """The notes of the survey."""
+        values = self._numbers
+        levels = {c: coded[c][1] for c in self.categorical} | {c: a.column.names for c, a in self.agreed.items()}
+        features = {c: ReadColumn(values[:, k], levels.get(c, ())) for c, k in self.place.items()}
+        targets = self._targets
+        if self.event is not None and self.event in targets:
+            event = ReadColumn(targets[self.event], ("0", "1"))
+            outcome = {
+                self.label: (ReadColumn(targets[self.label]), "regression"),
+                self.event: (event, "classification"),
+            }
+        elif self.numeric_label:
+            outcome = {self.label: (ReadColumn(targets[self.label]), "regression")}
+        else:
+            outcome = {self.label: (ReadColumn(*coded[self.label]), "classification")}
+        users = self.spec.users
+        owners = ReadColumn(*coded[users]) if users is not None and users in coded else None
+        ranged = [name for name, agreed in self.agreed.items() if agreed.column.range is not None]
+        yield from findings(features, outcome, owners, ranged)
 
     @property
     def _targets(self) -> dict[str, NDArray[np.float64]]:
@@ -328,13 +407,13 @@ class _Reading:
         columns = tuple(
             TableColumn(name=c, levels=len(levels), names=levels, flag=flag, scale=spec.scale)
             for c, flag in zip(self.features, flags, strict=True)
-            for levels in [coded[c][1] if c in spec.categorical else ()]
+            for levels in [coded[c][1] if c in self.categorical else ()]
         )
         return Table(columns=columns, missing=self.markers, impute=spec.impute)
 
     def _notes(self, coded: Mapping[str, Coded]) -> Iterator[str]:
         """Sentences on markers that no cell has, on cells that the agreement fills, and on doubtful columns."""
-        clients = self.codes.get(self.spec.users or "")
+        clients = None if self.spec.users is None else self.codes.get(self.spec.users)
         columns = {name: self._numbers[:, place] for name, place in self.place.items()}
         agreed = {name for name, c in self.agreed.items() if not c.column.levels and c.column.range is None}
         targets = {name: values for name, values in self._targets.items() if name != self.event}
@@ -346,3 +425,4 @@ class _Reading:
         yield from checks.doubtful({**columns, **targets}, {*self.numeric, *agreed, *targets}, self.problems.first)
         coded = {name: column for name, column in coded.items() if name not in targets}
         yield from checks.doubtful_levels(coded, self.label)
+        yield from self._survey_notes(coded)

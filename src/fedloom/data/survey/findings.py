@@ -1,0 +1,229 @@
+"""Notes that every reading of a table has: leaks, copies, numbers of rows and people, and markers of missing cells."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedloom.data.survey.facts import (
+    BINS,
+    FEW,
+    IDS,
+    LEVELS_TOO,
+    NAMELESS,
+    TOKENS,
+    answers,
+    binned,
+    extremes,
+    is_permutation,
+    repeats,
+    row_number,
+)
+from fedloom.data.survey.people import personal
+from fedloom.formats import listed
+from fedloom.seeds import numpy_generator
+
+LEAK_SHARE = 0.995
+"""AUROC or R2 from which a single column gives the target away, as facts recorded afterwards do."""
+SAMPLED = 2_000_000
+"""Cells of a table that are looked at for leaks: at most about these many, of rows drawn at random."""
+MOST_SAMPLED, LEAST_SAMPLED = 5_000, 200
+"""Rows of a sample: as many as figures with three digits need, and as few as show a perfect one."""
+CHANCE = 10
+"""Times as many equal rows as chance makes from which they are noted; columns that depend on each other have more."""
+COPIES = 3
+"""Fewest equal rows that are noted."""
+FINE = 0.2
+"""Different values per row of a column in which rows differ."""
+NEIGHBOURS = 10
+"""Neighbours of a row by which a near copy differs from a dense place."""
+CLOSE = 1e-3
+"""Probability that a row's nearest neighbour is as close, were all rows drawn alike; a note needs 50 times as many."""
+CLOSE_SHARE = 0.05
+MOST_NEAR = 20_000
+"""Rows up to which near copies are looked for; a tree of more takes seconds."""
+SHOWN = 6
+
+Floats = NDArray[np.float64]
+
+
+class ReadColumn(NamedTuple):
+    """A column as it was read.
+
+    Attributes:
+        values: ``[N]`` numbers, or codes of levels; NaN where missing.
+        names: of the levels; none for numbers.
+    """
+
+    values: Floats
+    names: tuple[str, ...] = ()
+
+    def scored(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], Floats | None]:
+        """Return the groups and the numbers of some rows, as `fedloom.data.by_site.score` takes them."""
+        part = self.values[rows]
+        if self.names:
+            return np.nan_to_num(part, nan=len(self.names)).astype(np.int64), None
+        if len(np.unique(part)) > BINS:
+            return binned(part), part
+        return np.unique(part, return_inverse=True)[1].astype(np.int64), part
+
+    def counts(self) -> dict[str, int]:
+        """Return the rows of every level that is there."""
+        rows = np.bincount(self.values[~np.isnan(self.values)].astype(int), minlength=len(self.names))
+        return {name: int(k) for name, k in zip(self.names, rows, strict=True) if k}
+
+
+def left_out(name: str, column: ReadColumn, rows: int) -> str:
+    """Return why a column is no feature of any table, for a note; "" where it may be one.
+
+    Only columns that can do nothing but leak are left out: numbers of rows, and what names or reaches a person.
+    """
+    if not column.names:
+        if row_number(name, column.values):
+            return "numbers the rows"
+        whole = column.values[~np.isnan(column.values)]
+        if len(whole) < FEW or not (whole == np.floor(whole)).all() or whole.max() < 1e6:
+            return ""  # no number by which a person is reached
+        levels, counts = np.unique(whole, return_counts=True)
+        return personal(name, dict(zip((f"{v:.0f}" for v in levels), counts.tolist(), strict=True)), len(whole))
+    return text_left_out(name, column.counts(), rows)
+
+
+def text_left_out(name: str, counts: Mapping[str, int], rows: int) -> str:
+    """Return the same of text with these rows of every cell."""
+    present = sum(counts.values())
+    if not present:
+        return ""
+    if NAMELESS.fullmatch(name) and len(counts) == rows >= FEW:
+        return "names the rows"
+    return personal(name, counts, present)
+
+
+def findings(
+    features: Mapping[str, ReadColumn], outcome: Mapping[str, tuple[ReadColumn, str]], users: ReadColumn | None,
+    ranged: Collection[str] = (),
+) -> Iterator[str]:  # fmt: skip
+    """Yield the notes on a table.
+
+    Args:
+        features: by name.
+        outcome: the label and its event by name, each with "classification" or "regression".
+        users: of whom each row is; None: no column has it.
+        ranged: columns whose numbers are compared with an agreed range, which finds markers too.
+    """
+    from fedloom.data.by_site import score  # which imports scipy.stats, slowly
+
+    count = len(next(iter(features.values())).values)
+    if count < FEW:
+        return
+    yield from _copies({**features, **{name: column for name, (column, _) in outcome.items()}})
+    yield from _near_copies([c.values for c in features.values() if not c.names])
+    rows = _sample(count, len(features))
+    for name, column in features.items():
+        yield from _numbered(name, column, count)
+        for of, (target, task) in outcome.items():
+            figure = score(*column.scored(rows), target.values[rows], task, LEAK_SHARE)
+            if figure.value >= LEAK_SHARE:
+                yield (
+                    f"column {name!r} gives {of!r} away by itself ({figure.text}), as facts recorded afterwards do; "
+                    "unless it is known beforehand, name it in drop"
+                )
+        if name not in ranged:
+            yield from _markers(name, column)
+    for of, (target, task) in outcome.items():
+        if users is not None and task == "classification":
+            figure = score(*users.scored(rows), target.values[rows], task, LEAK_SHARE)
+            if figure.value >= LEAK_SHARE:
+                yield f"whose row it is gives {of!r} away ({figure.text}): nearly every client has one class only"
+
+
+def _sample(count: int, columns: int) -> NDArray[np.int64]:
+    """The rows that are looked at closely, in their order."""
+    size = min(count, MOST_SAMPLED, max(LEAST_SAMPLED, SAMPLED // max(columns, 1)))
+    drawn = numpy_generator(0, purpose="survey").permutation(count)[:size] if size < count else np.arange(count)
+    return np.sort(drawn)
+
+
+def _numbered(name: str, column: ReadColumn, count: int) -> Iterator[str]:
+    """Notes on a column that numbers rows or patients."""
+    values = column.values[~np.isnan(column.values)]
+    levels = np.unique(values)
+    whole = bool(column.names) or bool((levels == np.floor(levels)).all())
+    if whole and repeats(name, levels.tolist(), len(values)):
+        yield (
+            f"column {name!r}: {len(levels):,} different in {len(values):,} rows, so rows of one are in training and "
+            "test alike, and scores are too good; take one row of each, or make it users, and each a client"
+        )
+    elif not column.names and len(values) == count and whole and len(levels) == count:
+        if values.min() in (0, 1) and is_permutation(values):
+            span = f"{values.min():g} to {values.max():g}"
+            yield f"column {name!r} counts from {span}, a row each; if it numbers rows, name it in drop"
+        elif IDS.search(name):
+            yield f"column {name!r} differs in every row and is called as a number of rows; name it in drop"
+
+
+def _markers(name: str, column: ReadColumn) -> Iterator[str]:
+    """The note on cells that may mean missing."""
+    if column.names:
+        counts = column.counts()
+        marks = {repr(k): n for k, n in counts.items() if k.lower() in TOKENS - LEVELS_TOO}
+        marks = marks if len(marks) < len(counts) else {}
+    else:
+        levels = np.unique(column.values[~np.isnan(column.values)], return_counts=True)
+        far = extremes(*levels)
+        beside = ~np.isin(levels[0], [*far])
+        marks = {f"{v:g}": n for v, n in (far | answers(levels[0][beside], levels[1][beside])).items()}
+    if marks:
+        shown = listed([f"{cell} in {rows:,} of {len(column.values):,} rows" for cell, rows in marks.items()], SHOWN)
+        yield f"column {name!r}: {shown} may mean missing; if so, name such cells in missing, with impute = true"
+
+
+def _copies(columns: Mapping[str, ReadColumn]) -> Iterator[str]:
+    """The note on rows that are equal in every column, more of them than chance makes."""
+    count = len(next(iter(columns.values())).values)
+    digest = np.zeros(count, np.uint64)
+    for column in columns.values():
+        bits = (np.where(np.isnan(column.values), np.inf, column.values) + 0.0).view(np.uint64)
+        digest = (digest ^ bits) * np.uint64(0x9E3779B97F4A7C15)
+        digest ^= digest >> np.uint64(29)
+    each = np.unique(digest, return_counts=True)[1]
+    pairs, copies = float((each * (each - 1.0) / 2).sum()), int((each - 1).sum())
+    if copies < COPIES:
+        return
+    chance, fine = count * (count - 1) / 2, False
+    for column in columns.values():
+        held = np.unique(np.where(np.isnan(column.values), np.inf, column.values), return_counts=True)[1]
+        chance *= float(((held / count) ** 2).sum())
+        fine = fine or len(held) >= FINE * count
+    if pairs > CHANCE * chance and (fine or pairs > CHANCE**2 * max(chance, 1)):
+        yield (
+            f"{copies:,} of {count:,} rows are copies of others in every column; where they are of one sample, it is "
+            "in training and test alike: leave them out"
+        )
+
+
+def _near_copies(numbers: Sequence[Floats]) -> Iterator[str]:
+    """The note on rows that lie far closer to one another than the others do, as augmented copies."""
+    from scipy.spatial import cKDTree  # slow to import
+
+    fine = [v for v in numbers if not np.isnan(v).any() and len(np.unique(v)) >= 0.5 * len(v) and v.std() > 0][:8]
+    if len(fine) < 2 or not 5 * NEIGHBOURS <= len(fine[0]) <= MOST_NEAR:
+        return
+    ranks = np.stack([(v - v.mean()) / v.std() for v in fine], 1)
+    distances = cKDTree(ranks).query(ranks, NEIGHBOURS + 1)[0][:, 1:]
+    first, inner, last = distances[:, 0], distances[:, 1:-1], distances[:, -1]
+    sound = (inner[:, 0] > 0) & (last > inner[:, 0])
+    if sound.sum() < len(ranks) / 2:
+        return
+    logs = np.log(last[sound, None] / inner[sound])
+    dimension = min(len(fine), 1 / float(np.median(logs.mean(1))))
+    ratio = (first[sound] / last[sound]) ** dimension
+    close = 1 - (1 - ratio) ** (NEIGHBOURS - 1) < CLOSE
+    if close.mean() >= CLOSE_SHARE:
+        yield (
+            f"{int(close.sum()):,} of {len(ranks):,} rows have a neighbour that is far closer than all others, as "
+            "copies with noise are; where they are of one sample, it is in training and test alike: leave them out"
+        )

@@ -1,0 +1,125 @@
+"""Columns that hold names of people, how to reach them, or text about them: found by name and by cells."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Mapping
+
+from fedloom.data.tables import is_number
+
+ENOUGH = 10
+"""Cells from which their pattern is looked at; of fewer, chance alone makes most of them differ."""
+MOST = 0.8
+"""Share of a column's cells that must have a pattern. Real columns hold remarks and typing errors beside it."""
+DIFFERENT = 0.5
+"""Share of cells that differ from each other from which text cannot be a category: two rows per level, on average."""
+SAMPLE = 2000
+"""Different cells whose pattern is looked at."""
+
+
+def words(text: str) -> frozenset[str]:
+    """Return the words of a text, for a list of names that is read as one."""
+    return frozenset(text.split())
+
+
+NAME_COLUMNS = words(
+    "firstname forename givenname surname lastname familyname maidenname middlename fullname patientname personname "
+    "vorname nachname familienname geburtsname patientenname zuname prenom nomdefamille nombre nombres apellido "
+    "apellidos cognome sobrenome apelido voornaam achternaam imie nazwisko fornamn efternamn fornavn etternavn "
+    "efternavn etunimi sukunimi soyad soyadi имя фамилия отчество фио 姓名 氏名 이름"
+)
+"""Names of columns of people's names, in lower case, without spaces and accents."""
+MAYBE = words("name nom nome naam ad namn navn nimi patient person doctor physician nurse arzt medecin")
+"""Names of columns that may be people's names; their cells decide."""
+REACHED = {
+    "phone numbers": "phone phonenumber telephone telefon telefonnummer telefono telefone telefoon tel mobile mobil "
+    "mobilenumber cellphone handy handynummer fax puhelin телефон 电话 電話",
+    "email addresses": "email emailaddress mail mailaddress correo courriel почта 邮箱",
+    "addresses": "address streetaddress homeaddress street strasse straße anschrift adresse adres direccion domicilio "
+    "indirizzo endereco calle rue adress adresa адрес 地址 住所",
+    "insurance or identity numbers": "ssn socialsecuritynumber insurancenumber insuranceid insuranceno "
+    "healthcardnumber "
+    "nhsnumber nationalid versicherungsnummer versichertennummer versichertennr krankenversicherungsnummer kvnr nir "
+    "numerosecuritesociale cpf dni codicefiscale bsn pesel personnummer ahvnummer passport passportnumber снилс 身份证",
+}
+"""Names of columns by which people are reached or known."""
+EMAIL = re.compile(r"[^@\s]+@[^@\s]+\.[^@\s]+")
+PHONE = re.compile(r"(\+|00?)?\(?\d[\d ()/.\-]{5,}\d")
+PARTED = re.compile(r"^[+0(]|[ ()/\-]")
+"""Signs that make digits a phone or insurance number rather than a measurement."""
+DECIMAL = re.compile(r"-?\d+\.\d+")
+DAY = re.compile(r"\d{1,4}[-/.]\d{1,2}[-/.]\d{1,4}([ T].*)?")
+PERSON = re.compile(r"[^\W\d_a-z]([^\W\d_]|[.'\u2019\-])*(,?\s[^\W\d_]([^\W\d_]|[.'\u2019\-])*){1,4}")
+"""Two words or more of letters alone, the first with a capital: a name of a person, as people write it."""
+HOUSE = re.compile(r"(\d+\w?,?\s+[^\W\d_].*|[^\W\d_].*\s\d+\w?(,.*)?)")
+"""A street with a number, in either order."""
+LONG = 4
+"""Words of a cell from which it is a sentence, not the name of a level."""
+
+
+def plain_name(name: str) -> str:
+    """Return a column's name in lower case, without accents, spaces and signs.
+
+    >>> plain_name("First_Name"), plain_name("Prénom"), plain_name("E-Mail")
+    ('firstname', 'prenom', 'email')
+    """
+    letters = unicodedata.normalize("NFKD", name.casefold())
+    return "".join(c for c in letters if c.isalnum())
+
+
+def personal(name: str, cells: Mapping[str, int], rows: int) -> str:
+    """Return what a column holds about people, for a sentence; "" where it is no such column.
+
+    Args:
+        name: of the column.
+        cells: rows of every different cell that is not missing.
+        rows: whose cell is not missing.
+    """
+    texts = [cell.strip() for cell, _ in zip(cells, range(SAMPLE), strict=False)]
+    if not texts:
+        return ""
+    plain, parts = plain_name(name), {plain_name(word) for word in re.split(r"[\W_]+", name)}
+    different = len(cells) / rows
+    letters = [t for t in texts if not is_number(t)]
+    text = len(letters) >= MOST * len(texts)
+    if text and any(plain.endswith(end) for end in NAME_COLUMNS if len(end) > 3 or plain == end):
+        return "names of people" if len(cells) > 2 else ""
+    if rows < ENOUGH:
+        return ""
+    if _share(EMAIL, texts) >= MOST:
+        return "email addresses"
+    many = different >= DIFFERENT
+    for what, names in REACHED.items():
+        listed = names.split()
+        if many and (plain in listed or (parts & {*listed} and len(parts) <= 3)) and _reaches(what, texts, text):
+            return what
+    if not many or not letters:
+        return ""
+    if sum(bool(PHONE.fullmatch(t) and PARTED.search(t) and not DECIMAL.fullmatch(t) and not DAY.fullmatch(t))
+           for t in texts) >= MOST * len(texts):  # fmt: skip
+        return "phone or insurance numbers"
+    if (
+        text
+        and (parts & MAYBE or plain in MAYBE)
+        and sum(any(map(str.isdigit, t)) for t in texts) < DIFFERENT * len(texts)
+    ):
+        return "names of people"
+    if text and _share(PERSON, texts) >= MOST:
+        return "names of people, or other names"
+    if text and _share(HOUSE, texts) >= MOST:
+        return "addresses or free text"
+    return "free text" if text and sum(len(t.split()) >= LONG for t in texts) >= DIFFERENT * len(texts) else ""
+
+
+def _share(pattern: re.Pattern[str], texts: list[str]) -> float:
+    return sum(pattern.fullmatch(text) is not None for text in texts) / len(texts)
+
+
+def _reaches(what: str, texts: list[str], text: bool) -> bool:
+    """Return whether cells of a column of that name can be what it is called, rather than yes and no, or a count."""
+    if what == "addresses":
+        return text
+    if what == "email addresses":
+        return _share(re.compile(r".*@.*"), texts) >= DIFFERENT
+    return sum(sum(c.isdigit() for c in t) >= 6 for t in texts) >= MOST * len(texts)
