@@ -23,6 +23,7 @@ from fedloom.report.page import write
 from fedloom.report.reading import read_runs
 from fedloom.report.run import Key, Run
 from fedloom.report.tables import result_table
+from fedloom.report.writing import check_card
 
 __all__ = [
     "EMPTY",
@@ -36,6 +37,7 @@ __all__ = [
     "Key",
     "Run",
     "TestedDifference",
+    "check_card",
     "csv_of_table",
     "cumulative",
     "curve",

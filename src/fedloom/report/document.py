@@ -35,6 +35,7 @@ from fedloom.report.run import Run
 from fedloom.report.settings import settings
 from fedloom.report.sites import SITES, privacy_tables, site_tables
 from fedloom.report.tables import csv_text
+from fedloom.report.writing import MARK
 
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 """What the page may do: run its own scripts; it can reach no network."""
@@ -158,7 +159,7 @@ def document(
 <meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy" content="{POLICY}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{name} · fedloom report</title>
+<title>{name}{MARK}
 <link rel="icon" href="data:,">
 <style>{_asset("page.css")}</style>
 </head>

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from pyarrow import ArrowException
 
-from fedloom.errors import ConfigError, FedloomError, RunDirError, check_folder, explain_os_error
+from fedloom.errors import FedloomError, RunDirError
 from fedloom.report.charts.calibrated import calibrated, thresholds_csv
 from fedloom.report.charts.clients import clients
 from fedloom.report.charts.curves import curves, robustness
@@ -33,6 +32,7 @@ from fedloom.report.numbers import Row, leading_metric, rows_of
 from fedloom.report.reading import read_runs
 from fedloom.report.run import Run
 from fedloom.report.tables import csv_text
+from fedloom.report.writing import check_report, check_tables, explained, replace_text
 
 
 def write(
@@ -43,6 +43,7 @@ def write(
     charts: bool = True,
     against: str | None = None,
     models: Models = "used",
+    force: bool = False,
 ) -> Path:
     """Writes a report of one or several run directories.
 
@@ -59,6 +60,7 @@ def write(
         against: label of the method that every other one is compared with; `local` or `fedavg` when None, if there.
         models: rows of a method in ``results.tex`` and in the comparison: that of the model that a client would use,
             that of the personal one, or all.
+        force: replace files that no report wrote.
 
     Returns:
         ``out``.
@@ -66,16 +68,11 @@ def write(
     Raises:
         RunDirError: a directory is not a run, or one of its files is damaged, or ``out`` would lie in a file; nothing
             is written.
-        ConfigError: ``out`` does not end in ``.html``, or there is no such column or method.
+        ConfigError: ``out`` does not end in ``.html``, lies in a run but for ``RUN/NAME.html``, or is there and no
+            report, or its folder has files that no report wrote; or there is no such column or method.
         CheckpointError: the disk is full or refuses; the runs are as they were.
     """
-    beside = out.with_suffix("")
-    for path in (out, beside):
-        if path.is_symlink():
-            raise ConfigError(f"{path} is a link, through which a report would overwrite other files; remove the link")
-    if out.suffix.lower() not in (".html", ".htm") or out.is_dir():
-        raise ConfigError(f"a report is one HTML file, got {out}; give a name such as {out.with_suffix('.html')}")
-    check_folder(beside)
+    beside = check_report(run_dirs, out, force=force)
     with _recorded(run_dirs):
         runs = read_runs(run_dirs)
         rows = rows_of(runs)
@@ -84,16 +81,11 @@ def write(
         compared = pairs(runs, rows, against, models)
         by_site = gains(runs, rows, leading_metric(runs))
         text = document(runs, rows, shown, tex, compared, by_site, models)
-    with _explained(beside):
-        beside.mkdir(parents=True, exist_ok=True)
-    _replace(beside / "results.csv", csv_text(rows))
-    _replace(beside / "results.tex", tex)
+    contents = {"results.csv": csv_text(rows), "results.tex": tex}
     if compared:
-        _replace(beside / "pairs.csv", pairs_csv(compared))
-        _replace(beside / "pairs.tex", pairs_latex(compared, title(runs)))
+        contents |= {"pairs.csv": pairs_csv(compared), "pairs.tex": pairs_latex(compared, title(runs))}
     if by_site:
-        _replace(beside / "sites.csv", gains_csv(by_site))
-        _replace(beside / "sites.tex", gains_latex(by_site, title(runs)))
+        contents |= {"sites.csv": gains_csv(by_site), "sites.tex": gains_latex(by_site, title(runs))}
     more = {
         "left_out": left_out_csv(runs),
         "groups": groups_csv(runs),
@@ -102,13 +94,15 @@ def write(
         "thresholds": thresholds_csv(runs, rows, leading_metric(runs)),
         "sites-by-patient": differences_csv(by_patient) if (by_patient := by_patients(runs, by_site)) else "",
     }
-    for name, table in more.items():
-        if table:
-            _replace(beside / f"{name}.csv", table)
+    contents |= {f"{name}.csv": table for name, table in more.items() if table}
     for figure in shown if charts else ():
-        _replace(beside / f"{figure.id}.svg", figure.svg())
-        _replace(beside / f"{figure.id}.csv", _data_csv(figure))
-    _replace(out, text)
+        contents |= {f"{figure.id}.svg": figure.svg(), f"{figure.id}.csv": _data_csv(figure)}
+    check_tables(out, beside, contents, force=force)
+    with explained(beside):
+        beside.mkdir(parents=True, exist_ok=True)
+    for name, content in contents.items():
+        replace_text(beside / name, content)
+    replace_text(out, text)
     return out
 
 
@@ -157,22 +151,3 @@ def figures(runs: list[Run], rows: list[Row], models: Models = "used") -> list[F
 def _data_csv(figure: Figure) -> str:
     columns = [name for name in figure.columns(figure.table) if name not in HIDDEN]
     return csv_of(columns, figure.data[figure.table])
-
-
-def _replace(path: Path, text: str) -> None:
-    """Writes under a temporary name first, so that no half-written file is ever seen."""
-    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with _explained(path):
-        try:
-            draft.unlink(missing_ok=True)
-            draft.touch(exist_ok=False)  # a file of its own, not a link to another
-            draft.write_text(text, encoding="utf-8")
-            os.replace(draft, path)
-        except OSError:
-            with suppress(OSError):
-                draft.unlink(missing_ok=True)
-            raise
-
-
-def _explained(path: Path) -> AbstractContextManager[None]:
-    return explain_os_error(path, "the results of the run are", "'fedloom report' with the run directory writes it")

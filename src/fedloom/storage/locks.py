@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from fedloom.errors import RunDirError
+from fedloom.output_paths import LOCK
 from fedloom.storage import disk
 from fedloom.storage.files import explained, make_folder
 
@@ -30,7 +31,7 @@ def lock(folder: Path, wait: float = 5.0) -> Iterator[None]:
         RunDirError: another process works there, or the disk has no file locks.
     """
     make_folder(folder)
-    path, me = folder / ".lock", os.getpid()
+    path, me = folder / LOCK, os.getpid()
     with explained(path):
         fd = disk.open_file(path, os.O_RDWR | os.O_CREAT)
     try:
@@ -83,7 +84,7 @@ def in_use(folder: Path) -> bool:
     The number in the file is not asked: after a reboot it may be that of any process.
     """
     try:
-        fd = disk.open_file(folder / ".lock", os.O_RDONLY)
+        fd = disk.open_file(folder / LOCK, os.O_RDONLY)
     except OSError:
         return False
     try:

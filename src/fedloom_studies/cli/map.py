@@ -69,10 +69,15 @@ def map_command(
     if space is not None and len(method or ()) != 1:
         raise typer.BadParameter("--space needs one --method")
     with errors():
-        from fedloom.errors import check_folder
+        from fedloom.output_paths import check_output_folder
         from fedloom.printing import print_rows
+        from fedloom_studies.appendices import check_page
         from fedloom_studies.store import folder_of
 
+        if results is not None:
+            check_output_folder(results)
+        if page is not None:
+            check_page(page)
         folder = folder_of(results)
         recorded = folder / f"map-{scale}.jsonl"
         if list_ and not method:
@@ -120,7 +125,7 @@ def map_command(
         print_rows(estimates(wanted, todo, records, data_dir, equal))
         if list_:
             return
-        check_folder(out)
+        check_output_folder(out, (space,))
         time = TimeBudget(None if budget is None else seconds(budget))
         ended = measure_all(
             todo, records, recorded, out / scale, data_dir, time, counted, lambda line: say(line, err=True),

@@ -6,7 +6,6 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from fedloom.errors import ConfigError, explain_os_error
 from fedloom.formats import significant
 from fedloom.metrics import SUMMARY
 from fedloom.report.comparison.contenders import best_row, contenders
@@ -17,6 +16,7 @@ from fedloom.report.numbers import Row, leading_metric, rows_of, test_metrics
 from fedloom.report.reading import read_runs
 from fedloom.report.run import Run
 from fedloom.report.tables import cell_text
+from fedloom.report.writing import check_card, explained, replace_text
 
 OPEN = "*To be filled in by the people who answer for the model.*"
 
@@ -36,16 +36,11 @@ def write_card(run_dirs: Sequence[Path], out: Path) -> Path:
         RunDirError: a directory is not a run, or one of its files is damaged.
         CheckpointError: the disk is full or refuses.
     """
+    check_card(out)
     text = "\n".join(card(run) for run in read_runs(run_dirs))
-    with explain_os_error(out, "the results of the run are", "'fedloom report --card' writes it"):
+    with explained(out):
         out.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with out.open("x", encoding="utf-8") as file:
-                file.write(text)
-        except FileExistsError as error:
-            raise ConfigError(
-                f"{out} is there and may hold what people wrote into it; move it, then write it anew"
-            ) from error
+    replace_text(out, text)
     return out
 
 
