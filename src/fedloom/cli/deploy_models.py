@@ -30,7 +30,10 @@ def models(
     """
     with errors():
         from fedloom.deploy.site.models import export, figures, owned
+        from fedloom.output_paths import check_output_folder
 
+        if out is not None:
+            check_output_folder(out)
         models_there = owned(folder)
         if not models_there:
             say("no model yet: a site has one after the first round that it took part in")

@@ -70,7 +70,11 @@ def check_card(out: Path) -> None:
     """
     if out.exists():
         raise ConfigError(f"{out} is there and may hold what people wrote into it; move it, then write it anew")
-    check_output_file(out, Kind("Markdown", "a model card", never), owns=lambda place: len(place.parts) == 2)
+
+    def owns(place: Path) -> bool:
+        return len(place.parts) == 2 and place.parts[0] not in FOLDERS
+
+    check_output_file(out, Kind("Markdown", "a model card", never), owns=owns)
 
 
 def replace_text(path: Path, text: str) -> None:

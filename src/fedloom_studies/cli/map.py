@@ -74,8 +74,9 @@ def map_command(
         from fedloom_studies.appendices import check_page
         from fedloom_studies.store import folder_of
 
-        if results is not None:
-            check_output_folder(results)
+        for place in (out, results):
+            if place is not None:
+                check_output_folder(place, (space,))
         if page is not None:
             check_page(page)
         folder = folder_of(results)
@@ -125,7 +126,6 @@ def map_command(
         print_rows(estimates(wanted, todo, records, data_dir, equal))
         if list_:
             return
-        check_output_folder(out, (space,))
         time = TimeBudget(None if budget is None else seconds(budget))
         ended = measure_all(
             todo, records, recorded, out / scale, data_dir, time, counted, lambda line: say(line, err=True),
