@@ -202,7 +202,6 @@ def newton(
     separation: Callable[[], Floats | None] | None = None,
     *,
     intercepts: int = 0,
-    noise: float = 0.0,
 ) -> tuple[Floats, Likelihood]:
     """Return the coefficients ``[p]`` of the largest likelihood, and the likelihood there.
 
@@ -214,25 +213,25 @@ def newton(
         names: of the columns.
         separation: finds a direction of separation by the rows; None: rows are not in hand.
         intercepts: the first so many columns are intercepts.
-        noise: how far rounding of sums moves an eigenvalue of the information.
 
     Raises:
         DataError: there is no finite fit, columns depend on each other, or steps do not converge.
     """
     beta = np.zeros(len(names))
     here = first = at(beta)
-    check_columns(first.information, names, noise)
-    step, ended = beta, False
+    check_columns(first.information, names)
+    steps, rise, ended = (beta, beta), np.inf, False
     for _ in range(STEPS):
         if not np.isfinite(here.information).all() or np.linalg.cond(here.information) > SINGULAR:
             break
-        step = np.linalg.solve(here.information, here.gradient).astype(float)
-        if float(here.gradient @ step) < TOLERANCE:
+        step: Floats = np.linalg.solve(here.information, here.gradient).astype(float)
+        steps, rise = (steps[1], step), float(here.gradient @ step)
+        if rise < TOLERANCE:
             beta, here, ended = beta + step, at(beta + step), True
             break
         beta, here = _stepped(at, beta, step, here)
     if not ended or is_suspect(first.information, here.information):
-        direction = recession(first.information, here.information, beta, step) if separation is None else separation()
+        direction = separation() if separation else recession(first.information, here.information, steps, rise)
         if direction is not None:
             raise no_finite_fit(direction, names, intercepts, SUPPORT if separation is None else 0.0)
     if not ended:

@@ -32,37 +32,41 @@ LOADING = 1e-4
 """Part of a column in a dependence below which it has none; rounding leaves less than 1e-6 of a column that has none."""
 COLLAPSED = 1e-6
 """Share of the information at 0 below which a direction is suspect. Where rows are separated, Newton's method ends with a
-share near 1e-12; in 600 random fits of lifelines and statsmodels that exist, the least share was 1e-4 but for columns
-with one cell far from all others, which the second condition of `recession` lets pass."""
-STILL_MOVING = 0.01
-"""Part of the way in a direction that the last step still goes. Where rows are separated, every step of Newton's method
-goes the same way on, so that the last of k is 1 / k of all, and k is at most 50. Else steps shrink quadratically, and
-the last is below 1e-6 of the way."""
+share near 1e-12. A fit that exists may end with one of 1e-11 too, where a column has a cell 1e6 spreads away from all
+others, so that the share alone decides nothing."""
+SETTLED = 1e-6
+"""Rise of the log-likelihood by a step from which its limit is near: no test of a coefficient notices so little."""
+STILL_MOVING = 0.5
+"""Length of the last step, in that of the one before. Where rows are separated, the likelihood's distance to its limit
+falls as exp(-length), and every step of Newton's method is as long as the one before. Else steps shrink quadratically.
+In 1,590 random Cox, logistic and Poisson regressions, of which the linear program found 61 separated, the three
+conditions of `recession` named 58, left 3 as not converged, and named none that has a fit; columns were normal, skewed,
+rare or with a cell up to 1e6 spreads away, on scales from 1e-6 to 1e6."""
 MARGIN, VIOLATION = 1e-6, 1e-8
 """What the linear program must gain in some row, and may lose in any, relative to the largest entry of the row."""
+ROUNDING = 1e-9
+"""Part of a row that the directions still left see, below which they see rounding alone."""
 ROWS = 2000
 """Rows of the linear program that are looked at first, and added at a time where some are violated."""
 SUPPORT = 0.1
 """Part of the largest entry from which a column counts in a direction that is known from sums alone."""
 
 
-def dependent_columns(information: Floats, names: Sequence[str], noise: float = 0.0) -> list[list[str]]:
+def dependent_columns(information: Floats, names: Sequence[str]) -> list[list[str]]:
     """Return the groups of columns that depend on each other, by the null vectors of the information at 0.
 
     Args:
         information: ``[p, p]`` at coefficients of 0, where every row counts, so that it has a null vector only where a
             combination of columns is the same in every row at risk.
         names: of the columns.
-        noise: how far rounding of sums moves an eigenvalue of the information of columns of unit spread.
     """
     size = np.sqrt(np.maximum(information.diagonal(), 0))
     if not (size > 0).all():
         return [[name] for name, one in zip(names, size, strict=True) if not one > 0]
     values, vectors = np.linalg.eigh(information / np.outer(size, size))
-    return [
-        [name for name, part in zip(names, np.abs(row) / np.abs(row).max(), strict=True) if part > LOADING]
-        for row in _reduced(vectors[:, values < max(values[-1] / SINGULAR, noise)].T)
-    ]
+    null = _reduced(vectors[:, values < values[-1] / SINGULAR].T)
+    groups = [np.flatnonzero(np.abs(row) > LOADING * np.abs(row).max()).tolist() for row in null]
+    return [[names[k] for k in group] for group in sorted(groups)]
 
 
 def _reduced(rows: Floats) -> Floats:
@@ -80,13 +84,13 @@ def _reduced(rows: Floats) -> Floats:
     return rows
 
 
-def check_columns(information: Floats, names: Sequence[str], noise: float = 0.0) -> None:
+def check_columns(information: Floats, names: Sequence[str]) -> None:
     """Refuse columns that depend on each other.
 
     Raises:
         DataError: some do; only these are named.
     """
-    groups = dependent_columns(information, names, noise)
+    groups = dependent_columns(information, names)
     if not groups:
         return
     alone = [group[0] for group in groups if len(group) == 1]
@@ -96,26 +100,25 @@ def check_columns(information: Floats, names: Sequence[str], noise: float = 0.0)
     raise DataError(f"columns {listed} depend on each other; leave one of them out")
 
 
-def recession(first: Floats, information: Floats, beta: Floats, step: Floats) -> Floats | None:
+def recession(first: Floats, information: Floats, steps: tuple[Floats, Floats], rise: float) -> Floats | None:
     """Return the direction in which the likelihood still rises though its information has gone, by sums alone.
 
-    Two things must hold in the direction that has lost most: less than `COLLAPSED` of the information at 0 is left, and
-    the last step of Newton's method still went on, by more than `STILL_MOVING` of the way so far.
+    Three things must hold: in some direction less than `COLLAPSED` of the information at 0 is left; the likelihood has
+    almost reached its limit, so that the last step raised it by less than `SETTLED`; and yet this step of Newton's method
+    was at least `STILL_MOVING` times as long as the one before, by the information at 0.
 
     Args:
         first: information ``[p, p]`` at 0, which is regular.
         information: where the steps ended.
-        beta: ``[p]`` coefficients there.
-        step: ``[p]`` the last step.
+        steps: the last two steps, ``[p]`` each.
+        rise: what the last one raised the log-likelihood by, to second order.
     """
-    if not (np.isfinite(information).all() and np.isfinite(step).all()):
+    before, last = steps
+    if not rise < SETTLED or not np.isfinite(information).all() or not is_suspect(first, information):
         return None
-    shares, directions = eigh(information, first)  # directions have unit length in the information at 0
-    direction: Floats = directions[:, 0]
-    way, last = float(direction @ first @ beta), float(direction @ first @ step)
-    if shares[0] > COLLAPSED or last * way <= 0 or abs(last) < STILL_MOVING * abs(way):
+    if not last @ first @ last >= STILL_MOVING**2 * (before @ first @ before) > 0:
         return None
-    return direction * np.sign(way)
+    return last
 
 
 def is_suspect(first: Floats, information: Floats) -> bool:
@@ -161,9 +164,10 @@ def _direction(gains: Floats, equal: Floats) -> Floats | None:
         basis = np.eye(gains.shape[1])
     if not basis.shape[1]:
         return None
+    noise = ROUNDING * np.abs(gains).max(1, initial=0)
     gains = gains @ basis
     largest = np.abs(gains).max(1, initial=0)
-    gains = gains[largest > 0] / largest[largest > 0, None]
+    gains = gains[largest > noise] / largest[largest > noise, None]
     if not len(gains):
         return None
     total, used = gains.sum(0) / len(gains), np.unique(np.linspace(0, len(gains) - 1, ROWS).astype(int))
