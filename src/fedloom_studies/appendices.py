@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from fedloom.output_paths import Kind, check_output_file
+from fedloom.outputs import Kind, check_output_file
 from fedloom.storage import make_folder, write_atomic
 
 HEADS = (b"#", b"<", b"-")
@@ -56,9 +56,11 @@ def check_page(page: Path) -> None:
     """Refuse a page that must not be written, before any work; its first line is looked at when the new one is known.
 
     Raises:
-        ConfigError: see `fedloom.output_paths.check_output_file`.
+        ConfigError: see `fedloom.outputs.check_output_file`.
     """
-    check_output_file(page, Kind("Markdown", "a page that this command wrote", lambda path: _first_line(path)[:1] in HEADS))
+    check_output_file(
+        page, Kind("Markdown", "a page that this command wrote", lambda path: _first_line(path)[:1] in HEADS)
+    )
 
 
 def _first_line(path: Path) -> bytes:

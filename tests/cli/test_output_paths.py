@@ -108,7 +108,9 @@ def test_every_path_of_every_command_is_known_as_read_or_as_written() -> None:
     for name, command in commands(typer.main.get_command(app)):
         paths = {p.name for p in command.params if isinstance(p.type, click.Path) or "Path" in type(p.type).__name__}
         written = {option for other, option in (*FILES, *FOLDERS) if other == name}
-        assert paths | written == READ.get(name, set()) | written, f"{name}: say in this test which of {paths} it writes"
+        assert paths | written == READ.get(name, set()) | written, (
+            f"{name}: say in this test which of {paths} it writes"
+        )
         assert not READ.get(name, set()) & written
     assert {name for name, _ in (*FILES, *FOLDERS)} <= {name for name, _ in commands(typer.main.get_command(app))}
 
@@ -122,7 +124,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     table.write_text("\n".join(["age,crp,hospital,died", *lines, ""]))
     (folder / "mine.toml").write_text(EXPERIMENT.format(table=table))
     Plan(parse(tomllib.loads((folder / "mine.toml").read_text())), folder / "run").run()
-    fl.open_run(folder / "run")["ditto", 0].models.model("personal", 0).save(folder / "run" / "adapted" / "a.safetensors")
+    fl.open_run(folder / "run")["ditto", 0].models.model("personal", 0).save(
+        folder / "run" / "adapted" / "a.safetensors"
+    )
     (folder / "site").mkdir()
     (folder / "site" / "site.toml").write_text("")
     return folder
@@ -263,7 +267,9 @@ def test_data_in_a_folder_that_a_run_deletes_are_an_input(here: Path) -> None:
     assert contents(here) == before
 
 
-@pytest.mark.parametrize("option", [o for o in FILES if o[0] in ("predict", "adapt", "export", "report", "init")], ids=" ".join)
+@pytest.mark.parametrize(
+    "option", [o for o in FILES if o[0] in ("predict", "adapt", "export", "report", "init")], ids=" ".join
+)
 def test_a_command_replaces_its_own_file_as_a_whole_or_not_at_all(
     option: tuple[str, str], here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -289,7 +295,9 @@ def test_a_command_replaces_its_own_file_as_a_whole_or_not_at_all(
     assert contents(here / "new").keys() == before.keys()
 
 
-@pytest.mark.parametrize("option", [o for o in FILES if o[0] in ("predict", "adapt", "export", "report", "init")], ids=" ".join)
+@pytest.mark.parametrize(
+    "option", [o for o in FILES if o[0] in ("predict", "adapt", "export", "report", "init")], ids=" ".join
+)
 def test_force_replaces_a_file_of_another_kind(option: tuple[str, str], here: Path) -> None:
     words, name = FILES[option]
     place = written(here / name)
@@ -358,4 +366,3 @@ def test_methods_that_write_refuse_the_same_places(here: Path) -> None:
     with pytest.raises(fl.FedloomError, match="is not a file of a model that fedloom wrote"):
         models.save(here)
     assert len(models.save(here / "mine")) == len(models.save(here / "mine"))
-

@@ -169,7 +169,9 @@ def test_a_tracker_whose_server_is_away_costs_a_warning_and_catches_up(
     returns: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     away, kept = [True], dict[int, Any]()
-    monkeypatch.setattr("fedloom.experiment.track.TRACKERS", {"mine": lambda *_: (lambda *_: Flaky(away, kept), "view")})
+    monkeypatch.setattr(
+        "fedloom.experiment.track.TRACKERS", {"mine": lambda *_: (lambda *_: Flaky(away, kept), "view")}
+    )
     monkeypatch.setattr("fedloom.experiment.track.NEEDED", {"mine": ()})
     document = tomllib.loads(f'{FILE}[engine]\ncheckpoint_every = 1e-9\n[[method]]\nalgorithm = "fedavg"\n')
     clock = SimpleNamespace(now=0.0)

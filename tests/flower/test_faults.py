@@ -797,7 +797,9 @@ def test_a_round_that_every_node_refuses_ends_the_run() -> None:
         return reply
 
     strategy = ff.Strategy("fedavg", Net(), wait=0.1, **CHOICES)
-    with pytest.raises(RunStopped, match=r"round 2: all 3 nodes that were asked refused it; node 10\d: the loss is a sum"):
+    with pytest.raises(
+        RunStopped, match=r"round 2: all 3 nodes that were asked refused it; node 10\d: the loss is a sum"
+    ):
         strategy.start(App(local, 3, fault).grid, ArrayRecord(Net().state_dict()), num_rounds=5)
     assert strategy.state is not None
     assert strategy.state.round == 1

@@ -290,7 +290,9 @@ def test_a_row_file_is_read_and_written_in_place(tmp_path):
         files.RowFile(tmp_path / "none", 7, new=False)
 
 
-@pytest.mark.parametrize("refusal", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF], ids=errno.errorcode.get)
+@pytest.mark.parametrize(
+    "refusal", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF], ids=errno.errorcode.get
+)
 def test_a_disk_without_file_locks_is_named_wherever_a_lock_is_taken(refusal, tmp_path, monkeypatch):
     """Several machines could write there at once, so nothing is written; a file is still replaced as a whole."""
 

@@ -30,7 +30,7 @@ def models(
     """
     with errors():
         from fedloom.deploy.site.models import export, figures, owned
-        from fedloom.output_paths import check_output_folder
+        from fedloom.outputs import check_output_folder
 
         if out is not None:
             check_output_folder(out)

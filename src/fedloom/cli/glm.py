@@ -45,7 +45,9 @@ def glm(
         ratio = {"logistic": "odds ratio", "poisson": "rate ratio"}.get(family)
         shown = np.stack([fit.beta, low, high])
         if ratio is not None:
-            with np.errstate(over="ignore"):  # per unit of a column in large units, a ratio may be beyond all numbers: inf
+            with np.errstate(
+                over="ignore"
+            ):  # per unit of a column in large units, a ratio may be beyond all numbers: inf
                 shown = np.exp(shown)
         heads = [*([] if ratio is None else [ratio]), "95 % from", "to", "p"]
         figures = np.stack([*shown[ratio is None :], fit.p_values], 1).tolist()

@@ -38,7 +38,7 @@ def init(
     with errors():
         from fedloom.data.survey.columns import Survey
         from fedloom.data.survey.draft import Draft
-        from fedloom.output_paths import Kind, check_output_file, never
+        from fedloom.outputs import Kind, check_output_file, never
         from fedloom.storage.files import make_folder, write_atomic
 
         place = out or table.parent / f"{table.name.lstrip('.').partition('.')[0] or 'data'}.toml"

@@ -161,7 +161,7 @@ class PredictionsFile:
         say(*predictions.notes, f"{len(predictions.scores)} predictions{by}: {self._path}")
 
     def _check(self, are_columns: Callable[[bytes], bool]) -> None:
-        from fedloom.output_paths import Kind, check_output_file
+        from fedloom.outputs import Kind, check_output_file
 
         def is_own(path: Path) -> bool:
             with path.open("rb") as file:

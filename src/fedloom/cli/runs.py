@@ -190,7 +190,9 @@ def report_command(
     card: Annotated[
         bool, typer.Option("--card", help="write a model card too: card.md, for people to complete")
     ] = False,
-    force: Annotated[bool, typer.Option("--force", help="replace files that are there and that no report wrote")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="replace files that are there and that no report wrote")
+    ] = False,
 ) -> None:
     """Write the report of runs as one offline HTML page.
 

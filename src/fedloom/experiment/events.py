@@ -108,7 +108,6 @@ class EventQueue:
     @contextmanager
     def listening(self, *listeners: Listener) -> Iterator[None]:
         """While it is open, a thread passes on every event; after an error those that come within `PATIENCE`."""
-
         guard = Guard()
 
         def listen() -> None:

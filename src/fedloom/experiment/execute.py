@@ -41,7 +41,7 @@ from fedloom.experiment.outputs import (
 )
 from fedloom.experiment.schema import Experiment, Method
 from fedloom.local.oracles.precision import undisturbed
-from fedloom.output_paths import check_output_folder, is_run_directory
+from fedloom.outputs import check_output_folder, is_run_directory
 from fedloom.processes.pool import WorkerPool, cores
 from fedloom.processes.ranks import ALONE, Ranks
 from fedloom.processes.signals import interruptible

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
 RETRY_SECONDS = 60.0
-"""How long a tracker that has failed is left alone during a run: a server that is away costs up to `HTTP_SECONDS` a try,
-so that a run spends at most a sixth of its time on it."""
+"""How long a tracker that has failed is left alone during a run: a server that is away costs up to `HTTP_SECONDS` and a
+retry, so that a run spends a small part of its time on it."""
 HTTP_SECONDS, HTTP_RETRIES = 10, 1
 """Patience with MLflow's server, unless the environment has other values: its own are 120 seconds and 7 retries, which
 would hold a run up for many minutes in every evaluation."""

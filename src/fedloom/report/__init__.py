@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fedloom.report.charts import kit, look
-from fedloom.report.comparison.card import write_card
+from fedloom.report.comparison.card import check_card, write_card
 from fedloom.report.comparison.criteria import NEAR, cumulative
 from fedloom.report.comparison.family import LEVEL, TestedDifference, differences, family, holm
 from fedloom.report.csv_files import csv_of_table
@@ -23,7 +23,6 @@ from fedloom.report.page import write
 from fedloom.report.reading import read_runs
 from fedloom.report.run import Key, Run
 from fedloom.report.tables import result_table
-from fedloom.report.writing import check_card
 
 __all__ = [
     "EMPTY",

@@ -35,10 +35,11 @@ from fedloom.report.run import Run
 from fedloom.report.settings import settings
 from fedloom.report.sites import SITES, privacy_tables, site_tables
 from fedloom.report.tables import csv_text
-from fedloom.report.writing import MARK
 
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 """What the page may do: run its own scripts; it can reach no network."""
+MARK = " · fedloom report</title>"
+"""End of the title of a report, which no other page has."""
 BUNDLE = "vega.js"
 """Name of the scripts that are kept."""
 PLACES = {

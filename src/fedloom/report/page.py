@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from pyarrow import ArrowException
 
-from fedloom.errors import FedloomError, RunDirError
+from fedloom.errors import ConfigError, FedloomError, RunDirError, check_folder, explain_os_error
+from fedloom.outputs import KINDS, Kind, check_output_file, is_run_directory
 from fedloom.report.charts.calibrated import calibrated, thresholds_csv
 from fedloom.report.charts.clients import clients
 from fedloom.report.charts.curves import curves, robustness
@@ -25,14 +27,17 @@ from fedloom.report.comparison.gains import gains, gains_csv, gains_latex
 from fedloom.report.comparison.pairs import pairs, pairs_csv, pairs_latex
 from fedloom.report.comparison.paper import results_latex, title
 from fedloom.report.csv_files import csv_of
-from fedloom.report.document import document
+from fedloom.report.document import MARK, document
 from fedloom.report.groups import groups_csv
 from fedloom.report.left_out import left_out_csv
 from fedloom.report.numbers import Row, leading_metric, rows_of
 from fedloom.report.reading import read_runs
 from fedloom.report.run import Run
 from fedloom.report.tables import csv_text
-from fedloom.report.writing import check_report, check_tables, explained, replace_text
+from fedloom.rundir import FOLDERS, REPORT
+
+FIRST_BYTES = 4096
+"""Bytes of a page within which its title ends; the name of an experiment has far fewer characters."""
 
 
 def write(
@@ -151,3 +156,72 @@ def figures(runs: list[Run], rows: list[Row], models: Models = "used") -> list[F
 def _data_csv(figure: Figure) -> str:
     columns = [name for name in figure.columns(figure.table) if name not in HIDDEN]
     return csv_of(columns, figure.data[figure.table])
+
+
+def check_report(run_dirs: Sequence[Path], out: Path, *, force: bool = False) -> Path:
+    """Return the folder beside a report, in which its tables and charts lie, once both may be written.
+
+    Raises:
+        RunDirError: the folder is a file.
+        ConfigError: see `fedloom.report.write`.
+    """
+    beside = out.with_suffix("")
+    if out.suffix.lower() not in KINDS["HTML"] or out.is_dir():
+        raise ConfigError(f"a report is one HTML file, got {out}; give a name such as {out.with_suffix('.html')}")
+    if beside.is_symlink():
+        raise ConfigError(f"{beside} is a link, through which a report would overwrite other files; remove the link")
+    check_folder(beside)
+
+    def owns(place: Path) -> bool:
+        return len(place.parts) == 1 and place.stem not in FOLDERS
+
+    check_output_file(out, Kind("HTML", "a report", _is_report), run_dirs, owns=owns, force=force)
+    if is_run_directory(beside):
+        raise ConfigError(f"{beside} is a run directory, and the tables of {out} would lie in it; give another path")
+    return beside
+
+
+def _is_report(path: Path) -> bool:
+    if path.name == REPORT and is_run_directory(path.parent):
+        return True
+    with path.open("rb") as file:
+        return MARK.encode() in file.read(FIRST_BYTES)
+
+
+def check_tables(out: Path, beside: Path, names: Iterable[str], *, force: bool) -> None:
+    """Refuse to replace files in the folder beside a report that no report wrote.
+
+    A report wrote the files if the report itself is there, or if the folder belongs to a run directory.
+
+    Raises:
+        ConfigError: a file is there without a report, or is a link or a folder.
+    """
+    kind = Kind("other", "a table or chart of a report", lambda _path: out.exists() or is_run_directory(out.parent))
+    for name in names:
+        path = beside / name
+        if path.exists() or path.is_symlink():
+            check_output_file(path, kind, owns=lambda _place: True, force=force)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a text under a temporary name first, so that no half-written file is ever seen.
+
+    Raises:
+        CheckpointError: the disk is full or refuses.
+    """
+    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with explained(path):
+        try:
+            draft.unlink(missing_ok=True)
+            draft.touch(exist_ok=False)  # a file of its own, not a link to another
+            draft.write_text(text, encoding="utf-8")
+            os.replace(draft, path)
+        except OSError:
+            with suppress(OSError):
+                draft.unlink(missing_ok=True)
+            raise
+
+
+def explained(path: Path) -> AbstractContextManager[None]:
+    """Report in one sentence that a file of a report could not be written."""
+    return explain_os_error(path, "the results of the run are", "'fedloom report' with the run directory writes it")

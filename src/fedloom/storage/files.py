@@ -19,7 +19,7 @@ from fedloom.errors import (
     check_folder,
     explain_os_error,
 )
-from fedloom.output_paths import draft_of
+from fedloom.outputs import draft_of
 from fedloom.storage import disk
 
 if TYPE_CHECKING:

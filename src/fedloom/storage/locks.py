@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from fedloom.errors import RunDirError
-from fedloom.output_paths import LOCK
+from fedloom.outputs import LOCK
 from fedloom.storage import disk
 from fedloom.storage.files import explained, make_folder
 

@@ -209,8 +209,8 @@ def _check_weights(weights: object, classes: tuple[str, ...]) -> None:
 def _each(scorer: Function, what: str, output: Tensor, y: Tensor, owner: Tensor, n: int) -> Tensor:
     """A user's function of every client's samples, float64 ``[n]``; nan without samples, or without finite outputs.
 
-    A metric has been tried on samples before the first round. Where it fails at a client later, as one of two classes at
-    a client of one, it is nan there and logged once: no model depends on it.
+    A metric has been tried on samples before the first round. Where it fails at a client later, as a metric of two
+    classes at a client of one, it is nan there and logged once: no model depends on it.
     """
     values = torch.full((n,), math.nan, dtype=torch.float64)
     order = owner.to(output.device).argsort(stable=True)

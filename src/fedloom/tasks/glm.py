@@ -124,8 +124,8 @@ def fit_glm(
 def _separation(sites: Sequence[GlmSite], family: str, intercepts: int) -> Floats | None:
     """A direction in which the likelihood has no maximum; see `fedloom.tasks.separation`.
 
-    It is one of a logistic regression if no row with 1 has a negative x b and no row with 0 a positive one; of a Poisson
-    regression if x b is 0 in every row with a count and not above 0 in any other.
+    It is one of a logistic regression if no row with 1 has a negative x b and no row with 0 a positive one; of a
+    Poisson regression if x b is 0 in every row with a count and not above 0 in any other.
     """
     x, y = (np.concatenate(part) for part in zip(*sites, strict=True))
     if family == "logistic":

@@ -1,15 +1,15 @@
 """Say why a regression by sums has no finite fit: which columns depend on each other, or separate the rows.
 
-References: A. Albert and J. A. Anderson, "On the existence of maximum likelihood estimates in logistic regression models",
-Biometrika 1984; K. Konis, "Linear programming algorithms for detecting separated data in binary logistic regression
-models", 2007; S. Correia, P. Guimaraes, T. Zylkin, "Verifying the existence of maximum likelihood estimates for
+References: A. Albert and J. A. Anderson, "On the existence of maximum likelihood estimates in logistic regression
+models", Biometrika 1984; K. Konis, "Linear programming algorithms for detecting separated data in binary logistic
+regression models", 2007; S. Correia, P. Guimaraes, T. Zylkin, "Verifying the existence of maximum likelihood estimates for
 generalized linear models", arXiv:1903.01633v6 (Poisson); M. Jacobsen, "Existence and unicity of MLEs in discrete
 exponential family distributions", Scand. J. Stat. 1989 (Cox).
 
 A direction b of the coefficients along which no row is fitted worse and some row is fitted better is a recession
 direction of the likelihood. With rows in hand, whether there is one is a linear program: maximise the sum of ``a_i b``
-subject to ``a_i b >= 0``, where ``a_i`` is a difference that the fit must not make negative. From sums alone, it shows in
-Newton's method, see `recession`.
+subject to ``a_i b >= 0``, where ``a_i`` is a difference that the fit must not make negative. From sums alone, it shows
+in Newton's method, see `recession`.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ SINGULAR = 1e12
 """Condition number of the information from which columns depend on each other: a correlation beyond 1 - 1e-12, of which
 double precision leaves no digit."""
 LOADING = 1e-4
-"""Part of a column in a dependence below which it has none; rounding leaves less than 1e-6 of a column that has none."""
+"""Part of a column in a dependence below which it has none; rounding leaves less than 1e-6 of such a column."""
 COLLAPSED = 1e-6
-"""Share of the information at 0 below which a direction is suspect. Where rows are separated, Newton's method ends with a
-share near 1e-12. A fit that exists may end with one of 1e-11 too, where a column has a cell 1e6 spreads away from all
+"""Share of the information at 0 below which a direction is suspect. Where rows are separated, Newton's method ends with
+a share near 1e-12. A fit that exists may end with one of 1e-11 too, where a column has a cell 1e6 spreads away from all
 others, so that the share alone decides nothing."""
 SETTLED = 1e-6
 """Rise of the log-likelihood by a step from which its limit is near: no test of a coefficient notices so little."""
@@ -104,8 +104,8 @@ def recession(first: Floats, information: Floats, steps: tuple[Floats, Floats], 
     """Return the direction in which the likelihood still rises though its information has gone, by sums alone.
 
     Three things must hold: in some direction less than `COLLAPSED` of the information at 0 is left; the likelihood has
-    almost reached its limit, so that the last step raised it by less than `SETTLED`; and yet this step of Newton's method
-    was at least `STILL_MOVING` times as long as the one before, by the information at 0.
+    almost reached its limit, so that the last step raised it by less than `SETTLED`; and yet this step of Newton's
+    method was at least `STILL_MOVING` times as long as the one before, by the information at 0.
 
     Args:
         first: information ``[p, p]`` at 0, which is regular.
@@ -209,7 +209,10 @@ def no_finite_fit(direction: Floats, names: Sequence[str], free: int = 0, least:
     else:
         parts = [f"{names[k]} {ways[k]}" for k in named]
         what = f"{_listed([names[k] for k in named])} together separate the rows: the coefficient of {_listed(parts)}"
-        what, cure = f"{what} without limit", "leave one of them out, or merge levels until they have rows of both outcomes"
+        what, cure = (
+            f"{what} without limit",
+            "leave one of them out, or merge levels until they have rows of both outcomes",
+        )
     return DataError(f"no finite fit: {what}; {cure}")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from zipfile import BadZipFile, ZipFile
 
-from fedloom.output_paths import Kind, check_output_file
+from fedloom.outputs import Kind, check_output_file
 from fedloom.rundir import ADAPTED
 from fedloom.storage.checkpoint import has_digest
 
@@ -30,7 +30,7 @@ def check_model_file(
         force: replace a file of another kind.
 
     Raises:
-        ConfigError: see `fedloom.output_paths.check_output_file`.
+        ConfigError: see `fedloom.outputs.check_output_file`.
     """
     kind = Kind(ENDINGS.get(format, "safetensors"), "a file of a model", is_model_file)
     return check_output_file(path, kind, inputs, owns=lambda inside: inside.parts[:-1] == (ADAPTED,), force=force)

@@ -249,7 +249,7 @@ class Model:
             force: replace a file of another kind too.
 
         Raises:
-            ConfigError: the path must not be written; see `fedloom.output_paths.check_output_file`.
+            ConfigError: the path must not be written; see `fedloom.outputs.check_output_file`.
             CheckpointError: the disk is full or refuses.
         """
         path = check_model_file(path, force=force)

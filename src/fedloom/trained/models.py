@@ -17,7 +17,7 @@ from fedloom.data.input_spec import lone_client
 from fedloom.errors import ConfigError, nearest
 from fedloom.local import LocalSGD
 from fedloom.local.oracles.precision import undisturbed
-from fedloom.output_paths import check_output_folder
+from fedloom.outputs import check_output_folder
 from fedloom.trained.adapt import adapted
 from fedloom.trained.files import check_model_file
 from fedloom.trained.model import Model, ModelRecipe, running_statistics

@@ -19,7 +19,7 @@ from fedloom.experiment import Experiment, parse
 from fedloom.experiment.events import PAUSE, Emitter, EventQueue, Listener
 from fedloom.experiment.file import difference_to_recorded
 from fedloom.experiment.tuning import Dimension, Tune
-from fedloom.output_paths import check_output_folder
+from fedloom.outputs import check_output_folder
 from fedloom.processes.distributed import check_alone
 from fedloom.processes.pool import WorkerPool, cores
 from fedloom.processes.signals import interruptible

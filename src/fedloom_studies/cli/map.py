@@ -69,7 +69,7 @@ def map_command(
     if space is not None and len(method or ()) != 1:
         raise typer.BadParameter("--space needs one --method")
     with errors():
-        from fedloom.output_paths import check_output_folder
+        from fedloom.outputs import check_output_folder
         from fedloom.printing import print_rows
         from fedloom_studies.appendices import check_page
         from fedloom_studies.store import folder_of

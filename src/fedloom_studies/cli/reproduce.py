@@ -66,7 +66,7 @@ def reproduce(
     if sum((name is not None, list_, all_, page is not None, estimate and not list_)) != 1:
         raise typer.BadParameter("give one of NAME, --list, --all, --page, --estimate")
     with errors():
-        from fedloom.output_paths import check_output_folder
+        from fedloom.outputs import check_output_folder
         from fedloom.values import choose
         from fedloom_studies.appendices import check_page
         from fedloom_studies.reproduce.recipe import SCALES

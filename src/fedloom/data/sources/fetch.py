@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fedloom.errors import ConfigError, DataError, unknown
-from fedloom.output_paths import check_output_folder
+from fedloom.outputs import check_output_folder
 from fedloom.rundir import place_of
 
 ENV = "FEDLOOM_DATA"
@@ -151,7 +151,9 @@ def _fetch(name: str, file: str, digest: str, mirrors: tuple[str, ...], place: P
 
     path = place / file
     if path.exists() and not pooch.hashes.hash_matches(path, digest):
-        raise ConfigError(f"{path} is there already with another digest than {digest[:19]}...; move it, then fetch again")
+        raise ConfigError(
+            f"{path} is there already with another digest than {digest[:19]}...; move it, then fetch again"
+        )
     pooch.get_logger().setLevel("ERROR")
     failures = []
     for mirror in mirrors:

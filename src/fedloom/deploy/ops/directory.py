@@ -26,7 +26,7 @@ from fedloom.deploy.ops.commands import OPS, command, environment, filled, profi
 from fedloom.deploy.ops.plan import DeploymentPlan
 from fedloom.deploy.settings import Member, Secure, Server, Site, digest, placed, read_server, text_of
 from fedloom.errors import ConfigError
-from fedloom.output_paths import check_output_folder
+from fedloom.outputs import check_output_folder
 from fedloom.storage import disk
 from fedloom.storage.disk import regular
 from fedloom.values import Value, make

@@ -20,7 +20,7 @@ from fedloom.errors import ConfigError, unknown
 from fedloom.experiment import Experiment
 from fedloom.experiment.analyses.importance import FEWEST, Scored, permuted
 from fedloom.local.oracles import make_oracle
-from fedloom.output_paths import check_output_folder
+from fedloom.outputs import check_output_folder
 from fedloom.storage.checkpoint import check_digest, save_tensors
 from fedloom.storage.files import make_folder
 from fedloom.tasks import task_of
