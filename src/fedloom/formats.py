@@ -130,9 +130,9 @@ def folded(notes: Iterable[str]) -> list[str]:
     """
     rounds = dict[tuple[bool, str], list[str]]()
     for note in notes:
-        found = re.match(r"round (\d+)\b", note)
-        key = (True, note[found.end() :]) if found else (False, note)
-        rounds.setdefault(key, []).append(found[1] if found else "")
+        start = re.match(r"round (\d+)\b", note)
+        key = (True, note[start.end() :]) if start else (False, note)
+        rounds.setdefault(key, []).append(start[1] if start else "")
     return [_folded(text, of_rounds, counted) for (of_rounds, text), counted in rounds.items()]
 
 

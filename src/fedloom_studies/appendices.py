@@ -33,22 +33,22 @@ def write_pages(page: Path, folder: str, contents: Iterable[tuple[str, str | byt
     appendices = (PAGES.resolve() if in_checkout else beside) / folder
     check_page(page)
     forth, back = os.path.relpath(appendices, beside), os.path.relpath(beside, appendices)
-    written = list[tuple[Path, bytes]]()
+    files = list[tuple[Path, bytes]]()
     for name, content in contents:
         if isinstance(content, str):
             link, place = ("../", back) if name else (f"{folder}/", forth)
             content = content.replace(f"]({link}", f"]({place}/").encode()
-        written.append((appendices / name if name else page, content))
-    first = {path: content.partition(b"\n")[0] for path, content in written}
+        files.append((appendices / name if name else page, content))
+    first = {path: content.partition(b"\n")[0] for path, content in files}
 
     def is_own(path: Path) -> bool:
         return first[page] == _first_line(page) if path == page else in_checkout or page.exists()
 
-    for path, _ in written:
+    for path, _ in files:
         if path == page or path.exists():
             check_output_file(path, Kind("Markdown", "a page that this command wrote", is_own))
     make_folder(appendices)
-    for path, content in written:
+    for path, content in files:
         write_atomic(path, content)
 
 

@@ -24,19 +24,19 @@ class Guard:
         self.warnings = list[str]()
         self._failed = set[int]()
 
-    def call(self, what: str, function: Callable[..., object], *given: Any) -> object:
+    def call(self, what: str, function: Callable[..., object], *arguments: Any) -> object:
         """Return what a function gives, None where it fails.
 
         Args:
             what: its role, e.g. ``"callback"``.
             function: what is called.
-            given: its arguments.
+            arguments: what it is called with.
 
         Raises:
             RunStopped: the function asks for the end of the run.
         """
         try:
-            return function(*given)
+            return function(*arguments)
         except RunStopped:
             raise
         except Exception as error:

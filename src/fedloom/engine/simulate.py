@@ -166,8 +166,8 @@ class _Simulation(Hooks):
         return tuple(notes)
 
     def after_round(self, state: State) -> str | None:
-        told = [self._guard.call("callback", call, state) for call in self._progress]
-        return "; ".join(sentence for sentence in told if isinstance(sentence, str)) or None
+        answers = [self._guard.call("callback", call, state) for call in self._progress]
+        return "; ".join(sentence for sentence in answers if isinstance(sentence, str)) or None
 
     def interrupted(self) -> bool:
         return self._interrupted()

@@ -94,8 +94,8 @@ class Plan:
         self._force, self._partly = force, partly
         if ranks.rank == 0:
             self._check_directory()
-            own = (*FOLDERS, *FILES, *(() if is_run_directory(out) else (SETTINGS,)))
-            check_output_folder(out, (*reads, experiment.source_options.get("source")), own=own)
+            entries = (*FOLDERS, *FILES, *(() if is_run_directory(out) else (SETTINGS,)))
+            check_output_folder(out, (*reads, experiment.source_options.get("source")), entries=entries)
         data = keeping(experiment.source, experiment.common.evaluate.groups).read(data_dir)
         self.federations: dict[int, Federation] = {s: experiment.partition(data, s) for s in experiment.head.seeds}
         self.runs = [(m, seed) for m in experiment.methods for seed in experiment.head.seeds]

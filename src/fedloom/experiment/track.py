@@ -186,15 +186,15 @@ def mlflow_names(names: Iterable[str]) -> dict[str, str]:
     {'global/test/recall[0]/mean': 'global/test/recall.0/mean', \
 'global/test/a(b)': 'global/test/a_b_ 2', 'global/test/a_b_': 'global/test/a_b_'}
     """
-    ours = list(names)
-    cleaned = {name: _mlflow_name(name) for name in ours}
-    taken = {name for name in ours if cleaned[name] == name}
-    for name in ours:
+    originals = list(names)
+    cleaned = {name: _mlflow_name(name) for name in originals}
+    used = {name for name in originals if cleaned[name] == name}
+    for name in originals:
         clean, number = cleaned[name], 1
-        while cleaned[name] != name and cleaned[name] in taken:
+        while cleaned[name] != name and cleaned[name] in used:
             number += 1
             cleaned[name] = f"{clean[: LONGEST_NAME - 5]} {number}"
-        taken.add(cleaned[name])
+        used.add(cleaned[name])
     return cleaned
 
 

@@ -59,24 +59,24 @@ def check_output_file(
     if path.is_dir():
         raise ConfigError(f"{path} is a folder, not a file; give the name of a file, as {path / 'NAME'}")
     check_folder(path.parent)
-    there = path.exists()
-    if there and not path.is_file():
+    exists = path.exists()
+    if exists and not path.is_file():
         raise ConfigError(f"{path} is no regular file; give the name of a file")
-    for name, given in _existing(inputs):
-        if _same(path, given) or _same(draft_of(path), given):
+    for name, read in _existing(inputs):
+        if _same(path, read) or _same(draft_of(path), read):
             raise ConfigError(f"{path} would overwrite {name}, which this call reads; give another path")
-        if there and _lies_in(path, given) and not kind.is_own(path):
+        if exists and _lies_in(path, read) and not kind.is_own(path):
             raise ConfigError(f"{path} is a file of {name}, which this call reads; give another path")
     _check_place(path.parent, path, owns)
-    if there and not os.access(path, os.W_OK):
+    if exists and not os.access(path, os.W_OK):
         raise ConfigError(f"{path} may only be read; change its permissions, or give another path")
     if force:
         return path
-    if there and not kind.is_own(path):
+    if exists and not kind.is_own(path):
         why = "" if kind.is_own is never else f", and is not {kind.what} that fedloom wrote"
         raise ConfigError(f"{path} is there already{why}; give --force to replace it, or another path")
     other = next((other for other, endings in KINDS.items() if path.suffix.lower() in endings), kind.name)
-    if not there and other != kind.name:
+    if not exists and other != kind.name:
         raise ConfigError(
             f"{path}: {path.suffix} is not the ending of {kind.what}; give a name that ends in "
             f"{' or '.join(KINDS[kind.name])}, or --force to take this one"
@@ -84,13 +84,15 @@ def check_output_file(
     return path
 
 
-def check_output_folder(folder: object, inputs: Iterable[object] = (), *, own: Collection[str] | None = None) -> Path:
+def check_output_folder(
+    folder: object, inputs: Iterable[object] = (), *, entries: Collection[str] | None = None
+) -> Path:
     """Refuse a folder that must not be written into.
 
     Args:
         folder: the folder, which need not exist.
         inputs: files, folders and names that the same call reads.
-        own: names of the files and folders in it that belong to the command, which replaces and deletes them; None:
+        entries: names of the files and folders in it that belong to the command, which replaces and deletes them; None:
             single files are written, which `check_output_file` checks, and the folder is no run directory.
 
     Returns:
@@ -102,9 +104,9 @@ def check_output_folder(folder: object, inputs: Iterable[object] = (), *, own: C
     """
     folder = place_of(folder, "folder")
     check_folder(folder)
-    _check_place(folder if own is None else folder.resolve().parent, folder, never)
-    for name, given in _existing(inputs):
-        if _lies_in(given, folder) and _folded(given).relative_to(_folded(folder)).parts[0] in (own or ()):
+    _check_place(folder if entries is None else folder.resolve().parent, folder, never)
+    for name, read in _existing(inputs):
+        if _lies_in(read, folder) and _folded(read).relative_to(_folded(folder)).parts[0] in (entries or ()):
             raise ConfigError(f"{name}, which this call reads, would be replaced or deleted in {folder}; move it")
     return folder
 
@@ -141,10 +143,10 @@ def _check_place(first: Path, shown: Path, owns: Callable[[Path], bool]) -> None
 
 def _existing(inputs: Iterable[object]) -> Iterable[tuple[object, Path]]:
     """Yield the inputs that are files or folders."""
-    for given in inputs:
+    for one in inputs:
         with suppress(OSError, ValueError):  # a name that no path can have
-            if isinstance(given, str | os.PathLike) and given and (path := Path(given).expanduser()).exists():
-                yield given, path
+            if isinstance(one, str | os.PathLike) and one and (path := Path(one).expanduser()).exists():
+                yield one, path
 
 
 def _same(path: Path, other: Path) -> bool:

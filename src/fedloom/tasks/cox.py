@@ -280,8 +280,8 @@ def _orders(sites: Sequence[SurvivalSite], *, stratify: bool) -> tuple[Floats, F
         dead = event == 1
         lead = np.zeros(len(times), int)
         lead[last[dead]] = np.flatnonzero(dead)
-        tied, others = dead & (lead[last] != np.arange(len(x))), ~dead & (last >= 0)
-        gains += [x[lead[last[others]]] - x[others], x[lead[:-1]] - x[lead[1:]]]
+        tied, alive = dead & (lead[last] != np.arange(len(x))), ~dead & (last >= 0)
+        gains += [x[lead[last[alive]]] - x[alive], x[lead[:-1]] - x[lead[1:]]]
         equal.append(x[lead[last[tied]]] - x[tied])
     return np.concatenate(gains), np.concatenate(equal)
 

@@ -2,8 +2,8 @@
 
 References: A. Albert and J. A. Anderson, "On the existence of maximum likelihood estimates in logistic regression
 models", Biometrika 1984; K. Konis, "Linear programming algorithms for detecting separated data in binary logistic
-regression models", 2007; S. Correia, P. Guimaraes, T. Zylkin, "Verifying the existence of maximum likelihood estimates for
-generalized linear models", arXiv:1903.01633v6 (Poisson); M. Jacobsen, "Existence and unicity of MLEs in discrete
+regression models", 2007; S. Correia, P. Guimaraes, T. Zylkin, "Verifying the existence of maximum likelihood estimates
+for generalized linear models", arXiv:1903.01633v6 (Poisson); M. Jacobsen, "Existence and unicity of MLEs in discrete
 exponential family distributions", Scand. J. Stat. 1989 (Cox).
 
 A direction b of the coefficients along which no row is fitted worse and some row is fitted better is a recession
@@ -34,7 +34,7 @@ COLLAPSED = 1e-6
 """Share of the information at 0 below which a direction is suspect. Where rows are separated, Newton's method ends with
 a share near 1e-12. A fit that exists may end with one of 1e-11 too, where a column has a cell 1e6 spreads away from all
 others, so that the share alone decides nothing."""
-SETTLED = 1e-6
+RISE = 1e-6
 """Rise of the log-likelihood by a step from which its limit is near: no test of a coefficient notices so little."""
 STILL_MOVING = 0.5
 """Length of the last step, in that of the one before. Where rows are separated, the likelihood's distance to its limit
@@ -78,8 +78,8 @@ def _reduced(rows: Floats) -> Floats:
         at, pivot = np.unravel_index(int(free.argmax()), free.shape)
         rows[[k, k + int(at)]] = rows[[k + int(at), k]]
         rows[k] /= rows[k, pivot]
-        others = np.arange(len(rows)) != k
-        rows[others] -= np.outer(rows[others, pivot], rows[k])
+        rest = np.arange(len(rows)) != k
+        rows[rest] -= np.outer(rows[rest, pivot], rows[k])
         done.append(int(pivot))
     return rows
 
@@ -104,7 +104,7 @@ def recession(first: Floats, information: Floats, steps: tuple[Floats, Floats], 
     """Return the direction in which the likelihood still rises though its information has gone, by sums alone.
 
     Three things must hold: in some direction less than `COLLAPSED` of the information at 0 is left; the likelihood has
-    almost reached its limit, so that the last step raised it by less than `SETTLED`; and yet this step of Newton's
+    almost reached its limit, so that the last step raised it by less than `RISE`; and yet this step of Newton's
     method was at least `STILL_MOVING` times as long as the one before, by the information at 0.
 
     Args:
@@ -114,7 +114,7 @@ def recession(first: Floats, information: Floats, steps: tuple[Floats, Floats], 
         rise: what the last one raised the log-likelihood by, to second order.
     """
     before, last = steps
-    if not rise < SETTLED or not np.isfinite(information).all() or not is_suspect(first, information):
+    if not rise < RISE or not np.isfinite(information).all() or not is_suspect(first, information):
         return None
     if not last @ first @ last >= STILL_MOVING**2 * (before @ first @ before) > 0:
         return None
@@ -137,20 +137,20 @@ def separating(gains: Floats, equal: Floats, free: int = 0) -> Floats | None:
         free: the first so many columns are intercepts, which are not left out to find the fewest.
     """
     size = np.array([np.median(np.abs(column[column != 0])) if column.any() else 1.0 for column in gains.T])
-    found = _direction(gains / size, equal / size)
-    if found is None:
+    direction = _direction(gains / size, equal / size)
+    if direction is None:
         return None
     kept = np.ones(len(size), bool)
-    for column in [k for k in np.argsort(np.abs(found)) if k >= free]:
+    for column in [k for k in np.argsort(np.abs(direction)) if k >= free]:
         kept[column] = False
         fewer = _direction(gains[:, kept] / size[kept], equal[:, kept] / size[kept])
         if fewer is None:
             kept[column] = True
         else:
-            found = np.zeros(len(size))
-            found[kept] = fewer
-    direction: Floats = found / size
-    return direction
+            direction = np.zeros(len(size))
+            direction[kept] = fewer
+    scaled: Floats = direction / size
+    return scaled
 
 
 def _direction(gains: Floats, equal: Floats) -> Floats | None:

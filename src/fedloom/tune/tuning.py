@@ -47,7 +47,7 @@ from fedloom.values import difference, dump, flat
 FREE = ("seeds", "name", "evaluate")
 """Parts of an experiment that no trial depends on."""
 FOLDERS = ("trials", "checkpoints")
-OWN = (*FOLDERS, "search.toml", "tuned.toml", *REPORTS)
+ENTRIES = (*FOLDERS, "search.toml", "tuned.toml", *REPORTS)
 """Names in the directory of a search that belong to it."""
 """Folders of a search."""
 
@@ -87,7 +87,7 @@ class Tuning:
         check_alone("a search for settings")
         self.experiment = read(document, where)
         self.tune, self.out, self._where, self._read = self.experiment.tune, out, where, read
-        check_output_folder(out, (where, self.experiment.source_options.get("source")), own=OWN)
+        check_output_folder(out, (where, self.experiment.source_options.get("source")), entries=ENTRIES)
         self._document = {key: value for key, value in document.items() if key != "tune"}
         check_names(self.experiment, where)
         spaces = [space_of(method, self.tune, where) for method in self.experiment.methods]
