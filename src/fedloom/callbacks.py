@@ -1,9 +1,12 @@
 """Callbacks: functions that `fedloom.simulate` calls with the run's state after every round.
 
 A callback is any ``f(state)``; it changes nothing. One that returns a sentence ends the run after this round, which is
-evaluated first; the sentence is `Result.detail`. What a callback decides from ``state.records`` survives a restart,
-because the records of all rounds are in every checkpoint; a memory of its own does not. A run that a callback has ended
-is done: running it again gives the same result.
+evaluated first; the sentence is `Result.detail`. One that raises `fedloom.errors.RunStopped` ends the run at once. Any
+other `Exception` is a warning and a note of the result: the run goes on, and calls the function after the next round.
+
+What a callback decides from ``state.records`` survives a restart, because the records of all rounds are in every
+checkpoint; a memory of its own does not. A run that a callback has ended is done: running it again gives the same
+result.
 
     history = fl.callbacks.History()
     fl.simulate(method, fed, progress=[history, fl.callbacks.EarlyStop(patience=5)])

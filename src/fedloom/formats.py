@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 
 DASH = "\N{EN DASH}"
 """Stands for a number that is not known."""
@@ -119,6 +120,30 @@ def listed(names: Sequence[str], most: int) -> str:
     'a, b and 1 more'
     """
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def folded(notes: Iterable[str]) -> list[str]:
+    """Return notes in the order of their first time, those that are equal but for the number of a round once.
+
+    >>> folded(["round 1: 2 late", "slow", "round 2: 2 late", "round 4: 2 late", "slow"])
+    ['round 1: 2 late (and in 2 more rounds, the last of them 4)', 'slow (2 times)']
+    """
+    rounds = dict[tuple[bool, str], list[str]]()
+    for note in notes:
+        start = re.match(r"round (\d+)\b", note)
+        key = (True, note[start.end() :]) if start else (False, note)
+        rounds.setdefault(key, []).append(start[1] if start else "")
+    return [_folded(text, of_rounds, counted) for (of_rounds, text), counted in rounds.items()]
+
+
+def _folded(text: str, of_rounds: bool, rounds: Sequence[str]) -> str:
+    more = len(rounds) - 1
+    if not of_rounds:
+        return f"{text} ({more + 1} times)" if more else text
+    first = f"round {rounds[0]}{text}"
+    if not more:
+        return first
+    return f"{first} (and in {more} more round{'s, the last of them' if more > 1 else ','} {rounds[-1]})"
 
 
 def duration(minutes: float) -> str:

@@ -217,6 +217,11 @@ def with_digest(content: bytes) -> bytes:
     return before + mark + hashlib.sha256(content).hexdigest().encode() + after[len(_ZEROS) :]
 
 
+def has_digest(content: bytes) -> bool:
+    """Return whether a file of a run directory has its digest in it."""
+    return _DIGEST in content
+
+
 def check_digest(path: Path, content: bytes) -> None:
     """Compare the content of a file of a run directory with the digest in it; one without a digest passes.
 

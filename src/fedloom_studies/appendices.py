@@ -6,8 +6,11 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from fedloom.outputs import Kind, check_output_file
 from fedloom.storage import make_folder, write_atomic
 
+HEADS = (b"#", b"<", b"-")
+"""How a page of Markdown that these commands write may begin: with a heading, a tag, or a head of its own."""
 DOCS, PAGES = Path("docs"), Path("studies") / "pages"
 """Folders of pages and of appendices in a checkout."""
 
@@ -20,14 +23,46 @@ def write_pages(page: Path, folder: str, contents: Iterable[tuple[str, str | byt
         folder: name of the folder.
         contents: name and content of every file, the page's with an empty name. Links of the page lead to ``folder/``,
             those of an appendix to ``../``.
+
+    Raises:
+        ConfigError: a file is there that this command did not write: a page with another first line, or, without a
+            page, a file in the folder.
     """
     beside = page.resolve().parent
     in_checkout = beside == DOCS.resolve() and PAGES.is_dir()
     appendices = (PAGES.resolve() if in_checkout else beside) / folder
-    make_folder(appendices)
+    check_page(page)
     forth, back = os.path.relpath(appendices, beside), os.path.relpath(beside, appendices)
+    files = list[tuple[Path, bytes]]()
     for name, content in contents:
         if isinstance(content, str):
             link, place = ("../", back) if name else (f"{folder}/", forth)
             content = content.replace(f"]({link}", f"]({place}/").encode()
-        write_atomic(appendices / name if name else page, content)
+        files.append((appendices / name if name else page, content))
+    first = {path: content.partition(b"\n")[0] for path, content in files}
+
+    def is_own(path: Path) -> bool:
+        return first[page] == _first_line(page) if path == page else in_checkout or page.exists()
+
+    for path, _ in files:
+        if path == page or path.exists():
+            check_output_file(path, Kind("Markdown", "a page that this command wrote", is_own))
+    make_folder(appendices)
+    for path, content in files:
+        write_atomic(path, content)
+
+
+def check_page(page: Path) -> None:
+    """Refuse a page that must not be written, before any work; its first line is looked at when the new one is known.
+
+    Raises:
+        ConfigError: see `fedloom.outputs.check_output_file`.
+    """
+    check_output_file(
+        page, Kind("Markdown", "a page that this command wrote", lambda path: _first_line(path)[:1] in HEADS)
+    )
+
+
+def _first_line(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.readline().rstrip(b"\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import secrets
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.errors import RunDirError, check_folder
-from fedloom.storage import make_folder, write_atomic
+from fedloom.storage import hold, make_folder, release, write_atomic
 
 RECORDED = Path(__file__).parent / "results"
 """Records that the wheel brings; a checkout has them in ``studies/results``."""
@@ -108,11 +107,15 @@ def put(file: Path, record: Mapping[str, object], key: tuple[str, ...]) -> None:
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Wait until no other process, or thread, changes what it has read in a folder."""
+    """Wait until no other process, or thread, changes what it has read in a folder.
+
+    Raises:
+        RunDirError: the disk has no file locks.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        hold(descriptor, folder, wait=True)
         yield
     finally:
-        fcntl.flock(descriptor, fcntl.LOCK_UN)  # a process that was forked meanwhile has it open too
+        release(descriptor)  # a process that was forked meanwhile has it open too
         os.close(descriptor)

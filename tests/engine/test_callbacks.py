@@ -94,7 +94,7 @@ def test_early_stopping_is_the_same_across_a_restart(fed: Federation, tmp_path: 
     assert whole.stop is Stop.STOPPED
     assert 3 < whole.rounds < 30
 
-    class Crash(Exception):
+    class Crash(BaseException):
         pass
 
     def crash(state: State) -> None:

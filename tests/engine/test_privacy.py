@@ -164,7 +164,7 @@ def test_missing_accountant_says_what_to_install(fed: Federation, monkeypatch: p
 
 
 def test_counts_survive_a_resume(fed: Federation, tmp_path: Path) -> None:
-    class Stopped(Exception):
+    class Stopped(BaseException):
         pass
 
     def stop(state: Any) -> None:

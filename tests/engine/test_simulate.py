@@ -331,7 +331,7 @@ def test_chunks_and_oracles_change_rounding_only(fed: Federation) -> None:
 @pytest.mark.parametrize("name", ["flame", "scaffold", "fedacs"])
 @pytest.mark.parametrize("budget", [1024, 0], ids=["memory", "files"])
 def test_resume_equals_the_uninterrupted_run(fed: Federation, tmp_path: Path, name: str, budget: int) -> None:
-    class Stopped(Exception):
+    class Stopped(BaseException):
         pass
 
     def stop(state: Any) -> None:
@@ -418,7 +418,8 @@ class Boaster(FedSkip):
 def test_a_client_with_a_weight_below_zero_is_dropped(fed: Federation) -> None:
     result = run(fed, Boaster(skip=1), sampler=Uniform())
     assert [note for note in result.notes if "[3]" in note] == result.notes
-    assert len(result.notes) == 4
+    assert len(result.notes) == 1
+    assert "(and in 3 more rounds, the last of them 4)" in result.notes[0]
     without = run(fed, FedSkip(skip=1), sampler=Without())
     torch.testing.assert_close(result.models.rows("global"), without.models.rows("global"))
 
@@ -429,7 +430,7 @@ def test_a_dropped_client_is_as_if_not_sampled_and_named(fed: Federation) -> Non
     without = run(fed, sampler=Without(), engine=engine)
     torch.testing.assert_close(dropped.models.rows("global"), without.models.rows("global"), rtol=1e-10, atol=1e-12)
     assert [note for note in dropped.notes if "[3]" in note] == dropped.notes
-    assert len(dropped.notes) == 4
+    assert len(dropped.notes) == 1
     assert dropped.stop is Stop.DONE
 
 

@@ -30,7 +30,7 @@ import fedloom as fl
 import fedloom.flower as ff
 from fedloom.algorithms import Ditto
 from fedloom.engine.setting import Engine
-from fedloom.errors import ConfigError, LayoutError
+from fedloom.errors import ConfigError, LayoutError, RunStopped
 from fedloom.flower import documents
 from fedloom.flower.records import HEAD
 from tests.deploy.grid import outside_flower
@@ -786,3 +786,44 @@ def test_a_channel_clips_what_a_node_sends() -> None:
     before = start.to_torch_state_dict()
     changes = [(moved[name] - before[name]).flatten() for name, _ in Net().named_parameters()]
     assert 0 < float(torch.cat(changes).norm()) <= 0.01 * (1 + 1e-6)
+
+
+def test_a_round_that_every_node_refuses_ends_the_run() -> None:
+    """Asking again cannot help: the initial arrays are no result."""
+
+    def fault(node: int, message: Message, reply: Message) -> Message:
+        if message.metadata.message_type == "train" and message.content[HEAD]["round"] >= 2:
+            reply.content[HEAD] = ConfigRecord({**reply.content[HEAD], "error": "the loss is a sum"})
+        return reply
+
+    strategy = ff.Strategy("fedavg", Net(), wait=0.1, **CHOICES)
+    with pytest.raises(
+        RunStopped, match=r"round 2: all 3 nodes that were asked refused it; node 10\d: the loss is a sum"
+    ):
+        strategy.start(App(local, 3, fault).grid, ArrayRecord(Net().state_dict()), num_rounds=5)
+    assert strategy.state is not None
+    assert strategy.state.round == 1
+
+
+def test_a_loss_that_is_a_sum_ends_the_run_at_once() -> None:
+    def summed(context: Context) -> ff.Local:
+        k = int(context.node_config["partition-id"])
+        return ff.Local(Net(), samples(k), nn.CrossEntropyLoss(reduction="sum"), testset=samples(10 + k))
+
+    strategy = ff.Strategy("fedavg", Net(), wait=0.1, **CHOICES)
+    with pytest.raises((RunStopped, ConfigError), match="sum"):
+        strategy.start(App(summed, 3).grid, ArrayRecord(Net().state_dict()), num_rounds=3)
+
+
+@pytest.mark.parametrize("lost", [None, "not finite"])
+def test_a_run_in_which_no_reply_was_used_has_no_result(lost: str | None) -> None:
+    def fault(node: int, message: Message, reply: Message) -> Message | None:
+        if message.metadata.message_type == "train":
+            if lost is None:
+                return None
+            BENT[lost](reply.content)
+        return reply
+
+    strategy = ff.Strategy("fedavg", Net(), wait=0.1, **CHOICES)
+    with pytest.raises(RunStopped, match="no reply was used in any of 3 rounds, so that nothing was trained"):
+        strategy.start(App(local, 3, fault).grid, ArrayRecord(Net().state_dict()), num_rounds=3)

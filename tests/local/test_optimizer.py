@@ -128,7 +128,7 @@ def fed() -> Federation:
 KEPT = {"lr": 0.01, "optimizer": "adam", "optimizer_state": "kept"}
 
 
-class Crash(Exception):
+class Crash(BaseException):
     """The machine fails."""
 
 

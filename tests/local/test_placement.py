@@ -110,7 +110,7 @@ def test_every_part_keeps_to_the_device(nine: Federation, method: str, kind: str
     choices = {"sampler": Uniform(clients=9), **choices_of(kind, name, root=0)}
     choices |= {"weights": "clusters-2"} if name == "forged-activations" else {}
 
-    class Killed(Exception):
+    class Killed(BaseException):
         pass
 
     def kill(state: Any) -> None:

@@ -16,8 +16,10 @@ from pathlib import Path
 import pytest
 
 import fedloom
+from fedloom.deploy.site import handover
 from fedloom.errors import CheckpointError, RunDirError
 from fedloom.storage import disk, files, locks
+from fedloom_studies.store import alone
 
 SOURCE = str(Path(fedloom.__file__).parents[1])
 
@@ -286,6 +288,36 @@ def test_a_row_file_is_read_and_written_in_place(tmp_path):
         files.RowFile(tmp_path / "rows", 7, new=False)
     with pytest.raises(CheckpointError, match="missing"):
         files.RowFile(tmp_path / "none", 7, new=False)
+
+
+@pytest.mark.parametrize(
+    "refusal", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF], ids=errno.errorcode.get
+)
+def test_a_disk_without_file_locks_is_named_wherever_a_lock_is_taken(refusal, tmp_path, monkeypatch):
+    """Several machines could write there at once, so nothing is written; a file is still replaced as a whole."""
+
+    def refuse(fd, operation):
+        raise OSError(refusal, os.strerror(refusal))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    run, site = tmp_path / "run", tmp_path / "site.toml"
+    site.write_text("")
+    for place, take in (
+        (run / ".lock", lambda: locks.lock(run).__enter__()),
+        (tmp_path, lambda: alone(tmp_path).__enter__()),
+        (tmp_path / "state" / "warm.lock", handover._Begin(site, tmp_path / "state", os.getpid()).attempt),
+    ):
+        with pytest.raises(RunDirError, match=f"^{place} cannot be locked .*no file locks.*on a local disk"):
+            take()
+    assert not locks.in_use(run)
+    files.write_atomic(tmp_path / "file", b"new")
+    assert (tmp_path / "file").read_bytes() == b"new"
+
+
+def test_every_lock_is_taken_by_the_one_function_that_knows_such_disks():
+    root = Path(fedloom.__file__).parents[1]
+    owners = {path.name for path in root.rglob("*.py") if "flock(" in path.read_text()}
+    assert owners == {"locks.py", "files.py"}
 
 
 HOLD = """

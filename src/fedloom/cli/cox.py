@@ -72,7 +72,9 @@ def cox(
             )
         low, high = fit.interval()
         heads = ("coefficient", "standard error", "hazard ratio", "95 % from", "to", "p")
-        figures = np.stack([fit.beta, fit.se, np.exp(fit.beta), np.exp(low), np.exp(high), fit.p_values], 1).tolist()
+        with np.errstate(over="ignore"):  # per unit of a column in large units, a ratio may be beyond all numbers: inf
+            ratios = np.exp([fit.beta, low, high])
+        figures = np.stack([fit.beta, fit.se, *ratios, fit.p_values], 1).tolist()
         rows = [dict(zip(heads, values, strict=True)) for values in figures]
         if bins is not None:
             for row, beta, se in zip(rows, exact.beta, exact.se, strict=True):

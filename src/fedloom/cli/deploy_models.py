@@ -9,7 +9,7 @@ import typer
 
 from fedloom.cli._app import errors, say
 from fedloom.cli.deploy import SiteFolder, deploy
-from fedloom.cli.models import KeepOption, ThresholdOption, write_predictions
+from fedloom.cli.models import ForceOption, KeepOption, PredictionsFile, ThresholdOption
 from fedloom.formats import significant
 
 Kind = Annotated[str | None, typer.Option("--model", help="global, personal or hybrid; the site's own by default")]
@@ -20,6 +20,7 @@ def models(
     folder: Annotated[Path, typer.Argument(help="a site's folder, or a deployment's directory", show_default=False)],
     out: Annotated[Path | None, typer.Option(help="folder to export to, one state dict per site")] = None,
     test: Annotated[bool, typer.Option("--test", help="score each on its own site's test data")] = False,
+    force: ForceOption = False,
 ) -> None:
     """List, score and export the models of sites.
 
@@ -29,12 +30,15 @@ def models(
     """
     with errors():
         from fedloom.deploy.site.models import export, figures, owned
+        from fedloom.outputs import check_output_folder
 
+        if out is not None:
+            check_output_folder(out)
         models_there = owned(folder)
         if not models_there:
             say("no model yet: a site has one after the first round that it took part in")
         for one in models_there:
-            path = one.model.path if out is None else export(one, out)
+            path = one.model.path if out is None else export(one, out, force=force)
             say(f"{one.site.site:<16}{one.model.kind:<10}round {one.model.round:<6}{path}")
             if test:
                 scores = ", ".join(f"{name} {significant(value)}" for name, value in figures(one).items())
@@ -49,6 +53,7 @@ def predict(
     out: Annotated[Path, typer.Option(help="CSV file to write")] = Path("predictions.csv"),
     keep: KeepOption = None,
     threshold: ThresholdOption = None,
+    force: ForceOption = False,
 ) -> None:
     """Predict raw rows at a site by its own model.
 
@@ -60,11 +65,11 @@ def predict(
         from fedloom.deploy.site.models import new_rows, used
         from fedloom.trained.predictions import alone, predicted
 
+        file = PredictionsFile(out, (rows,), force=force)
         trained = used(site, model)
         inputs = new_rows(site).rows(trained.recipe.facts, rows, None, tuple(keep or ()))
         predictions = predicted(inputs, alone(trained, inputs))
-        by = f" by the {trained.about['kind']} model of {predictions.models[0]}"
-        write_predictions(predictions, threshold, out, by)
+        file.write(predictions, threshold, f" by the {trained.about['kind']} model of {predictions.models[0]}")
 
 
 @deploy.command()
@@ -112,6 +117,7 @@ def export(
     model: Kind = None,
     format: Annotated[str, typer.Option(help="onnx, torch or safetensors")] = "onnx",
     threshold: ThresholdOption = None,
+    force: ForceOption = False,
 ) -> None:
     """Write a site's model for other programs.
 
@@ -123,8 +129,10 @@ def export(
         from fedloom.deploy.site.models import new_rows, used
         from fedloom.trained.export import decision, units
         from fedloom.trained.export import export as write
+        from fedloom.trained.files import check_model_file
 
+        check_model_file(out, format, force=force)
         trained = used(site, model)
-        write(trained, out, format, threshold=threshold)
+        write(trained, out, format, threshold=threshold, force=force)
         say(*filter(None, (decision(trained, format, threshold), units(trained, new_rows(site).factors))))
         say(f"{trained.about['kind']} model of {trained.about['client']}: {out}")

@@ -43,7 +43,12 @@ def glm(
         fit = fit_glm(sites, family, rows.columns, rows.names if by_site else None)
         low, high = fit.interval()
         ratio = {"logistic": "odds ratio", "poisson": "rate ratio"}.get(family)
-        shown = (fit.beta, low, high) if ratio is None else (np.exp(fit.beta), np.exp(low), np.exp(high))
+        shown = np.stack([fit.beta, low, high])
+        if ratio is not None:
+            with np.errstate(
+                over="ignore"
+            ):  # per unit of a column in large units, a ratio may be beyond all numbers: inf
+                shown = np.exp(shown)
         heads = [*([] if ratio is None else [ratio]), "95 % from", "to", "p"]
         figures = np.stack([*shown[ratio is None :], fit.p_values], 1).tolist()
         print_rows([

@@ -39,16 +39,15 @@ def init(
     with errors():
         from fedloom.data.survey.columns import Survey
         from fedloom.data.survey.draft import Draft, unnamed
+        from fedloom.outputs import Kind, check_output_file, never
         from fedloom.storage.files import make_folder, write_atomic
 
         place = out or table.parent / f"{table.name.lstrip('.').partition('.')[0] or 'data'}.toml"
         if place.is_dir():
             raise ConfigError(f"{place} is a folder; give --out the path of the experiment file")
-        if place.exists() and not force:
-            raise ConfigError(f"{place} is there already; give --force to replace it, or another --out")
         document = place.with_name(f"{place.stem}.agreement.toml")
-        if agree and document.exists() and not force:
-            raise ConfigError(f"{document} is there already; give --force to replace it")
+        for path in (place, document) if agree else (place,):
+            check_output_file(path, Kind("TOML", "an experiment file", never), (table,), force=force)
         draft = Draft(Survey(table), by, target, event)
         say(*draft.report)
         text = draft.text(place)

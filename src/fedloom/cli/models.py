@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -41,6 +42,7 @@ ThresholdOption = Annotated[
     float | None,
     typer.Option("--threshold", help="probability from which the second class is predicted; 0.5 by default"),
 ]
+ForceOption = Annotated[bool, typer.Option("--force", help="replace a file of another kind that is there")]
 
 
 @app.command(name="models", rich_help_panel="Use models")
@@ -104,6 +106,7 @@ def predict(
     out: Annotated[Path, typer.Option(help="CSV file to write")] = Path("predictions.csv"),
     keep: KeepOption = None,
     threshold: ThresholdOption = None,
+    force: ForceOption = False,
     data_dir: DataDir = None,
     trust: Trust = False,
 ) -> None:
@@ -116,19 +119,62 @@ def predict(
     with errors():
         from fedloom.experiment import open_run
 
+        file = PredictionsFile(out, (data, model), force=force)
         predictions = open_run(run, trust=trust).predict(data, method, seed, client, model, data_dir, tuple(keep or ()))
-        write_predictions(predictions, threshold, out)
+        file.write(predictions, threshold)
 
 
-def write_predictions(predictions: Predictions, threshold: float | None, out: Path, by: str = "") -> None:
-    """Write predictions as CSV, decided at a threshold of the probability, and print their notes."""
-    from fedloom.report.csv_files import csv_of_table
-    from fedloom.storage.files import make_folder, write_atomic
+class PredictionsFile:
+    """The CSV file of a command's predictions.
 
-    predictions = predictions.decided(threshold)
-    make_folder(out.parent)
-    write_atomic(out, csv_of_table(predictions.table()))
-    say(*predictions.notes, f"{len(predictions.scores)} predictions{by}: {out}")
+    A file that is there is replaced without ``force`` only if it has the same columns as the new one, so that a table
+    with labels, or predictions to which someone has added a column, are kept.
+
+    Args:
+        path: the file.
+        inputs: what the command reads.
+        force: replace a file of another kind.
+
+    Raises:
+        ConfigError: predictions must not be written there.
+    """
+
+    def __init__(self, path: Path, inputs: Sequence[object], *, force: bool) -> None:
+        self._path, self._inputs, self._force = path, inputs, force
+        self._check(_are_columns_of_predictions)
+
+    def write(self, predictions: Predictions, threshold: float | None, by: str = "") -> None:
+        """Write predictions, decided at a threshold of the probability, and print their notes.
+
+        Raises:
+            ConfigError: the file that is there has other columns.
+        """
+        from fedloom.report.csv_files import csv_of_table
+        from fedloom.storage.files import make_folder, write_atomic
+
+        predictions = predictions.decided(threshold)
+        content = csv_of_table(predictions.table())
+        columns, _, _ = content.partition(b"\n")
+        self._check(lambda line: line == columns)
+        make_folder(self._path.parent)
+        write_atomic(self._path, content)
+        say(*predictions.notes, f"{len(predictions.scores)} predictions{by}: {self._path}")
+
+    def _check(self, are_columns: Callable[[bytes], bool]) -> None:
+        from fedloom.outputs import Kind, check_output_file
+
+        def is_own(path: Path) -> bool:
+            with path.open("rb") as file:
+                return are_columns(file.readline().rstrip(b"\n"))
+
+        kind = Kind("CSV", "a CSV file of predictions with the same columns", is_own)
+        check_output_file(self._path, kind, self._inputs, force=self._force)
+
+
+def _are_columns_of_predictions(line: bytes) -> bool:
+    """Whether the first line of a file may be that of predictions, whose exact columns are not known yet."""
+    cells = line.decode(errors="replace").replace('"', "").split(",")
+    return cells[0] == "row" and "model" in cells and any(cell.startswith("prediction") for cell in cells)
 
 
 @app.command(rich_help_panel="Use models")
@@ -143,6 +189,7 @@ def adapt(
     lr: Annotated[float | None, typer.Option(help="step size, instead of the run's schedule")] = None,
     holdout: Annotated[float, typer.Option(help="share of the data that is scored and not trained on")] = 0.2,
     out: Annotated[Path | None, typer.Option(help="safetensors file; RUN/adapted/... by default")] = None,
+    force: ForceOption = False,
     data_dir: DataDir = None,
     trust: Trust = False,
 ) -> None:
@@ -156,9 +203,17 @@ def adapt(
         from fedloom.experiment import open_run
         from fedloom.printing import print_rows
         from fedloom.rundir import file_name
+        from fedloom.trained.files import check_model_file
 
         opened = open_run(run, trust=trust)
         chosen = _one(opened, method, seed)
+        if out is None and (run / "adapted").is_symlink():
+            raise ConfigError(
+                f"{run / 'adapted'} is a link, through which other files could be overwritten; give --out"
+            )
+        name = f"{file_name(chosen.method)}-{chosen.seed}-{Path(data).stem}"
+        place = out or run / "adapted" / f"{name}.safetensors"
+        check_model_file(place, inputs=(data,), force=force)
         if "personal" not in chosen.models.kinds():
             able = [r.method for r in opened.runs(seed=chosen.seed) if "personal" in r.models.kinds()]
             raise ConfigError(
@@ -168,12 +223,7 @@ def adapt(
         adapted_model = chosen.models.adapt(
             opened.read(data, data_dir), rounds=rounds, epochs=epochs, steps=steps, lr=lr, holdout=holdout
         )
-        name = f"{file_name(chosen.method)}-{chosen.seed}-{Path(data).stem}"
-        if out is None and (run / "adapted").is_symlink():
-            raise ConfigError(
-                f"{run / 'adapted'} is a link, through which other files could be overwritten; give --out"
-            )
-        path = adapted_model.save(out or run / "adapted" / f"{name}.safetensors")
+        path = adapted_model.save(place, force=force)
         samples = adapted_model.about["samples"]
         who = {"method": chosen.method, "seed": chosen.seed}
         scores = adapted_model.about.get("scores", {})
@@ -202,6 +252,7 @@ def export(
         typer.Option(help="two thin layers for each of low rank; by default for methods of low rank, as FedSLR"),
     ] = None,
     threshold: ThresholdOption = None,
+    force: ForceOption = False,
     trust: Trust = False,
 ) -> None:
     """Write a model for other programs.
@@ -214,14 +265,16 @@ def export(
         from fedloom.experiment import open_run
         from fedloom.trained.export import decision, units
         from fedloom.trained.export import export as write
+        from fedloom.trained.files import check_model_file
 
+        check_model_file(out, format, inputs=(model,), force=force)
         opened = open_run(run, trust=trust)
         if model in (None, "global", "personal", "hybrid"):
             chosen = _one(opened, method, seed).models.ready(model, client)
         else:
             chosen = opened.adapted(model, method, seed)
         thin = opened.low_rank(chosen.about["method"]) if factorise is None else factorise
-        ranks = write(chosen, out, format, factorised=thin, threshold=threshold)
+        ranks = write(chosen, out, format, factorised=thin, threshold=threshold, force=force)
         if ranks:
             say(f"factorised: {', '.join(f'{name} has rank {rank}' for name, rank in ranks.items())}")
             if format == "safetensors":

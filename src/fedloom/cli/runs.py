@@ -83,7 +83,9 @@ def run(
         with joined() as ranks:
             where = out or Path("runs") / (f"{file.stem}-refit" if refit else file.stem)
             check_tracker(track)
-            plan = Plan(experiment, where, data_dir, force=force, partly=bool(method), dry=dry_run, ranks=ranks)
+            plan = Plan(
+                experiment, where, data_dir, force=force, partly=bool(method), dry=dry_run, reads=(file,), ranks=ranks
+            )
             say(*(plan.remarks if ranks.rank == 0 else ()), err=True)
             if dry_run:
                 if ranks.rank == 0:
@@ -188,6 +190,9 @@ def report_command(
     card: Annotated[
         bool, typer.Option("--card", help="write a model card too: card.md, for people to complete")
     ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="replace files that are there and that no report wrote")
+    ] = False,
 ) -> None:
     """Write the report of runs as one offline HTML page.
 
@@ -204,6 +209,9 @@ def report_command(
         if kind is None:
             raise unknown("choice", models, MODELS, "--models")
         page = out or runs[0] / "report.html"
-        say(f"report: {report.write(runs, page, columns=chosen, against=against, models=kind)}")
+        beside = page.with_suffix("") / "card.md"
         if card:
-            say(f"model card: {report.write_card(runs, page.with_suffix('') / 'card.md')}")
+            report.check_card(beside)
+        say(f"report: {report.write(runs, page, columns=chosen, against=against, models=kind, force=force)}")
+        if card:
+            say(f"model card: {report.write_card(runs, beside)}")

@@ -81,7 +81,8 @@ class Hooks:
 def run_rounds(job: Job, clients: Clients, checkpoints: RunCheckpoints, hooks: Hooks, state: State) -> End:
     """Run the rounds that are left, and save the end.
 
-    A round that fails changes nothing: the end has the state before it. If such an end can be resumed, no checkpoint is
+    A run in which no upload was used has trained nothing, and has failed however many rounds have passed. A round that
+    fails changes nothing: the end has the state before it. If such an end can be resumed, no checkpoint is
     written, and the run resumes from the newest one.
 
     Raises:
@@ -100,6 +101,9 @@ def run_rounds(job: Job, clients: Clients, checkpoints: RunCheckpoints, hooks: H
     if stop in (Stop.DONE, Stop.STOPPED) and loop.divergence.round is not None:
         stop, diverged = Stop.DIVERGED, loop.divergence.round
         detail = "; ".join(filter(None, (loop.divergence.sentence, detail)))
+    if stop in (Stop.DONE, Stop.STOPPED) and state.round and not state.trained:
+        unused = f"no upload was used in any of {state.round} rounds, so that nothing was trained"
+        stop, detail = Stop.UNUSABLE, "; ".join(filter(None, (unused, detail)))
     if saves:
         checkpoints.save(state, stop, detail, diverged, **hooks.extras(state))
     return End(state, stop, detail, diverged)

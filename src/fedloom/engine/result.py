@@ -18,6 +18,7 @@ from fedloom.engine.records import not_measured
 from fedloom.engine.state import State
 from fedloom.engine.virtual.clock import FATE, LOG, Clock, Fate
 from fedloom.errors import ConfigError, Stop
+from fedloom.formats import folded
 from fedloom.local.oracles.precision import undisturbed
 from fedloom.local.rows import to_device
 from fedloom.metrics import SUMMARY, leading
@@ -39,7 +40,7 @@ class Result:
         detail: round, clients and numbers of an early end.
         rounds: rounds done.
         notes: sentences on the data and how they were split, which begin with ``data:``, and on the run, such as
-            dropped clients.
+            dropped clients; equal ones once, with how often they came.
         status: how it ended in a word: done, diverged, interrupted or failed.
         diverged: by which round a run had diverged that went on to its end with figures that are finite, else None.
         seconds: of every round, without evaluation, and without the one-off costs of a process's first round.
@@ -50,7 +51,7 @@ class Result:
     def __init__(self, job: Job, state: State, stop: Stop, detail: str, diverged: int | None = None) -> None:
         job = job.with_shares(state.shares)
         self.job, self.state, self.stop, self.detail, self.diverged = job, state, stop, detail, diverged
-        self.rounds, self.notes, self.status = state.round, [*state.notes], stop.status
+        self.rounds, self.notes, self.status = state.round, folded(state.notes), stop.status
         self.seconds, self.startup = state.times.without_startup(), state.times.startup()
         self.models = Models(Live(job, state))
 

@@ -14,6 +14,7 @@ from fedloom.data.federation import Federation
 from fedloom.engine.checkpoints import RunCheckpoints, check_ranks
 from fedloom.engine.clients.chunk import ask_chunk, compute_chunk, train_chunk
 from fedloom.engine.clients.scores import score_chunk
+from fedloom.engine.guard import Guard
 from fedloom.engine.job import Job
 from fedloom.engine.loop import Hooks, run_rounds
 from fedloom.engine.replay import Replay
@@ -63,7 +64,8 @@ def simulate(
             class or function that makes one (called as in `fedloom.models.Import`); softmax when None.
         folder: for checkpoints and client state; running again with the same arguments resumes from there.
             None keeps everything in memory.
-        progress: called after every round; a sentence that one returns ends the run (`fedloom.callbacks`).
+        progress: called after every round; a sentence that one returns ends the run, and an error of one is a warning
+            (`fedloom.callbacks`).
         advance: False only reads what the folder holds.
         ranks: processes that all make this call, from `fedloom.processes.distributed.joined`; the models are then those
             of rank 0.
@@ -131,6 +133,7 @@ def simulate(
         with arithmetic(job), clients_of(job) as clients, interruptible() as interrupted:
             hooks = _Simulation(job, clients, progress, interrupted)
             result = Result(job, *run_rounds(job, clients, checkpoints, hooks, resumed.state))
+            result.notes += hooks.warnings
     result.notes[:0] = [f"data: {note}" for note in fed.remarks]
     return result
 
@@ -142,6 +145,12 @@ class _Simulation(Hooks):
         self, job: Job, clients: Clients, progress: Sequence[Progress], interrupted: Callable[[], bool]
     ) -> None:
         self._job, self._clients, self._progress, self._interrupted = job, clients, progress, interrupted
+        self._guard = Guard()
+
+    @property
+    def warnings(self) -> list[str]:
+        """Sentences on callbacks that failed."""
+        return self._guard.warnings
 
     def evaluate(self, state: State) -> tuple[State, str]:
         return evaluate(self._job, self._clients, state)
@@ -155,8 +164,8 @@ class _Simulation(Hooks):
         return tuple(notes)
 
     def after_round(self, state: State) -> str | None:
-        sentences = [sentence for call in self._progress if isinstance(sentence := call(state), str)]
-        return "; ".join(sentences) if sentences else None
+        answers = [self._guard.call("callback", call, state) for call in self._progress]
+        return "; ".join(sentence for sentence in answers if isinstance(sentence, str)) or None
 
     def interrupted(self) -> bool:
         return self._interrupted()

@@ -10,6 +10,7 @@ from multiprocessing import get_context
 from multiprocessing.queues import SimpleQueue
 from typing import NamedTuple
 
+from fedloom.engine.guard import Guard
 from fedloom.engine.records import Divergence
 from fedloom.engine.setting import Setting
 from fedloom.engine.state import State
@@ -49,7 +50,7 @@ class Event(NamedTuple):
 
 
 Listener = Callable[[Event], object]
-"""Receives every event; its return value is ignored."""
+"""Receives every event; its return value is ignored, and its failure is a warning that ends no run."""
 
 
 class Emitter:
@@ -64,7 +65,7 @@ class Emitter:
 
     def __init__(self, listeners: tuple[Listener, ...], label: str, setting: Setting, pause: float = 0.0) -> None:
         self._listeners, self._label, self._setting, self._pause = listeners, label, setting, pause
-        self._records_read, self._last, self._divergence = 0, 0.0, Divergence()
+        self._records_read, self._last, self._divergence, self._guard = 0, 0.0, Divergence(), Guard()
 
     def __call__(self, state: State) -> None:
         """An event after a round."""
@@ -76,8 +77,7 @@ class Emitter:
         if state is not None:
             self._emit(state, status)
             return
-        for hear in self._listeners:
-            hear(Event(self._label, self._setting.seed, self._setting.rounds, 0, status=status))
+        self._tell(Event(self._label, self._setting.seed, self._setting.rounds, 0, status=status))
 
     def _emit(self, state: State, status: str) -> None:
         figures: dict[int, Figures] = {}
@@ -88,8 +88,11 @@ class Emitter:
         self._records_read, self._last = len(state.records.items), time.monotonic()
         setting, pace = self._setting, state.times.pace(self._setting.evaluate.every)
         diverged = self._divergence.read(state.records)
+        self._tell(Event(self._label, setting.seed, setting.rounds, state.round, figures, pace, diverged, status))
+
+    def _tell(self, event: Event) -> None:
         for hear in self._listeners:
-            hear(Event(self._label, setting.seed, setting.rounds, state.round, figures, pace, diverged, status))
+            self._guard.call("listener", hear, event)
 
 
 class EventQueue:
@@ -105,11 +108,12 @@ class EventQueue:
     @contextmanager
     def listening(self, *listeners: Listener) -> Iterator[None]:
         """While it is open, a thread passes on every event; after an error those that come within `PATIENCE`."""
+        guard = Guard()
 
         def listen() -> None:
             while (event := self._queue.get()) is not None:
                 for hear in listeners:
-                    hear(event)
+                    guard.call("listener", hear, event)
 
         def end() -> None:
             self._queue.put(None)

@@ -41,6 +41,7 @@ from fedloom.experiment.outputs import (
 )
 from fedloom.experiment.schema import Experiment, Method
 from fedloom.local.oracles.precision import undisturbed
+from fedloom.outputs import check_output_folder, is_run_directory
 from fedloom.processes.pool import WorkerPool, cores, useful
 from fedloom.processes.ranks import ALONE, Ranks
 from fedloom.processes.signals import interruptible
@@ -63,6 +64,7 @@ class Plan:
         force: forget what is there, once `run` has the directory for itself.
         partly: what is forgotten is of the experiment's methods only; the directory must be of this experiment.
         dry: look only; nothing is written or forgotten.
+        reads: files that the call reads, as the experiment file.
         ranks: processes that all make the same calls; rank 0 alone uses the directory, but for rows on its machine.
 
     Attributes:
@@ -71,7 +73,8 @@ class Plan:
     Raises:
         RunDirError: the directory is of another experiment, or not a run directory.
         DataError: the data cannot be read.
-        ConfigError: the experiment cannot work; nothing has been written then.
+        ConfigError: the experiment cannot work, or the directory lies in a run directory or a deployment, or has what
+            the call reads; nothing has been written then.
     """
 
     @on_cpu()
@@ -84,12 +87,15 @@ class Plan:
         force: bool = False,
         partly: bool = False,
         dry: bool = False,
+        reads: Sequence[object] = (),
         ranks: Ranks = ALONE,
     ) -> None:
         self.experiment, self.out, self.ranks = experiment, out, ranks
         self._force, self._partly = force, partly
         if ranks.rank == 0:
             self._check_directory()
+            entries = (*FOLDERS, *FILES, *(() if is_run_directory(out) else (SETTINGS,)))
+            check_output_folder(out, (*reads, experiment.source_options.get("source")), entries=entries)
         data = keeping(experiment.source, experiment.common.evaluate.groups).read(data_dir)
         self.federations: dict[int, Federation] = {s: experiment.partition(data, s) for s in experiment.head.seeds}
         self.runs = [(m, seed) for m in experiment.methods for seed in experiment.head.seeds]
@@ -318,4 +324,4 @@ def _save_models(result: Result, folder: Path) -> None:
         for name in result.models.files():
             check_digest(folder / f"{name}.safetensors")
     except LayoutError:
-        result.models.save(folder)
+        result.models.save_in_run(folder)

@@ -10,16 +10,18 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from fedloom.errors import ConfigError, unknown
+from fedloom.engine.guard import Guard
+from fedloom.errors import ConfigError, sentence_of, unknown
 from fedloom.experiment.events import Event, Figures
 from fedloom.experiment.schema import Experiment
 from fedloom.rundir import folder_of
@@ -28,6 +30,16 @@ from fedloom.storage.files import make_folder
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
+RETRY_SECONDS = 60.0
+"""How long a tracker that has failed is left alone during a run: a server that is away costs up to `HTTP_SECONDS` and a
+retry, so that a run spends a small part of its time on it."""
+HTTP_SECONDS, HTTP_RETRIES = 10, 1
+"""Patience with MLflow's server, unless the environment has other values: its own are 120 seconds and 7 retries, which
+would hold a run up for many minutes in every evaluation."""
+LONGEST_CAUSE = 300
+"""Most characters of a library's error in a warning."""
+LONGEST_NAME = 250
+"""Most characters of a name in MLflow."""
 FOLDER = "tracking"
 MOST = 1000
 """Metrics that MLflow takes at once."""
@@ -51,6 +63,10 @@ class Writer(Protocol):
 class Tracker:
     """A listener that gives the figures of every run of an experiment to a writer of its own.
 
+    A tracker that fails, as one whose server is away, costs a warning and no run. Figures wait until it works again: it
+    is asked anew after `RETRY_SECONDS`, and at the end of the run. Running the experiment again with it brings what it
+    still lacks.
+
     Args:
         kind: one of `TRACKERS`.
         experiment: what is run.
@@ -65,22 +81,44 @@ class Tracker:
 
     def __init__(self, kind: str, experiment: Experiment, out: Path) -> None:
         check_tracker(kind)
-        self._make, self.view = TRACKERS[kind](experiment, out)
+        self._kind, (self._make, self.view) = kind, TRACKERS[kind](experiment, out)
         self._writers: dict[tuple[str, int], Writer] = {}
-        self._lock = threading.Lock()
+        self._waiting: dict[tuple[str, int], dict[int, Figures]] = {}
+        self._lock, self._guard, self._retry_at = threading.Lock(), Guard(), 0.0
 
     def __call__(self, event: Event) -> None:
         """Writes what is newer than the last round that is there; closes the writer at the end of the run."""
         key = event.label, event.seed
         with self._lock:
-            if key not in self._writers:
-                self._writers[key] = self._make(*key)
-            writer = self._writers[key]
-            for round, figures in sorted(event.figures.items()):
-                if round > writer.last:
-                    writer.write(round, {name: v for name, v in figures.items() if math.isfinite(v)})
-            if event.status:
-                writer.close(event.status)
+            self._waiting.setdefault(key, {}).update(event.figures)
+            if not event.status and time.monotonic() < self._retry_at:
+                return
+            try:
+                self._write(key, event.status)
+            except Exception as error:  # of a library, a network, a database or a disk
+                self._fail(key, event.status, error)
+
+    def _write(self, key: tuple[str, int], status: str) -> None:
+        if key not in self._writers:
+            self._writers[key] = self._make(*key)
+        writer, waiting = self._writers[key], self._waiting[key]
+        for round in sorted(waiting):
+            if round > writer.last:
+                writer.write(round, {name: v for name, v in waiting[round].items() if math.isfinite(v)})
+            del waiting[round]
+        if status:
+            writer.close(status)
+
+    def _fail(self, key: tuple[str, int], status: str, error: Exception) -> None:
+        first, self._retry_at = not self._retry_at, time.monotonic() + RETRY_SECONDS
+        missing = len(self._waiting[key])
+        if first or status:
+            lost = f"; {missing} rounds of {key[0]}, seed {key[1]}, are not there" if status and missing else ""
+            cause = f"{sentence_of(error)}".splitlines()[0][:LONGEST_CAUSE]
+            self._guard.warn(
+                f"--track {self._kind}: {cause}{lost}; the run goes on; run the same command again with --track "
+                f"{self._kind} to track what is missing"
+            )
 
 
 class TensorBoard:
@@ -130,7 +168,8 @@ class MLflow:
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        metrics = [Metric(name, value, now, round) for name, value in figures.items()]
+        names = mlflow_names(figures)
+        metrics = [Metric(names[name], value, now, round) for name, value in figures.items()]
         for start in range(0, len(metrics), MOST):
             self._client.log_batch(self._run, metrics=metrics[start : start + MOST])
         self._client.set_tag(self._run, "fedloom.round", round)
@@ -138,6 +177,32 @@ class MLflow:
 
     def close(self, status: str) -> None:
         self._client.set_terminated(self._run, self.ENDS.get(status, "FAILED"))
+
+
+def mlflow_names(names: Iterable[str]) -> dict[str, str]:
+    """Return the names of figures as MLflow allows them, by ours; those that differ stay different.
+
+    >>> mlflow_names(["global/test/recall[0]/mean", "global/test/a(b)", "global/test/a_b_"])
+    {'global/test/recall[0]/mean': 'global/test/recall.0/mean', \
+'global/test/a(b)': 'global/test/a_b_ 2', 'global/test/a_b_': 'global/test/a_b_'}
+    """
+    originals = list(names)
+    cleaned = {name: _mlflow_name(name) for name in originals}
+    used = {name for name in originals if cleaned[name] == name}
+    for name in originals:
+        clean, number = cleaned[name], 1
+        while cleaned[name] != name and cleaned[name] in used:
+            number += 1
+            cleaned[name] = f"{clean[: LONGEST_NAME - 5]} {number}"
+        used.add(cleaned[name])
+    return cleaned
+
+
+def _mlflow_name(name: str) -> str:
+    """Letters, digits and ``_-. :/``; no part is empty or leads elsewhere as a path would."""
+    parts = re.sub(r"\[(.*?)\]", r".\1", name).split("/")
+    parts = [re.sub(r"[^\w. :-]", "_", part) for part in parts]
+    return "/".join("_" if part in ("", ".", "..") else part for part in parts)[:LONGEST_NAME]
 
 
 class WandB:
@@ -197,6 +262,8 @@ def _tensorboard(experiment: Experiment, out: Path) -> tuple[Make, str]:
 
 def _mlflow(experiment: Experiment, out: Path) -> tuple[Make, str]:
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", str(HTTP_SECONDS))
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", str(HTTP_RETRIES))
     folder = (out / FOLDER).resolve()
     uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder / 'mlflow.db'}"
     settings = {m.label: m.settings() for m in experiment.methods}

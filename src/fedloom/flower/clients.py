@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.common.constant import ErrorCode
 from torch import Tensor
 
 from fedloom.engine.clients.chunk import ClientOutput, ClientState
@@ -55,6 +56,8 @@ class FlowerClients(RemoteClients):
     Attributes:
         reachable: numbers of the nodes that can be reached.
         scores: figures of every client that answered the newest evaluation.
+        refusals: why each client refused the newest request; one that did not answer, or has lost its state, is not
+            among them.
     """
 
     def __init__(self, job: Job, idle: Any, members: Members, document: str, parameters: str, send: Send) -> None:
@@ -70,11 +73,12 @@ class FlowerClients(RemoteClients):
         self._idle = idle
         self._start = arrays_of({"start": job.oracle.layout.vector(job.oracle.module, job.oracle.dtype)})
         self.scores: dict[int, dict[str, float]] = {}
+        self.refusals: dict[int, str] = {}
 
     def through(self, send: Send) -> FlowerClients:
         """These clients, reached in another way."""
         other = copy.copy(self)
-        other._send = send
+        other._send, other.refusals = send, {}
         return other
 
     def can_train(self, client: int) -> bool:
@@ -145,6 +149,8 @@ class FlowerClients(RemoteClients):
             node = reply.metadata.src_node_id
             client = clients.get(node)
             if reply.has_error():
+                if client is not None and reply.error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION:
+                    self.refusals[client] = str(reply.error.reason)[:500]
                 log(WARNING, "fedloom: node %s did not answer: %s", node, reply.error.reason)
                 continue
             if client is None or client in values:
@@ -164,6 +170,8 @@ class FlowerClients(RemoteClients):
         if "error" in values:
             if values.get("lost"):
                 self.accepted[client] = 0
+            else:
+                self.refusals[client] = str(values["error"])[:500]
             raise WireError(str(values["error"])[:500])
         if "client" in values and values["client"] != client:
             raise WireError(f"it is of client {values['client']}, not {client}")

@@ -29,7 +29,7 @@ from fedloom.engine.scoring import score_request
 from fedloom.engine.setting import Setting
 from fedloom.engine.setup import make_job
 from fedloom.engine.state import State, initial_state
-from fedloom.errors import ConfigError, RunStopped
+from fedloom.errors import ConfigError, RunStopped, Stop
 from fedloom.flower.clients import FlowerClients, Members, Remembering
 from fedloom.flower.documents import (
     PRIVACY,
@@ -98,6 +98,7 @@ class Strategy(FlowerStrategy):
         self._min_nodes, self._wait, self._every = min_nodes, wait, evaluate_every
         self._folder = None if folder is None else place_of(folder, "folder", ", or None for no checkpoint")
         self._rounds, self._before, self._timeout, self._writes = 0, 0, wait, True  # rounds of `start`
+        self._asked = 0
         check_nodes_suffice(algorithm, setting_of(self._document, self._model, 1))
         self._clients: FlowerClients | None = None
         self._job: Job | None = None
@@ -125,6 +126,7 @@ class Strategy(FlowerStrategy):
 
         Raises:
             ConfigError: too few nodes are there and fit, or the folder has another run.
+            RunStopped: every node refused a round, or no reply was used in any round, so that nothing was trained.
         """
         check_counts(num_rounds=(num_rounds, 1))
         self._unread = set[tuple[str, str]]()
@@ -155,6 +157,12 @@ class Strategy(FlowerStrategy):
             result = super().start(grid, arrays, left, timeout, train_config, evaluate_config, shifted)
         finally:
             self._writes = True
+        if self.state is not None and self.state.round and not self.state.trained:
+            raise RunStopped(
+                Stop.UNUSABLE,
+                f"no reply was used in any of {self.state.round} rounds, so that nothing was trained; the log has the "
+                "reasons",
+            )
         for name in ("train_metrics_clientapp", "evaluate_metrics_clientapp", "evaluate_metrics_serverapp"):
             setattr(result, name, {t + done: figures for t, figures in getattr(result, name).items()})
         result.arrays = self._arrays() or ArrayRecord()
@@ -196,6 +204,7 @@ class Strategy(FlowerStrategy):
             run_round(job, self._answers, state)
         for message in sent:
             message.content["config"] = ConfigRecord({**config, ROUND: server_round})
+        self._asked = len(sent)
         log(INFO, "configure_train: %s nodes (out of %s)", len(sent), job.n)
         return sent
 
@@ -208,13 +217,24 @@ class Strategy(FlowerStrategy):
         Returns:
             The global model, before the last round None where nothing reads it: without an ``evaluate_fn`` or functions
             of a subclass; and counts of the round, None without enough replies.
+
+        Raises:
+            RunStopped: every node that was asked refused the round, which asking again would not change.
         """
         clients, job, before = self._running
         arrived = list(replies)
-        replaying = self._answers.replaying(clients.through(lambda _messages: arrived))
+        answering = clients.through(lambda _messages: arrived)
+        replaying = self._answers.replaying(answering)
         try:
             state, events = run_round(job, replaying, before)
         except RunStopped as error:
+            if 0 < self._asked <= len(answering.refusals):
+                first, reason = next(iter(answering.refusals.items()))
+                raise RunStopped(
+                    Stop.FAILED,
+                    f"round {before.round + 1}: all {self._asked} nodes that were asked refused it; node "
+                    f"{self._members[first]}: {reason}",
+                ) from error
             none = f"round {before.round + 1}: none of its nodes answered"
             log(WARNING, "fedloom: nothing changes in %s", error.detail if arrived else none)
             self.state = before.with_(round=before.round + 1)

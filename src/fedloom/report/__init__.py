@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fedloom.report.charts import kit, look
-from fedloom.report.comparison.card import write_card
+from fedloom.report.comparison.card import check_card, write_card
 from fedloom.report.comparison.criteria import NEAR, cumulative
 from fedloom.report.comparison.family import LEVEL, TestedDifference, differences, family, holm
 from fedloom.report.csv_files import csv_of_table
@@ -36,6 +36,7 @@ __all__ = [
     "Key",
     "Run",
     "TestedDifference",
+    "check_card",
     "csv_of_table",
     "cumulative",
     "curve",

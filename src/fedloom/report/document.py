@@ -38,6 +38,8 @@ from fedloom.report.tables import csv_text
 
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 """What the page may do: run its own scripts; it can reach no network."""
+MARK = " · fedloom report</title>"
+"""End of the title of a report, which no other page has."""
 BUNDLE = "vega.js"
 """Name of the scripts that are kept."""
 PLACES = {
@@ -158,7 +160,7 @@ def document(
 <meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy" content="{POLICY}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{name} · fedloom report</title>
+<title>{name}{MARK}
 <link rel="icon" href="data:,">
 <style>{_asset("page.css")}</style>
 </head>

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from pyarrow import ArrowException
 
 from fedloom.errors import ConfigError, FedloomError, RunDirError, check_folder, explain_os_error
+from fedloom.outputs import KINDS, Kind, check_output_file, is_run_directory
 from fedloom.report.charts.calibrated import calibrated, thresholds_csv
 from fedloom.report.charts.clients import clients
 from fedloom.report.charts.curves import curves, robustness
@@ -26,13 +27,17 @@ from fedloom.report.comparison.gains import gains, gains_csv, gains_latex
 from fedloom.report.comparison.pairs import pairs, pairs_csv, pairs_latex
 from fedloom.report.comparison.paper import results_latex, title
 from fedloom.report.csv_files import csv_of
-from fedloom.report.document import document
+from fedloom.report.document import MARK, document
 from fedloom.report.groups import groups_csv
 from fedloom.report.left_out import left_out_csv
 from fedloom.report.numbers import Row, leading_metric, rows_of
 from fedloom.report.reading import read_runs
 from fedloom.report.run import Run
 from fedloom.report.tables import csv_text
+from fedloom.rundir import FOLDERS, REPORT
+
+FIRST_BYTES = 4096
+"""Bytes of a page within which its title ends; the name of an experiment has far fewer characters."""
 
 
 def write(
@@ -43,6 +48,7 @@ def write(
     charts: bool = True,
     against: str | None = None,
     models: Models = "used",
+    force: bool = False,
 ) -> Path:
     """Writes a report of one or several run directories.
 
@@ -59,6 +65,7 @@ def write(
         against: label of the method that every other one is compared with; `local` or `fedavg` when None, if there.
         models: rows of a method in ``results.tex`` and in the comparison: that of the model that a client would use,
             that of the personal one, or all.
+        force: replace files that no report wrote.
 
     Returns:
         ``out``.
@@ -66,16 +73,11 @@ def write(
     Raises:
         RunDirError: a directory is not a run, or one of its files is damaged, or ``out`` would lie in a file; nothing
             is written.
-        ConfigError: ``out`` does not end in ``.html``, or there is no such column or method.
+        ConfigError: ``out`` does not end in ``.html``, lies in a run but for ``RUN/NAME.html``, or is there and no
+            report, or its folder has files that no report wrote; or there is no such column or method.
         CheckpointError: the disk is full or refuses; the runs are as they were.
     """
-    beside = out.with_suffix("")
-    for path in (out, beside):
-        if path.is_symlink():
-            raise ConfigError(f"{path} is a link, through which a report would overwrite other files; remove the link")
-    if out.suffix.lower() not in (".html", ".htm") or out.is_dir():
-        raise ConfigError(f"a report is one HTML file, got {out}; give a name such as {out.with_suffix('.html')}")
-    check_folder(beside)
+    beside = check_report(run_dirs, out, force=force)
     with _recorded(run_dirs):
         runs = read_runs(run_dirs)
         rows = rows_of(runs)
@@ -84,16 +86,11 @@ def write(
         compared = pairs(runs, rows, against, models)
         by_site = gains(runs, rows, leading_metric(runs))
         text = document(runs, rows, shown, tex, compared, by_site, models)
-    with _explained(beside):
-        beside.mkdir(parents=True, exist_ok=True)
-    _replace(beside / "results.csv", csv_text(rows))
-    _replace(beside / "results.tex", tex)
+    contents = {"results.csv": csv_text(rows), "results.tex": tex}
     if compared:
-        _replace(beside / "pairs.csv", pairs_csv(compared))
-        _replace(beside / "pairs.tex", pairs_latex(compared, title(runs)))
+        contents |= {"pairs.csv": pairs_csv(compared), "pairs.tex": pairs_latex(compared, title(runs))}
     if by_site:
-        _replace(beside / "sites.csv", gains_csv(by_site))
-        _replace(beside / "sites.tex", gains_latex(by_site, title(runs)))
+        contents |= {"sites.csv": gains_csv(by_site), "sites.tex": gains_latex(by_site, title(runs))}
     more = {
         "left_out": left_out_csv(runs),
         "groups": groups_csv(runs),
@@ -102,13 +99,15 @@ def write(
         "thresholds": thresholds_csv(runs, rows, leading_metric(runs)),
         "sites-by-patient": differences_csv(by_patient) if (by_patient := by_patients(runs, by_site)) else "",
     }
-    for name, table in more.items():
-        if table:
-            _replace(beside / f"{name}.csv", table)
+    contents |= {f"{name}.csv": table for name, table in more.items() if table}
     for figure in shown if charts else ():
-        _replace(beside / f"{figure.id}.svg", figure.svg())
-        _replace(beside / f"{figure.id}.csv", _data_csv(figure))
-    _replace(out, text)
+        contents |= {f"{figure.id}.svg": figure.svg(), f"{figure.id}.csv": _data_csv(figure)}
+    check_tables(out, beside, contents, force=force)
+    with explained(beside):
+        beside.mkdir(parents=True, exist_ok=True)
+    for name, content in contents.items():
+        replace_text(beside / name, content)
+    replace_text(out, text)
     return out
 
 
@@ -159,10 +158,59 @@ def _data_csv(figure: Figure) -> str:
     return csv_of(columns, figure.data[figure.table])
 
 
-def _replace(path: Path, text: str) -> None:
-    """Writes under a temporary name first, so that no half-written file is ever seen."""
+def check_report(run_dirs: Sequence[Path], out: Path, *, force: bool = False) -> Path:
+    """Return the folder beside a report, in which its tables and charts lie, once both may be written.
+
+    Raises:
+        RunDirError: the folder is a file.
+        ConfigError: see `fedloom.report.write`.
+    """
+    beside = out.with_suffix("")
+    if out.suffix.lower() not in KINDS["HTML"] or out.is_dir():
+        raise ConfigError(f"a report is one HTML file, got {out}; give a name such as {out.with_suffix('.html')}")
+    if beside.is_symlink():
+        raise ConfigError(f"{beside} is a link, through which a report would overwrite other files; remove the link")
+    check_folder(beside)
+
+    def owns(place: Path) -> bool:
+        return len(place.parts) == 1 and place.stem not in FOLDERS
+
+    check_output_file(out, Kind("HTML", "a report", _is_report), run_dirs, owns=owns, force=force)
+    if is_run_directory(beside):
+        raise ConfigError(f"{beside} is a run directory, and the tables of {out} would lie in it; give another path")
+    return beside
+
+
+def _is_report(path: Path) -> bool:
+    if path.name == REPORT and is_run_directory(path.parent):
+        return True
+    with path.open("rb") as file:
+        return MARK.encode() in file.read(FIRST_BYTES)
+
+
+def check_tables(out: Path, beside: Path, names: Iterable[str], *, force: bool) -> None:
+    """Refuse to replace files in the folder beside a report that no report wrote.
+
+    A report wrote the files if the report itself is there, or if the folder belongs to a run directory.
+
+    Raises:
+        ConfigError: a file is there without a report, or is a link or a folder.
+    """
+    kind = Kind("other", "a table or chart of a report", lambda _path: out.exists() or is_run_directory(out.parent))
+    for name in names:
+        path = beside / name
+        if path.exists() or path.is_symlink():
+            check_output_file(path, kind, owns=lambda _place: True, force=force)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a text under a temporary name first, so that no half-written file is ever seen.
+
+    Raises:
+        CheckpointError: the disk is full or refuses.
+    """
     draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with _explained(path):
+    with explained(path):
         try:
             draft.unlink(missing_ok=True)
             draft.touch(exist_ok=False)  # a file of its own, not a link to another
@@ -174,5 +222,6 @@ def _replace(path: Path, text: str) -> None:
             raise
 
 
-def _explained(path: Path) -> AbstractContextManager[None]:
+def explained(path: Path) -> AbstractContextManager[None]:
+    """Report in one sentence that a file of a report could not be written."""
     return explain_os_error(path, "the results of the run are", "'fedloom report' with the run directory writes it")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fedloom.storage.files import make_folder, write_atomic
-from fedloom.storage.locks import lock
+from fedloom.storage.locks import hold, lock, release
 from fedloom.storage.toml_files import read_toml
 
-__all__ = ["lock", "make_folder", "read_toml", "write_atomic"]
+__all__ = ["hold", "lock", "make_folder", "read_toml", "release", "write_atomic"]

@@ -107,6 +107,14 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
     return digest.hexdigest()
 
 
+def has_digest(path: Path) -> bool:
+    """Return whether a file is a safetensors file to which `save_tensors` gave a digest."""
+    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError), regular(path).open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        return _DIGEST in json.loads(file.read(min(length, _LONGEST_HEADER)))["__metadata__"]
+    return False
+
+
 def check_digest(path: Path) -> None:
     """Refuse a safetensors file that is not what `save_tensors` wrote with metadata; one without a digest passes.
 

@@ -19,6 +19,7 @@ from fedloom.errors import (
     check_folder,
     explain_os_error,
 )
+from fedloom.outputs import draft_of
 from fedloom.storage import disk
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ def write_atomic(path: Path, content: Buffer | Callable[[Sink], object]) -> None
     with explained(path):
         if path.is_dir():
             raise CheckpointError(f"{path} is a folder, not a file; give the name of a file, as {path / 'NAME'}")
-        temporary = path.with_name(f".{path.name}.tmp")
+        temporary = draft_of(path)
         with _draft(temporary) as fd:
             if callable(content):
                 content(Sink(fd, temporary))

@@ -8,10 +8,11 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from fedloom.errors import RunDirError
+from fedloom.outputs import LOCK
 from fedloom.storage import disk
 from fedloom.storage.files import explained, make_folder
 
@@ -27,10 +28,10 @@ def lock(folder: Path, wait: float = 5.0) -> Iterator[None]:
         wait: seconds to wait for what a dead process leaves behind (its workers) to end.
 
     Raises:
-        RunDirError: another process works there.
+        RunDirError: another process works there, or the disk has no file locks.
     """
     make_folder(folder)
-    path, me = folder / ".lock", os.getpid()
+    path, me = folder / LOCK, os.getpid()
     with explained(path):
         fd = disk.open_file(path, os.O_RDWR | os.O_CREAT)
     try:
@@ -41,8 +42,40 @@ def lock(folder: Path, wait: float = 5.0) -> Iterator[None]:
         yield
     finally:
         if os.getpid() == me:
-            fcntl.flock(fd, fcntl.LOCK_UN)
+            release(fd)
         os.close(fd)
+
+
+def hold(fd: int, path: Path, *, wait: bool = False) -> bool:
+    """Take the exclusive lock of an open file.
+
+    Args:
+        fd: the descriptor of the file.
+        path: the file, for the message.
+        wait: wait for the process that holds the lock.
+
+    Returns:
+        False: another process holds the lock.
+
+    Raises:
+        RunDirError: the disk has no file locks, as NFS without its lock service: two processes could write at once.
+    """
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise RunDirError(
+            f"{path} cannot be locked ({error.strerror}): its disk has no file locks, and two processes could write "
+            "there at once; choose a folder on a local disk, or have file locks turned on for this one"
+        ) from error
+    return True
+
+
+def release(fd: int) -> None:
+    """Give up the lock of an open file; a disk without file locks has none to give up."""
+    with suppress(OSError):
+        fcntl.flock(fd, fcntl.LOCK_UN)
 
 
 def in_use(folder: Path) -> bool:
@@ -51,7 +84,7 @@ def in_use(folder: Path) -> bool:
     The number in the file is not asked: after a reboot it may be that of any process.
     """
     try:
-        fd = disk.open_file(folder / ".lock", os.O_RDONLY)
+        fd = disk.open_file(folder / LOCK, os.O_RDONLY)
     except OSError:
         return False
     try:
@@ -68,10 +101,9 @@ def in_use(folder: Path) -> bool:
 def _take(fd: int, path: Path, wait: float) -> None:
     end = time.monotonic() + wait
     while True:
-        try:
-            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            pid, _, host = os.pread(fd, 300, 0).decode(errors="replace").partition(" ")
+        if hold(fd, path):
+            return
+        pid, _, host = os.pread(fd, 300, 0).decode(errors="replace").partition(" ")
         alive = host != socket.gethostname() or _alive(int(pid))
         if (time.monotonic() > end or (pid and alive)) and _is_held(fd):
             what = f"process {pid} on {host}" + ("" if alive else ", which has ended, but not all of its workers")
@@ -85,7 +117,7 @@ def _is_held(fd: int) -> bool:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    fcntl.flock(fd, fcntl.LOCK_UN)
+    release(fd)
     return False
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal, Protocol, get_args
 
 import torch
@@ -19,6 +21,8 @@ from fedloom.tasks.figures import labelled, masked, mean, of_classes, wide
 from fedloom.tasks.kinds import Binary, Classification, Count, Regression, Task
 from fedloom.tasks.objective import Objective
 from fedloom.tasks.survival import Survival
+
+LOG = logging.getLogger("fedloom")
 
 Base = Classification | Binary | Regression | Survival | Count
 Kinds = Literal["classification", "binary", "regression", "survival", "count"]
@@ -203,14 +207,29 @@ def _check_weights(weights: object, classes: tuple[str, ...]) -> None:
 
 
 def _each(scorer: Function, what: str, output: Tensor, y: Tensor, owner: Tensor, n: int) -> Tensor:
-    """A user's function of every client's samples, float64 ``[n]``; nan without samples, or without finite outputs."""
+    """A user's function of every client's samples, float64 ``[n]``; nan without samples, or without finite outputs.
+
+    A metric has been tried on samples before the first round. Where it fails at a client later, as a metric of two
+    classes at a client of one, it is nan there and logged once: no model depends on it.
+    """
     values = torch.full((n,), math.nan, dtype=torch.float64)
     order = owner.to(output.device).argsort(stable=True)
     sizes = torch.bincount(owner.cpu(), minlength=n).tolist()
     for i, index in enumerate(order.split(sizes)):
         if len(index) and bool(output[index].isfinite().all()):
-            values[i] = number(scorer, what, output[index], y.to(output.device)[index])
+            try:
+                values[i] = number(scorer, what, output[index], y.to(output.device)[index])
+            except CodeError as error:
+                if what != "metric":
+                    raise
+                _warn_of_metric(scorer.display_name, f"{error}")
     return values
+
+
+@lru_cache(maxsize=64)
+def _warn_of_metric(_name: str, sentence: str) -> None:
+    """Log once in a process that a metric is no number."""
+    LOG.warning("%s; it is nan there, and the run goes on", sentence)
 
 
 def number(scorer: Function, what: str, output: Tensor, y: Tensor) -> float:

@@ -20,16 +20,13 @@ from numpy.typing import NDArray
 from scipy.stats import norm
 
 from fedloom.errors import DataError, unknown
+from fedloom.tasks.separation import SINGULAR, SUPPORT, check_columns, is_suspect, no_finite_fit, recession, separating
 
 Floats = NDArray[np.float64]
 TIES = ("efron", "breslow")
 TOLERANCE = 1e-12
 """Newton decrement below which a step is the last."""
 STEPS, HALVINGS = 50, 30
-SINGULAR = 1e12
-"""Condition number of the information from which columns depend on each other."""
-DIVERGED = 12.0
-"""Coefficient of a column of unit spread from which no finite fit exists."""
 
 
 class SurvivalSite(NamedTuple):
@@ -180,8 +177,7 @@ def fit_cox(
     count = sum(len(site.x) for site in sites)
     centre = sum((site.x.sum(0) for site in sites), np.zeros(len(names))) / count
     spread = np.sqrt(sum(((site.x - centre) ** 2).sum(0) for site in sites) / count)
-    if not (spread > 0).all():
-        raise DataError(f"{names[int((spread == 0).argmax())]} is the same in every row; leave it out")
+    check_varying([site.x for site in sites], names)
     scaled = [site._replace(x=(site.x - centre) / spread) for site in sites]
     groups = [[site] for site in scaled] if stratify else [scaled]
     times = [np.unique(np.concatenate([site.time[site.event == 1] for site in group])) for group in groups]
@@ -194,30 +190,53 @@ def fit_cox(
         values, gradients, informations = zip(*parts, strict=True)
         return Likelihood(sum(values), np.sum(gradients, 0), np.sum(informations, 0))
 
-    beta, here = newton(at, names)
+    beta, here = newton(at, names, lambda: separating(*_orders(scaled, stratify=stratify)))
     se = np.sqrt(np.linalg.inv(here.information).diagonal())
     events = int(sum(site.event.sum() for site in sites))
     return CoxFit(beta / spread, se / spread, here.value, events, count)
 
 
-def newton(at: Callable[[Floats], Likelihood], names: Sequence[str]) -> tuple[Floats, Likelihood]:
-    """The coefficients ``[p]`` of the largest likelihood, and the likelihood there.
+def newton(
+    at: Callable[[Floats], Likelihood],
+    names: Sequence[str],
+    separation: Callable[[], Floats | None] | None = None,
+    *,
+    intercepts: int = 0,
+) -> tuple[Floats, Likelihood]:
+    """Return the coefficients ``[p]`` of the largest likelihood, and the likelihood there.
+
+    Columns are of unit spread. Whether they depend on each other is judged at 0, where every row counts. Separation is
+    judged where the steps end, since information goes only then: by the rows where they are in hand, else by the sums.
+
+    Args:
+        at: the likelihood of all rows at some coefficients.
+        names: of the columns.
+        separation: finds a direction of separation by the rows; None: rows are not in hand.
+        intercepts: the first so many columns are intercepts.
 
     Raises:
         DataError: there is no finite fit, columns depend on each other, or steps do not converge.
     """
     beta = np.zeros(len(names))
-    here = at(beta)
+    here = first = at(beta)
+    check_columns(first.information, names)
+    steps, rise, ended = (beta, beta), np.inf, False
     for _ in range(STEPS):
-        if np.abs(beta).max() > DIVERGED:
-            raise DataError(f"no finite fit: {names[int(np.abs(beta).argmax())]} separates the rows with an event")
-        if np.linalg.cond(here.information) > SINGULAR:
-            raise DataError(f"columns {', '.join(names)} depend on each other; leave one out")
+        if not np.isfinite(here.information).all() or np.linalg.cond(here.information) > SINGULAR:
+            break
         step: Floats = np.linalg.solve(here.information, here.gradient).astype(float)
-        if float(here.gradient @ step) < TOLERANCE:
-            return beta + step, at(beta + step)
+        steps, rise = (steps[1], step), float(here.gradient @ step)
+        if rise < TOLERANCE:
+            beta, here, ended = beta + step, at(beta + step), True
+            break
         beta, here = _stepped(at, beta, step, here)
-    raise DataError(f"the fit has not converged after {STEPS} steps; look at the columns {', '.join(names)}")
+    if not ended or is_suspect(first.information, here.information):
+        direction = separation() if separation else recession(first.information, here.information, steps, rise)
+        if direction is not None:
+            raise no_finite_fit(direction, names, intercepts, SUPPORT if separation is None else 0.0)
+    if not ended:
+        raise DataError(f"the fit has not converged after {STEPS} steps; look at the columns {', '.join(names)}")
+    return beta, here
 
 
 def _stepped(
@@ -225,11 +244,46 @@ def _stepped(
 ) -> tuple[Floats, Likelihood]:
     """Newton's step, halved until the likelihood does not fall."""
     for _ in range(HALVINGS):
-        ahead = at(beta + step)
+        with np.errstate(all="ignore"):  # too long a step overflows, and is halved
+            ahead = at(beta + step)
         if ahead.value >= here.value - 1e-12 * abs(here.value):
             return beta + step, ahead
         step = step / 2
     return beta, here
+
+
+def check_varying(parts: Sequence[Floats], names: Sequence[str]) -> None:
+    """Refuse a column that is the same in every row, by its values: rounding may leave it a spread.
+
+    Raises:
+        DataError: there is one.
+    """
+    rows = np.concatenate(parts)
+    same = (rows == rows[:1]).all(0)
+    if same.any():
+        raise DataError(f"{names[int(same.argmax())]} is the same in every row; leave it out")
+
+
+def _orders(sites: Sequence[SurvivalSite], *, stratify: bool) -> tuple[Floats, Floats]:
+    """Differences of rows that must not be negative, and that must be 0, where the partial likelihood has no maximum.
+
+    The likelihood rises without limit in a direction b if at every event time the rows with the event have the largest
+    x b of those at risk. Rows at risk later are at risk earlier, so one row per event time stands for them.
+    """
+    gains, equal = list[Floats](), list[Floats]()
+    for group in [[site] for site in sites] if stratify else [sites]:
+        x, time, event = (np.concatenate(part) for part in zip(*group, strict=True))
+        times = np.unique(time[event == 1])
+        if not len(times):
+            continue
+        last = np.searchsorted(times, time, side="right") - 1  # the last event time at which a row is at risk
+        dead = event == 1
+        lead = np.zeros(len(times), int)
+        lead[last[dead]] = np.flatnonzero(dead)
+        tied, alive = dead & (lead[last] != np.arange(len(x))), ~dead & (last >= 0)
+        gains += [x[lead[last[alive]]] - x[alive], x[lead[:-1]] - x[lead[1:]]]
+        equal.append(x[lead[last[tied]]] - x[tied])
+    return np.concatenate(gains), np.concatenate(equal)
 
 
 def _check(sites: Sequence[SurvivalSite]) -> None:

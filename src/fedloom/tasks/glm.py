@@ -19,7 +19,8 @@ import numpy as np
 from scipy.special import expit
 
 from fedloom.errors import DataError, unknown
-from fedloom.tasks.cox import Floats, Likelihood, Wald, newton
+from fedloom.tasks.cox import Floats, Likelihood, Wald, check_varying, newton
+from fedloom.tasks.separation import separating
 
 Link = Callable[[Floats], Floats]
 FAMILIES: dict[str, tuple[Link, Link, Link]] = {
@@ -86,8 +87,7 @@ def fit_glm(
     names = list(names) or [f"column {k}" for k in range(sites[0].x.shape[1])]
     count = sum(len(site.y) for site in sites)
     centre, spread = _moments([site.x for site in sites])
-    if not (spread > 0).all():
-        raise DataError(f"{names[int((spread == 0).argmax())]} is the same in every row; leave it out")
+    check_varying([site.x for site in sites], names)
     _check(sites, family)
     middle, unit = (float(m[0]) for m in _moments([site.y[:, None] for site in sites]))
     middle, unit = (middle, unit) if family == "linear" else (0.0, 1.0)
@@ -103,7 +103,7 @@ def fit_glm(
         values, gradients, informations = zip(*(glm_sums(site, beta, family) for site in scaled), strict=True)
         return Likelihood(sum(values), np.sum(gradients, 0), np.sum(informations, 0))
 
-    beta, here = newton(at, [*labels, *names])
+    beta, here = newton(at, [*labels, *names], lambda: _separation(scaled, family, first), intercepts=first)
     scale = 1.0
     if family == "linear":
         squares = sum(
@@ -119,6 +119,20 @@ def fit_glm(
     beta = back @ beta * unit
     beta[:first] += middle
     return GlmFit([*labels, *names], beta, np.sqrt(covariance.diagonal()), count)
+
+
+def _separation(sites: Sequence[GlmSite], family: str, intercepts: int) -> Floats | None:
+    """A direction in which the likelihood has no maximum; see `fedloom.tasks.separation`.
+
+    It is one of a logistic regression if no row with 1 has a negative x b and no row with 0 a positive one; of a
+    Poisson regression if x b is 0 in every row with a count and not above 0 in any other.
+    """
+    x, y = (np.concatenate(part) for part in zip(*sites, strict=True))
+    if family == "logistic":
+        return separating(np.where(y == 1, 1.0, -1.0)[:, None] * x, x[:0], intercepts)
+    if family == "poisson":
+        return separating(-x[y == 0], x[y > 0], intercepts)
+    return None
 
 
 def _moments(parts: Sequence[Floats]) -> tuple[Floats, Floats]:

@@ -22,16 +22,14 @@ from fedloom.data.sources.table.levels import Factors
 from fedloom.data.tables import Table, markers_of
 from fedloom.errors import ConfigError, DataError, LayoutError, cause_of, unknown
 from fedloom.models import factorise, merged
-from fedloom.rundir import place_of
 from fedloom.storage.checkpoint import save_tensors
 from fedloom.storage.files import make_folder, write_atomic
+from fedloom.trained.files import FACTS, check_model_file
 from fedloom.trained.model import Model
 from fedloom.trained.program import checked_archive
 from fedloom.trained.raw import RawModel, check_threshold, labels_of
 
 FORMATS = ("safetensors", "torch", "onnx")
-FACTS = "facts.json"
-"""What a torch program carries of the data that its model takes."""
 MISSING = -1
 """Code of a text that is missing or unknown, within a graph."""
 
@@ -43,6 +41,7 @@ def export(
     *,
     factorised: bool = False,
     threshold: float | None = None,
+    force: bool = False,
 ) -> dict[str, int]:
     """Write a model: a state dict of the plain `nn.Module`, or a graph that takes raw rows.
 
@@ -61,17 +60,18 @@ def export(
 
     Args:
         model: what to write.
-        path: the file, replaced if it is there.
+        path: the file; a model that fedloom wrote is replaced.
         format: one of `FORMATS`.
         factorised: two thin layers in the place of every layer of low rank, where they have fewer numbers (FedSLR).
         threshold: of ``onnx``, probability of the second of two classes from which ``class`` is that one; None: 1/2.
+        force: replace a file of another kind too.
 
     Returns:
         The ranks of the layers that were replaced, by name; `fedloom.models.thin` builds a module with these.
 
     Raises:
         ConfigError: an unknown format, the packages of the extra ``export`` are missing, a module that makes no graph,
-            a table whose scaling is not known, or a threshold that decides nothing.
+            a table whose scaling is not known, a threshold that decides nothing, or a path that must not be written.
         CheckpointError: the disk is full or refuses.
     """
     if format not in FORMATS:
@@ -81,7 +81,8 @@ def export(
         raise ConfigError(
             f"{format} holds no class that a threshold could decide; export to onnx, or decide by the probabilities"
         )
-    path, module, ranks = place_of(path, "path"), merged(model.module()), dict[str, int]()
+    path = check_model_file(path, format, force=force)
+    module, ranks = merged(model.module()), dict[str, int]()
     if factorised:
         thin = factorise(module)
         module, ranks = thin.module, thin.ranks

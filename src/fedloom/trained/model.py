@@ -26,12 +26,12 @@ from fedloom.models import ModelSpec, spec_of
 from fedloom.models.imported import Held, OwnModel, own_model
 from fedloom.models.parts import BATCH_STATISTICS
 from fedloom.rows.layout import Layout
-from fedloom.rundir import place_of
 from fedloom.storage.checkpoint import check_digest, save_tensors
 from fedloom.storage.disk import regular
 from fedloom.storage.files import make_folder
 from fedloom.tasks import Objective, task_of
 from fedloom.tasks.calibration import recalibrated
+from fedloom.trained.files import check_model_file
 from fedloom.trained.raw import RawModel, labels_of
 
 TENSORS = ("rows", "statistics", "fitted", "calibration")
@@ -241,13 +241,18 @@ class Model:
         outputs = outputs_of(self.module(), fed, index) if len(index) else self.row.new_zeros(0, 1)
         return outputs, fed.targets(index), torch.zeros(len(index), dtype=torch.long)
 
-    def save(self, path: Path | str) -> Path:
+    def save(self, path: Path | str, *, force: bool = False) -> Path:
         """A safetensors file with ``rows`` ``[d]`` and the layout in its header; see `load`.
 
+        Args:
+            path: the file; a model that fedloom wrote is replaced.
+            force: replace a file of another kind too.
+
         Raises:
+            ConfigError: the path must not be written; see `fedloom.outputs.check_output_file`.
             CheckpointError: the disk is full or refuses.
         """
-        path = place_of(path, "path")
+        path = check_model_file(path, force=force)
         make_folder(path.parent)
         tensors = {"rows": self.row, "statistics": self.statistics, "fitted": self.fitted}
         tensors |= {"calibration": self.calibration}

@@ -17,8 +17,9 @@ from fedloom.data.input_spec import lone_client
 from fedloom.errors import ConfigError, nearest
 from fedloom.local import LocalSGD
 from fedloom.local.oracles.precision import undisturbed
-from fedloom.rundir import place_of
+from fedloom.outputs import check_output_folder
 from fedloom.trained.adapt import adapted
+from fedloom.trained.files import check_model_file
 from fedloom.trained.model import Model, ModelRecipe, running_statistics
 from fedloom.trained.model_source import ModelSource
 from fedloom.trained.saved import files, write
@@ -244,12 +245,21 @@ class Models:
     def save(self, folder: Path | str) -> list[Path]:
         """Every model as ``<kind>.safetensors``, and what new clients need as ``server.safetensors``.
 
-        The header of each has the layout, what the models must know of their data, and the names of the clients.
+        The header of each has the layout, what the models must know of their data, and the names of the clients. Models
+        that fedloom wrote there before are replaced.
 
         Raises:
+            ConfigError: the folder is of a run or a deployment, or has other files of these names.
             CheckpointError: the disk is full or refuses.
         """
-        return write(self._source, place_of(folder, "folder"))
+        folder = check_output_folder(folder)
+        for name in self.files():
+            check_model_file(folder / f"{name}.safetensors")
+        return self.save_in_run(folder)
+
+    def save_in_run(self, folder: Path) -> list[Path]:
+        """Write the files of `save` into the run's own directory, which `fedloom run` does."""
+        return write(self._source, folder)
 
     def files(self) -> list[str]:
         """Names of the files of `save`."""

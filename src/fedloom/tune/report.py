@@ -18,14 +18,17 @@ from fedloom.tune.search import ALL, SearchResult, beyond, defaults, shorter
 from fedloom.tune.trial import Trial
 from fedloom.tune.work import Goal
 
+REPORTS = CSV, SVG, PAGE = "trials.csv", "trials.svg", "tuning.md"
+"""Files of the report of a search."""
+
 
 def write_report(
     out: Path, name: str, tune: Tune, goal: Goal, findings: Sequence[SearchResult], *, tuned: bool
 ) -> None:
     """Write the three files; ``tuned``: there is a ``tuned.toml`` to speak of."""
-    write_atomic(out / "trials.csv", _csv(findings).encode())
-    write_atomic(out / "trials.svg", _chart(goal, findings).svg().encode())
-    write_atomic(out / "tuning.md", "\n".join(_page(name, tune, goal, findings, tuned=tuned)).encode())
+    write_atomic(out / CSV, _csv(findings).encode())
+    write_atomic(out / SVG, _chart(goal, findings).svg().encode())
+    write_atomic(out / PAGE, "\n".join(_page(name, tune, goal, findings, tuned=tuned)).encode())
 
 
 def _csv(findings: Sequence[SearchResult]) -> str:

@@ -276,8 +276,8 @@ class _Lost(Exception):
         self.state, self.reason = state, reason
 
 
-class _PrunedTrial(Exception):
-    """A trial that is stopped early, with the state it had reached."""
+class _PrunedTrial(BaseException):
+    """A trial that is stopped early, with the state it had reached; an Exception of a callback would end no run."""
 
     def __init__(self, state: State) -> None:
         self.state = state

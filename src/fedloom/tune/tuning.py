@@ -20,13 +20,14 @@ from fedloom.experiment import Experiment, parse
 from fedloom.experiment.events import PAUSE, Emitter, EventQueue, Listener
 from fedloom.experiment.file import difference_to_recorded
 from fedloom.experiment.tuning import Dimension, Tune
+from fedloom.outputs import check_output_folder
 from fedloom.processes.distributed import check_alone
 from fedloom.processes.pool import WorkerPool, cores, useful
 from fedloom.processes.signals import interruptible
 from fedloom.rundir import check_case, file_name
 from fedloom.storage.files import is_unused, make_folder, refuse_links, write_atomic
 from fedloom.storage.locks import lock
-from fedloom.tune.report import write_report
+from fedloom.tune.report import REPORTS, write_report
 from fedloom.tune.search import (
     Read,
     Search,
@@ -47,6 +48,8 @@ from fedloom.values import difference, dump, flat
 FREE = ("seeds", "name", "evaluate")
 """Parts of an experiment that no trial depends on."""
 FOLDERS = ("trials", "checkpoints")
+ENTRIES = (*FOLDERS, "search.toml", "tuned.toml", *REPORTS)
+"""Names in the directory of a search that belong to it."""
 """Folders of a search."""
 
 OnTrial = Callable[[str, Trial], None]
@@ -66,7 +69,8 @@ class Tuning:
 
     Raises:
         ConfigError: the experiment cannot work, has no validation data, a space that cannot be, or is one of several
-            ranks of torchrun; nothing is written.
+            ranks of torchrun; or the directory lies in a run directory or has what the search reads; nothing is
+            written.
         RunDirError: the directory is of another search, or not one of a search.
         DataError: the data cannot be read.
     """
@@ -84,6 +88,7 @@ class Tuning:
         check_alone("a search for settings")
         self.experiment = read(document, where)
         self.tune, self.out, self._where, self._read = self.experiment.tune, out, where, read
+        check_output_folder(out, (where, self.experiment.source_options.get("source")), entries=ENTRIES)
         self._document = {key: value for key, value in document.items() if key != "tune"}
         check_names(self.experiment, where)
         spaces = [space_of(method, self.tune, where) for method in self.experiment.methods]

@@ -69,10 +69,16 @@ def map_command(
     if space is not None and len(method or ()) != 1:
         raise typer.BadParameter("--space needs one --method")
     with errors():
-        from fedloom.errors import check_folder
+        from fedloom.outputs import check_output_folder
         from fedloom.printing import print_rows
+        from fedloom_studies.appendices import check_page
         from fedloom_studies.store import folder_of
 
+        for place in (out, results):
+            if place is not None:
+                check_output_folder(place, (space,))
+        if page is not None:
+            check_page(page)
         folder = folder_of(results)
         recorded = folder / f"map-{scale}.jsonl"
         if list_ and not method:
@@ -120,7 +126,6 @@ def map_command(
         print_rows(estimates(wanted, todo, records, data_dir, equal))
         if list_:
             return
-        check_folder(out)
         time = TimeBudget(None if budget is None else seconds(budget))
         ended = measure_all(
             todo, records, recorded, out / scale, data_dir, time, counted, lambda line: say(line, err=True),

@@ -66,10 +66,17 @@ def reproduce(
     if sum((name is not None, list_, all_, page is not None, estimate and not list_)) != 1:
         raise typer.BadParameter("give one of NAME, --list, --all, --page, --estimate")
     with errors():
+        from fedloom.outputs import check_output_folder
         from fedloom.values import choose
+        from fedloom_studies.appendices import check_page
         from fedloom_studies.reproduce.recipe import SCALES
         from fedloom_studies.store import folder_of
 
+        for folder in (out, results):
+            if folder is not None:
+                check_output_folder(folder)
+        if page is not None:
+            check_page(page)
         recorded = folder_of(results)
         how_much: Scale = choose("scale", {s: s for s in SCALES}, scale)
         if list_:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fedloom.errors import ConfigError, DataError, unknown
+from fedloom.outputs import check_output_folder
 from fedloom.rundir import place_of
 
 ENV = "FEDLOOM_DATA"
@@ -124,8 +125,8 @@ def fetch(
         The folder that has them, which `fedloom.load` finds.
 
     Raises:
-        ConfigError: there is no such data set or it has no files to fetch, no folder for it, or the extra ``fetch`` is
-            not installed.
+        ConfigError: there is no such data set or it has no files to fetch, no folder for it, a file that is there has
+            another digest, or the extra ``fetch`` is not installed.
         DataError: no address gives a file, or what it gives has another digest.
     """
     if name in ELSEWHERE:
@@ -138,7 +139,7 @@ def fetch(
     if not root:
         raise ConfigError(f"{name}: say where data sets are kept: set {ENV}, or give data_dir (--data-dir)")
     remote = REMOTE[name]
-    place = Path(root).expanduser() / remote.folder
+    place = check_output_folder(Path(root).expanduser() / remote.folder)
     for file, digest in remote.files.items():
         _fetch(name, file, digest, (*mirrors, *remote.mirrors), place, timeout)
     return place
@@ -148,6 +149,11 @@ def _fetch(name: str, file: str, digest: str, mirrors: tuple[str, ...], place: P
     import pooch
     from requests import RequestException
 
+    path = place / file
+    if path.exists() and not pooch.hashes.hash_matches(path, digest):
+        raise ConfigError(
+            f"{path} is there already with another digest than {digest[:19]}...; move it, then fetch again"
+        )
     pooch.get_logger().setLevel("ERROR")
     failures = []
     for mirror in mirrors:

@@ -25,7 +25,8 @@ from fedloom.deploy.ops.check import versions
 from fedloom.deploy.ops.commands import OPS, command, environment, filled, profile
 from fedloom.deploy.ops.plan import DeploymentPlan
 from fedloom.deploy.settings import Member, Secure, Server, Site, digest, placed, read_server, text_of
-from fedloom.errors import ConfigError, check_folder
+from fedloom.errors import ConfigError
+from fedloom.outputs import check_output_folder
 from fedloom.storage import disk
 from fedloom.storage.disk import regular
 from fedloom.values import Value, make
@@ -88,10 +89,11 @@ def write(plan: DeploymentPlan, out: Path, place: Location) -> None:
     """Write the directory, as a whole or not at all.
 
     Raises:
-        ConfigError: there is something at ``out`` already, or a value cannot be.
+        ConfigError: there is something at ``out`` already, ``out`` lies in a run directory or another deployment, or a
+            value cannot be.
         RunDirError: it can be no folder.
     """
-    check_folder(out)
+    check_output_folder(out)
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"{out} is there already; its keys are kept: choose another --out, or delete it yourself")
     out.parent.mkdir(parents=True, exist_ok=True)

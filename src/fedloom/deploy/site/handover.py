@@ -10,7 +10,6 @@ bytes of length and a message go each way; nothing is answered that did not arri
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import socket
@@ -27,6 +26,7 @@ from fedloom.deploy.site.pinned import SECRET, run_network
 from fedloom.errors import ConfigError, FedloomError
 from fedloom.storage.disk import regular
 from fedloom.storage.files import content_of
+from fedloom.storage.locks import hold
 from fedloom.version import __version__
 
 SOCKET, LOCK, LOG = "warm.sock", "warm.lock", "warm.log"
@@ -58,6 +58,7 @@ def hand_over(site_file: Path, content: bytes, owner: int | None = None) -> byte
 
     Raises:
         ConfigError: the settings cannot be read, or a folder is not the site's own.
+        RunDirError: the disk of the site's state has no file locks.
         NoAnswer: there is none; a new process has been started where the one before ended.
     """
     key, state = key_of(site_file), folder_of(site_file)
@@ -176,11 +177,16 @@ class _Begin:
         self.path = place(state)
 
     def attempt(self, wait: float = 0.0) -> None:
-        """Start it, unless one is there or being started; its socket takes messages from this moment on."""
+        """Start it, unless one is there or being started; its socket takes messages from this moment on.
+
+        Raises:
+            RunDirError: the disk of the state has no file locks.
+        """
         end = time.monotonic() + wait
-        lock = _opened(self._state / LOCK, os.O_RDWR)
+        path = self._state / LOCK
+        lock = _opened(path, os.O_RDWR)
         try:
-            while not _locked(lock):
+            while not hold(lock, path):
                 if time.monotonic() >= end:
                     return
                 time.sleep(PAUSE)
@@ -224,14 +230,6 @@ def _opened(path: Path, flags: int) -> int:
         return os.open(regular(path), flags | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from None
-
-
-def _locked(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _connected(path: Path) -> socket.socket | None:

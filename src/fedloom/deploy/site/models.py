@@ -20,9 +20,11 @@ from fedloom.errors import ConfigError, unknown
 from fedloom.experiment import Experiment
 from fedloom.experiment.analyses.importance import FEWEST, Scored, permuted
 from fedloom.local.oracles import make_oracle
+from fedloom.outputs import check_output_folder
 from fedloom.storage.checkpoint import check_digest, save_tensors
 from fedloom.storage.files import make_folder
 from fedloom.tasks import task_of
+from fedloom.trained.files import check_model_file
 from fedloom.trained.model import Model as TrainedModel
 from fedloom.trained.model import ModelRecipe, running_statistics
 
@@ -218,17 +220,24 @@ def figures(one: Owned) -> dict[str, float]:
     return _calibrated(trained, fed, client).score_part(fed, "test", client)
 
 
-def export(one: Owned, out: Path) -> Path:
+def export(one: Owned, out: Path, *, force: bool = False) -> Path:
     """Write a site's model as a state dict, ``<site>.safetensors``; the plain module loads it.
+
+    Args:
+        one: the site and its model.
+        out: the folder; a model that fedloom wrote there before is replaced.
+        force: replace a file of another kind too.
 
     Returns:
         The file.
 
     Raises:
+        ConfigError: the folder is of a run or a deployment, or the file of another kind.
         CheckpointError: the disk refuses.
     """
+    check_output_folder(out)
+    path = check_model_file(out / f"{one.site.site}.safetensors", force=force)
     make_folder(out)
-    path = out / f"{one.site.site}.safetensors"
     about = {"site": one.site.site, "experiment": one.site.name, "round": str(one.model.round), "kind": one.model.kind}
     save_tensors(path, {k: v.contiguous() for k, v in module_of(one).state_dict().items()}, about)
     return path

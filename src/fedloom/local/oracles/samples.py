@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from fedloom.errors import CodeError, ConfigError, cause_of
+from fedloom.imports import Function
 from fedloom.tasks import number
+from fedloom.tasks.figures import wide
 
 if TYPE_CHECKING:
     from fedloom.data.federation import Federation
-    from fedloom.imports import Function
     from fedloom.local.batches import Batch
     from fedloom.models import Augment
     from fedloom.tasks import Chosen, Task
@@ -155,6 +156,9 @@ def probe(task: Chosen, outputs: Tensor, y: Tensor) -> None:
     if not y.is_floating_point():
         outputs, y = outputs[y >= 0], y[y >= 0]
     try:
+        for metric in task.objective.metrics:
+            if isinstance(metric, Function):
+                number(metric, "metric", wide(outputs), y.cpu())
         task.metrics(outputs, y, torch.zeros(len(y), dtype=torch.long), 1)
         if task.objective.loss is None:
             return

@@ -6,17 +6,20 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from fedloom.errors import ConfigError, explain_os_error
+from fedloom.errors import ConfigError
 from fedloom.formats import significant
 from fedloom.metrics import SUMMARY
+from fedloom.outputs import Kind, check_output_file, never
 from fedloom.report.comparison.contenders import best_row, contenders
 from fedloom.report.comparison.gains import FEW, federated_leader, site_estimate, values_by_seed
 from fedloom.report.groups import group_cells
 from fedloom.report.naming import figure, titled
 from fedloom.report.numbers import Row, leading_metric, rows_of, test_metrics
+from fedloom.report.page import explained, replace_text
 from fedloom.report.reading import read_runs
 from fedloom.report.run import Run
 from fedloom.report.tables import cell_text
+from fedloom.rundir import FOLDERS
 
 OPEN = "*To be filled in by the people who answer for the model.*"
 
@@ -36,17 +39,27 @@ def write_card(run_dirs: Sequence[Path], out: Path) -> Path:
         RunDirError: a directory is not a run, or one of its files is damaged.
         CheckpointError: the disk is full or refuses.
     """
+    check_card(out)
     text = "\n".join(card(run) for run in read_runs(run_dirs))
-    with explain_os_error(out, "the results of the run are", "'fedloom report --card' writes it"):
+    with explained(out):
         out.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with out.open("x", encoding="utf-8") as file:
-                file.write(text)
-        except FileExistsError as error:
-            raise ConfigError(
-                f"{out} is there and may hold what people wrote into it; move it, then write it anew"
-            ) from error
+    replace_text(out, text)
     return out
+
+
+def check_card(out: Path) -> None:
+    """Refuse to write a model card over a file.
+
+    Raises:
+        ConfigError: the file is there; people may have written into it.
+    """
+    if out.exists():
+        raise ConfigError(f"{out} is there and may hold what people wrote into it; move it, then write it anew")
+
+    def owns(place: Path) -> bool:
+        return len(place.parts) == 2 and place.parts[0] not in FOLDERS
+
+    check_output_file(out, Kind("Markdown", "a model card", never), owns=owns)
 
 
 def card(run: Run) -> str:

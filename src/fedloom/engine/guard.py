@@ -1,0 +1,52 @@
+"""Guard a run against the code that only looks at it: callbacks, listeners and trackers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from fedloom.errors import RunStopped, cause_of
+
+LOG = logging.getLogger("fedloom")
+
+
+class Guard:
+    """Calls functions whose failure is a warning, the first time for each, and does not end the run.
+
+    `RunStopped` ends the run, and so does what is no `Exception`, as KeyboardInterrupt.
+
+    Attributes:
+        warnings: the sentences.
+    """
+
+    def __init__(self) -> None:
+        self.warnings = list[str]()
+        self._failed = set[int]()
+
+    def call(self, what: str, function: Callable[..., object], *arguments: Any) -> object:
+        """Return what a function gives, None where it fails.
+
+        Args:
+            what: its role, e.g. ``"callback"``.
+            function: what is called.
+            arguments: what it is called with.
+
+        Raises:
+            RunStopped: the function asks for the end of the run.
+        """
+        try:
+            return function(*arguments)
+        except RunStopped:
+            raise
+        except Exception as error:
+            if id(function) not in self._failed:
+                self._failed.add(id(function))
+                name = getattr(function, "__name__", type(function).__name__)
+                self.warn(f"{what} {name} failed: {cause_of(error)}; the run goes on, and calls it again")
+            return None
+
+    def warn(self, sentence: str) -> None:
+        """Log a sentence, and keep it."""
+        self.warnings.append(sentence)
+        LOG.warning("%s", sentence)

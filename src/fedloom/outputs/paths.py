@@ -1,0 +1,164 @@
+"""Check a path before something is written there: a command replaces its own files only, and never an input.
+
+Every command and every method that writes asks `check_output_file` or `check_output_folder` before it starts to work.
+"""
+
+from __future__ import annotations
+
+import os
+import unicodedata
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from fedloom.errors import ConfigError, check_folder
+from fedloom.outputs.kinds import KINDS, Kind, never
+from fedloom.rundir import METRICS, PARTITION, SETTINGS, SUMMARY, has_digest, place_of
+
+LOCK = ".lock"
+"""File that a process locks while it works in a run directory."""
+
+
+def draft_of(path: Path) -> Path:
+    """Return the temporary file that is written first, and renamed when it is whole."""
+    return path.with_name(f".{path.name}.tmp")
+
+
+def check_output_file(
+    path: object,
+    kind: Kind,
+    inputs: Iterable[object] = (),
+    *,
+    owns: Callable[[Path], bool] = never,
+    force: bool = False,
+) -> Path:
+    """Refuse a file that must not be written.
+
+    Args:
+        path: the file.
+        kind: what is to be written.
+        inputs: files, folders and names that the same call reads; names that are no path do not matter.
+        owns: whether a place in a run directory, relative to it, is for files of this kind.
+        force: replace a regular file of another kind, or take a name with the ending of another kind. An input, a file
+            of a run or of a deployment, and a link are refused all the same.
+
+    Returns:
+        The path.
+
+    Raises:
+        ConfigError: the path is an input, a link, a folder, a device, a file that only may be read, a place in a run
+            directory or a deployment, or a file of another kind.
+        RunDirError: the folder of the path is a file, or a link that leads nowhere.
+    """
+    path = place_of(path, "path")
+    if path.is_symlink():
+        raise ConfigError(
+            f"{path} is a link to {path.readlink()}, through which another file would be replaced; remove the link, or "
+            "give another path"
+        )
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder, not a file; give the name of a file, as {path / 'NAME'}")
+    check_folder(path.parent)
+    exists = path.exists()
+    if exists and not path.is_file():
+        raise ConfigError(f"{path} is no regular file; give the name of a file")
+    for name, read in _existing(inputs):
+        if _same(path, read) or _same(draft_of(path), read):
+            raise ConfigError(f"{path} would overwrite {name}, which this call reads; give another path")
+        if exists and _lies_in(path, read) and not kind.is_own(path):
+            raise ConfigError(f"{path} is a file of {name}, which this call reads; give another path")
+    _check_place(path.parent, path, owns)
+    if exists and not os.access(path, os.W_OK):
+        raise ConfigError(f"{path} may only be read; change its permissions, or give another path")
+    if force:
+        return path
+    if exists and not kind.is_own(path):
+        why = "" if kind.is_own is never else f", and is not {kind.what} that fedloom wrote"
+        raise ConfigError(f"{path} is there already{why}; give --force to replace it, or another path")
+    other = next((other for other, endings in KINDS.items() if path.suffix.lower() in endings), kind.name)
+    if not exists and other != kind.name:
+        raise ConfigError(
+            f"{path}: {path.suffix} is not the ending of {kind.what}; give a name that ends in "
+            f"{' or '.join(KINDS[kind.name])}, or --force to take this one"
+        )
+    return path
+
+
+def check_output_folder(
+    folder: object, inputs: Iterable[object] = (), *, entries: Collection[str] | None = None
+) -> Path:
+    """Refuse a folder that must not be written into.
+
+    Args:
+        folder: the folder, which need not exist.
+        inputs: files, folders and names that the same call reads.
+        entries: names of the files and folders in it that belong to the command, which replaces and deletes them; None:
+            single files are written, which `check_output_file` checks, and the folder is no run directory.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ConfigError: the folder lies in a run directory or a deployment, or an input would be replaced or deleted.
+        RunDirError: the folder is a file, or a link that leads nowhere.
+    """
+    folder = place_of(folder, "folder")
+    check_folder(folder)
+    _check_place(folder if entries is None else folder.resolve().parent, folder, never)
+    for name, read in _existing(inputs):
+        if _lies_in(read, folder) and _folded(read).relative_to(_folded(folder)).parts[0] in (entries or ()):
+            raise ConfigError(f"{name}, which this call reads, would be replaced or deleted in {folder}; move it")
+    return folder
+
+
+def is_run_directory(folder: Path) -> bool:
+    """Whether a run has begun in a folder; an experiment file of that name alone is the user's own."""
+    settings = folder / SETTINGS
+    with suppress(OSError):  # of folders that may not be read, nothing is known
+        names = (LOCK, SUMMARY, METRICS, PARTITION)
+        return settings.is_file() and (any((folder / n).exists() for n in names) or has_digest(settings.read_bytes()))
+    return False
+
+
+def _is_deployment(folder: Path) -> bool:
+    """Whether a folder is that of a server, of a site, or of the deployment."""
+    with suppress(OSError):
+        return any((folder / name).is_file() for name in ("site.toml", "server.toml", "authority/ca.crt"))
+    return False
+
+
+def _check_place(first: Path, shown: Path, owns: Callable[[Path], bool]) -> None:
+    """Refuse a place in a run directory or a deployment, from a folder upwards."""
+    place = first.resolve()
+    for folder in (place, *place.parents):
+        if is_run_directory(folder):
+            if owns((place / shown.name).relative_to(folder)):
+                return
+            raise ConfigError(
+                f"{shown} lies in the run directory {folder}, whose files its run replaces; give a path outside"
+            )
+        if _is_deployment(folder):
+            raise ConfigError(f"{shown} lies in {folder}, which belongs to a deployment; give a path outside")
+
+
+def _existing(inputs: Iterable[object]) -> Iterable[tuple[object, Path]]:
+    """Yield the inputs that are files or folders."""
+    for one in inputs:
+        with suppress(OSError, ValueError):  # a name that no path can have
+            if isinstance(one, str | os.PathLike) and one and (path := Path(one).expanduser()).exists():
+                yield one, path
+
+
+def _same(path: Path, other: Path) -> bool:
+    """Whether two paths lead to one file, here or on a disk that ignores case and the form of accents."""
+    if path.exists() and other.exists() and path.samefile(other):
+        return True
+    return _folded(path) == _folded(other)
+
+
+def _lies_in(path: Path, folder: Path) -> bool:
+    return folder.is_dir() and _folded(folder) in _folded(path).parents
+
+
+def _folded(path: Path) -> Path:
+    return Path(unicodedata.normalize("NFC", str(path.resolve())).casefold())

