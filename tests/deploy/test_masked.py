@@ -340,7 +340,7 @@ def test_what_arrives_is_uniform_and_holds_no_upload(tmp_path: Path) -> None:
             assert kept is not None
             upload = kept.tensors["reply"].numpy().view(np.uint64)
             seen.append((np.frombuffer(arrays_of(reply)[0], dtype="<u8", offset=64)[: len(upload)], upload))
-            plain.append(upload[:-3].tobytes())
+            plain.append(upload[:-4].tobytes())
         return reply
 
     assert here.serve(here.grid(look, clients)) is Stop.DONE
@@ -934,8 +934,11 @@ def test_sums_of_counts_that_cannot_be_are_rejected(five: Scene) -> None:
     uploads, scores = UploadVector(trainer.job, trainer.forms.idle), ScoreVector(trainer.job)
     total = np.zeros(uploads.length, dtype=np.uint64)
     assert uploads.decode(total, 3, 1.0)[1].tolist() == [0, 0, 0]
-    total.view(np.int64)[-1] = -1
+    total.view(np.int64)[-2] = -1
     with pytest.raises(Broken, match="the sum of work is below zero"):
+        uploads.decode(total, 3, 1.0)
+    total[-1] = 4
+    with pytest.raises(Broken, match="the counter of clipped uploads is out of range"):
         uploads.decode(total, 3, 1.0)
     for sites in (-1, 4):
         total = np.zeros(scores.length, dtype=np.int64)

@@ -86,13 +86,13 @@ class MaskedSites(Sites):
             models = asks[c].arrays if c in asks else ()
             return Request("masked", c, [download, terms.encode(), inbox, *models], self._accepted(c))
 
-        def read(total: Integers, count: int) -> tuple[Any, Tensor, dict[Any, Figure]]:
-            sums, work = self._uploads.decode(total[:n], count, scale)
+        def read(total: Integers, count: int) -> tuple[Any, Tensor, int, dict[Any, Figure]]:
+            sums, work, clipped = self._uploads.decode(total[:n], count, scale)
             self._check_length(sums, count, scale)
-            return sums, work, self._figures.decode(total[n:], count) if len(total) > n else {}
+            return sums, work, clipped, self._figures.decode(total[n:], count) if len(total) > n else {}
 
         session = self._sessions.sum(terms, letter, length, read)
-        parts, work, figures = session.value
+        parts, work, clipped, figures = session.value
         if scored >= 0:
             self._tallied = scored, figures
         messages = (job.messages.up(forms.idle), job.messages.down(down, request.server))
