@@ -20,9 +20,11 @@ from statsmodels.duration.hazard_regression import PHReg
 from fedloom.deploy.audit import SENT
 from fedloom.deploy.cox import STEPS, STEPS_FILE, CoxStep, check_cox
 from fedloom.deploy.ops.status import lines, status_of
+from fedloom.deploy.secure.counters import ANSWERED, NEUTRAL, Counts
 from fedloom.deploy.secure.opened import OpenedSums, read_checked, write_checked
 from fedloom.deploy.secure.protocol import Broken
 from fedloom.deploy.server.cox import CoxServer
+from fedloom.deploy.server.sites import CoxSum
 from fedloom.deploy.settings import Secure
 from fedloom.deploy.site.client import Client
 from fedloom.errors import DataError, Refused, Stop, WireError
@@ -326,14 +328,22 @@ def test_a_damaged_list_of_opened_sums_costs_no_regression_before_its_first_step
         assert "whole" not in (read_checked(file) or {})
 
 
-def test_one_row_may_not_weigh_more_than_all_others(tmp_path: Path) -> None:
+def test_a_site_answers_zeros_where_one_row_weighs_more_than_all_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The step is used up, and its own log alone has the reason."""
     here = deployed(tmp_path, {"stratify": True}, masked=False)
     site = Client(here.sites[0]).answers._cox
-    with pytest.raises(Broken, match="one row has more than 50%"):
-        site.vector(CoxStep(step=0, beta=(0.0, 300.0, 300.0)))
-    site.vector(CoxStep(step=0, beta=(0.1, 0.2, 0.3)))
-    with pytest.raises(Broken, match="step 0 .* at other coefficients"):
-        site.vector(CoxStep(step=0, beta=(0.1, 0.2, 0.4)))
+    answer = site.vector(CoxStep(step=0, beta=(0.0, 300.0, 300.0)))
+    assert not answer.vector.any()
+    assert answer.counters == NEUTRAL
+    assert "one row has more than 50%" in capsys.readouterr().err
+    answer = site.vector(CoxStep(step=1, beta=(0.1, 0.2, 0.3)))
+    assert answer.vector.any()
+    assert answer.counters == ANSWERED
+    for step, beta in ((0, (0.1, 0.2, 0.3)), (1, (0.1, 0.2, 0.4)), (1, (0.0, 300.0, 300.0))):
+        with pytest.raises(Broken, match=f"^step {step} .* was answered already, at other coefficients$"):
+            site.vector(CoxStep(step=step, beta=beta))
 
 
 def test_a_damaged_list_of_steps_answers_none(tmp_path: Path) -> None:
@@ -353,12 +363,12 @@ def test_a_regression_asks_for_24_sums_at_most(tmp_path: Path) -> None:
 
     class Total:
         def cox_sum(self, _step: CoxStep, agreed: CoxAgreement, _clients: Any) -> Any:
-            return np.zeros(3, dtype=np.uint64), [*range(SITES)], agreed
+            return CoxSum(np.zeros(3, dtype=np.uint64), [*range(SITES)], agreed, Counts(SITES, 0))
 
     server: Any = CoxServer(Total(), agreed_terms(4), NAMES, tmp_path)
     for k in range(24):
         server._next(np.full(3, k / 100))
-    with pytest.raises(DataError, match="after 24 sums"):
+    with pytest.raises(DataError, match="after 24 steps"):
         server._next(np.ones(3))
     site = Client(deployed(tmp_path / "site", {"stratify": True}, masked=False).sites[0]).answers._cox
     for step in (-1, 24):
