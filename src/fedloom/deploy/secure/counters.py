@@ -62,9 +62,7 @@ def write_counters(
     return key.sign(_signed(bound, arrived, numbers)) + numbers
 
 
-def read_counters(
-    message: bytes, bound: bytes, arrived: Collection[int], public: Ed25519PublicKey
-) -> bytes:
+def read_counters(message: bytes, bound: bytes, arrived: Collection[int], public: Ed25519PublicKey) -> bytes:
     """The message of one site, if it is that.
 
     Raises:

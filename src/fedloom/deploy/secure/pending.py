@@ -79,7 +79,8 @@ class PendingSums:
             fields = {key: entry[key] for key in ("round", "shared", "clients", "sums", "models", "attempts", "told")}
             fields |= {key: bytes.fromhex(entry[key]) for key in ("nonce", "adverts", "question")}
             fields |= {
-                name: {int(c): bytes.fromhex(part) for c, part in entry[name].items()} for name in ("signed", "counters")
+                name: {int(c): bytes.fromhex(part) for c, part in entry[name].items()}
+                for name in ("signed", "counters")
             }
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None

@@ -106,7 +106,8 @@ class SiteCox:
         terms = terms or self._terms()
         if len(step.beta) != len(terms.low):
             raise Broken(f"a step of the Cox regression has {len(terms.low)} coefficients, got {len(step.beta)}")
-        same_rows = self._enter(step)
+        rows = self._rows_digest()
+        same_rows = self._enter(step, rows)
         try:
             return self._sums(step, terms, same_rows)
         except Exception as error:  # whatever it is, the error depends on rows, and so must not show
@@ -163,8 +164,12 @@ class SiteCox:
             raise Refused("this site sends nothing of a Cox regression: it is not agreed on, or epsilon is limited")
         return self.agreed
 
-    def _enter(self, step: CoxStep) -> bool:
+    def _enter(self, step: CoxStep, rows: str) -> bool:
         """Enter a step before it is answered; whether the rows are those of the first step.
+
+        Args:
+            step: what is asked.
+            rows: digest of the rows.
 
         Raises:
             Broken: it was answered at other coefficients, or none of that is known any more.
@@ -179,7 +184,6 @@ class SiteCox:
         question = digest_of([step.encode()])
         if record["steps"].setdefault(f"{step.step}", question) != question:
             raise Broken(f"step {step.step} of the Cox regression was answered already, at other coefficients")
-        rows = self._rows_digest()
         first = record["rows"] or rows
         write_checked(self._steps, {**record, "rows": first})
         return rows == first
