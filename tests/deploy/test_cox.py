@@ -579,7 +579,7 @@ def test_a_sum_of_too_few_answers_stays_closed(tmp_path: Path, able: int, monkey
     assert session.ask(0, "unmask", signed) is None  # without counters
     sent = {c: session.ask(c, "count", signed) or b"" for c in range(5)}
     assert opened_counters(sent, bound, range(5), public) == (able, 5 - able)
-    mine = {c: b"" for c in range(5)}
+    mine = dict[int, bytes]()
     for c in range(5):
         numbers = np.array([5 if c == 0 else 0, 0], dtype="<u8").tobytes()
         mine[c] = signing_key_of((c + 1) % 5).sign(numbers) + numbers
@@ -594,7 +594,7 @@ def test_a_sum_of_too_few_answers_stays_closed(tmp_path: Path, able: int, monkey
     assert (told == [None] * 5) is (able < 3)
 
 
-# ------------------------------------------------------------------------------- what a server learns before a sum opens
+# ------------------------------------------------------------------------------ what a server learns before a sum opens
 
 
 PRIORS = (20.0, 3.0)
@@ -622,8 +622,8 @@ def questions(count: int) -> list[tuple[float, ...]]:
 def test_a_dishonest_server_guesses_what_a_site_has(tmp_path: Path) -> None:
     """Two data sets differ in one patient; at most 58 % of 400 yes or no questions are answered right by all it gets.
 
-    The server learns from 100 further answers of which it knows the truth. The steps are used up after 24 questions, and
-    then it goes on asking.
+    The server learns from 100 further answers of which it knows the truth. The steps are used up after 24 questions,
+    and then it goes on asking.
     """
     here = deployed(tmp_path / "run", {"stratify": True})
     watched = Watched(here)

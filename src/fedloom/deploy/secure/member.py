@@ -19,8 +19,8 @@ from fedloom.algorithms import upload_fields
 from fedloom.deploy.noise import FINEST, released
 from fedloom.deploy.protocol.envelope import Kind
 from fedloom.deploy.protocol.identity import verifying_key
-from fedloom.deploy.secure import protocol as secure
 from fedloom.deploy.secure import counters, shares
+from fedloom.deploy.secure import protocol as secure
 from fedloom.deploy.secure.opened import OpenedSums, read_checked, write_checked
 from fedloom.deploy.secure.protocol import MOST, SIGNATURE, Broken, Integers
 from fedloom.deploy.secure.stages import REVEALED, Progress, Stage, progress_of

@@ -1,7 +1,7 @@
 """The Cox regression of a run: Newton's steps, each with one sum of the sites' that is kept on the disk.
 
-A step at which a site cannot answer has no sum: Newton's step is halved, and the half is a step of its own. So no fit is
-without the rows of a site that has any.
+A step at which a site cannot answer has no sum: Newton's step is halved, and the half is a step of its own. So no fit
+is without the rows of a site that has any.
 """
 
 from __future__ import annotations
