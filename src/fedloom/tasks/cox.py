@@ -215,9 +215,15 @@ def newton(at: Callable[[Floats], Likelihood], names: Sequence[str]) -> tuple[Fl
             raise DataError(f"columns {', '.join(names)} depend on each other; leave one out")
         step: Floats = np.linalg.solve(here.information, here.gradient).astype(float)
         if float(here.gradient @ step) < TOLERANCE:
-            return beta + step, at(beta + step)
+            ahead = at(beta + step)
+            return (beta, here) if ahead.value == -np.inf else (beta + step, ahead)
         beta, here = _stepped(at, beta, step, here)
     raise DataError(f"the fit has not converged after {STEPS} steps; look at the columns {', '.join(names)}")
+
+
+def impossible(columns: int) -> Likelihood:
+    """A likelihood so small that `newton` halves the step to it: of coefficients at which there is none."""
+    return Likelihood(-np.inf, np.zeros(columns), np.zeros((columns, columns)))
 
 
 def _stepped(

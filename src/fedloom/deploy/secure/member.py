@@ -8,7 +8,7 @@ since two vectors under one mask reveal their difference. A damaged file ends it
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,8 @@ from fedloom.algorithms import upload_fields
 from fedloom.deploy.noise import FINEST, released
 from fedloom.deploy.protocol.envelope import Kind
 from fedloom.deploy.protocol.identity import verifying_key
+from fedloom.deploy.secure import counters, shares
 from fedloom.deploy.secure import protocol as secure
-from fedloom.deploy.secure import shares
 from fedloom.deploy.secure.opened import OpenedSums, read_checked, write_checked
 from fedloom.deploy.secure.protocol import MOST, SIGNATURE, Broken, Integers
 from fedloom.deploy.secure.stages import REVEALED, Progress, Stage, progress_of
@@ -150,10 +150,19 @@ class SessionMember:
             self._save(record)
         return self._bytes(record, "accuses") if "accuses" in record else b""
 
-    def masked(self, round: int, nonce: bytes, vector: Integers) -> bytes:
-        """Step 3, second half: this site's vector under its masks, behind its signature that all may be summed."""
+    def masked(self, round: int, nonce: bytes, vector: Integers, counts: Sequence[int] = ()) -> bytes:
+        """Step 3, second half: this site's vector under its masks, behind its signature that all may be summed.
+
+        Args:
+            round: of the run.
+            nonce: of the session.
+            vector: ``[D]``.
+            counts: this site's counters (`counters`), whose sum the sites read before they open that of the vectors;
+                empty: the sum is opened without any.
+        """
         record = self._session(round, nonce, "masked")
         progress_of(record).at_least(Stage.RECEIVED)
+        self._once(record, "counters", [*counts])
         self._once(record, "vector", hashlib.sha256(vector.data).hexdigest())
         self._save(record)
         peers, bound = [int(c) for c in record["held"]], self._bound(record)
@@ -180,21 +189,46 @@ class SessionMember:
         self._save(record)
         return self._key.sign(secure.statement(self._bound(record), arrived))
 
-    def reveal(self, round: int, nonce: bytes, message: bytes) -> bytes:
-        """Step 5: shares of the seeds of the sites whose vector arrived, of the masking keys of the others."""
+    def count(self, round: int, nonce: bytes, message: bytes) -> bytes:
+        """Before step 5 of a session with counters: this site's counters, under masks with the sites of the sum.
+
+        The sum is entered before: another one of the same round is opened no more, so the counters are of one list.
+        """
+        record = self._session(round, nonce, "count")
+        if not record["counters"]:
+            raise Broken("the sum of this session is opened without counters")
+        signed = _read(message, SIGNATURE)
+        if "counted" not in record:
+            arrived = self._enter(record, signed)
+            session, bound, secrets = self._agreed_by(record), self._bound(record), _secrets(record)
+            sent = counters.write_counters(
+                session, bound, self._client, secrets, self._key, arrived, record["counters"]
+            )
+            record |= {"counted": sent.hex(), "survivors": _listed(signed)}
+            self._save(record)
+        self._once(record, "survivors", _listed(signed))
+        return self._bytes(record, "counted")
+
+    def reveal(self, round: int, nonce: bytes, message: bytes, counted: bytes = b"") -> bytes:
+        """Step 5: shares of the seeds of the sites whose vector arrived, of the masking keys of the others.
+
+        Args:
+            round: of the run.
+            nonce: of the session.
+            message: signatures of the sites of the sum.
+            counted: masked counters of all of these sites; empty where the session has none.
+
+        Raises:
+            Broken: the sum may not be opened; where there are counters, as too few sites answered from their samples.
+        """
         record = self._session(round, nonce, "unmask")
         signed = _read(message, SIGNATURE)
-        survivors = secure.write(dict.fromkeys(signed, b"")).hex()
+        survivors = _listed(signed)
         if REVEALED not in record:
-            arrived, held = self._arrived(record, signed), {int(c): bytes.fromhex(p) for c, p in record["held"].items()}
-            if record.get("arrived", survivors) != survivors:
-                raise Broken("this site has signed that the sum is of other sites")
-            secure.check_statement(self._agreed_by(record), self._bound(record), signed, self._public)
-            bases = {str(c): record["bases"][str(c)] for c in arrived}
-            question = record["question"]
-            self._opened.reveal(
-                record["name"], record["sums"], record["asked"], bases, self._agreed.threshold, question
-            )
+            held = {int(c): bytes.fromhex(p) for c, p in record["held"].items()}
+            if record["counters"]:
+                self._check_counters(record, [*signed], counted)
+            arrived = self._enter(record, signed)
             answer = secure.write(shares.reveal_shares(held, arrived)).hex()
             record = {"name": record["name"], REVEALED: answer, "survivors": survivors}  # all secrets are gone
             self._save(record)
@@ -202,6 +236,31 @@ class SessionMember:
         return self._bytes(record, REVEALED)
 
     # ---------------------------------------------------------------------------------------------------- inside
+
+    def _enter(self, record: dict[str, Any], signed: Mapping[int, bytes]) -> list[int]:
+        """Enter that a sum is opened; its sites, each with its signature or without one.
+
+        Raises:
+            Broken: it may not be opened.
+        """
+        arrived = self._arrived(record, signed)
+        if not {record.get("arrived"), record.get("survivors")} <= {None, _listed(signed)}:
+            raise Broken("this site has signed that the sum is of other sites")
+        secure.check_statement(self._agreed_by(record), self._bound(record), signed, self._public)
+        bases = {str(c): record["bases"][str(c)] for c in arrived}
+        threshold, question = self._agreed.threshold, record["question"]
+        self._opened.reveal(record["name"], record["sums"], record["asked"], bases, threshold, question)
+        return arrived
+
+    def _check_counters(self, record: dict[str, Any], arrived: Sequence[int], message: bytes) -> None:
+        """Refuse to open a sum whose counters are missing, or show too few sites that answered from their samples.
+
+        Raises:
+            Broken: what is missing.
+        """
+        sent = _read(message, counters.WIDTH)
+        counts = counters.opened_counters(sent, self._bound(record), arrived, self._public)
+        counters.check_enough(counts, self._agreed.threshold)
 
     def _arrived(self, record: dict[str, Any], clients: Collection[int]) -> list[int]:
         """The sites of a sum, if it may be one.
@@ -258,6 +317,11 @@ class SessionMember:
 def _session_of(name: bytes, threshold: int, adverts: str) -> secure.Session:
     """The session of a record, which its messages have in common."""
     return secure.session_of(name, threshold, _adverts(bytes.fromhex(adverts)))
+
+
+def _listed(clients: Collection[int]) -> str:
+    """Sites as hexadecimal digits."""
+    return secure.write(dict.fromkeys(clients, b"")).hex()
 
 
 def _secrets(record: dict[str, Any]) -> secure.Secrets:

@@ -252,8 +252,15 @@ def masked(
     session: Session, bound: bytes, client: int, secrets: Secrets, peers: Collection[int], vector: Integers
 ) -> Integers:
     """A site's vector ``[D]`` under its own mask and those that it has with the ``peers``, itself left out."""
-    total = vector + stream(derived(secrets.seed, bound, b"seed"), len(vector))
-    masking = private_key(secrets.masking)
+    own = stream(derived(secrets.seed, bound, b"seed"), len(vector))
+    return paired(session, bound, client, secrets, peers, vector + own)
+
+
+def paired(
+    session: Session, bound: bytes, client: int, secrets: Secrets, peers: Collection[int], vector: Integers
+) -> Integers:
+    """A site's vector ``[D]`` under the masks that it has with the ``peers``, itself left out."""
+    total, masking = vector.copy(), private_key(secrets.masking)
     for peer in peers:
         if peer != client:
             _add_pair(total, session, bound, client, masking, peer)

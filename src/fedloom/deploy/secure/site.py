@@ -85,14 +85,14 @@ class MaskedAnswers:
             return {}, [self._masked(envelope)], None
         if kind == "keys":
             self._cox.begin()
-        wanted = 0 if kind == "keys" else 1
+        fewest, most = (0, 0) if kind == "keys" else (1, 2) if kind == "unmask" else (1, 1)
         steps: dict[str, Callable[..., bytes]] = {
             "keys": member.keys, "shares": member.shares, "open": member.open, "agree": member.agree,
-            "unmask": member.reveal,
+            "count": member.count, "unmask": member.reveal,
         }  # fmt: skip
         with telling():
-            if len(arrays) != wanted:
-                raise WireError(f"{len(arrays)} arrays, {wanted} are expected")
+            if not fewest <= len(arrays) <= most:
+                raise WireError(f"{len(arrays)} arrays, {fewest} to {most} are expected")
             return {}, [steps[kind](head["round"], head["session"], *arrays)], None
 
     def _scores(self, envelope: Envelope) -> Answer:
@@ -122,7 +122,7 @@ class MaskedAnswers:
             return ACCUSES + accusations
         if terms.question is not None:
             first = len(ScoreVector(trainer.job).figures) + len(self._groups.sums.groups)
-            return self._member.masked(t, head["session"], self._cox.masked_vector(terms, first))
+            return self._member.masked(t, head["session"], *self._cox.masked_vector(terms, first))
         job, state = trainer.with_local_data(head["accepted"], self._weighed(terms))
         vectors = []
         if terms.scored >= 0:

@@ -21,7 +21,7 @@ from fedloom.deploy.secure.protocol import Broken, Integers
 from fedloom.deploy.secure.sums import SecureSums
 from fedloom.deploy.secure.terms import Terms
 from fedloom.deploy.secure.vectors import ScoreVector, UploadVector
-from fedloom.deploy.server.sites import Sites
+from fedloom.deploy.server.sites import CoxSum, Sites
 from fedloom.deploy.server.transport import Transport
 from fedloom.deploy.settings import Server, bound_of
 from fedloom.deploy.site.cox import merged
@@ -133,9 +133,7 @@ class MaskedSites(Sites):
             self._tally(request)
         yield self.global_sizes(request)
 
-    def cox_sum(
-        self, step: CoxStep, agreed: CoxAgreement, clients: Sequence[int]
-    ) -> tuple[Ring, list[int], CoxAgreement]:
+    def cox_sum(self, step: CoxStep, agreed: CoxAgreement, clients: Sequence[int]) -> CoxSum:
         if self._cox is None:
             self._cox = self._cox_terms()
         terms, first = self._cox.with_(question=step), len(self._figures.figures) + len(self.group_sums.groups)
@@ -150,7 +148,8 @@ class MaskedSites(Sites):
             return total
 
         session = self._sessions.sum(terms, letter, bins.length, read)
-        return session.value, session.clients, bins
+        assert session.counts is not None
+        return CoxSum(session.value, session.clients, bins, session.counts)
 
     def _cox_terms(self) -> Terms:
         """What all steps of the Cox regression have in common; kept, so that a restarted server sends the same."""

@@ -15,8 +15,8 @@ import numpy as np
 
 from fedloom.deploy.protocol.envelope import Kind, Request
 from fedloom.deploy.protocol.identity import NONCE, verifying_key
+from fedloom.deploy.secure import counters, shares
 from fedloom.deploy.secure import protocol as secure
-from fedloom.deploy.secure import shares
 from fedloom.deploy.secure.answers import read_advert, read_sealed, read_shares, read_signature, read_vector
 from fedloom.deploy.secure.pending import PendingSum, PendingSums
 from fedloom.deploy.secure.protocol import SIGNATURE, Broken, Integers
@@ -34,11 +34,19 @@ Ask = Callable[[int, bytes], Request]
 
 
 class Sum(NamedTuple):
-    """A sum of a session: what it was read as, whose it is, and bytes per site up and down."""
+    """A sum of a session.
+
+    Attributes:
+        value: what it was read as; None where the counters kept it closed.
+        clients: sites that it is of.
+        traffic: bytes per site up and down.
+        counts: sums of the sites' counters (`counters`); None in a session without any.
+    """
 
     value: Any
     clients: list[int]
     traffic: list[int]
+    counts: counters.Counts | None
 
 
 class _Course(NamedTuple):
@@ -83,11 +91,17 @@ class SecureSums:
             GivenUp: it was asked for too often, or one of the vectors is wrong.
         """
         pending = self._unmasked.of(terms.sums) or self._collected(terms, request, length)
+        counts = None
+        if terms.counted:
+            pending = pending if pending.counters else self._counted(pending)
+            counts = self._opened_counters(pending)
+            if counts.neutral or counts.answered < self._agreed.threshold:
+                return Sum(None, pending.clients, [0, 0], counts)
         pending = pending if pending.told else self._revealed(pending, read)
         n, part = len(secure.read_adverts(pending.adverts)), 4 + shares.SEALED
         up = len(pending.adverts) // n + n * part + SIGNATURE + 8 * length + n * (4 + secure.KEY)
         down = len(pending.adverts) + n * (part + 4 + SIGNATURE) + len(terms.encode())
-        return Sum(read(pending.total, len(pending.clients)), pending.clients, [up, down])
+        return Sum(read(pending.total, len(pending.clients)), pending.clients, [up, down], counts)
 
     # --------------------------------------------------------------------------------------- until shares are asked for
 
@@ -245,6 +259,43 @@ class SecureSums:
             pending.clients,
         )
 
+    def _counted(self, pending: PendingSum) -> PendingSum:
+        """The sum under its masks, with the masked counters of all its sites.
+
+        Raises:
+            RunStopped: a site does not send its counters; the sites' masks go with them only all together.
+            GivenUp: the sum was asked for too often.
+        """
+        if pending.attempts == ATTEMPTS:
+            raise GivenUp(f"round {pending.round}: the counters of the sum were asked for in vain", pending.clients)
+        self._unmasked.keep(pending := pending._replace(attempts=pending.attempts + 1))
+        session = self._session_of(pending)
+        bound = secure.bound_to(session, pending.question, pending.shared)
+        ask = {c: Request("count", c, [_signatures(pending)]) for c in pending.clients}
+        _, sent = self._step(
+            _Course(pending.round, pending.nonce, Progress(Stage.MASKED)), "count", ask,
+            lambda c, m: counters.read_counters(m, bound, pending.clients, self._public[c]), need=len(ask),
+        )  # fmt: skip
+        self._unmasked.keep(pending := pending._replace(attempts=0, counters=sent))
+        return pending
+
+    def _opened_counters(self, pending: PendingSum) -> counters.Counts:
+        """The sums of the counters.
+
+        Raises:
+            GivenUp: they are no sums of counters.
+        """
+        bound = secure.bound_to(self._session_of(pending), pending.question, pending.shared)
+        try:
+            return counters.opened_counters(pending.counters, bound, pending.clients, self._public)
+        except Broken as error:
+            raise GivenUp(f"round {pending.round}: {error}", pending.clients) from None
+
+    def _session_of(self, pending: PendingSum) -> secure.Session:
+        """The session of a sum that was asked for."""
+        name = secure.session_name(self._agreement, pending.round, pending.nonce)
+        return secure.session_of(name, self._agreed.threshold, secure.read_adverts(pending.adverts))
+
     def _open(self, pending: PendingSum) -> Integers:
         """The sum without its masks.
 
@@ -252,11 +303,10 @@ class SecureSums:
             RunStopped: fewer than the threshold answer.
             Broken: their shares do not give the secrets that their owners are committed to.
         """
-        name = secure.session_name(self._agreement, pending.round, pending.nonce)
-        session = secure.session_of(name, self._agreed.threshold, secure.read_adverts(pending.adverts))
+        session = self._session_of(pending)
         bound = secure.bound_to(session, pending.question, pending.shared)
-        arrived = secure.write({c: pending.signed.get(c, bytes(SIGNATURE)) for c in pending.clients})
-        ask = {c: Request("unmask", c, [arrived]) for c in pending.clients}
+        message = [_signatures(pending), *([secure.write(pending.counters)] if pending.counters else [])]
+        ask = {c: Request("unmask", c, message) for c in pending.clients}
         course = _Course(pending.round, pending.nonce, Progress(Stage.MASKED))
         _, answers = self._step(course, "unmask", ask, lambda _, m: read_shares(m, pending.shared))
         secrets, wrong = shares.restored(session, pending.shared, pending.clients, answers)
@@ -307,3 +357,8 @@ class SecureSums:
             raise RunStopped(
                 Stop.TOO_FEW, f"round {t}: {count} sites would be summed, the threshold is {self._agreed.threshold}"
             )
+
+
+def _signatures(pending: PendingSum) -> bytes:
+    """The sites of a sum, each with its signature, or zeros in place of one."""
+    return secure.write({c: pending.signed.get(c, bytes(SIGNATURE)) for c in pending.clients})
