@@ -215,7 +215,7 @@ def test_a_point_of_low_order_is_refused() -> None:
 def test_a_share_decrypts_only_as_it_was_meant() -> None:
     sites, session = ready(range(3), 2)
     sent = shares.share(session, 0, sites[0].secrets, sites[0].signing)
-    assert len(opened(sites, session, 1, 0, sent[1])) == 64
+    assert len(opened(sites, session, 1, 0, sent[1])) == 3 * 32
     other = replace(session, adverts={c: a for c, a in session.adverts.items() if c != 2})
     for wrong in (
         lambda: opened(sites, session, 1, 2, sent[1]),

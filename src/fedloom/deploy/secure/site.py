@@ -14,6 +14,7 @@ from torch import Tensor
 from fedloom.deploy.noise import SharedMean
 from fedloom.deploy.protocol.envelope import STEPS, Envelope, Kind
 from fedloom.deploy.protocol.lengths import shortened
+from fedloom.deploy.secure.counters import ABSENT, ANSWERED, NEUTRAL
 from fedloom.deploy.secure.member import SessionMember
 from fedloom.deploy.secure.protocol import ACCUSES, Broken
 from fedloom.deploy.secure.terms import Terms, check_models, check_terms, read_terms
@@ -85,7 +86,7 @@ class MaskedAnswers:
             return {}, [self._masked(envelope)], None
         if kind == "keys":
             self._cox.begin()
-        fewest, most = (0, 0) if kind == "keys" else (1, 2) if kind == "unmask" else (1, 1)
+        fewest, most = (0, 0) if kind == "keys" else (1, 3) if kind == "unmask" else (1, 1)
         steps: dict[str, Callable[..., bytes]] = {
             "keys": member.keys, "shares": member.shares, "open": member.open, "agree": member.agree,
             "count": member.count, "unmask": member.reveal,
@@ -122,9 +123,11 @@ class MaskedAnswers:
             return ACCUSES + accusations
         if terms.question is not None:
             first = len(ScoreVector(trainer.job).figures) + len(self._groups.sums.groups)
-            return self._member.masked(t, head["session"], *self._cox.masked_vector(terms, first))
+            vector, counts = self._cox.masked_vector(terms, first)
+            with telling():
+                return self._member.masked(t, head["session"], vector, counts)
         job, state = trainer.with_local_data(head["accepted"], self._weighed(terms))
-        vectors = []
+        vectors, counts = [], ()
         if terms.scored >= 0:
             scores = trainer.scores(job, models, terms.scored, common=terms.common)
             if trainer.scoring == "masked":
@@ -147,8 +150,11 @@ class MaskedAnswers:
             weights = terms.share(job, client), float(job.masses[client])
             new = trainer.train(job, state, t, envelope.arrays[0], self._send(weights), weights)
             vectors.insert(0, new.tensors["reply"].numpy().view(np.uint64))
+            if UploadVector(job, trainer.forms.idle).is_counted:
+                counts = NEUTRAL if new.reply["neutral"] else ANSWERED
+                counts = counts if sizes[0] else ABSENT
         with telling():
-            return self._member.masked(t, head["session"], np.concatenate([np.zeros(0, np.uint64), *vectors]))
+            return self._member.masked(t, head["session"], np.concatenate([np.zeros(0, np.uint64), *vectors]), counts)
 
     def _weighed(self, terms: Terms) -> Job:
         """The run with the shares of these terms, which stay as long as the numbers of samples do."""
