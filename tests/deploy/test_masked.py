@@ -851,6 +851,20 @@ REFUSED: dict[str, tuple[str, Any]] = {
         lambda s: (s.shared(), s.sites[0].shares(1, s.nonce, without(s.adverts, 1))),
     ),
     "shares before the step": ("has not come to this step", lambda s: s.sites[0].receive(1, s.nonce, b"", TERMS)),
+    "shares of a site that did not advertise": (
+        "shares came of sites that did not advertise",
+        lambda s: (
+            s.sites[0].shares(1, s.nonce, without(s.adverts, 4)),
+            s.sites[0].receive(1, s.nonce, secure.write({c: bytes(shares.SEALED) for c in (1, 2, 4)}), TERMS),
+        ),
+    ),
+    "its own share from the server": (
+        "shares came of sites that did not advertise",
+        lambda s: (
+            s.shared(),
+            s.sites[0].receive(1, s.nonce, secure.write({c: bytes(shares.SEALED) for c in (0, 1, 2)}), TERMS),
+        ),
+    ),
     "too few shares": ("2 sites sent shares, 3 are needed", lambda s: s.receive(0, [0, 1])),
     "another question under the same masks": (
         "cannot change",

@@ -31,10 +31,11 @@ from fedloom.deploy.secure import shares
 from fedloom.deploy.secure.counters import WIDTH
 from fedloom.deploy.secure.member import SessionMember, check_maskable
 from fedloom.deploy.secure.terms import Terms
+from fedloom.deploy.site import trainer
 from fedloom.deploy.site.client import Client
 from fedloom.deploy.site.local_data import part_sizes
 from fedloom.deploy.site.told import Told, check_untold, telling
-from fedloom.errors import Refused, Stop
+from fedloom.errors import CheckpointError, Refused, RunDirError, WireError
 from fedloom.experiment import parse
 from fedloom.seeds import numpy_generator
 from fedloom.storage import disk
@@ -294,6 +295,7 @@ class Attack(NamedTuple):
         live: units that only the sample makes live, of 20.
         agreed: settings of secure aggregation.
         site: settings of the site.
+        pixel: whether the data sets differ in one pixel of one sample, and not in the sample.
     """
 
     gain: float
@@ -301,9 +303,11 @@ class Attack(NamedTuple):
     live: int
     agreed: dict[str, Any]
     site: dict[str, Any]
+    pixel: bool = False
 
 
 ATTACKS = {
+    "a threshold between two values of a pixel": Attack(1e6, 1.0, 1, {"norm_bound": 5.0}, {}, pixel=True),
     "a unit whose gradient is longer than the bound": Attack(1e6, 1.0, 1, {"norm_bound": 5.0}, {}),
     "a unit that overflows, without any bound": Attack(1e200, 1e200, 1, {}, {}),
     "units that answer to no other sample, under dead_units": Attack(1.0, 1.0, 12, {"norm_bound": 5.0}, {"dead_units": 0.5}),
@@ -340,7 +344,7 @@ def crafted(rogue: Rogue, attack: Attack, direction: Tensor, threshold: float) -
 
 @pytest.mark.parametrize("name", ATTACKS)
 def test_refusals_tell_no_sample_from_another(name: str, tmp_path: Path) -> None:
-    """Does this site have this patient? 400 questions about data sets with one sample more or less, all of one round.
+    """Does this site have this patient, this pixel? 400 questions about data sets that differ in one sample.
 
     The server guesses by status, sentence and length of the answer, before any sum is opened.
     """
@@ -349,9 +353,13 @@ def test_refusals_tell_no_sample_from_another(name: str, tmp_path: Path) -> None
     here = here._replace(sites=[s.with_(**BUDGET, **attack.site) for s in here.sites])
     patient = torch.full((1, 8, 8), 16, dtype=torch.uint8)  # brighter than any digit along every direction
     rogue, right = Rogue(here), 0
-    sites = {held: holding(here, f"held-{held}", patient if held else None) for held in (True, False)}
-    fed = sites[True].trainer.fed
+    darker = patient.clone()
+    darker[0, 0, 0] = 8
+    without = darker if attack.pixel else None
+    sites = {held: holding(here, f"held-{held}", patient if held else without) for held in (True, False)}
+    fed, other_fed = (sites[held].trainer.fed for held in (True, False))
     sample, *others = fed.fetch(fed.indices("train", 0)).reshape(-1, 64)
+    others.append(other_fed.fetch(other_fed.indices("train", 0)[:1]).reshape(64))
     draws = numpy_generator(7, purpose="test")
     session = None
     for k in range(QUESTIONS):
@@ -368,3 +376,61 @@ def test_refusals_tell_no_sample_from_another(name: str, tmp_path: Path) -> None
         guess = bool(told) or len(answer) != ANSWER
         right += (guess if attack.live == 1 else not guess) == held
     assert right <= MOST_RIGHT * QUESTIONS, f"{right} of {QUESTIONS}"
+
+
+# ------------------------------------------------------------------------------------------- sentences, and the budget
+
+
+def test_no_sentence_is_made_where_samples_can_be_read(tmp_path: Path) -> None:
+    """A place whose errors leave the site cannot read a sample, and other errors than its own do not leave."""
+    client = secured(tmp_path, "fedavg", SITES, **THREE).clients()[0]
+    assert client.trainer.fed is client.trainer.fed
+    with pytest.raises(RuntimeError, match="samples were read in a place whose errors leave"), telling():
+        _ = client.trainer.fed
+    with pytest.raises(Told, match="a sentence"), telling():
+        raise Refused("a sentence")
+    with telling(), pytest.raises(Told), telling():
+        raise Refused("a sentence")
+    check_untold()
+
+
+@pytest.mark.parametrize("error", [RunDirError, CheckpointError, WireError, Refused, secure.Broken, Told, ValueError])
+def test_an_error_of_the_training_is_a_neutral_upload_whatever_its_class(
+    error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Code of a user may raise any class of error, with a value of a sample in its sentence."""
+    here = secured(tmp_path, "fedavg", SITES, **THREE)
+
+    def fails(*_: Any) -> Any:
+        raise error("patient 7 is 93 years old")
+
+    monkeypatch.setattr(trainer, "run_clients", fails)
+    rogue = Rogue(here)
+    session, download = rogue.begin(1, range(SITES)), rogue.download()
+    session.vector(0, rogue.terms(1, download, cohort=range(SITES)), download)
+    assert not rogue.refused
+    assert len(session.vectors[0]) == 64 + 8 * (650 + 4) + WIDTH
+
+
+def test_models_under_masks_are_counted(tmp_path: Path) -> None:
+    """Three models of a round, and twice as many as there are rounds in a run; the same again is none more."""
+    here = secured(tmp_path, "fedavg", SITES, **THREE, rounds=3)
+    rogue, model = Rogue(here), None
+
+    def asked(t: int, change: float, scored: bool = False) -> str:
+        download = None if scored else rogue.download(change)
+        models = [rogue.trainer.forms.write_model(model * (1 + change))] if scored and model is not None else []
+        more: dict[str, Any] = {"scored": t, "common": True} if scored else {}
+        session, before = rogue.begin(t, range(SITES)), len(rogue.refused)
+        session.vector(0, rogue.terms(t, download, models, cohort=range(SITES), **more), download, *models)
+        return (rogue.refused[before:] or [""])[0]
+
+    job, server = rogue.trainer._run
+    model = job.algorithm.global_model(server)
+    for scored, kind in ((False, "masked"), (True, "tally")):
+        answers = [asked(1, change, scored) for change in (0.0, 0.1, 0.2, 0.1, 0.3, 0.2)]
+        assert [bool(one) for one in answers] == [False] * 4 + [True, False]
+        assert f"round 1: 3 models were answered to messages of the kind {kind}" in answers[4]
+    later = [asked(t, change) for t in (2, 3) for change in (0.0, 0.1, 0.2)]
+    assert [bool(one) for one in later] == [False] * 5 + [True]
+    assert "8 models were answered to messages of the kind masked in this experiment" in later[-1]
