@@ -412,6 +412,24 @@ def test_an_error_of_the_training_is_a_neutral_upload_whatever_its_class(
     assert len(session.vectors[0]) == 64 + 8 * (650 + 4) + WIDTH
 
 
+@pytest.mark.parametrize("error", [RunDirError, CheckpointError, WireError, secure.Broken])
+def test_an_error_that_was_not_made_without_samples_does_not_leave(
+    error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Under masks the class of an error does not decide; its sentence is in the site's own log."""
+    rogue = Rogue(secured(tmp_path, "fedavg", SITES, **THREE))
+
+    def fails(*_: Any) -> Any:
+        raise error("patient 7 is 93 years old")
+
+    monkeypatch.setattr(rogue.sites[0].trainer, "weighed", fails)
+    monkeypatch.setattr(Terms, "weighed", fails)
+    session, download = rogue.begin(1, range(SITES)), rogue.download()
+    session.vector(0, rogue.terms(1, download, cohort=range(SITES)), download)
+    assert rogue.refused == ["site site-0 could not answer; the reason is in its own log"]
+    assert "patient 7 is 93 years old" in capsys.readouterr().err
+
+
 def test_models_under_masks_are_counted(tmp_path: Path) -> None:
     """Three models of a round, and twice as many as there are rounds in a run; the same again is none more."""
     here = secured(tmp_path, "fedavg", SITES, **THREE, rounds=3)
@@ -434,3 +452,94 @@ def test_models_under_masks_are_counted(tmp_path: Path) -> None:
     later = [asked(t, change) for t in (2, 3) for change in (0.0, 0.1, 0.2)]
     assert [bool(one) for one in later] == [False] * 5 + [True]
     assert "8 models were answered to messages of the kind masked in this experiment" in later[-1]
+
+
+def neutral(here: Scene, changes: list[Callable[[Tensor], Tensor]], monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The neutral uploads, as integers, of sites that differ in their samples, after a round of training on these."""
+    found, make = list[Tensor](), trainer.run_clients
+
+    def fails(job: Any, down: Any, task: Any) -> Any:
+        if task.round == 2:
+            raise Refused("not finite")
+        return make(job, down, task)
+
+    monkeypatch.setattr(trainer, "run_clients", fails)
+    for k, change in enumerate(changes):
+        client = with_samples(Client(here.sites[0].with_(state=here.folder / f"twin-{k}")), change)
+        rogue = Rogue(here)
+        rogue.sites[0] = client
+        for t, accepted in ((1, (0,) * SITES), (2, (1,) * SITES)):
+            session, download = rogue.begin(t, range(SITES)), rogue.download(0.01 * t)
+            session.vector(0, rogue.terms(t, download, cohort=range(SITES), accepted=accepted), download)
+            assert not rogue.refused
+        kept = client._memory.read(2)
+        assert kept is not None
+        found.append(kept.tensors["reply"])
+    return found
+
+
+@pytest.mark.parametrize("name", maskable())
+def test_the_server_knows_a_neutral_upload(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the same whatever the samples are, and whatever the site has learned from them before."""
+    given = {"algorithm": name, **({"layers": ["head.bias"]} if name == "fedbn" else {})}
+    here = secured(tmp_path, given, SITES, **THREE)
+    if not here.clients()[0].trainer.job.fields:
+        return
+    first, other = neutral(here, [CHANGES[0], CHANGES[1]], monkeypatch)
+    assert torch.equal(first, other)
+
+
+@pytest.mark.parametrize("name", ["scaffold"])
+def test_a_neutral_upload_adds_nothing_to_sums_of_changes(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [upload] = neutral(secured(tmp_path, name, SITES, **THREE), CHANGES[:1], monkeypatch)
+    assert not upload.any()
+
+
+def test_dead_units_are_a_neutral_upload(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The protection acts, its reason stays in the log of the site, and the share of units is in none."""
+    here = secured(tmp_path, "fedavg", SITES, **THREE, **MLP)
+    here = here._replace(sites=[s.with_(dead_units=0.5) for s in here.sites])
+    rogue, attack = Rogue(here), ATTACKS["units that answer to no other sample, under dead_units"]
+    download = crafted(rogue, attack, torch.ones(64), 1e9)
+    session = rogue.begin(1, range(SITES))
+    session.vector(0, rogue.terms(1, download, cohort=range(SITES)), download)
+    kept = rogue.sites[0]._memory.read(1)
+    assert not rogue.refused
+    assert kept is not None
+    assert kept.reply["neutral"] == 1
+    assert not kept.tensors["reply"][:-4].any()
+    assert "than dead_units = 0.5 allows" in capsys.readouterr().err
+
+
+def test_sites_open_no_sum_of_neutral_uploads_whatever_the_server_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of four sites have a result, and three must: the counters show it to every site."""
+    cut = {"partition": {"kind": "dirichlet", "clients": 4, "beta": 0.5, "keep": 16}}
+    make = trainer.run_clients
+
+    def fails(job: Any, down: Any, task: Any) -> Any:
+        if int(task.ids) > 1:
+            raise Refused("not finite")
+        return make(job, down, task)
+
+    monkeypatch.setattr(trainer, "run_clients", fails)
+    rogue, everyone = Rogue(secured(tmp_path, "fedavg", SITES, **THREE | cut)), range(4)
+    session, download = rogue.begin(1, everyone), rogue.download()
+    terms = rogue.terms(1, download, cohort=everyone)
+    for c in everyone:
+        session.vector(c, terms, download)
+    for c in everyone:
+        session.count(c)
+    assert session.counts(terms) == (2, 2)
+    for c in everyone:
+        session.open(c)
+    assert not session.told
+    assert any("2 sites have answered from their samples" in reason for reason in rogue.refused)
+    honest = {c: vector[-WIDTH:] for c, vector in session.vectors.items()}
+    signed = secure.write({c: vector[:64] for c, vector in session.vectors.items()})
+    for made in (honest | {2: honest[0]}, honest | {3: bytes(WIDTH)}, {c: honest[c] for c in (0, 1, 2)}):
+        assert session.ask(1, "unmask", signed, secure.write(made), secure.write(session.shown)) is None
+    assert session.ask(1, "unmask", signed) is None
