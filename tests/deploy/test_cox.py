@@ -590,7 +590,9 @@ def test_a_sum_of_too_few_answers_stays_closed(tmp_path: Path, able: int, monkey
         (few, secure.write({c: sent[c] for c in range(1, 5)})),
     ):  # fmt: skip
         assert [session.ask(c, "unmask", message, counted, shown) for c in range(1, 5)] == [None] * 4
-    assert [session.ask(c, "unmask", signed, secure.write(sent), made) for c in (1, 2) for made in (b"", b"x")] == [None] * 4
+    assert [session.ask(c, "unmask", signed, secure.write(sent), made) for c in (1, 2) for made in (b"", b"x")] == [
+        None
+    ] * 4
     assert session.ask(1, "count", few) is None
     told = [session.ask(c, "unmask", signed, secure.write(sent), shown) for c in range(5)]
     assert (told == [None] * 5) is (able < 3)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import re
 import errno
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path

@@ -21,7 +21,6 @@ import numpy as np
 import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
-from flwr.app import RecordDict
 from torch import Tensor
 
 from fedloom.algorithms import REGISTRY
@@ -31,10 +30,12 @@ from fedloom.deploy.secure import shares
 from fedloom.deploy.secure.counters import WIDTH
 from fedloom.deploy.secure.member import SessionMember, check_maskable
 from fedloom.deploy.secure.terms import Terms
+from fedloom.deploy.secure.vectors import UploadVector
 from fedloom.deploy.site import trainer
 from fedloom.deploy.site.client import Client
 from fedloom.deploy.site.local_data import part_sizes
 from fedloom.deploy.site.told import Told, check_untold, telling
+from fedloom.engine.clients.chunk import ClientOutput, ClientState
 from fedloom.errors import CheckpointError, Refused, RunDirError, WireError
 from fedloom.experiment import parse
 from fedloom.seeds import numpy_generator
@@ -161,10 +162,14 @@ class Generated:
         assert last is not None
         if stage == "count":
             self._vector, self._stage = last, "unmask"
-            return draw.choice(("count", "count", "agree")), [secure.write({c: last[:64] for c in range(SITES)})], fields
+            return (
+                draw.choice(("count", "count", "agree")),
+                [secure.write(dict.fromkeys(range(SITES), last[:64]))],
+                fields,
+            )
         self._stage = "keys"
-        counted = secure.write({c: self._vector[-WIDTH:] for c in range(SITES)})
-        return "unmask", [secure.write({c: self._vector[:64] for c in range(SITES)}), counted, last], fields
+        counted = secure.write(dict.fromkeys(range(SITES), self._vector[-WIDTH:]))
+        return "unmask", [secure.write(dict.fromkeys(range(SITES), self._vector[:64])), counted, last], fields
 
     def _masked(self, fields: dict[str, Any]) -> tuple[str, list[bytes], dict[str, Any]]:
         draw, t, trains = self._draw, self._round, self._draw.random() < 0.8
@@ -310,7 +315,9 @@ ATTACKS = {
     "a threshold between two values of a pixel": Attack(1e6, 1.0, 1, {"norm_bound": 5.0}, {}, pixel=True),
     "a unit whose gradient is longer than the bound": Attack(1e6, 1.0, 1, {"norm_bound": 5.0}, {}),
     "a unit that overflows, without any bound": Attack(1e200, 1e200, 1, {}, {}),
-    "units that answer to no other sample, under dead_units": Attack(1.0, 1.0, 12, {"norm_bound": 5.0}, {"dead_units": 0.5}),
+    "units that answer to no other sample, under dead_units": Attack(
+        1.0, 1.0, 12, {"norm_bound": 5.0}, {"dead_units": 0.5}
+    ),
 }
 
 
@@ -489,12 +496,21 @@ def test_the_server_knows_a_neutral_upload(name: str, tmp_path: Path, monkeypatc
     assert torch.equal(first, other)
 
 
-@pytest.mark.parametrize("name", ["scaffold"])
+@pytest.mark.parametrize("name", ["scaffold", "feddyn", "fedadmm", "fedslr"])
 def test_a_neutral_upload_adds_nothing_to_sums_of_changes(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    [upload] = neutral(secured(tmp_path, name, SITES, **THREE), CHANGES[:1], monkeypatch)
-    assert not upload.any()
+    """Whatever a method's own step without samples gives there: the site keeps the state that the sum follows."""
+    here = secured(tmp_path, name, SITES, **THREE)
+    [upload] = neutral(here, CHANGES[:1], monkeypatch)
+    assert not upload[:-4].any()  # all before the work and the counter
+    client = here.clients()[0].trainer
+    job, idle = client.job, client.forms.idle
+    output = ClientOutput(type(idle)(*map(torch.ones_like, idle)), ClientState(idle), torch.zeros(1, 3).long())
+    vector, _, _ = UploadVector(job, idle).encode(output, 1.0, 1.0, None, is_neutral=True)
+    parts = np.split(vector[:-4].view(np.int64), np.cumsum([field.shape[1] for field in idle])[:-1])
+    for kind, part in zip(job.fields.values(), parts, strict=True):
+        assert bool(part.any()) is not kind.accumulates
 
 
 def test_dead_units_are_a_neutral_upload(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

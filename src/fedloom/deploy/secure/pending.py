@@ -82,10 +82,7 @@ class PendingSums:
             total = np.frombuffer(content, dtype="<u8")
             fields = {key: entry[key] for key in ("round", "shared", "clients", "sums", "models", "attempts", "told")}
             fields |= {key: bytes.fromhex(entry[key]) for key in ("nonce", "adverts", "question")}
-            fields |= {
-                name: {int(c): bytes.fromhex(part) for c, part in entry[name].items()}
-                for name in PARTS
-            }
+            fields |= {name: {int(c): bytes.fromhex(part) for c, part in entry[name].items()} for name in PARTS}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
         return PendingSum(**fields, total=total.astype(np.uint64, copy=False))

@@ -102,7 +102,9 @@ class Session:
     @cached_property
     def digest(self) -> bytes:
         """SHA-256 of all of it."""
-        parts = (a.client.to_bytes(4, "little") + a.sealing + a.masking + a.seed + a.counting for a in self.adverts.values())
+        parts = (
+            a.client.to_bytes(4, "little") + a.sealing + a.masking + a.seed + a.counting for a in self.adverts.values()
+        )
         return hashlib.sha256(self.name + self.threshold.to_bytes(4, "little") + b"".join(parts)).digest()
 
 

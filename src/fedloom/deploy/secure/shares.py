@@ -244,6 +244,7 @@ def restored(
     """
     if len(answers) < session.threshold:
         raise Broken(f"{len(answers)} sites gave their shares, {session.threshold} are needed")
+
     def fits(owner: int, secret: bytes) -> bool:
         advert = session.adverts[owner]
         if owner not in arrived:

@@ -43,9 +43,7 @@ class MaskedAnswers:
         asked: models that it has answered.
     """
 
-    def __init__(
-        self, site: Site, key: Ed25519PrivateKey, trainer: Trainer, folder: Path, asked: AskedModels
-    ) -> None:
+    def __init__(self, site: Site, key: Ed25519PrivateKey, trainer: Trainer, folder: Path, asked: AskedModels) -> None:
         assert site.secure is not None
         self._site, self._agreed, self._trainer = site, site.secure, trainer
         self._member, self._groups = SessionMember(site, key, folder), SiteGroups(trainer)

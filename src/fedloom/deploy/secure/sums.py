@@ -118,9 +118,7 @@ class SecureSums:
             if session_sum is not None:
                 return session_sum
 
-    def _begun(
-        self, terms: Terms, cohort: list[int], request: Ask, length: int, counted: bool
-    ) -> PendingSum | None:
+    def _begun(self, terms: Terms, cohort: list[int], request: Ask, length: int, counted: bool) -> PendingSum | None:
         """A session; None if a site was left out of it, so that another one is to begin."""
         t, course, public = terms.round, _Course(terms.round, os.urandom(NONCE)), self._public
         name = secure.session_name(self._agreement, t, course.nonce)

@@ -34,6 +34,7 @@ from fedloom.errors import CheckpointError, Refused, sentence_of
 from fedloom.local.oracles.precision import undisturbed
 from fedloom.version import __version__
 
+
 class Client:
     """One site.
 

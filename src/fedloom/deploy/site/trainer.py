@@ -282,7 +282,9 @@ class Trainer:
         except Exception as error:  # under a delta, the failure may reveal samples
             what = f"{what} cannot be scored"
             sentence = (
-                f"{what}: {error}" if isinstance(error, QUOTES_NO_VALUE) else f"{what}; the reason is in the site's own log"
+                f"{what}: {error}"
+                if isinstance(error, QUOTES_NO_VALUE)
+                else f"{what}; the reason is in the site's own log"
             )
             self.log_privately(f"{what}: {sentence_of(error)}")
             if not self.private and self.site.secure is None:
