@@ -80,7 +80,7 @@ class Steps:
 
     def receive(self, c: int, senders: Collection[int], terms: Terms | None = None) -> bytes:
         inbox = secure.write({p: sent[c] for p, sent in self.shared().items() if p in senders and p != c})
-        return self.sites[c].receive(1, self.nonce, inbox, terms or self.terms)
+        return self.sites[c].receive(1, self.nonce, inbox, terms or self.terms, dict.fromkeys(range(self.n), (1.0,)))
 
     def masked(self, c: int, fill: int = 7) -> bytes:
         """The vector; its site's signature stands before it."""

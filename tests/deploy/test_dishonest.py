@@ -163,8 +163,15 @@ def honest(
 
 @pytest.fixture
 def rogue(tmp_path: Path) -> Rogue:
+    return rogue_of(tmp_path)
+
+
+def rogue_of(folder: Path, **agreed: Any) -> Rogue:
+    """A dishonest server and five sites of different sizes, with these settings of secure aggregation."""
     cut = {"kind": "dirichlet", "clients": 5, "beta": 0.5}
-    return Rogue(secured(tmp_path, "fedavg", weights="samples", weigher={"kind": "samples"}, partition=cut))
+    return Rogue(
+        secured(folder, "fedavg", weights="samples", weigher={"kind": "samples"}, partition=cut, agreed=agreed)
+    )
 
 
 def test_asked_honestly_the_sites_open_the_sum(rogue: Rogue) -> None:
@@ -198,8 +205,12 @@ def attacked(rogue: Rogue, asks: Mapping[int, tuple[Terms, bytes]], vectors: Col
 
 
 @pytest.mark.parametrize("target", ALL)
-def test_shares_that_single_out_a_site(rogue: Rogue, target: int) -> None:
-    """The others are told that they hold next to nothing of the samples, or that the target has nearly all."""
+def test_shares_that_single_out_a_site(tmp_path: Path, target: int) -> None:
+    """The others are told that they hold next to nothing of the samples, or that the target has nearly all.
+
+    Any share of the weight is agreed on here, which would refuse most of these numbers.
+    """
+    rogue = rogue_of(tmp_path, max_share=1.0)
     download = rogue.download()
     alone = tuple(s if c == target else (1, *s[1:]) for c, s in enumerate(rogue.sizes))
     seen = {c: (rogue.terms(1, download, sizes=alone), download) for c in ALL}

@@ -78,6 +78,9 @@ class Secure(Value):
     norm_bound: NormBound | None = Field(
         None, description="longest difference that a site sends (L2), of every field of an upload or by its name"
     )
+    max_share: float = Field(
+        0.8, gt=0, le=1, description="largest share of one site in the weight of a sum; a sum beyond is not opened"
+    )
     scores: Literal["masked", "per-site", "off"] = Field(
         "masked", description="masked: the server gets sums of scores; per-site: every site's own; off: none"
     )

@@ -108,7 +108,7 @@ class MaskedAnswers:
             raise Broken(f"the terms are of round {terms.round}, the message is of round {t}")
         check_terms(terms, client, sizes, self.figures, self._site.clients, head["accepted"])
         check_models(terms, download, models)
-        accusations = self._member.receive(t, head["session"], inbox, terms)
+        accusations = self._member.receive(t, head["session"], inbox, terms, terms.weights(self._weighed(terms)))
         if accusations:
             return ACCUSES + accusations
         if terms.question is not None:
@@ -119,15 +119,17 @@ class MaskedAnswers:
         if terms.scored >= 0:
             scores = trainer.scores(job, models, terms.scored, common=terms.common)
             if trainer.scoring == "masked":
-                vector = ScoreVector(job)
-                vectors.append(vector.encode(scores, sizes, terms.summed(self._agreed.threshold, len(vector.figures))))
+                vector, agreed = ScoreVector(job), (self._agreed.threshold, self._agreed.max_share)
+                summed = terms.summed(*agreed, [part for part, _ in vector.figures])
+                vectors.append(vector.encode(scores, sizes, summed, weighs=not terms.is_dominated("train", *agreed)))
             if trainer.scoring == "masked" and terms.scored == trainer.rounds:
                 cells, sums = (
                     self._groups.cells(job, models, terms.scored, scores, common=terms.common),
                     self._groups.sums,
                 )
                 bits = terms.bits(len(vector.figures))
-                vectors.append(sums.encode(cells, sums.summed(bits, self._agreed.threshold)))
+                dominated = terms.is_dominated("test", *agreed)
+                vectors.append(sums.encode({} if dominated else cells, sums.summed(bits, self._agreed.threshold)))
         if trains:
             if job.kept_fields and (0 if state is None else state.round) != head["accepted"]:
                 raise Broken(

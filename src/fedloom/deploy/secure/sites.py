@@ -18,8 +18,8 @@ from fedloom.deploy.protocol.forms import Forms, is_common
 from fedloom.deploy.protocol.lengths import absolute
 from fedloom.deploy.secure.opened import read_checked, write_checked
 from fedloom.deploy.secure.protocol import Broken, Integers
-from fedloom.deploy.secure.sums import SecureSums
-from fedloom.deploy.secure.terms import Terms
+from fedloom.deploy.secure.sums import SecureSums, Weights
+from fedloom.deploy.secure.terms import Terms, check_summands
 from fedloom.deploy.secure.vectors import ScoreVector, UploadVector
 from fedloom.deploy.server.sites import CoxSum, Sites
 from fedloom.deploy.server.transport import Transport
@@ -91,7 +91,7 @@ class MaskedSites(Sites):
             self._check_length(sums, count, scale)
             return sums, work, self._figures.decode(total[n:], count) if len(total) > n else {}
 
-        session = self._sessions.sum(terms, letter, length, read)
+        session = self._sessions.sum(terms, self._check_cohort(terms), letter, length, read)
         parts, work, figures = session.value
         if scored >= 0:
             self._tallied = scored, figures
@@ -147,7 +147,7 @@ class MaskedSites(Sites):
             opened(total, bins, beta, count)
             return total
 
-        session = self._sessions.sum(terms, letter, bins.length, read)
+        session = self._sessions.sum(terms, self._weights(terms), letter, bins.length, read)
         assert session.counts is not None
         return CoxSum(session.value, session.clients, bins, session.counts)
 
@@ -181,7 +181,7 @@ class MaskedSites(Sites):
         self._tallied = t, {}
         try:
             length = n + (self.group_sums.length if with_groups else 0)
-            figures, self._groups = self._sessions.sum(terms, letter, length, read).value
+            figures, self._groups = self._sessions.sum(terms, self._weights(terms), letter, length, read).value
             self._tallied = t, figures
         except (Broken, GivenUp, RunStopped) as error:
             self._transport.note("scores given up", t, asks, str(error))
@@ -204,6 +204,24 @@ class MaskedSites(Sites):
             models=tuple(digests),
             figures=tuple(self._transport.figures) if scored >= 0 else (),
         )
+
+    def _weights(self, terms: Terms) -> Weights:
+        """What every site counts in the sums of a session, as the sites find it."""
+        return terms.weights(terms.weighed(self._job, self._settings.samples))
+
+    def _check_cohort(self, terms: Terms) -> Weights:
+        """The same, of a cohort that was drawn; the next one is another.
+
+        Raises:
+            GivenUp: the sites would open no sum of this cohort, but may open that of another.
+        """
+        weights, agreed = self._weights(terms), self._agreed
+        try:
+            check_summands(weights, terms.cohort, agreed.threshold, agreed.max_share)
+        except Broken as error:
+            if len(terms.cohort) >= agreed.threshold and not {*self._transport.nodes} <= {*terms.cohort}:
+                raise GivenUp(f"round {terms.round}: {error}", [*terms.cohort]) from None
+        return weights
 
     def _accepted(self, client: int) -> dict[str, Any]:
         return {"accepted": int(self.accepted[client])}
