@@ -210,6 +210,12 @@ class Server(Shared):
     quorum: int = Field(ge=1, description="accepted replies that a round needs")
     deadline: PositiveFloat = Field(600.0, description="seconds after which a round closes if the quorum is there")
     ttl: PositiveFloat = Field(1200.0, description="seconds that a message lives; a round never waits longer")
+    pace: float = Field(
+        10.0,
+        gt=1,
+        description="once the quorum is there, a round waits for a site this many times the median seconds of the "
+        "other sites (at least 30 s), and never beyond the deadline",
+    )
     patience: PositiveFloat = Field(
         600.0,
         description="seconds for which a quorum is waited for, and for which a refused site is left alone",

@@ -2,8 +2,9 @@
 
 The sites of a session have sent their vectors and agreed on whose sum may be opened. Then each sends its counters,
 under masks that it has with every other site of that sum and with nobody else. The masks cancel once all of them have
-sent theirs, so no share of a secret is needed. The server passes what every site sent to all of them. Each site adds the
-counters up itself, so a server cannot tell a site another sum, and opens the large sum only if the counters allow it.
+sent theirs, so no share of a secret is needed. The server passes what every site sent to all of them. Each site adds
+the counters up itself, so a server cannot tell a site another sum, and opens the large sum only if the counters allow
+it.
 
 A site sends counters once in a session, for one list of sites, and enters the sum before (`opened`). A site that does
 not send them leaves the others masked, and the large sum closed.
