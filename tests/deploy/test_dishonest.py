@@ -628,3 +628,18 @@ def test_a_run_with_too_few_samples_at_its_sites_ends_with_a_sentence(tmp_path: 
     assert here.serve() is Stop.TOO_FEW
     assert "of the weight of the sum, at most 80% is agreed (max_share in the table secure)" in here.summary()["detail"]
     assert not here.audit("rejected")
+
+
+def test_a_cohort_that_is_drawn_and_refused_costs_its_round(tmp_path: Path) -> None:
+    """Three of five sites are drawn; with the large site among them the round has no sum, and the run goes on."""
+    rows, rounds = (200, 20, 20, 20, 20), 8
+    drawn: dict[str, Any] = {"sampler": {"kind": "uniform", "clients": 3}, "rounds": rounds}
+    here = tables(tmp_path, rows, weights="samples", weigher={"kind": "samples"}, **drawn)
+    assert here.serve() is Stop.DONE
+    given_up = {line["round"] for line in here.audit("given up")}
+    assert all("of the weight of the sum, at most 80%" in line["reason"] for line in here.audit("given up"))
+    cohorts = {t: {line["client"] for line in here.audit("accepted", kind="masked", round=t)} for t in range(1, 9)}
+    assert {t for t, cohort in cohorts.items() if not cohort} == given_up
+    assert 0 < len(given_up) < rounds
+    assert all(0 not in cohort for cohort in cohorts.values())
+    assert not here.audit("rejected")
