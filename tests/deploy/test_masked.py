@@ -47,7 +47,7 @@ from fedloom.rows.aggregate import PrivateMean
 from fedloom.version import __version__
 from tests.deploy.grid import Clock, FakeGrid
 from tests.deploy.scene import FIRST, Scene, changed, document, scene
-from tests.deploy.sessions import SMALL, TERMS, Steps, arrays_of, kind_of, losing, secured
+from tests.deploy.sessions import EQUAL, SMALL, TERMS, Steps, arrays_of, kind_of, losing, secured
 
 
 @pytest.fixture(autouse=True)
@@ -835,7 +835,7 @@ REFUSED: dict[str, tuple[str, Any]] = {
         "cannot change",
         lambda s: (s.shared(), s.sites[0].shares(1, s.nonce, without(s.adverts, 1))),
     ),
-    "shares before the step": ("has not come to this step", lambda s: s.sites[0].receive(1, s.nonce, b"", TERMS)),
+    "shares before the step": ("has not come to this step", lambda s: s.sites[0].receive(1, s.nonce, b"", TERMS, EQUAL)),
     "too few shares": ("2 sites sent shares, 3 are needed", lambda s: s.receive(0, [0, 1])),
     "another question under the same masks": (
         "cannot change",
