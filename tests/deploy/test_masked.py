@@ -835,7 +835,10 @@ REFUSED: dict[str, tuple[str, Any]] = {
         "cannot change",
         lambda s: (s.shared(), s.sites[0].shares(1, s.nonce, without(s.adverts, 1))),
     ),
-    "shares before the step": ("has not come to this step", lambda s: s.sites[0].receive(1, s.nonce, b"", TERMS, EQUAL)),
+    "shares before the step": (
+        "has not come to this step",
+        lambda s: s.sites[0].receive(1, s.nonce, b"", TERMS, EQUAL),
+    ),
     "too few shares": ("2 sites sent shares, 3 are needed", lambda s: s.receive(0, [0, 1])),
     "another question under the same masks": (
         "cannot change",
