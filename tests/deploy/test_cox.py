@@ -22,7 +22,7 @@ from fedloom.deploy.audit import SENT
 from fedloom.deploy.cox import STEPS, STEPS_FILE, CoxStep, check_cox
 from fedloom.deploy.ops.status import lines, status_of
 from fedloom.deploy.secure import protocol as secure
-from fedloom.deploy.secure.counters import ANSWERED, NEUTRAL, Counts, opened_counters
+from fedloom.deploy.secure.counters import ANSWERED, NEUTRAL, WIDTH, AnswerCounts
 from fedloom.deploy.secure.opened import OpenedSums, read_checked, write_checked
 from fedloom.deploy.secure.protocol import Broken
 from fedloom.deploy.secure.terms import Terms
@@ -368,7 +368,7 @@ def test_a_regression_asks_for_24_sums_at_most(tmp_path: Path) -> None:
 
     class Total:
         def cox_sum(self, _step: CoxStep, agreed: CoxAgreement, _clients: Any) -> Any:
-            return CoxSum(np.zeros(3, dtype=np.uint64), [*range(SITES)], agreed, Counts(SITES, 0))
+            return CoxSum(np.zeros(3, dtype=np.uint64), [*range(SITES)], agreed, AnswerCounts(SITES, 0))
 
     server: Any = CoxServer(Total(), agreed_terms(4), NAMES, tmp_path)
     for k in range(24):
@@ -574,11 +574,12 @@ def test_a_sum_of_too_few_answers_stays_closed(tmp_path: Path, able: int, monkey
         session.vector(c, terms, None)
     assert session.vectors.keys() == {*range(5)}
     signed = secure.write({c: vector[:64] for c, vector in session.vectors.items()})
-    bound = secure.bound_to(session.session, terms.digest, range(5))
-    public = {c: signing_key_of(c).public_key() for c in range(5)}
     assert session.ask(0, "unmask", signed) is None  # without counters
-    sent = {c: session.ask(c, "count", signed) or b"" for c in range(5)}
-    assert opened_counters(sent, bound, range(5), public) == (able, 5 - able)
+    for c in range(5):
+        session.count(c)
+    assert session.counts(terms) == (able, 5 - able)
+    sent = {c: vector[-WIDTH:] for c, vector in session.vectors.items()}
+    shown = secure.write(session.shown)
     mine = dict[int, bytes]()
     for c in range(5):
         numbers = np.array([5 if c == 0 else 0, 0], dtype="<u8").tobytes()
@@ -588,9 +589,12 @@ def test_a_sum_of_too_few_answers_stays_closed(tmp_path: Path, able: int, monkey
         (signed, secure.write(mine)), (signed, secure.write({c: sent[c] for c in range(4)})), (signed, b""),
         (few, secure.write({c: sent[c] for c in range(1, 5)})),
     ):  # fmt: skip
-        assert [session.ask(c, "unmask", message, counted) for c in range(1, 5)] == [None] * 4
+        assert [session.ask(c, "unmask", message, counted, shown) for c in range(1, 5)] == [None] * 4
+    assert [session.ask(c, "unmask", signed, secure.write(sent), made) for c in (1, 2) for made in (b"", b"x")] == [
+        None
+    ] * 4
     assert session.ask(1, "count", few) is None
-    told = [session.ask(c, "unmask", signed, secure.write(sent)) for c in range(5)]
+    told = [session.ask(c, "unmask", signed, secure.write(sent), shown) for c in range(5)]
     assert (told == [None] * 5) is (able < 3)
 
 

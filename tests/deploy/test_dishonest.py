@@ -19,7 +19,7 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord
 
 from fedloom.deploy.protocol.envelope import COMMON, PROTOCOL, REQUEST_FIELDS, Kind, digest_of, seal
-from fedloom.deploy.secure import integers, shares
+from fedloom.deploy.secure import counters, integers, shares
 from fedloom.deploy.secure import protocol as secure
 from fedloom.deploy.secure.member import SessionMember
 from fedloom.deploy.secure.protocol import Broken
@@ -111,6 +111,8 @@ class Session:
         sealed = {c: self.ask(c, "shares", self.adverts) for c in clients}
         self.sealed = {c: secure.read(m, shares.SEALED) for c, m in sealed.items() if m is not None}
         self.vectors = dict[int, bytes]()
+        self.shown = dict[int, bytes]()
+        self._counted = set[tuple[int, bytes]]()
         self.told = dict[int, dict[int, bytes]]()
 
     def ask(self, c: int, kind: Kind, *arrays: bytes, **fields: Any) -> bytes | None:
@@ -132,20 +134,51 @@ class Session:
         answer = self.ask(c, "tally" if download is None else "masked", *arrays, accepted=base)
         if answer is not None:
             self.vectors[c] = answer
+            self.has_counters = terms.trains or terms.question is not None
+
+    def count(self, c: int, survivors: Collection[int] | None = None) -> None:
+        """Ask a site for the shares that open the counters of those whose vector came."""
+        answer = self.ask(c, "count", secure.write({s: self.vectors[s][:64] for s in survivors or self.vectors}))
+        if answer is not None:
+            self.shown[c] = answer
+
+    def counts(self, terms: Terms) -> tuple[int, int]:
+        """The sums of the counters, opened."""
+        bound, answers = self.bound(terms), {c: secure.read(one, secure.KEY) for c, one in self.shown.items()}
+        public = {c: signing_key_of(c).public_key() for c in self.vectors}
+        messages = {c: v[-counters.WIDTH :] for c, v in self.vectors.items()}
+        return counters.opened_counters(self.session, bound, [*self.sealed], messages, answers, public)[0]
+
+    def bound(self, terms: Terms) -> bytes:
+        return secure.bound_to(self.session, terms.digest, [*self.sealed])
 
     def open(self, c: int, survivors: Collection[int] | None = None) -> None:
-        """Ask a site for its shares, for the sum of those whose vector came."""
-        signed = {s: self.vectors[s][:64] for s in survivors or self.vectors}
-        answer = self.ask(c, "unmask", secure.write(signed))
+        """Ask a site for its shares, for the sum of those whose vector came; and before, all of them for the counters.
+
+        With too few shares of the counters there is nothing to ask: no site opens a sum without them.
+        """
+        listed = [*(survivors or self.vectors)]
+        signed = secure.write({s: self.vectors[s][:64] for s in listed})
+        if self.has_counters:
+            for s in listed:
+                if (s, signed) not in self._counted:
+                    self._counted.add((s, signed))
+                    self.count(s, survivors)
+            if len(self.shown) < self.session.threshold:
+                return
+            sent = secure.write({s: self.vectors[s][-counters.WIDTH :] for s in listed})
+            answer = self.ask(c, "unmask", signed, sent, secure.write(self.shown))
+        else:
+            answer = self.ask(c, "unmask", signed)
         if answer is not None:
             self.told[c] = secure.read(answer, secure.KEY)
 
     def total(self, terms: Terms) -> np.ndarray[Any, Any]:
         """The sum of what came, without masks."""
-        bound = secure.bound_to(self.session, terms.digest, [*self.sealed])
+        bound, end = self.bound(terms), -counters.WIDTH if self.has_counters else None
         secrets, wrong = shares.restored(self.session, [*self.sealed], [*self.vectors], self.told)
         assert not wrong
-        sent = [np.frombuffer(v, dtype="<u8", offset=64) for v in self.vectors.values()]
+        sent = [np.frombuffer(v[64:end], dtype="<u8") for v in self.vectors.values()]
         return secure.unmasked(self.session, bound, [*self.vectors], np.sum(sent, axis=0, dtype=np.uint64), secrets)
 
 
@@ -180,12 +213,12 @@ def test_asked_honestly_the_sites_open_the_sum(rogue: Rogue) -> None:
     session = honest(rogue, 1, rogue.download())
     assert session.told.keys() == {*ALL}
     job = rogue.trainer.job
-    sums, work = UploadVector(job, rogue.trainer.forms.idle).decode(
-        session.total(rogue.terms(1, rogue.download())), 5, 1.0
-    )
+    uploads = UploadVector(job, rogue.trainer.forms.idle)
+    sums, work, clipped = uploads.decode(session.total(rogue.terms(1, rogue.download())), 5, 1.0)
+    assert clipped == 0
     assert bool((work > 0).any())
     kept = [s._memory.read(1) for s in rogue.sites]
-    expected = sum(k.tensors["reply"].numpy()[:-3] for k in kept if k is not None)
+    expected = sum(k.tensors["reply"].numpy()[:-4] for k in kept if k is not None)
     assert np.array_equal(np.rint(np.ldexp(sums["dw"].numpy(), integers.BITS)), expected)
     assert len({s[0] for s in rogue.sizes}) == 5
     assert not rogue.refused
@@ -368,9 +401,10 @@ def test_a_site_is_evicted_before_the_sum_is_opened(rogue: Rogue) -> None:
     assert second.told.keys() == {0, 1, 2, 3}
     for c in ALL:
         first.open(c)
-    assert first.told.keys() == {4}  # which has heard of no other session: one share is no secret
+    assert first.shown.keys() == {4}  # which has heard of no other session: one share is no secret
+    assert not first.told
     with pytest.raises(Broken, match="1 sites gave their shares, 3 are needed"):
-        first.total(terms)
+        first.counts(terms)
 
 
 @pytest.mark.parametrize("t", [0, 4])

@@ -55,7 +55,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda _fd: None)
 
 
-STEPS = ("keys", "shares", "masked", "unmask")
+STEPS = ("keys", "shares", "masked", "count", "unmask")
 METHODS = ["fedavg", "flame", "ditto", "fedslr", "scaffold", "pfedme"]
 FURTHER = ["fedrep", "feddyn", "fedpd", "fednova"]
 
@@ -106,7 +106,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], Sce
 @pytest.mark.parametrize("step", STEPS)
 def test_drop_outs(name: str, step: str, tmp_path: Path, plain: Callable[[str, bool], Scene]) -> None:
     """n - threshold sites drop at a step of round 2: the round is that of the sites whose vector arrived."""
-    here, wanted = secured(tmp_path, name, rounds=3), plain(name, step != "unmask")
+    here, wanted = secured(tmp_path, name, rounds=3), plain(name, step not in ("count", "unmask"))
     assert here.serve(here.grid(losing({(2, step): GONE}))) is Stop.DONE
     torch.testing.assert_close(here.model(), wanted.model(), rtol=0, atol=1e4 * 2.0**-integers.BITS)
     for mine, theirs in zip(here.sites, wanted.sites, strict=True):
@@ -340,7 +340,7 @@ def test_what_arrives_is_uniform_and_holds_no_upload(tmp_path: Path) -> None:
             assert kept is not None
             upload = kept.tensors["reply"].numpy().view(np.uint64)
             seen.append((np.frombuffer(arrays_of(reply)[0], dtype="<u8", offset=64)[: len(upload)], upload))
-            plain.append(upload[:-3].tobytes())
+            plain.append(upload[:-4].tobytes())
         return reply
 
     assert here.serve(here.grid(look, clients)) is Stop.DONE
@@ -382,7 +382,7 @@ def test_the_server_learns_no_more_of_shares_than_the_step_says(tmp_path: Path) 
     parts = [(c + 1, secure.read(m, 32)) for c, m in told]
     for owner in range(5):
         found = shares.joined([(k, p[owner]) for k, p in parts[:3]])
-        _, masking, seed = secrets[owner]
+        _, masking, seed, _ = secrets[owner]
         assert found.hex() == (masking if owner == 3 else seed)
 
 
@@ -937,8 +937,11 @@ def test_sums_of_counts_that_cannot_be_are_rejected(five: Scene) -> None:
     uploads, scores = UploadVector(trainer.job, trainer.forms.idle), ScoreVector(trainer.job)
     total = np.zeros(uploads.length, dtype=np.uint64)
     assert uploads.decode(total, 3, 1.0)[1].tolist() == [0, 0, 0]
-    total.view(np.int64)[-1] = -1
+    total.view(np.int64)[-2] = -1
     with pytest.raises(Broken, match="the sum of work is below zero"):
+        uploads.decode(total, 3, 1.0)
+    total[-1] = 4
+    with pytest.raises(Broken, match="the counter of clipped uploads is out of range"):
         uploads.decode(total, 3, 1.0)
     for sites in (-1, 4):
         total = np.zeros(scores.length, dtype=np.int64)

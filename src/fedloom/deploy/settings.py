@@ -115,6 +115,14 @@ class Shared(Value):
     installed: dict[str, Digest] = Field({}, description="SHA-256 of modules of user code that are installed, by name")
     versions: dict[str, str] = Field({}, description="versions of Python and of packages where the directory was made")
     start: Digest | None = Field(None, description="SHA-256 of weights.safetensors beside the settings: initial model")
+    models_per_round: PositiveInt = Field(
+        3,  # an honest server needs one, and another one where it lost its newest checkpoint; the third is for a twin
+        description="models that a site answers to in a round and of a kind of message; the same again is none more",
+    )
+    models_in_run: PositiveInt | None = Field(
+        None,  # one for every round and for the first model, and as many again where every checkpoint is lost once
+        description="the same of all rounds; none: twice the number of rounds and two more",
+    )
     secure: Secure | None = Field(None, description="secure aggregation; left out: the server receives single uploads")
 
     @model_validator(mode="after")

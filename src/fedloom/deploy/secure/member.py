@@ -126,7 +126,6 @@ class SessionMember:
         Returns:
             Accusations by the accused, where a share does not decrypt; then the session is over here.
         """
-        check_summands(weights, terms.cohort, self._agreed.threshold, self._agreed.max_share)
         record = self._session(round, nonce, "masked")
         self._once(record, "inbox", message.hex())
         self._once(record, "terms", terms.digest.hex())
@@ -173,7 +172,11 @@ class SessionMember:
         peers, bound = [int(c) for c in record["held"]], self._bound(record)
         sent = secure.masked(self._agreed_by(record), bound, self._client, _secrets(record), peers, vector)
         signature = self._key.sign(secure.statement(bound, peers))
-        return b"".join((signature, sent.astype("<u8", copy=False).data))
+        counted = b""
+        if counts:
+            session, secrets = self._agreed_by(record), _secrets(record)
+            counted = counters.write_counters(session, bound, self._client, secrets, self._key, peers, counts)
+        return b"".join((signature, sent.astype("<u8", copy=False).data, counted))
 
     def open(self, round: int, nonce: bytes, message: bytes) -> bytes:
         """Where others say that they cannot read this site's shares: the one-time keys of what they were sent."""
@@ -195,7 +198,7 @@ class SessionMember:
         return self._key.sign(secure.statement(self._bound(record), arrived))
 
     def count(self, round: int, nonce: bytes, message: bytes) -> bytes:
-        """Before step 5 of a session with counters: this site's counters, under masks with the sites of the sum.
+        """Before step 5 of a session with counters: shares of the seeds of the masks on them.
 
         The sum is entered before: another one of the same round is opened no more, so the counters are of one list.
         """
@@ -204,17 +207,14 @@ class SessionMember:
             raise Broken("the sum of this session is opened without counters")
         signed = _read(message, SIGNATURE)
         if "counted" not in record:
-            arrived = self._enter(record, signed)
-            session, bound, secrets = self._agreed_by(record), self._bound(record), _secrets(record)
-            sent = counters.write_counters(
-                session, bound, self._client, secrets, self._key, arrived, record["counters"]
-            )
-            record |= {"counted": sent.hex(), "survivors": _listed(signed)}
+            held, arrived = _held(record), self._enter(record, signed)
+            answer = secure.write(shares.reveal_shares(held, arrived, of_counters=True))
+            record |= {"counted": answer.hex(), "survivors": _listed(signed)}
             self._save(record)
         self._once(record, "survivors", _listed(signed))
         return self._bytes(record, "counted")
 
-    def reveal(self, round: int, nonce: bytes, message: bytes, counted: bytes = b"") -> bytes:
+    def reveal(self, round: int, nonce: bytes, message: bytes, counted: bytes = b"", told: bytes = b"") -> bytes:
         """Step 5: shares of the seeds of the sites whose vector arrived, of the masking keys of the others.
 
         Args:
@@ -222,6 +222,7 @@ class SessionMember:
             nonce: of the session.
             message: signatures of the sites of the sum.
             counted: masked counters of all of these sites; empty where the session has none.
+            told: the shares that take the masks off the counters, by the site that gave them.
 
         Raises:
             Broken: the sum may not be opened; where there are counters, as too few sites answered from their samples.
@@ -230,9 +231,9 @@ class SessionMember:
         signed = _read(message, SIGNATURE)
         survivors = _listed(signed)
         if REVEALED not in record:
-            held = {int(c): bytes.fromhex(p) for c, p in record["held"].items()}
+            held = _held(record)
             if record["counters"]:
-                self._check_counters(record, [*signed], counted)
+                self._check_counters(record, [*signed], counted, told)
             arrived = self._enter(record, signed)
             answer = secure.write(shares.reveal_shares(held, arrived)).hex()
             record = {"name": record["name"], REVEALED: answer, "survivors": survivors}  # all secrets are gone
@@ -257,14 +258,20 @@ class SessionMember:
         self._opened.reveal(record["name"], record["sums"], record["asked"], bases, threshold, question)
         return arrived
 
-    def _check_counters(self, record: dict[str, Any], arrived: Sequence[int], message: bytes) -> None:
+    def _check_counters(self, record: dict[str, Any], arrived: Sequence[int], counted: bytes, told: bytes) -> None:
         """Refuse to open a sum whose counters are missing, or show too few sites that answered from their samples.
 
         Raises:
             Broken: what is missing.
         """
-        sent = _read(message, counters.WIDTH)
-        counts = counters.opened_counters(sent, self._bound(record), arrived, self._public)
+        sent, peers = _read(counted, counters.WIDTH), [int(c) for c in record["held"]]
+        if sent.keys() != {*arrived}:
+            raise Broken(f"counters must be of the {len(arrived)} sites of the sum, got those of {len(sent)}")
+        answers = {c: _read(part, secure.KEY) for c, part in _read(told, len(peers) * (4 + secure.KEY)).items()}
+        if any({*one} != {*peers} or c not in peers for c, one in answers.items()):
+            raise Broken("the shares of the counters' masks are not of the sites of the session")
+        session, bound = self._agreed_by(record), self._bound(record)
+        counts, _ = counters.opened_counters(session, bound, peers, sent, answers, self._public)
         counters.check_enough(counts, self._agreed.threshold)
 
     def _arrived(self, record: dict[str, Any], clients: Collection[int]) -> list[int]:
@@ -329,6 +336,11 @@ def _session_of(name: bytes, threshold: int, adverts: str) -> secure.Session:
 def _listed(clients: Collection[int]) -> str:
     """Sites as hexadecimal digits."""
     return secure.write(dict.fromkeys(clients, b"")).hex()
+
+
+def _held(record: dict[str, Any]) -> dict[int, bytes]:
+    """The shares of the others that a site holds, by their owner."""
+    return {int(c): bytes.fromhex(part) for c, part in record["held"].items()}
 
 
 def _secrets(record: dict[str, Any]) -> secure.Secrets:

@@ -20,6 +20,8 @@ from fedloom.storage.disk import regular
 from fedloom.storage.files import discard, make_folder, write_atomic
 
 NAME = "unmasked.json"
+PARTS = ("signed", "counters", "shown")
+"""Fields with bytes by client."""
 
 
 class PendingSum(NamedTuple):
@@ -38,7 +40,8 @@ class PendingSum(NamedTuple):
         total: the sum, under masks until it is revealed.
         attempts: how often it was asked for.
         told: whether the masks are off.
-        counters: masked counters by client, where sites read their sum before they open this one; empty before.
+        counters: masked counters by client, where sites read their sum before they open this one.
+        shown: shares that take the masks off the counters, by the site that gave them; empty before.
     """
 
     round: int
@@ -54,6 +57,7 @@ class PendingSum(NamedTuple):
     attempts: int = 0
     told: bool = False
     counters: Mapping[int, bytes] = MappingProxyType({})
+    shown: Mapping[int, bytes] = MappingProxyType({})
 
 
 class PendingSums:
@@ -78,10 +82,7 @@ class PendingSums:
             total = np.frombuffer(content, dtype="<u8")
             fields = {key: entry[key] for key in ("round", "shared", "clients", "sums", "models", "attempts", "told")}
             fields |= {key: bytes.fromhex(entry[key]) for key in ("nonce", "adverts", "question")}
-            fields |= {
-                name: {int(c): bytes.fromhex(part) for c, part in entry[name].items()}
-                for name in ("signed", "counters")
-            }
+            fields |= {name: {int(c): bytes.fromhex(part) for c, part in entry[name].items()} for name in PARTS}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
         return PendingSum(**fields, total=total.astype(np.uint64, copy=False))
@@ -108,7 +109,7 @@ class PendingSums:
             write_atomic(self._folder / name, content)
         entry = {**pending._asdict(), "file": name, "digest": hashlib.sha256(content).hexdigest()}
         entry |= {key: entry[key].hex() for key in ("nonce", "adverts", "question")}
-        entry |= {name: {c: part.hex() for c, part in entry[name].items()} for name in ("signed", "counters")}
+        entry |= {name: {c: part.hex() for c, part in entry[name].items()} for name in PARTS}
         del entry["total"]
         entries = self._read() | dict.fromkeys(pending.sums, entry)
         write_checked(self._folder / NAME, entries)

@@ -16,6 +16,7 @@ from fedloom.deploy.noise import SharedMean
 from fedloom.deploy.protocol.envelope import Request
 from fedloom.deploy.protocol.forms import Forms, is_common
 from fedloom.deploy.protocol.lengths import absolute
+from fedloom.deploy.secure.counters import AnswerCounts
 from fedloom.deploy.secure.opened import read_checked, write_checked
 from fedloom.deploy.secure.protocol import Broken, Integers
 from fedloom.deploy.secure.sums import SecureSums, Weights
@@ -27,7 +28,7 @@ from fedloom.deploy.settings import Server, bound_of
 from fedloom.deploy.site.cox import merged
 from fedloom.engine.job import Job
 from fedloom.engine.privacy import accounted
-from fedloom.errors import GivenUp, Refused, RunStopped
+from fedloom.errors import GivenUp, Refused, RunStopped, Stop
 from fedloom.experiment.analyses.patients import GroupScore
 from fedloom.processes.clients import ScoreRequest, Scores, SumResult, TrainRequest, TrainResult
 from fedloom.tasks.cox_vectors import CoxAgreement, Ring, opened
@@ -86,13 +87,19 @@ class MaskedSites(Sites):
             models = asks[c].arrays if c in asks else ()
             return Request("masked", c, [download, terms.encode(), inbox, *models], self._accepted(c))
 
-        def read(total: Integers, count: int) -> tuple[Any, Tensor, dict[Any, Figure]]:
-            sums, work = self._uploads.decode(total[:n], count, scale)
+        def read(total: Integers, count: int) -> tuple[Any, Tensor, int, dict[Any, Figure]]:
+            sums, work, clipped = self._uploads.decode(total[:n], count, scale)
             self._check_length(sums, count, scale)
-            return sums, work, self._figures.decode(total[n:], count) if len(total) > n else {}
+            return sums, work, clipped, self._figures.decode(total[n:], count) if len(total) > n else {}
 
-        session = self._sessions.sum(terms, self._check_cohort(terms), letter, length, read)
-        parts, work, figures = session.value
+        session = self._sessions.sum(
+            terms, self._check_cohort(terms), letter, length, read, counted=self._uploads.is_counted
+        )
+        self._tell_counts(t, session.clients, session.counts)
+        parts, work, clipped, figures = session.value
+        if clipped:
+            reason = f"round {t}: {clipped} of {len(session.clients)} uploads were clipped to the agreed bounds"
+            self._transport.note("clipped uploads", t, session.clients, reason)
         if scored >= 0:
             self._tallied = scored, figures
         messages = (job.messages.up(forms.idle), job.messages.down(down, request.server))
@@ -103,6 +110,25 @@ class MaskedSites(Sites):
         alike = isinstance(job.setting.aggregator, SharedMean)
         total = float(sum(1.0 if alike else shares[c] for c in request.ids[summed].tolist()))
         yield SumResult(request.ids[summed], request.ids[~summed], parts, total, counts)
+
+    def _tell_counts(self, t: int, clients: Collection[int], counts: AnswerCounts | None) -> None:
+        """Tell and log how many sites have answered a round without their samples.
+
+        Raises:
+            RunStopped: so many have that the sites do not open the sum.
+        """
+        if counts is None or (not counts.neutral and counts.answered >= self._agreed.threshold):
+            return
+        total = counts.answered + counts.neutral
+        reason = (
+            f"round {t}: {counts.neutral} of {total} sites with samples sent a neutral upload, as their own was not "
+            "finite, failed or had a weight below zero, or their protection refused the model; the log of each of "
+            "these sites has the reason"
+        )
+        if counts.answered < self._agreed.threshold:
+            least = f"a sum needs {self._agreed.threshold} others, so no site opens it"
+            raise RunStopped(Stop.TOO_FEW, f"{reason}; {least}")
+        self._transport.note("neutral uploads", t, clients, reason)
 
     def _scores_in_same_session(self, t: int, cohort: Collection[int]) -> tuple[int, dict[int, Request]]:
         """The round whose models are scored with the training, and its request: where all sites train.
@@ -147,7 +173,9 @@ class MaskedSites(Sites):
             opened(total, bins, beta, count)
             return total
 
-        session = self._sessions.sum(terms, self._weights(terms), letter, bins.length, read)
+        session = self._sessions.sum(
+            terms, self._weights(terms), letter, bins.length, read, counted=True, all_answer=True
+        )
         assert session.counts is not None
         return CoxSum(session.value, session.clients, bins, session.counts)
 

@@ -50,7 +50,7 @@ class Sum(NamedTuple):
     value: Any
     clients: list[int]
     traffic: list[int]
-    counts: counters.Counts | None
+    counts: counters.AnswerCounts | None
 
 
 class _Course(NamedTuple):
@@ -82,8 +82,9 @@ class SecureSums:
         return self._unmasked.of(sums)
 
     def sum(
-        self, terms: Terms, weights: Weights, request: Ask, length: int, read: Callable[[Integers, int], Any]
-    ) -> Sum:
+        self, terms: Terms, weights: Weights, request: Ask, length: int, read: Callable[[Integers, int], Any], *,
+        counted: bool = False, all_answer: bool = False,
+    ) -> Sum:  # fmt: skip
         """The sum of the sites' vectors; one that was asked for before a stop is revealed now.
 
         Args:
@@ -92,17 +93,18 @@ class SecureSums:
             request: makes the request for a client's vector; takes the shares of the others too.
             length: of a vector.
             read: what a sum of so many vectors is; Refused where it makes no sense.
+            counted: whether the sites read the sum of their counters before they open that of their vectors.
+            all_answer: whether a sum with a neutral answer in it is of no use, so that it stays closed.
 
         Raises:
             RunStopped: fewer than the threshold take part.
             GivenUp: it was asked for too often, or one of the vectors is wrong.
         """
-        pending = self._unmasked.of(terms.sums) or self._collected(terms, weights, request, length)
+        pending = self._unmasked.of(terms.sums) or self._collected(terms, weights, request, length, counted)
         counts = None
-        if terms.counted:
-            pending = pending if pending.counters else self._counted(pending)
-            counts = self._opened_counters(pending)
-            if counts.neutral or counts.answered < self._agreed.threshold:
+        if counted:
+            pending, counts = self._counted(pending)
+            if (all_answer and counts.neutral) or counts.answered < self._agreed.threshold:
                 return Sum(None, pending.clients, [0, 0], counts)
         pending = pending if pending.told else self._revealed(pending, read)
         n, part = len(secure.read_adverts(pending.adverts)), 4 + shares.SEALED
@@ -112,16 +114,18 @@ class SecureSums:
 
     # --------------------------------------------------------------------------------------- until shares are asked for
 
-    def _collected(self, terms: Terms, weights: Weights, request: Ask, length: int) -> PendingSum:
+    def _collected(self, terms: Terms, weights: Weights, request: Ask, length: int, counted: bool) -> PendingSum:
         """The steps before the last: the sum under its masks. Until the last, nothing is revealed."""
         while True:
             cohort = self._apart(terms, [c for c in terms.cohort if c not in self._out])
             self._check_summands(terms.round, weights, cohort)
-            session_sum = self._begun(terms, weights, cohort, request, length)
+            session_sum = self._begun(terms, weights, cohort, request, length, counted)
             if session_sum is not None:
                 return session_sum
 
-    def _begun(self, terms: Terms, weights: Weights, cohort: list[int], request: Ask, length: int) -> PendingSum | None:
+    def _begun(
+        self, terms: Terms, weights: Weights, cohort: list[int], request: Ask, length: int, counted: bool
+    ) -> PendingSum | None:
         """A session; None if a site was left out of it, so that another one is to begin."""
         t, course, public = terms.round, _Course(terms.round, os.urandom(NONCE)), self._public
         name = secure.session_name(self._agreement, t, course.nonce)
@@ -139,18 +143,19 @@ class SecureSums:
             course,
             "masked" if terms.trains else "tally",
             ask,
-            lambda c, m: read_vector(m, length, text, public[c]),
-            most=SIGNATURE + 8 * length + secure.MOST * (4 + SIGNATURE),
+            lambda c, m: read_vector(m, length, text, public[c], bound if counted else None),
+            most=SIGNATURE + 8 * length + counters.WIDTH + secure.MOST * (4 + SIGNATURE),
         )
         accusations = {c: answer for c, answer in answers.items() if isinstance(answer, dict)}
         if accusations and self._judge(course, session, accusations, sealed):
             return None
-        vectors: dict[int, tuple[bytes, Integers]] = {c: a for c, a in answers.items() if c not in accusations}
+        vectors: dict[int, tuple[bytes, Integers, bytes]] = {c: a for c, a in answers.items() if c not in accusations}
         if self._apart(terms, [*vectors]) != [*vectors]:
             raise RunStopped(Stop.TOO_FEW, f"round {t}: another sum would reveal what a single site sent")
         self._check_summands(t, weights, vectors)
-        total: Integers = np.sum([vector for _, vector in vectors.values()], axis=0, dtype=np.uint64)
-        signed = {c: signature for c, (signature, _) in vectors.items()}
+        total: Integers = np.sum([vector for _, vector, _ in vectors.values()], axis=0, dtype=np.uint64)
+        signed = {c: signature for c, (signature, _, _) in vectors.items()}
+        masked_counters = {c: one for c, (_, _, one) in vectors.items()} if counted else {}
         if vectors.keys() != sealed.keys():
             arrived = secure.write(dict.fromkeys(vectors, b""))
             text = secure.statement(bound, vectors)
@@ -167,6 +172,7 @@ class SecureSums:
             terms.sums,
             terms.model_digests,
             total,
+            counters=masked_counters,
         )
 
     def _judge(
@@ -266,37 +272,37 @@ class SecureSums:
             pending.clients,
         )
 
-    def _counted(self, pending: PendingSum) -> PendingSum:
-        """The sum under its masks, with the masked counters of all its sites.
+    def _counted(self, pending: PendingSum) -> tuple[PendingSum, counters.AnswerCounts]:
+        """The sum under its masks with the shares that open its counters, and the sums of the counters.
 
         Raises:
-            RunStopped: a site does not send its counters; the sites' masks go with them only all together.
-            GivenUp: the sum was asked for too often.
+            RunStopped: fewer than the threshold answer.
+            GivenUp: the counters were asked for too often, or are no counters.
         """
-        if pending.attempts == ATTEMPTS:
-            raise GivenUp(f"round {pending.round}: the counters of the sum were asked for in vain", pending.clients)
-        self._unmasked.keep(pending := pending._replace(attempts=pending.attempts + 1))
-        session = self._session_of(pending)
-        bound = secure.bound_to(session, pending.question, pending.shared)
-        ask = {c: Request("count", c, [_signatures(pending)]) for c in pending.clients}
-        _, sent = self._step(
-            _Course(pending.round, pending.nonce, Progress(Stage.MASKED)), "count", ask,
-            lambda c, m: counters.read_counters(m, bound, pending.clients, self._public[c]), need=len(ask),
-        )  # fmt: skip
-        self._unmasked.keep(pending := pending._replace(attempts=0, counters=sent))
-        return pending
-
-    def _opened_counters(self, pending: PendingSum) -> counters.Counts:
-        """The sums of the counters.
-
-        Raises:
-            GivenUp: they are no sums of counters.
-        """
-        bound = secure.bound_to(self._session_of(pending), pending.question, pending.shared)
-        try:
-            return counters.opened_counters(pending.counters, bound, pending.clients, self._public)
-        except Broken as error:
-            raise GivenUp(f"round {pending.round}: {error}", pending.clients) from None
+        session, t, why = self._session_of(pending), pending.round, "they were never revealed"
+        bound, is_new = secure.bound_to(session, pending.question, pending.shared), not pending.shown
+        while pending.shown or pending.attempts < ATTEMPTS:
+            if not pending.shown:
+                self._unmasked.keep(pending := pending._replace(attempts=pending.attempts + 1))
+                ask = {c: Request("count", c, [_signatures(pending)]) for c in pending.clients}
+                course = _Course(t, pending.nonce, Progress(Stage.MASKED))
+                _, shown = self._step(course, "count", ask, lambda _, m: read_shares(m, pending.shared))
+                pending = pending._replace(shown={c: secure.write(one) for c, one in shown.items()})
+            answers = {c: secure.read(one, secure.KEY) for c, one in pending.shown.items()}
+            try:
+                counts, wrong = counters.opened_counters(
+                    session, bound, pending.shared, pending.counters, answers, self._public
+                )
+            except Broken as error:
+                why, is_new, pending = str(error), True, pending._replace(shown={})
+                self._transport.note("wrong shares", t, pending.clients, f"round {t}: {error}")
+                continue
+            for client in sorted(wrong):
+                self._leave_out(t, client, "its shares of the others' secrets are wrong")
+            if is_new:
+                self._unmasked.keep(pending := pending._replace(attempts=0))
+            return pending, counts
+        raise GivenUp(f"round {t}: the counters of the sum were asked for in vain: {why}", pending.clients)
 
     def _session_of(self, pending: PendingSum) -> secure.Session:
         """The session of a sum that was asked for."""
@@ -312,7 +318,8 @@ class SecureSums:
         """
         session = self._session_of(pending)
         bound = secure.bound_to(session, pending.question, pending.shared)
-        message = [_signatures(pending), *([secure.write(pending.counters)] if pending.counters else [])]
+        counted = [secure.write(pending.counters), secure.write(pending.shown)] if pending.counters else []
+        message = [_signatures(pending), *counted]
         ask = {c: Request("unmask", c, message) for c in pending.clients}
         course = _Course(pending.round, pending.nonce, Progress(Stage.MASKED))
         _, answers = self._step(course, "unmask", ask, lambda _, m: read_shares(m, pending.shared))

@@ -76,11 +76,6 @@ class Terms(Value):
         return {what: digests[what] for what in self.sums}
 
     @property
-    def counted(self) -> bool:
-        """Whether the sites read the sum of their counters before they open that of their vectors (`counters`)."""
-        return self.question is not None
-
-    @property
     def bases(self) -> dict[int, int]:
         """The last accepted round of every site of the cohort: the state that it answers from."""
         return dict(zip(self.cohort, self.accepted, strict=True))

@@ -21,6 +21,7 @@ from fedloom.deploy.secure.opened import read_checked, write_checked
 from fedloom.deploy.secure.protocol import FEWEST, Broken
 from fedloom.deploy.secure.terms import Terms
 from fedloom.deploy.site.local_data import part_sizes, read_data
+from fedloom.deploy.site.told import telling
 from fedloom.deploy.site.trainer import Trainer
 from fedloom.errors import DataError, Refused, WireError, sentence_of
 from fedloom.experiment.analyses.cox import rows_of, survival_site, table_of, within
@@ -100,14 +101,15 @@ class SiteCox:
             terms: with bins that are merged; None: as agreed.
 
         Raises:
-            Broken: the step was answered at other coefficients, or none of that is known any more.
-            Refused: nothing was agreed on.
+            Told: nothing was agreed on, the step was answered at other coefficients, or none of that is known any more.
         """
-        terms = terms or self._terms()
-        if len(step.beta) != len(terms.low):
-            raise Broken(f"a step of the Cox regression has {len(terms.low)} coefficients, got {len(step.beta)}")
+        with telling():
+            terms = terms or self._terms()
+            if len(step.beta) != len(terms.low):
+                raise Broken(f"a step of the Cox regression has {len(terms.low)} coefficients, got {len(step.beta)}")
         rows = self._rows_digest()
-        same_rows = self._enter(step, rows)
+        with telling():
+            same_rows = self._enter(step, rows)
         try:
             return self._sums(step, terms, same_rows)
         except Exception as error:  # whatever it is, the error depends on rows, and so must not show
@@ -137,7 +139,9 @@ class SiteCox:
         """
         assert terms.question is not None
         threshold = self._trainer.site.survivors or FEWEST
-        return self.vector(terms.question, merged(self._terms(), terms, first, threshold))
+        with telling():
+            agreed = merged(self._terms(), terms, first, threshold)
+        return self.vector(terms.question, agreed)
 
     def answer(self, message: bytes) -> bytes:
         """The vector that a server without secure aggregation requests, and then the site's counters.
