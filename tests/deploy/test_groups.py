@@ -64,11 +64,11 @@ def deployed(folder: Path, *, task: str = "binary", method: str = "ditto", maske
              scores: Any = "masked", **changes: Any) -> Scene:  # fmt: skip
     """Five sites whose test parts are scored by group."""
     folder.mkdir(exist_ok=True)
-    file = table(folder / "all.csv", dict.fromkeys(SITES, 160), task, few)
+    file, least = table(folder / "all.csv", dict.fromkeys(SITES, 160), task, few), 3 if task == "classification" else 8
     data = {"source": "csv", "path": str(file), "label": "y", "users": "site", "categorical": ["sex"], "task": task}
     here = scene(
         folder, method, data=data | changes.pop("data", {}), partition={"kind": "writers", "test": 0.5}, rounds=2,
-        evaluate={"every": 2, "groups": GROUPS, "group_least": 3 if task == "classification" else 8, **changes.pop("evaluate", {})}, **changes,
+        evaluate={"every": 2, "groups": GROUPS, "group_least": least, **changes.pop("evaluate", {})}, **changes,
     )  # fmt: skip
     if not masked:
         return here

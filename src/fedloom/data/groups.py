@@ -128,8 +128,8 @@ def published(members: Tensor, choice: Sequence[int], counts: Tensor, least: int
 def row_counts(task: str, y: Tensor, outputs: int) -> Tensor:
     """Return of every row 1, and 1 in each kind of row of which there must be enough: a class, or events.
 
-    What is published of a group has numbers of rows and of right predictions by class, for every class. A class of which
-    the group has no row is a kind too: that nobody of the group is of a class says as much of each as that one is.
+    What is published of a group has numbers of rows and of right predictions by class, for every class. A class of
+    which the group has no row is a kind too: it follows that no patient of the group is of this class.
 
     Args:
         task: of the data.

@@ -132,7 +132,7 @@ class SessionMember:
         self._once(record, "sums", terms.sums)
         self._once(record, "asked", terms.model_digests)
         self._once(record, "question", terms.question.encode().decode() if terms.question else "")
-        self._once(record, "weights", {str(c): [*own] for c, own in weights.items()})
+        self._once(record, "weights", {str(c): [*values] for c, values in weights.items()})
         self._once(record, "bases", {str(c): t for c, t in terms.bases.items()})
         if "held" not in record and "accuses" not in record:
             session, secrets = self._agreed_by(record), _secrets(record)
@@ -284,7 +284,7 @@ class SessionMember:
             raise Broken("the sites whose vector arrived are not among those that shared, or this one is missing")
         if len(clients) < self._agreed.threshold:
             raise Broken(f"the sum is of {len(clients)} sites, it must be of {self._agreed.threshold} or more")
-        weights = {int(c): own for c, own in record["weights"].items()}
+        weights = {int(c): values for c, values in record["weights"].items()}
         check_summands(weights, clients, self._agreed.threshold, self._agreed.max_share)
         return [*clients]
 

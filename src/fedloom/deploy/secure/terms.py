@@ -119,15 +119,15 @@ class Terms(Value):
             job: a run of `weighed`.
         """
         if self.question is not None:
-            found = {c: (float(sum(self.sizes[c])),) for c in self.cohort}
+            counting = {c: (float(sum(self.sizes[c])),) for c in self.cohort}
         elif self.trains and not isinstance(job.setting.aggregator, SharedMean):
             columns = [self._weights(job).abs().flatten()]
             if any(kind.keeps or kind.accumulates for kind in job.fields.values()):
                 columns.append(job.masses[list(self.cohort)].abs().flatten())
-            found = dict(zip(self.cohort, zip(*(column.tolist() for column in columns), strict=True), strict=True))
+            counting = dict(zip(self.cohort, zip(*(column.tolist() for column in columns), strict=True), strict=True))
         else:
-            found = dict.fromkeys(self.cohort, (1.0,))
-        return {c: weights if self.sizes[c][0] else (0.0,) * len(weights) for c, weights in found.items()}
+            counting = dict.fromkeys(self.cohort, (1.0,))
+        return {c: weights if self.sizes[c][0] else (0.0,) * len(weights) for c, weights in counting.items()}
 
     def bits(self, first: int = 0) -> list[int]:
         """What the samples of every site of the cohort define, from bit ``first`` on: figures, then groups."""

@@ -98,28 +98,28 @@ class NodePresence:
         self._mute.setdefault(node, self.round)
         return new
 
-    def longest_wait(self, others: Collection[float]) -> float:
+    def longest_wait(self, times: Collection[float]) -> float:
         """Seconds for which a node's answer is awaited.
 
         Args:
-            others: seconds that the other nodes took for their answers to the same kind of message in this round.
+            times: seconds that the other nodes took for their answers to the same kind of message in this round.
         """
-        return max(LEAST_SECONDS, self._pace * median(others)) if others else inf
+        return max(LEAST_SECONDS, self._pace * median(times)) if times else inf
 
     def slow_one(self, took: Mapping[int, float]) -> tuple[int, float] | None:
-        """The client whose answer held a round up, and the median of the others' seconds; None where nobody did.
+        """The client whose answer held a round up, and the median of the others' seconds; None if no answer did.
 
         Args:
             took: seconds of every client that answered.
         """
         client = max(took, key=lambda c: took[c], default=-1)
-        others = [seconds for c, seconds in took.items() if c != client]
-        is_slow = bool(others) and took[client] > max(LEAST_SECONDS, SLOW * median(others))
-        return (client, median(others)) if is_slow else None
+        rest = [seconds for c, seconds in took.items() if c != client]
+        is_slow = bool(rest) and took[client] > max(LEAST_SECONDS, SLOW * median(rest))
+        return (client, median(rest)) if is_slow else None
 
-    def is_awaited(self, node: int, seconds: float, others: Collection[float]) -> bool:
+    def is_awaited(self, node: int, seconds: float, times: Collection[float]) -> bool:
         """Whether a node's answer is awaited so many seconds after its message was sent; see `longest_wait`."""
-        return node not in self._mute and seconds <= self.longest_wait(others)
+        return node not in self._mute and seconds <= self.longest_wait(times)
 
     def client(self, node: int) -> int | None:
         """The client that the node is, or was by its last answer."""

@@ -195,10 +195,10 @@ class Transport:
         waited = time.monotonic() - start
         for id_, pending in open_requests.items():
             self._overdue[id_] = pending, start + self._settings.ttl
-            others, why = took[pending.kind].values(), f"no answer within {waited:.0f} s"
-            if waited <= deadline and waited > self.presence.longest_wait(others):
+            times, why = took[pending.kind].values(), f"no answer within {waited:.0f} s"
+            if waited <= deadline and waited > self.presence.longest_wait(times):
                 why += (
-                    f", and the median of the other sites is {median(others):.0f} s; if the site needs longer, give a "
+                    f", and the median of the other sites is {median(times):.0f} s; if the site needs longer, give a "
                     f"larger pace than {self._settings.pace:g} in server.toml"
                 )
             self._mark_mute(pending, why)
