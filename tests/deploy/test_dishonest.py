@@ -111,7 +111,7 @@ class Session:
         sealed = {c: self.ask(c, "shares", self.adverts) for c in clients}
         self.sealed = {c: secure.read(m, shares.SEALED) for c, m in sealed.items() if m is not None}
         self.vectors = dict[int, bytes]()
-        self.shown = dict[int, bytes]()
+        self.shown, self.has_counters = dict[int, bytes](), False
         self._counted = set[tuple[int, bytes]]()
         self.told = dict[int, dict[int, bytes]]()
 
