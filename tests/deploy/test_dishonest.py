@@ -18,19 +18,20 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord
 
+from fedloom.deploy.cox import CoxStep
 from fedloom.deploy.protocol.envelope import COMMON, PROTOCOL, REQUEST_FIELDS, Kind, digest_of, seal
 from fedloom.deploy.secure import counters, integers, shares
 from fedloom.deploy.secure import protocol as secure
 from fedloom.deploy.secure.member import SessionMember
 from fedloom.deploy.secure.protocol import Broken
-from fedloom.deploy.secure.terms import Terms
+from fedloom.deploy.secure.terms import Terms, check_terms
 from fedloom.deploy.secure.vectors import ScoreVector, UploadVector
 from fedloom.deploy.site.local_data import part_sizes
 from fedloom.errors import Stop
 from fedloom.storage import disk
 from fedloom.version import __version__
 from tests.deploy.scene import Scene, signing_key_of
-from tests.deploy.sessions import Steps, secured
+from tests.deploy.sessions import Steps, secured, terms_of
 
 pytestmark = pytest.mark.attack("a dishonest server")
 
@@ -322,6 +323,36 @@ def test_the_same_model_in_rounds_that_are_not_agreed(rogue: Rogue) -> None:
                 session.vector(c, rogue.terms(t, given, **more), given)
             assert not session.vectors
     assert all("is none of the agreed rounds 1 to 4" in reason for reason in rogue.refused)
+
+
+SCORES = terms_of(3).with_(round=2, trains=False, scored=2, download="", figures=("3", "3", "3"))
+STEP = SCORES.with_(scored=-1, question=CoxStep(step=0, beta=(0.5,)))
+WRONG: dict[str, tuple[Terms, str]] = {
+    "a step of a regression that scores too": (STEP.with_(scored=2), "of a Cox regression must ask nothing else"),
+    "a step of a regression that trains too": (STEP.with_(trains=True), "of a Cox regression must ask nothing else"),
+    "a step of a regression with a model": (STEP.with_(models=("0" * 64,)), "of a Cox regression must ask nothing else"),
+    "sizes of fewer sites": (SCORES.with_(sizes=SCORES.sizes[:2]), "must be of the 3 sites of the agreement"),
+    "sizes of more sites": (SCORES.with_(sizes=SCORES.sizes * 2), "must be of the 3 sites of the agreement"),
+    "a site twice": (SCORES.with_(cohort=(0, 1, 1)), "each once, in rising order"),
+    "sites in another order": (SCORES.with_(cohort=(1, 0, 2)), "each once, in rising order"),
+    "a site that is none": (SCORES.with_(cohort=(0, 1, 3)), "each once, in rising order"),
+    "sites without this one": (SCORES.with_(cohort=(1, 2), accepted=(0, 0)), "the terms are of other sites"),
+    "figures of fewer sites": (SCORES.with_(figures=("3", "3")), "must have the figures that every site can have"),
+    "figures of no site in a step": (STEP.with_(figures=()), "must have the figures that every site can have"),
+    "figures where uploads alone are summed": (
+        terms_of(3).with_(figures=("3",) * 3), "must have the figures that every site can have"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_terms_that_no_site_accepts(case: str) -> None:
+    """Each is refused for what it is, and the terms that it differs from are not."""
+    for terms, figures in ((SCORES, "3"), (STEP, "3"), (terms_of(3), "")):
+        check_terms(terms, 0, (9, 3, 3), figures, 3, 0)
+    terms, sentence = WRONG[case]
+    with pytest.raises(Broken, match=sentence):
+        check_terms(terms, 0, (9, 3, 3), terms.figures[0] if terms.figures else "", 3, 0)
 
 
 def test_terms_of_another_round_than_the_message(rogue: Rogue) -> None:

@@ -38,7 +38,7 @@ from fedloom.storage.toml_files import document_of, read_toml
 from fedloom.values import fields_of, make
 
 CHANGE = "agreement.json"
-SAME = ("name", "version", "samples", "fixed_data", "code", "installed")
+SAME = ("name", "version", "samples", "fixed_data", "models_per_round", "models_in_run", "code", "installed")
 """Fields of an agreement that a new member does not change."""
 
 

@@ -241,7 +241,7 @@ class Trainer:
             return
         if not bool(usable(tuple(output.state.rows), 1, job.setting.engine.norm_bound).all()):
             raise Refused(f"round {t}: a row of this site's state is longer than engine.norm_bound")
-        if not bool(usable((), 1, None, job.weights(output.upload)).all()):
+        if not bool(usable(tuple(output.upload), 1, None, job.weights(output.upload)).all()):
             raise Refused(f"round {t}: the upload has a weight below zero")
 
     @cached_property
