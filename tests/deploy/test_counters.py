@@ -17,7 +17,7 @@ from fedloom.deploy.secure.counters import (
     ANSWERED,
     NEUTRAL,
     WIDTH,
-    Counts,
+    AnswerCounts,
     check_enough,
     opened_counters,
     read_counters,
@@ -40,7 +40,7 @@ class Sent(NamedTuple):
     messages: dict[int, bytes]
     told: dict[int, dict[int, bytes]]
 
-    def opened(self, *peers: int, **changes: Mapping[int, Any]) -> tuple[Counts, set[int]]:
+    def opened(self, *peers: int, **changes: Mapping[int, Any]) -> tuple[AnswerCounts, set[int]]:
         given = self._replace(**changes)
         return opened_counters(self.session, BOUND, peers or SITES, given.messages, given.told, PUBLIC)
 
@@ -65,13 +65,13 @@ def test_a_threshold_of_them_gives_the_sums(arrived: tuple[int, ...], answering:
     """Whichever counters are lost before, and whoever drops out after."""
     one = sent(arrived)
     told = {c: one.told[c] for c in arrived[-answering:]}
-    assert one.opened(told=told) == (Counts(*np.array([MINE[c] for c in arrived]).sum(0).tolist()), set())
+    assert one.opened(told=told) == (AnswerCounts(*np.array([MINE[c] for c in arrived]).sum(0).tolist()), set())
 
 
 def test_a_wrong_share_changes_nothing_and_its_site_is_named() -> None:
     one = sent()
     told = one.told | {2: {c: bytes([part[0] ^ 1]) + part[1:] for c, part in one.told[2].items()}}
-    assert one.opened(told=told) == (Counts(3, 1), {2})
+    assert one.opened(told=told) == (AnswerCounts(3, 1), {2})
 
 
 def test_counters_open_for_all_sites_of_a_sum_alone() -> None:
@@ -123,8 +123,8 @@ def test_what_a_site_sends_is_uniform_whatever_its_counters_are() -> None:
 @pytest.mark.parametrize(("answered", "threshold"), [(0, 3), (2, 3), (3, 4)])
 def test_fewer_answers_than_the_threshold_are_not_enough(answered: int, threshold: int) -> None:
     with pytest.raises(Broken, match=f"{answered} sites have answered .* must be of {threshold}"):
-        check_enough(Counts(answered, 9), threshold)
-    check_enough(Counts(threshold, 0), threshold)
+        check_enough(AnswerCounts(answered, 9), threshold)
+    check_enough(AnswerCounts(threshold, 0), threshold)
 
 
 def test_a_wrong_counter_of_one_site_is_no_sum() -> None:

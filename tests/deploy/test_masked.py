@@ -48,7 +48,7 @@ from fedloom.rows.aggregate import PrivateMean
 from fedloom.version import __version__
 from tests.deploy.grid import Clock, FakeGrid
 from tests.deploy.scene import FIRST, Scene, changed, document, scene
-from tests.deploy.sessions import SMALL, TERMS, Steps, arrays_of, kind_of, losing, secured
+from tests.deploy.sessions import EQUAL, SMALL, TERMS, Steps, arrays_of, kind_of, losing, secured
 
 
 @pytest.fixture(autouse=True)
@@ -850,19 +850,22 @@ REFUSED: dict[str, tuple[str, Any]] = {
         "cannot change",
         lambda s: (s.shared(), s.sites[0].shares(1, s.nonce, without(s.adverts, 1))),
     ),
-    "shares before the step": ("has not come to this step", lambda s: s.sites[0].receive(1, s.nonce, b"", TERMS)),
+    "shares before the step": (
+        "has not come to this step",
+        lambda s: s.sites[0].receive(1, s.nonce, b"", TERMS, EQUAL),
+    ),
     "shares of a site that did not advertise": (
         "shares came of sites that did not advertise",
         lambda s: (
             s.sites[0].shares(1, s.nonce, without(s.adverts, 4)),
-            s.sites[0].receive(1, s.nonce, secure.write({c: bytes(shares.SEALED) for c in (1, 2, 4)}), TERMS),
+            s.sites[0].receive(1, s.nonce, secure.write({c: bytes(shares.SEALED) for c in (1, 2, 4)}), TERMS, EQUAL),
         ),
     ),
     "its own share from the server": (
         "shares came of sites that did not advertise",
         lambda s: (
             s.shared(),
-            s.sites[0].receive(1, s.nonce, secure.write({c: bytes(shares.SEALED) for c in (0, 1, 2)}), TERMS),
+            s.sites[0].receive(1, s.nonce, secure.write({c: bytes(shares.SEALED) for c in (0, 1, 2)}), TERMS, EQUAL),
         ),
     ),
     "too few shares": ("2 sites sent shares, 3 are needed", lambda s: s.receive(0, [0, 1])),

@@ -9,9 +9,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
-import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -74,6 +73,25 @@ def maskable() -> list[str]:
     return [name for name in names if name != "centralized"]
 
 
+class Draws:
+    """What a generated message needs of randomness, from one seed."""
+
+    def __init__(self, seed: int) -> None:
+        self._generator = numpy_generator(seed, purpose="test")
+
+    def random(self) -> float:
+        return float(self._generator.random())
+
+    def choice(self, some: Sequence[Any]) -> Any:
+        return some[int(self._generator.integers(len(some)))]
+
+    def below(self, least: int, most: int) -> int:
+        return int(self._generator.integers(least, most))
+
+    def bytes(self, count: int) -> bytes:
+        return self._generator.bytes(count)
+
+
 # ------------------------------------------------------------------------------------------------- non-interference
 
 
@@ -123,7 +141,7 @@ class Generated:
     """
 
     def __init__(self, here: Scene, client: Client, seed: int) -> None:
-        self._here, self._client, self._draw = here, client, random.Random(seed)
+        self._here, self._client, self._draw = here, client, Draws(seed)
         self._others = {
             c: SessionMember(here.sites[c], signing_key_of(c), here.folder / f"peer-{c}") for c in range(1, SITES)
         }
@@ -134,12 +152,12 @@ class Generated:
         self._vector, self._stage = b"", "keys"
 
     def message(self, last: bytes | None) -> tuple[str, list[bytes], dict[str, Any]]:
-        """The next message: its kind, its arrays and the fields of its head; ``last`` is what the site answered last."""
+        """The next message: its kind, its arrays and fields of its head; ``last`` is what the site answered last."""
         draw, kinds = self._draw, ("keys", "shares", "masked", "tally", "agree", "count", "unmask", "open", "score")
         if draw.random() < 0.15:
             kind = draw.choice((*kinds, "hello", "train", "ask", "fitted", "cox"))
-            arrays = [draw.randbytes(draw.choice((0, 1, 68, 2000))) for _ in range(draw.randrange(4))]
-            return kind, arrays, {"session": self._nonce, "round": draw.randrange(-1, 6)}
+            arrays = [draw.bytes(draw.choice((0, 1, 68, 2000))) for _ in range(draw.below(0, 4))]
+            return kind, arrays, {"session": self._nonce, "round": draw.below(-1, 6)}
         return self._step(last)
 
     def _step(self, last: bytes | None) -> tuple[str, list[bytes], dict[str, Any]]:
@@ -148,7 +166,7 @@ class Generated:
         fields = {"session": self._nonce, "round": self._round, "accepted": 0}
         if stage == "keys":
             self._round = draw.choice((1, 1, 1, 2, 3, 4))
-            self._nonce, self._stage = draw.randbytes(16), "shares"
+            self._nonce, self._stage = draw.bytes(16), "shares"
             return "keys", [], {"session": self._nonce, "round": self._round}
         if stage == "shares":
             assert last is not None
@@ -195,17 +213,17 @@ class Generated:
         draw, down = self._draw, self._down
         if not down:
             return self._client.trainer.forms.write_down(down, self._server)
-        row = torch.from_numpy(numpy_generator(draw.randrange(10**6), purpose="test").standard_normal(down[0].numel()))
+        row = torch.from_numpy(numpy_generator(draw.below(0, 10**6), purpose="test").standard_normal(down[0].numel()))
         row = row.reshape(down[0].shape).to(down[0])
-        how = draw.randrange(6)
+        how = draw.below(0, 6)
         if how == 0:
             row = row * 10.0 ** draw.choice((-300, -9, 0, 3, 9, 60, 200, 300))
         elif how == 1:
             row = down[0] - 1e3 * (torch.arange(row.numel()) % draw.choice((2, 3, 7)) == 0).to(row).reshape(row.shape)
         elif how == 2:
-            row = torch.where(row > draw.uniform(-2, 2), row * 1e6, down[0])
+            row = torch.where(row > 4 * draw.random() - 2, row * 1e6, down[0])
         elif how == 3:
-            row[..., draw.randrange(row.shape[-1])] = draw.choice((float("nan"), float("inf"), 1e308))
+            row[..., draw.below(0, row.shape[-1])] = draw.choice((float("nan"), float("inf"), 1e308))
         elif how == 4:
             row = down[0] + 1e-9 * row
         return self._client.trainer.forms.write_down(type(down)(row, *down[1:]), self._server)
@@ -222,9 +240,9 @@ def equal_secrets() -> Iterator[None]:
     numbers = itertools.count()
 
     def secrets() -> secure.Secrets:
-        draw = random.Random(next(numbers))
-        keys = (X25519PrivateKey.from_private_bytes(draw.randbytes(32)).private_bytes_raw() for _ in range(2))
-        return secure.Secrets(*keys, draw.randbytes(32), draw.randbytes(32))
+        draw = Draws(next(numbers))
+        keys = (X25519PrivateKey.from_private_bytes(draw.bytes(32)).private_bytes_raw() for _ in range(2))
+        return secure.Secrets(*keys, draw.bytes(32), draw.bytes(32))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(secure, "new_secrets", secrets)
@@ -335,7 +353,7 @@ def holding(here: Scene, folder: str, sample: Tensor | None) -> Client:
 
 
 def crafted(rogue: Rogue, attack: Attack, direction: Tensor, threshold: float) -> bytes:
-    """A model whose units are live where a sample is beyond a threshold in a direction; of the others some always are."""
+    """A model with units that are live where a sample is beyond a threshold in a direction, and others."""
     job, server = rogue.trainer._run
     down = job.down(server, 1, rogue.trainer.ids)
     rows = {name: torch.zeros_like(part) for name, part in job.oracle.layout.tree(down[0].reshape(1, -1)).items()}

@@ -3,8 +3,7 @@
 A site sends its counters with its vector, under masks of their own. The server first asks for the shares that take the
 masks off the counters, and then passes the masked counters and these shares on to all sites. So each site finds the sum
 of the counters itself, and a server cannot tell a site another one. The site opens the sum of the vectors only if the
-counters allow it. Both sums are of one list of sites, and as long as a threshold of the sites answers, any others may drop
-out.
+counters allow it. Both sums are of one list of sites. As long as a threshold of the sites answers, others may drop out.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ WIDTH = SIGNATURE + 8 * COUNTERS
 """Bytes of the message in which one site sends its counters."""
 
 
-class Counts(NamedTuple):
+class AnswerCounts(NamedTuple):
     """Sums of the counters of all sites of a sum.
 
     Attributes:
@@ -79,7 +78,7 @@ def read_counters(message: bytes, bound: bytes, public: Ed25519PublicKey) -> byt
 def opened_counters(
     session: Session, bound: bytes, peers: Collection[int], messages: Mapping[int, bytes],
     answers: Mapping[int, Mapping[int, bytes]], public: Mapping[int, Ed25519PublicKey],
-) -> tuple[Counts, set[int]]:  # fmt: skip
+) -> tuple[AnswerCounts, set[int]]:  # fmt: skip
     """The sums of the counters of all sites of a sum, and the sites whose shares are wrong.
 
     Args:
@@ -102,10 +101,10 @@ def opened_counters(
     total = secure.unmasked(session, _masks(bound), messages, total, secrets)
     if bool((total > len(messages)).any()) or int(total.sum()) > len(messages):
         raise Broken("the sum of counters is out of range: a site's counters are wrong, or a mask is still on them")
-    return Counts(*total.tolist()), wrong
+    return AnswerCounts(*total.tolist()), wrong
 
 
-def check_enough(counts: Counts, threshold: int) -> None:
+def check_enough(counts: AnswerCounts, threshold: int) -> None:
     """Keep a sum closed that fewer sites than the threshold have a part in.
 
     Raises:

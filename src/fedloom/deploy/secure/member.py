@@ -24,7 +24,7 @@ from fedloom.deploy.secure import protocol as secure
 from fedloom.deploy.secure.opened import OpenedSums, read_checked, write_checked
 from fedloom.deploy.secure.protocol import MOST, SIGNATURE, Broken, Integers
 from fedloom.deploy.secure.stages import REVEALED, Progress, Stage, progress_of
-from fedloom.deploy.secure.terms import Terms
+from fedloom.deploy.secure.terms import Terms, check_summands
 from fedloom.deploy.settings import Site
 from fedloom.engine.setting import Setting
 from fedloom.errors import Refused, WireError
@@ -111,7 +111,9 @@ class SessionMember:
             self._save(record)
         return self._bytes(record, "shares")
 
-    def receive(self, round: int, nonce: bytes, message: bytes, terms: Terms) -> bytes:
+    def receive(
+        self, round: int, nonce: bytes, message: bytes, terms: Terms, weights: Mapping[int, Sequence[float]]
+    ) -> bytes:
         """Step 3, first half: the shares of the others, whom this site will have masks with.
 
         Args:
@@ -119,6 +121,7 @@ class SessionMember:
             nonce: of the session.
             message: sealed shares by sender.
             terms: what the site is to mask.
+            weights: what every site counts in its sums, see `Terms.weights`.
 
         Returns:
             Accusations by the accused, where a share does not decrypt; then the session is over here.
@@ -129,6 +132,7 @@ class SessionMember:
         self._once(record, "sums", terms.sums)
         self._once(record, "asked", terms.model_digests)
         self._once(record, "question", terms.question.encode().decode() if terms.question else "")
+        self._once(record, "weights", {str(c): [*values] for c, values in weights.items()})
         self._once(record, "bases", {str(c): t for c, t in terms.bases.items()})
         if "held" not in record and "accuses" not in record:
             session, secrets = self._agreed_by(record), _secrets(record)
@@ -280,6 +284,8 @@ class SessionMember:
             raise Broken("the sites whose vector arrived are not among those that shared, or this one is missing")
         if len(clients) < self._agreed.threshold:
             raise Broken(f"the sum is of {len(clients)} sites, it must be of {self._agreed.threshold} or more")
+        weights = {int(c): values for c, values in record["weights"].items()}
+        check_summands(weights, clients, self._agreed.threshold, self._agreed.max_share)
         return [*clients]
 
     def _bound(self, record: dict[str, Any]) -> bytes:

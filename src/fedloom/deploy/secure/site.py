@@ -17,7 +17,7 @@ from fedloom.deploy.protocol.lengths import shortened
 from fedloom.deploy.secure.counters import ABSENT, ANSWERED, NEUTRAL
 from fedloom.deploy.secure.member import SessionMember
 from fedloom.deploy.secure.protocol import ACCUSES, Broken
-from fedloom.deploy.secure.terms import Terms, check_models, check_terms, read_terms
+from fedloom.deploy.secure.terms import Terms, check_models, check_summands, check_terms, read_terms
 from fedloom.deploy.secure.vectors import ScoreVector, UploadVector
 from fedloom.deploy.settings import Site, bound_of
 from fedloom.deploy.site.asked import AskedModels
@@ -115,8 +115,11 @@ class MaskedAnswers:
                 raise Broken(f"the terms are of round {terms.round}, the message is of round {t}")
             check_terms(terms, client, sizes, figures, self._site.clients, head["accepted"])
             check_models(terms, download, models)
+        weights_of_all = terms.weights(self._weighed(terms))
+        with telling():
+            check_summands(weights_of_all, terms.cohort, self._agreed.threshold, self._agreed.max_share)
             self._asked.enter_masked(terms, head["accepted"])
-            accusations = self._member.receive(t, head["session"], inbox, terms)
+            accusations = self._member.receive(t, head["session"], inbox, terms, weights_of_all)
         if accusations:
             return ACCUSES + accusations
         if terms.question is not None:
@@ -129,15 +132,17 @@ class MaskedAnswers:
         if terms.scored >= 0:
             scores = trainer.scores(job, models, terms.scored, common=terms.common)
             if trainer.scoring == "masked":
-                vector = ScoreVector(job)
-                vectors.append(vector.encode(scores, sizes, terms.summed(self._agreed.threshold, len(vector.figures))))
+                vector, agreed = ScoreVector(job), (self._agreed.threshold, self._agreed.max_share)
+                summed = terms.summed(*agreed, [part for part, _ in vector.figures])
+                vectors.append(vector.encode(scores, sizes, summed, weighs=not terms.is_dominated("train", *agreed)))
             if trainer.scoring == "masked" and terms.scored == trainer.rounds:
                 cells, sums = (
                     self._groups.cells(job, models, terms.scored, scores, common=terms.common),
                     self._groups.sums,
                 )
                 bits = terms.bits(len(vector.figures))
-                vectors.append(sums.encode(cells, sums.summed(bits, self._agreed.threshold)))
+                dominated = terms.is_dominated("test", *agreed)
+                vectors.append(sums.encode({} if dominated else cells, sums.summed(bits, self._agreed.threshold)))
         if trains:
             with telling():
                 if job.kept_fields and (0 if state is None else state.round) != head["accepted"]:

@@ -16,11 +16,11 @@ from fedloom.deploy.noise import SharedMean
 from fedloom.deploy.protocol.envelope import Request
 from fedloom.deploy.protocol.forms import Forms, is_common
 from fedloom.deploy.protocol.lengths import absolute
-from fedloom.deploy.secure.counters import Counts
+from fedloom.deploy.secure.counters import AnswerCounts
 from fedloom.deploy.secure.opened import read_checked, write_checked
 from fedloom.deploy.secure.protocol import Broken, Integers
-from fedloom.deploy.secure.sums import SecureSums
-from fedloom.deploy.secure.terms import Terms
+from fedloom.deploy.secure.sums import SecureSums, Weights
+from fedloom.deploy.secure.terms import Terms, check_summands
 from fedloom.deploy.secure.vectors import ScoreVector, UploadVector
 from fedloom.deploy.server.sites import CoxSum, Sites
 from fedloom.deploy.server.transport import Transport
@@ -92,7 +92,9 @@ class MaskedSites(Sites):
             self._check_length(sums, count, scale)
             return sums, work, clipped, self._figures.decode(total[n:], count) if len(total) > n else {}
 
-        session = self._sessions.sum(terms, letter, length, read, counted=self._uploads.is_counted)
+        session = self._sessions.sum(
+            terms, self._check_cohort(terms), letter, length, read, counted=self._uploads.is_counted
+        )
         self._tell_counts(t, session.clients, session.counts)
         parts, work, clipped, figures = session.value
         if clipped:
@@ -109,7 +111,7 @@ class MaskedSites(Sites):
         total = float(sum(1.0 if alike else shares[c] for c in request.ids[summed].tolist()))
         yield SumResult(request.ids[summed], request.ids[~summed], parts, total, counts)
 
-    def _tell_counts(self, t: int, clients: Collection[int], counts: Counts | None) -> None:
+    def _tell_counts(self, t: int, clients: Collection[int], counts: AnswerCounts | None) -> None:
         """Tell and log how many sites have answered a round without their samples.
 
         Raises:
@@ -171,7 +173,9 @@ class MaskedSites(Sites):
             opened(total, bins, beta, count)
             return total
 
-        session = self._sessions.sum(terms, letter, bins.length, read, counted=True, all_answer=True)
+        session = self._sessions.sum(
+            terms, self._weights(terms), letter, bins.length, read, counted=True, all_answer=True
+        )
         assert session.counts is not None
         return CoxSum(session.value, session.clients, bins, session.counts)
 
@@ -205,7 +209,7 @@ class MaskedSites(Sites):
         self._tallied = t, {}
         try:
             length = n + (self.group_sums.length if with_groups else 0)
-            figures, self._groups = self._sessions.sum(terms, letter, length, read).value
+            figures, self._groups = self._sessions.sum(terms, self._weights(terms), letter, length, read).value
             self._tallied = t, figures
         except (Broken, GivenUp, RunStopped) as error:
             self._transport.note("scores given up", t, asks, str(error))
@@ -228,6 +232,24 @@ class MaskedSites(Sites):
             models=tuple(digests),
             figures=tuple(self._transport.figures) if scored >= 0 else (),
         )
+
+    def _weights(self, terms: Terms) -> Weights:
+        """What every site counts in the sums of a session, as the sites find it."""
+        return terms.weights(terms.weighed(self._job, self._settings.samples))
+
+    def _check_cohort(self, terms: Terms) -> Weights:
+        """The same, of a cohort that was drawn; the next one is another.
+
+        Raises:
+            GivenUp: the sites would open no sum of this cohort, but may open that of another.
+        """
+        weights, agreed = self._weights(terms), self._agreed
+        try:
+            check_summands(weights, terms.cohort, agreed.threshold, agreed.max_share)
+        except Broken as error:
+            if len(terms.cohort) >= agreed.threshold and not {*self._transport.nodes} <= {*terms.cohort}:
+                raise GivenUp(f"round {terms.round}: {error}", [*terms.cohort]) from None
+        return weights
 
     def _accepted(self, client: int) -> dict[str, Any]:
         return {"accepted": int(self.accepted[client])}

@@ -8,7 +8,7 @@ after that the sum is of these sites, or the round is lost.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +21,7 @@ from fedloom.deploy.secure.answers import read_advert, read_sealed, read_shares,
 from fedloom.deploy.secure.pending import PendingSum, PendingSums
 from fedloom.deploy.secure.protocol import SIGNATURE, Broken, Integers
 from fedloom.deploy.secure.stages import Progress, Stage
-from fedloom.deploy.secure.terms import Terms
+from fedloom.deploy.secure.terms import Terms, check_summands
 from fedloom.deploy.server.transport import Transport
 from fedloom.deploy.settings import Server
 from fedloom.errors import GivenUp, Refused, RunStopped, Stop
@@ -31,6 +31,10 @@ ATTEMPTS = 3
 
 Ask = Callable[[int, bytes], Request]
 """(client, sealed shares of the others) -> the request for the client's vector."""
+
+
+Weights = Mapping[int, Sequence[float]]
+"""What every site of a session counts in its sums, see `Terms.weights`."""
 
 
 class Sum(NamedTuple):
@@ -46,7 +50,7 @@ class Sum(NamedTuple):
     value: Any
     clients: list[int]
     traffic: list[int]
-    counts: counters.Counts | None
+    counts: counters.AnswerCounts | None
 
 
 class _Course(NamedTuple):
@@ -78,13 +82,14 @@ class SecureSums:
         return self._unmasked.of(sums)
 
     def sum(
-        self, terms: Terms, request: Ask, length: int, read: Callable[[Integers, int], Any], *,
+        self, terms: Terms, weights: Weights, request: Ask, length: int, read: Callable[[Integers, int], Any], *,
         counted: bool = False, all_answer: bool = False,
     ) -> Sum:  # fmt: skip
         """The sum of the sites' vectors; one that was asked for before a stop is revealed now.
 
         Args:
             terms: what the sites are asked.
+            weights: what every site counts in the sum, see `Terms.weights`.
             request: makes the request for a client's vector; takes the shares of the others too.
             length: of a vector.
             read: what a sum of so many vectors is; Refused where it makes no sense.
@@ -95,7 +100,7 @@ class SecureSums:
             RunStopped: fewer than the threshold take part.
             GivenUp: it was asked for too often, or one of the vectors is wrong.
         """
-        pending = self._unmasked.of(terms.sums) or self._collected(terms, request, length, counted)
+        pending = self._unmasked.of(terms.sums) or self._collected(terms, weights, request, length, counted)
         counts = None
         if counted:
             pending, counts = self._counted(pending)
@@ -109,16 +114,18 @@ class SecureSums:
 
     # --------------------------------------------------------------------------------------- until shares are asked for
 
-    def _collected(self, terms: Terms, request: Ask, length: int, counted: bool) -> PendingSum:
+    def _collected(self, terms: Terms, weights: Weights, request: Ask, length: int, counted: bool) -> PendingSum:
         """The steps before the last: the sum under its masks. Until the last, nothing is revealed."""
         while True:
             cohort = self._apart(terms, [c for c in terms.cohort if c not in self._out])
-            self._check_count(terms.round, len(cohort))
-            session_sum = self._begun(terms, cohort, request, length, counted)
+            self._check_summands(terms.round, weights, cohort)
+            session_sum = self._begun(terms, weights, cohort, request, length, counted)
             if session_sum is not None:
                 return session_sum
 
-    def _begun(self, terms: Terms, cohort: list[int], request: Ask, length: int, counted: bool) -> PendingSum | None:
+    def _begun(
+        self, terms: Terms, weights: Weights, cohort: list[int], request: Ask, length: int, counted: bool
+    ) -> PendingSum | None:
         """A session; None if a site was left out of it, so that another one is to begin."""
         t, course, public = terms.round, _Course(terms.round, os.urandom(NONCE)), self._public
         name = secure.session_name(self._agreement, t, course.nonce)
@@ -145,7 +152,7 @@ class SecureSums:
         vectors: dict[int, tuple[bytes, Integers, bytes]] = {c: a for c, a in answers.items() if c not in accusations}
         if self._apart(terms, [*vectors]) != [*vectors]:
             raise RunStopped(Stop.TOO_FEW, f"round {t}: another sum would reveal what a single site sent")
-        self._check_count(t, len(vectors))
+        self._check_summands(t, weights, vectors)
         total: Integers = np.sum([vector for _, vector, _ in vectors.values()], axis=0, dtype=np.uint64)
         signed = {c: signature for c, (signature, _, _) in vectors.items()}
         masked_counters = {c: one for c, (_, _, one) in vectors.items()} if counted else {}
@@ -265,7 +272,7 @@ class SecureSums:
             pending.clients,
         )
 
-    def _counted(self, pending: PendingSum) -> tuple[PendingSum, counters.Counts]:
+    def _counted(self, pending: PendingSum) -> tuple[PendingSum, counters.AnswerCounts]:
         """The sum under its masks with the shares that open its counters, and the sums of the counters.
 
         Raises:
@@ -274,18 +281,17 @@ class SecureSums:
         """
         session, t, why = self._session_of(pending), pending.round, "they were never revealed"
         bound, is_new = secure.bound_to(session, pending.question, pending.shared), not pending.shown
+        peers = pending.shared
         while pending.shown or pending.attempts < ATTEMPTS:
             if not pending.shown:
                 self._unmasked.keep(pending := pending._replace(attempts=pending.attempts + 1))
                 ask = {c: Request("count", c, [_signatures(pending)]) for c in pending.clients}
                 course = _Course(t, pending.nonce, Progress(Stage.MASKED))
-                _, shown = self._step(course, "count", ask, lambda _, m: read_shares(m, pending.shared))
+                _, shown = self._step(course, "count", ask, lambda _, m: read_shares(m, peers))
                 pending = pending._replace(shown={c: secure.write(one) for c, one in shown.items()})
             answers = {c: secure.read(one, secure.KEY) for c, one in pending.shown.items()}
             try:
-                counts, wrong = counters.opened_counters(
-                    session, bound, pending.shared, pending.counters, answers, self._public
-                )
+                counts, wrong = counters.opened_counters(session, bound, peers, pending.counters, answers, self._public)
             except Broken as error:
                 why, is_new, pending = str(error), True, pending._replace(shown={})
                 self._transport.note("wrong shares", t, pending.clients, f"round {t}: {error}")
@@ -359,11 +365,19 @@ class SecureSums:
             self._transport.members[c].site if c in self._transport.members else f"client {c}" for c in sorted(clients)
         )
 
-    def _check_count(self, t: int, count: int) -> None:
-        if count < self._agreed.threshold:
-            raise RunStopped(
-                Stop.TOO_FEW, f"round {t}: {count} sites would be summed, the threshold is {self._agreed.threshold}"
-            )
+    def _check_summands(self, t: int, weights: Weights, clients: Collection[int]) -> None:
+        """Begin and open no sum that the sites would not open.
+
+        Raises:
+            RunStopped: fewer sites than the threshold would be summed, or one has too much of the weight.
+        """
+        count, threshold = len(clients), self._agreed.threshold
+        if count < threshold:
+            raise RunStopped(Stop.TOO_FEW, f"round {t}: {count} sites would be summed, the threshold is {threshold}")
+        try:
+            check_summands(weights, clients, threshold, self._agreed.max_share)
+        except Broken as error:
+            raise RunStopped(Stop.TOO_FEW, f"round {t}: {error}") from None
 
 
 def _signatures(pending: PendingSum) -> bytes:

@@ -173,19 +173,21 @@ class ScoreVector:
         return bits
 
     def encode(
-        self, scores: Mapping[tuple[str, str], Mapping[str, Tensor]], sizes: Sequence[int], summed: Sequence[bool]
-    ) -> Integers:
+        self, scores: Mapping[tuple[str, str], Mapping[str, Tensor]], sizes: Sequence[int], summed: Sequence[bool], *,
+        weighs: bool = True,
+    ) -> Integers:  # fmt: skip
         """A site's scores; one that is not asked for, not there or not finite is zero in all four.
 
         Args:
             scores: values ``[1]``.
             sizes: training, validation and test samples.
             summed: which of the `figures` are.
+            weighs: whether scores of a model that are of no part are summed, which training samples weigh.
         """
         columns, wanted = [], {key for key, of_enough in zip(self.figures, summed, strict=True) if of_enough}
         for model, part, name in self._names:
             value = float(scores.get((model, part), {}).get(name, torch.tensor(torch.nan)))
-            has_score = (not part or (part, name) in wanted) and np.isfinite(value)
+            has_score = ((part, name) in wanted if part else weighs) and np.isfinite(value)
             samples = self._samples(part, sizes)
             numbers, _ = integers.encode(np.array([value, value * samples * UNIT] if has_score else [0.0, 0.0]))
             columns += [numbers, np.array([1, samples] if has_score else [0, 0], dtype=np.uint64)]

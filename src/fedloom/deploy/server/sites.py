@@ -15,7 +15,7 @@ from fedloom.deploy.cox import CoxFound, CoxStep
 from fedloom.deploy.groups import GroupSums
 from fedloom.deploy.protocol.envelope import Reply, Request
 from fedloom.deploy.protocol.forms import Forms, for_client, is_common, output_of
-from fedloom.deploy.secure.counters import ABSENT, ANSWERED, COUNTERS, NEUTRAL, Counts
+from fedloom.deploy.secure.counters import ABSENT, ANSWERED, COUNTERS, NEUTRAL, AnswerCounts
 from fedloom.deploy.server.transport import Transport
 from fedloom.deploy.settings import Server
 from fedloom.engine.clients.chunk import ClientOutput
@@ -41,7 +41,7 @@ class CoxSum(NamedTuple):
     total: Ring | None
     clients: list[int]
     terms: CoxAgreement
-    counts: Counts
+    counts: AnswerCounts
 
 
 class Sites(StreamedClients):
@@ -160,7 +160,7 @@ class Sites(StreamedClients):
         """
         beta, need = np.array(step.beta), len(clients) or self._settings.quorum
 
-        def read(message: bytes) -> tuple[Ring, Counts]:
+        def read(message: bytes) -> tuple[Ring, AnswerCounts]:
             try:
                 numbers = np.frombuffer(message, dtype="<u8").astype(np.uint64, copy=False)
                 vector, counts = numbers[:-COUNTERS], tuple(numbers[-COUNTERS:].tolist())
@@ -169,7 +169,7 @@ class Sites(StreamedClients):
                     raise ValueError(f"the counters of a site cannot be {counts}")
             except (Refused, ValueError) as error:
                 raise WireError(str(error)) from None
-            return vector, Counts(*counts)
+            return vector, AnswerCounts(*counts)
 
         asks = {
             c: Request("cox", c, [step.encode()], read=read, most=8 * (agreed.length + COUNTERS))
@@ -177,7 +177,7 @@ class Sites(StreamedClients):
         }
         replies = self._transport.collect_replies(self._job.setting.rounds, asks, need)
         vectors, counts = zip(*(reply.value for _, reply in sorted(replies.items())), strict=True)
-        counted = Counts(*(sum(numbers) for numbers in zip(*counts, strict=True)))
+        counted = AnswerCounts(*(sum(numbers) for numbers in zip(*counts, strict=True)))
         total: Ring | None = None if counted.neutral else np.sum(vectors, axis=0, dtype=np.uint64)
         return CoxSum(total, sorted(replies), agreed, counted)
 

@@ -1,7 +1,7 @@
 """Neutral uploads: what a site sends under masks in place of a result that must not leave it.
 
-The server can compute the neutral upload of every site itself, from the model that it sent. So a sum shows it nothing of
-a site that answers so; a counter shows how many do (`fedloom.deploy.secure.counters`).
+The server can compute the neutral upload of every site itself, from the model that it sent. So a sum shows nothing of a
+site that sends one. A counter shows how many sites do (`fedloom.deploy.secure.counters`).
 """
 
 from __future__ import annotations
