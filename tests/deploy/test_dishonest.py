@@ -330,7 +330,7 @@ STEP = SCORES.with_(scored=-1, question=CoxStep(step=0, beta=(0.5,)))
 WRONG: dict[str, tuple[Terms, str]] = {
     "a step of a regression that scores too": (STEP.with_(scored=2), "of a Cox regression must ask nothing else"),
     "a step of a regression that trains too": (STEP.with_(trains=True), "of a Cox regression must ask nothing else"),
-    "a step of a regression with a model": (STEP.with_(models=("0" * 64,)), "of a Cox regression must ask nothing else"),
+    "a step with a model": (STEP.with_(models=("0" * 64,)), "of a Cox regression must ask nothing else"),
     "sizes of fewer sites": (SCORES.with_(sizes=SCORES.sizes[:2]), "must be of the 3 sites of the agreement"),
     "sizes of more sites": (SCORES.with_(sizes=SCORES.sizes * 2), "must be of the 3 sites of the agreement"),
     "a site twice": (SCORES.with_(cohort=(0, 1, 1)), "each once, in rising order"),

@@ -1,8 +1,8 @@
 """Sentences that may leave a site.
 
-A server can craft a message whose answer depends on one sample. If the site then refuses, the refusal answers a question
-about that sample, and so does the choice of the sentence. A sentence therefore leaves a site only if it was made where
-no sample can be read. `telling` marks such places. Any other error goes to the site's own log.
+A server can craft a message whose answer depends on one sample. If the site then refuses, the refusal answers a
+question about that sample, and so does the choice of the sentence. A sentence therefore leaves a site only if it was
+made where no sample can be read. `telling` marks such places. Any other error goes to the site's own log.
 """
 
 from __future__ import annotations

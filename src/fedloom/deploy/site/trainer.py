@@ -232,8 +232,8 @@ class Trainer:
         """Refuse a result that nobody could use.
 
         Raises:
-            Refused: it is not finite; or, of what the server cannot look at under masks, a row that stays at the site is
-                longer than ``engine.norm_bound``, or a weight is below zero.
+            Refused: it is not finite; or, under masks, a row of the site's state is longer than
+                ``engine.norm_bound``, or a weight is below zero.
         """
         if not bool(usable((*output.upload, *output.state.rows), 1, None).all()):
             raise Refused(f"round {t}: the result of the training is not finite")
