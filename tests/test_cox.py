@@ -12,6 +12,7 @@ from statsmodels.duration.hazard_regression import PHReg
 
 from fedloom.errors import ConfigError, DataError
 from fedloom.tasks.cox import TIES, SurvivalSite, fit_cox, risk_sums
+from fedloom.tasks.cox_vectors import CoxAgreement, SiteVectors
 from tests.commands import call
 
 BETA = np.array([0.7, -0.04, 0.9])
@@ -135,3 +136,16 @@ def test_the_command_fits_a_table_of_sites(tmp_path: Path) -> None:
             assert f"{b:.4f}"[:5] in line, (column, line)
             assert f"{s:.4f}"[:5] in line, (column, line)
     assert "no column 'hours'" in call("cox", tmp_path / "t.toml", "--time", "hours", "--event", "died", code=2)
+
+
+def test_sums_that_overflow_are_no_vector() -> None:
+    """Coefficients at which all weights are zero, and the likelihood is no number."""
+    terms = CoxAgreement(np.zeros(0), np.array([-1.0, -1.0]), np.array([1.0, 1.0]), least=1, stratify=True)
+    x = np.array([[0.5, 0.5], [-0.5, 0.2], [0.1, -0.9]])
+    vectors = SiteVectors(SurvivalSite(x, np.array([1.0, 7.0, 9.0]), np.array([1.0, 1.0, 0.0])), terms)
+    assert vectors.largest_share(np.zeros(2)) <= 0.5
+    assert len(vectors.at(np.array([1.0, -2.0]))) == terms.length
+    for beta in ([1.7e308, 1.7e308], [1.7e308, -1.7e308]):
+        assert not vectors.largest_share(np.array(beta)) <= 0.5
+        with pytest.raises(DataError, match="not finite"):
+            vectors.at(np.array(beta))

@@ -282,6 +282,27 @@ class GivenUp(FedloomError):
         super().__init__(reason)
 
 
+_DIRECTIONS = r"\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"
+"""Unicode's bidirectional control characters, by which a text looks like another one."""
+
+
+def direction_in(*names: object) -> str:
+    r"""Return what is wrong with the first name that holds a character for the direction of text; empty without one.
+
+    >>> direction_in("age", "a\u202eb")[:23]
+    "'a\\u202eb' holds U+202E"
+    """
+    for name in map(str, names):
+        match = re.search(f"[{_DIRECTIONS}]", name)
+        if match:
+            mark = f"U+{ord(match[0]):04X}"
+            return (
+                f"'{printable(name)}' holds {mark}, which changes the direction of text, so that the name looks like "
+                "another one; write the name without it"
+            )
+    return ""
+
+
 def printable(text: object) -> str:
     r"""Text for a terminal: its control characters, which could move the cursor or hide words, as escapes.
 
@@ -289,7 +310,7 @@ def printable(text: object) -> str:
     'a\\x1b[2Jb'
     """
     return re.sub(
-        r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]",
+        rf"[\x00-\x08\x0b-\x1f\x7f-\x9f{_DIRECTIONS}\u2028\u2029\ud800-\udfff]",
         lambda match: match[0].encode("unicode_escape").decode(),
         str(text),
     )

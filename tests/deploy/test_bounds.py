@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from fedloom.choose.weighers import WEIGHERS
 from fedloom.data.input_spec import compared
 from fedloom.deploy.ops.plan import _bound, plan
 from fedloom.deploy.protocol.checks import Checks
+from fedloom.deploy.protocol.lengths import lengths, shortened
 from fedloom.deploy.protocol.rejected import Rejected
 from fedloom.deploy.settings import read_server
 from fedloom.engine.setup import make_job
@@ -501,3 +503,28 @@ def test_a_site_claims_no_more_samples_than_the_agreed_parts_have(written: Path,
     Checks(server, {}).check_data(head | {"sizes": [server.examples_limit, 0, 0]})
     greeting, other = (Checks(server, {}).longest(kind) for kind in ("hello", "score"))
     assert greeting - other >= len(json.dumps(server.samples.model_dump_json()))  # beside the head, JSON in JSON
+
+
+@pytest.mark.parametrize("name", ["fedavg", "flame", "scaffold", "fedproto"])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e160])
+def test_an_upload_is_projected_onto_every_bound(name: str, scale: float, tmp_path: Path) -> None:
+    """A site under masks shortens each field's difference to the bound, and the field itself to `engine.norm_bound`."""
+    here = scene(tmp_path, name, **SMALL)
+    client = here.clients()[0].trainer
+    job, server = client._run
+    down = job.down(server, 1, client.ids)
+    draws = torch.Generator().manual_seed(0)
+    up = type(client.forms.idle)(
+        *(scale * torch.randn(f.shape, generator=draws, dtype=f.dtype) for f in client.forms.idle)
+    )
+    before = lengths(job, up, down)
+    after, is_cut = shortened(job, up, down, dict.fromkeys(job.fields, 0.5))
+    assert is_cut == any(float(norm) > 0.5 for norm in before.values())
+    for field, norm in lengths(job, after, down).items():
+        assert float(norm) == pytest.approx(min(0.5, float(before[field])), rel=1e-6)
+    engine = job.setting.engine.with_(norm_bound=0.25)
+    within, is_cut = shortened(replace(job, setting=job.setting.with_(engine=engine)), up, down, {})
+    assert is_cut == any(float((f / scale).norm()) > 0.25 / scale for f in up)
+    for field, old in zip(within, up, strict=True):
+        assert float(field.norm()) <= 0.25 * (1 + 1e-6)
+        assert torch.allclose(field / field.norm(), (old / scale) / (old / scale).norm(), atol=1e-6)

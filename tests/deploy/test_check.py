@@ -1,5 +1,6 @@
 """`fedloom deploy check`: every reason why a site cannot take part has its sentence, and only then one refuses."""
 
+import math
 import shutil
 import ssl
 import threading
@@ -18,8 +19,10 @@ from fedloom.deploy.ops.check import check_site
 from fedloom.deploy.ops.directory import Location, write
 from fedloom.deploy.ops.plan import plan
 from fedloom.deploy.settings import read_site, text_of
+from fedloom.deploy.site.local_data import part_sizes, site_federation
 from fedloom.errors import DataError
 from fedloom.experiment import parse
+from tests.deploy.sessions import secured
 
 
 @pytest.fixture
@@ -347,3 +350,22 @@ def test_every_version_that_a_result_can_depend_on_is_compared(site):
     assert f"torch {here['torch']}, there 1.0; " in note.sentence
     assert f"opendp {here['opendp']}, there 0.1" in note.sentence
     assert not [f for f in check._versions(site) if "versions that differ" in f.sentence]
+
+
+def test_a_site_that_may_be_too_large_for_a_sum_is_warned(tmp_path):
+    """By samples, with what the others must have; by weights that are agreed on, with its own share."""
+
+    def notes(name, client, agreed=None, **changes):
+        here = secured(tmp_path / name, "fedavg", agreed=agreed, **changes)
+        train = part_sizes(site_federation(here.experiment, here.sites[client]), client)[0]
+        found = [f.sentence for f in check._data(here.sites[client]) if f.level == "note" and f.sentence[:5] == "sums:"]
+        return found, train
+
+    [sentence], train = notes("samples", 1)
+    assert f"the other sites of every sum need {math.ceil(train / 4)} training samples together" in sentence
+    assert notes("any", 1, {"max_share": 1.0})[0] == []
+    assert notes("uniform", 1, weights="uniform")[0] == []
+    given = [9.0, 0.5, 0.5, 0.5, 0.5]
+    assert "this site has 82% of all weight, at most 80% may be" in notes("given", 0, weights=given)[0][0]
+    assert notes("small", 1, weights=given)[0] == []
+    assert notes("more", 0, {"max_share": 0.85}, weights=given)[0] == []

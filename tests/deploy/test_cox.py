@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +21,26 @@ from statsmodels.duration.hazard_regression import PHReg
 from fedloom.deploy.audit import SENT
 from fedloom.deploy.cox import STEPS, STEPS_FILE, CoxStep, check_cox
 from fedloom.deploy.ops.status import lines, status_of
+from fedloom.deploy.secure import protocol as secure
+from fedloom.deploy.secure.counters import ANSWERED, COUNTERS, NEUTRAL, WIDTH, AnswerCounts
 from fedloom.deploy.secure.opened import OpenedSums, read_checked, write_checked
 from fedloom.deploy.secure.protocol import Broken
+from fedloom.deploy.secure.terms import Terms
 from fedloom.deploy.server.cox import CoxServer
-from fedloom.deploy.settings import Secure
+from fedloom.deploy.server.sites import CoxSum
+from fedloom.deploy.settings import Secure, Site
 from fedloom.deploy.site.client import Client
+from fedloom.deploy.site.cox import CoxAnswer, SiteCox
+from fedloom.deploy.site.told import Told
 from fedloom.errors import DataError, Refused, Stop, WireError
 from fedloom.tasks.cox import SurvivalSite, fit_cox
-from fedloom.tasks.cox_vectors import CoxAgreement, binned, bins_with_events, merged_ends
+from fedloom.tasks.cox_vectors import CoxAgreement, SiteVectors, binned, bins_with_events, merged_ends
 from fedloom.tasks.secure_cox import fit_secure_cox
 from tests.commands import call
 from tests.deploy.grid import Fault
-from tests.deploy.scene import FIRST, Scene, changed, scene
+from tests.deploy.scene import FIRST, Scene, changed, scene, signing_key_of
 from tests.deploy.sessions import arrays_of, kind_of
+from tests.deploy.test_dishonest import Rogue, Session
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Starting with pandas"),
@@ -326,14 +334,22 @@ def test_a_damaged_list_of_opened_sums_costs_no_regression_before_its_first_step
         assert "whole" not in (read_checked(file) or {})
 
 
-def test_one_row_may_not_weigh_more_than_all_others(tmp_path: Path) -> None:
+def test_a_site_answers_zeros_where_one_row_weighs_more_than_all_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The step is used up, and its own log alone has the reason."""
     here = deployed(tmp_path, {"stratify": True}, masked=False)
     site = Client(here.sites[0]).answers._cox
-    with pytest.raises(Broken, match="one row has more than 50%"):
-        site.vector(CoxStep(step=0, beta=(0.0, 300.0, 300.0)))
-    site.vector(CoxStep(step=0, beta=(0.1, 0.2, 0.3)))
-    with pytest.raises(Broken, match="step 0 .* at other coefficients"):
-        site.vector(CoxStep(step=0, beta=(0.1, 0.2, 0.4)))
+    answer = site.vector(CoxStep(step=0, beta=(0.0, 300.0, 300.0)))
+    assert not answer.vector.any()
+    assert answer.counters == NEUTRAL
+    assert "one row has more than 50%" in capsys.readouterr().err
+    answer = site.vector(CoxStep(step=1, beta=(0.1, 0.2, 0.3)))
+    assert answer.vector.any()
+    assert answer.counters == ANSWERED
+    for step, beta in ((0, (0.1, 0.2, 0.3)), (1, (0.1, 0.2, 0.4)), (1, (0.0, 300.0, 300.0))):
+        with pytest.raises(Told, match=f"^step {step} .* was answered already, at other coefficients$"):
+            site.vector(CoxStep(step=step, beta=beta))
 
 
 def test_a_damaged_list_of_steps_answers_none(tmp_path: Path) -> None:
@@ -344,7 +360,7 @@ def test_a_damaged_list_of_steps_answers_none(tmp_path: Path) -> None:
     for damaged in (b"", whole[:-1], whole.replace(b'"0"', b'"9"'), b"\xff"):
         site._steps.write_bytes(damaged)
         for beta in ((0.1, 0.2, 0.3), (0.1, 0.2, 0.4)):
-            with pytest.raises(Broken, match="cannot be known"):
+            with pytest.raises(Told, match="cannot be known"):
                 site.vector(CoxStep(step=0, beta=beta))
 
 
@@ -353,12 +369,12 @@ def test_a_regression_asks_for_24_sums_at_most(tmp_path: Path) -> None:
 
     class Total:
         def cox_sum(self, _step: CoxStep, agreed: CoxAgreement, _clients: Any) -> Any:
-            return np.zeros(3, dtype=np.uint64), [*range(SITES)], agreed
+            return CoxSum(np.zeros(3, dtype=np.uint64), [*range(SITES)], agreed, AnswerCounts(SITES, 0))
 
     server: Any = CoxServer(Total(), agreed_terms(4), NAMES, tmp_path)
     for k in range(24):
         server._next(np.full(3, k / 100))
-    with pytest.raises(DataError, match="after 24 sums"):
+    with pytest.raises(DataError, match="after 24 steps"):
         server._next(np.ones(3))
     site = Client(deployed(tmp_path / "site", {"stratify": True}, masked=False).sites[0]).answers._cox
     for step in (-1, 24):
@@ -377,7 +393,7 @@ def test_sums_without_noise_are_refused_under_a_delta(tmp_path: Path) -> None:
         if changes:
             with pytest.raises(Refused, match="have no noise"):
                 check_cox(client.trainer.job, here.experiment, site.samples)
-        with pytest.raises(Refused, match="sends nothing of a Cox regression"):
+        with pytest.raises(Told, match="sends nothing of a Cox regression"):
             client.answers._cox.answer(step.encode())
         assert client.answers._cox.bits == 0
 
@@ -392,9 +408,9 @@ def test_a_site_that_lies_is_left_out_or_the_sum_given_up(tmp_path: Path, masked
         if masked and b'"question":{' not in arrays_of(message)[0]:
             return reply
         [vector] = arrays_of(reply)
-        start = 64 if masked else 0
-        numbers = np.frombuffer(vector, "<u8", offset=start) + np.uint64(2**50)
-        return changed(reply, 0, arrays=[vector[:start] + numbers.tobytes()])
+        start, end = (64, len(vector) - WIDTH) if masked else (0, len(vector) - 8 * COUNTERS)
+        numbers = np.frombuffer(vector[start:end], "<u8") + np.uint64(2**50)
+        return changed(reply, 0, arrays=[vector[:start] + numbers.tobytes() + vector[end:]])
 
     stop = here.serve(here.grid(lie))
     if masked:
@@ -407,3 +423,229 @@ def test_a_site_that_lies_is_left_out_or_the_sum_given_up(tmp_path: Path, masked
     else:
         assert stop is Stop.TOO_FEW
         assert "a site's vector is wrong" in str(here.audit("rejected"))
+
+
+class Watched(Rogue):
+    """A dishonest server in a Cox regression."""
+
+    def step(self, step: CoxStep, clients: range) -> tuple[Session, Terms]:
+        """Begin a session for a step, and say what it asks."""
+        figures = tuple(str(site.answers.figures) for site in self.sites)
+        return self.begin(1, clients), self.terms(1, cohort=(*clients,), figures=figures, question=step)
+
+    def question(self, step: int, beta: tuple[float, ...]) -> tuple[object, ...]:
+        """What the server gets to see when it asks the first site for one step; three others share with it."""
+        before = len(self.refused)
+        session, terms = self.step(CoxStep(step=step, beta=beta), range(4))
+        for _ in range(2):
+            session.vector(0, terms, None)
+        vector = session.vectors.get(0, b"")
+        zeros = vector.count(bytes(8))
+        return len(session.vectors), tuple(self.refused[before:]), len(vector), zeros, len(set(vector[64:])) > 200
+
+
+# ---------------------------------------------------------------------------------------------- sites without an answer
+
+
+def unable(monkeypatch: pytest.MonkeyPatch, clients: Collection[int], steps: Collection[int]) -> None:
+    """These sites cannot answer these steps."""
+    sums = SiteCox._sums
+
+    def failing(site: SiteCox, step: CoxStep, *args: Any) -> CoxAnswer:
+        if site._trainer.site.client in clients and step.step in steps:
+            raise DataError("a reason that the server must not get")
+        return sums(site, step, *args)
+
+    monkeypatch.setattr(SiteCox, "_sums", failing)
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_step_that_a_site_cannot_answer_is_halved(
+    tmp_path: Path, masked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fit is that of all rows, and the sum without the site's rows is not opened."""
+    unable(monkeypatch, [2], {1, 4})
+    here = deployed(tmp_path, {"width": 4, "until": 52, "least": 2}, masked=masked)
+    grid = here.grid()
+    assert here.serve(grid) is Stop.DONE, here.audit()
+    if masked:
+        check_pooled_fit(results(here), 4, least=2)
+        betas = {step["step"]: np.array(step["beta"]) for step in asked(here, grid.sent)}
+        np.testing.assert_allclose(betas[2], betas[1] / 2, rtol=1e-12)
+    assert results(here)["rows"][0] == len(rossi())
+    folder = here.server.checkpoints
+    kept = [read_checked(folder / f"cox-{k}.json") for k in range(len([*folder.glob("cox-?.json")]))]
+    assert [k for k, one in enumerate(kept) if one is not None and one["total"] is None] == [1, 4]
+    assert "must not get" not in here.server.audit.read_text()
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize(
+    ("steps", "sentence"),
+    [
+        (range(24), "1 of 5 sites have no sums for the first step"),
+        (range(1, 24), "not converged after 24 steps; in 23 of them sites could not answer"),
+    ],
+)
+def test_a_site_that_never_answers_ends_the_regression(
+    tmp_path: Path, masked: bool, steps: range, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No fit is without the rows of a site that has any."""
+    unable(monkeypatch, [2], steps)
+    here = deployed(tmp_path, {"stratify": True}, masked=masked)
+    assert here.serve() is Stop.DONE
+    assert not (here.server.results / "cox.parquet").exists()
+    [line] = here.audit("no Cox regression")
+    assert sentence in line["reason"]
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_other_rows_than_those_of_the_first_step_are_no_answer(tmp_path: Path, masked: bool) -> None:
+    here = deployed(tmp_path, {"stratify": True}, masked=masked)
+    site = Client(here.sites[0]).answers._cox
+    assert site.vector(CoxStep(step=0, beta=(0.1, 0.2, 0.3))).counters == ANSWERED
+    table = rossi()
+    table.loc[0, "prio"] = 19
+    table.to_csv(tmp_path / "all.csv", index=False)
+    site = Client(here.sites[0]).answers._cox
+    answer = site.vector(CoxStep(step=1, beta=(0.1, 0.2, 0.3)))
+    assert answer.counters == NEUTRAL
+    assert not answer.vector.any()
+
+
+HOSTILE: dict[str, dict[str, Any]] = {
+    "no event": {"arrest": 0}, "one event": {"arrest": [1, *[0] * 86]}, "equal times": {"week": 7},
+    "a constant column": {"prio": 3}, "a patient apart": {"prio": [20, *[0] * 86]}, "no complete row": {"age": None},
+}  # fmt: skip
+
+
+def patients(folder: Path, here: Scene, changes: Mapping[str, Any]) -> Site:
+    """The first site with other rows, as many as before."""
+    folder.mkdir()
+    table = rossi()
+    for name, values in changes.items():
+        table[name] = table[name].astype(float)
+        table.loc[table["site"] == 0, name] = values
+    table.to_csv(folder / "all.csv", index=False)
+    (folder / "signing-key").write_bytes(here.sites[0].signing_key.read_bytes())
+    data = {**here.sites[0].data, "path": str(folder / "all.csv")}
+    return here.sites[0].with_(data=data, state=folder, signing_key=folder / "signing-key")
+
+
+@pytest.mark.parametrize("cox", [{"stratify": True}, {"width": 4, "until": 52, "least": 2}], ids=["strata", "bins"])
+def test_what_a_plain_site_answers_shows_only_in_its_sums(tmp_path: Path, cox: dict[str, Any]) -> None:
+    """Status, sentence, length and names of files are those of a site with other rows, whatever is asked."""
+    here = deployed(tmp_path / "run", cox, masked=False)
+    rogue = Rogue(here)
+    draws, seen = np.random.default_rng(0), dict[str, list[object]]()
+    asked = [
+        CoxStep(step=int(k), beta=(*(draws.uniform(-1, 1, size=3) * scale).tolist(),))
+        for scale in (0, 0.1, 10.0, 1e3, 1e200, 1e307, 1e308)
+        for k in draws.integers(STEPS, size=6)
+    ]
+    wrong = [
+        b"{}",
+        b'{"step": 3, "beta": [NaN, 0, 0]}',
+        b'{"step": 3, "beta": [0]}',
+        b'{"step": -1, "beta": [0, 0, 0]}',
+    ]
+    messages = [*[step.encode() for step in asked], *wrong]
+    for name, changes in ({"as it is": {}} | HOSTILE).items():
+        site = patients(tmp_path / name.replace(" ", "-"), here, changes)
+        rogue.sites[0], rogue.refused = Client(site), []
+        transcript = seen.setdefault(name, [])
+        for message in messages:
+            answer = rogue.ask(0, "cox", message, round=1)
+            files = sorted(str(path.relative_to(site.state)) for path in site.state.rglob("*") if path.is_file())
+            transcript.append((answer if answer is None else len(answer), [*rogue.refused], files))
+    assert any(kind is not None for kind, *_ in seen["as it is"])  # type: ignore[misc]
+    for name, transcript in seen.items():
+        assert transcript == seen["as it is"], name
+
+
+@pytest.mark.parametrize("able", [2, 3])
+def test_a_sum_of_too_few_answers_stays_closed(tmp_path: Path, able: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three of five sites must have answered: with fewer, no counters that a server makes up open the sum."""
+    here = deployed(tmp_path, {"stratify": True})
+    here = here._replace(sites=[s.with_(secure=s.secure.with_(threshold=3)) for s in here.sites if s.secure])
+    rogue = Watched(here)
+    unable(monkeypatch, range(able, 5), [0])
+    session, terms = rogue.step(CoxStep(step=0, beta=(0.1, 0.2, 0.3)), range(5))
+    for c in range(5):
+        session.vector(c, terms, None)
+    assert session.vectors.keys() == {*range(5)}
+    signed = secure.write({c: vector[:64] for c, vector in session.vectors.items()})
+    assert session.ask(0, "unmask", signed) is None  # without counters
+    for c in range(5):
+        session.count(c)
+    assert session.counts(terms) == (able, 5 - able)
+    sent = {c: vector[-WIDTH:] for c, vector in session.vectors.items()}
+    shown = secure.write(session.shown)
+    mine = dict[int, bytes]()
+    for c in range(5):
+        numbers = np.array([5 if c == 0 else 0, 0], dtype="<u8").tobytes()
+        mine[c] = signing_key_of((c + 1) % 5).sign(numbers) + numbers
+    few = secure.write({c: vector[:64] for c, vector in session.vectors.items() if c})
+    for message, counted in (
+        (signed, secure.write(mine)), (signed, secure.write({c: sent[c] for c in range(4)})), (signed, b""),
+        (few, secure.write({c: sent[c] for c in range(1, 5)})),
+    ):  # fmt: skip
+        assert [session.ask(c, "unmask", message, counted, shown) for c in range(1, 5)] == [None] * 4
+    assert [session.ask(c, "unmask", signed, secure.write(sent), made) for c in (1, 2) for made in (b"", b"x")] == [
+        None
+    ] * 4
+    assert session.ask(1, "count", few) is None
+    told = [session.ask(c, "unmask", signed, secure.write(sent), shown) for c in range(5)]
+    assert (told == [None] * 5) is (able < 3)
+
+
+# ------------------------------------------------------------------------------ what a server learns before a sum opens
+
+
+PRIORS = (20.0, 3.0)
+"""Earlier convictions of one patient in the two data sets."""
+
+
+def questions(count: int) -> list[tuple[float, ...]]:
+    """Coefficients at which the row in question has more than half of the weight of the first site, or far less.
+
+    The columns are on [-1, 1] there.
+    """
+    draws, shares = np.random.default_rng(0), {}
+    for prior in PRIORS:
+        site = sites_of(rossi())[0]
+        site.x[0, NAMES.index("prio")] = prior
+        shares[prior] = SiteVectors(site, agreed_terms(4)._replace(stratify=True)).largest_share
+    found = list[tuple[float, ...]]()
+    while len(found) < count:
+        beta = draws.normal(0, (1.0, 1.0, 12.0))
+        if shares[20.0](beta) > 0.5 > 0.45 > shares[3.0](beta):
+            found.append((*beta.tolist(),))
+    return found
+
+
+def test_a_dishonest_server_guesses_what_a_site_has(tmp_path: Path) -> None:
+    """Two data sets differ in one patient; at most 58 % of 400 yes or no questions are answered right by all it gets.
+
+    The server learns from 100 further answers of which it knows the truth. The steps are used up after 24 questions,
+    and then it goes on asking.
+    """
+    here = deployed(tmp_path / "run", {"stratify": True})
+    watched = Watched(here)
+    variants = []
+    first = rossi()["prio"][rossi()["site"] == 0]
+    for prior in PRIORS:
+        variants.append(Client(patients(tmp_path / f"{prior:g}", here, {"prio": [prior, *first[1:]]})))
+    truth = np.random.default_rng(1).integers(2, size=500).tolist()
+    seen = []
+    for k, (beta, place) in enumerate(zip(questions(500), truth, strict=True)):
+        watched.sites[0] = variants[place]
+        seen.append(watched.question(k % STEPS, beta))
+    votes = dict[object, list[int]]()
+    right = 0
+    for k, (what, place) in enumerate(zip(seen, truth, strict=True)):
+        known = votes.setdefault(what, [])
+        guess = round(np.mean(known)) if known else 0
+        right += k >= 100 and guess == place
+        known.append(place)
+    assert right <= 0.58 * 400, f"{right} of 400"

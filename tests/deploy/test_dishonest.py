@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +18,20 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord
 
+from fedloom.deploy.cox import CoxStep
 from fedloom.deploy.protocol.envelope import COMMON, PROTOCOL, REQUEST_FIELDS, Kind, digest_of, seal
-from fedloom.deploy.secure import integers, shares
+from fedloom.deploy.secure import counters, integers, shares
 from fedloom.deploy.secure import protocol as secure
 from fedloom.deploy.secure.member import SessionMember
 from fedloom.deploy.secure.protocol import Broken
-from fedloom.deploy.secure.terms import Terms
-from fedloom.deploy.secure.vectors import UploadVector
+from fedloom.deploy.secure.terms import Terms, check_terms
+from fedloom.deploy.secure.vectors import ScoreVector, UploadVector
 from fedloom.deploy.site.local_data import part_sizes
+from fedloom.errors import Stop
 from fedloom.storage import disk
 from fedloom.version import __version__
 from tests.deploy.scene import Scene, signing_key_of
-from tests.deploy.sessions import Steps, secured
+from tests.deploy.sessions import Steps, secured, terms_of
 
 pytestmark = pytest.mark.attack("a dishonest server")
 
@@ -110,6 +112,8 @@ class Session:
         sealed = {c: self.ask(c, "shares", self.adverts) for c in clients}
         self.sealed = {c: secure.read(m, shares.SEALED) for c, m in sealed.items() if m is not None}
         self.vectors = dict[int, bytes]()
+        self.shown, self.has_counters = dict[int, bytes](), False
+        self._counted = set[tuple[int, bytes]]()
         self.told = dict[int, dict[int, bytes]]()
 
     def ask(self, c: int, kind: Kind, *arrays: bytes, **fields: Any) -> bytes | None:
@@ -131,20 +135,51 @@ class Session:
         answer = self.ask(c, "tally" if download is None else "masked", *arrays, accepted=base)
         if answer is not None:
             self.vectors[c] = answer
+            self.has_counters = terms.trains or terms.question is not None
+
+    def count(self, c: int, survivors: Collection[int] | None = None) -> None:
+        """Ask a site for the shares that open the counters of those whose vector came."""
+        answer = self.ask(c, "count", secure.write({s: self.vectors[s][:64] for s in survivors or self.vectors}))
+        if answer is not None:
+            self.shown[c] = answer
+
+    def counts(self, terms: Terms) -> tuple[int, int]:
+        """The sums of the counters, opened."""
+        bound, answers = self.bound(terms), {c: secure.read(one, secure.KEY) for c, one in self.shown.items()}
+        public = {c: signing_key_of(c).public_key() for c in self.vectors}
+        messages = {c: v[-counters.WIDTH :] for c, v in self.vectors.items()}
+        return counters.opened_counters(self.session, bound, [*self.sealed], messages, answers, public)[0]
+
+    def bound(self, terms: Terms) -> bytes:
+        return secure.bound_to(self.session, terms.digest, [*self.sealed])
 
     def open(self, c: int, survivors: Collection[int] | None = None) -> None:
-        """Ask a site for its shares, for the sum of those whose vector came."""
-        signed = {s: self.vectors[s][:64] for s in survivors or self.vectors}
-        answer = self.ask(c, "unmask", secure.write(signed))
+        """Ask a site for its shares, for the sum of those whose vector came; and before, all of them for the counters.
+
+        With too few shares of the counters there is nothing to ask: no site opens a sum without them.
+        """
+        listed = [*(survivors or self.vectors)]
+        signed = secure.write({s: self.vectors[s][:64] for s in listed})
+        if self.has_counters:
+            for s in listed:
+                if (s, signed) not in self._counted:
+                    self._counted.add((s, signed))
+                    self.count(s, survivors)
+            if len(self.shown) < self.session.threshold:
+                return
+            sent = secure.write({s: self.vectors[s][-counters.WIDTH :] for s in listed})
+            answer = self.ask(c, "unmask", signed, sent, secure.write(self.shown))
+        else:
+            answer = self.ask(c, "unmask", signed)
         if answer is not None:
             self.told[c] = secure.read(answer, secure.KEY)
 
     def total(self, terms: Terms) -> np.ndarray[Any, Any]:
         """The sum of what came, without masks."""
-        bound = secure.bound_to(self.session, terms.digest, [*self.sealed])
+        bound, end = self.bound(terms), -counters.WIDTH if self.has_counters else None
         secrets, wrong = shares.restored(self.session, [*self.sealed], [*self.vectors], self.told)
         assert not wrong
-        sent = [np.frombuffer(v, dtype="<u8", offset=64) for v in self.vectors.values()]
+        sent = [np.frombuffer(v[64:end], dtype="<u8") for v in self.vectors.values()]
         return secure.unmasked(self.session, bound, [*self.vectors], np.sum(sent, axis=0, dtype=np.uint64), secrets)
 
 
@@ -163,8 +198,15 @@ def honest(
 
 @pytest.fixture
 def rogue(tmp_path: Path) -> Rogue:
+    return rogue_of(tmp_path)
+
+
+def rogue_of(folder: Path, **agreed: Any) -> Rogue:
+    """A dishonest server and five sites of different sizes, with these settings of secure aggregation."""
     cut = {"kind": "dirichlet", "clients": 5, "beta": 0.5}
-    return Rogue(secured(tmp_path, "fedavg", weights="samples", weigher={"kind": "samples"}, partition=cut))
+    return Rogue(
+        secured(folder, "fedavg", weights="samples", weigher={"kind": "samples"}, partition=cut, agreed=agreed)
+    )
 
 
 def test_asked_honestly_the_sites_open_the_sum(rogue: Rogue) -> None:
@@ -172,12 +214,12 @@ def test_asked_honestly_the_sites_open_the_sum(rogue: Rogue) -> None:
     session = honest(rogue, 1, rogue.download())
     assert session.told.keys() == {*ALL}
     job = rogue.trainer.job
-    sums, work = UploadVector(job, rogue.trainer.forms.idle).decode(
-        session.total(rogue.terms(1, rogue.download())), 5, 1.0
-    )
+    uploads = UploadVector(job, rogue.trainer.forms.idle)
+    sums, work, clipped = uploads.decode(session.total(rogue.terms(1, rogue.download())), 5, 1.0)
+    assert clipped == 0
     assert bool((work > 0).any())
     kept = [s._memory.read(1) for s in rogue.sites]
-    expected = sum(k.tensors["reply"].numpy()[:-3] for k in kept if k is not None)
+    expected = sum(k.tensors["reply"].numpy()[:-4] for k in kept if k is not None)
     assert np.array_equal(np.rint(np.ldexp(sums["dw"].numpy(), integers.BITS)), expected)
     assert len({s[0] for s in rogue.sizes}) == 5
     assert not rogue.refused
@@ -198,8 +240,12 @@ def attacked(rogue: Rogue, asks: Mapping[int, tuple[Terms, bytes]], vectors: Col
 
 
 @pytest.mark.parametrize("target", ALL)
-def test_shares_that_single_out_a_site(rogue: Rogue, target: int) -> None:
-    """The others are told that they hold next to nothing of the samples, or that the target has nearly all."""
+def test_shares_that_single_out_a_site(tmp_path: Path, target: int) -> None:
+    """The others are told that they hold next to nothing of the samples, or that the target has nearly all.
+
+    Any share of the weight is agreed on here, which would refuse most of these numbers.
+    """
+    rogue = rogue_of(tmp_path, max_share=1.0)
     download = rogue.download()
     alone = tuple(s if c == target else (1, *s[1:]) for c, s in enumerate(rogue.sizes))
     seen = {c: (rogue.terms(1, download, sizes=alone), download) for c in ALL}
@@ -279,6 +325,36 @@ def test_the_same_model_in_rounds_that_are_not_agreed(rogue: Rogue) -> None:
     assert all("is none of the agreed rounds 1 to 4" in reason for reason in rogue.refused)
 
 
+SCORES = terms_of(3).with_(round=2, trains=False, scored=2, download="", figures=("3", "3", "3"))
+STEP = SCORES.with_(scored=-1, question=CoxStep(step=0, beta=(0.5,)))
+WRONG: dict[str, tuple[Terms, str]] = {
+    "a step of a regression that scores too": (STEP.with_(scored=2), "of a Cox regression must ask nothing else"),
+    "a step of a regression that trains too": (STEP.with_(trains=True), "of a Cox regression must ask nothing else"),
+    "a step with a model": (STEP.with_(models=("0" * 64,)), "of a Cox regression must ask nothing else"),
+    "sizes of fewer sites": (SCORES.with_(sizes=SCORES.sizes[:2]), "must be of the 3 sites of the agreement"),
+    "sizes of more sites": (SCORES.with_(sizes=SCORES.sizes * 2), "must be of the 3 sites of the agreement"),
+    "a site twice": (SCORES.with_(cohort=(0, 1, 1)), "each once, in rising order"),
+    "sites in another order": (SCORES.with_(cohort=(1, 0, 2)), "each once, in rising order"),
+    "a site that is none": (SCORES.with_(cohort=(0, 1, 3)), "each once, in rising order"),
+    "sites without this one": (SCORES.with_(cohort=(1, 2), accepted=(0, 0)), "the terms are of other sites"),
+    "figures of fewer sites": (SCORES.with_(figures=("3", "3")), "must have the figures that every site can have"),
+    "figures of no site in a step": (STEP.with_(figures=()), "must have the figures that every site can have"),
+    "figures where uploads alone are summed": (
+        terms_of(3).with_(figures=("3",) * 3), "must have the figures that every site can have"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_terms_that_no_site_accepts(case: str) -> None:
+    """Each is refused for what it is, and the terms that it differs from are not."""
+    for terms, figures in ((SCORES, "3"), (STEP, "3"), (terms_of(3), "")):
+        check_terms(terms, 0, (9, 3, 3), figures, 3, 0)
+    terms, sentence = WRONG[case]
+    with pytest.raises(Broken, match=sentence):
+        check_terms(terms, 0, (9, 3, 3), terms.figures[0] if terms.figures else "", 3, 0)
+
+
 def test_terms_of_another_round_than_the_message(rogue: Rogue) -> None:
     download = rogue.download()
     session = rogue.begin(2)
@@ -356,9 +432,10 @@ def test_a_site_is_evicted_before_the_sum_is_opened(rogue: Rogue) -> None:
     assert second.told.keys() == {0, 1, 2, 3}
     for c in ALL:
         first.open(c)
-    assert first.told.keys() == {4}  # which has heard of no other session: one share is no secret
+    assert first.shown.keys() == {4}  # which has heard of no other session: one share is no secret
+    assert not first.told
     with pytest.raises(Broken, match="1 sites gave their shares, 3 are needed"):
-        first.total(terms)
+        first.counts(terms)
 
 
 @pytest.mark.parametrize("t", [0, 4])
@@ -491,3 +568,143 @@ def test_the_bound_of_a_split_view_is_sharp(tmp_path: Path) -> None:
     assert secure.colluders(9, 5) == 0
     found, _ = split(tmp_path, 5, [0])
     assert found == {"all", "eight"}
+
+
+# -------------------------------------------------------------------------------------------- whose sum a sum really is
+
+
+def tables(folder: Path, rows: Sequence[int], **changes: Any) -> Scene:
+    """Five sites with tables of their own, of so many rows each."""
+    folder.mkdir(parents=True, exist_ok=True)
+    numbers = np.random.default_rng(0).normal(size=(max(rows), 2))
+    lines = [f"{a},{b},{int(a > b)}\n" for a, b in numbers]
+    (folder / "all.csv").write_text("a,b,y\n" + "".join(lines))
+    cut = {"kind": "iid", "clients": 5}
+    here = secured(folder, "fedavg", data={"source": str(folder / "all.csv")}, partition=cut, **changes)
+    sites = []
+    for site, count in zip(here.sites, rows, strict=True):
+        own = folder / f"{site.site}.csv"
+        own.write_text("a,b,y\n" + "".join(lines[:count]))
+        sites.append(site.with_(data={"source": str(own)}, share="all"))
+    return here._replace(sites=sites)
+
+
+FEW = "sites of the sum have samples, 3 must have"
+
+
+@pytest.mark.parametrize("rows", [(40, 0, 0, 40, 40), (0, 40, 40, 0, 40), (40, 40, 0, 0, 40)])
+@pytest.mark.parametrize("what", ["uploads", "scores", "both"])
+def test_a_cohort_of_one_site_and_of_sites_without_samples(tmp_path: Path, what: str, rows: tuple[int, ...]) -> None:
+    """What sites without samples send can be computed from the download, so a sum with them is that of the others."""
+    rogue = Rogue(tables(tmp_path, rows))
+    empty, full = ([c for c in ALL if bool(rows[c]) is has] for has in (False, True))
+    assert all(not rogue.sizes[c][0] for c in empty)
+    download, model = (rogue.download() if what != "scores" else None), rogue.model()
+    more: dict[str, Any] = {"scored": 0, "common": True} if what == "both" else {}
+    models = [] if what == "uploads" else [model]
+    for few in (1, 2):
+        clients = sorted([*empty, *full[:few]])
+        session = honest(rogue, 1, download, *models, clients=clients, **more)
+        assert not session.vectors
+        assert not session.told
+        assert {reason for reason in rogue.refused if "sites of the sum have" in reason} == {
+            f"{k} of the {len(empty) + k} {FEW}" for k in range(1, few + 1)
+        }
+    rogue.refused.clear()
+    assert honest(rogue, 1, download, *models, **more).told.keys() == {*ALL}
+    assert not rogue.refused
+
+
+def test_survivors_of_which_one_has_samples(tmp_path: Path) -> None:
+    """All five are asked, and the server says that the vectors of two with samples were lost."""
+    rogue = Rogue(tables(tmp_path, (40, 0, 0, 40, 40)))
+    download = rogue.download()
+    session, terms = rogue.begin(1), rogue.terms(1, download)
+    for c in ALL:
+        session.vector(c, terms, download)
+    assert session.vectors.keys() == {*ALL}
+    survivors = (0, 1, 2)
+    lost = secure.write(dict.fromkeys(survivors, b""))
+    for c in survivors:
+        assert session.ask(c, "agree", lost) is None
+        session.open(c, survivors)
+    assert not session.told
+    assert {*rogue.refused} == {f"1 of the 3 {FEW}"}
+    for c in ALL:
+        session.open(c)
+    assert session.told.keys() == {*ALL}
+
+
+@pytest.mark.parametrize("clients", [(0, 1, 2), (0, 2, 3, 4)])
+def test_a_site_with_most_of_the_weight(tmp_path: Path, clients: tuple[int, ...]) -> None:
+    """At most 80 % are one site's, of the cohort and of the survivors; where more is agreed on, more."""
+    weighed: dict[str, Any] = {"weights": "samples", "weigher": {"kind": "samples"}}
+    rows = (400, 20, 20, 20, 20)
+    for most, opens in ((None, False), (1.0, True)):
+        agreed = {} if most is None else {"max_share": most}
+        rogue = Rogue(tables(tmp_path / str(most), rows, agreed=agreed, **weighed))
+        download = rogue.download()
+        session = honest(rogue, 1, download, clients=clients)
+        assert session.told.keys() == ({*clients} if opens else set())
+        assert all("client 0 has" in reason or "not come to this step" in reason for reason in rogue.refused)
+        assert opens or any("of the weight of the sum, at most 80% is agreed" in reason for reason in rogue.refused)
+    rogue = Rogue(tables(tmp_path / "survivors", (60, 20, 20, 4, 4), agreed={"max_share": 0.6}, **weighed))
+    download = rogue.download()
+    session, terms = rogue.begin(1), rogue.terms(1, download)
+    for c in ALL:
+        session.vector(c, terms, download)
+    assert session.vectors.keys() == {*ALL}
+    for c in (0, 3, 4):
+        assert session.ask(c, "agree", secure.write(dict.fromkeys((0, 3, 4), b""))) is None
+    assert all("client 0 has" in reason for reason in rogue.refused)
+    for c in ALL:
+        session.open(c)
+    assert session.told.keys() == {*ALL}
+
+
+def test_scores_of_a_part_that_is_mostly_one_sites(tmp_path: Path) -> None:
+    """Uploads count alike, so the round goes on; figures of a part and groups that one site dominates are zero."""
+    rogue = Rogue(tables(tmp_path, (400, 20, 20, 20, 20)))
+    terms = rogue.terms(1, rogue.download(), [rogue.model()], scored=0, common=True)
+    vector = ScoreVector(rogue.trainer.job)
+    parts = [part for part, _ in vector.figures]
+    assert not any(terms.summed(3, 0.8, parts))
+    assert any(terms.summed(3, 1.0, parts))
+    for most, other in ((0.8, 0), (1.0, 1)):
+        rogue = Rogue(tables(tmp_path / str(most), (400, 20, 20, 20, 20), agreed={"max_share": most}))
+        session = honest(rogue, 0, None, rogue.model())
+        total = session.total(rogue.terms(0, models=[rogue.model()], scored=0, common=True))
+        assert session.told.keys() == {*ALL}
+        assert bool(total[: vector.length].any()) is bool(other)
+
+
+def test_a_run_with_too_few_samples_at_its_sites_ends_with_a_sentence(tmp_path: Path) -> None:
+    """The honest server asks for no sum that the sites would refuse."""
+    for rows, sentence in (
+        ((40, 0, 0, 0, 40), "2 sites would be summed, the threshold is 3"),
+        ((40, 40, 40, 0, 0), ""),
+    ):
+        here = tables(tmp_path / str(rows[1]), rows)
+        stop = here.serve()
+        assert stop is (Stop.TOO_FEW if sentence else Stop.DONE)
+        assert sentence in (here.summary()["detail"] or "")
+        assert not here.audit("rejected")
+    here = tables(tmp_path / "most", (400, 20, 20, 20, 20), weights="samples", weigher={"kind": "samples"})
+    assert here.serve() is Stop.TOO_FEW
+    assert "of the weight of the sum, at most 80% is agreed (max_share in the table secure)" in here.summary()["detail"]
+    assert not here.audit("rejected")
+
+
+def test_a_cohort_that_is_drawn_and_refused_costs_its_round(tmp_path: Path) -> None:
+    """Three of five sites are drawn; with the large site among them the round has no sum, and the run goes on."""
+    rows, rounds = (200, 20, 20, 20, 20), 8
+    drawn: dict[str, Any] = {"sampler": {"kind": "uniform", "clients": 3}, "rounds": rounds}
+    here = tables(tmp_path, rows, weights="samples", weigher={"kind": "samples"}, **drawn)
+    assert here.serve() is Stop.DONE
+    given_up = {line["round"] for line in here.audit("given up")}
+    assert all("of the weight of the sum, at most 80%" in line["reason"] for line in here.audit("given up"))
+    cohorts = {t: {line["client"] for line in here.audit("accepted", kind="masked", round=t)} for t in range(1, 9)}
+    assert {t for t, cohort in cohorts.items() if not cohort} == given_up
+    assert 0 < len(given_up) < rounds
+    assert all(0 not in cohort for cohort in cohorts.values())
+    assert not here.audit("rejected")

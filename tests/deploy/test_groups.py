@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -20,6 +21,7 @@ from fedloom.deploy.groups import GroupSums
 from fedloom.deploy.ops.plan import plan
 from fedloom.deploy.server.run import serve
 from fedloom.deploy.settings import Secure, text_of
+from fedloom.deploy.site.groups import SiteGroups
 from fedloom.deploy.site.models import figures, importances, module_of, owned, used
 from fedloom.engine.simulate import simulate
 from fedloom.errors import ConfigError, Stop
@@ -50,7 +52,8 @@ def table(path: Path, sizes: dict[str, int], task: str, few: str = "") -> Path:
             x, age, sex = rng.normal(), int(rng.integers(40, 80)), "fm"[rng.integers(2)]
             sex = "fm"[k < 8] if site == few else sex
             score = x + (age - 60) / 20 + rng.logistic()
-            target = {"binary": int(score > 0), "regression": round(score, 3), "count": int(max(score, 0))}[task]
+            target = {"binary": int(score > 0), "regression": round(score, 3), "count": int(max(score, 0)),
+                      "classification": int(score > -0.9) + int(score > 0.9)}[task]  # fmt: skip
             rows.append([site, age, sex, round(x, 4), target])
     with path.open("w", newline="") as file:
         csv.writer(file).writerows([["site", "age", "sex", "x", "y"], *rows])
@@ -61,11 +64,11 @@ def deployed(folder: Path, *, task: str = "binary", method: str = "ditto", maske
              scores: Any = "masked", **changes: Any) -> Scene:  # fmt: skip
     """Five sites whose test parts are scored by group."""
     folder.mkdir(exist_ok=True)
-    file = table(folder / "all.csv", dict.fromkeys(SITES, 160), task, few)
+    file, least = table(folder / "all.csv", dict.fromkeys(SITES, 160), task, few), 3 if task == "classification" else 8
     data = {"source": "csv", "path": str(file), "label": "y", "users": "site", "categorical": ["sex"], "task": task}
     here = scene(
         folder, method, data=data | changes.pop("data", {}), partition={"kind": "writers", "test": 0.5}, rounds=2,
-        evaluate={"every": 2, "groups": GROUPS, "group_least": 8, **changes.pop("evaluate", {})}, **changes,
+        evaluate={"every": 2, "groups": GROUPS, "group_least": least, **changes.pop("evaluate", {})}, **changes,
     )  # fmt: skip
     if not masked:
         return here
@@ -91,7 +94,7 @@ def recorded(here: Scene) -> dict[tuple[Any, ...], float]:
 RANKED = {"auroc", "auprc"}
 
 
-@pytest.mark.parametrize("task", ["binary", "regression", "count"])
+@pytest.mark.parametrize("task", ["binary", "classification", "regression", "count"])
 def test_groups_are_those_of_the_simulation(task: str, tmp_path: Path) -> None:
     """Every figure of every site, and of all together but for those that rank patients of several sites."""
     here = deployed(tmp_path, task=task)
@@ -104,7 +107,7 @@ def test_groups_are_those_of_the_simulation(task: str, tmp_path: Path) -> None:
         assert value == pytest.approx(simulated[key], abs=1e-10), key
 
 
-@pytest.mark.parametrize("task", ["binary", "regression"])
+@pytest.mark.parametrize("task", ["binary", "classification", "regression"])
 def test_masked_groups_are_those_of_all_sites_together(task: str, tmp_path: Path) -> None:
     here = deployed(tmp_path, task=task, masked=True)
     assert here.serve() is Stop.DONE
@@ -126,6 +129,31 @@ def test_a_small_group_and_what_would_show_it_are_not_summed(tmp_path: Path) -> 
     summed = {group for _, _, group, _ in recorded(masked)}
     assert summed >= {"age>=60", "age<60"}
     assert len(summed & {"sex=f", "sex=m"}) == 1  # of the other, every site may be a part
+
+
+@pytest.mark.parametrize("few", [0, 1, 7])
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_group_with_few_of_a_class_is_not_published(masked: bool, few: int, tmp_path: Path) -> None:
+    """Eight of each of three classes must be there: of one, it would show whether this patient was predicted right."""
+    here = deployed(tmp_path, task="classification", masked=masked, evaluate={"group_least": 8})
+    file = tmp_path / "all.csv"
+    patients = pd.read_csv(file)
+    place = np.arange(len(patients))
+    patients["y"], patients["sex"], patients["age"] = place % 3, list("fffmmm" * 133 + "ff"), 55 + 10 * (place // 6 % 2)
+    women = (patients["site"] == "B") & (patients["sex"] == "f")
+    patients.loc[women & (patients["y"] == 2), "y"] = 1
+    patients.loc[patients[women].index[: 2 * few], "y"] = 2  # about half of them are tested
+    patients.to_csv(file, index=False)
+    assert here.serve() is Stop.DONE
+    for site in here.clients():
+        trainer, members = site.trainer, SiteGroups(site.trainer).members
+        targets = trainer.fed.targets(trainer.fed.indices("test", site.site.client))
+        for name, inside in members.items():
+            assert not inside.any() or min(torch.bincount(targets[inside], minlength=3)) >= 8, name
+        assert ("sex=f" in members) is (site.site.client != 1)
+    counts = {key[0]: value for key, value in recorded(here).items() if key[1:] == ("personal", "sex=f", "samples")}
+    assert 1 not in counts
+    assert (FEDERATION in counts) is not masked  # without one of the sites, its patients would be what is left
 
 
 def test_of_any_sites_neither_a_sum_nor_its_rest_is_of_fewer_than_three() -> None:

@@ -29,6 +29,7 @@ from fedloom.deploy.ops.status import lines, status_of
 from fedloom.deploy.protocol.envelope import COMMON, PROTOCOL, REQUEST_FIELDS, Kind, digest_of, seal
 from fedloom.deploy.secure import integers, opened, shares
 from fedloom.deploy.secure import protocol as secure
+from fedloom.deploy.secure.counters import WIDTH
 from fedloom.deploy.secure.member import check_maskable
 from fedloom.deploy.secure.protocol import Broken
 from fedloom.deploy.secure.sums import ATTEMPTS
@@ -47,7 +48,7 @@ from fedloom.rows.aggregate import PrivateMean
 from fedloom.version import __version__
 from tests.deploy.grid import Clock, FakeGrid
 from tests.deploy.scene import FIRST, Scene, changed, document, scene
-from tests.deploy.sessions import SMALL, TERMS, Steps, arrays_of, kind_of, losing, secured
+from tests.deploy.sessions import EQUAL, SMALL, TERMS, Steps, arrays_of, kind_of, losing, secured
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +56,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda _fd: None)
 
 
-STEPS = ("keys", "shares", "masked", "unmask")
+STEPS = ("keys", "shares", "masked", "count", "unmask")
 METHODS = ["fedavg", "flame", "ditto", "fedslr", "scaffold", "pfedme"]
 FURTHER = ["fedrep", "feddyn", "fedpd", "fednova"]
 
@@ -106,7 +107,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], Sce
 @pytest.mark.parametrize("step", STEPS)
 def test_drop_outs(name: str, step: str, tmp_path: Path, plain: Callable[[str, bool], Scene]) -> None:
     """n - threshold sites drop at a step of round 2: the round is that of the sites whose vector arrived."""
-    here, wanted = secured(tmp_path, name, rounds=3), plain(name, step != "unmask")
+    here, wanted = secured(tmp_path, name, rounds=3), plain(name, step not in ("count", "unmask"))
     assert here.serve(here.grid(losing({(2, step): GONE}))) is Stop.DONE
     torch.testing.assert_close(here.model(), wanted.model(), rtol=0, atol=1e4 * 2.0**-integers.BITS)
     for mine, theirs in zip(here.sites, wanted.sites, strict=True):
@@ -130,7 +131,7 @@ def drops(n: int, most: int) -> list[dict[str, set[int]]]:
 def test_any_sites_up_to_the_threshold_may_drop_at_any_step(
     name: str, every: int, tmp_path: Path, clock: Clock
 ) -> None:
-    """A round for each of 181 ways, or some: its model is that of the plain run without the sites that dropped."""
+    """A round for each of 276 ways, or some: its model is that of the plain run without the sites that dropped."""
     ways = drops(5, 2)[::every]
     changes = {**SMALL, "rounds": len(ways) + 1, "evaluate": {"every": 10**6}}
     method = {"algorithm": name, **({"lam": 1.0} if name == "flame" else {})}
@@ -340,7 +341,7 @@ def test_what_arrives_is_uniform_and_holds_no_upload(tmp_path: Path) -> None:
             assert kept is not None
             upload = kept.tensors["reply"].numpy().view(np.uint64)
             seen.append((np.frombuffer(arrays_of(reply)[0], dtype="<u8", offset=64)[: len(upload)], upload))
-            plain.append(upload[:-3].tobytes())
+            plain.append(upload[:-4].tobytes())
         return reply
 
     assert here.serve(here.grid(look, clients)) is Stop.DONE
@@ -382,7 +383,7 @@ def test_the_server_learns_no_more_of_shares_than_the_step_says(tmp_path: Path) 
     parts = [(c + 1, secure.read(m, 32)) for c, m in told]
     for owner in range(5):
         found = shares.joined([(k, p[owner]) for k, p in parts[:3]])
-        _, masking, seed = secrets[owner]
+        _, masking, seed, _ = secrets[owner]
         assert found.hex() == (masking if owner == 3 else seed)
 
 
@@ -434,9 +435,9 @@ def spoiling(t: int, place: slice, add: int) -> Any:
         if kind_of(message) != "masked" or node != FIRST or message.content["head"]["round"] != t:
             return reply
         data = arrays_of(reply)[0]
-        vector = np.frombuffer(data, dtype="<u8", offset=64).copy()
+        vector = np.frombuffer(data[64:-WIDTH], dtype="<u8").copy()
         vector[place] += np.uint64(add)
-        return changed(reply, 0, arrays=[data[:64] + vector.tobytes()])
+        return changed(reply, 0, arrays=[data[:64] + vector.tobytes() + data[-WIDTH:]])
 
     return spoil
 
@@ -455,9 +456,22 @@ def test_a_vector_out_of_range_costs_its_round_only(power: int, tmp_path: Path) 
 
 
 def test_the_bound_holds_at_the_sites_and_for_the_sum(tmp_path: Path) -> None:
-    here = secured(tmp_path / "sites", "fedavg", agreed={"norm_bound": 1e-9})
-    assert here.serve() is Stop.TOO_FEW
-    assert all(x["step"] == 2 for x in here.audit("rejected"))
+    """A site shortens an upload to the bound, in its direction; a counter shows how many have."""
+    start = secured(tmp_path / "start", "fedavg", rounds=1)
+    zero = start.clients()[0].trainer
+    first = zero.job.algorithm.global_model(zero._run[1])
+    assert first is not None
+    assert start.serve() is Stop.DONE
+    here = secured(tmp_path / "sites", "fedavg", rounds=1, agreed={"norm_bound": 1e-3})
+    assert here.serve() is Stop.DONE
+    assert not here.audit("rejected")
+    [line] = here.audit("clipped uploads")
+    assert line["reason"] == "round 1: 5 of 5 uploads were clipped to the agreed bounds"
+    [sentence] = [w for w in here.summary()["warnings"] if line["reason"] in w]
+    assert sentence in lines(status_of(here.server))
+    moved, free = here.model().flatten() - first, start.model().flatten() - first
+    assert 0 < float(moved.norm()) <= 1e-3 * (1 + 1e-6)
+    assert float(torch.cosine_similarity(moved, free, 0)) > 0.9  # a mean of unit vectors in place of the mean
     here = secured(tmp_path / "sum", "fedavg", agreed={"norm_bound": 100.0})
     assert here.serve(here.grid(spoiling(2, slice(0, 1), 1000 << integers.BITS))) is Stop.DONE
     [line] = here.audit("given up")
@@ -469,7 +483,8 @@ def test_a_site_refuses_a_weight_below_zero_by_itself(tmp_path: Path, monkeypatc
     here = secured(tmp_path, "flame", rounds=1)
     monkeypatch.setattr(Job, "weights", lambda _self, _up: [-torch.ones(1, 1)])
     assert here.serve() is Stop.TOO_FEW
-    assert {(x["kind"], x["step"]) for x in here.audit("rejected")} == {("masked", 2)}
+    assert "5 of 5 sites with samples sent a neutral upload" in here.summary()["detail"]
+    assert not here.audit("rejected")
 
 
 def test_a_site_without_its_last_row_is_left_out(tmp_path: Path) -> None:
@@ -835,7 +850,24 @@ REFUSED: dict[str, tuple[str, Any]] = {
         "cannot change",
         lambda s: (s.shared(), s.sites[0].shares(1, s.nonce, without(s.adverts, 1))),
     ),
-    "shares before the step": ("has not come to this step", lambda s: s.sites[0].receive(1, s.nonce, b"", TERMS)),
+    "shares before the step": (
+        "has not come to this step",
+        lambda s: s.sites[0].receive(1, s.nonce, b"", TERMS, EQUAL),
+    ),
+    "shares of a site that did not advertise": (
+        "shares came of sites that did not advertise",
+        lambda s: (
+            s.sites[0].shares(1, s.nonce, without(s.adverts, 4)),
+            s.sites[0].receive(1, s.nonce, secure.write({c: bytes(shares.SEALED) for c in (1, 2, 4)}), TERMS, EQUAL),
+        ),
+    ),
+    "its own share from the server": (
+        "shares came of sites that did not advertise",
+        lambda s: (
+            s.shared(),
+            s.sites[0].receive(1, s.nonce, secure.write({c: bytes(shares.SEALED) for c in (0, 1, 2)}), TERMS, EQUAL),
+        ),
+    ),
     "too few shares": ("2 sites sent shares, 3 are needed", lambda s: s.receive(0, [0, 1])),
     "another question under the same masks": (
         "cannot change",
@@ -934,8 +966,11 @@ def test_sums_of_counts_that_cannot_be_are_rejected(five: Scene) -> None:
     uploads, scores = UploadVector(trainer.job, trainer.forms.idle), ScoreVector(trainer.job)
     total = np.zeros(uploads.length, dtype=np.uint64)
     assert uploads.decode(total, 3, 1.0)[1].tolist() == [0, 0, 0]
-    total.view(np.int64)[-1] = -1
+    total.view(np.int64)[-2] = -1
     with pytest.raises(Broken, match="the sum of work is below zero"):
+        uploads.decode(total, 3, 1.0)
+    total[-2:] = 0, 4
+    with pytest.raises(Broken, match="the counter of clipped uploads is out of range"):
         uploads.decode(total, 3, 1.0)
     for sites in (-1, 4):
         total = np.zeros(scores.length, dtype=np.int64)
@@ -973,3 +1008,40 @@ def test_the_steps_without_training_give_the_sum(five: Scene) -> None:
     secrets, wrong = shares.restored(session, range(5), range(4), told)
     assert not wrong
     assert secure.unmasked(session, salt, range(4), total, secrets).tolist() == [28, 28, 28]
+
+
+@pytest.mark.parametrize(("spoilt", "ends"), [((1,), Stop.DONE), ((0, 1), Stop.DONE), ((0, 1, 2), Stop.TOO_FEW)])
+@pytest.mark.parametrize("name", ["fedavg", "flame", "scaffold"])
+def test_a_result_that_is_not_finite_is_a_neutral_upload(
+    name: str, spoilt: tuple[int, ...], ends: Stop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It changes neither the site's state nor what the server has of it, and a counter shows how many there are."""
+    here, make = secured(tmp_path, name, rounds=2), trainer.run_clients
+
+    def spoils(job: Any, down: Any, task: Any) -> Any:
+        output = make(job, down, task)
+        if task.round == 2 and int(task.ids) in spoilt:
+            output = output._replace(upload=type(output.upload)(*(field / 0 for field in output.upload)))
+        return output
+
+    monkeypatch.setattr(trainer, "run_clients", spoils)
+    clients = here.clients()
+    assert here.serve(here.grid(None, clients)) is ends
+    assert not here.audit("rejected")
+    told = f"round 2: {len(spoilt)} of 5 sites with samples sent a neutral upload"
+    if ends is Stop.DONE:
+        [line] = here.audit("neutral uploads")
+        assert told in line["reason"]
+        assert any(told in sentence for sentence in lines(status_of(here.server)))
+    else:
+        assert told in here.summary()["detail"]
+        assert "a sum needs 3 others, so no site opens it" in here.summary()["detail"]
+    for c, client in enumerate(clients):
+        one, two = client._memory.read(1), client._memory.read(2)
+        assert one is not None
+        assert two is not None
+        kept = [torch.equal(one.tensors[k], two.tensors[k]) for k in one.tensors if k != "reply"]
+        assert all(kept) if c in spoilt else name == "fedavg" or not all(kept)
+        if c in spoilt:
+            assert not two.tensors["reply"][:-4].any()  # a difference of zero, and no change of a kept row
+            assert two.tensors["reply"][-4:-1].tolist() == one.tensors["reply"][-4:-1].tolist()  # the same work

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fedloom.data.text import wrong_labels, wrong_range, wrong_tokens
-from fedloom.errors import DataError, NoSamples, nearest
+from fedloom.errors import DataError, NoSamples, direction_in, nearest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -133,6 +133,8 @@ class Dataset:
             if len(codes) != n:
                 problems.append(f"{what} has {len(codes)} codes for {n} samples; give one per sample")
             problems += _outside(what, codes, len(names))
+        named = {"classes": self.classes, "columns": [*self.columns], "users": self.user_names, **self.levels}
+        problems += [f"{what}: {wrong}" for what, names in named.items() if (wrong := direction_in(*names))]
         if self.test is not None:
             problems += _outside("the test set", self.test, n)
         if self.ready is not None and (self.ready.dtype != torch.bool or self.ready.shape != (n,)):

@@ -125,16 +125,24 @@ def published(members: Tensor, choice: Sequence[int], counts: Tensor, least: int
         is_open[next((k for k in by_size if not _follows(exposed, rest[k])), by_size[0])] = False
 
 
-def row_counts(task: str, y: Tensor) -> Tensor:
-    """Of every row 1, and 1 in each kind of row of which there must be enough: a class, or events.
+def row_counts(task: str, y: Tensor, outputs: int) -> Tensor:
+    """Return of every row 1, and 1 in each kind of row of which there must be enough: a class, or events.
+
+    What is published of a group has numbers of rows and of right predictions by class, for every class. A class of
+    which the group has no row is a kind too: it follows that no patient of the group is of this class.
 
     Args:
         task: of the data.
-        y: ``[N]`` targets, ``[N, k]`` where they are numbers.
+        y: ``[N]`` targets, ``[N, k]`` where they are numbers; of sequences ``[N, L]``, -1 where there is none.
+        outputs: of a model of these data, for several classes one of each.
+
+    Returns:
+        0 or 1, float32 ``[N, q]``.
     """
     kinds = [torch.ones(len(y))]
-    if task == "binary":
-        kinds += [(y == k).float() for k in (0, 1)]
+    if task in ("binary", "classification"):
+        classes = y.reshape(len(y), y[0].numel() if len(y) else 1)
+        kinds += [(classes == k).any(1).float() for k in range(2 if task == "binary" else outputs)]
     if task == "survival":
         kinds.append((y[:, 1] > 0).float())
     return torch.stack(kinds, 1)

@@ -92,7 +92,7 @@ class GroupSums:
         here = groups_of(fed.data, self._choices)
         nobody = torch.zeros(len(index), dtype=torch.bool)
         inside = torch.stack([here[name][index] if name in here else nobody for name in self.groups])
-        counts = row_counts(fed.data.task, fed.targets(index))
+        counts = row_counts(fed.data.task, fed.targets(index), self._task.outputs)
         is_open = published(inside, self._part, counts, self._least)
         return {name: rows for name, rows, shown in zip(self.groups, inside, is_open, strict=True) if shown}
 

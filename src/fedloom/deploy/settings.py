@@ -78,6 +78,9 @@ class Secure(Value):
     norm_bound: NormBound | None = Field(
         None, description="longest difference that a site sends (L2), of every field of an upload or by its name"
     )
+    max_share: float = Field(
+        0.8, gt=0, le=1, description="largest share of one site in the weight of a sum; a sum beyond is not opened"
+    )
     scores: Literal["masked", "per-site", "off"] = Field(
         "masked", description="masked: the server gets sums of scores; per-site: every site's own; off: none"
     )
@@ -112,6 +115,14 @@ class Shared(Value):
     installed: dict[str, Digest] = Field({}, description="SHA-256 of modules of user code that are installed, by name")
     versions: dict[str, str] = Field({}, description="versions of Python and of packages where the directory was made")
     start: Digest | None = Field(None, description="SHA-256 of weights.safetensors beside the settings: initial model")
+    models_per_round: PositiveInt = Field(
+        3,  # an honest server needs one, and another one where it lost its newest checkpoint; the third is for a twin
+        description="models that a site answers to in a round and of a kind of message; the same again is none more",
+    )
+    models_in_run: PositiveInt | None = Field(
+        None,  # one for every round and for the first model, and as many again where every checkpoint is lost once
+        description="the same of all rounds; none: twice the number of rounds and two more",
+    )
     secure: Secure | None = Field(None, description="secure aggregation; left out: the server receives single uploads")
 
     @model_validator(mode="after")
@@ -207,6 +218,12 @@ class Server(Shared):
     quorum: int = Field(ge=1, description="accepted replies that a round needs")
     deadline: PositiveFloat = Field(600.0, description="seconds after which a round closes if the quorum is there")
     ttl: PositiveFloat = Field(1200.0, description="seconds that a message lives; a round never waits longer")
+    pace: float = Field(
+        10.0,
+        gt=1,
+        description="once the quorum is there, a round waits for a site this many times the median seconds of the "
+        "other sites (at least 30 s), and never beyond the deadline",
+    )
     patience: PositiveFloat = Field(
         600.0,
         description="seconds for which a quorum is waited for, and for which a refused site is left alone",

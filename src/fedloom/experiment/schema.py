@@ -13,6 +13,7 @@ from fedloom.data.partition import PARTITIONS, Partition
 from fedloom.data.sources import SOURCES, Source
 from fedloom.engine.setting import Rounds, Setting, Shares
 from fedloom.engine.tables import SettingTable
+from fedloom.errors import direction_in
 from fedloom.experiment.tuning import Tune
 from fedloom.values import Value, choose, dump, fields_of
 
@@ -51,6 +52,8 @@ class Method:
 def _printable(text: str) -> str:
     if not text.strip() or any(unicodedata.category(c) in ("Cc", "Cs") for c in text):
         raise ValueError(f"must be text that can be printed, got {text!r}")
+    if disguised := direction_in(text):
+        raise ValueError(disguised)
     return text
 
 

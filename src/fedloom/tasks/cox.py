@@ -227,7 +227,10 @@ def newton(
         step: Floats = np.linalg.solve(here.information, here.gradient).astype(float)
         steps, rise = (steps[1], step), float(here.gradient @ step)
         if rise < TOLERANCE:
-            beta, here, ended = beta + step, at(beta + step), True
+            ahead = at(beta + step)
+            if ahead.value != -np.inf:  # else the last step has no answer, and the fit stays where it is
+                beta, here = beta + step, ahead
+            ended = True
             break
         beta, here = _stepped(at, beta, step, here)
     if not ended or is_suspect(first.information, here.information):
@@ -237,6 +240,11 @@ def newton(
     if not ended:
         raise DataError(f"the fit has not converged after {STEPS} steps; look at the columns {', '.join(names)}")
     return beta, here
+
+
+def impossible(columns: int) -> Likelihood:
+    """A likelihood so small that `newton` halves the step to it: of coefficients at which there is none."""
+    return Likelihood(-np.inf, np.zeros(columns), np.zeros((columns, columns)))
 
 
 def _stepped(

@@ -185,50 +185,58 @@ class SiteVectors:
 
     Attributes:
         losses: see `BinningLoss`.
+        rows: that the site has a part in the fit with.
     """
 
     def __init__(self, site: SurvivalSite, terms: CoxAgreement, left_out: int = 0) -> None:
         used, losses = (stratum if terms.stratify else binned)(site, terms)
         self.losses, self._terms = losses._replace(left_out=left_out), terms
-        self._site = used._replace(x=terms.scaled(used.x))
+        self._site, self.rows = used._replace(x=terms.scaled(used.x)), len(used.x)
         self._times = np.unique(used.time[used.event == 1])
 
     def largest_share(self, beta: Floats) -> float:
         """The share of the heaviest row in the weights of all rows; 0 without rows."""
         if not len(self._site.x):
             return 0.0
-        eta = self._site.x @ beta
-        weight = np.exp(eta - eta.max())
+        with np.errstate(over="ignore", invalid="ignore"):
+            eta = self._site.x @ beta
+            weight = np.exp(eta - eta.max())
         return float(weight.max() / weight.sum())
 
     def at(self, beta: Floats) -> Ring:
         """The vector at coefficients ``[p]`` of the columns on [-1, 1].
 
         Raises:
-            DataError: a sum that is too large for the step.
+            DataError: a sum that is too large for the step, or not finite.
         """
+        with np.errstate(over="ignore", under="ignore", invalid="ignore", divide="ignore"):
+            parts = self._parts(beta)
+        multiples = np.rint(np.concatenate(parts) / self._terms.step)
+        if not np.isfinite(multiples).all():
+            raise DataError("a sum of the Cox regression is not finite: the coefficients are too large for the rows")
+        if np.abs(multiples).max(initial=0) >= ROOM:
+            raise DataError(
+                f"a sum of {np.abs(multiples).max() * self._terms.step:g} has no room at step {self._terms.step:g}; "
+                "take a larger one"
+            )
+        counts = np.array([*self.losses, len(self._site.x)])
+        return np.concatenate([multiples, counts]).astype(np.int64).view(np.uint64)
+
+    def _parts(self, beta: Floats) -> list[Floats]:
+        """The sums at coefficients ``[p]``, before they are rounded."""
         terms, site = self._terms, self._site
         shift = float(np.abs(beta).sum())  # then no weight is above 1
         upper = np.triu_indices(len(beta))
         if terms.stratify:
             here = likelihood(risk_sums(site, beta, self._times, shift), beta, terms.ties)
-            parts = [np.array([here.value - float(site.event.sum()) * shift]), here.gradient, here.information[upper]]
-        else:
-            sums = risk_sums(site, beta, terms.ends, shift)
-            parts = [
-                part
-                for of in (sums.risk, sums.tied)
-                for part in (of[0], of[1].ravel(), of[2][:, upper[0], upper[1]].ravel())
-            ]
-            parts += [sums.deaths, sums.total.ravel()]
-        multiples = np.rint(np.concatenate(parts) / terms.step)
-        if np.abs(multiples).max(initial=0) >= ROOM:
-            raise DataError(
-                f"a sum of {np.abs(multiples).max() * terms.step:g} has no room at step {terms.step:g}; take a larger "
-                "one"
-            )
-        counts = np.array([*self.losses, len(site.x)])
-        return np.concatenate([multiples, counts]).astype(np.int64).view(np.uint64)
+            return [np.array([here.value - float(site.event.sum()) * shift]), here.gradient, here.information[upper]]
+        sums = risk_sums(site, beta, terms.ends, shift)
+        parts = [
+            part
+            for of in (sums.risk, sums.tied)
+            for part in (of[0], of[1].ravel(), of[2][:, upper[0], upper[1]].ravel())
+        ]
+        return [*parts, sums.deaths, sums.total.ravel()]
 
 
 class Opened(NamedTuple):

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fedloom.errors import ConfigError, DataError, Refused
-from fedloom.tasks.cox import CoxFit, Floats, Likelihood, RiskSums, SurvivalSite, newton
+from fedloom.tasks.cox import CoxFit, Floats, Likelihood, RiskSums, SurvivalSite, impossible, newton
 from fedloom.tasks.cox_vectors import BinningLoss, CoxAgreement, Opened, Ring, SiteVectors, opened
 
 SecureSum = Callable[[Sequence[Ring]], Ring]
@@ -91,11 +91,14 @@ def check_terms(terms: CoxAgreement) -> None:
         raise ConfigError("every agreed range must rise")
 
 
-def fit_of_sums(total: Callable[[Floats], Ring], terms: CoxAgreement, names: Sequence[str], sites: int) -> SecureCoxFit:
+def fit_of_sums(
+    total: Callable[[Floats], Ring | None], terms: CoxAgreement, names: Sequence[str], sites: int
+) -> SecureCoxFit:
     """The Cox regression of which the sums of all sites' vectors are given, each asked for once.
 
     Args:
-        total: the sum at coefficients ``[p]`` of the columns on [-1, 1].
+        total: the sum at coefficients ``[p]`` of the columns on [-1, 1]; None where sites cannot answer, which at zeros
+            must not be. Newton's step is then halved.
         terms: what the sites agreed on.
         names: of the columns, for messages.
         sites: how many a sum is of.
@@ -105,7 +108,9 @@ def fit_of_sums(total: Callable[[Floats], Ring], terms: CoxAgreement, names: Seq
         Refused: a sum that cannot be one.
     """
     zero = np.zeros(len(names))
-    last, here = zero, opened(total(zero), terms, zero, sites)
+    start = total(zero)
+    assert start is not None
+    last, here = zero, opened(start, terms, zero, sites)
     first = here
     losses, events = here.losses, first.losses.events - first.losses.uncovered - first.losses.rare
     if not events:
@@ -122,7 +127,10 @@ def fit_of_sums(total: Callable[[Floats], Ring], terms: CoxAgreement, names: Seq
         nonlocal last, here
         beta = gamma / spread
         if not np.array_equal(beta, last):
-            last, here = beta, opened(total(beta), terms, beta, sites)
+            vectors = total(beta)
+            if vectors is None:
+                return impossible(len(beta))
+            last, here = beta, opened(vectors, terms, beta, sites)
             if here.losses != losses or here.rows != first.rows:
                 raise Refused("a site's rows have changed between two steps of the Cox regression; begin it anew")
         value, gradient, information = here.likelihood

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from fedloom.data.dataset import CLASSED, Task
 from fedloom.data.tables import MARKERS, Table, TableColumn
-from fedloom.errors import ConfigError
+from fedloom.errors import ConfigError, direction_in
 from fedloom.storage import read_toml
 from fedloom.values import Value, fields_of, make
 
@@ -40,6 +40,8 @@ class AgreedColumn(Value):
     def _fits(self) -> AgreedColumn:
         if (self.type == "level") != bool(self.levels):
             raise ValueError("levels belong to type = 'level', which needs at least one")
+        if disguised := direction_in(self.name, *self.levels):
+            raise ValueError(disguised)
         if len(set(self.levels)) < len(self.levels):
             raise ValueError("levels: every level once")
         if self.range is not None and not self.range[0] < self.range[1]:
@@ -88,6 +90,8 @@ class Agreement(Value):
     @model_validator(mode="after")
     def _fits(self) -> Agreement:
         names = [column.name for column in self.column]
+        if disguised := direction_in(self.target or "", self.event or "", *self.classes):
+            raise ValueError(disguised)
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"column: two of them are called {twice[0]!r}")
         for what, name in (("target", self.target), ("event", self.event)):

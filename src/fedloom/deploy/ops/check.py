@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import ssl
@@ -27,7 +28,7 @@ from fedloom.deploy.code import read_agreed
 from fedloom.deploy.noise import deployed, left_to_sites, noise_of_site
 from fedloom.deploy.ops.keys import SOON
 from fedloom.deploy.ops.processes import check_free
-from fedloom.deploy.server.run import check_deployable
+from fedloom.deploy.server.run import check_deployable, counts_samples
 from fedloom.deploy.settings import Site
 from fedloom.deploy.site.ledger import Ledger
 from fedloom.deploy.site.local_data import part_sizes, site_federation
@@ -151,8 +152,10 @@ def _data(site: Site) -> Iterator[Finding]:
     fed = site_federation(read_agreed(site), site)
     train, validation, test = part_sizes(fed, site.client)
     if train == 0:
-        yield Finding("note", "data: no sample; the site will get models and contribute nothing")
+        few = "" if site.secure is None else f"; every sum needs {site.secure.threshold} other sites with samples"
+        yield Finding("note", f"data: no sample; the site will get models and contribute nothing{few}")
         return
+    yield from _share(site, train)
     for note in fed.data.notes:
         yield Finding("note", f"data: {note}")
     yield Finding("ok", f"data: {train} samples for training, {validation} for validation, {test} for test")
@@ -167,6 +170,25 @@ def _data(site: Site) -> Iterator[Finding]:
         )
     else:
         yield Finding("ok", f"labels: all {len(counts)} classes, the rarest with {min(counts)} training samples")
+
+
+def _share(site: Site, train: int) -> Iterator[Finding]:
+    """Whether the site may have more of the weight of a secure sum than is agreed on."""
+    if site.secure is None or site.secure.max_share == 1:
+        return
+    most, setting = site.secure.max_share, read_agreed(site).methods[0].setting
+    cure = "have the coordinator agree on a larger max_share in [secure] of all, or on other weights"
+    if isinstance(setting.weights, list | tuple):
+        share = setting.weights[site.client] / sum(setting.weights)
+        if share > most:
+            yield Finding("note", f"sums: this site has {share:.0%} of all weight, at most {most:.0%} may be; {cure}")
+    elif counts_samples(setting.resolved()):
+        rest = math.ceil(train * (1 - most) / most)
+        yield Finding(
+            "note",
+            f"sums: a site has at most {most:.0%} of the weight, so the other sites of every sum need {rest} training "
+            f"samples together; if they have fewer, {cure}",
+        )
 
 
 def _keys(site: Site) -> Iterator[Finding]:

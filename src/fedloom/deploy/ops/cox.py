@@ -25,7 +25,7 @@ def cox_state(
     if document.get("evaluate", {}).get("cox") is None:
         return None
     kept = (read_checked(path) or {} for path in checkpoints.glob("cox-[0-9]*.json"))
-    sums = sum("total" in step for step in kept)
+    sums = sum(step.get("total") is not None for step in kept)
     end = next((line for line in reversed(log) if line.get("what") in ("cox", "no Cox regression")), None)
     if end is None:
         return {"state": "begun" if sums else "waits", "sums": sums, "reason": ""}

@@ -38,7 +38,7 @@ from fedloom.storage.toml_files import document_of, read_toml
 from fedloom.values import fields_of, make
 
 CHANGE = "agreement.json"
-SAME = ("name", "version", "samples", "fixed_data", "code", "installed")
+SAME = ("name", "version", "samples", "fixed_data", "models_per_round", "models_in_run", "code", "installed")
 """Fields of an agreement that a new member does not change."""
 
 
@@ -272,7 +272,7 @@ def _keeps(before: Secure | None, new: Secure | None, members: Sequence[Member])
     if before is None or new is None:
         return before is new
     grown = new.keys == (*before.keys, members[-1].signing_key) and new.threshold >= before.threshold
-    return grown and (new.scores, new.norm_bound) == (before.scores, before.norm_bound)
+    return grown and all(getattr(new, name) == getattr(before, name) for name in ("scores", "norm_bound", "max_share"))
 
 
 def _last_model(server: Server) -> bytes | None:

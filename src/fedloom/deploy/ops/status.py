@@ -117,6 +117,17 @@ def tallies(log: Sequence[Mapping[str, Any]], members: Mapping[int, str], rounds
     return rows
 
 
+def counted(log: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a sentence on each counter of the sums: in how many rounds it was above zero, and the newest of them."""
+    sentences = []
+    for what in ("neutral uploads", "clipped uploads"):
+        reasons = {line.get("round", 0): str(line.get("reason", "")) for line in log if line.get("what") == what}
+        if reasons:
+            rounds = "1 round" if len(reasons) == 1 else f"{len(reasons)} rounds"
+            sentences.append(f"{what} in {rounds}: {reasons[max(reasons)]}")
+    return sentences
+
+
 @_fitting()
 def status_of(server: Server) -> dict[str, Any]:
     """How far a deployment is; plain values, as ``fedloom deploy status --json`` prints them.
@@ -127,6 +138,7 @@ def status_of(server: Server) -> dict[str, Any]:
     ``sites``: see `tallies`, with ``share`` (of the rounds done), ``samples`` ``[3]`` and the site's newest ``scores``;
     ``cox``: None where no Cox regression was agreed on, else its ``state`` ("waits", "begun", "none" or "done"), the
     ``sums`` so far, ``reason``, and of one that is done ``rows`` and ``events``;
+    ``counted``: sentences on the counters of masked sums, see `counted`;
     ``means``: newest figures of the federation, a row per model, see `mean_table`;
     ``certificates``: their ends (ISO 8601);
     ``disk``: bytes by what is there, and ``free``; ``last_event``: time of the log's last line.
@@ -152,6 +164,7 @@ def status_of(server: Server) -> dict[str, Any]:
         "round_seconds": {"last": seconds[-1], "median": median(seconds)} if seconds else None,
         "epsilon": more.get("epsilon"), "epsilon_sites": more.get("epsilon_sites"), "epsilon_limit": server.epsilon,
         "cox": cox_state(document, server.checkpoints, log), "sites": sites, "means": means,
+        "counted": counted(log),
         "certificates": _certificates(server), "disk": _disk(server), "last_event": log[-1]["time"] if log else None,
     }  # fmt: skip
 
@@ -169,6 +182,7 @@ def lines(status: Mapping[str, Any]) -> list[str]:
         texts.append(cost if inside is None else f"{cost}; {inside:.4g} against all other sites of a smallest sum")
     if (cox := status["cox"]) is not None:
         texts.append(f"Cox regression: {words_of(cox)}")
+    texts += status["counted"]
     for row in status["means"]:
         figures = [f"{k} {row[k]:.4g}" for k in SUMMARY if k in row] + (
             [f"of {row['sites']} sites"] if "sites" in row else []

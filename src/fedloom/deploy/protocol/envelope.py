@@ -16,15 +16,16 @@ from fedloom.deploy.protocol.identity import new_nonce
 from fedloom.errors import WireError
 from fedloom.version import __version__
 
-PROTOCOL = 7
+PROTOCOL = 8
 Kind = Literal[
-    "hello", "ask", "train", "score", "cox", "fitted", "keys", "shares", "masked", "tally", "open", "agree", "unmask"
+    "hello", "ask", "train", "score", "cox", "fitted", "keys", "shares", "masked", "tally", "open", "agree", "count",
+    "unmask",
 ]  # fmt: skip
 TYPES: dict[Kind, str] = {
     "hello": "query", "ask": "query", "train": "train", "score": "evaluate",
     "cox": "query", "fitted": "query",
     "keys": "query", "shares": "query", "masked": "train", "tally": "evaluate", "open": "query", "agree": "query",
-    "unmask": "query",
+    "count": "query", "unmask": "query",
 }  # fmt: skip
 """Flower's message types."""
 
@@ -54,6 +55,7 @@ REQUEST_FIELDS: Mapping[str, Mapping[str, type]] = {
     "tally": {"session": bytes, "accepted": int},
     "open": {"session": bytes},
     "agree": {"session": bytes},
+    "count": {"session": bytes},
     "unmask": {"session": bytes},
 }
 """Further fields of a message from the server.
@@ -61,10 +63,11 @@ REQUEST_FIELDS: Mapping[str, Mapping[str, type]] = {
 ``weight`` is alpha_i; ``scored`` is the round whose models are scored first, -1 for none.
 """
 
-STEPS: tuple[Kind, ...] = ("keys", "shares", "masked", "tally", "open", "agree", "unmask")
+STEPS: tuple[Kind, ...] = ("keys", "shares", "masked", "tally", "open", "agree", "count", "unmask")
 """Kinds of messages of secure aggregation, in their order.
 
-A session has ``masked`` or, of scores alone, ``tally``; ``open`` where a site is accused, ``agree`` where one is lost.
+A session has ``masked`` or, of scores alone, ``tally``; ``open`` where a site is accused, ``agree`` where one is lost,
+``count`` where sites send counters before their sum is opened.
 """
 
 REPLIED: Mapping[str, Mapping[str, type]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -29,6 +30,43 @@ def lengths(job: Job, up: Any, down: Any) -> dict[str, Tensor]:
             change = field - job.algorithm.received(down, up) if whole else field
             norms[name] = change.double().square().sum(1).sqrt()
     return norms
+
+
+def shortened(job: Job, up: Any, down: Any, bounds: Mapping[str, float]) -> tuple[Any, bool]:
+    """Project the fields of one client's upload onto their bounds.
+
+    Two bounds hold: the agreed length of a field's difference, and ``engine.norm_bound`` for the field itself.
+
+    Args:
+        job: the run.
+        up: the upload, finite fields ``[1, .]``.
+        down: what the client received.
+        bounds: the longest difference of fields, by name; fields without one have none.
+
+    Returns:
+        The upload, and whether any field was too long.
+    """
+    fields, is_cut = up._asdict(), False
+    for name, norm in lengths(job, up, down).items():
+        most = bounds.get(name, math.inf)
+        if float(norm) <= most:
+            continue
+        field, is_cut = fields[name], True
+        whole = absolute(job.fields[name], field.shape[1], down[0].shape[-1])
+        start = job.algorithm.received(down, up).expand_as(field) if whole else torch.zeros_like(field)
+        fields[name] = start + _cut(field - start, most)
+    bound = job.setting.engine.norm_bound
+    for name, field in fields.items():
+        if bound is not None and float(torch.linalg.vector_norm(field.double())) > bound:
+            fields[name], is_cut = _cut(field, bound), True
+    return type(up)(**fields), is_cut
+
+
+def _cut(row: Tensor, most: float) -> Tensor:
+    """A finite row of at most a length; its largest number is divided out first, so that no square overflows."""
+    largest = row.abs().max().double()
+    unit = row.double() / largest
+    return (unit * (most / float(unit.square().sum().sqrt()))).to(row)
 
 
 def out_of_range(up: object, ranges: Mapping[str, tuple[object, object]]) -> Iterator[tuple[str, float, float, float]]:

@@ -10,6 +10,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from fedloom.deploy.secure import protocol as secure
 from fedloom.deploy.secure import shares
+from fedloom.deploy.secure.counters import WIDTH, read_counters
 from fedloom.deploy.secure.protocol import ACCUSES, SIGNATURE, Broken, Integers
 from fedloom.errors import WireError
 
@@ -52,25 +53,28 @@ def read_sealed(message: bytes, session: secure.Session, client: int, public: Ed
 
 
 def read_vector(
-    message: bytes, length: int, text: bytes, public: Ed25519PublicKey
-) -> tuple[bytes, Integers] | dict[int, bytes]:
-    """A masked vector behind its site's signature, or accusations by the accused.
+    message: bytes, length: int, text: bytes, public: Ed25519PublicKey, bound: bytes | None = None
+) -> tuple[bytes, Integers, bytes] | dict[int, bytes]:
+    """A masked vector behind its site's signature with its masked counters, or accusations by the accused.
 
     Args:
         message: of the site.
         length: of a vector.
         text: statement that is signed.
         public: signing key of the site.
+        bound: what the counters are signed for (`counters`); None where there are none.
 
     Raises:
         WireError: the bytes are neither.
     """
-    if len(message) == SIGNATURE + 8 * length:
-        vector = np.frombuffer(message, dtype="<u8", offset=SIGNATURE).astype(np.uint64, copy=False)
-        return read_signature(message[:SIGNATURE], text, public), vector
+    end, counted = SIGNATURE + 8 * length, 0 if bound is None else WIDTH
+    if len(message) == end + counted:
+        vector = np.frombuffer(message[:end], dtype="<u8", offset=SIGNATURE).astype(np.uint64, copy=False)
+        sent = b"" if bound is None else read_counters(message[end:], bound, public)
+        return read_signature(message[:SIGNATURE], text, public), vector, sent
     if message.startswith(ACCUSES):
         return secure.read(message[len(ACCUSES) :], SIGNATURE)
-    raise WireError(f"a masked vector has {SIGNATURE + 8 * length} bytes, got {len(message)}")
+    raise WireError(f"a masked vector has {end + counted} bytes, got {len(message)}")
 
 
 def read_signature(message: bytes, text: bytes, public: Ed25519PublicKey) -> bytes:

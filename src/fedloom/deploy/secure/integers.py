@@ -15,14 +15,12 @@ RANGE = 2.0**14
 
 
 def encode(values: np.ndarray[Any, Any]) -> tuple[Integers, int]:
-    """Numbers ``[D]`` clipped to the range and rounded to the grid, and how many of them were clipped.
+    """Clip numbers ``[D]`` to the range and round them to the grid; count those that were clipped.
 
-    Raises:
-        Broken: one is not finite.
+    A number that is not a number becomes zero and counts as clipped: an error would show the server that there was one.
     """
-    if not np.isfinite(values).all():
-        raise Broken("a number to be masked is not finite")
-    clipped = np.clip(values.astype(np.float64, copy=False), -RANGE, RANGE)
+    numbers = np.nan_to_num(values.astype(np.float64, copy=False), nan=0.0, posinf=RANGE, neginf=-RANGE)
+    clipped = np.clip(numbers, -RANGE, RANGE)
     count = int((clipped != values).sum())
     steps = np.rint(np.ldexp(clipped, BITS, out=clipped), out=clipped).astype(np.int64)
     return steps.view(np.uint64), count

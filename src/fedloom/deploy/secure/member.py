@@ -8,7 +8,7 @@ since two vectors under one mask reveal their difference. A damaged file ends it
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,12 @@ from fedloom.algorithms import upload_fields
 from fedloom.deploy.noise import FINEST, released
 from fedloom.deploy.protocol.envelope import Kind
 from fedloom.deploy.protocol.identity import verifying_key
+from fedloom.deploy.secure import counters, shares
 from fedloom.deploy.secure import protocol as secure
-from fedloom.deploy.secure import shares
 from fedloom.deploy.secure.opened import OpenedSums, read_checked, write_checked
 from fedloom.deploy.secure.protocol import MOST, SIGNATURE, Broken, Integers
 from fedloom.deploy.secure.stages import REVEALED, Progress, Stage, progress_of
-from fedloom.deploy.secure.terms import Terms
+from fedloom.deploy.secure.terms import Terms, check_summands
 from fedloom.deploy.settings import Site
 from fedloom.engine.setting import Setting
 from fedloom.errors import Refused, WireError
@@ -111,7 +111,9 @@ class SessionMember:
             self._save(record)
         return self._bytes(record, "shares")
 
-    def receive(self, round: int, nonce: bytes, message: bytes, terms: Terms) -> bytes:
+    def receive(
+        self, round: int, nonce: bytes, message: bytes, terms: Terms, weights: Mapping[int, Sequence[float]]
+    ) -> bytes:
         """Step 3, first half: the shares of the others, whom this site will have masks with.
 
         Args:
@@ -119,6 +121,7 @@ class SessionMember:
             nonce: of the session.
             message: sealed shares by sender.
             terms: what the site is to mask.
+            weights: what every site counts in its sums, see `Terms.weights`.
 
         Returns:
             Accusations by the accused, where a share does not decrypt; then the session is over here.
@@ -129,6 +132,7 @@ class SessionMember:
         self._once(record, "sums", terms.sums)
         self._once(record, "asked", terms.model_digests)
         self._once(record, "question", terms.question.encode().decode() if terms.question else "")
+        self._once(record, "weights", {str(c): [*values] for c, values in weights.items()})
         self._once(record, "bases", {str(c): t for c, t in terms.bases.items()})
         if "held" not in record and "accuses" not in record:
             session, secrets = self._agreed_by(record), _secrets(record)
@@ -150,16 +154,29 @@ class SessionMember:
             self._save(record)
         return self._bytes(record, "accuses") if "accuses" in record else b""
 
-    def masked(self, round: int, nonce: bytes, vector: Integers) -> bytes:
-        """Step 3, second half: this site's vector under its masks, behind its signature that all may be summed."""
+    def masked(self, round: int, nonce: bytes, vector: Integers, counts: Sequence[int] = ()) -> bytes:
+        """Step 3, second half: this site's vector under its masks, behind its signature that all may be summed.
+
+        Args:
+            round: of the run.
+            nonce: of the session.
+            vector: ``[D]``.
+            counts: this site's counters (`counters`), whose sum the sites read before they open that of the vectors;
+                empty: the sum is opened without any.
+        """
         record = self._session(round, nonce, "masked")
         progress_of(record).at_least(Stage.RECEIVED)
+        self._once(record, "counters", [*counts])
         self._once(record, "vector", hashlib.sha256(vector.data).hexdigest())
         self._save(record)
         peers, bound = [int(c) for c in record["held"]], self._bound(record)
         sent = secure.masked(self._agreed_by(record), bound, self._client, _secrets(record), peers, vector)
         signature = self._key.sign(secure.statement(bound, peers))
-        return b"".join((signature, sent.astype("<u8", copy=False).data))
+        counted = b""
+        if counts:
+            session, secrets = self._agreed_by(record), _secrets(record)
+            counted = counters.write_counters(session, bound, self._client, secrets, self._key, peers, counts)
+        return b"".join((signature, sent.astype("<u8", copy=False).data, counted))
 
     def open(self, round: int, nonce: bytes, message: bytes) -> bytes:
         """Where others say that they cannot read this site's shares: the one-time keys of what they were sent."""
@@ -180,21 +197,44 @@ class SessionMember:
         self._save(record)
         return self._key.sign(secure.statement(self._bound(record), arrived))
 
-    def reveal(self, round: int, nonce: bytes, message: bytes) -> bytes:
-        """Step 5: shares of the seeds of the sites whose vector arrived, of the masking keys of the others."""
+    def count(self, round: int, nonce: bytes, message: bytes) -> bytes:
+        """Before step 5 of a session with counters: shares of the seeds of the masks on them.
+
+        The sum is entered before: another one of the same round is opened no more, so the counters are of one list.
+        """
+        record = self._session(round, nonce, "count")
+        if not record["counters"]:
+            raise Broken("the sum of this session is opened without counters")
+        signed = _read(message, SIGNATURE)
+        if "counted" not in record:
+            held, arrived = _held(record), self._enter(record, signed)
+            answer = secure.write(shares.reveal_shares(held, arrived, of_counters=True))
+            record |= {"counted": answer.hex(), "survivors": _listed(signed)}
+            self._save(record)
+        self._once(record, "survivors", _listed(signed))
+        return self._bytes(record, "counted")
+
+    def reveal(self, round: int, nonce: bytes, message: bytes, counted: bytes = b"", told: bytes = b"") -> bytes:
+        """Step 5: shares of the seeds of the sites whose vector arrived, of the masking keys of the others.
+
+        Args:
+            round: of the run.
+            nonce: of the session.
+            message: signatures of the sites of the sum.
+            counted: masked counters of all of these sites; empty where the session has none.
+            told: the shares that take the masks off the counters, by the site that gave them.
+
+        Raises:
+            Broken: the sum may not be opened; where there are counters, as too few sites answered from their samples.
+        """
         record = self._session(round, nonce, "unmask")
         signed = _read(message, SIGNATURE)
-        survivors = secure.write(dict.fromkeys(signed, b"")).hex()
+        survivors = _listed(signed)
         if REVEALED not in record:
-            arrived, held = self._arrived(record, signed), {int(c): bytes.fromhex(p) for c, p in record["held"].items()}
-            if record.get("arrived", survivors) != survivors:
-                raise Broken("this site has signed that the sum is of other sites")
-            secure.check_statement(self._agreed_by(record), self._bound(record), signed, self._public)
-            bases = {str(c): record["bases"][str(c)] for c in arrived}
-            question = record["question"]
-            self._opened.reveal(
-                record["name"], record["sums"], record["asked"], bases, self._agreed.threshold, question
-            )
+            held = _held(record)
+            if record["counters"]:
+                self._check_counters(record, [*signed], counted, told)
+            arrived = self._enter(record, signed)
             answer = secure.write(shares.reveal_shares(held, arrived)).hex()
             record = {"name": record["name"], REVEALED: answer, "survivors": survivors}  # all secrets are gone
             self._save(record)
@@ -202,6 +242,37 @@ class SessionMember:
         return self._bytes(record, REVEALED)
 
     # ---------------------------------------------------------------------------------------------------- inside
+
+    def _enter(self, record: dict[str, Any], signed: Mapping[int, bytes]) -> list[int]:
+        """Enter that a sum is opened; its sites, each with its signature or without one.
+
+        Raises:
+            Broken: it may not be opened.
+        """
+        arrived = self._arrived(record, signed)
+        if not {record.get("arrived"), record.get("survivors")} <= {None, _listed(signed)}:
+            raise Broken("this site has signed that the sum is of other sites")
+        secure.check_statement(self._agreed_by(record), self._bound(record), signed, self._public)
+        bases = {str(c): record["bases"][str(c)] for c in arrived}
+        threshold, question = self._agreed.threshold, record["question"]
+        self._opened.reveal(record["name"], record["sums"], record["asked"], bases, threshold, question)
+        return arrived
+
+    def _check_counters(self, record: dict[str, Any], arrived: Sequence[int], counted: bytes, told: bytes) -> None:
+        """Refuse to open a sum whose counters are missing, or show too few sites that answered from their samples.
+
+        Raises:
+            Broken: what is missing.
+        """
+        sent, peers = _read(counted, counters.WIDTH), [int(c) for c in record["held"]]
+        if sent.keys() != {*arrived}:
+            raise Broken(f"counters must be of the {len(arrived)} sites of the sum, got those of {len(sent)}")
+        answers = {c: _read(part, secure.KEY) for c, part in _read(told, len(peers) * (4 + secure.KEY)).items()}
+        if any({*one} != {*peers} or c not in peers for c, one in answers.items()):
+            raise Broken("the shares of the counters' masks are not of the sites of the session")
+        session, bound = self._agreed_by(record), self._bound(record)
+        counts, _ = counters.opened_counters(session, bound, peers, sent, answers, self._public)
+        counters.check_enough(counts, self._agreed.threshold)
 
     def _arrived(self, record: dict[str, Any], clients: Collection[int]) -> list[int]:
         """The sites of a sum, if it may be one.
@@ -213,6 +284,8 @@ class SessionMember:
             raise Broken("the sites whose vector arrived are not among those that shared, or this one is missing")
         if len(clients) < self._agreed.threshold:
             raise Broken(f"the sum is of {len(clients)} sites, it must be of {self._agreed.threshold} or more")
+        weights = {int(c): values for c, values in record["weights"].items()}
+        check_summands(weights, clients, self._agreed.threshold, self._agreed.max_share)
         return [*clients]
 
     def _bound(self, record: dict[str, Any]) -> bytes:
@@ -258,6 +331,16 @@ class SessionMember:
 def _session_of(name: bytes, threshold: int, adverts: str) -> secure.Session:
     """The session of a record, which its messages have in common."""
     return secure.session_of(name, threshold, _adverts(bytes.fromhex(adverts)))
+
+
+def _listed(clients: Collection[int]) -> str:
+    """Sites as hexadecimal digits."""
+    return secure.write(dict.fromkeys(clients, b"")).hex()
+
+
+def _held(record: dict[str, Any]) -> dict[int, bytes]:
+    """The shares of the others that a site holds, by their owner."""
+    return {int(c): bytes.fromhex(part) for c, part in record["held"].items()}
 
 
 def _secrets(record: dict[str, Any]) -> secure.Secrets:

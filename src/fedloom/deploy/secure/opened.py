@@ -107,7 +107,11 @@ class OpenedSums:
             return values
         rounds = [int(p.stem.partition("-")[2]) for p in self._folder.glob("round-*.state")]
         for line in lines_of(self._folder / SENT):
-            if (line.get("kind"), line.get("status")) == ("unmask", "ok") and isinstance(line.get("round"), int):
+            if (
+                line.get("kind") in ("count", "unmask")
+                and line.get("status") == "ok"
+                and isinstance(line.get("round"), int)
+            ):
                 rounds.append(line["round"])
         newest = max(rounds, default=-1)
         answered = read_checked(self._folder / STEPS_FILE) or {}

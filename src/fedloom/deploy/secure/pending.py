@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +20,8 @@ from fedloom.storage.disk import regular
 from fedloom.storage.files import discard, make_folder, write_atomic
 
 NAME = "unmasked.json"
+PARTS = ("signed", "counters", "shown")
+"""Fields with bytes by client."""
 
 
 class PendingSum(NamedTuple):
@@ -37,6 +40,8 @@ class PendingSum(NamedTuple):
         total: the sum, under masks until it is revealed.
         attempts: how often it was asked for.
         told: whether the masks are off.
+        counters: masked counters by client, where sites read their sum before they open this one.
+        shown: shares that take the masks off the counters, by the site that gave them; empty before.
     """
 
     round: int
@@ -51,6 +56,8 @@ class PendingSum(NamedTuple):
     total: Integers
     attempts: int = 0
     told: bool = False
+    counters: Mapping[int, bytes] = MappingProxyType({})
+    shown: Mapping[int, bytes] = MappingProxyType({})
 
 
 class PendingSums:
@@ -75,7 +82,7 @@ class PendingSums:
             total = np.frombuffer(content, dtype="<u8")
             fields = {key: entry[key] for key in ("round", "shared", "clients", "sums", "models", "attempts", "told")}
             fields |= {key: bytes.fromhex(entry[key]) for key in ("nonce", "adverts", "question")}
-            fields["signed"] = {int(c): bytes.fromhex(signature) for c, signature in entry["signed"].items()}
+            fields |= {name: {int(c): bytes.fromhex(part) for c, part in entry[name].items()} for name in PARTS}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
         return PendingSum(**fields, total=total.astype(np.uint64, copy=False))
@@ -102,7 +109,7 @@ class PendingSums:
             write_atomic(self._folder / name, content)
         entry = {**pending._asdict(), "file": name, "digest": hashlib.sha256(content).hexdigest()}
         entry |= {key: entry[key].hex() for key in ("nonce", "adverts", "question")}
-        entry["signed"] = {c: signature.hex() for c, signature in pending.signed.items()}
+        entry |= {name: {c: part.hex() for c, part in entry[name].items()} for name in PARTS}
         del entry["total"]
         entries = self._read() | dict.fromkeys(pending.sums, entry)
         write_checked(self._folder / NAME, entries)

@@ -61,20 +61,27 @@ class Broken(Refused):
 
 
 class Secrets(NamedTuple):
-    """What a site draws for a session: private keys of its shares' encryption and of its masks, and a seed."""
+    """What a site draws for a session.
+
+    Attributes:
+        sealing, masking: private keys of its shares' encryption and of its masks.
+        seed, counting: seeds of its own mask on its vector, and on its counters, which are opened first.
+    """
 
     sealing: bytes
     masking: bytes
     seed: bytes
+    counting: bytes
 
 
 class Advert(NamedTuple):
-    """The public keys of a site in a session and a commitment to its seed, signed."""
+    """The public keys of a site in a session and commitments to its seeds, signed."""
 
     client: int
     sealing: bytes
     masking: bytes
     seed: bytes
+    counting: bytes
     signature: bytes
 
 
@@ -95,7 +102,9 @@ class Session:
     @cached_property
     def digest(self) -> bytes:
         """SHA-256 of all of it."""
-        parts = (a.client.to_bytes(4, "little") + a.sealing + a.masking + a.seed for a in self.adverts.values())
+        parts = (
+            a.client.to_bytes(4, "little") + a.sealing + a.masking + a.seed + a.counting for a in self.adverts.values()
+        )
         return hashlib.sha256(self.name + self.threshold.to_bytes(4, "little") + b"".join(parts)).digest()
 
 
@@ -131,12 +140,13 @@ def session_name(agreement: bytes, round: int, nonce: bytes) -> bytes:
 def new_secrets() -> Secrets:
     """Fresh random secrets."""
     sealing, masking = (X25519PrivateKey.generate().private_bytes_raw() for _ in range(2))
-    return Secrets(sealing, masking, os.urandom(KEY))
+    return Secrets(sealing, masking, os.urandom(KEY), os.urandom(KEY))
 
 
 def advertise(session: bytes, client: int, secrets: Secrets, key: Ed25519PrivateKey) -> Advert:
     """The public keys of a site, signed with its signing key."""
-    new = Advert(client, public_of(secrets.sealing), public_of(secrets.masking), committed(secrets.seed), b"")
+    sealing, masking = public_of(secrets.sealing), public_of(secrets.masking)
+    new = Advert(client, sealing, masking, committed(secrets.seed), committed(secrets.counting), b"")
     return new._replace(signature=key.sign(_advertised(session, new)))
 
 
@@ -161,7 +171,7 @@ def check_adverts(session: bytes, adverts: Collection[Advert], keys: Mapping[int
 
 
 def _advertised(session: bytes, a: Advert) -> bytes:
-    return b"fedloom keys\n" + session + a.client.to_bytes(4, "little") + a.sealing + a.masking + a.seed
+    return b"fedloom keys\n" + session + a.client.to_bytes(4, "little") + a.sealing + a.masking + a.seed + a.counting
 
 
 def committed(seed: bytes) -> bytes:
@@ -318,7 +328,7 @@ def read(message: bytes, width: int) -> dict[int, bytes]:
 
 def write_adverts(adverts: Collection[Advert]) -> bytes:
     """Advertisements as a message."""
-    return write({a.client: a.sealing + a.masking + a.seed + a.signature for a in adverts})
+    return write({a.client: a.sealing + a.masking + a.seed + a.counting + a.signature for a in adverts})
 
 
 def read_adverts(message: bytes) -> list[Advert]:
@@ -327,8 +337,8 @@ def read_adverts(message: bytes) -> list[Advert]:
     Raises:
         WireError: the bytes are not that.
     """
-    parts = read(message, 3 * KEY + SIGNATURE)
-    cuts = (slice(KEY), slice(KEY, 2 * KEY), slice(2 * KEY, 3 * KEY), slice(3 * KEY, None))
+    parts = read(message, 4 * KEY + SIGNATURE)
+    cuts = (*(slice(k * KEY, (k + 1) * KEY) for k in range(4)), slice(4 * KEY, None))
     return [Advert(c, *(part[cut] for cut in cuts)) for c, part in parts.items()]
 
 

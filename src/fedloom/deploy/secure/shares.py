@@ -36,8 +36,8 @@ from fedloom.deploy.secure.protocol import (
 from fedloom.seeds import numpy_generator
 
 NONCE, _HALF = 12, KEY // 2
-SEALED = KEY + NONCE + 2 * KEY + 16 + SIGNATURE
-"""Bytes of a sealed share: a public key, a nonce, two shares with AES-GCM's tag, a signature."""
+SEALED = KEY + NONCE + 3 * KEY + 16 + SIGNATURE
+"""Bytes of a sealed share: a public key, a nonce, three shares with AES-GCM's tag, a signature."""
 SUBSETS = 200
 """Most subsets of the shares of a secret that are tried."""
 
@@ -47,9 +47,10 @@ class Unreadable(Broken):
 
 
 def share(session: Session, client: int, secrets: Secrets, key: Ed25519PrivateKey) -> dict[int, bytes]:
-    """For every site of the session its share of this site's seed and masking key; sealed, but for this site's own."""
+    """For every site of the session its share of this site's seeds and masking key; sealed, but for this site's own."""
     n, shares = len(session.adverts), [b""] * len(session.adverts)
-    for half in (secrets.seed[:_HALF], secrets.seed[_HALF:], secrets.masking[:_HALF], secrets.masking[_HALF:]):
+    all_secrets = secrets.seed + secrets.masking + secrets.counting
+    for half in (all_secrets[a : a + _HALF] for a in range(0, 3 * KEY, _HALF)):
         for k, (_, part) in enumerate(Shamir.split(session.threshold, n, half, ssss=False)):
             shares[k] += part
     sealed = {}
@@ -123,9 +124,18 @@ def _way(session: Session, common: bytes, sender: int, to: int) -> bytes:
     return derived(common, session.digest, use)
 
 
-def reveal_shares(shares: Mapping[int, bytes], survivors: Collection[int]) -> dict[int, bytes]:
-    """Of every site one share: of its seed where its vector arrived, of its masking key where it did not."""
-    return {owner: both[:KEY] if owner in survivors else both[KEY:] for owner, both in shares.items()}
+def reveal_shares(
+    shares: Mapping[int, bytes], survivors: Collection[int], *, of_counters: bool = False
+) -> dict[int, bytes]:
+    """Of every site one share: of a seed where its vector arrived, of its masking key where it did not.
+
+    Args:
+        shares: three of every site.
+        survivors: sites whose vector arrived.
+        of_counters: the seed of the mask on a site's counters, in place of that on its vector.
+    """
+    seed = slice(2 * KEY, None) if of_counters else slice(KEY)
+    return {owner: all_[seed if owner in survivors else slice(KEY, 2 * KEY)] for owner, all_ in shares.items()}
 
 
 def joined(parts: Sequence[tuple[int, bytes]]) -> bytes:
@@ -216,8 +226,9 @@ class Undecided(Broken):
 
 
 def restored(
-    session: Session, peers: Collection[int], arrived: Collection[int], answers: Mapping[int, Mapping[int, bytes]]
-) -> tuple[dict[int, bytes], set[int]]:
+    session: Session, peers: Collection[int], arrived: Collection[int], answers: Mapping[int, Mapping[int, bytes]], *,
+    of_counters: bool = False,
+) -> tuple[dict[int, bytes], set[int]]:  # fmt: skip
     """The secrets that take the masks off a sum, by owner, and the sites whose shares are wrong.
 
     Args:
@@ -225,6 +236,7 @@ def restored(
         peers: sites that have masks with each other.
         arrived: those of them whose vector arrived, whose seeds are restored; of the others it is the masking key.
         answers: by the site that gives them, shares by owner (`reveal_shares`).
+        of_counters: see `reveal_shares`.
 
     Raises:
         Broken: there are fewer than ``threshold`` answers.
@@ -232,13 +244,20 @@ def restored(
     """
     if len(answers) < session.threshold:
         raise Broken(f"{len(answers)} sites gave their shares, {session.threshold} are needed")
+
+    def fits(owner: int, secret: bytes) -> bool:
+        advert = session.adverts[owner]
+        if owner not in arrived:
+            return public_of(secret) == advert.masking
+        return committed(secret) == (advert.counting if of_counters else advert.seed)
+
     place = {c: k + 1 for k, c in enumerate(session.adverts)}
     secrets, wrong = dict[int, bytes](), set[int]()
     for owner in peers:
         parts = {c: (place[c], shares[owner]) for c, shares in answers.items() if c not in wrong}
         tried = ((joined([parts[c] for c in subset]), subset) for subset in _subsets([*parts], session.threshold))
         first = next(tried, None)
-        match = next((x for x in itertools.chain([first], tried) if x and _fits(session, owner, x[0], arrived)), None)
+        match = next((x for x in itertools.chain([first], tried) if x and fits(owner, x[0])), None)
         if match is None:
             raise Undecided(owner, len(parts))
         secrets[owner], subset = match
@@ -246,11 +265,6 @@ def restored(
             rest = [parts[c] for c in subset[1:]]
             wrong |= {c for c in parts if c not in subset and joined([parts[c], *rest]) != match[0]}
     return secrets, wrong
-
-
-def _fits(session: Session, owner: int, secret: bytes, arrived: Collection[int]) -> bool:
-    advert = session.adverts[owner]
-    return committed(secret) == advert.seed if owner in arrived else public_of(secret) == advert.masking
 
 
 def _subsets(clients: list[int], size: int) -> Iterator[Sequence[int]]:

@@ -13,21 +13,23 @@ from torch import Tensor
 
 from fedloom.deploy.noise import SharedMean
 from fedloom.deploy.protocol.envelope import STEPS, Envelope, Kind
-from fedloom.deploy.protocol.lengths import lengths
+from fedloom.deploy.protocol.lengths import shortened
+from fedloom.deploy.secure.counters import ABSENT, ANSWERED, NEUTRAL
 from fedloom.deploy.secure.member import SessionMember
 from fedloom.deploy.secure.protocol import ACCUSES, Broken
-from fedloom.deploy.secure.terms import Terms, check_models, check_terms, read_terms
+from fedloom.deploy.secure.terms import Terms, check_models, check_summands, check_terms, read_terms
 from fedloom.deploy.secure.vectors import ScoreVector, UploadVector
 from fedloom.deploy.settings import Site, bound_of
+from fedloom.deploy.site.asked import AskedModels
 from fedloom.deploy.site.cox import SiteCox
 from fedloom.deploy.site.groups import SiteGroups
 from fedloom.deploy.site.local_data import part_sizes
 from fedloom.deploy.site.plain import Answer, metrics_of, single
 from fedloom.deploy.site.state import Generation
-from fedloom.deploy.site.trainer import Trainer
-from fedloom.engine.clients.chunk import ClientOutput, usable
+from fedloom.deploy.site.told import telling
+from fedloom.deploy.site.trainer import Trained, Trainer
 from fedloom.engine.job import Job
-from fedloom.errors import Refused, WireError
+from fedloom.errors import WireError
 
 
 class MaskedAnswers:
@@ -38,13 +40,14 @@ class MaskedAnswers:
         key: its signing key.
         trainer: its training and its scores.
         folder: of its state in this experiment.
+        asked: models that it has answered.
     """
 
-    def __init__(self, site: Site, key: Ed25519PrivateKey, trainer: Trainer, folder: Path) -> None:
+    def __init__(self, site: Site, key: Ed25519PrivateKey, trainer: Trainer, folder: Path, asked: AskedModels) -> None:
         assert site.secure is not None
         self._site, self._agreed, self._trainer = site, site.secure, trainer
         self._member, self._groups = SessionMember(site, key, folder), SiteGroups(trainer)
-        self._cox = SiteCox(trainer, folder)
+        self._cox, self._asked = SiteCox(trainer, folder), asked
         self._last: tuple[object, Job] | None = None
 
     @property
@@ -74,20 +77,22 @@ class MaskedAnswers:
         if kind == "score":
             return self._scores(envelope)
         if kind == "fitted":
-            self._cox.keep(single(arrays))
+            with telling():
+                self._cox.keep(single(arrays))
             return {"samples": part_sizes(self._trainer.fed, self._site.client)[0]}, [], None
         if kind in ("masked", "tally"):
             return {}, [self._masked(envelope)], None
         if kind == "keys":
             self._cox.begin()
-        wanted = 0 if kind == "keys" else 1
-        if len(arrays) != wanted:
-            raise WireError(f"{len(arrays)} arrays, {wanted} are expected")
+        fewest, most = (0, 0) if kind == "keys" else (1, 3) if kind == "unmask" else (1, 1)
         steps: dict[str, Callable[..., bytes]] = {
             "keys": member.keys, "shares": member.shares, "open": member.open, "agree": member.agree,
-            "unmask": member.reveal,
+            "count": member.count, "unmask": member.reveal,
         }  # fmt: skip
-        return {}, [steps[kind](head["round"], head["session"], *arrays)], None
+        with telling():
+            if not fewest <= len(arrays) <= most:
+                raise WireError(f"{len(arrays)} arrays, {fewest} to {most} are expected")
+            return {}, [steps[kind](head["round"], head["session"], *arrays)], None
 
     def _scores(self, envelope: Envelope) -> Answer:
         head, trainer = envelope.head, self._trainer
@@ -99,45 +104,60 @@ class MaskedAnswers:
         """What a site trained, its scores of the models that it received, or both, under its masks."""
         head, t, trains = envelope.head, envelope.head["round"], envelope.head["kind"] == "masked"
         trainer, client = self._trainer, self._site.client
-        if len(envelope.arrays) < 2 + trains:
-            raise WireError(f"{len(envelope.arrays)} arrays, at least {2 + trains} are expected")
-        download = envelope.arrays[0] if trains else None
-        message, inbox, *models = envelope.arrays[trains:]
-        terms, sizes = read_terms(message), part_sizes(trainer.fed, client)
-        if (terms.round, terms.trains) != (t, trains):
-            raise Broken(f"the terms are of round {terms.round}, the message is of round {t}")
-        check_terms(terms, client, sizes, self.figures, self._site.clients, head["accepted"])
-        check_models(terms, download, models)
-        accusations = self._member.receive(t, head["session"], inbox, terms)
+        sizes, figures = part_sizes(trainer.fed, client), self.figures
+        with telling():
+            if len(envelope.arrays) < 2 + trains:
+                raise WireError(f"{len(envelope.arrays)} arrays, at least {2 + trains} are expected")
+            download = envelope.arrays[0] if trains else None
+            message, inbox, *models = envelope.arrays[trains:]
+            terms = read_terms(message)
+            if (terms.round, terms.trains) != (t, trains):
+                raise Broken(f"the terms are of round {terms.round}, the message is of round {t}")
+            check_terms(terms, client, sizes, figures, self._site.clients, head["accepted"])
+            check_models(terms, download, models)
+        weights_of_all = terms.weights(self._weighed(terms))
+        with telling():
+            check_summands(weights_of_all, terms.cohort, self._agreed.threshold, self._agreed.max_share)
+            self._asked.enter_masked(terms, head["accepted"])
+            accusations = self._member.receive(t, head["session"], inbox, terms, weights_of_all)
         if accusations:
             return ACCUSES + accusations
         if terms.question is not None:
             first = len(ScoreVector(trainer.job).figures) + len(self._groups.sums.groups)
-            return self._member.masked(t, head["session"], self._cox.masked_vector(terms, first))
+            sums, own = self._cox.masked_vector(terms, first)
+            with telling():
+                return self._member.masked(t, head["session"], sums, own)
         job, state = trainer.with_local_data(head["accepted"], self._weighed(terms))
-        vectors = []
+        vectors, counts = [], ()
         if terms.scored >= 0:
             scores = trainer.scores(job, models, terms.scored, common=terms.common)
             if trainer.scoring == "masked":
-                vector = ScoreVector(job)
-                vectors.append(vector.encode(scores, sizes, terms.summed(self._agreed.threshold, len(vector.figures))))
+                vector, agreed = ScoreVector(job), (self._agreed.threshold, self._agreed.max_share)
+                summed = terms.summed(*agreed, [part for part, _ in vector.figures])
+                vectors.append(vector.encode(scores, sizes, summed, weighs=not terms.is_dominated("train", *agreed)))
             if trainer.scoring == "masked" and terms.scored == trainer.rounds:
                 cells, sums = (
                     self._groups.cells(job, models, terms.scored, scores, common=terms.common),
                     self._groups.sums,
                 )
                 bits = terms.bits(len(vector.figures))
-                vectors.append(sums.encode(cells, sums.summed(bits, self._agreed.threshold)))
+                dominated = terms.is_dominated("test", *agreed)
+                vectors.append(sums.encode({} if dominated else cells, sums.summed(bits, self._agreed.threshold)))
         if trains:
-            if job.kept_fields and (0 if state is None else state.round) != head["accepted"]:
-                raise Broken(
-                    f"the row that the server's sum has of site {self._site.site} is not on this disk any more, so its "
-                    "change is unknown; the site cannot take part in this run again"
-                )
+            with telling():
+                if job.kept_fields and (0 if state is None else state.round) != head["accepted"]:
+                    raise Broken(
+                        f"the row that the server's sum has of site {self._site.site} is not on this disk any more, so "
+                        "its change is unknown; the site cannot take part in this run again"
+                    )
             weights = terms.share(job, client), float(job.masses[client])
             new = trainer.train(job, state, t, envelope.arrays[0], self._send(weights), weights)
             vectors.insert(0, new.tensors["reply"].numpy().view(np.uint64))
-        return self._member.masked(t, head["session"], np.concatenate([np.zeros(0, np.uint64), *vectors]))
+            if UploadVector(job, trainer.forms.idle).is_counted:
+                counts = NEUTRAL if new.reply["neutral"] else ANSWERED
+                counts = counts if sizes[0] else ABSENT
+        with telling():
+            return self._member.masked(t, head["session"], np.concatenate([np.zeros(0, np.uint64), *vectors]), counts)
 
     def _weighed(self, terms: Terms) -> Job:
         """The run with the shares of these terms, which stay as long as the numbers of samples do."""
@@ -152,31 +172,22 @@ class MaskedAnswers:
             weights: the site's in the mean of the cohort, and in what is kept or added up over rounds.
         """
 
-        def send(job: Job, state: Generation | None, output: ClientOutput, down: object) -> dict[str, Tensor]:
-            trainer = self._trainer
-            self._check(job, output, down)
+        def send(job: Job, state: Generation | None, trained: Trained, down: object) -> dict[str, Tensor]:
+            trainer, output, is_cut = self._trainer, trained.output, False
+            if not isinstance(job.setting.aggregator, SharedMean):  # which clips in exact arithmetic
+                bounds = {name: bound_of(self._agreed.norm_bound, name) for name in job.fields}
+                upload, is_cut = shortened(job, output.upload, down, bounds)
+                output = output._replace(upload=upload)
             output = output._replace(work=torch.zeros_like(output.work)) if trainer.private else output
             before = None if state is None else state.group("kept")
-            vector, rows, clipped = UploadVector(job, trainer.forms.idle).encode(output, *weights, before)
+            upload_vector = UploadVector(job, trainer.forms.idle)
+            vector, rows, clipped = upload_vector.encode(
+                output, *weights, before, is_neutral=trained.is_neutral, is_cut=is_cut
+            )
+            if is_cut:
+                trainer.log_privately("the upload was longer than agreed and was shortened")
             if clipped:
                 trainer.log_privately(f"{clipped} numbers of the upload are out of range and were clipped")
             return {"reply": torch.from_numpy(vector.view(np.int64)), **{f"kept.{n}": row for n, row in rows.items()}}
 
         return send
-
-    def _check(self, job: Job, output: ClientOutput, down: object) -> None:
-        """Refuse to send what the server would reject, could it look at it.
-
-        Raises:
-            Refused: a field is too long, or not finite.
-        """
-        if isinstance(job.setting.aggregator, SharedMean):  # which clips, and a refusal would be an answer
-            return
-        for name, norm in lengths(job, output.upload, down).items():
-            most = bound_of(self._agreed.norm_bound, name)
-            if float(norm) > most:
-                raise Refused(f"the difference of {name} is {float(norm):.4g} long, at most {most:.4g} is agreed")
-        rows = () if self._trainer.noise else output.state.rows  # without noise, so that a refusal would reveal them
-        fields = (*output.upload, *rows)
-        if not bool(usable(fields, 1, job.setting.engine.norm_bound, job.weights(output.upload)).all()):
-            raise Refused("the upload is not finite, longer than engine.norm_bound, or has a weight below zero")

@@ -16,18 +16,19 @@ from fedloom.deploy.noise import SharedMean
 from fedloom.deploy.protocol.envelope import Request
 from fedloom.deploy.protocol.forms import Forms, is_common
 from fedloom.deploy.protocol.lengths import absolute
+from fedloom.deploy.secure.counters import AnswerCounts
 from fedloom.deploy.secure.opened import read_checked, write_checked
 from fedloom.deploy.secure.protocol import Broken, Integers
-from fedloom.deploy.secure.sums import SecureSums
-from fedloom.deploy.secure.terms import Terms
+from fedloom.deploy.secure.sums import SecureSums, Weights
+from fedloom.deploy.secure.terms import Terms, check_summands
 from fedloom.deploy.secure.vectors import ScoreVector, UploadVector
-from fedloom.deploy.server.sites import Sites
+from fedloom.deploy.server.sites import CoxSum, Sites
 from fedloom.deploy.server.transport import Transport
 from fedloom.deploy.settings import Server, bound_of
 from fedloom.deploy.site.cox import merged
 from fedloom.engine.job import Job
 from fedloom.engine.privacy import accounted
-from fedloom.errors import GivenUp, Refused, RunStopped
+from fedloom.errors import GivenUp, Refused, RunStopped, Stop
 from fedloom.experiment.analyses.patients import GroupScore
 from fedloom.processes.clients import ScoreRequest, Scores, SumResult, TrainRequest, TrainResult
 from fedloom.tasks.cox_vectors import CoxAgreement, Ring, opened
@@ -86,13 +87,19 @@ class MaskedSites(Sites):
             models = asks[c].arrays if c in asks else ()
             return Request("masked", c, [download, terms.encode(), inbox, *models], self._accepted(c))
 
-        def read(total: Integers, count: int) -> tuple[Any, Tensor, dict[Any, Figure]]:
-            sums, work = self._uploads.decode(total[:n], count, scale)
+        def read(total: Integers, count: int) -> tuple[Any, Tensor, int, dict[Any, Figure]]:
+            sums, work, clipped = self._uploads.decode(total[:n], count, scale)
             self._check_length(sums, count, scale)
-            return sums, work, self._figures.decode(total[n:], count) if len(total) > n else {}
+            return sums, work, clipped, self._figures.decode(total[n:], count) if len(total) > n else {}
 
-        session = self._sessions.sum(terms, letter, length, read)
-        parts, work, figures = session.value
+        session = self._sessions.sum(
+            terms, self._check_cohort(terms), letter, length, read, counted=self._uploads.is_counted
+        )
+        self._tell_counts(t, session.clients, session.counts)
+        parts, work, clipped, figures = session.value
+        if clipped:
+            reason = f"round {t}: {clipped} of {len(session.clients)} uploads were clipped to the agreed bounds"
+            self._transport.note("clipped uploads", t, session.clients, reason)
         if scored >= 0:
             self._tallied = scored, figures
         messages = (job.messages.up(forms.idle), job.messages.down(down, request.server))
@@ -103,6 +110,25 @@ class MaskedSites(Sites):
         alike = isinstance(job.setting.aggregator, SharedMean)
         total = float(sum(1.0 if alike else shares[c] for c in request.ids[summed].tolist()))
         yield SumResult(request.ids[summed], request.ids[~summed], parts, total, counts)
+
+    def _tell_counts(self, t: int, clients: Collection[int], counts: AnswerCounts | None) -> None:
+        """Tell and log how many sites have answered a round without their samples.
+
+        Raises:
+            RunStopped: so many have that the sites do not open the sum.
+        """
+        if counts is None or (not counts.neutral and counts.answered >= self._agreed.threshold):
+            return
+        total = counts.answered + counts.neutral
+        reason = (
+            f"round {t}: {counts.neutral} of {total} sites with samples sent a neutral upload, as their own was not "
+            "finite, failed or had a weight below zero, or their protection refused the model; the log of each of "
+            "these sites has the reason"
+        )
+        if counts.answered < self._agreed.threshold:
+            least = f"a sum needs {self._agreed.threshold} others, so no site opens it"
+            raise RunStopped(Stop.TOO_FEW, f"{reason}; {least}")
+        self._transport.note("neutral uploads", t, clients, reason)
 
     def _scores_in_same_session(self, t: int, cohort: Collection[int]) -> tuple[int, dict[int, Request]]:
         """The round whose models are scored with the training, and its request: where all sites train.
@@ -133,9 +159,7 @@ class MaskedSites(Sites):
             self._tally(request)
         yield self.global_sizes(request)
 
-    def cox_sum(
-        self, step: CoxStep, agreed: CoxAgreement, clients: Sequence[int]
-    ) -> tuple[Ring, list[int], CoxAgreement]:
+    def cox_sum(self, step: CoxStep, agreed: CoxAgreement, clients: Sequence[int]) -> CoxSum:
         if self._cox is None:
             self._cox = self._cox_terms()
         terms, first = self._cox.with_(question=step), len(self._figures.figures) + len(self.group_sums.groups)
@@ -149,8 +173,11 @@ class MaskedSites(Sites):
             opened(total, bins, beta, count)
             return total
 
-        session = self._sessions.sum(terms, letter, bins.length, read)
-        return session.value, session.clients, bins
+        session = self._sessions.sum(
+            terms, self._weights(terms), letter, bins.length, read, counted=True, all_answer=True
+        )
+        assert session.counts is not None
+        return CoxSum(session.value, session.clients, bins, session.counts)
 
     def _cox_terms(self) -> Terms:
         """What all steps of the Cox regression have in common; kept, so that a restarted server sends the same."""
@@ -182,7 +209,7 @@ class MaskedSites(Sites):
         self._tallied = t, {}
         try:
             length = n + (self.group_sums.length if with_groups else 0)
-            figures, self._groups = self._sessions.sum(terms, letter, length, read).value
+            figures, self._groups = self._sessions.sum(terms, self._weights(terms), letter, length, read).value
             self._tallied = t, figures
         except (Broken, GivenUp, RunStopped) as error:
             self._transport.note("scores given up", t, asks, str(error))
@@ -205,6 +232,24 @@ class MaskedSites(Sites):
             models=tuple(digests),
             figures=tuple(self._transport.figures) if scored >= 0 else (),
         )
+
+    def _weights(self, terms: Terms) -> Weights:
+        """What every site counts in the sums of a session, as the sites find it."""
+        return terms.weights(terms.weighed(self._job, self._settings.samples))
+
+    def _check_cohort(self, terms: Terms) -> Weights:
+        """The same, of a cohort that was drawn; the next one is another.
+
+        Raises:
+            GivenUp: the sites would open no sum of this cohort, but may open that of another.
+        """
+        weights, agreed = self._weights(terms), self._agreed
+        try:
+            check_summands(weights, terms.cohort, agreed.threshold, agreed.max_share)
+        except Broken as error:
+            if len(terms.cohort) >= agreed.threshold and not {*self._transport.nodes} <= {*terms.cohort}:
+                raise GivenUp(f"round {terms.round}: {error}", [*terms.cohort]) from None
+        return weights
 
     def _accepted(self, client: int) -> dict[str, Any]:
         return {"accepted": int(self.accepted[client])}

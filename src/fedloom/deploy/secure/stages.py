@@ -6,7 +6,8 @@
     masked, tally    SHARED           MASKED      terms and the others' shares; a masked vector, or accusations
     open             SHARED           (same)      accusations; the one-time keys of the shares they are about
     agree            MASKED           AGREED      the sites whose vector arrived; a signature
-    unmask           MASKED           REVEALED    signatures of the sum's sites; shares of secrets
+    count            MASKED           COUNTED     signatures of the sum's sites; masked counters (`counters`)
+    unmask           MASKED           REVEALED    signatures of the sum's sites, counters of all; shares of secrets
 
 Between SHARED and MASKED a site is at RECEIVED, once it has read the others' shares. A message that comes again gets
 the same answer. At REVEALED a site's secrets are gone, and `unmask` alone is still answered.
@@ -31,7 +32,8 @@ class Stage(IntEnum):
     RECEIVED = 3
     MASKED = 4
     AGREED = 5
-    REVEALED = 6
+    COUNTED = 6
+    REVEALED = 7
 
 
 MOVES: Mapping[Kind, tuple[Stage, Stage]] = {
@@ -41,6 +43,7 @@ MOVES: Mapping[Kind, tuple[Stage, Stage]] = {
     "tally": (Stage.SHARED, Stage.MASKED),
     "open": (Stage.SHARED, Stage.SHARED),
     "agree": (Stage.MASKED, Stage.AGREED),
+    "count": (Stage.MASKED, Stage.COUNTED),
     "unmask": (Stage.MASKED, Stage.REVEALED),
 }
 """The earliest stage from which a message is answered, and the stage that it leads to."""
@@ -49,7 +52,7 @@ REVEALED = "told"
 """Entry of a site's record of a session: the shares that it has revealed."""
 ENTRIES = {
     "advert": Stage.ADVERTISED, "shares": Stage.SHARED, "held": Stage.RECEIVED, "vector": Stage.MASKED,
-    "arrived": Stage.AGREED, REVEALED: Stage.REVEALED,
+    "arrived": Stage.AGREED, "counted": Stage.COUNTED, REVEALED: Stage.REVEALED,
 }  # fmt: skip
 """The stage that each entry of a site's record shows."""
 

@@ -8,20 +8,20 @@ after that the sum is of these sites, or the round is lost.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from fedloom.deploy.protocol.envelope import Kind, Request
 from fedloom.deploy.protocol.identity import NONCE, verifying_key
+from fedloom.deploy.secure import counters, shares
 from fedloom.deploy.secure import protocol as secure
-from fedloom.deploy.secure import shares
 from fedloom.deploy.secure.answers import read_advert, read_sealed, read_shares, read_signature, read_vector
 from fedloom.deploy.secure.pending import PendingSum, PendingSums
 from fedloom.deploy.secure.protocol import SIGNATURE, Broken, Integers
 from fedloom.deploy.secure.stages import Progress, Stage
-from fedloom.deploy.secure.terms import Terms
+from fedloom.deploy.secure.terms import Terms, check_summands
 from fedloom.deploy.server.transport import Transport
 from fedloom.deploy.settings import Server
 from fedloom.errors import GivenUp, Refused, RunStopped, Stop
@@ -33,12 +33,24 @@ Ask = Callable[[int, bytes], Request]
 """(client, sealed shares of the others) -> the request for the client's vector."""
 
 
+Weights = Mapping[int, Sequence[float]]
+"""What every site of a session counts in its sums, see `Terms.weights`."""
+
+
 class Sum(NamedTuple):
-    """A sum of a session: what it was read as, whose it is, and bytes per site up and down."""
+    """A sum of a session.
+
+    Attributes:
+        value: what it was read as; None where the counters kept it closed.
+        clients: sites that it is of.
+        traffic: bytes per site up and down.
+        counts: sums of the sites' counters (`counters`); None in a session without any.
+    """
 
     value: Any
     clients: list[int]
     traffic: list[int]
+    counts: counters.AnswerCounts | None
 
 
 class _Course(NamedTuple):
@@ -69,38 +81,51 @@ class SecureSums:
         """The sum of any of these, by kind and round, if it was asked for before."""
         return self._unmasked.of(sums)
 
-    def sum(self, terms: Terms, request: Ask, length: int, read: Callable[[Integers, int], Any]) -> Sum:
+    def sum(
+        self, terms: Terms, weights: Weights, request: Ask, length: int, read: Callable[[Integers, int], Any], *,
+        counted: bool = False, all_answer: bool = False,
+    ) -> Sum:  # fmt: skip
         """The sum of the sites' vectors; one that was asked for before a stop is revealed now.
 
         Args:
             terms: what the sites are asked.
+            weights: what every site counts in the sum, see `Terms.weights`.
             request: makes the request for a client's vector; takes the shares of the others too.
             length: of a vector.
             read: what a sum of so many vectors is; Refused where it makes no sense.
+            counted: whether the sites read the sum of their counters before they open that of their vectors.
+            all_answer: whether a sum with a neutral answer in it is of no use, so that it stays closed.
 
         Raises:
             RunStopped: fewer than the threshold take part.
             GivenUp: it was asked for too often, or one of the vectors is wrong.
         """
-        pending = self._unmasked.of(terms.sums) or self._collected(terms, request, length)
+        pending = self._unmasked.of(terms.sums) or self._collected(terms, weights, request, length, counted)
+        counts = None
+        if counted:
+            pending, counts = self._counted(pending)
+            if (all_answer and counts.neutral) or counts.answered < self._agreed.threshold:
+                return Sum(None, pending.clients, [0, 0], counts)
         pending = pending if pending.told else self._revealed(pending, read)
         n, part = len(secure.read_adverts(pending.adverts)), 4 + shares.SEALED
         up = len(pending.adverts) // n + n * part + SIGNATURE + 8 * length + n * (4 + secure.KEY)
         down = len(pending.adverts) + n * (part + 4 + SIGNATURE) + len(terms.encode())
-        return Sum(read(pending.total, len(pending.clients)), pending.clients, [up, down])
+        return Sum(read(pending.total, len(pending.clients)), pending.clients, [up, down], counts)
 
     # --------------------------------------------------------------------------------------- until shares are asked for
 
-    def _collected(self, terms: Terms, request: Ask, length: int) -> PendingSum:
+    def _collected(self, terms: Terms, weights: Weights, request: Ask, length: int, counted: bool) -> PendingSum:
         """The steps before the last: the sum under its masks. Until the last, nothing is revealed."""
         while True:
             cohort = self._apart(terms, [c for c in terms.cohort if c not in self._out])
-            self._check_count(terms.round, len(cohort))
-            session_sum = self._begun(terms, cohort, request, length)
+            self._check_summands(terms.round, weights, cohort)
+            session_sum = self._begun(terms, weights, cohort, request, length, counted)
             if session_sum is not None:
                 return session_sum
 
-    def _begun(self, terms: Terms, cohort: list[int], request: Ask, length: int) -> PendingSum | None:
+    def _begun(
+        self, terms: Terms, weights: Weights, cohort: list[int], request: Ask, length: int, counted: bool
+    ) -> PendingSum | None:
         """A session; None if a site was left out of it, so that another one is to begin."""
         t, course, public = terms.round, _Course(terms.round, os.urandom(NONCE)), self._public
         name = secure.session_name(self._agreement, t, course.nonce)
@@ -118,18 +143,19 @@ class SecureSums:
             course,
             "masked" if terms.trains else "tally",
             ask,
-            lambda c, m: read_vector(m, length, text, public[c]),
-            most=SIGNATURE + 8 * length + secure.MOST * (4 + SIGNATURE),
+            lambda c, m: read_vector(m, length, text, public[c], bound if counted else None),
+            most=SIGNATURE + 8 * length + counters.WIDTH + secure.MOST * (4 + SIGNATURE),
         )
         accusations = {c: answer for c, answer in answers.items() if isinstance(answer, dict)}
         if accusations and self._judge(course, session, accusations, sealed):
             return None
-        vectors: dict[int, tuple[bytes, Integers]] = {c: a for c, a in answers.items() if c not in accusations}
+        vectors: dict[int, tuple[bytes, Integers, bytes]] = {c: a for c, a in answers.items() if c not in accusations}
         if self._apart(terms, [*vectors]) != [*vectors]:
             raise RunStopped(Stop.TOO_FEW, f"round {t}: another sum would reveal what a single site sent")
-        self._check_count(t, len(vectors))
-        total: Integers = np.sum([vector for _, vector in vectors.values()], axis=0, dtype=np.uint64)
-        signed = {c: signature for c, (signature, _) in vectors.items()}
+        self._check_summands(t, weights, vectors)
+        total: Integers = np.sum([vector for _, vector, _ in vectors.values()], axis=0, dtype=np.uint64)
+        signed = {c: signature for c, (signature, _, _) in vectors.items()}
+        masked_counters = {c: one for c, (_, _, one) in vectors.items()} if counted else {}
         if vectors.keys() != sealed.keys():
             arrived = secure.write(dict.fromkeys(vectors, b""))
             text = secure.statement(bound, vectors)
@@ -146,6 +172,7 @@ class SecureSums:
             terms.sums,
             terms.model_digests,
             total,
+            counters=masked_counters,
         )
 
     def _judge(
@@ -245,6 +272,42 @@ class SecureSums:
             pending.clients,
         )
 
+    def _counted(self, pending: PendingSum) -> tuple[PendingSum, counters.AnswerCounts]:
+        """The sum under its masks with the shares that open its counters, and the sums of the counters.
+
+        Raises:
+            RunStopped: fewer than the threshold answer.
+            GivenUp: the counters were asked for too often, or are no counters.
+        """
+        session, t, why = self._session_of(pending), pending.round, "they were never revealed"
+        bound, is_new = secure.bound_to(session, pending.question, pending.shared), not pending.shown
+        peers = pending.shared
+        while pending.shown or pending.attempts < ATTEMPTS:
+            if not pending.shown:
+                self._unmasked.keep(pending := pending._replace(attempts=pending.attempts + 1))
+                ask = {c: Request("count", c, [_signatures(pending)]) for c in pending.clients}
+                course = _Course(t, pending.nonce, Progress(Stage.MASKED))
+                _, shown = self._step(course, "count", ask, lambda _, m: read_shares(m, peers))
+                pending = pending._replace(shown={c: secure.write(one) for c, one in shown.items()})
+            answers = {c: secure.read(one, secure.KEY) for c, one in pending.shown.items()}
+            try:
+                counts, wrong = counters.opened_counters(session, bound, peers, pending.counters, answers, self._public)
+            except Broken as error:
+                why, is_new, pending = str(error), True, pending._replace(shown={})
+                self._transport.note("wrong shares", t, pending.clients, f"round {t}: {error}")
+                continue
+            for client in sorted(wrong):
+                self._leave_out(t, client, "its shares of the others' secrets are wrong")
+            if is_new:
+                self._unmasked.keep(pending := pending._replace(attempts=0))
+            return pending, counts
+        raise GivenUp(f"round {t}: the counters of the sum were asked for in vain: {why}", pending.clients)
+
+    def _session_of(self, pending: PendingSum) -> secure.Session:
+        """The session of a sum that was asked for."""
+        name = secure.session_name(self._agreement, pending.round, pending.nonce)
+        return secure.session_of(name, self._agreed.threshold, secure.read_adverts(pending.adverts))
+
     def _open(self, pending: PendingSum) -> Integers:
         """The sum without its masks.
 
@@ -252,11 +315,11 @@ class SecureSums:
             RunStopped: fewer than the threshold answer.
             Broken: their shares do not give the secrets that their owners are committed to.
         """
-        name = secure.session_name(self._agreement, pending.round, pending.nonce)
-        session = secure.session_of(name, self._agreed.threshold, secure.read_adverts(pending.adverts))
+        session = self._session_of(pending)
         bound = secure.bound_to(session, pending.question, pending.shared)
-        arrived = secure.write({c: pending.signed.get(c, bytes(SIGNATURE)) for c in pending.clients})
-        ask = {c: Request("unmask", c, [arrived]) for c in pending.clients}
+        counted = [secure.write(pending.counters), secure.write(pending.shown)] if pending.counters else []
+        message = [_signatures(pending), *counted]
+        ask = {c: Request("unmask", c, message) for c in pending.clients}
         course = _Course(pending.round, pending.nonce, Progress(Stage.MASKED))
         _, answers = self._step(course, "unmask", ask, lambda _, m: read_shares(m, pending.shared))
         secrets, wrong = shares.restored(session, pending.shared, pending.clients, answers)
@@ -302,8 +365,21 @@ class SecureSums:
             self._transport.members[c].site if c in self._transport.members else f"client {c}" for c in sorted(clients)
         )
 
-    def _check_count(self, t: int, count: int) -> None:
-        if count < self._agreed.threshold:
-            raise RunStopped(
-                Stop.TOO_FEW, f"round {t}: {count} sites would be summed, the threshold is {self._agreed.threshold}"
-            )
+    def _check_summands(self, t: int, weights: Weights, clients: Collection[int]) -> None:
+        """Begin and open no sum that the sites would not open.
+
+        Raises:
+            RunStopped: fewer sites than the threshold would be summed, or one has too much of the weight.
+        """
+        count, threshold = len(clients), self._agreed.threshold
+        if count < threshold:
+            raise RunStopped(Stop.TOO_FEW, f"round {t}: {count} sites would be summed, the threshold is {threshold}")
+        try:
+            check_summands(weights, clients, threshold, self._agreed.max_share)
+        except Broken as error:
+            raise RunStopped(Stop.TOO_FEW, f"round {t}: {error}") from None
+
+
+def _signatures(pending: PendingSum) -> bytes:
+    """The sites of a sum, each with its signature, or zeros in place of one."""
+    return secure.write({c: pending.signed.get(c, bytes(SIGNATURE)) for c in pending.clients})

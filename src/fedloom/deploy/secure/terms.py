@@ -7,7 +7,7 @@ the models that came with them; the rounds of the experiment.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated
 
@@ -15,10 +15,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from pydantic import Field, ValidationError
+from torch import Tensor
 
 from fedloom.choose.shares import shares_of
+from fedloom.data.federation import PARTS
 from fedloom.data.input_spec import InputSpec
 from fedloom.deploy.cox import CoxStep
+from fedloom.deploy.noise import SharedMean
 from fedloom.deploy.secure.protocol import FEWEST, MOST, Broken
 from fedloom.deploy.site.local_data import federation_of
 from fedloom.engine.clients.uploads import weights_of
@@ -86,9 +89,45 @@ class Terms(Value):
         """SHA-256 of the message."""
         return hashlib.sha256(self.encode()).digest()
 
-    def summed(self, threshold: int, count: int) -> list[bool]:
-        """Which of ``count`` figures `FEWEST` of any threshold of these sites have: no sum is of one or two."""
-        return [threshold - sum(not one >> k & 1 for one in self.bits()) >= FEWEST for k in range(count)]
+    def summed(self, threshold: int, most: float, parts: Sequence[str]) -> list[bool]:
+        """Which figures are summed.
+
+        A figure is summed if `FEWEST` of any threshold of these sites have it, so that no sum is of one or two, and if
+        its part is not one that a site can dominate (`is_dominated`).
+
+        Args:
+            threshold: fewest sites of a sum.
+            most: largest share of one site in the samples of a sum.
+            parts: of the figures, in the order of their bits.
+        """
+        lacking = [sum(not one >> k & 1 for one in self.bits()) for k in range(len(parts))]
+        dominated = {part: self.is_dominated(part, threshold, most) for part in {*parts}}
+        return [threshold - lack >= FEWEST and not dominated[part] for lack, part in zip(lacking, parts, strict=True)]
+
+    def is_dominated(self, part: str, threshold: int, most: float) -> bool:
+        """Whether one site can have more than a share of a part's samples in a sum of some threshold of these sites."""
+        counts = sorted(self.sizes[c][PARTS.index(part)] for c in self.cohort)
+        return bool(counts) and counts[-1] > most * (counts[-1] + sum(counts[:-1][: threshold - 1]))
+
+    def weights(self, job: Job) -> dict[int, tuple[float, ...]]:
+        """What every site of the cohort counts in the sums of the session; zeros without training samples.
+
+        Of uploads these are its weight in the mean and, if rows are kept or added up over rounds, its share of the
+        objective. A Cox regression has rows. Scores count alike: `summed` looks at their samples.
+
+        Args:
+            job: a run of `weighed`.
+        """
+        if self.question is not None:
+            counting = {c: (float(sum(self.sizes[c])),) for c in self.cohort}
+        elif self.trains and not isinstance(job.setting.aggregator, SharedMean):
+            columns = [self._weights(job).abs().flatten()]
+            if any(kind.keeps or kind.accumulates for kind in job.fields.values()):
+                columns.append(job.masses[list(self.cohort)].abs().flatten())
+            counting = dict(zip(self.cohort, zip(*(column.tolist() for column in columns), strict=True), strict=True))
+        else:
+            counting = dict.fromkeys(self.cohort, (1.0,))
+        return {c: weights if self.sizes[c][0] else (0.0,) * len(weights) for c, weights in counting.items()}
 
     def bits(self, first: int = 0) -> list[int]:
         """What the samples of every site of the cohort define, from bit ``first`` on: figures, then groups."""
@@ -105,9 +144,13 @@ class Terms(Value):
 
     def share(self, job: Job, client: int) -> float:
         """What a site counts in the mean of the cohort, over the largest, in a run of `weighed`."""
-        ids, sizes = torch.tensor(self.cohort), torch.tensor(self.sizes)[:, :1].clamp(min=1)
-        weights, _ = weights_of(job, Nothing(), None, job.ctx(self.round, ids)._replace(sizes=sizes))
+        weights = self._weights(job)
         return float(weights[self.cohort.index(client)] / weights.max())
+
+    def _weights(self, job: Job) -> Tensor:
+        """Weights of the cohort in its mean, ``[m, 1]``."""
+        ids, sizes = torch.tensor(self.cohort), torch.tensor(self.sizes)[:, :1].clamp(min=1)
+        return weights_of(job, Nothing(), None, job.ctx(self.round, ids)._replace(sizes=sizes))[0]
 
 
 def read_terms(message: bytes) -> Terms:
@@ -122,6 +165,34 @@ def read_terms(message: bytes) -> Terms:
         return Terms.model_validate_json(message, strict=False)
     except (ValidationError, ValueError) as error:
         raise WireError(f"the terms of a session cannot be read: {str(error)[:200]}") from None
+
+
+def check_summands(
+    weights: Mapping[int, Sequence[float]], clients: Collection[int], threshold: int, most: float
+) -> None:
+    """Refuse a sum of too few sites that have samples, or one that is mostly one site's.
+
+    A site without samples sends what everybody can compute, and so can be subtracted.
+
+    Args:
+        weights: what every site counts, see `Terms.weights`.
+        clients: sites of the sum.
+        threshold: fewest of them that count.
+        most: largest share of one of them.
+
+    Raises:
+        Broken: how many count, or which has more.
+    """
+    counting = [c for c in clients if any(weights[c])]
+    if len(counting) < threshold:
+        raise Broken(f"{len(counting)} of the {len(clients)} sites of the sum have samples, {threshold} must have")
+    for column in zip(*(weights[c] for c in counting), strict=True):
+        share, client = max((weight, -c) for weight, c in zip(column, counting, strict=True))
+        if share > most * sum(column):
+            raise Broken(
+                f"client {-client} has {share / sum(column):.1%} of the weight of the sum, at most {most:.0%} is "
+                "agreed (max_share in the table secure)"
+            )
 
 
 def check_terms(terms: Terms, client: int, sizes: Sequence[int], figures: str, clients: int, accepted: int) -> None:

@@ -21,6 +21,7 @@ from fedloom.deploy.secure.protocol import Broken, Integers
 from fedloom.engine.clients.chunk import ClientOutput
 from fedloom.engine.clients.uploads import KeptField, fields_of
 from fedloom.engine.job import Job
+from fedloom.engine.privacy import accounted
 from fedloom.seeds import generator
 
 WORK = 3
@@ -44,13 +45,15 @@ class UploadVector:
         self._whole = {name: getattr(idle, name).shape[1] for name in self._fields}
         masks = job.messages.masks
         self._widths = {n: int(masks[n].sum()) if n in masks else width for n, width in self._whole.items()}
-        self.length = sum(self._widths.values()) + WORK
         aggregator = job.setting.aggregator
+        self.is_counted = accounted(job.setting.channel, aggregator) is None  # a counter has no noise
+        self.length = sum(self._widths.values()) + WORK + self.is_counted
         self._noise = aggregator if isinstance(aggregator, SharedMean) and aggregator.sigma else None
 
     def encode(
-        self, output: ClientOutput, share: float, mass: float, before: dict[str, Tensor] | None
-    ) -> tuple[Integers, dict[str, Tensor], int]:
+        self, output: ClientOutput, share: float, mass: float, before: dict[str, Tensor] | None, *,
+        is_neutral: bool = False, is_cut: bool = False,
+    ) -> tuple[Integers, dict[str, Tensor], int]:  # fmt: skip
         """A site's vector, the rows that the server's sum has of it from then on, and how many numbers were clipped.
 
         Args:
@@ -58,28 +61,34 @@ class UploadVector:
             share: in the mean of the cohort, -1 to 1.
             mass: in what is kept or added up over rounds, 0 to 1.
             before: the rows that the sum has of it now, as integers; None: those before a first upload.
-
-        Raises:
-            Broken: a number is not finite.
+            is_neutral: whether the site keeps its state, so that nothing that follows a state changes.
+            is_cut: whether the upload was too long and is shortened.
         """
         work = output.work[0].numpy().view(np.uint64)
         if self._noise is not None:
             row = np.concatenate([self._some(name, getattr(output.upload, name)[0]) for name in self._fields])
-            return np.concatenate([self._noise.share(row).view(np.uint64), work]), {}, 0
+            counter = [np.array([is_cut], dtype=np.uint64)] if self.is_counted else []
+            return np.concatenate([self._noise.share(row).view(np.uint64), work, *counter]), {}, 0
         parts, rows, clipped = [], dict[str, Tensor](), 0
         old = self.first(mass) if before is None else before
         weights = [torch.full((1, 1), factor, dtype=torch.float64) for factor in (share, mass)]
         for name, field in self._fields.items():
             if isinstance(field, KeptField):
-                steps, cut = integers.encode(mass * self._some(name, field.weighted(output.upload)[0]))
+                last = old[name].numpy().view(np.uint64)
+                row = mass * self._some(name, field.weighted(output.upload)[0])
+                steps, cut = (last, 0) if is_neutral else integers.encode(row)
                 rows[name] = torch.from_numpy(steps.view(np.int64))
-                parts.append(steps - old[name].numpy().view(np.uint64))
+                parts.append(steps - last)
+            elif field.kind.accumulates and is_neutral:
+                parts.append(np.zeros(self._widths[name], dtype=np.uint64))
+                cut = 0
             else:
                 up = output.upload._replace(**{name: getattr(output.upload, name).double()})
                 steps, cut = integers.encode(self._some(name, field.partial(up, None, *weights)))
                 parts.append(steps)
             clipped += cut
-        return np.concatenate([*parts, work]), rows, clipped
+        counter = [np.array([is_cut or clipped > 0], dtype=np.uint64)] if self.is_counted else []
+        return np.concatenate([*parts, work, *counter]), rows, clipped
 
     def first(self, mass: float) -> dict[str, Tensor]:
         """What the server's sum has of a client of this mass before its first upload, as integers."""
@@ -91,8 +100,8 @@ class UploadVector:
                 start_rows[name] = torch.from_numpy(steps.view(np.int64))
         return start_rows
 
-    def decode(self, total: Integers, count: int, scale: float) -> tuple[dict[str, Tensor], Tensor]:
-        """The sums of ``count`` sites by field, float64 ``[d]``, and of their work ``[3]``.
+    def decode(self, total: Integers, count: int, scale: float) -> tuple[dict[str, Tensor], Tensor, int]:
+        """The sums of ``count`` sites by field, float64 ``[d]``, of their work ``[3]``, and how many were clipped.
 
         Args:
             total: without masks.
@@ -102,11 +111,15 @@ class UploadVector:
         Raises:
             Broken: it is out of range.
         """
-        noise = self._noise
+        noise, clipped = self._noise, 0
+        if self.is_counted:
+            total, clipped = total[:-1], int(total[-1])
         numbers = integers.decode(total[:-WORK], count) if noise is None else noise.total(total[:-WORK], count)
         work = torch.from_numpy(total[-WORK:].view(np.int64).copy())
         if bool((work < 0).any()):
             raise Broken("the sum of work is below zero: a mask is still on it")
+        if clipped > count:
+            raise Broken(f"the counter of clipped uploads is out of range: it is {clipped}, of {count} sites")
         sums = {}
         values = torch.from_numpy(numbers).split([*self._widths.values()])
         for (name, field), value in zip(self._fields.items(), values, strict=True):
@@ -116,7 +129,7 @@ class UploadVector:
             if mask is not None:
                 value = torch.zeros(self._whole[name], dtype=torch.float64).masked_scatter(mask.cpu(), value)
             sums[name] = value
-        return sums, work
+        return sums, work, clipped
 
     def _some(self, name: str, value: Tensor) -> np.ndarray[Any, Any]:
         """The coordinates of a field that travel."""
@@ -160,19 +173,21 @@ class ScoreVector:
         return bits
 
     def encode(
-        self, scores: Mapping[tuple[str, str], Mapping[str, Tensor]], sizes: Sequence[int], summed: Sequence[bool]
-    ) -> Integers:
+        self, scores: Mapping[tuple[str, str], Mapping[str, Tensor]], sizes: Sequence[int], summed: Sequence[bool], *,
+        weighs: bool = True,
+    ) -> Integers:  # fmt: skip
         """A site's scores; one that is not asked for, not there or not finite is zero in all four.
 
         Args:
             scores: values ``[1]``.
             sizes: training, validation and test samples.
             summed: which of the `figures` are.
+            weighs: whether scores of a model that are of no part are summed, which training samples weigh.
         """
         columns, wanted = [], {key for key, of_enough in zip(self.figures, summed, strict=True) if of_enough}
         for model, part, name in self._names:
             value = float(scores.get((model, part), {}).get(name, torch.tensor(torch.nan)))
-            has_score = (not part or (part, name) in wanted) and np.isfinite(value)
+            has_score = ((part, name) in wanted if part else weighs) and np.isfinite(value)
             samples = self._samples(part, sizes)
             numbers, _ = integers.encode(np.array([value, value * samples * UNIT] if has_score else [0.0, 0.0]))
             columns += [numbers, np.array([1, samples] if has_score else [0, 0], dtype=np.uint64)]

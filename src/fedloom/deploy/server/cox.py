@@ -1,4 +1,8 @@
-"""The Cox regression of a run: Newton's steps, each with one sum of the sites' that is kept on the disk."""
+"""The Cox regression of a run: Newton's steps, each with one sum of the sites' that is kept on the disk.
+
+A step at which a site cannot answer has no sum: Newton's step is halved, and the half is a step of its own. So no fit
+is without the rows of a site that has any.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +36,7 @@ class CoxServer:
     def __init__(self, sites: Sites, agreed: CoxAgreement, names: Sequence[str], folder: Path) -> None:
         self._sites, self._agreed, self._names, self._folder = sites, agreed, names, folder
         self.terms, self._clients, self._step = agreed, list[int](), 0
+        self._incomplete = list[int]()
 
     def fit(self) -> SecureCoxFit:
         """The regression, after which the sites have its coefficients.
@@ -39,10 +44,15 @@ class CoxServer:
         Raises:
             RunStopped: sites are missing; the steps so far are kept.
             GivenUp: a sum is never revealed.
-            DataError: there is no finite fit.
+            DataError: there is no finite fit, or sites cannot answer.
             Refused: too few sites have events, or a site's vector is wrong.
         """
         first = self._next(np.zeros(len(self._names)))
+        if first is None:
+            raise DataError(
+                f"{self._incomplete[0]} of {len(self._clients)} sites have no sums for the first step of the Cox "
+                "regression; the log of each such site has the reason"
+            )
         fit = fit_of_sums(lambda beta: self._next(beta) if beta.any() else first, self.terms, self._names,
                           len(self._clients))  # fmt: skip
         beta, se = fit.fit.beta.tolist(), fit.fit.se.tolist()
@@ -54,11 +64,16 @@ class CoxServer:
         )  # fmt: skip
         return fit
 
-    def _next(self, beta: Floats) -> Ring:
-        """The sum at the next coefficients, from the disk where it is there."""
+    def _next(self, beta: Floats) -> Ring | None:
+        """The sum at the next coefficients, from the disk where it is there; None where sites cannot answer."""
         if self._step == STEPS:
+            lacking = (
+                f"; in {len(self._incomplete)} of them sites could not answer, as where one row has more than half of "
+                "the weight of its site"
+            )
             raise DataError(
-                f"the Cox regression has not converged after {STEPS} sums; look at {', '.join(self._names)}"
+                f"the Cox regression has not converged after {STEPS} steps{lacking if self._incomplete else ''}; look "
+                f"at {', '.join(self._names)}"
             )
         step = CoxStep(step=self._step, beta=tuple(beta.tolist()))
         path, text = self._folder / f"cox-{self._step}.json", step.encode().decode()
@@ -71,9 +86,13 @@ class CoxServer:
             )
         if "total" not in kept:
             write_checked(path, kept)
-            total, clients, terms = self._sites.cox_sum(step, self._agreed, self._clients)
-            kept |= {"total": total.astype("<u8").tobytes().hex(), "clients": clients, "ends": terms.ends.tolist()}
+            got = self._sites.cox_sum(step, self._agreed, self._clients)
+            total = None if got.total is None else got.total.astype("<u8").tobytes().hex()
+            kept |= {"total": total, "clients": got.clients, "ends": got.terms.ends.tolist(), **got.counts._asdict()}
             write_checked(path, kept)
         self._clients, self._step = kept["clients"], self._step + 1
         self.terms = self._agreed._replace(ends=np.array(kept["ends"]))
+        if kept["total"] is None:
+            self._incomplete.append(kept["neutral"] or len(self._clients) - kept["answered"])
+            return None
         return np.frombuffer(bytes.fromhex(kept["total"]), dtype="<u8").astype(np.uint64)

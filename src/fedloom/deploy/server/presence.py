@@ -1,16 +1,17 @@
 """Presence: which node is which site, and which of the nodes that Flower calls online really answer.
 
-A node that lets a deadline pass, or whose message Flower reports as lost, is mute: it is asked as before, but no round
-waits for it until it answers something. Where that happens twice without an answer in time between, it is waited for as
-long as others need, times `SLOW`, until it is in time once. A site that was asked in vain in so many rounds counts as
-absent until it answers a greeting: it gets greetings, one at a time, and no models. A node that was refused is
-left alone for the patience.
+A round waits for a node as long as the other nodes took for their answers in the same round, times the server's
+`pace`: so no node sets the pace of the others. A node that lets this time or a deadline pass, or whose message Flower
+reports as lost, is mute: it is asked as before, but no round waits for it until it answers something. A site that was
+asked in vain in so many rounds counts as absent until it answers a greeting: it gets greetings, one at a time, and no
+models. A node that was refused is left alone for the patience.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from math import inf
 from statistics import median
 
 import torch
@@ -19,8 +20,10 @@ from fedloom.deploy.protocol.rejected import Rejected
 from fedloom.deploy.settings import Member
 
 SLOW = 3.0
-"""How many times the usual seconds of an answer a node is waited for that was late `MISSES` times in a row."""
-MISSES = 2
+"""How many times the median seconds of the others a node takes that is named as slow."""
+LEAST_SECONDS = 30.0
+"""Seconds that a node has in any case: where others answer at once, nodes that look for messages every few seconds, or
+read their data first, would be late by chance."""
 
 
 class NodePresence:
@@ -31,6 +34,7 @@ class NodePresence:
         clients: sites of the experiment.
         patience: seconds for which a refused node is left alone.
         rounds: in which a mute site is asked before it counts as absent.
+        pace: how many times the median of the others' seconds a node is waited for.
         known: the client of every node that was accepted in an earlier run of the server.
 
     Attributes:
@@ -40,16 +44,16 @@ class NodePresence:
     """
 
     def __init__(
-        self, members: Mapping[int, Member], clients: int, patience: float, rounds: int, client_of: Mapping[int, int]
-    ) -> None:
+        self, members: Mapping[int, Member], clients: int, patience: float, rounds: int, pace: float,
+        client_of: Mapping[int, int],
+    ) -> None:  # fmt: skip
         self._members, self._patience, self._rounds, self._who = members, patience, rounds, dict(client_of)
+        self._pace = pace
         self.round = 0
         self.nodes: dict[int, int] = {}
         self.sizes = torch.zeros(clients, 3, dtype=torch.long)
         self._refused: dict[int, tuple[str, float]] = {}
         self._mute: dict[int, int] = {}
-        self._misses: dict[int, int] = {}
-        self._seconds: dict[str, list[float]] = {}
         self._fixed = False
 
     def fix(self) -> None:
@@ -84,34 +88,38 @@ class NodePresence:
         """Leave a node alone for a while."""
         self._refused[node] = reason, time.monotonic() + self._patience
 
-    def answered(self, node: int, *, in_time: bool = False) -> None:
-        """Wait for a node again, which has answered something; for the deadline if it was in time."""
+    def answered(self, node: int) -> None:
+        """Wait for a node again, which has answered something."""
         self._mute.pop(node, None)
-        if in_time:
-            self._misses.pop(self._site(node), None)
 
     def silent(self, node: int) -> bool:
         """Wait no more for a node that has not answered in time; whether it did before."""
         new = node not in self._mute
         self._mute.setdefault(node, self.round)
-        self._misses[self._site(node)] = self._misses.get(self._site(node), 0) + 1
         return new
 
-    def took(self, kind: str, seconds: float) -> None:
-        """Note how long the last answer in time to messages of a kind took."""
-        self._seconds.setdefault(kind, []).append(seconds)
+    def longest_wait(self, times: Collection[float]) -> float:
+        """Seconds for which a node's answer is awaited.
 
-    def is_awaited(self, node: int, kind: str, seconds: float) -> bool:
-        """Whether a node's answer to a message of a kind is awaited so many seconds after it was sent."""
-        if node in self._mute:
-            return False
-        usual = self._seconds.get(kind)
-        return usual is None or self._misses.get(self._site(node), 0) < MISSES or seconds <= SLOW * median(usual)
+        Args:
+            times: seconds that the other nodes took for their answers to the same kind of message in this round.
+        """
+        return max(LEAST_SECONDS, self._pace * median(times)) if times else inf
 
-    def _site(self, node: int) -> int:
-        """What stays the same when a site comes back as another node: its number, below 0 for a stranger."""
-        client = self._who.get(node)
-        return -1 - node if client is None else client
+    def slow_one(self, took: Mapping[int, float]) -> tuple[int, float] | None:
+        """The client whose answer held a round up, and the median of the others' seconds; None if no answer did.
+
+        Args:
+            took: seconds of every client that answered.
+        """
+        client = max(took, key=lambda c: took[c], default=-1)
+        rest = [seconds for c, seconds in took.items() if c != client]
+        is_slow = bool(rest) and took[client] > max(LEAST_SECONDS, SLOW * median(rest))
+        return (client, median(rest)) if is_slow else None
+
+    def is_awaited(self, node: int, seconds: float, times: Collection[float]) -> bool:
+        """Whether a node's answer is awaited so many seconds after its message was sent; see `longest_wait`."""
+        return node not in self._mute and seconds <= self.longest_wait(times)
 
     def client(self, node: int) -> int | None:
         """The client that the node is, or was by its last answer."""

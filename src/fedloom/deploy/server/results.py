@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from fedloom.deploy.audit import lines_of
-from fedloom.deploy.ops.status import tallies
+from fedloom.deploy.ops.status import counted, tallies
 from fedloom.deploy.settings import Server
 from fedloom.engine.job import Job
 from fedloom.engine.state import State
@@ -95,10 +95,11 @@ class Results:
             status=(stop or Stop.INTERRUPTED).status, reason=reason, rounds=self._rounds, **more,
         )  # fmt: skip
         members = {m.client: m.site for m in settings.sites}
-        rows = tallies(lines_of(settings.audit), members, self._rounds)
+        log = lines_of(settings.audit)
+        rows = tallies(log, members, self._rounds)
         summary = Summary(
             name=settings.name, runs=(run,), clients=settings.clients, classes=settings.samples.classes,
-            select_on=self._experiment.common.evaluate.select_on, warnings=self._notes,
+            select_on=self._experiment.common.evaluate.select_on, warnings=(*self._notes, *counted(log)),
             metrics=self._experiment.methods[0].setting.task.directions,
             stop=stop and stop.name, reason=reason if stop is None else stop.value, detail=detail,
             sites={members[c]: SiteSummary(here=c in here, **tally) for c, tally in rows.items()},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from fedloom.deploy.cox import CoxFound, CoxStep
 from fedloom.deploy.groups import GroupSums
 from fedloom.deploy.protocol.envelope import Reply, Request
 from fedloom.deploy.protocol.forms import Forms, for_client, is_common, output_of
+from fedloom.deploy.secure.counters import ABSENT, ANSWERED, COUNTERS, NEUTRAL, AnswerCounts
 from fedloom.deploy.server.transport import Transport
 from fedloom.deploy.settings import Server
 from fedloom.engine.clients.chunk import ClientOutput
@@ -25,6 +26,22 @@ from fedloom.experiment.analyses.patients import GroupScore
 from fedloom.local.rows import Fields
 from fedloom.processes.clients import AskRequest, ScoreRequest, TrainRequest
 from fedloom.tasks.cox_vectors import CoxAgreement, Ring, opened
+
+
+class CoxSum(NamedTuple):
+    """The sum of a step of a Cox regression.
+
+    Attributes:
+        total: of the vectors of all sites; None where a site could not answer.
+        clients: sites that were asked and sent a vector.
+        terms: the agreement, with the bins that the sum has.
+        counts: how many of them answered from their rows, and how many could not.
+    """
+
+    total: Ring | None
+    clients: list[int]
+    terms: CoxAgreement
+    counts: AnswerCounts
 
 
 class Sites(StreamedClients):
@@ -130,10 +147,8 @@ class Sites(StreamedClients):
             self._scores = request.round, {c: reply.metrics for c, reply in replies.items()}
         return self._scores[1]
 
-    def cox_sum(
-        self, step: CoxStep, agreed: CoxAgreement, clients: Sequence[int]
-    ) -> tuple[Ring, list[int], CoxAgreement]:
-        """The sum of the vectors of a step, the sites that it is of, and the agreement with the bins that it has.
+    def cox_sum(self, step: CoxStep, agreed: CoxAgreement, clients: Sequence[int]) -> CoxSum:
+        """The sum of the vectors of a step.
 
         Args:
             step: what is asked.
@@ -145,21 +160,26 @@ class Sites(StreamedClients):
         """
         beta, need = np.array(step.beta), len(clients) or self._settings.quorum
 
-        def read(message: bytes) -> Ring:
+        def read(message: bytes) -> tuple[Ring, AnswerCounts]:
             try:
-                vector = np.frombuffer(message, dtype="<u8").astype(np.uint64, copy=False)
+                numbers = np.frombuffer(message, dtype="<u8").astype(np.uint64, copy=False)
+                vector, counts = numbers[:-COUNTERS], tuple(numbers[-COUNTERS:].tolist())
                 opened(vector, agreed, beta, 1)
+                if counts not in (ABSENT, ANSWERED, NEUTRAL):
+                    raise ValueError(f"the counters of a site cannot be {counts}")
             except (Refused, ValueError) as error:
                 raise WireError(str(error)) from None
-            return vector
+            return vector, AnswerCounts(*counts)
 
         asks = {
-            c: Request("cox", c, [step.encode()], read=read, most=8 * agreed.length)
+            c: Request("cox", c, [step.encode()], read=read, most=8 * (agreed.length + COUNTERS))
             for c in (clients or self._transport.nodes)
         }
         replies = self._transport.collect_replies(self._job.setting.rounds, asks, need)
-        vectors = {c: reply.value for c, reply in sorted(replies.items())}
-        return np.sum([*vectors.values()], axis=0, dtype=np.uint64), [*vectors], agreed
+        vectors, counts = zip(*(reply.value for _, reply in sorted(replies.items())), strict=True)
+        counted = AnswerCounts(*(sum(numbers) for numbers in zip(*counts, strict=True)))
+        total: Ring | None = None if counted.neutral else np.sum(vectors, axis=0, dtype=np.uint64)
+        return CoxSum(total, sorted(replies), agreed, counted)
 
     def share_cox(self, fit: CoxFound) -> None:
         """Send the sites that are there what the regression found."""

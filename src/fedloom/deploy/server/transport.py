@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from statistics import median
 from typing import Any
 
 from flwr.app import Message
@@ -53,7 +54,7 @@ class Transport:
         self.checks = Checks(settings, self._keys)
         self.figures = [""] * settings.clients
         self.presence = NodePresence(
-            self.members, settings.clients, settings.patience, settings.absent_after, self._met()
+            self.members, settings.clients, settings.patience, settings.absent_after, settings.pace, self._met()
         )
         self._overdue: dict[str, tuple[Pending, float]] = {}
         self._posted: dict[str, tuple[Pending, float]] = {}
@@ -175,26 +176,46 @@ class Transport:
         open_requests = self._push(round, requests)
         good: dict[int, Reply] = {}
         bad: set[int] = set()
-        latest: float | None = None
-        kinds = {pending.kind for pending in open_requests.values()}
+        took: dict[str, dict[int, float]] = {pending.kind: {} for pending in open_requests.values()}
         while open_requests:
             arrived = self._collect(open_requests, good, bad)
             waited = time.monotonic() - start
-            if arrived and good:
-                latest = waited
+            for client, reply in good.items():
+                took[reply.head["kind"]].setdefault(client, waited)
             idle = not any(
-                self.presence.is_awaited(pending.node, pending.kind, waited) for pending in open_requests.values()
+                self.presence.is_awaited(pending.node, waited, took[pending.kind].values())
+                for pending in open_requests.values()
             )
             if waited > self._settings.ttl or ((waited > deadline or idle) and _counting(good) >= need):
                 break
             if open_requests and not arrived:
                 time.sleep(POLL)
-        for kind in kinds if latest is not None else ():
-            self.presence.took(kind, latest or 0.0)
+        for kind, seconds in took.items():
+            self._name_slow(round, kind, seconds)
+        waited = time.monotonic() - start
         for id_, pending in open_requests.items():
             self._overdue[id_] = pending, start + self._settings.ttl
-            self._mark_mute(pending, f"no answer within {time.monotonic() - start:.0f} s")
+            times, why = took[pending.kind].values(), f"no answer within {waited:.0f} s"
+            if waited <= deadline and waited > self.presence.longest_wait(times):
+                why += (
+                    f", and the median of the other sites is {median(times):.0f} s; if the site needs longer, give a "
+                    f"larger pace than {self._settings.pace:g} in server.toml"
+                )
+            self._mark_mute(pending, why)
         return good, bad
+
+    def _name_slow(self, round: int, kind: str, took: Mapping[int, float]) -> None:
+        """Log which site a round was held up by."""
+        slow = self.presence.slow_one(took)
+        if slow is not None and kind != "hello":
+            client, usual = slow
+            site = self.members[client].site
+            self._say(
+                f"fedloom: {site} is slow ({kind}): {took[client]:.0f} s, the median of the others is {usual:.0f} s"
+            )
+            self._audit.write(
+                "slow", kind=kind, round=round, client=client, site=site, seconds=took[client], others=usual
+            )
 
     def _push(self, round: int, requests: Sequence[Request]) -> dict[str, Pending]:
         """Send requests; what is open of them, by the message."""
@@ -305,7 +326,7 @@ class Transport:
         except Rejected as error:
             bad |= self._reject(error, id_, pending, overdue is not None, reply.has_error())
             return
-        self.presence.answered(pending.node, in_time=overdue is None and pending.kind != "hello")
+        self.presence.answered(pending.node)
         if overdue is None:
             good[accepted.client] = accepted
         note = plain(accepted.head["reason"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from flwr.app import Message, RecordDict
@@ -20,22 +21,18 @@ from fedloom.deploy.protocol.envelope import (
     unseal,
 )
 from fedloom.deploy.protocol.identity import sign, signing_key
-from fedloom.deploy.secure.protocol import Broken
 from fedloom.deploy.secure.site import MaskedAnswers
 from fedloom.deploy.settings import Site
 from fedloom.deploy.site.approval import check_approved
 from fedloom.deploy.site.asked import KINDS, AskedModels
-from fedloom.deploy.site.ledger import Spent
 from fedloom.deploy.site.local_data import part_sizes
 from fedloom.deploy.site.plain import Answer, PlainAnswers
 from fedloom.deploy.site.state import Rewound, SiteState
-from fedloom.deploy.site.trainer import PLAIN, Trainer
-from fedloom.errors import CheckpointError, Refused, RunDirError, WireError, sentence_of
+from fedloom.deploy.site.told import Told, telling
+from fedloom.deploy.site.trainer import QUOTES_NO_VALUE, Trainer
+from fedloom.errors import CheckpointError, Refused, sentence_of
 from fedloom.local.oracles.precision import undisturbed
 from fedloom.version import __version__
-
-SAFE = (Spent, Broken, CheckpointError, RunDirError, WireError)
-"""Errors whose sentence holds nothing of the samples, whenever they are raised."""
 
 
 class Client:
@@ -55,12 +52,12 @@ class Client:
     def __init__(self, site: Site) -> None:
         self.site, self._key = site, signing_key(site.signing_key)
         self._memory = SiteState(site.state, site.fingerprint, site.client)
-        self._asked_models = AskedModels(self._memory.folder)
         self.trainer = Trainer(site, self._memory)
+        self._asked = AskedModels(site, self._memory, self.trainer)
         self.answers = (
             PlainAnswers(self.trainer, self._memory.folder)
             if site.secure is None
-            else MaskedAnswers(site, self._key, self.trainer, self._memory.folder)
+            else MaskedAnswers(site, self._key, self.trainer, self._memory.folder, self._asked)
         )
 
     def prepare(self) -> None:
@@ -80,22 +77,25 @@ class Client:
         """The signed reply to the content of any message from the server; a refusal has the reason.
 
         It does so only where the reason has no value of a sample and, under differential privacy or secure aggregation,
-        where it holds nothing of the samples at all; else it is in the site's own log.
+        where it was made without any sample (`Told`); else it is in the site's own log.
         """
         head: dict[str, Any] = {}
         secret = False
         try:
-            envelope = unseal(content, REQUEST_FIELDS, {}, self.site.message_limit)
-            head = envelope.head
-            self._check(envelope)
-            secret = self.trainer.private or self.site.secure is not None
-            with undisturbed(self.site.threads), self._memory.open():
+            with telling():
+                envelope = unseal(content, REQUEST_FIELDS, {}, self.site.message_limit)
+                head = envelope.head
+                self._check(envelope)
+                secret = self.trainer.private or self.site.secure is not None
+            with undisturbed(self.site.threads), ExitStack() as held:
+                with telling():
+                    held.enter_context(self._memory.open())
                 self._watch_samples()
                 more, arrays, metrics = self._act(envelope)
             more |= {"status": "ok", "reason": "; ".join(self._memory.notes)[:REASON]}
         except Exception as error:  # the server gets the sentence, and logs it
             reason = sentence_of(error)
-            if not isinstance(error, SAFE if secret else PLAIN):
+            if not isinstance(error, Told if secret else (Told, *QUOTES_NO_VALUE)):
                 reason = self.trainer.log_privately(reason)
             more, arrays, metrics = {"status": "refused", "reason": reason[:REASON]}, [], None
         self._memory.notes.clear()
@@ -201,5 +201,6 @@ class Client:
             facts = {"sizes": part_sizes(self.trainer.fed, self.site.client), "figures": self.answers.figures}
             return described | facts, [], None
         if envelope.head["kind"] in KINDS:
-            self._asked_models.enter(envelope, self._memory.first())
+            with telling():
+                self._asked.enter(envelope)
         return self.answers.answer(envelope)

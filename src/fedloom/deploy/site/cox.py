@@ -1,26 +1,29 @@
 """Cox regression at a site: its vector of a step, and what it keeps of the steps.
 
-A site answers a step at one vector of coefficients, on the rows of the first step, and only where none of its rows has
-more than half of all weight there.
+A site answers a step at one vector of coefficients, on the rows of the first step. Where it cannot, it sends zeros, as
+where one of its rows has more than half of all weight at the coefficients of the step. It enters the step first, so a
+step has one answer. Nothing else that the server gets depends on its rows: no sentence, no length, no further message.
 """
 
 from __future__ import annotations
 
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from pydantic import ValidationError
 
 from fedloom.deploy.cox import LONGEST, STEPS_FILE, CoxFound, CoxStep, agreed_cox
 from fedloom.deploy.protocol.envelope import digest_of
+from fedloom.deploy.secure.counters import ABSENT, ANSWERED, NEUTRAL
 from fedloom.deploy.secure.opened import read_checked, write_checked
 from fedloom.deploy.secure.protocol import FEWEST, Broken
 from fedloom.deploy.secure.terms import Terms
 from fedloom.deploy.site.local_data import part_sizes, read_data
+from fedloom.deploy.site.told import telling
 from fedloom.deploy.site.trainer import Trainer
-from fedloom.errors import Refused, WireError
+from fedloom.errors import DataError, Refused, WireError, sentence_of
 from fedloom.experiment.analyses.cox import rows_of, survival_site, table_of, within
 from fedloom.storage.files import write_atomic
 from fedloom.tasks.cox import Floats, SurvivalSite
@@ -30,7 +33,20 @@ from fedloom.values import Value
 FIT_FILE = "cox.json"
 """The file in the folder of a site's state with what the regression found."""
 HEAVIEST = 0.5
+"""Largest share of one row in the weights of a site's rows: beyond, the sums of the site are mostly this row's."""
 V = TypeVar("V", bound=Value)
+
+
+class CoxAnswer(NamedTuple):
+    """What a site sends of a step.
+
+    Attributes:
+        vector: its sums, or zeros.
+        counters: see `fedloom.deploy.secure.counters`.
+    """
+
+    vector: Ring
+    counters: tuple[int, ...]
 
 
 class SiteCox:
@@ -77,30 +93,44 @@ class SiteCox:
         used = within(survival_site(data, table_of(data), rows), terms)
         return used, len(rows) - len(used.time)
 
-    def vector(self, step: CoxStep, terms: CoxAgreement | None = None) -> Ring:
-        """The site's sums at the coefficients of a step.
+    def vector(self, step: CoxStep, terms: CoxAgreement | None = None) -> CoxAnswer:
+        """The site's sums at the coefficients of a step; zeros where it cannot answer, for which its own log has why.
 
         Args:
             step: what is asked.
             terms: with bins that are merged; None: as agreed.
 
         Raises:
-            Broken: the step was answered at other coefficients or on other rows, or a row has too much weight.
-            Refused: nothing was agreed on.
+            Told: nothing was agreed on, the step was answered at other coefficients, or none of that is known any more.
         """
-        terms = terms or self._terms()
-        if len(step.beta) != len(terms.low):
-            raise Broken(f"a step of the Cox regression has {len(terms.low)} coefficients, got {len(step.beta)}")
+        with telling():
+            terms = terms or self._terms()
+            if len(step.beta) != len(terms.low):
+                raise Broken(f"a step of the Cox regression has {len(terms.low)} coefficients, got {len(step.beta)}")
+        rows = self._rows_digest()
+        with telling():
+            same_rows = self._enter(step, rows)
+        try:
+            return self._sums(step, terms, same_rows)
+        except Exception as error:  # whatever it is, the error depends on rows, and so must not show
+            self._trainer.log_privately(f"step {step.step} of the Cox regression: {sentence_of(error)}")
+            return CoxAnswer(np.zeros(terms.length, dtype=np.uint64), NEUTRAL)
+
+    def _sums(self, step: CoxStep, terms: CoxAgreement, same_rows: bool) -> CoxAnswer:
+        """The site's sums.
+
+        Raises:
+            DataError: a row has too much weight, a sum is too large, or the rows are not those of the first step.
+        """
+        if not same_rows:
+            raise DataError("the rows of this site are not those of the first step")
         beta: Floats = np.array(step.beta)
         vectors = SiteVectors(self._rows[0], terms, self._rows[1])
-        if (len(self._rows[0].time) > 1) and not vectors.largest_share(beta) <= HEAVIEST:
-            raise Broken(
-                f"at the coefficients of step {step.step} one row has more than {HEAVIEST:.0%} of this site's weight"
-            )
-        self._enter(step)
-        return vectors.at(beta)
+        if len(self._rows[0].time) > 1 and not vectors.largest_share(beta) <= HEAVIEST:
+            raise DataError(f"at these coefficients one row has more than {HEAVIEST:.0%} of the weight of this site's")
+        return CoxAnswer(vectors.at(beta), ANSWERED if vectors.rows else ABSENT)
 
-    def masked_vector(self, terms: Terms, first: int) -> Ring:
+    def masked_vector(self, terms: Terms, first: int) -> CoxAnswer:
         """The vector of a step that is summed under masks, whose bins are those of enough sites.
 
         Args:
@@ -109,15 +139,18 @@ class SiteCox:
         """
         assert terms.question is not None
         threshold = self._trainer.site.survivors or FEWEST
-        return self.vector(terms.question, merged(self._terms(), terms, first, threshold))
+        with telling():
+            agreed = merged(self._terms(), terms, first, threshold)
+        return self.vector(terms.question, agreed)
 
     def answer(self, message: bytes) -> bytes:
-        """The vector that a server without secure aggregation requests.
+        """The vector that a server without secure aggregation requests, and then the site's counters.
 
         Raises:
             WireError: the message is no step.
         """
-        return self.vector(_read(CoxStep, message, "a step of the Cox regression")).astype("<u8", copy=False).tobytes()
+        vector, counters = self.vector(_read(CoxStep, message, "a step of the Cox regression"))
+        return np.concatenate([vector, np.array(counters, dtype=np.uint64)]).astype("<u8", copy=False).tobytes()
 
     def keep(self, message: bytes) -> None:
         """Write what the regression found into the folder of the site's state.
@@ -135,11 +168,15 @@ class SiteCox:
             raise Refused("this site sends nothing of a Cox regression: it is not agreed on, or epsilon is limited")
         return self.agreed
 
-    def _enter(self, step: CoxStep) -> None:
-        """Enter a step before it is answered.
+    def _enter(self, step: CoxStep, rows: str) -> bool:
+        """Enter a step before it is answered; whether the rows are those of the first step.
+
+        Args:
+            step: what is asked.
+            rows: digest of the rows.
 
         Raises:
-            Broken: it was answered at other coefficients, or a step on other rows; or none of that is known any more.
+            Broken: it was answered at other coefficients, or none of that is known any more.
         """
         record = read_checked(self._steps)
         if record is None and self._steps.exists():
@@ -148,13 +185,20 @@ class SiteCox:
                 "be known"
             )
         record = record or {"rows": "", "steps": {}}
-        rows = digest_of([part.tobytes() for part in self._rows[0]])
-        if record["rows"] not in ("", rows):
-            raise Broken("the rows of this site are not those of the first step of the Cox regression")
         question = digest_of([step.encode()])
         if record["steps"].setdefault(f"{step.step}", question) != question:
             raise Broken(f"step {step.step} of the Cox regression was answered already, at other coefficients")
-        write_checked(self._steps, {**record, "rows": rows})
+        first = record["rows"] or rows
+        write_checked(self._steps, {**record, "rows": first})
+        return rows == first
+
+    def _rows_digest(self) -> str:
+        """Digest of the rows; where they cannot be read, of nothing."""
+        try:
+            return digest_of([part.tobytes() for part in self._rows[0]])
+        except Exception as error:  # as in `vector`
+            self._trainer.log_privately(f"rows of the Cox regression: {sentence_of(error)}")
+            return digest_of([])
 
 
 def _read(kind: type[V], message: bytes, what: str) -> V:

@@ -13,8 +13,8 @@ from fedloom.deploy.site.cox import SiteCox
 from fedloom.deploy.site.groups import SiteGroups
 from fedloom.deploy.site.local_data import part_sizes
 from fedloom.deploy.site.state import Generation
-from fedloom.deploy.site.trainer import Trainer
-from fedloom.engine.clients.chunk import ClientOutput, ask_chunk
+from fedloom.deploy.site.trainer import Trained, Trainer
+from fedloom.engine.clients.chunk import ask_chunk
 from fedloom.engine.job import Job
 from fedloom.errors import WireError
 from fedloom.processes.clients import AskTask, Scores
@@ -69,8 +69,8 @@ class PlainAnswers:
         cells = self._groups.cells(job, arrays, t, scores, common=common)
         return samples, [], metrics_of(scores) | self._groups.sums.as_metrics(cells)
 
-    def _send(self, job: Job, state: Generation | None, output: ClientOutput, down: object) -> dict[str, Tensor]:
-        return {"reply": torch.frombuffer(bytearray(self._trainer.forms.write_up(output)), dtype=torch.uint8)}
+    def _send(self, job: Job, state: Generation | None, trained: Trained, down: object) -> dict[str, Tensor]:
+        return {"reply": torch.frombuffer(bytearray(self._trainer.forms.write_up(trained.output)), dtype=torch.uint8)}
 
 
 def single(arrays: list[bytes]) -> bytes:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import cached_property
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,9 +19,12 @@ from fedloom.deploy.protocol.envelope import digest_of
 from fedloom.deploy.protocol.forms import Forms
 from fedloom.deploy.secure.member import check_maskable
 from fedloom.deploy.settings import Site, check_version
+from fedloom.deploy.site.crafted import check_change, check_units, norms_of
 from fedloom.deploy.site.ledger import Ledger
-from fedloom.deploy.site.local_data import part_sizes, samples_digest, site_federation
+from fedloom.deploy.site.local_data import federation_of, part_sizes, samples_digest, site_federation
+from fedloom.deploy.site.neutral import neutral_upload
 from fedloom.deploy.site.state import Generation, SiteState
+from fedloom.deploy.site.told import check_untold, telling
 from fedloom.engine.clients.chunk import ClientOutput, ClientState, run_clients, usable
 from fedloom.engine.clients.scores import hybrid_scores, personal_models, score_chunk
 from fedloom.engine.job import Job
@@ -29,7 +32,6 @@ from fedloom.engine.privacy import Noise, accounted, epsilon
 from fedloom.engine.setup import make_job
 from fedloom.errors import CheckpointError, ConfigError, LayoutError, Refused, RunDirError, WireError, sentence_of
 from fedloom.experiment import Experiment
-from fedloom.local import decay_of
 from fedloom.local.rows import for_everyone, named, remade
 from fedloom.processes.clients import Scores, ScoreTask, TrainTask
 from fedloom.schedule import Synchronous
@@ -37,15 +39,26 @@ from fedloom.schedule import Synchronous
 T = TypeVar("T")
 
 
-class RefusedModel(RunDirError):
-    """A model that a site does not train from; the sentence holds nothing of the samples."""
+class Trained(NamedTuple):
+    """What a site has computed in a round.
+
+    Attributes:
+        output: what it sends and keeps.
+        is_neutral: whether that is what it sends and keeps after zero steps, because its own result must not leave.
+    """
+
+    output: ClientOutput
+    is_neutral: bool = False
 
 
-Send = Callable[[Job, Generation | None, ClientOutput, Any], dict[str, Tensor]]
-"""(run, state, output, download) -> tensors of the next generation: `reply`, the bytes of an upload; rows to keep."""
+Send = Callable[[Job, Generation | None, Trained, Any], dict[str, Tensor]]
+"""(run, state, result, download) -> tensors of the next generation: `reply`, the bytes of an upload; rows to keep."""
 
-PLAIN = (CheckpointError, ConfigError, LayoutError, RunDirError, WireError)
-"""Errors whose sentence has no value of a sample; others may quote a cell, or a text of the user's code on one."""
+QUOTES_NO_VALUE = (CheckpointError, ConfigError, LayoutError, RunDirError, WireError)
+"""Errors whose sentence has no value of a sample; others may quote a cell, or a text of the user's code on one.
+
+They leave a site that sends single uploads. Under masks or a delta only `Told` leaves.
+"""
 
 
 class Trainer:
@@ -62,9 +75,14 @@ class Trainer:
     def __init__(self, site: Site, memory: SiteState) -> None:
         self.site, self._memory = site, memory
 
-    @cached_property
+    @property
     def fed(self) -> Federation:
         """The site's samples, as one client of the federation."""
+        check_untold()
+        return self._fed
+
+    @cached_property
+    def _fed(self) -> Federation:
         return site_federation(self.experiment, self.site)
 
     @cached_property
@@ -123,7 +141,8 @@ class Trainer:
 
     def with_local_data(self, accepted: int, job: Job) -> tuple[Job, Generation | None]:
         """The run, with its shares of the objective, with the state that the server names as accepted."""
-        ids, state = self.ids, self._memory.settle(accepted)
+        with telling():
+            ids, state = self.ids, self._memory.settle(accepted)
         for name, store in job.state_stores.items():
             store.reset()
             if state is not None:
@@ -151,75 +170,33 @@ class Trainer:
             weights: further numbers that the upload depends on.
 
         Raises:
-            FedloomError: the privacy budget is spent; or, without accounted noise of the site's own, the training
-                failed or its result is not finite.
+            Told: the download is not of this run or too far from the last one, the privacy budget is spent, or the disk
+                is full.
+            FedloomError: without masks or accounted noise of the site's own, the training failed or its result is not
+                finite.
         """
+        site, samples = self.site, self.samples
         base, digest = 0 if state is None else state.round, _digest(download, weights)
-        kept = self._memory.answered(t, base, digest)
-        if kept is not None:
-            return kept
-        down = self.forms.read_down(download)
-        norms = self._norms(down)
-        self._check_change(t, norms, [] if state is None else state.reply.get("norms", []))
-        self._check_units(t, down)
-        releases = self._ledger.release(t, samples=self.samples)
-        output = self._output(job, down, t)
-        tensors = {name: rows[0] for name, rows in named(output.state).items()} | send(job, state, output, down)
-        new = Generation(
-            t, base, digest, tensors, {"work": output.work[0].tolist(), "releases": releases, "norms": norms}
-        )
-        self._memory.keep(new)
-        return new
-
-    def _norms(self, down: Any) -> list[float]:
-        """The norms of the received model's layers, and of all of it; empty where no whole model is received."""
-        layout = self.job.oracle.layout
-        model = down[0].reshape(-1) if len(down) else torch.zeros(0)
-        if len(model) != layout.d:
-            return []
-        return [float(part.norm()) for part in (*layout.tree(model[None]).values(), model)]
-
-    def _check_change(self, t: int, norms: list[float], before: list[float]) -> None:
-        """Refuse a model that is far from the last one, as one is that was made to read samples from the upload.
-
-        Raises:
-            RefusedModel: the site's settings have a limit, and it is beyond.
-        """
-        most = self.site.model_change
-        if most is None:
-            return
-        for new, old in zip(norms, before, strict=False):
-            if old > 0 and not old / most <= new <= old * most:
-                raise RefusedModel(
-                    f"round {t}: a norm of the model is {new:.4g}, it was {old:.4g} in the last one, and site "
-                    f"{self.site.site} takes a change by {most:g} times"
+        with telling():
+            kept = self._memory.answered(t, base, digest)
+            if kept is not None:
+                return kept
+            if site.dead_units is not None and self.private:
+                raise ConfigError(
+                    "dead_units looks at samples, which a delta or epsilon forbids; leave it out of site.toml"
                 )
-
-    def _check_units(self, t: int, down: Any) -> None:
-        """Refuse a model with many dead units, whose weights get no gradient from any of the site's samples.
-
-        Raises:
-            RefusedModel: the site's settings have a limit, and a layer is beyond.
-            ConfigError: there is a limit, and nothing of the samples may show in a refusal.
-        """
-        most, job = self.site.dead_units, self.job
-        if most is None:
-            return
-        if self.private:
-            raise ConfigError(
-                "dead_units looks at samples, which a delta or epsilon forbids; leave it out of site.toml"
-            )
-        row = down[0].reshape(1, -1) if len(down) else torch.zeros(1, 0)
-        if row.shape[1] != job.oracle.layout.d:
-            return
-        work, tokens = job.work(t, self.ids), len(self.site.samples.vocabulary)
-        for name, part in job.oracle.layout.tree(work.full_grad(row) - decay_of(work, row)).items():
-            if part.dim() < 3 or part.shape[1] == tokens:  # no matrix, or rows of tokens
-                continue
-            dead = float((part[0].flatten(1) == 0).all(1).double().mean())
-            if dead > most:
-                where = f"site {self.site.site} takes {most:.0%}"
-                raise RefusedModel(f"round {t}: {dead:.0%} of the units of {name} answer to no sample, and {where}")
+            down = self.forms.read_down(download)
+            norms, before = norms_of(job, down), [] if state is None else state.reply.get("norms", [])
+            check_change(site.model_change, norms, before, f"site {site.site}, round {t}")
+            releases = self._ledger.release(t, samples=samples)
+        trained = self._trained(job, down, t)
+        state_rows = {name: rows[0] for name, rows in named(trained.output.state).items()}
+        tensors = state_rows | send(job, state, trained, down)
+        facts = {"work": trained.output.work[0].tolist(), "neutral": int(trained.is_neutral)}
+        new = Generation(t, base, digest, tensors, {**facts, "releases": releases, "norms": norms})
+        with telling():
+            self._memory.keep(new)
+        return new
 
     @property
     def _ledger(self) -> Ledger:
@@ -230,31 +207,62 @@ class Trainer:
         before, accepted = (0, 0) if noise is None else (self._memory.releases(), self._memory.accepted()[0])
         return Ledger(self._memory.folder, noise, limit, f"site {self.site.site}", before, accepted)
 
-    def _output(self, job: Job, down: Any, t: int) -> ClientOutput:
-        """The output of a round.
+    def _trained(self, job: Job, down: Any, t: int) -> Trained:
+        """Train in a round; under masks or noise of the site's own, a failure shows in no answer.
 
-        Under accounted noise of the site's own, a failure of the training shows in no answer: noise alone is sent, and
-        the state stays as it was.
+        The state stays as it was then. Under noise the site sends noise alone, under masks its neutral upload.
         """
+        site, work = self.site, torch.zeros(1, 3, dtype=torch.long)
         try:
             output = run_clients(job, down, TrainTask(t, torch.tensor([0]), self.ids, torch.ones(1, 1)))
-            if not bool(usable((*output.upload, *output.state.rows), 1, None).all()):
-                raise Refused(f"round {t}: the result of the training is not finite")
+            work = output.work
+            self._check_result(job, output, t)
+            check_units(site.dead_units, job, down, t, self.ids, len(site.samples.vocabulary))
         except Exception as error:
-            if self.noise is None:
+            if self.noise is None and site.secure is None:
                 raise
             self.log_privately(sentence_of(error))
-            return self._noise_alone(job, down)
-        return output
+            if self.noise is not None:
+                return Trained(self._noise_alone(job, down))
+            upload = neutral_upload(self._blank, job, down, t, self.ids, self.forms.idle)
+            return Trained(ClientOutput(upload, self._own_state(job), work), is_neutral=True)
+        return Trained(output)
+
+    def _check_result(self, job: Job, output: ClientOutput, t: int) -> None:
+        """Refuse a result that nobody could use.
+
+        Raises:
+            Refused: it is not finite; or, under masks, a row of the site's state is longer than
+                ``engine.norm_bound``, or a weight is below zero.
+        """
+        if not bool(usable((*output.upload, *output.state.rows), 1, None).all()):
+            raise Refused(f"round {t}: the result of the training is not finite")
+        if self.site.secure is None or self.noise is not None:
+            return
+        if not bool(usable(tuple(output.state.rows), 1, job.setting.engine.norm_bound).all()):
+            raise Refused(f"round {t}: a row of this site's state is longer than engine.norm_bound")
+        if not bool(usable(tuple(output.upload), 1, None, job.weights(output.upload)).all()):
+            raise Refused(f"round {t}: the upload has a weight below zero")
+
+    @cached_property
+    def _blank(self) -> Job:
+        """The same run on blank samples, so that nothing of the site's own is in a neutral upload."""
+        sizes = torch.tensor([[1, 0, 0]]).repeat(self.site.clients, 1)
+        sizes[self.site.client] = torch.tensor(part_sizes(self.fed, self.site.client))
+        setting = self.experiment.methods[0].setting.with_(schedule=Synchronous())
+        return make_job(setting, federation_of(self.site.samples, sizes))[0]
+
+    def _own_state(self, job: Job) -> ClientState:
+        """The state that the site has."""
+        return ClientState(**{name: store.read(self.ids) for name, store in job.state_stores.items()})
 
     def _noise_alone(self, job: Job, down: object) -> ClientOutput:
-        up, ids = self.forms.idle, self.ids
+        up = self.forms.idle
         if accounted(job.setting.channel) is not None:
             assert job.setting.channel is not None
             sent, _ = job.setting.channel.apply(None, torch.zeros_like(job.messages.update(up)), ())
             up = job.messages.absolute(job.messages.with_update(up, sent), job.algorithm.received(down, up))
-        state = ClientState(**{name: store.read(ids) for name, store in job.state_stores.items()})
-        return ClientOutput(up, state, torch.zeros(1, 3).long())
+        return ClientOutput(up, self._own_state(job), torch.zeros(1, 3).long())
 
     def scores(self, job: Job, models: Sequence[bytes], t: int, *, common: bool) -> Scores:
         """The scores of round ``t``, none if it is below 0; where they cannot be found, that is a note.
@@ -274,7 +282,9 @@ class Trainer:
         except Exception as error:  # under a delta, the failure may reveal samples
             what = f"{what} cannot be scored"
             sentence = (
-                f"{what}: {error}" if isinstance(error, PLAIN) else f"{what}; the reason is in the site's own log"
+                f"{what}: {error}"
+                if isinstance(error, QUOTES_NO_VALUE)
+                else f"{what}; the reason is in the site's own log"
             )
             self.log_privately(f"{what}: {sentence_of(error)}")
             if not self.private and self.site.secure is None:

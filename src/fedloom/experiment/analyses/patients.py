@@ -77,7 +77,8 @@ def group_scores(result: Result) -> pa.Table:
                 some = inside if client == FEDERATION else inside & (owner == client)
                 count = int(some.sum())
                 rows.append((client, kind, name, SAMPLES, float(count)))
-                if bool((row_counts(data.task, y[some]).sum(0) >= evaluate.group_least).all()):
+                counts = row_counts(data.task, y[some], job.oracle.task.outputs).sum(0)
+                if bool((counts >= evaluate.group_least).all()):
                     scores = job.oracle.task.metrics(outputs[some], y[some], torch.zeros(count, dtype=torch.long), 1)
                     rows += [(client, kind, name, metric, float(value)) for metric, value in scores.items()]
     return group_table(rows)

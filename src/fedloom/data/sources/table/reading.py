@@ -28,7 +28,7 @@ from fedloom.data.sources.table.targets import absence, agreed_classes, check_ev
 from fedloom.data.survey.agreement import Agreement, agreement_of
 from fedloom.data.survey.findings import ReadColumn, findings, left_out, text_left_out
 from fedloom.data.tables import MARKERS, Table, TableColumn, markers_of
-from fedloom.errors import ConfigError, DataError, NoSamples
+from fedloom.errors import ConfigError, DataError, NoSamples, direction_in
 
 MOST_COLUMNS = 100_000
 """Columns of a table; of so many an array is read in a small part of the time."""
@@ -182,6 +182,8 @@ class _Reading:
                 "features as an array (NPZ, or a folder with x.npy)"
             )
         checks.refuse_twins(where, names)
+        if disguised := direction_in(*names):
+            raise DataError(f"{where}: a column {disguised}")
         if absent := sorted(wanted - set(names)):
             raise ConfigError(f"{where}: {absence(absent, names, agreed=agreement is not None)}")
         self.agreed: dict[str, Agreed] = {}
@@ -269,6 +271,9 @@ class _Reading:
         if self.x.size == 0 and not sentences:
             raise NoSamples(f"{where}: no rows below the header; an empty table")
         coded = {column: codes.done() if codes.rows else (np.empty(0), ()) for column, codes in self.codes.items()}
+        for column, (_, levels) in coded.items():
+            if disguised := direction_in(*levels):
+                raise DataError(f"{where}: column {column!r}: a level {disguised}")
         label, classes = coded[self.label]
         if spec.users in coded:
             self._convert(*coded[spec.users])

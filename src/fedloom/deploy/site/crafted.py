@@ -1,0 +1,78 @@
+"""Signs of a model that was crafted to read samples from an upload."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedloom.engine.job import Job
+from fedloom.errors import RunDirError
+from fedloom.local import decay_of
+
+
+class RefusedModel(RunDirError):
+    """A model that a site does not train from."""
+
+
+def norms_of(job: Job, down: Any) -> list[float]:
+    """Return the norms of the received model's layers and of the whole; none where no whole model is received."""
+    layout = job.oracle.layout
+    model = down[0].reshape(-1) if len(down) else torch.zeros(0)
+    if len(model) != layout.d:
+        return []
+    return [float(part.norm()) for part in (*layout.tree(model[None]).values(), model)]
+
+
+def check_change(most: float | None, norms: Sequence[float], before: Sequence[float], where: str) -> None:
+    """Refuse a model that is far from the last one; it reads no samples.
+
+    Args:
+        most: factor by which a norm may change; None for any.
+        norms: of the received model.
+        before: of the last model; empty where there was none.
+        where: the site and the round, for the sentence.
+
+    Raises:
+        RefusedModel: a norm has changed by more.
+    """
+    if most is None:
+        return
+    for new, old in zip(norms, before, strict=False):
+        if old > 0 and not old / most <= new <= old * most:
+            raise RefusedModel(
+                f"{where}: a norm of the model is {new:.4g}, it was {old:.4g} in the last one, and the site takes a "
+                f"change by {most:g} times"
+            )
+
+
+def check_units(most: float | None, job: Job, down: Any, t: int, ids: Tensor, tokens: int) -> None:
+    """Refuse a model of which many units get no gradient from any of the site's samples.
+
+    The sentence has no share of units: with a crafted layer that share is the largest value of a pixel at this site.
+
+    Args:
+        most: largest share of such units in a layer; None for any.
+        job: the run of the site.
+        down: what the site received.
+        t: round.
+        ids: number of the site ``[1]``.
+        tokens: size of the vocabulary; a layer with a column for each token is not looked at.
+
+    Raises:
+        RefusedModel: a layer has more.
+    """
+    row = down[0].reshape(1, -1) if most is not None and len(down) else torch.zeros(1, 0)
+    if most is None or row.shape[1] != job.oracle.layout.d:
+        return
+    work = job.work(t, ids)
+    for part in job.oracle.layout.tree(work.full_grad(row) - decay_of(work, row)).values():
+        if part.dim() < 3 or part.shape[1] == tokens:  # no matrix, or rows of tokens
+            continue
+        if float((part[0].flatten(1) == 0).all(1).double().mean()) > most:
+            raise RefusedModel(
+                f"round {t}: more units of a layer get no gradient from any sample of the site than dead_units = "
+                f"{most:g} allows; look for a server that crafts models, or raise dead_units in site.toml"
+            )
