@@ -145,8 +145,8 @@ def new_secrets() -> Secrets:
 
 def advertise(session: bytes, client: int, secrets: Secrets, key: Ed25519PrivateKey) -> Advert:
     """The public keys of a site, signed with its signing key."""
-    publics = map(public_of, (secrets.sealing, secrets.masking))
-    new = Advert(client, *publics, *map(committed, (secrets.seed, secrets.counting)), b"")
+    sealing, masking = public_of(secrets.sealing), public_of(secrets.masking)
+    new = Advert(client, sealing, masking, committed(secrets.seed), committed(secrets.counting), b"")
     return new._replace(signature=key.sign(_advertised(session, new)))
 
 

@@ -124,9 +124,9 @@ class MaskedAnswers:
             return ACCUSES + accusations
         if terms.question is not None:
             first = len(ScoreVector(trainer.job).figures) + len(self._groups.sums.groups)
-            vector, counts = self._cox.masked_vector(terms, first)
+            answer = self._cox.masked_vector(terms, first)
             with telling():
-                return self._member.masked(t, head["session"], vector, counts)
+                return self._member.masked(t, head["session"], *answer)
         job, state = trainer.with_local_data(head["accepted"], self._weighed(terms))
         vectors, counts = [], ()
         if terms.scored >= 0:
