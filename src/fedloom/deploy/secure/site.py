@@ -128,7 +128,7 @@ class MaskedAnswers:
             with telling():
                 return self._member.masked(t, head["session"], *answer)
         job, state = trainer.with_local_data(head["accepted"], self._weighed(terms))
-        vectors, counts = [], ()
+        vectors, counts = [], tuple[int, ...]()
         if terms.scored >= 0:
             scores = trainer.scores(job, models, terms.scored, common=terms.common)
             if trainer.scoring == "masked":
