@@ -55,10 +55,10 @@ def shortened(job: Job, up: Any, down: Any, bounds: Mapping[str, float]) -> tupl
         whole = absolute(job.fields[name], field.shape[1], down[0].shape[-1])
         start = job.algorithm.received(down, up).expand_as(field) if whole else torch.zeros_like(field)
         fields[name] = start + _cut(field - start, most)
-    bound = job.setting.engine.norm_bound
+    longest = math.inf if job.setting.engine.norm_bound is None else job.setting.engine.norm_bound
     for name, field in fields.items():
-        if bound is not None and float(torch.linalg.vector_norm(field.double())) > bound:
-            fields[name], is_cut = _cut(field, bound), True
+        if float(torch.linalg.vector_norm(field.double())) > longest:
+            fields[name], is_cut = _cut(field, longest), True
     return type(up)(**fields), is_cut
 
 

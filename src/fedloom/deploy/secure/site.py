@@ -124,11 +124,11 @@ class MaskedAnswers:
             return ACCUSES + accusations
         if terms.question is not None:
             first = len(ScoreVector(trainer.job).figures) + len(self._groups.sums.groups)
-            sums, own = self._cox.masked_vector(terms, first)
+            answer = self._cox.masked_vector(terms, first)
             with telling():
-                return self._member.masked(t, head["session"], sums, own)
+                return self._member.masked(t, head["session"], *answer)
         job, state = trainer.with_local_data(head["accepted"], self._weighed(terms))
-        vectors, counts = [], ()
+        vectors, counts = [], tuple[int, ...]()
         if terms.scored >= 0:
             scores = trainer.scores(job, models, terms.scored, common=terms.common)
             if trainer.scoring == "masked":

@@ -271,8 +271,8 @@ class _Reading:
         if self.x.size == 0 and not sentences:
             raise NoSamples(f"{where}: no rows below the header; an empty table")
         coded = {column: codes.done() if codes.rows else (np.empty(0), ()) for column, codes in self.codes.items()}
-        for column, (_, levels) in coded.items():
-            if disguised := direction_in(*levels):
+        for column, (_, named) in coded.items():
+            if disguised := direction_in(*named):
                 raise DataError(f"{where}: column {column!r}: a level {disguised}")
         label, classes = coded[self.label]
         if spec.users in coded:
