@@ -100,7 +100,13 @@ class AFL(Algorithm):
 
     def client(self, down: Down, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
         w = descend(down.x, work)  # w_t = w_{t-1} - gamma_w grad_w L(w_{t-1}, lambda_{t-1})
-        return Up(down.share * (w - down.x), down.share, work.loss(down.x)), rows
+        return self.encode(w, down, rows, work)
+
+    def encode(self, model: Tensor, down: Down, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
+        return Up(down.share * (model - down.x), down.share, work.loss(down.x)), rows
+
+    def decode(self, down: Down, rows: Nothing, up: Up, work: Work) -> Tensor:
+        return down.x + torch.where(up.share > 0, up.dw / up.share, 0.0)
 
     def ranges(self, down: Down, up: Up, work: Work) -> dict[str, tuple[Tensor | float, Tensor | float]]:
         return {"share": (down.share, down.share), "loss": (0.0, math.inf)}

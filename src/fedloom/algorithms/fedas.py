@@ -98,20 +98,24 @@ class FedAS(Algorithm):
             g = masks.only_(work.slope(r.w, batch, (distance,), (r.term,)), ~top)
             return r._replace(w=r.w - rate * g)
 
-        def trace(r: _Trace, work: Work, batch: Batch) -> _Trace:
-            g = torch.empty_like(r.w)
-            work.addgrad_(g, r.w, batch, 0.0, 1.0)
-            return r._replace(fisher=r.fisher + g.square().sum(1, keepdim=True))
-
         w = masks.joined(down.x, masks.part(rows.w, top), top)
         if self.align:
             means = Prototypes(work.class_means(rows.w), (work.class_counts > 0).to(w))
             start = _Aligned(w, Bound(torch.ones_like(w[:, :1]), (), means))
             w = iterate(align, start, work, work.epochs(self.align) * moves, stream="alignment").w
-        w = descend(w, work)
-        fisher = iterate(trace, _Trace(w, torch.zeros_like(w[:, :1])), work, work.epochs(1) * moves, stream="fisher")
-        dw = where_moved(work, masks.only_(w - down.x, ~top), torch.zeros_like(w))
-        return Up(dw, fisher.fisher), Client(where_moved(work, w, rows.w))
+        return self.encode(descend(w, work), down, rows, work)
+
+    def encode(self, model: Tensor, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
+        def trace(r: _Trace, work: Work, batch: Batch) -> _Trace:
+            g = torch.empty_like(r.w)
+            work.addgrad_(g, r.w, batch, 0.0, 1.0)
+            return r._replace(fisher=r.fisher + g.square().sum(1, keepdim=True))
+
+        top, moves = masks.head(work.layout).to(down.x.device), (work.steps > 0).cpu()
+        start = _Trace(model, torch.zeros_like(model[:, :1]))
+        fisher = iterate(trace, start, work, work.epochs(1) * moves, stream="fisher").fisher
+        dw = where_moved(work, masks.only_(model - down.x, ~top), torch.zeros_like(model))
+        return Up(dw, fisher), Client(where_moved(work, model, rows.w))
 
     def ranges(self, down: Down, up: Up, work: Work) -> Mapping[str, tuple[Tensor | float, Tensor | float]]:
         return {"fisher": (0.0, math.inf)}

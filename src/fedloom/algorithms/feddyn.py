@@ -93,9 +93,16 @@ class FedDyn(Algorithm):
 
     def client(self, down: Model | ScaledModel, rows: Client, work: Work) -> tuple[Up, Client]:
         x, hi = down.x, rows.hi
-        alpha = self.alpha * down.mean / work.sizes.to(x) if isinstance(down, ScaledModel) else self.alpha
-        w = descend(x, work, pull=((alpha, x),), shift=-hi)  # Eq. 1: min L_k - <hi, w> + alpha/2 ||w - x||^2
-        return Up(w - x), Client(hi - alpha * (w - x))  # grad L_k(theta_k^t), below Eq. 1
+        pull = ((self._alpha(down, work), x),)
+        w = descend(x, work, pull=pull, shift=-hi)  # Eq. 1: min L_k - <hi, w> + alpha/2 ||w - x||^2
+        return self.encode(w, down, rows, work)
+
+    def encode(self, model: Tensor, down: Model | ScaledModel, rows: Client, work: Work) -> tuple[Up, Client]:
+        dw = model - down.x
+        return Up(dw), Client(rows.hi - self._alpha(down, work) * dw)  # grad L_k(theta_k^t), below Eq. 1
+
+    def _alpha(self, down: Model | ScaledModel, work: Work) -> Any:
+        return self.alpha * down.mean / work.sizes.to(down.x) if isinstance(down, ScaledModel) else self.alpha
 
     def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
         h = server.h - self.alpha * up.dw * ctx.part  # h^t = h^{t-1} - alpha (1/m) sum_k (theta_k - theta^{t-1})

@@ -68,8 +68,17 @@ class FedNova(Algorithm):
 
     def client(self, down: Model, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
         change = descend(down.x, work, pull=((self.mu, down.x),), decay=self.gamma) - down.x
+        return self._upload(change, work), rows
+
+    def encode(self, model: Tensor, down: Model, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
+        return self._upload(model - down.x, work), rows
+
+    def decode(self, down: Model, rows: Nothing, up: Up, work: Work) -> Tensor:
+        return down.x + up.size.clamp(min=1) * up.dw
+
+    def _upload(self, change: Tensor, work: Work) -> Up:
         size = self._size(work, change)
-        return Up(change / size.clamp(min=1), size), rows  # -eta d_i
+        return Up(change / size.clamp(min=1), size)  # -eta d_i
 
     def ranges(self, down: Model, up: Up, work: Work) -> dict[str, tuple[Tensor, Tensor]]:
         size = self._size(work, up.dw)

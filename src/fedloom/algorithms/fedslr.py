@@ -127,6 +127,10 @@ class FedSLR(Algorithm):
         v = descend(x + p, work, prox=prox, shift=shift, steps=steps, stream="phase II")  # Eq. 7, v = x + p
         return Up(w - x), Client(gi, v - x)
 
+    def encode(self, model: Tensor, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
+        dw = model - down.x
+        return Up(dw), rows._replace(gi=rows.gi - dw / self.eta_g) if self.method == "fedslr" else rows
+
     def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
         x, gamma = server.x + up.dw, server.gamma
         if self.method == "fedslr":

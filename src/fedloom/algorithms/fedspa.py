@@ -88,6 +88,9 @@ class FedSpa(Algorithm):
         new = where_moved(work, self._searched(mask, w, g, work), mask)
         return Up(w.sub_(x).mul_(mask)), Client(new)
 
+    def encode(self, model: Tensor, down: Model, rows: Client, work: Work) -> tuple[Up, Client]:
+        return Up((model - down.x) * rows.mask), rows
+
     def server(self, server: Model, up: Up, ctx: Ctx) -> Model:
         return Model(server.x + up.dw)  # w_{t+1} = w_t - mean of U_i
 

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -129,9 +130,20 @@ class FIAELT(Algorithm):
         start = x if self.start == "own" else where_moved(work, y.expand_as(x), x)
         how = self.solver, smooth, self.r, most, self.inner, self.lr
         new, steps, met = inexact(start, work, (beta, y), z, *how)  # Eq. 8
-        dx, dz = new - x, self.tau * beta * (new - y) * (work.steps > 0)  # line 4
+        return self._send(new, steps.to(x), met.to(x), down, rows, work)
+
+    def encode(self, model: Tensor, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
+        if not bool(down.beta):  # a round in which L is measured, and no model sent
+            return self.client(down, rows, work)
+        none = rows.moved.new_zeros(rows.moved.shape)
+        return self._send(model, none, none, down, rows, work)
+
+    def _send(self, new: Tensor, steps: Tensor, met: Tensor, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
+        beta, (x, z, _) = float(down.beta), rows
+        smooth = float(down.smooth) or beta / 5
+        dx, dz = new - x, self.tau * beta * (new - down.y) * (work.steps > 0)  # line 4
         moved = lyapunov_step(dx, dz, beta, smooth, self.tau, self.r)
-        return Up(dx, dz, steps.to(x), met.to(x), none), Client(new, z + dz, moved)
+        return Up(dx, dz, steps, met, torch.zeros_like(steps)), Client(new, z + dz, moved)
 
     def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
         _, xbar, zbar, beta, smooth, before, *_ = server

@@ -34,6 +34,7 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
+import torch
 from pydantic import Field, WrapValidator
 from torch import Tensor
 
@@ -67,13 +68,24 @@ class QFFL(Algorithm):
         return {"lipschitz": 1 / ctx.reach}
 
     def client(self, down: Model, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
-        x, q = down.x, self.q
-        lipschitz = 1 / work.lr if self.lipschitz == "step" else self.lipschitz
-        change = descend(x, work) - x  # -Dw_k / L
-        f = work.loss(x).clamp(min=SMALLEST)  # F_k(w^t)
+        change = descend(down.x, work) - down.x  # -Dw_k / L
+        return self._upload(change, self._loss(down, work), work), rows
+
+    def encode(self, model: Tensor, down: Model, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
+        return self._upload(model - down.x, self._loss(down, work), work), rows
+
+    def decode(self, down: Model, rows: Nothing, up: Up, work: Work) -> Tensor:
+        scale = self._loss(down, work) ** self.q
+        return down.x + torch.where(scale > 0, up.dw / scale, 0.0)
+
+    def _loss(self, down: Model, work: Work) -> Tensor:
+        return work.loss(down.x).clamp(min=SMALLEST)  # F_k(w^t)
+
+    def _upload(self, change: Tensor, f: Tensor, work: Work) -> Up:
+        q, lipschitz = self.q, 1 / work.lr if self.lipschitz == "step" else self.lipschitz
         square = (change * change).sum(1, keepdim=True)
         h = q * f ** (q - 1) * lipschitz * square + f**q  # h_k / L
-        return Up(f**q * change, h), rows  # -Delta_k / L
+        return Up(f**q * change, h)  # -Delta_k / L
 
     def ranges(self, down: Model, up: Up, work: Work) -> dict[str, tuple[Tensor | float, Tensor | float]]:
         """h is at least its minimum over all losses F for this length of dw, q L |dw|^2 F^(-q-1) + F^q."""

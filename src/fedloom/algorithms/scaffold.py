@@ -89,10 +89,19 @@ class SCAFFOLD(Algorithm):
         return Scaled(*server, ctx.sizes.to(server.x).mean(0)) if self.scaled else server
 
     def client(self, down: Server | Scaled, rows: Client, work: Work) -> tuple[Up, Client]:
-        x, c, ci = down.x, down.c, rows.ci
-        s = work.sizes.to(x) / down.mean if isinstance(down, Scaled) else None
-        shift = c - ci if s is None else (c - ci) / s
-        dy = descend(x, work, shift=shift).sub_(x)  # Eq. 3: y <- y - eta_l (g(y) - c_i + c)
+        s = self._scale(down, work)
+        shift = down.c - rows.ci if s is None else (down.c - rows.ci) / s
+        dy = descend(down.x, work, shift=shift).sub_(down.x)  # Eq. 3: y <- y - eta_l (g(y) - c_i + c)
+        return self._send(dy, down, rows, work)
+
+    def encode(self, model: Tensor, down: Server | Scaled, rows: Client, work: Work) -> tuple[Up, Client]:
+        return self._send(model - down.x, down, rows, work)
+
+    def _scale(self, down: Server | Scaled, work: Work) -> Tensor | None:
+        return work.sizes.to(down.x) / down.mean if isinstance(down, Scaled) else None
+
+    def _send(self, dy: Tensor, down: Server | Scaled, rows: Client, work: Work) -> tuple[Up, Client]:
+        x, c, ci, s = down.x, down.c, rows.ci, self._scale(down, work)
         if self.option == "I":
             g = work.full_grad(x)
             dc = (g if s is None else s * g) - ci  # Eq. 4, option I
