@@ -117,6 +117,10 @@ class FedAS(Algorithm):
         dw = where_moved(work, masks.only_(model - down.x, ~top), torch.zeros_like(model))
         return Up(dw, fisher), Client(where_moved(work, model, rows.w))
 
+    def decode(self, down: Down, rows: Client, up: Up, work: Work) -> Tensor:
+        top = masks.head(work.layout).to(down.x.device)
+        return masks.joined(down.x + up.dw, masks.part(rows.w, top), top)
+
     def ranges(self, down: Down, up: Up, work: Work) -> Mapping[str, tuple[Tensor | float, Tensor | float]]:
         return {"fisher": (0.0, math.inf)}
 

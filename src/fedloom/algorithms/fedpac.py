@@ -109,6 +109,9 @@ class FedPAC(Algorithm):
         w = masks.joined(down.x, down.head, masks.head(work.layout).to(down.x.device))
         return self._upload(model, *self._statistics(w, work), down, work), rows
 
+    def decode(self, down: Down, rows: Nothing, up: Up, work: Work) -> Tensor:
+        return masks.joined(down.x + up.dw, up.head, masks.head(work.layout).to(down.x.device))
+
     def _statistics(self, w: Tensor, work: Work) -> tuple[Tensor, Tensor]:
         """h_i ``[m, c k]`` and V_i ``[m, 1]`` under the models ``[m, d]``."""
         moment = (work.class_means(w) * shares(work, w)[:, :, None]).flatten(1)

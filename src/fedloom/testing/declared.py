@@ -160,7 +160,9 @@ def encoding(s: Subject) -> None:
         made = with_model(type(a), idle, model, scene.down, scene.rows)
     for name, kind in fields.items():
         mask = 1.0 if kind.part is None else a.part(kind.part, scene.problem.layout)
-        agree(getattr(made[0], name) * mask, getattr(up, name) * mask, f"{name} of a model that is encoded again", TIGHT)
+        agree(
+            getattr(made[0], name) * mask, getattr(up, name) * mask, f"{name} of a model that is encoded again", TIGHT
+        )
 
 
 def translation(s: Subject) -> None:
