@@ -17,8 +17,8 @@ of single clients.
 Deviations: a client takes local steps instead of one, and its change counts in proportion to lam_i within the cohort;
 share is lam_i/alpha_i, 1 at the start, and the mean is by alpha_i. With everyone and one full-batch step this is the
 paper's step. The losses of a cohort, times n/m, are an unbiased estimate of all losses. The model is the last iterate,
-not the mean of all. What travels is the change times share, so the model that a weigher, a sampler or an attacker works
-on is x + dw.
+not the mean of all. What travels is the change times share, so the model that a weigher or a sampler works on is
+x + dw.
 
 Defaults: gamma_lambda is a radius over the root of the sum of squared norms of the gradients so far (step "adaptive"),
 the step of adaptive projected ascent (Streeter and McMahan 2010, arXiv:1002.4862; Duchi, Hazan, Singer, JMLR 2011).

@@ -22,6 +22,9 @@ its training.
 Replayed: clients and server of TsingZ0/PFLlib (d832e76f) make the same models, to 1e-15, with equal shares, ``lr`` 0.01
 and every sample of the alignment alike.
 
+Attackers: a forged model counts by its own Fisher information. In one round of five clients, noise in the place of a
+model moved x 4.3 times as far as in FedAvg, and a flipped sign 0.2 times as far.
+
 Use it when heads are the clients' own and few take part in a round, so that bodies change between two turns. With no
 alignment and one client it is Local, as on a model that is all head, of which a run warns.
 """

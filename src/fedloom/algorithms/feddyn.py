@@ -24,6 +24,9 @@ Replayed: the clients of alpemreacar/FedDyn (48a19fa) make the same models, to 1
 Defaults: alpha = 1/reach, reach the length of a round (lr times its mean number of steps): on a steady gradient the
 server's model moves by 1/alpha times that gradient in a round, which is FedAvg's speed.
 
+Attackers: h repeats the change of the mean. In a round of m of n clients, a forged model moves theta 1 + m/n times as
+far as in FedAvg.
+
 Use it like SCAFFOLD, at half the traffic, with a local problem that is solved well. Large steps with small alpha can
 diverge.
 """

@@ -20,7 +20,7 @@ Kept by a client: nothing. Sent per round: d down, d + 1 up (dw, size).
 Deviations: p_i is the client's share, n_i/n as in the paper unless the run's ``weights`` differ.
 Momentum is the local one of the run; ``mu`` and ``gamma`` are the proximal and decaying-rate a_i of Section 3, and all
 three go together, where the paper has one at a time (momentum acts on the proximal term too). What travels is the
-change divided by ||a_i||_1, so the model that a weigher, a sampler or an attacker works on is x + dw.
+change divided by ||a_i||_1, so the model that a weigher or a sampler works on is x + dw.
 
 Replayed: the clients of JYWa/FedNova (47b4e09) make the same models, to 1e-15, with momentum and without, mu = 0; with
 mu its tau_eff counts the steps.

@@ -99,29 +99,23 @@ class FedPAC(Algorithm):
 
     def client(self, down: Down, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
         top = masks.head(work.layout).to(down.x.device)
-        w = masks.joined(down.x, down.head, top)
-        moment, spread = self._statistics(w, work)
+        w, share = masks.joined(down.x, down.head, top), shares(work, down.x)
+        moment = (work.class_means(w) * share[:, :, None]).flatten(1)
+        size = work.activations(w, reduce=torch.square).sum(1, keepdim=True) - moment.square().sum(1, keepdim=True)
+        spread = size / work.sizes.to(w)  # V_i
         w = descend(w, work, mask=top, steps=work.epochs(self.head_epochs), stream="head")
         w = descend(w, work, mask=~top, terms=(towards(down.prototypes, down.known, self.lam, work),))  # Eq. 4
-        return self._upload(w, moment, spread, down, work), rows
+        total, head = (work.class_means(w) * share[:, :, None]).flatten(1), masks.part(w, top)
+        return Up(masks.only_(w.sub_(down.x), ~top), head, moment, spread, total, share), rows
 
     def encode(self, model: Tensor, down: Down, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
-        w = masks.joined(down.x, down.head, masks.head(work.layout).to(down.x.device))
-        return self._upload(model, *self._statistics(w, work), down, work), rows
+        top = masks.head(work.layout).to(down.x.device)
+        total = (work.class_means(model) * shares(work, model)[:, :, None]).flatten(1)
+        up, _ = self.client(down, rows, work.idle())  # moment and spread are under the received body
+        return up._replace(dw=masks.only_(model - down.x, ~top), head=masks.part(model, top), total=total), rows
 
     def decode(self, down: Down, rows: Nothing, up: Up, work: Work) -> Tensor:
         return masks.joined(down.x + up.dw, up.head, masks.head(work.layout).to(down.x.device))
-
-    def _statistics(self, w: Tensor, work: Work) -> tuple[Tensor, Tensor]:
-        """h_i ``[m, c k]`` and V_i ``[m, 1]`` under the models ``[m, d]``."""
-        moment = (work.class_means(w) * shares(work, w)[:, :, None]).flatten(1)
-        size = work.activations(w, reduce=torch.square).sum(1, keepdim=True) - moment.square().sum(1, keepdim=True)
-        return moment, size / work.sizes.to(w)
-
-    def _upload(self, w: Tensor, moment: Tensor, spread: Tensor, down: Down, work: Work) -> Up:
-        top, share = masks.head(work.layout).to(w.device), shares(work, w)
-        total, head = (work.class_means(w) * share[:, :, None]).flatten(1), masks.part(w, top)
-        return Up(masks.only_(w - down.x, ~top), head, moment, spread, total, share)
 
     def ranges(self, down: Down, up: Up, work: Work) -> dict[str, tuple[Tensor, float]]:
         return {"share": share_range(up.share, work)}

@@ -20,6 +20,9 @@ public code those of the last epoch's batches, over clients alike. A class witho
 
 Replayed: the clients of TsingZ0/PFLlib (d832e76f) make the same models, to 1e-15, given the same prototypes.
 
+Attackers: the model that they forge is a set of prototypes. A forged model moves each prototype by the attacker's share
+of the samples of its class (Eq. 6).
+
 Use it where models must not leave the clients, or traffic is dear. With lam = 0 it is Local; on a model that is all
 head, too, of which a run warns.
 """

@@ -24,6 +24,8 @@ models and masks, to 1e-15, once the number that is exchanged is rounded down; t
 
 Defaults: T is the rounds of the run.
 
+Attackers: a forged model moves the parameters in the attacker's mask as far as in FedAvg, and no others.
+
 Use it when clients can afford a part of the model only. ``density`` 1 is FedAvg.
 """
 

@@ -94,10 +94,9 @@ class PFedFDA(Algorithm):
         return self.encode(w, down, rows, work)
 
     def encode(self, model: Tensor, down: Server, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
-        top, (shared, prior) = masks.head(work.layout).to(model.device), self._received(down, work)
-        mixtures = zip(*self._mixtures(model, shared, prior, work), strict=True)
+        mixtures = zip(*self._mixtures(model, *self._received(down, work), work), strict=True)
         means, cov = (torch.stack([part.flatten() for part in parts]).to(model) for parts in mixtures)
-        return Up(masks.only_(model - down.x, ~top), means, cov), rows
+        return Up(masks.only_(model - down.x, ~masks.head(work.layout).to(model.device)), means, cov), rows
 
     def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
         x = server.x + up.dw * self.part("body", ctx.layout).to(server.x.device)

@@ -22,6 +22,9 @@ and c is the mean of all s_i c_i, which clients then keep in the place of c_i; i
 
 Replayed: clients and server of TsingZ0/PFLlib (d832e76f) make the same x and c, to 1e-15, with equal shares.
 
+Attackers: c_i follows from a forged model as from any other (option II), and c has its share of it. In the next rounds
+honest clients then repeat the change that the attacker made.
+
 Use it for one good global model when clients differ and return often enough to keep their variates fresh.
 """
 
