@@ -123,11 +123,10 @@ class FedSLR(Algorithm):
         else:
             w = descend(x, work)  # Eq. 20
         steps = None if self.personal_epochs is None else work.epochs(self.personal_epochs)
-        prox = self.proxes()["personal"], x
-        shift = -work.local.weight_decay * x if self.personal_decay == "component" else None  # wd (v - x) = wd p
+        prox, decays = (self.proxes()["personal"], x), self.personal_decay == "component"
+        shift = -work.local.weight_decay * x if decays else None  # wd (v - x) = wd p
         v = descend(x + p, work, prox=prox, shift=shift, steps=steps, stream="phase II")  # Eq. 7, v = x + p
-        up, rows = self.encode(w, down, rows, work)
-        return up, rows._replace(p=v - x)
+        return self.encode(w, down, rows._replace(p=v - x), work)
 
     def encode(self, model: Tensor, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
         gi = rows.gi + (down.x - model) / self.eta_g if self.method == "fedslr" else rows.gi  # Eq. 5

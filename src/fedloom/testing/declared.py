@@ -154,14 +154,17 @@ def encoding(s: Subject) -> None:
     model = a.decode(scene.down, scene.rows, up, scene.work())
     width = getattr(up, primary_field(type(a))).shape[-1]
     demand(model.shape == (len(scene.ids), width), f"decode must return models [m, {width}], got {list(model.shape)}")
-    made = a.encode(model, scene.down, scene.rows, scene.work())
-    if made is None:
+    message = a.encode(model, scene.down, scene.rows, scene.work())
+    if message is None:
         idle = a.client(scene.down, scene.rows, scene.work(0))
-        made = with_model(type(a), idle, model, scene.down, scene.rows)
+        message = with_model(type(a), idle, model, scene.down, scene.rows)
     for name, kind in fields.items():
         mask = 1.0 if kind.part is None else a.part(kind.part, scene.problem.layout)
         agree(
-            getattr(made[0], name) * mask, getattr(up, name) * mask, f"{name} of a model that is encoded again", TIGHT
+            getattr(message[0], name) * mask,
+            getattr(up, name) * mask,
+            f"{name} of a model that is encoded again",
+            TIGHT,
         )
 
 

@@ -60,8 +60,8 @@ def encoded(job: Job, inputs: Inputs, models: Tensor, idle: tuple[Fields, Fields
     """What clients send and keep whose training ended at ``models [m, .]``; ``idle`` is theirs without a step."""
     down, rows, work = inputs
     with attribute_error("method", job.algorithm, f"round {work.round}"):
-        made = job.algorithm.encode(models, down, rows, work.uncounted())
-    return with_model(type(job.algorithm), idle, models, down, rows) if made is None else made
+        message = job.algorithm.encode(models, down, rows, work.uncounted())
+    return with_model(type(job.algorithm), idle, models, down, rows) if message is None else message
 
 
 def poisoned(fed: Federation, attack: Poison, attackers: Tensor, seed: int) -> Federation:
