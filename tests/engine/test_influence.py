@@ -121,7 +121,7 @@ def travelling(result: Result, models: Tensor) -> Tensor:
 class Round(NamedTuple):
     """A round: its run, and the models ``[n, .]`` that all clients sent, in the order of their ids."""
 
-    result: Result
+    result: Any
     models: Tensor
 
     @property
