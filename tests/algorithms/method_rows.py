@@ -470,12 +470,18 @@ ROWS: dict[str, Row] = {
         lambda p, end: {"global": mean_of_descents(p), "personal": mean_of_descents(p).expand(p.n, -1)},
         variants=({"weight": 1.0}, {"share": 0.5}),
     ),
-    "fedas": Row(fedas, 120, variants=({"align": 0},)),
+    "fedas": Row(
+        fedas,
+        120,
+        variants=({"align": 0},),
+        without={"encoding": "its Fisher information is that of the trained head, which no upload has"},
+    ),
     "pfedfda": Row(pfedfda, 80, without={"translation": "its means of features know the origin"}),
     "fedfomo": Row(
         lambda p, end: {"personal": p.minimiser},
         150,
         variants=({"peers": 0}, {"peers": 2, "epsilon": 1.0, "decay": 0.0}),
+        without={"encoding": "what it likes are the models that it received, of which an attacker tries none"},
     ),
     "fedpac": Row(
         fedpac,
@@ -508,6 +514,7 @@ ROWS: dict[str, Row] = {
         options={"rho": 1.0, "iterations": 2},
         lean={"inner": 2},  # a fifth step on a quadratic is so small that its curvature has three digits in float32
         variants=({"rho": 1.0},),
+        without={"encoding": "the curvature is that along its steps, of which the model does not tell"},
     ),
     "fedadmm-composite": Row(sparse, rounds=150, options={"regulariser": L1(c=1.0)}, solve=True),
     "feddr": Row(
@@ -524,6 +531,7 @@ ROWS: dict[str, Row] = {
         options={"regulariser": L1(c=5 * 1.0), "beta": 4.0, "smooth": 2.0, "solver": "gd"},
         lean={"inner": 4, "iterations": 2},
         variants=({"beta": 4.0, "smooth": 2.0, "solver": "gd"}, {"beta": 2.0, "solver": "sgd"}),
+        without={"encoding": "it counts iterations, of which the model does not tell"},
     ),
     "fedmid": Row(fedmid, 80, {"regulariser": L1(c=0.3)}, variants=({"regulariser": L1(c=0.3), "server_lr": 0.5},)),
     "feddualavg": Row(

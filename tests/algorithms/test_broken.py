@@ -11,7 +11,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedloom.algorithms import FLAME, SCAFFOLD, Algorithm, Delta, FedACS, FedAvg, FedBN, Kept, Mean, Model, Point
+from fedloom.algorithms import (
+    FLAME,
+    SCAFFOLD,
+    Algorithm,
+    Delta,
+    FedACS,
+    FedAvg,
+    FedBN,
+    FedNova,
+    Kept,
+    Mean,
+    Model,
+    Point,
+)
 from fedloom.algorithms.scaffold import Up as Variates
 from fedloom.errors import ConfigError
 from fedloom.local import Ctx, Nothing, Work, descend
@@ -263,6 +276,18 @@ class ForgetsItsOptions(FedAvg):
         return FedAvg(server_lr=0.5)
 
 
+class EncodesNothing(FedNova):
+    """Attackers send its normalised change as if it were the change, and no steps."""
+
+    def encode(self, model: Tensor, down: Model, rows: Nothing, work: Work) -> None:
+        return None
+
+
+class DecodesAnotherModel(FedNova):
+    def decode(self, down: Model, rows: Nothing, up: Any, work: Work) -> Tensor:
+        return down.x + up.dw
+
+
 class KeepsNoRows(FLAME):
     def client(self, down: Any, rows: Any, work: Work) -> tuple[Point, Any]:
         up, new = super().client(down, rows, work)
@@ -299,6 +324,8 @@ BROKEN: list[tuple[str, type[Algorithm]]] = [
     ("kept_rows", PeeksAtKept),
     ("idle_is_finite", DividesByZero),
     ("idle_is_zero", MovesWhenIdle),
+    ("encoding", EncodesNothing),
+    ("encoding", DecodesAnotherModel),
     ("translation", SaysDifference),
     ("translation", SaysAbsolute),
     ("translation", KnowsTheOrigin),

@@ -495,8 +495,16 @@ Further rules:
 - A mixer with `share = 0` changes no bit. Any other mixture loses the theorems of a common problem: FLAME and FedSLR
   are then no longer ADMM for a sum of local problems.
 
-- An attacker forges the field that carries the model. Its other fields are those of a client that takes no step.
+- An attacker forges a model, and the method encodes it as it encodes the models of its clients. One forged model then
+  moves every method as far as it moves FedAvg, unless the server step of the paper scales it: equitable-fl, fedas,
+  feddyn, fedopt, fedproto, fedslr, fedspa, fiaelt, ifca and q-ffl, and FedNova where clients take unequal steps. The
+  cards have the factors. In ADMM methods that upload one message u_i, the attacker forges u_i, as FLAME's paper states.
   `local` uploads nothing to forge: it runs as without the attack, and its figures leave the attackers out.
+
+- Which robust rule suits an upload: an ADMM message is a model plus a dual, so that its coordinates are spread widely
+  even without an attacker. A coordinate-wise median then drops most of the duals. `multi-krum` averages the whole
+  messages of honest clients. Take `multi-krum` for FIAELT and for the global models of FLAME and FedADMM; `median` and
+  `trimmed-mean` suit uploads that are models or changes of models.
 
 - Channels act on the change to the model that a client received, whatever the method uploads. Compressors feed back
   what they leave out of it.

@@ -23,7 +23,7 @@ from fedloom.algorithms._messages import Model as Model
 from fedloom.algorithms._messages import Point as Point
 from fedloom.algorithms._messages import Rows as Rows
 from fedloom.algorithms._messages import Sent as Sent
-from fedloom.algorithms._messages import download_type, upload_fields
+from fedloom.algorithms._messages import base_of, download_type, primary_field, upload_fields
 from fedloom.choose.mixers import Mixer
 from fedloom.errors import ConfigError, InvalidValue, Refused
 from fedloom.local import Ctx, LocalSGD, Nothing, Work
@@ -229,6 +229,37 @@ class Algorithm(Value, ABC):
         """
         received: Tensor = down[0]
         return received
+
+    def decode(self, down: Any, rows: Any, up: Any, work: Work) -> Tensor:
+        """The local models ``[m, .]`` that uploads carry; the inverse of `encode`.
+
+        By default the primary field plus its base. A method whose primary field is a multiple of the model's change
+        overrides this function and `encode`.
+
+        Args:
+            down: what the clients received.
+            rows: their state before the round.
+            up: their uploads.
+            work: their local problems; asked in simulation only, and not counted as work of the method.
+        """
+        name = primary_field(type(self))
+        model: Tensor = getattr(up, name) + base_of(upload_fields(type(self))[name], down, rows)
+        return model
+
+    def encode(self, model: Tensor, down: Any, rows: Any, work: Work) -> tuple[Any, Any] | None:
+        """The upload and the new rows of clients whose local training ends at ``model [m, .]``; attackers forge it.
+
+        By default (None) the primary field is the model less its base, a state field that is this base becomes the
+        model, and all else is what a client sends and keeps that takes no step. A method overrides this function if
+        its upload has the model in another form, or has other fields that depend on it.
+
+        Args:
+            model: models that an attack has made, which need not be near those of any training.
+            down: what the clients received.
+            rows: their state before the round.
+            work: their local problems; asked in simulation only, and not counted as work of the method.
+        """
+        return None
 
     def ranges(self, down: Any, up: Any, work: Work) -> Mapping[str, tuple[Tensor | float, Tensor | float]]:
         """The smallest and largest value that numbers of upload fields can have, by name: a number, or one for each.

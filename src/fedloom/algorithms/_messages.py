@@ -254,6 +254,26 @@ def primary_field(algorithm: type[Value]) -> str:
     return next(name for name, kind in upload_fields(algorithm).items() if kind.primary)
 
 
+def with_model(algorithm: type[Value], idle: tuple[Any, Any], model: Tensor, down: Any, rows: Any) -> tuple[Any, Any]:
+    """The upload and rows of clients that take no step, with another model ``[m, .]`` in the field that carries it.
+
+    If this field is a difference to a state field, that one takes the model.
+
+    Args:
+        algorithm: the method.
+        idle: what the clients send and keep without a step.
+        model: of every client.
+        down: what they received.
+        rows: their state before the round.
+    """
+    (up, kept), name = idle, primary_field(algorithm)
+    kind = upload_fields(algorithm)[name]
+    source, _, field = kind.base.partition(".")
+    if source == "rows":
+        kept = kept._replace(**{field: model})
+    return up._replace(**{name: model - base_of(kind, down, rows)}), kept
+
+
 def base_of(kind: Kind, down: Any, rows: Any) -> Tensor | float:
     """The value that a field is a difference to."""
     if kind.base == "zero":

@@ -17,8 +17,8 @@ of single clients.
 Deviations: a client takes local steps instead of one, and its change counts in proportion to lam_i within the cohort;
 share is lam_i/alpha_i, 1 at the start, and the mean is by alpha_i. With everyone and one full-batch step this is the
 paper's step. The losses of a cohort, times n/m, are an unbiased estimate of all losses. The model is the last iterate,
-not the mean of all. What travels is the change times share, so the model that a weigher, a sampler or an attacker works
-on is x + dw.
+not the mean of all. What travels is the change times share, so the model that a weigher or a sampler works on is
+x + dw.
 
 Defaults: gamma_lambda is a radius over the root of the sum of squared norms of the gradients so far (step "adaptive"),
 the step of adaptive projected ascent (Streeter and McMahan 2010, arXiv:1002.4862; Duchi, Hazan, Singer, JMLR 2011).
@@ -100,7 +100,13 @@ class AFL(Algorithm):
 
     def client(self, down: Down, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
         w = descend(down.x, work)  # w_t = w_{t-1} - gamma_w grad_w L(w_{t-1}, lambda_{t-1})
-        return Up(down.share * (w - down.x), down.share, work.loss(down.x)), rows
+        return self.encode(w, down, rows, work)
+
+    def encode(self, model: Tensor, down: Down, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
+        return Up(down.share * (model - down.x), down.share, work.loss(down.x)), rows
+
+    def decode(self, down: Down, rows: Nothing, up: Up, work: Work) -> Tensor:
+        return down.x + torch.where(up.share > 0, up.dw / up.share, 0.0)
 
     def ranges(self, down: Down, up: Up, work: Work) -> dict[str, tuple[Tensor | float, Tensor | float]]:
         return {"share": (down.share, down.share), "loss": (0.0, math.inf)}

@@ -93,9 +93,7 @@ class DBE(Algorithm):
 
     def client(self, down: Server, rows: Client, work: Work) -> tuple[Up, Client]:
         if not bool(down.formed) or not (self.kappa or self.memory):
-            w = descend(down.x, work)
-            mean = torch.zeros_like(rows.memory) if bool(down.formed) else work.activations(w)
-            return Up(w - down.x, mean), rows
+            return self.encode(descend(down.x, work), down, rows, work)
 
         def step(r: _Rows, work: Work, batch: Batch) -> _Rows:
             running, terms = r.running, list[Bound]()
@@ -112,6 +110,10 @@ class DBE(Algorithm):
         start = _Rows(down.x.expand(work.m, -1), rows.memory, torch.zeros_like(rows.memory))
         w, memory, _ = iterate(step, start, work)
         return Up(w - down.x, torch.zeros_like(memory)), Client(memory)
+
+    def encode(self, model: Tensor, down: Server, rows: Client, work: Work) -> tuple[Up, Client]:
+        mean = torch.zeros_like(rows.memory) if bool(down.formed) else work.activations(model)
+        return Up(model - down.x, mean), rows
 
     def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
         mean = server.mean if bool(server.formed) else up.mean

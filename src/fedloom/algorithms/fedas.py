@@ -22,6 +22,9 @@ its training.
 Replayed: clients and server of TsingZ0/PFLlib (d832e76f) make the same models, to 1e-15, with equal shares, ``lr`` 0.01
 and every sample of the alignment alike.
 
+Attackers: a forged model counts by its own Fisher information. In one round of five clients, noise in the place of a
+model moved x 4.3 times as far as in FedAvg, and a flipped sign 0.2 times as far.
+
 Use it when heads are the clients' own and few take part in a round, so that bodies change between two turns. With no
 alignment and one client it is Local, as on a model that is all head, of which a run warns.
 """
@@ -98,20 +101,28 @@ class FedAS(Algorithm):
             g = masks.only_(work.slope(r.w, batch, (distance,), (r.term,)), ~top)
             return r._replace(w=r.w - rate * g)
 
-        def trace(r: _Trace, work: Work, batch: Batch) -> _Trace:
-            g = torch.empty_like(r.w)
-            work.addgrad_(g, r.w, batch, 0.0, 1.0)
-            return r._replace(fisher=r.fisher + g.square().sum(1, keepdim=True))
-
         w = masks.joined(down.x, masks.part(rows.w, top), top)
         if self.align:
             means = Prototypes(work.class_means(rows.w), (work.class_counts > 0).to(w))
             start = _Aligned(w, Bound(torch.ones_like(w[:, :1]), (), means))
             w = iterate(align, start, work, work.epochs(self.align) * moves, stream="alignment").w
-        w = descend(w, work)
-        fisher = iterate(trace, _Trace(w, torch.zeros_like(w[:, :1])), work, work.epochs(1) * moves, stream="fisher")
-        dw = where_moved(work, masks.only_(w - down.x, ~top), torch.zeros_like(w))
-        return Up(dw, fisher.fisher), Client(where_moved(work, w, rows.w))
+        return self.encode(descend(w, work), down, rows, work)
+
+    def encode(self, model: Tensor, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
+        def trace(r: _Trace, work: Work, batch: Batch) -> _Trace:
+            g = torch.empty_like(r.w)
+            work.addgrad_(g, r.w, batch, 0.0, 1.0)
+            return r._replace(fisher=r.fisher + g.square().sum(1, keepdim=True))
+
+        top, moves = masks.head(work.layout).to(down.x.device), (work.steps > 0).cpu()
+        start = _Trace(model, torch.zeros_like(model[:, :1]))
+        fisher = iterate(trace, start, work, work.epochs(1) * moves, stream="fisher").fisher
+        dw = where_moved(work, masks.only_(model - down.x, ~top), torch.zeros_like(model))
+        return Up(dw, fisher), Client(where_moved(work, model, rows.w))
+
+    def decode(self, down: Down, rows: Client, up: Up, work: Work) -> Tensor:
+        top = masks.head(work.layout).to(down.x.device)
+        return masks.joined(down.x + up.dw, masks.part(rows.w, top), top)
 
     def ranges(self, down: Down, up: Up, work: Work) -> Mapping[str, tuple[Tensor | float, Tensor | float]]:
         return {"fisher": (0.0, math.inf)}

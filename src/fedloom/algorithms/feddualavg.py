@@ -93,6 +93,9 @@ class FedDualAvg(Algorithm):
         end = iterate(step, start, work)
         return Up(end.z.sub_(down.z), end.t - down.t), rows
 
+    def encode(self, model: Tensor, down: Down, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
+        return Up(model - down.z, work.lr * work.steps.to(model)), rows
+
     def ranges(self, down: Down, up: Up, work: Work) -> dict[str, tuple[Tensor, Tensor]]:
         time = work.lr * work.steps.to(up[0])
         return {"time": (time, time)}

@@ -24,6 +24,9 @@ Replayed: the clients of alpemreacar/FedDyn (48a19fa) make the same models, to 1
 Defaults: alpha = 1/reach, reach the length of a round (lr times its mean number of steps): on a steady gradient the
 server's model moves by 1/alpha times that gradient in a round, which is FedAvg's speed.
 
+Attackers: h repeats the change of the mean. In a round of m of n clients, a forged model moves theta 1 + m/n times as
+far as in FedAvg.
+
 Use it like SCAFFOLD, at half the traffic, with a local problem that is solved well. Large steps with small alpha can
 diverge.
 """
@@ -93,9 +96,16 @@ class FedDyn(Algorithm):
 
     def client(self, down: Model | ScaledModel, rows: Client, work: Work) -> tuple[Up, Client]:
         x, hi = down.x, rows.hi
-        alpha = self.alpha * down.mean / work.sizes.to(x) if isinstance(down, ScaledModel) else self.alpha
-        w = descend(x, work, pull=((alpha, x),), shift=-hi)  # Eq. 1: min L_k - <hi, w> + alpha/2 ||w - x||^2
-        return Up(w - x), Client(hi - alpha * (w - x))  # grad L_k(theta_k^t), below Eq. 1
+        pull = ((self._alpha(down, work), x),)
+        w = descend(x, work, pull=pull, shift=-hi)  # Eq. 1: min L_k - <hi, w> + alpha/2 ||w - x||^2
+        return self.encode(w, down, rows, work)
+
+    def encode(self, model: Tensor, down: Model | ScaledModel, rows: Client, work: Work) -> tuple[Up, Client]:
+        dw = model - down.x
+        return Up(dw), Client(rows.hi - self._alpha(down, work) * dw)  # grad L_k(theta_k^t), below Eq. 1
+
+    def _alpha(self, down: Model | ScaledModel, work: Work) -> Any:
+        return self.alpha * down.mean / work.sizes.to(down.x) if isinstance(down, ScaledModel) else self.alpha
 
     def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
         h = server.h - self.alpha * up.dw * ctx.part  # h^t = h^{t-1} - alpha (1/m) sum_k (theta_k - theta^{t-1})

@@ -71,7 +71,10 @@ class FedMiD(Algorithm):
     def client(self, down: Down, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
         psi = with_prox(self.regulariser)
         w = descend(down.x, work, prox=None if psi is None else (psi, None))  # w <- prox_{eta_c psi}(w - eta_c g(w))
-        return Up(w - down.x, work.lr * work.steps.to(w)), rows
+        return self.encode(w, down, rows, work)
+
+    def encode(self, model: Tensor, down: Down, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
+        return Up(model - down.x, work.lr * work.steps.to(model)), rows
 
     def ranges(self, down: Down, up: Up, work: Work) -> dict[str, tuple[Tensor, Tensor]]:
         time = work.lr * work.steps.to(up[0])

@@ -20,7 +20,7 @@ Kept by a client: nothing. Sent per round: d down, d + 1 up (dw, size).
 Deviations: p_i is the client's share, n_i/n as in the paper unless the run's ``weights`` differ.
 Momentum is the local one of the run; ``mu`` and ``gamma`` are the proximal and decaying-rate a_i of Section 3, and all
 three go together, where the paper has one at a time (momentum acts on the proximal term too). What travels is the
-change divided by ||a_i||_1, so the model that a weigher, a sampler or an attacker works on is x + dw.
+change divided by ||a_i||_1, so the model that a weigher or a sampler works on is x + dw.
 
 Replayed: the clients of JYWa/FedNova (47b4e09) make the same models, to 1e-15, with momentum and without, mu = 0; with
 mu its tau_eff counts the steps.
@@ -68,8 +68,17 @@ class FedNova(Algorithm):
 
     def client(self, down: Model, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
         change = descend(down.x, work, pull=((self.mu, down.x),), decay=self.gamma) - down.x
+        return self._upload(change, work), rows
+
+    def encode(self, model: Tensor, down: Model, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
+        return self._upload(model - down.x, work), rows
+
+    def decode(self, down: Model, rows: Nothing, up: Up, work: Work) -> Tensor:
+        return down.x + up.size.clamp(min=1) * up.dw
+
+    def _upload(self, change: Tensor, work: Work) -> Up:
         size = self._size(work, change)
-        return Up(change / size.clamp(min=1), size), rows  # -eta d_i
+        return Up(change / size.clamp(min=1), size)  # -eta d_i
 
     def ranges(self, down: Model, up: Up, work: Work) -> dict[str, tuple[Tensor, Tensor]]:
         size = self._size(work, up.dw)

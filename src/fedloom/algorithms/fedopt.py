@@ -28,6 +28,9 @@ in studies/benchmarks/factors.py that keeps up with FedAvg; where clients use Ad
 Where gradients are clipped at c it is at most reach c/sqrt(d): the first round goes no further than FedAvg's can.
 With momentum 0.1 = 1 - beta1, FedAvg's speed in the end.
 
+Attackers: a forged model moves x by the optimiser's step on the mean change. With momentum this step is server_lr times
+the change; the adaptive optimisers take about server_lr in every coordinate, however far the forged model is.
+
 Use it where some coordinates see rare gradients (embeddings); tune server_lr and tau together with the local lr.
 """
 

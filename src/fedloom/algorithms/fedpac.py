@@ -108,6 +108,15 @@ class FedPAC(Algorithm):
         total, head = (work.class_means(w) * share[:, :, None]).flatten(1), masks.part(w, top)
         return Up(masks.only_(w.sub_(down.x), ~top), head, moment, spread, total, share), rows
 
+    def encode(self, model: Tensor, down: Down, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
+        top = masks.head(work.layout).to(down.x.device)
+        total = (work.class_means(model) * shares(work, model)[:, :, None]).flatten(1)
+        up, _ = self.client(down, rows, work.idle())  # moment and spread are under the received body
+        return up._replace(dw=masks.only_(model - down.x, ~top), head=masks.part(model, top), total=total), rows
+
+    def decode(self, down: Down, rows: Nothing, up: Up, work: Work) -> Tensor:
+        return masks.joined(down.x + up.dw, up.head, masks.head(work.layout).to(down.x.device))
+
     def ranges(self, down: Down, up: Up, work: Work) -> dict[str, tuple[Tensor, float]]:
         return {"share": share_range(up.share, work)}
 

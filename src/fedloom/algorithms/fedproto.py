@@ -20,6 +20,9 @@ public code those of the last epoch's batches, over clients alike. A class witho
 
 Replayed: the clients of TsingZ0/PFLlib (d832e76f) make the same models, to 1e-15, given the same prototypes.
 
+Attackers: the model that they forge is a set of prototypes. A forged model moves each prototype by the attacker's share
+of the samples of its class (Eq. 6).
+
 Use it where models must not leave the clients, or traffic is dear. With lam = 0 it is Local; on a model that is all
 head, too, of which a run warns.
 """
@@ -28,6 +31,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, NamedTuple
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -77,8 +81,15 @@ class FedProto(Algorithm):
 
     def client(self, down: Server, rows: Client, work: Work) -> tuple[Up, Client]:
         w = descend(rows.w, work, terms=(towards(down.prototypes, down.known, self.lam, work),))  # Eq. 7
-        share = shares(work, w)
-        return Up((work.class_means(w) * share[:, :, None]).flatten(1), share), Client(w)  # Eq. 3
+        return self.encode(work.class_means(w).flatten(1), down, Client(w), work)  # Eq. 3
+
+    def encode(self, model: Tensor, down: Server, rows: Client, work: Work) -> tuple[Up, Client]:
+        share = shares(work, model)
+        return Up((model.view(*share.shape, -1) * share[:, :, None]).flatten(1), share), rows
+
+    def decode(self, down: Server, rows: Client, up: Up, work: Work) -> Tensor:
+        share = up.share.repeat_interleave(up.total.shape[1] // up.share.shape[1], 1)
+        return torch.where(share > 0, up.total / torch.where(share > 0, share, 1), down.prototypes)
 
     def ranges(self, down: Server, up: Up, work: Work) -> dict[str, tuple[Tensor, float]]:
         return {"share": share_range(up.share, work)}

@@ -31,6 +31,9 @@ settles where 3 s + 2 a < 4: s is the share of the way to the minimum that a cli
 way to the mean gradient that gamma goes, at most reach / eta_g. With a = 1/4 that holds for every s <= 1, with a = 1
 (eta_g = reach) only for s < 2/3; slow directions advance by eta_g h in a round, four times FedAvg's step.
 
+Attackers: gamma repeats the change of the mean. In a round of |S| of n clients, a forged model moves w_t 1 + |S|/n
+times as far as in FedAvg.
+
 Use it for personal models with few parameters of their own and a cheap download. ``components`` are the paper's LR+S to
 LR+LR; ``method`` its rival GPGD (FedAvg, then the prox; a biased limit). LPGD has the prox in every local step.
 """
@@ -117,7 +120,6 @@ class FedSLR(Algorithm):
         x, (gi, p) = down.x, rows
         if self.method == "fedslr":
             w = descend(x, work, pull=((1 / self.eta_g, x),), shift=-gi)  # Eq. 4
-            gi = gi + (x - w) / self.eta_g  # Eq. 5
         else:
             w = descend(x, work)  # Eq. 20
         steps = None if self.personal_epochs is None else work.epochs(self.personal_epochs)
@@ -125,7 +127,11 @@ class FedSLR(Algorithm):
         if self.personal_decay == "component":
             shift = -decay_of(work, x)  # wd (v - x) = wd p
         v = descend(x + p, work, prox=prox, shift=shift, steps=steps, stream="phase II")  # Eq. 7, v = x + p
-        return Up(w - x), Client(gi, v - x)
+        return self.encode(w, down, rows._replace(p=v - x), work)
+
+    def encode(self, model: Tensor, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
+        gi = rows.gi + (down.x - model) / self.eta_g if self.method == "fedslr" else rows.gi  # Eq. 5
+        return Up(model - down.x), rows._replace(gi=gi)
 
     def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
         x, gamma = server.x + up.dw, server.gamma

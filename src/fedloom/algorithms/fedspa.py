@@ -24,6 +24,8 @@ models and masks, to 1e-15, once the number that is exchanged is rounded down; t
 
 Defaults: T is the rounds of the run.
 
+Attackers: a forged model moves the parameters in the attacker's mask as far as in FedAvg, and no others.
+
 Use it when clients can afford a part of the model only. ``density`` 1 is FedAvg.
 """
 
@@ -87,6 +89,9 @@ class FedSpa(Algorithm):
         g = iterate(look, _Look(w, torch.zeros_like(w)), work, 1 * (work.steps > 0), stream="regrow").g  # dense
         new = where_moved(work, self._searched(mask, w, g, work), mask)
         return Up(w.sub_(x).mul_(mask)), Client(new)
+
+    def encode(self, model: Tensor, down: Model, rows: Client, work: Work) -> tuple[Up, Client]:
+        return Up((model - down.x) * rows.mask), rows
 
     def server(self, server: Model, up: Up, ctx: Ctx) -> Model:
         return Model(server.x + up.dw)  # w_{t+1} = w_t - mean of U_i

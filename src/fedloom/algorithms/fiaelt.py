@@ -22,6 +22,8 @@ repeats its steps until (9) holds. The public code has no dual and no penalty. T
 Defaults: beta = 1/(passes reach) for local SGD, reach lr times a round's mean number of steps, which balances penalty
 and data; (9) then takes L = beta/5. No regulariser, of which a run warns.
 
+Attackers: z_i has tau of the change of x_i again, so that a forged model moves y 1 + tau times as far as in FedAvg.
+
 Use it for composite problems on a few clients that all take part; where these differ much, tau = 1 begins faster.
 """
 
@@ -129,9 +131,16 @@ class FIAELT(Algorithm):
         start = x if self.start == "own" else where_moved(work, y.expand_as(x), x)
         how = self.solver, smooth, self.r, most, self.inner, self.lr
         new, steps, met = inexact(start, work, (beta, y), z, *how)  # Eq. 8
-        dx, dz = new - x, self.tau * beta * (new - y) * (work.steps > 0)  # line 4
-        moved = lyapunov_step(dx, dz, beta, smooth, self.tau, self.r)
-        return Up(dx, dz, steps.to(x), met.to(x), none), Client(new, z + dz, moved)
+        up, rows = self.encode(new, down, rows, work)
+        return up._replace(iterations=steps.to(x), met=met.to(x)), rows
+
+    def encode(self, model: Tensor, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
+        if not bool(down.beta):  # L is measured, and no model is sent
+            return self.client(down, rows, work)
+        beta, (x, z, _), none = float(down.beta), rows, rows.moved.new_zeros(rows.moved.shape)
+        dx, dz = model - x, self.tau * beta * (model - down.y) * (work.steps > 0)  # line 4
+        moved = lyapunov_step(dx, dz, beta, float(down.smooth) or beta / 5, self.tau, self.r)
+        return Up(dx, dz, none, none, none), Client(model, z + dz, moved)
 
     def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
         _, xbar, zbar, beta, smooth, before, *_ = server

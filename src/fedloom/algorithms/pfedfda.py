@@ -91,9 +91,12 @@ class PFedFDA(Algorithm):
         top, (shared, prior) = masks.head(work.layout).to(down.x.device), self._received(down, work)
         w = under([shared] * work.m, prior, down.x, work)
         w = descend(w, work, mask=~top)  # phi <- SGD under the head of (mu_g, Sigma_g, pi_i)
-        mixtures = zip(*self._mixtures(w, shared, prior, work), strict=True)
-        means, cov = (torch.stack([part.flatten() for part in parts]).to(w) for parts in mixtures)
-        return Up(masks.only_(w.sub_(down.x), ~top), means, cov), rows
+        return self.encode(w, down, rows, work)
+
+    def encode(self, model: Tensor, down: Server, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
+        mixtures = zip(*self._mixtures(model, *self._received(down, work), work), strict=True)
+        means, cov = (torch.stack([part.flatten() for part in parts]).to(model) for parts in mixtures)
+        return Up(masks.only_(model - down.x, ~masks.head(work.layout).to(model.device)), means, cov), rows
 
     def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
         x = server.x + up.dw * self.part("body", ctx.layout).to(server.x.device)

@@ -118,6 +118,10 @@ Defaults: mu is FedProx's. The number of clusters belongs to the federation. Whe
 one up to sqrt(m) with the largest mean silhouette, if that is above 0.7 and no cluster is a single client, which would
 count as much as all others; else clients weigh alike, of which a run warns.
 
+Attackers: activations under a forged model differ from all others, so that attackers are a cluster of their own. With C
+clusters, a forged model counts n/(C |cluster|) times as much as in FedAvg: 2.5 times for one of five clients where C is
+2. A robust aggregator does not read these weights.
+
 Use it when groups of clients of unequal size should be served equally well; with one cluster it is FedProx. Where every
 client has one class, a few classes are a cluster, which counts as much as one of many: the model loses the others.
 """,

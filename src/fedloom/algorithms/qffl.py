@@ -18,12 +18,15 @@ Kept by a client: nothing. Sent per round: d down, d + 1 up (dw, h), both means.
 Deviations: Delta_k and h_k are sent divided by L, with the sign of a difference, so that dw is the change of the model
 when q = 0. A loss below 1e-10 counts as 1e-10, as in the public code. The cohort is the run's sampler's; the paper
 draws with p_k (sampler ``size-weighted``). The loss is that of the received model on the whole training part. What
-travels is the change times F_k^q, so the model that a weigher, a sampler or an attacker works on is x + dw.
+travels is the change times F_k^q, so the model that a weigher or a sampler works on is x + dw.
 
 Replayed: the server of litian96/fair_flearn (f097971) makes the same models, to 1e-11, with L = "step".
 
 Defaults: L = 1/reach, reach the length of a round (lr times its mean number of steps): a round is one step of that
 size, where the paper's 1/lr would count every local step as a round.
+
+Attackers: h_k grows with the square of the change. A forged model that is far from x makes sum h_k large, so that the
+server takes a short step: it moves x less than in FedAvg, and slows the honest clients down.
 
 Use it for a more even accuracy over clients at some cost of the mean; tune q. q = 0 is FedAvg.
 """
@@ -34,6 +37,7 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
+import torch
 from pydantic import Field, WrapValidator
 from torch import Tensor
 
@@ -67,13 +71,24 @@ class QFFL(Algorithm):
         return {"lipschitz": 1 / ctx.reach}
 
     def client(self, down: Model, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
-        x, q = down.x, self.q
-        lipschitz = 1 / work.lr if self.lipschitz == "step" else self.lipschitz
-        change = descend(x, work) - x  # -Dw_k / L
-        f = work.loss(x).clamp(min=SMALLEST)  # F_k(w^t)
+        change = descend(down.x, work) - down.x  # -Dw_k / L
+        return self._upload(change, self._loss(down, work), work), rows
+
+    def encode(self, model: Tensor, down: Model, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
+        return self._upload(model - down.x, self._loss(down, work), work), rows
+
+    def decode(self, down: Model, rows: Nothing, up: Up, work: Work) -> Tensor:
+        scale = self._loss(down, work) ** self.q
+        return down.x + torch.where(scale > 0, up.dw / scale, 0.0)
+
+    def _loss(self, down: Model, work: Work) -> Tensor:
+        return work.loss(down.x).clamp(min=SMALLEST)  # F_k(w^t)
+
+    def _upload(self, change: Tensor, f: Tensor, work: Work) -> Up:
+        q, lipschitz = self.q, 1 / work.lr if self.lipschitz == "step" else self.lipschitz
         square = (change * change).sum(1, keepdim=True)
         h = q * f ** (q - 1) * lipschitz * square + f**q  # h_k / L
-        return Up(f**q * change, h), rows  # -Delta_k / L
+        return Up(f**q * change, h)  # -Delta_k / L
 
     def ranges(self, down: Model, up: Up, work: Work) -> dict[str, tuple[Tensor | float, Tensor | float]]:
         """h is at least its minimum over all losses F for this length of dw, q L |dw|^2 F^(-q-1) + F^q."""

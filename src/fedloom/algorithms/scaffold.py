@@ -22,6 +22,9 @@ and c is the mean of all s_i c_i, which clients then keep in the place of c_i; i
 
 Replayed: clients and server of TsingZ0/PFLlib (d832e76f) make the same x and c, to 1e-15, with equal shares.
 
+Attackers: c_i follows from a forged model as from any other (option II), and c has its share of it. In the next rounds
+honest clients then repeat the change that the attacker made.
+
 Use it for one good global model when clients differ and return often enough to keep their variates fresh.
 """
 
@@ -89,10 +92,19 @@ class SCAFFOLD(Algorithm):
         return Scaled(*server, ctx.sizes.to(server.x).mean(0)) if self.scaled else server
 
     def client(self, down: Server | Scaled, rows: Client, work: Work) -> tuple[Up, Client]:
-        x, c, ci = down.x, down.c, rows.ci
-        s = work.sizes.to(x) / down.mean if isinstance(down, Scaled) else None
-        shift = c - ci if s is None else (c - ci) / s
-        dy = descend(x, work, shift=shift).sub_(x)  # Eq. 3: y <- y - eta_l (g(y) - c_i + c)
+        s = self._scale(down, work)
+        shift = down.c - rows.ci if s is None else (down.c - rows.ci) / s
+        dy = descend(down.x, work, shift=shift).sub_(down.x)  # Eq. 3: y <- y - eta_l (g(y) - c_i + c)
+        return self._send(dy, down, rows, work)
+
+    def encode(self, model: Tensor, down: Server | Scaled, rows: Client, work: Work) -> tuple[Up, Client]:
+        return self._send(model - down.x, down, rows, work)
+
+    def _scale(self, down: Server | Scaled, work: Work) -> Tensor | None:
+        return work.sizes.to(down.x) / down.mean if isinstance(down, Scaled) else None
+
+    def _send(self, dy: Tensor, down: Server | Scaled, rows: Client, work: Work) -> tuple[Up, Client]:
+        x, c, ci, s = down.x, down.c, rows.ci, self._scale(down, work)
         if self.option == "I":
             g = work.full_grad(x)
             dc = (g if s is None else s * g) - ci  # Eq. 4, option I

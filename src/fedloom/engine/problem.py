@@ -126,7 +126,7 @@ class RunProblem:
     @cached_property
     def model_field(self) -> str:
         """The upload field that the server's side looks at as a model; empty if it looks at none."""
-        return primary_field(type(self.algorithm)) if self.asks or self.sees_honest else ""
+        return primary_field(type(self.algorithm)) if self.asks else ""
 
     @cached_property
     def malicious(self) -> Tensor:

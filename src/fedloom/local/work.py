@@ -331,6 +331,10 @@ class Work:
         """The same clients, none of which takes a step."""
         return self.with_(is_idle=True, steps=torch.zeros_like(self.steps))
 
+    def uncounted(self) -> Work:
+        """The same work, of which nothing is counted, and whose optimisers keep no state."""
+        return self.with_(counts=Counts.zeros(self.m), memory=None)
+
     def at(self, k: int) -> Work:
         """The same work in step ``k``."""
         return self.with_(k=k)

@@ -59,7 +59,7 @@ class Poison(Attack, ABC):
 
 
 class Forgery(Attack, ABC):
-    """An attack on the primary field of the upload."""
+    """An attack that makes models in the place of trained ones; the method encodes them (`Algorithm.encode`)."""
 
     sees_honest: ClassVar[bool] = False
     """Reads the rows of the honest clients of the cohort (omniscient)."""
@@ -73,13 +73,13 @@ class Forgery(Attack, ABC):
 
     @abstractmethod
     def forge(self, honest: Tensor | None, base: Tensor, benign: Tensor, m: int, gens: Sequence[Generator]) -> Tensor:
-        """What the attackers send, in absolute form (a model, not a difference).
+        """The models that the attackers send.
 
         Args:
-            honest: [h, d] rows of the honest clients in absolute form; None where they are not known: the attackers'
-                own honest rows stand in for them then (as in Baruch et al., section 3).
+            honest: [h, d] local models of the honest clients, as their uploads carry them; None where they are not
+                known: the attackers' own honest rows stand in for them then (as in Baruch et al., section 3).
             base: [b, d] the models that the attackers received.
-            benign: [b, d] what they would send if they were honest, in absolute form.
+            benign: [b, d] the models that they would send if they were honest.
             m: size of the cohort, attackers included.
             gens: b generators, one per attacker.
 

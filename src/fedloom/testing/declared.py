@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithms import Algorithm, primary_field, upload_fields
-from fedloom.algorithms._messages import base_of
+from fedloom.algorithms._messages import base_of, with_model
 from fedloom.local.rows import map_rows, named
 from fedloom.testing.federate import ReferenceFederation, ReferenceState, begin, mixed, personal_models
 from fedloom.testing.problems import Problem
@@ -157,6 +157,30 @@ def idle_is_zero(s: Subject) -> None:
     for name, kind in upload_fields(type(s.algorithm)).items():
         if kind.base != "zero":
             agree(getattr(up, name), torch.zeros_like(getattr(up, name)), f"{name} without any step", TIGHT)
+
+
+def encoding(s: Subject) -> None:
+    """What `Algorithm.encode` makes of the model that an upload carries (`Algorithm.decode`) is that upload."""
+    scene = Scene(s)
+    a, fields = s.algorithm, upload_fields(type(s.algorithm))
+    if not fields:
+        return
+    up, _ = a.client(scene.down, scene.rows, scene.work())
+    model = a.decode(scene.down, scene.rows, up, scene.work())
+    width = getattr(up, primary_field(type(a))).shape[-1]
+    demand(model.shape == (len(scene.ids), width), f"decode must return models [m, {width}], got {list(model.shape)}")
+    message = a.encode(model, scene.down, scene.rows, scene.work())
+    if message is None:
+        idle = a.client(scene.down, scene.rows, scene.work(0))
+        message = with_model(type(a), idle, model, scene.down, scene.rows)
+    for name, kind in fields.items():
+        mask = 1.0 if kind.part is None else a.part(kind.part, scene.problem.layout)
+        agree(
+            getattr(message[0], name) * mask,
+            getattr(up, name) * mask,
+            f"{name} of a model that is encoded again",
+            TIGHT,
+        )
 
 
 def translation(s: Subject) -> None:

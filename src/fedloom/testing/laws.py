@@ -25,6 +25,7 @@ from fedloom.testing.declared import (
     STAGES,
     bases,
     declarations,
+    encoding,
     idle_is_finite,
     idle_is_zero,
     kept_rows,
@@ -178,7 +179,8 @@ LAWS: dict[str, Callable[[Subject], None]] = {
     law.__name__: law
     for law in (
         runs, declarations, shapes, row_independence, permutation, arguments_unmodified, no_state,
-        dropped_is_not_sampled, bases, parts, kept_rows, idle_is_finite, idle_is_zero, translation, precision, resume,
+        dropped_is_not_sampled, bases, parts, kept_rows, idle_is_finite, idle_is_zero, encoding, translation,
+        precision, resume,
     )
 }  # fmt: skip
 """Every law by name."""
@@ -198,6 +200,8 @@ CURES = {
     "kept_rows": "set mixes = True if down reads the kept rows",
     "idle_is_finite": "divide by work.steps.clamp(min=1), or take where_moved(work, new, old)",
     "idle_is_zero": "take where_moved(work, new, old) of what is sent and kept: without a step nothing changes",
+    "encoding": "define encode, by which attackers send a model that an attack has made: it gives every field of the "
+    "upload that depends on the model; and decode, its inverse, if the primary field is not the model less its base",
     "translation": "models may be compared and averaged, not measured from zero; if the method refers to the origin, "
     "as a regulariser does, set family = 'composite' or leave the law out: without=['translation']",
     "precision": "take dtypes from the arguments: torch.zeros_like(w), torch.rand(..., dtype=w.dtype)",

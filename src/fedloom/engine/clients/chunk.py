@@ -49,6 +49,7 @@ class ClientOutput(NamedTuple):
         weigher_answer: answers ``[m, k]`` to the weigher's query, if it has one.
         sampler_report: what a sampler learns from the clients' reports ``[m, k]``, if they report.
         model: the primary field as it is sent, absolute ``[m, d]``, if the server's side looks at it.
+        trained: the local models ``[m, .]`` that the upload carries, if attackers look at them.
         sent: the upload as it is written, where that has the change to the received model in place of an absolute one.
     """
 
@@ -59,6 +60,7 @@ class ClientOutput(NamedTuple):
     sampler_report: Tensor | None = None
     model: Tensor | None = None
     sent: Fields | None = None
+    trained: Tensor | None = None
 
 
 class Inputs(NamedTuple):
@@ -195,8 +197,16 @@ def output_of(job: Job, inputs: Inputs, upload: Fields, rows: Fields) -> ClientO
             residue = remade(residue, [getattr(upload, job.primary)]) if messages.tracks else left
     if name:
         model = getattr(upload, name) + base_of(job.fields[name], inputs.down, inputs.rows)
+    trained = decoded(job, inputs, upload) if job.sees_honest else None
     state = ClientState(rows, residue, _optimizer_states(job, work))
-    return ClientOutput(upload, state, work_counts(work), answer, report, model, sent)
+    return ClientOutput(upload, state, work_counts(work), answer, report, model, sent, trained)
+
+
+def decoded(job: Job, inputs: Inputs, upload: Fields) -> Tensor:
+    """The local models ``[m, .]`` that uploads carry, as attackers see them."""
+    down, rows, work = inputs
+    with attribute_error("method", job.algorithm, f"round {work.round}"):
+        return job.algorithm.decode(down, rows, upload, work.uncounted())
 
 
 def _optimizer_states(job: Job, work: Work) -> Fields | None:
@@ -244,10 +254,10 @@ def accept(
     if not bool(accepted.all()):
         output, applied, ids, share = select_rows((output, applied, ids, share), accepted)
         down = rows_of(down, accepted)
-    upload, state, _, answer, report, model, _ = output
+    upload, state, _, answer, report, model, _, trained = output
     answers = {} if answer is None else {"weigher": answer}
-    if job.sees_honest and model is not None:
-        answers["models"] = model
+    if trained is not None:
+        answers["models"] = trained
     if job.setting.sampler.learns and model is not None:
         answers["sampler"] = model - down[0] if report is None else report
     parts = partials(job, upload if applied is None else applied, ids, share)

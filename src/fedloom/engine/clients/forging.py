@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fedloom.algorithms._messages import base_of, primary_field
+from fedloom.algorithms._messages import with_model
 from fedloom.data.federation import Federation
-from fedloom.engine.clients.chunk import ClientOutput, accept, client_step, inputs_of, output_of
+from fedloom.engine.clients.chunk import ClientOutput, Inputs, accept, client_step, decoded, inputs_of, output_of
 from fedloom.engine.job import Job
 from fedloom.errors import attribute_error
 from fedloom.local.rows import Fields, rows_of, to_device
@@ -27,8 +27,8 @@ def forge(job: Job, down: Fields, server: Fields, task: TrainTask, honest: Tenso
 def forged(job: Job, down: Fields, task: TrainTask, honest: Tensor | None, m: int) -> tuple[Fields, ClientOutput]:
     """Forge the uploads of a cohort's attackers; what they received, and what they send.
 
-    The primary field is forged in absolute form; all else is what a client sends and keeps that takes no step. If the
-    primary field is a difference to a state field, that field takes the forged value.
+    The attack makes models, and the method encodes them (`Algorithm.encode`), so that a model moves the server alike in
+    whatever form a method sends it.
 
     Args:
         job: the run.
@@ -39,25 +39,29 @@ def forged(job: Job, down: Fields, task: TrainTask, honest: Tensor | None, m: in
     """
     assert isinstance(job.setting.attack, Forgery)
     inputs = inputs_of(job, to_device(rows_of(down, task.place), job.oracle.device), task)
-    upload, rows = client_step(job, inputs, inputs.work.idle())
-    trained = upload
+    idle = client_step(job, inputs, inputs.work.idle())
+    trained = idle[0]
     if job.setting.attack.reads_own:
-        work = job.work(task.round, task.ids, trains=True)  # of its own: an optimiser keeps no state of this training
+        work = job.work(task.round, task.ids, trains=True, steps=task.steps)  # of its own: an optimiser keeps no state
         work.counts = inputs.work.counts
         trained, _ = client_step(job, inputs, work)
-    name = primary_field(type(job.algorithm))
-    base = base_of(job.fields[name], inputs.down, inputs.rows)
-    absolute = getattr(trained, name) + base
+    absolute = decoded(job, inputs, trained)
     received = job.algorithm.received(inputs.down, trained).expand_as(absolute)
     honest = honest if honest is not None and len(honest) else None
     with attribute_error("attack", job.setting.attack, f"round {task.round}"):
         models = job.setting.attack.forge(honest, received, absolute, m, inputs.work.rng("attack"))
         if models.shape != absolute.shape:
             raise ValueError(f"forge must return models {[*absolute.shape]}, got {[*models.shape]}")
-    source, _, field = job.fields[name].base.partition(".")
-    if source == "rows":
-        rows = rows._replace(**{field: models})
-    return inputs.down, output_of(job, inputs, upload._replace(**{name: models - base}), rows)
+    upload, rows = encoded(job, inputs, models, idle)
+    return inputs.down, output_of(job, inputs, upload, rows)
+
+
+def encoded(job: Job, inputs: Inputs, models: Tensor, idle: tuple[Fields, Fields]) -> tuple[Fields, Fields]:
+    """What clients send and keep whose training ended at ``models [m, .]``; ``idle`` is theirs without a step."""
+    down, rows, work = inputs
+    with attribute_error("method", job.algorithm, f"round {work.round}"):
+        message = job.algorithm.encode(models, down, rows, work.uncounted())
+    return with_model(type(job.algorithm), idle, models, down, rows) if message is None else message
 
 
 def poisoned(fed: Federation, attack: Poison, attackers: Tensor, seed: int) -> Federation:

@@ -91,6 +91,7 @@ def flat(computed: Computed) -> dict[str, Tensor]:
     output = computed.output
     groups = {"upload": output.upload, "received": computed.down, **output.state._asdict()}
     answers = {"weigher": output.weigher_answer, "sampler": output.sampler_report, "model": output.model}
+    answers["trained"] = output.trained
     return named({"counts": computed.counts, "work": output.work, **groups, **answers})
 
 

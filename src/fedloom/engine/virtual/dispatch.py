@@ -64,9 +64,9 @@ def compute(
         for task, fields in clients.compute(request):
             flights.append(Flight.of(state.round, task.ids, task.share[:, 0].long(), fields))
     if len(forging):
-        task = TrainTask(t, forging, ids[forging], share[forging])
-        models = [f.fields["model"] for f in flights if "model" in f.fields]
-        honest = torch.cat(models) if models and job.sees_honest else None
+        task = TrainTask(t, forging, ids[forging], share[forging], None if steps is None else steps[forging])
+        models = [f.fields["trained"] for f in flights if "trained" in f.fields]
+        honest = torch.cat(models) if models else None
 
         def attack() -> dict[str, Tensor]:
             received, output = forged(job, down, task, honest, len(ids))
