@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 import numpy as np
 from scipy.special import nctdtrinc, stdtr, stdtrit
@@ -18,10 +19,38 @@ POWER = 0.8
 """With this probability a difference of the size called detectable would have been decided."""
 ROUNDING = 1e-9
 """What equal means may differ by."""
-HOLDS, PARTLY, FAILS, OPEN = "holds", "holds in part", "does not hold", "undecided"
-VERDICTS = (HOLDS, PARTLY, FAILS, OPEN)
-UNMEASURED, LOST = "not measured yet", "without a result"
-"""In place of a verdict: where the present recipe was not run; where every run of a method diverged or failed."""
+
+
+class ClaimVerdict(StrEnum):
+    """Name every outcome of a claim of a paper; a claim that is not tested has a reason, one of `Untested`."""
+
+    HOLDS = "holds"
+    PARTLY = "holds in part"
+    FAILS = "does not hold"
+    UNDECIDED = "undecided"
+    UNTESTED = "not tested"
+
+
+HOLDS, PARTLY, FAILS, UNDECIDED, UNTESTED = ClaimVerdict
+
+
+class Untested(StrEnum):
+    """Name every reason why a claim is not tested.
+
+    Attributes:
+        UNASKED: no recipe asks for it.
+        NOT_RUN: the recipe, as it is now, has not been run.
+        LOST: every run of a method that it needs diverged or failed.
+        REGIME: what was run is in another regime than the paper's run, by figures that both have.
+        GPU: what was run is so much smaller than the paper's run that more seeds change nothing.
+    """
+
+    UNASKED = "not asked"
+    NOT_RUN = "not run"
+    LOST = "without a result"
+    REGIME = "another regime"
+    GPU = "needs a GPU"
+
 
 
 @dataclass(frozen=True)
@@ -44,7 +73,7 @@ class Look:
     level: float
     half: float
     p: float
-    verdict: str
+    verdict: ClaimVerdict
     detectable: float
 
 
@@ -53,7 +82,7 @@ def first_look(claim: Claim, order: Sequence[str], lead: Mapping[str, float]) ->
     values = [lead[seed] for seed in order]
     look = look_at(claim, values, math.nan)
     for n, level in LOOKS:
-        if len(values) < n or look.verdict != OPEN:
+        if len(values) < n or look.verdict != UNDECIDED:
             break
         look = look_at(claim, values[:n], level)
     return look
@@ -63,7 +92,7 @@ def look_at(claim: Claim, values: list[float], level: float) -> Look:
     """Test differences by seed at a level; nan: without a test."""
     n, mean = len(values), float(np.mean(values)) if values else math.nan
     if math.isnan(level) or claim.construction:
-        return Look(n, mean, math.nan, math.nan, math.nan, OPEN, math.nan)
+        return Look(n, mean, math.nan, math.nan, math.nan, UNDECIDED, math.nan)
     error = float(np.std(values, ddof=1)) / math.sqrt(n)
     m = claim.margin
     right, wrong = _one_sided(mean + m, error, n), _one_sided(-m - mean, error, n)
@@ -72,7 +101,7 @@ def look_at(claim: Claim, values: list[float], level: float) -> Look:
     if claim.equivalent:
         right, wrong = max(right, _one_sided(m - mean, error, n)), min(wrong, _one_sided(mean - m, error, n))
     p = min(1.0, 2 * min(right, wrong))
-    verdict = OPEN if p > level else HOLDS if right < wrong else FAILS
+    verdict = UNDECIDED if p > level else HOLDS if right < wrong else FAILS
     width = float(stdtrit(n - 1, 1 - level / 2))
     detectable = float(nctdtrinc(n - 1, 1 - POWER, width)) * error
     return Look(n, mean, level, width * error, p, verdict, detectable)
