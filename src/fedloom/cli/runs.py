@@ -185,6 +185,10 @@ def report_command(
             autocompletion=offer.one_of("used", "personal", "all"),
         ),
     ] = "used",
+    margin: Annotated[
+        float | None,
+        typer.Option(help="methods that differ by no more are equivalent, in the metric's units: 0.01 is a point"),
+    ] = None,
     card: Annotated[
         bool, typer.Option("--card", help="write a model card too: card.md, for people to complete")
     ] = False,
@@ -204,6 +208,7 @@ def report_command(
         if kind is None:
             raise unknown("choice", models, MODELS, "--models")
         page = out or runs[0] / "report.html"
-        say(f"report: {report.write(runs, page, columns=chosen, against=against, models=kind)}")
+        written = report.write(runs, page, columns=chosen, against=against, models=kind, margin=margin)
+        say(f"report: {written}")
         if card:
             say(f"model card: {report.write_card(runs, page.with_suffix('') / 'card.md')}")
