@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import numpy as np
@@ -60,21 +60,33 @@ class Look:
     Attributes:
         n: seeds that were used.
         difference: their mean.
-        level: of the look.
-        half: half width of the difference's interval at 1 - level.
+        level: at which it is decided: of the look, and among several of the step of Holm's procedure; nan without a
+            test.
+        error: standard error of the difference; nan without a test.
         p: two-sided p of the nearer of claim and contradiction, in the claim's own test.
-        verdict: holds, does not hold or undecided, at the level.
-        detectable: the smallest difference that would have been decided with probability `POWER`, if the spread over
-            seeds is that of these.
+        verdict: holds, does not hold or undecided, at the level of the look.
     """
 
     n: int
     difference: float
     level: float
-    half: float
+    error: float
     p: float
     verdict: ClaimVerdict
-    detectable: float
+
+    @property
+    def half(self) -> float:
+        """Half width of the interval that decides; nan without a test."""
+        return self._quantile * self.error
+
+    @property
+    def detectable(self) -> float:
+        """The difference that would have been decided with probability `POWER`, if these seeds have the spread of all."""
+        return float(nctdtrinc(self.n - 1, 1 - POWER, self._quantile)) * self.error
+
+    @property
+    def _quantile(self) -> float:
+        return float(stdtrit(self.n - 1, 1 - self.level / 2)) if math.isfinite(self.level) else math.nan
 
 
 def first_look(claim: Claim, order: Sequence[str], lead: Mapping[str, float]) -> Look:
@@ -92,8 +104,8 @@ def look_at(claim: Claim, values: list[float], level: float) -> Look:
     """Test differences by seed at a level; nan: without a test."""
     n, mean = len(values), float(np.mean(values)) if values else math.nan
     if math.isnan(level) or claim.construction:
-        return Look(n, mean, math.nan, math.nan, math.nan, UNDECIDED, math.nan)
-    error = float(np.std(values, ddof=1)) / math.sqrt(n)
+        return Look(n, mean, math.nan, math.nan, math.nan, UNDECIDED)
+    error = _error(values)
     m = claim.margin
     right, wrong = _one_sided(mean + m, error, n), _one_sided(-m - mean, error, n)
     if error == 0:  # equal in every seed is not more
@@ -102,9 +114,14 @@ def look_at(claim: Claim, values: list[float], level: float) -> Look:
         right, wrong = max(right, _one_sided(m - mean, error, n)), min(wrong, _one_sided(mean - m, error, n))
     p = min(1.0, 2 * min(right, wrong))
     verdict = UNDECIDED if p > level else HOLDS if right < wrong else FAILS
-    width = float(stdtrit(n - 1, 1 - level / 2))
-    detectable = float(nctdtrinc(n - 1, 1 - POWER, width)) * error
-    return Look(n, mean, level, width * error, p, verdict, detectable)
+    return Look(n, mean, level, error, p, verdict)
+
+
+def _error(values: Sequence[float]) -> float:
+    """The standard error of a mean; of values that are all infinite alike 0."""
+    if not all(map(math.isfinite, values)):
+        return 0.0 if len(set(values)) == 1 else math.inf
+    return float(np.std(values, ddof=1)) / math.sqrt(len(values))
 
 
 def _one_sided(lead: float, error: float, n: int) -> float:
@@ -114,6 +131,22 @@ def _one_sided(lead: float, error: float, n: int) -> float:
     return float(stdtr(n - 1, -lead / error))
 
 
-def clear_looks(looks: Sequence[Look]) -> list[bool]:
-    """Decide which are clear by Holm's procedure, each p as a share of the level of its own look."""
-    return [p <= LEVEL for p in holm([min(1.0, LEVEL * look.p / look.level) for look in looks])]
+def decided_looks(looks: Sequence[Look]) -> list[tuple[Look, bool]]:
+    """Every look at the level of its step of Holm's procedure, and whether it is clear there.
+
+    Each p counts as a share of the level of its own look.
+    """
+    shares = [min(1.0, LEVEL * look.p / look.level) for look in looks]
+    clear = [p <= LEVEL for p in holm(shares)]
+    order = sorted(range(len(looks)), key=shares.__getitem__)
+    left = {place: len(looks) - min(rank, sum(clear)) for rank, place in enumerate(order)}
+    return [(replace(look, level=look.level / left[k]), clear[k]) for k, look in enumerate(looks)]
+
+
+def claim_words(verdict: ClaimVerdict, reason: Untested | None = None) -> str:
+    """A verdict for people, with the reason of a claim that is not tested.
+
+    >>> claim_words(HOLDS), claim_words(UNTESTED, Untested.GPU)
+    ('holds', 'not tested (needs a GPU)')
+    """
+    return f"{verdict} ({reason})" if reason else str(verdict)

@@ -122,11 +122,12 @@ def differences(one: Estimate, other: Estimate, *, log: bool = False) -> dict[in
     """
     seeds = sorted(one.finite.keys() & other.finite.keys(), reverse=True)
     first = {(one.repeats.get(seed, seed), other.repeats.get(seed, seed)): seed for seed in seeds}
-    subtract = _log_ratio if log else float.__sub__
+    subtract = log_ratio if log else float.__sub__
     return {seed: subtract(float(one.finite[seed]), float(other.finite[seed])) for seed in sorted(first.values())}
 
 
-def _log_ratio(one: float, other: float) -> float:
+def log_ratio(one: float, other: float) -> float:
+    """Return the logarithm of one over the other: 0 of equal ones, infinite where one of them is 0 or below."""
     if one == other:
         return 0.0
     if one <= 0 or other <= 0:
