@@ -33,7 +33,7 @@ def advice(verdicts: Sequence[SetupVerdict], references: References) -> Iterator
             continue
         link, chosen = f"[{j.setup.title}]({FOLDER}/{j.setup.name}.md)", recommended(j)
         if chosen is None:
-            rows.append((-math.inf, f"| {link} | inconclusive | {planned(j)} | - | - | - |"))
+            rows.append((-math.inf, f"| {link} | inconclusive | {planned(j)}{_of_the_two(j)} | - | - | - |"))
             continue
         mean = chosen.figures["mean"]
         alone, best = max(models_alone(j, references).items(), key=lambda model: model[1].mean)
@@ -75,6 +75,12 @@ def planned(j: SetupVerdict) -> str:
     return f"{j.needed} seeds show {WANTED_POINTS} points"
 
 
+def _of_the_two(j: SetupVerdict) -> str:
+    """State which of local and FedAvg is better, where that is decided."""
+    worse = [s for s in j.standings if s.method in MARKS[:2] and s.worse]
+    return f"; {j.reference} is better than {worse[0].method}, {signed(-(worse[0].gain or NONE))}" if worse else ""
+
+
 def finding(verdicts: Sequence[SetupVerdict]) -> str:
     """The page's first paragraphs: where a method is better than the better of local and FedAvg."""
     whole = [j for j in verdicts if j.reference]
@@ -88,7 +94,7 @@ def finding(verdicts: Sequence[SetupVerdict]) -> str:
     blind = sum(not j.decides for j in tested)
     last = (
         f"In {blind} of {len(tested)} setups the seeds are too few to show {WANTED_POINTS} points with a probability of "
-        f"{percent(POWER)}, so that no verdict there is no evidence against a method."
+        f"{percent(POWER)}: there, a verdict that is missing is no evidence against a method."
     )
     return "\n\n".join([f"{first} Better are:" if rest else first, *rest, *([last] if tested else [])])
 
