@@ -27,8 +27,8 @@ from fedloom_studies.reproduce import summary as summaries
 from fedloom_studies.reproduce.cells import cells, within
 from fedloom_studies.reproduce.choices import CHOSEN, read_choices
 from fedloom_studies.reproduce.figures import Reference, unit, values
-from fedloom_studies.reproduce.judge import ClaimVerdict, at_validation, claims, papers_lead
-from fedloom_studies.reproduce.looks import FAILS, HOLDS, LOOKS, OPEN, PARTLY, POWER
+from fedloom_studies.reproduce.judge import JudgedClaim, at_validation, claims, papers_lead
+from fedloom_studies.reproduce.looks import FAILS, HOLDS, LOOKS, PARTLY, POWER, UNDECIDED
 from fedloom_studies.reproduce.recipe import Recipe, make_recipe, merged, recipes
 from fedloom_studies.store import records
 from tests import commands
@@ -89,7 +89,7 @@ def verdict(one: Recipe, a: list[float], b: list[float]) -> str:
 def test_a_claim_holds_fails_or_is_open() -> None:
     assert verdict(with_claim(), FAR, NEAR) == HOLDS
     assert verdict(with_claim(), NEAR, FAR) == FAILS
-    assert verdict(with_claim(), [0.5, 0.7, 0.4, 0.6, 0.5], [0.6, 0.5, 0.5, 0.55, 0.5]) == OPEN
+    assert verdict(with_claim(), [0.5, 0.7, 0.4, 0.6, 0.5], [0.6, 0.5, 0.5, 0.55, 0.5]) == UNDECIDED
     assert verdict(with_claim(higher=None, lower="flame: personal"), NEAR, FAR) == HOLDS
     assert verdict(with_claim(margin=0.5), NEAR, FAR) == HOLDS
     assert verdict(with_claim(than=[0.6]), FAR, NEAR) == HOLDS
@@ -99,7 +99,7 @@ def test_a_claim_holds_fails_or_is_open() -> None:
 
 
 def test_fewer_than_five_seeds_decide_nothing_unless_it_holds_by_construction() -> None:
-    assert verdict(with_claim(), FAR[:4], NEAR[:4]) == OPEN
+    assert verdict(with_claim(), FAR[:4], NEAR[:4]) == UNDECIDED
     assert verdict(with_claim(construction=True), NEAR[:1], NEAR[:1]) == HOLDS
     assert (
         "by construction"
@@ -116,7 +116,7 @@ def test_a_margin_is_no_part_of_the_difference_and_equivalence_has_two_sides() -
     assert verdict(equal, close, a) == HOLDS
     assert verdict(equal, ahead, a) == verdict(equal, a, ahead) == FAILS
     assert verdict(with_claim(margin=0.05), ahead, a) == HOLDS
-    assert verdict(equal, [0.5, 0.7, 0.4, 0.6, 0.5], a) == OPEN
+    assert verdict(equal, [0.5, 0.7, 0.4, 0.6, 0.5], a) == UNDECIDED
     with pytest.raises(ConfigError, match="equivalence needs a margin"):
         with_claim(equivalent=True)
 
@@ -137,7 +137,7 @@ def test_a_claim_on_spreads_is_levenes_test_paired_and_knows_no_level() -> None:
         with_claim(spread=True, than=[0.1])
 
 
-def judged(*gaps: float, spread: float = 1.0, **claim: Any) -> ClaimVerdict:
+def judged(*gaps: float, spread: float = 1.0, **claim: Any) -> JudgedClaim:
     """A claim whose subject is ahead of its rivals by these gaps."""
     a, noise = np.array(FAR), spread * np.array([0.004, -0.003, 0.001, -0.002, 0.0])
     rivals = {f"m{k}_global": list(a - gap + (k + 1) * noise) for k, gap in enumerate(gaps)}
@@ -168,7 +168,7 @@ def test_one_rival_neither_carries_nor_drowns_the_others() -> None:
     assert judged(0.3, 0.2, 0.001).verdict == PARTLY  # level with one, behind none
     assert judged(0.05, 0.05, 0.3, spread=0.1).verdict == HOLDS
     wild = judged(0.05, 0.05, 0.3, spread=20)  # spread in one rival is not spread in all
-    assert wild.verdict in (PARTLY, OPEN)
+    assert wild.verdict in (PARTLY, UNDECIDED)
     assert judged(0.3, 0.2, -0.02).least.name == "m2: global: accuracy"
 
 
@@ -188,7 +188,7 @@ def test_rivals_have_holms_correction() -> None:
     lead = np.array([0.0148, 0.0088, 0.0106, 0.0136, 0.0064])
     p = float(stats.ttest_1samp(lead, 0).pvalue)
     assert LOOKS[0][1] / 5 < p < LOOKS[0][1]
-    for count, verdict in ((1, HOLDS), (5, OPEN)):
+    for count, verdict in ((1, HOLDS), (5, UNDECIDED)):
         rivals = {f"m{k}_global": list(np.array(FAR) - lead) for k in range(count)}
         table = {"than": [f"m{k}: global" for k in range(count)]}
         assert claims(with_claim(**table), numbers(flame_personal=FAR, **rivals))[0].verdict == verdict
@@ -263,11 +263,11 @@ def test_single_comparisons_have_holms_correction() -> None:
 def test_the_first_clear_look_decides_and_later_seeds_change_nothing(seed: int, mean: float, n: int) -> None:
     lead = list(np.random.default_rng(seed).normal(mean, 1, n))
     one = claims(with_claim(than=[0.0]), numbers(flame_personal=lead))[0].least.look if n else None
-    expected = OPEN
+    expected = UNDECIDED
     for count, level in LOOKS:
-        if n >= count and expected == OPEN:
+        if n >= count and expected == UNDECIDED:
             test = stats.ttest_1samp(lead[:count], 0)
-            expected = OPEN if test.pvalue > level else HOLDS if test.statistic > 0 else FAILS
+            expected = UNDECIDED if test.pvalue > level else HOLDS if test.statistic > 0 else FAILS
             assert one is not None
             used = count
     if n >= 5:
