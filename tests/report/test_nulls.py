@@ -6,6 +6,8 @@ blocks of features that can be exchanged, so that their expected accuracy over s
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from scipy import stats
@@ -61,6 +63,7 @@ def test_seeds_that_split_the_same_samples_give_few_false_verdicts_on_the_source
 @pytest.mark.parametrize(("seeds", "clients", "samples"), [(5, 2, 300), (5, 10, 600), (10, 5, 300), (20, 5, 300)])
 def test_few_false_verdicts_on_the_source_long(seeds: int, clients: int, samples: int) -> None:
     corrected, plain = false_families(1000, seeds, clients, samples)
-    print(f"{seeds} seeds, {clients} clients, {samples} samples: {corrected} of 1000 false, {plain} uncorrected")
+    row = f"| {seeds} | {clients} | {samples} | {corrected / 10:.1f} % | {plain / 10:.1f} % |"
+    assert row in (Path(__file__).parents[2] / "docs" / "tuning.md").read_text()
     assert at_most_the_level(corrected, 1000)
     assert corrected < plain

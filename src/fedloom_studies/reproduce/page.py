@@ -204,14 +204,14 @@ def _claims(recipe: Recipe, verdicts: list[judge.JudgedClaim], moved: Moved, *, 
         return
     several = [one for one in verdicts if len(one.measured) > 1 and not one.claim.construction]
     if several:
-        yield from (SINGLE, "", "| comparison | difference | clear (Holm) |", "|---|---|---|")
-    pairs = []
+        yield from (SINGLE, "", "| comparison | difference | verdict (Holm) |", "|---|---|---|")
+    pairs: dict[str, str] = {}
     for one in several:
         statistic = "standard deviations over seeds, " if one.claim.spread else ""
         for c in sorted(one.measured, key=lambda c: c.look.difference):
             pair = f"{statistic}{c.left} against {c.right}".replace("|", "\\|")
-            pairs.append(f"| {pair} | {interval(c.look, one.figure)} | {c.look.verdict} |")
-    yield from dict.fromkeys(pairs)
+            pairs.setdefault(pair, f"| {pair} | {interval(c.look, one.figure)} | {c.look.verdict} |")
+    yield from pairs.values()
     if several:
         yield ""
 
