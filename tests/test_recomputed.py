@@ -114,6 +114,7 @@ def test_sign_flips_of_every_setup_give_few_false_verdicts_as_the_page_says() ->
     assert stated is not None
     assert (float(stated[1]), int(stated[2])) == (pytest.approx(100 * false / count, abs=0.05), count)
     rows = recomputed.map_means()
-    better = {(name, m) for name, own in rows.groupby("setup") for m, word in recomputed.judge_setup(own).verdicts.items()
+    found_by_setup = {name: recomputed.judge_setup(own).verdicts for name, own in rows.groupby("setup")}
+    better = {(name, m) for name, verdicts in found_by_setup.items() for m, word in verdicts.items()
               if word == "better" and m not in ("local", "fedavg", "centralized")}  # fmt: skip
     assert f"the moderated one {len(better)} in {len({name for name, _ in better})}" in " ".join(text.split())

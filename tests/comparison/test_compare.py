@@ -113,7 +113,9 @@ def test_significance_is_that_of_scipy_and_statsmodels(whole: Any) -> None:
     split = pq.read_table(whole.folder / "partition.parquet").to_pandas()
     wider = math.sqrt(1 + 5 * split["tested"].sum() / split["size"].sum())  # Nadeau and Bengio, Equation 7 for k = 5
     gaps = {m: means[m] - means["local"] for m in rows if m in means}
-    p = [2 * stats.t.sf(abs(gaps[m].mean()) / stats.sem(gaps[m]) / wider, 4) if m in gaps else rows[m]["p"] for m in rows]
+    p = [
+        2 * stats.t.sf(abs(gaps[m].mean()) / stats.sem(gaps[m]) / wider, 4) if m in gaps else rows[m]["p"] for m in rows
+    ]
     holm = multipletests(p, method="holm")[1]
     for (method, row), raw, corrected in zip(rows.items(), p, holm, strict=True):
         assert (row["p"], row["p_holm"]) == (pytest.approx(raw), pytest.approx(corrected))

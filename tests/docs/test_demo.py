@@ -36,12 +36,12 @@ def row(what: str, method: str, stands: str) -> dict[str, Any]:
 @pytest.mark.parametrize("winner", ["local", "fedavg", "fedavg-ft", "pfedme", "fedslr"])
 def test_any_method_may_win(demo: ModuleType, winner: str) -> None:
     rows = [row(what, winner, "best mean") for what in "abc"]
-    assert demo.overall(rows, dict.fromkeys("abc", "inconclusive")) == [f"{winner} has the best mean in 3 of 3 federations"]
+    assert demo.overall(rows, dict.fromkeys("abc", "inconclusive")) == [
+        f"{winner} has the best mean in 3 of 3 federations"
+    ]
     beside, worse = (row("a", "other", stands) for stands in ("inconclusive", "worse"))
     assert demo.sentence([rows[0], beside]) == f"{winner} 90.0 %, inconclusive against other"
-    assert demo.sentence([rows[0], worse]) == (
-        f"{winner} 90.0 %, better than all others; worse: other (-2.0 ± 1.0)"
-    )
+    assert demo.sentence([rows[0], worse]) == (f"{winner} 90.0 %, better than all others; worse: other (-2.0 ± 1.0)")
 
 
 def test_winners_that_differ(demo: ModuleType) -> None:

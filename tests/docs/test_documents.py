@@ -25,7 +25,6 @@ from typing import Any
 import pytest
 
 import fedloom as fl
-from fedloom import report
 from fedloom.algorithms import REGISTRY, upload_fields
 from fedloom.experiment.cards import METHODS, cards, text
 from fedloom.report import PairVerdict
@@ -262,9 +261,7 @@ def test_the_answers_of_the_gallery_follow_from_their_differences() -> None:
         assert f"least difference of interest is {entry['least']}" in fixed
         assert "is 1 points" not in fixed
         clauses = dict(clause.strip("*. ").split(": ", 1) for clause in answer.split("; ") if ": `" in clause)
-        groups = {
-            group for group in PairVerdict for c in clauses if same(c, entry.get(group, group))
-        }
+        groups = {group for group in PairVerdict for c in clauses if same(c, entry.get(group, group))}
         assert len(groups) == len(clauses), answer
         assert ("better" in groups) != same(answer.split("; ")[0].strip("*."), entry["none"])
         for group in groups:

@@ -282,7 +282,9 @@ def test_sentences_name_what_is_significant_and_nothing_else() -> None:
     assert "FedAvg reaches 71.2" in first
     assert "100 % of the clients gain from FedAvg" in first
     assert first.endswith("points, better.")
-    assert second.startswith("Of 2 other methods 1 is better than the better of the two, none is worse, and 1 is inconclusive.")
+    assert second.startswith(
+        "Of 2 other methods 1 is better than the better of the two, none is worse, and 1 is inconclusive."
+    )
     assert "Better is ditto +10.0" in second
     assert third.startswith("The best mean is that of ditto")
     assert f"at which {found.needed} seeds show 3 points, as 5 were run" in fourth
@@ -301,8 +303,8 @@ def test_nothing_is_recommended_where_the_seeds_cannot_decide() -> None:
     moved = judged(**{m: [v + (m == "pfedme") for v in values] for m, values in wild.items()})
     assert moved.needed == found.needed  # and of no observed gain
     rng = np.random.default_rng(0)
-    steady = {m: (centre + rng.normal(0, 0.002, 5)).tolist()
-              for m, centre in (("local", 0.6), ("fedavg", 0.7), ("ditto", 0.7), ("apfl", 0.7), ("cfl", 0.69))}  # fmt: skip
+    centres = {"local": 0.6, "fedavg": 0.7, "ditto": 0.7, "apfl": 0.7, "cfl": 0.69}
+    steady = {m: (centre + rng.normal(0, 0.002, 5)).tolist() for m, centre in centres.items()}
     powered = judged(**steady)
     assert powered.decides
     assert not [s for s in powered.standings if s.better]
@@ -370,7 +372,9 @@ def checked(text: str, rows: list[dict[str, Any]]) -> None:
         gain, half = fresh.judged.gains[m]
         assert f"{m} +{100 * gain:.1f} ± {100 * half:.1f}" in text
     assert f"The best mean is that of {fresh.top}, {100 * fresh.means[fresh.top].mean():.1f}" in text
-    power = re.search(r"a spread of ([\d.]+) points over seeds in common, at which (\*?)(\d+) seeds show 3 points", text)
+    power = re.search(
+        r"a spread of ([\d.]+) points over seeds in common, at which (\*?)(\d+) seeds show 3 points", text
+    )
     assert power is not None
     assert float(power[1]) == pytest.approx(100 * fresh.judged.spread, abs=0.051)
     assert (int(power[3]), power[2] == "") == (fresh.judged.needed, fresh.decides)
@@ -400,7 +404,9 @@ def best_alone(setup: str, local: Any) -> tuple[Any, str]:
 def test_the_first_table_of_the_repository_follows_from_the_rows_of_the_table_of_runs() -> None:
     rows = recorded_rows()
     text = (ROOT / "docs" / "map.md").read_text()
-    shown = re.findall(r"^\| \[[^]]*\]\([^)#]+/(\S+)\.md\) \| (\S+) \| (.*?) \| (.*?) \| (.*?) \| (.*) \|$", text, re.MULTILINE)
+    shown = re.findall(
+        r"^\| \[[^]]*\]\([^)#]+/(\S+)\.md\) \| (\S+) \| (.*?) \| (.*?) \| (.*?) \| (.*) \|$", text, re.MULTILINE
+    )
     assert {name for name, *_ in shown} == {row["setup"] for row in rows}
     assert len(shown) == len({name for name, *_ in shown})
     largest = []
@@ -421,7 +427,9 @@ def test_the_first_table_of_the_repository_follows_from_the_rows_of_the_table_of
         alone, words = best_alone(name, fresh.means["local"])
         found = [float((fresh.means[method] - figure).mean()) for figure in (fresh.means["fedavg"], alone)]
         largest.append(max(found))
-        for text_, difference, mark in zip([means[0], means[1].removesuffix(words)], found, ("fedavg", "local"), strict=True):
+        for text_, difference, mark in zip(
+            [means[0], means[1].removesuffix(words)], found, ("fedavg", "local"), strict=True
+        ):
             assert text_ == "-" if method == mark else float(text_) == pytest.approx(100 * difference, abs=0.051)
         spent = {m: np.mean([r["gradients"] for r in own if r["method"] == m]) for m in (method, "fedavg")}
         assert float(cost.split()[0]) == pytest.approx(spent[method] / spent["fedavg"], rel=0.051)

@@ -19,7 +19,7 @@ METHODS, FEATURES = 4, 3
 
 
 def accuracies(rng: np.random.Generator, samples: int, seeds: int, clients: int) -> tuple[np.ndarray, float]:
-    """Mean accuracy over clients ``[seeds, METHODS]`` of nearest means by block, and test samples per training sample."""
+    """Accuracies ``[seeds, METHODS]`` of nearest means by block, over clients, and test samples per training sample."""
     y = rng.integers(0, 2, samples)
     x = rng.standard_normal((samples, METHODS, FEATURES)) + 0.35 * (2 * y[:, None, None] - 1)
     data = fl.Dataset.of((x.reshape(samples, -1).astype(np.float32), y))

@@ -19,7 +19,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 from small_recipe import FAR, NEAR, TINY, numbers, tiny, with_claim
-
 from statsmodels.stats.multitest import multipletests
 
 from fedloom.errors import ConfigError, RunDirError

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from fedloom.metrics import COSTS, MB, METRICS, TOTALS, Metric, metric, titled
 
-__all__ = ["COSTS", "GROUPS", "MB", "METRICS", "STATISTICS", "TOTALS", "Metric", "figure", "is_ratio", "metric", "titled"]
+__all__ = [
+    "COSTS",
+    "GROUPS",
+    "MB",
+    "METRICS",
+    "STATISTICS",
+    "TOTALS",
+    "Metric",
+    "figure",
+    "is_ratio",
+    "metric",
+    "titled",
+]
 
 GROUPS = {
     "nmi": "clusters",

@@ -117,7 +117,10 @@ def sure(winner: Winner, rows: list[Row]) -> str:
     lead = f"{pair(amount, half)}{unit} {words} {name}" + " over the common seeds" * behind
     log = is_ratio(criterion.figure)
     if log:
-        lead = f"{factor(winner.lead if criterion.higher else -winner.lead, winner.half)} {name}'s" + " over the common seeds" * behind
+        lead = (
+            f"{factor(winner.lead if criterion.higher else -winner.lead, winner.half)} {name}'s"
+            + " over the common seeds" * behind
+        )
     if abs(winner.lead) <= TIE * (1.0 if log else abs(criterion.values[winner.row or 0].mean)):
         lead = f"equal to {name}"
     if not winner.seeds:

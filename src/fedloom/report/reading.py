@@ -166,13 +166,11 @@ def _partitions(path: Path) -> tuple[dict[int, RunPartition], list[str]]:
     return partitions, names
 
 
-def read_table(
-    path: Path, names: tuple[str, ...], *, coded: bool = False, lacking: tuple[str, ...] = ()
-) -> pa.Table:
+def read_table(path: Path, names: tuple[str, ...], *, coded: bool = False, lacking: tuple[str, ...] = ()) -> pa.Table:
     """The named columns, cast to the type that each name has in every file of a run directory.
 
-    ``coded``: text as codes with a dictionary. ``lacking``: further columns, which directories of earlier versions lack;
-    where one is missing, none of them is read.
+    ``coded``: text as codes with a dictionary. ``lacking``: further columns, which directories of earlier versions
+    lack; where one is missing, none of them is read.
 
     Raises:
         RunDirError: the file is damaged, or lacks one of them.

@@ -136,10 +136,7 @@ def judge(setup: Setup, records: Mapping[tuple[str, str], CellRecord]) -> SetupV
         return look[method].significant and look[method].mean * tests[method].mean > 0
 
     best = means[order[0]].mean if order else math.nan
-    standings = tuple(
-        Standing(m, cells[m], _figures(cells[m], done, best), tests.get(m), confirmed(m))
-        for m in order
-    )
+    standings = tuple(Standing(m, cells[m], _figures(cells[m], done, best), tests.get(m), confirmed(m)) for m in order)
     tested = [m for m, test in tests.items() if test.testable]
     prior = prior_of([_array([*members[m].values()]) for m in tested])
     needed = seeds_for(WANTED, prior, MODERATED_LEVEL / len(tested), POWER) if prior else 0

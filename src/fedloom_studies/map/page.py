@@ -31,15 +31,19 @@ from fedloom_studies.map.statements import (
     signed,
 )
 
-CORRECTED = """## Corrected
-
-| stood here until November 2026 | reason |
-|---|---|
-| in 13 of 18 setups no method is better; 17 of 18 cannot show 3 points | the t test of each method alone had four degrees of freedom; the moderated test takes the spread from all methods of a setup, at a level that holds its error below 5 % |
-| writers: take local | the cheapest of 52 methods that were not told apart is no recommendation; the means of pFedMe and FedSLR are 30 points higher, and 5 seeds do not decide it |
-| under attack, two labels each, amounts that differ and six more: take local or FedAvg | the seeds are too few to rule out a gain of 3 points; the page says how many would |
-| methods "level with the best", and the one of least traffic among them | not significant is not equal, and no margin was stated |
-"""
+CORRECTED = (
+    "## Corrected\n\n"
+    "| stood here until November 2026 | reason |\n|---|---|\n"
+    "| in 13 of 18 setups no method is better; 17 of 18 cannot show 3 points | the t test of each method alone had four "
+    "degrees of freedom; the moderated test takes the spread from all methods of a setup, at a level that holds its error "
+    "below 5 % |\n"
+    "| writers: take local | the cheapest of 52 methods that were not told apart is no recommendation; the means of pFedMe "
+    "and FedSLR are 30 points higher, and 5 seeds do not decide it |\n"
+    "| under attack, two labels each, amounts that differ and five more: take local or FedAvg | the seeds are too few to "
+    "rule out a gain of 3 points; the page says how many would do |\n"
+    '| methods "level with the best", and the one of least traffic among them | not significant is not equal, and no '
+    "margin was stated |\n"
+)
 """What stood on the page and was wrong."""
 NOTHING: Records = MappingProxyType({})
 COLUMNS = {
@@ -152,7 +156,8 @@ def _overview(
     wanted = sum(max(len(j.records), len(REGISTRY)) for j in verdicts)
     head = HEAD.format(
         count=len(verdicts), cells=share_of_cells(sum(len(j.records) for j in verdicts), wanted), trials=setup.trials,
-        seeds=len(setup.seeds), enough=ENOUGH, wanted=WANTED_POINTS, power=percent(POWER), folder=FOLDER, finding=finding(verdicts),
+        seeds=len(setup.seeds), enough=ENOUGH, wanted=WANTED_POINTS, power=percent(POWER), folder=FOLDER,
+        finding=finding(verdicts),
         advice="\n".join(advice(verdicts, references)), hours=fixed(sum(j.setup.share for j in verdicts) / 60, 1),
         signs=", ".join(f"{sign}: {state}" for state, sign in SIGNS.items()),
         parts=", ".join(f"{name} has {options(parts)}" for name, parts in parts_of_networks().items()),
@@ -187,11 +192,14 @@ def _setup(j: SetupVerdict, references: References) -> Iterator[str]:
     yield from (f"# {setup.title[:1].upper()}{setup.title[1:]}", "", about, "")
     yield from (*sentences(j), "")
     if j.standings:
-        yield from (f"![means over seeds; full circles are better than the better of local and FedAvg]({setup.name}.svg)", "")
+        yield from (
+            f"![means over seeds; full circles are better than the better of local and FedAvg]({setup.name}.svg)",
+            "",
+        )
         yield (
             f"Percent of {j.standings[0].record.metric}, ± half of the plain 95 % interval over seeds "
-            f"{joined(setup.seeds)}. A full circle in the picture is better than the better of local and FedAvg; pooled "
-            "data (centralized) are no rival. Shares are of clients."
+            f"{joined(setup.seeds)}. A full circle in the picture is better than the better of local and FedAvg; "
+            "pooled data (centralized) are no rival. Shares are of clients."
         )
         titles = [*COLUMNS.values(), "gain by it", "variance", "gradients", "MB", "rounds to 95 %"]
         yield from ("", f"| method | model | {' | '.join(titles)} | chosen | |", f"|{'---|' * (4 + len(titles))}")
@@ -269,7 +277,8 @@ def tabled(verdicts: Iterable[SetupVerdict]) -> pa.Table:
                 "setup": record.setup, "protocol": record.protocol, "method": record.method, "status": record.status,
                 "reason": record.reason,
                 "stale": stale(Cell(j.setup, record.method, record.space, record.protocol), record),
-                "verdict": str(s.verdict) if s and s.gain else "", "metric": record.metric, "model": record.model, "chosen": _settings(record),
+                "verdict": str(s.verdict) if s and s.gain else "", "metric": record.metric, "model": record.model,
+                "chosen": _settings(record),
                 "trials": len(record.trials), "date": record.date, "minutes": record.minutes,
                 "commit": record.commit, "machine": record.machine,
                 "versions": ", ".join(f"{name} {version}" for name, version in record.versions.items()),

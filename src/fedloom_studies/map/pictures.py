@@ -41,7 +41,9 @@ def overview(verdicts: Sequence[SetupVerdict], methods: Sequence[str]) -> str:
             cells.append({"setup": j.setup.name, "method": method, "gain": gain, "sign": sign, "way": way,
                           "clear": 1.0 if way else 0.3})  # fmt: skip
     y = kit.names("method", methods, axis={"labelOverlap": False})
-    x = kit.names("setup", [j.setup.name for j in verdicts], axis={"orient": "top", "labelAngle": -90, "labelOverlap": False})
+    x = kit.names(
+        "setup", [j.setup.name for j in verdicts], axis={"orient": "top", "labelAngle": -90, "labelOverlap": False}
+    )
     limit = 100 * CLIP
     colour = kit.shade("gain", "points over the better of local and FedAvg") | {
         "scale": {

@@ -49,7 +49,8 @@ def advice(verdicts: Sequence[SetupVerdict], references: References) -> Iterator
         rows.append((max(gains.values()), f"| {link} | {chosen.method} | {gain} | {' | '.join(cells)} | {cost} |"))
     if not rows:
         return
-    yield "| your clients | take | over the better of local and FedAvg | points over FedAvg | over training alone | cost |"
+    heads = ("your clients", "take", "over the better of local and FedAvg", "points over FedAvg", "over training alone")
+    yield f"| {' | '.join(heads)} | cost |"
     yield "|---|---|---|---|---|---|"
     yield from (row for _, row in sorted(rows, key=lambda row: -row[0]))
     yield ""
@@ -93,8 +94,8 @@ def finding(verdicts: Sequence[SetupVerdict]) -> str:
     tested = [j for j in whole if j.needed]
     blind = sum(not j.decides for j in tested)
     last = (
-        f"In {blind} of {len(tested)} setups the seeds are too few to show {WANTED_POINTS} points with a probability of "
-        f"{percent(POWER)}: there, a verdict that is missing is no evidence against a method."
+        f"In {blind} of {len(tested)} setups the seeds are too few to show {WANTED_POINTS} points with a probability "
+        f"of {percent(POWER)}: there, a verdict that is missing is no evidence against a method."
     )
     return "\n\n".join([f"{first} Better are:" if rest else first, *rest, *([last] if tested else [])])
 

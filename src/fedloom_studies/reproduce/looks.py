@@ -52,7 +52,6 @@ class Untested(StrEnum):
     GPU = "needs a GPU"
 
 
-
 @dataclass(frozen=True)
 class Look:
     """A test of paired differences in the claimed direction; no margin is part of them.
@@ -81,7 +80,7 @@ class Look:
 
     @property
     def detectable(self) -> float:
-        """The difference that would have been decided with probability `POWER`, if these seeds have the spread of all."""
+        """The difference that would have been decided with probability `POWER`, at the spread of these seeds."""
         return float(nctdtrinc(self.n - 1, 1 - POWER, self._quantile)) * self.error
 
     @property

@@ -193,7 +193,15 @@ def _claims(recipe: Recipe, verdicts: list[judge.JudgedClaim], moved: Moved, *, 
     for one in verdicts:
         papers_margin = unit(one.figure).lead(judge.papers_lead(recipe, one.claim))
         if old or not one.measured:
-            rows.append([one.claim.text, looks.claim_words(looks.UNTESTED, looks.Untested.NOT_RUN) if old else one.words, EMPTY, EMPTY, papers_margin])
+            rows.append(
+                [
+                    one.claim.text,
+                    looks.claim_words(looks.UNTESTED, looks.Untested.NOT_RUN) if old else one.words,
+                    EMPTY,
+                    EMPTY,
+                    papers_margin,
+                ]
+            )
             continue
         verdict = f"by construction; {one.verdict}" if one.claim.construction else f"{one.verdict}{shows(one)}"
         at = moved[one.claim.text]

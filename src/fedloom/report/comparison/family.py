@@ -50,7 +50,8 @@ class TestedDifference(NamedTuple):
 
     Attributes:
         mean: mean over the common seeds; nan without one.
-        half: half width of its interval, at the level that decides it; of the 95 % interval where it is not tested; nan with fewer than two seeds.
+        half: half width of its interval, at the level that decides it; of the 95 % interval where it is not
+            tested; nan with fewer than two seeds.
         p: two-sided p of its t test; nan where it is not tested.
         holm: the same, adjusted by Holm for the family.
         significant: whether Holm's procedure rejects that there is no difference.

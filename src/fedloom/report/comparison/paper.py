@@ -1,4 +1,4 @@
-"""The result table for a paper: at most one row per method, with marks for the best and for rows not significantly worse."""
+"""The result table for a paper: at most one row per method, marked where it is the best or not significantly worse."""
 
 from __future__ import annotations
 

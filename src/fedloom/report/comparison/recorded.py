@@ -85,7 +85,7 @@ class RecordedComparison:
         return pa.table({name: [record[name] for record in records] for name in records[0]})
 
     def latex(self, columns: Sequence[str] | None = None) -> str:
-        """The result table for a paper, a row per method: the best in bold, a dagger where it is not significantly worse.
+        """The result table for a paper, a row per method: the best in bold, a dagger where not significantly worse.
 
         Args:
             columns: by their names in `table`; up to six that fit the task when None.
