@@ -32,17 +32,19 @@ from fedloom_studies.map.statements import (
 )
 
 CORRECTED = (
-    "## Corrected\n\n"
-    "| stood here until November 2026 | reason |\n|---|---|\n"
-    "| in 13 of 18 setups no method is better; 17 of 18 cannot show 3 points | the t test of each method alone had four "
-    "degrees of freedom; the moderated test takes the spread from all methods of a setup, at a level that holds its error "
-    "below 5 % |\n"
-    "| writers: take local | the cheapest of 52 methods that were not told apart is no recommendation; the means of pFedMe "
-    "and FedSLR are 30 points higher, and 5 seeds do not decide it |\n"
-    "| under attack, two labels each, amounts that differ and five more: take local or FedAvg | the seeds are too few to "
-    "rule out a gain of 3 points; the page says how many would do |\n"
-    '| methods "level with the best", and the one of least traffic among them | not significant is not equal, and no '
-    "margin was stated |\n"
+    "## Corrected\n"
+    "\n"
+    "| stood here until November 2026 | reason |\n"
+    "|---|---|\n"
+    "| in 13 of 18 setups no method is better; 17 of 18 cannot show 3 points | the t test of each method alone "
+    "had four degrees of freedom; the moderated test takes the spread from all methods of a setup, at a level "
+    "that holds its error below 5 % |\n"
+    "| writers: take local | the cheapest of 52 methods that were not told apart is no recommendation; the "
+    "means of pFedMe and FedSLR are 30 points higher, and 5 seeds do not decide it |\n"
+    "| under attack, two labels each, amounts that differ and five more: take local or FedAvg | the seeds are "
+    "too few to rule out a gain of 3 points; the page says how many would do |\n"
+    '| methods "level with the best", and the one of least traffic among them | not significant is not equal, '
+    "and no margin was stated |\n"
 )
 """What stood on the page and was wrong."""
 NOTHING: Records = MappingProxyType({})
