@@ -61,7 +61,7 @@ def rows_of(what: str, comparison: Any) -> list[dict[str, Any]]:
     for row in table:
         mean, half = 100 * row["accuracy"], 100 * (row["accuracy_ci95"] or 0.0)
         test = tests.get(row["method"])
-        stands = "best mean" if test is None else "clearly worse" if test["verdict"] == "worse" else "not clearly worse"
+        stands = "best mean" if test is None else test["verdict"]
         behind = "" if test is None else gap(100 * test["difference"], 100 * test["half_width"])
         rows.append({"federation": what, "method": row["method"], "value": mean, "low": mean - half,
                      "high": mean + half, "stands": stands, "behind": behind})  # fmt: skip
@@ -76,12 +76,12 @@ def gap(difference: float, half: float) -> str:
 def sentence(rows: list[dict[str, Any]]) -> str:
     """Who leads in a federation, by how much, and how sure that is."""
     best, *others = rows
-    level = [row["method"] for row in others if row["stands"] == "not clearly worse"]
-    worse = [row for row in others if row["stands"] == "clearly worse"]
+    beside = [row["method"] for row in others if row["stands"] != "worse"]
+    worse = [row for row in others if row["stands"] == "worse"]
     said = f"{best['method']} {fixed(best['value'], 1)} %"
-    said += f", not clearly ahead of {', '.join(level)}" if level else ", clearly ahead of all others"
+    said += f", inconclusive against {', '.join(beside)}" if beside else ", better than all others"
     if worse:
-        said += "; clearly behind: " + ", ".join(f"{row['method']} ({row['behind']})" for row in worse)
+        said += "; worse: " + ", ".join(f"{row['method']} ({row['behind']})" for row in worse)
     return said
 
 
@@ -90,7 +90,7 @@ def overall(rows: list[dict[str, Any]], sharing: dict[str, str]) -> list[str]:
 
     Args:
         rows: of all federations.
-        sharing: by federation, how FedAvg is beside local training: better, worse or level.
+        sharing: by federation, the verdict on FedAvg against local training.
     """
     wins: dict[str, int] = {}
     for row in rows:
@@ -102,13 +102,13 @@ def overall(rows: list[dict[str, Any]], sharing: dict[str, str]) -> list[str]:
     for verdict in ("better", "worse"):
         if places := [what for what, found in sharing.items() if found == verdict]:
             where = " and ".join(places)
-            said.append(f"One model for all (fedavg) is clearly {verdict} than training alone with {where}")
+            said.append(f"One model for all (fedavg) is {verdict} than training alone with {where}")
     return said
 
 
 def picture(rows: list[dict[str, Any]], title: list[str]) -> dict[str, Any]:
     """A panel per federation, a line per method: the mean over ten seeds and its 95 % interval."""
-    stands = ["best mean", "not clearly worse", "clearly worse"]
+    stands = ["best mean", "inconclusive", "worse"]
     tint = {
         "field": "stands",
         "type": "nominal",

@@ -33,7 +33,7 @@ def link(found: re.Match[str]) -> str:
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULTS = ROOT / "studies" / "data" / "defaults.json"
 HELD_OUT = ROOT / "studies" / "data" / "held-out.json"
-COLUMNS = ("mean, %", "over the better of local and FedAvg", "difference", "place", "level with the best")
+COLUMNS = ("mean, %", "over the better of local and FedAvg", "verdict", "place")
 """Of `standing_table`."""
 FAMILIES = {
     "consensus": "One model for all",

@@ -102,6 +102,23 @@ def pair(mean: str, half: str) -> str:
     return f"{mean} ± {half}" if half else mean
 
 
+def factor(log: float, half: float) -> str:
+    """A ratio with its interval, from the logarithm of the ratio and the half width of its interval.
+
+    >>> import math
+    >>> factor(math.log(0.5), math.log(1.25)), factor(math.log(2), math.nan), factor(-math.inf, 0.0)
+    ('0.5 (0.4 to 0.625) times', '2 times', '0 times')
+    """
+    if math.isnan(log):
+        return ""
+    ends = f" ({_factor(log - half)} to {_factor(log + half)})" if math.isfinite(log) and math.isfinite(half) else ""
+    return f"{_factor(log)}{ends} times"
+
+
+def _factor(log: float) -> str:
+    return significant(math.exp(log) if log < 700 else math.inf, 3)
+
+
 def p_value(p: float) -> str:
     """A p value as journals print it.
 

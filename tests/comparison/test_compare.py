@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import re
 import tomllib
@@ -109,13 +110,34 @@ def test_significance_is_that_of_scipy_and_statsmodels(whole: Any) -> None:
     rows = {row["method"]: row for row in whole.significance().to_pylist()}
     assert whole.against == "local"
     assert rows.keys() == {"fedavg", "ditto", "wide", "local or fedavg"}
-    p = [stats.ttest_rel(means[m], means["local"]).pvalue if m in means else rows[m]["p"] for m in rows]
+    split = pq.read_table(whole.folder / "partition.parquet").to_pandas()
+    wider = math.sqrt(1 + 5 * split["tested"].sum() / split["size"].sum())  # Nadeau and Bengio, Equation 7 for k = 5
+    gaps = {m: means[m] - means["local"] for m in rows if m in means}
+    p = [
+        2 * stats.t.sf(abs(gaps[m].mean()) / stats.sem(gaps[m]) / wider, 4) if m in gaps else rows[m]["p"] for m in rows
+    ]
     holm = multipletests(p, method="holm")[1]
     for (method, row), raw, corrected in zip(rows.items(), p, holm, strict=True):
         assert (row["p"], row["p_holm"]) == (pytest.approx(raw), pytest.approx(corrected))
-        assert (row["verdict"] != "level") == (abs(row["difference"]) > row["half_width"]) == (corrected <= 0.05)
+        assert (row["verdict"] != "inconclusive") == (abs(row["difference"]) > row["half_width"]) == (corrected <= 0.05)
         if method in means:
             assert row["difference"] == pytest.approx((means[method] - means["local"]).mean())
+
+
+def test_methods_within_a_stated_margin_are_equivalent_and_without_one_none_is(whole: Any) -> None:
+    assert "equivalent" not in {row["verdict"] for row in whole.significance().to_pylist()}
+    wide = whole.significance(margin=10.0).to_pylist()
+    open_ones = [row for row in whole.significance().to_pylist() if row["verdict"] == "inconclusive"]
+    assert open_ones
+    assert {row["method"] for row in wide if row["verdict"] == "equivalent"} == {row["method"] for row in open_ones}
+    for row in open_ones:
+        ends = abs(row["difference"]) + row["half_width"]
+        for margin, verdict in ((1.001 * ends, "equivalent"), (0.999 * ends, "inconclusive")):
+            found = {r["method"]: r["verdict"] for r in whole.significance(margin=margin).to_pylist()}
+            assert found[row["method"]] == verdict
+    for wrong in (0, -0.1, math.nan, math.inf, True, "0.1"):
+        with pytest.raises(ConfigError, match="margin must be a number above 0"):
+            whole.significance(margin=wrong)
 
 
 def test_what_it_gives(whole: Any, tmp_path: Path) -> None:
@@ -215,7 +237,9 @@ def test_own_module_method_and_arrays_of_this_process(tmp_path: Path, capsys: py
     assert torch.equal(loss["plain"], loss["fedavg"])
     assert not torch.equal(loss["mine"], loss["fedavg"])
     verdicts = {row["method"]: row["verdict"] for row in found.significance("fedavg").to_pylist()}
-    assert verdicts == {"plain": "same models", "mine": "not decidable"}
+    assert verdicts == {"plain": "not tested", "mine": "not tested"}
+    reasons = {row["method"]: row["reason"] for row in found.significance("fedavg").to_pylist()}
+    assert reasons == {"plain": "same models", "mine": "fewer than five seeds"}
     assert isinstance(found["mine", 3].models["global"], nn.Module)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run" / "checkpoints").rglob("*.safetensors")}
     fl.compare({"mine": Mine()}, (x, y), Net, partition=CUT, seeds=[3, 4], folder=tmp_path / "run", **SHORT)
@@ -343,7 +367,7 @@ def test_one_method_is_compared_with_nothing_and_the_same_models_have_no_differe
         with pytest.raises(ConfigError, match="fedavg is the only method"):
             ask()
     twice = fl.compare({"one": "fedavg", "other": "fedavg"}, "digits", partition=CUT, seeds=[0, 1], **SHORT)
-    assert re.search(r"other: [\d.]+ ± [\d.]+, same models$", repr(twice))
+    assert re.search(r"other: [\d.]+ ± [\d.]+, not tested \(same models\)$", repr(twice))
 
 
 def test_a_preset_that_was_made_keeps_its_name() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from pathlib import Path
 
 import numpy as np
@@ -89,7 +90,10 @@ def test_the_gains_of_a_run_are_those_of_scipy_and_statsmodels(folder: Path, tmp
     sizes = parts.pivot(index="seed", columns="client", values="size").to_numpy()
     weighted = [np.average(difference[s, :2], weights=sizes[s, :2]) for s in range(5)]
     columns = [difference[:, 0], difference[:, 1], difference[:, :2].mean(1), np.array(weighted)]
-    p = [stats.ttest_1samp(column, 0).pvalue for column in columns]
+    tested = parts.pivot(index="seed", columns="client", values="tested").to_numpy()
+    ratios = [*(tested.sum(0) / sizes.sum(0))[:2], *[tested.sum() / sizes.sum()] * 2]
+    errors = [stats.sem(column) * math.sqrt(1 + 5 * ratio) for column, ratio in zip(columns, ratios, strict=True)]
+    p = [2 * stats.t.sf(abs(column.mean()) / error, 4) for column, error in zip(columns, errors, strict=True)]
     rejections, corrected, *_ = multipletests(p, alpha=0.05, method="holm")
     order = np.argsort(p, kind="stable")
     step = {int(k): min(place, rejections.sum()) for place, k in enumerate(order)}
@@ -97,9 +101,9 @@ def test_the_gains_of_a_run_are_those_of_scipy_and_statsmodels(folder: Path, tmp
         assert float(line["gain"]) == pytest.approx(column.mean(), abs=1e-10)
         assert float(line["p"]) == pytest.approx(p[k])
         assert float(line["p_holm"]) == pytest.approx(corrected[k])
-        interval = stats.t.interval(1 - 0.05 / (4 - step[k]), 4, column.mean(), stats.sem(column))
+        interval = stats.t.interval(1 - 0.05 / (4 - step[k]), 4, column.mean(), errors[k])
         assert float(line["half_width"]) == pytest.approx((interval[1] - interval[0]) / 2)
-        decided = "gains" if interval[0] > 0 else "loses" if interval[1] < 0 else "not decided"
+        decided = "better" if interval[0] > 0 else "worse" if interval[1] < 0 else "inconclusive"
         assert line["verdict"] == decided
         assert line["together_method"] == "fedavg"  # centralized is no federation
     assert [float(line["samples"]) for line in lines[:3]] == pytest.approx(sizes.mean(0))
@@ -112,7 +116,7 @@ def test_a_site_without_a_result_is_named_with_the_reason(folder: Path) -> None:
     low, high = min(line.samples), max(line.samples)
     size = f"{low}" if low == high else f"{low} to {high}"
     sentence = f"Esche ({size} samples, 1 event in training) has no AUROC: its test parts hold one class only."
-    assert (line.verdict, line.reason) == ("no result", sentence)
+    assert (line.verdict, line.words, line.reason) == ("not tested", "not tested (no result)", sentence)
     assert sentence in gains_html(tables)
     assert records(gains_csv(tables))[2]["gain"] == ""
 
@@ -134,10 +138,11 @@ def test_lower_errors_are_gains_and_few_seeds_decide_nothing(tmp_path: Path) -> 
     recording = Recording(methods=4, seeds=3, clients=4, rounds=5, task="regression")
     lines = records(shown(recording, tmp_path / "r", "rmse"))
     assert len(lines) == 6
-    assert lines[-1]["verdict"] == "no result"
+    assert lines[-1]["verdict"] == "not tested"
     for line in lines[:-1]:
         assert float(line["gain"]) == pytest.approx(float(line["alone"]) - float(line["together"]), abs=1e-9)
-        assert (line["verdict"], line["p"], line["events"]) == ("not decided", "", "")
+        assert (line["verdict"], line["p"], line["events"]) == ("not tested", "", "")
+        assert line["reason"] == "fewer than five seeds"
 
 
 def test_many_sites_and_runs_without_training_alone_have_no_table(tmp_path: Path) -> None:

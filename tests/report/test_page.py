@@ -115,9 +115,9 @@ def test_statuses_and_settings_are_on_the_page(page: Path) -> None:
     assert "diverged after round 7 (seed 2)" in text
     assert "2 of 3 seeds" in text
     assert "kind = &quot;hybrid&quot;" in text
-    assert "Not decidable" in text  # three seeds
+    assert "<b>Not tested</b>" in text  # three seeds
     assert "Clear</b>" not in text
-    assert "Not significant</b>" not in text
+    assert "Inconclusive</b>" not in text
 
 
 def test_the_best_of_a_column_is_bold_and_ties_are_too() -> None:

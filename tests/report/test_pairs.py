@@ -107,13 +107,13 @@ def test_pairs_are_one_family_by_scipy_and_statsmodels(reference: str, run: Run,
         assert (one.p, one.holm, one.significant) == (pytest.approx(p), pytest.approx(holm), rejected)
         assert one.significant == (abs(one.mean) > one.half)
         better = "better" if one.mean > 0 else "worse"
-        assert found[method].verdict == (better if rejected else "level")
+        assert found[method].verdict == (better if rejected else "inconclusive")
     assert found["fedprox"].comparison == found["fedavg"].comparison
 
 
 def test_the_same_models_are_no_test(run: Run, rows: list[Row]) -> None:
     found = {pair.row.method: pair for pair in pairs([run], rows, "fedavg")}
-    assert (found["fedprox"].verdict, found["fedprox"].comparison) == ("same models", None)
+    assert (found["fedprox"].words, found["fedprox"].comparison) == ("not tested (same models)", None)
     leader = winners(
         [run], contenders([run], [r for r in rows if r.method in ("fedavg", "fedprox", "fedacs")]), "accuracy"
     )
@@ -147,7 +147,7 @@ def test_the_rival_is_no_test_of_its_own_where_it_is_one_of_both(better: str, fo
         for method, (_, holm, rejected) in recomputed(run, shown, reference, ("fedprox", "local or fedavg")).items():
             assert found[method].comparison is not None
             assert found[method].comparison[3:5] == (pytest.approx(holm), rejected)
-        assert (found["local or fedavg"].verdict == "same models") == (reference == better)
+        assert (found["local or fedavg"].reason == "same models") == (reference == better)
 
 
 @pytest.mark.parametrize("models", ["used", "personal", "all"])
@@ -183,14 +183,14 @@ def test_csv_and_latex_have_what_the_pairs_have(run: Run, rows: list[Row]) -> No
     body = dict(zip([p.row.method for p in found], lines[lines.index("\\midrule") + 1 :], strict=False))
     for pair in found:
         assert ("mathbf" in body[pair.row.method]) == (pair.verdict == "better")
-        assert ("dagger" in body[pair.row.method]) == (pair.verdict == "level")
+        assert pair.verdict in body[pair.row.method]
     assert any("a\\_b: every method against local" in line for line in lines)
 
 
 def test_fewer_seeds_than_five_decide_nothing(tmp_path: Path) -> None:
     few = read_runs([Recording(methods=4, seeds=4, rounds=5).write(tmp_path / "few")])
     found: list[Pair] = pairs(few, rows_of(few), "local")
-    assert {pair.verdict for pair in found} == {"not decidable"}
+    assert {(pair.verdict, pair.reason) for pair in found} == {("not tested", "fewer than five seeds")}
     assert "dagger" not in results_latex(few, rows_of(few))
 
 
@@ -205,10 +205,7 @@ def test_repetitions_of_one_run_decide_nothing(folder: Path, tmp_path: Path) -> 
     pq.write_table(pa.Table.from_pandas(table, preserve_index=False), place / "metrics.parquet")
     runs, rows = _read(place)
     found = {pair.row.method: pair for pair in pairs(runs, rows, "local")}
-    assert (found["ditto"].verdict, found["ditto"].comparison and found["ditto"].comparison.seeds) == (
-        "not decidable",
-        1,
-    )
+    assert (found["ditto"].verdict, found["ditto"].comparison and found["ditto"].comparison.seeds) == ("not tested", 1)
     fresh = recomputed(runs[0], rows, "local", ("fedprox", "ditto", "local or fedavg"))
     for method, (p, holm, rejected) in fresh.items():
         one = found[method].comparison
@@ -218,7 +215,7 @@ def test_repetitions_of_one_run_decide_nothing(folder: Path, tmp_path: Path) -> 
     assert note.startswith("With local, ditto, runs with other seeds repeat a run to the last digit")
 
 
-def test_the_result_table_marks_the_best_and_what_is_level_with_it(run: Run, rows: list[Row]) -> None:
+def test_the_result_table_marks_the_best_and_what_is_not_significantly_worse(run: Run, rows: list[Row]) -> None:
     shown = contenders([run], rows)
     found = marks(shown, ["accuracy", "bytes_up"])
     assert found.keys() == {"accuracy"}
@@ -226,7 +223,9 @@ def test_the_result_table_marks_the_best_and_what_is_level_with_it(run: Run, row
     best = max(means, key=means.__getitem__)
     fresh = recomputed(run, rows, best)
     assert {shown[i].method for i in found["accuracy"].best} - {"fedprox"} == {best}
-    assert {shown[i].method for i in found["accuracy"].level} - {"fedprox"} == {m for m, f in fresh.items() if not f[2]}
+    assert {shown[i].method for i in found["accuracy"].beside} - {"fedprox"} == {
+        m for m, f in fresh.items() if not f[2]
+    }
     lines = results_latex([run], rows).splitlines()
     body = lines[lines.index("\\midrule") + 1 : lines.index("\\bottomrule")]
     assert len(body) == len(shown)

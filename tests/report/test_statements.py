@@ -145,9 +145,9 @@ def test_a_lead_over_common_seeds_has_its_sign_and_none_without_such_seeds() -> 
     best = row("best", {s: 0.5 + 0.4 * (s > 4) for s in range(10)})
     level = row("level", dict.fromkeys(range(-5, 5), 0.6))
     assert "points behind level global over the common seeds" in said(best, level)
-    assert "Clear" not in said(best, level)
+    assert "Better" not in said(best, level)
     apart = row("apart", dict.fromkeys(range(20, 30), 0.6))
-    assert said(best, apart) == "<b>Not decidable</b>: no common seed with apart global (5 are needed)."
+    assert said(best, apart) == "<b>Not tested</b>: no common seed with apart global (5 are needed)."
 
 
 def test_a_status_names_how_many_seeds_ended_alike() -> None:

@@ -210,8 +210,8 @@ def test_results_of_an_earlier_version_or_unfinished_ones_give_no_verdict(monkey
     assert "[holds: +20.2 ± " in headline(only(monkeypatch, one, as_run(one)))
     for summary in (None, as_run(one, protocol="o"), as_run(one, complete=False)):
         text = only(monkeypatch, one, summary)
-        assert "[not measured yet](papers/tiny.md)" in headline(text)
-        assert "Not measured yet: `fedloom reproduce tiny` (up to 1 core-minutes)" in text
+        assert "[not tested (not run)](papers/tiny.md)" in headline(text)
+        assert "Not run: `fedloom reproduce tiny` (up to 1 core-minutes)" in text
     assert "not asked" in headline(only(monkeypatch, one, as_run(one)))  # as published
 
 
@@ -219,7 +219,7 @@ def test_where_more_seeds_change_nothing_a_gpu_is_named_in_place_of_a_verdict(mo
     table = {"reduced": "a tenth", "claims": [{"text": "t", "higher": "flame: personal", "than": ["fedavg: global"]}]}
     less = make_recipe("tiny", merged(TINY, {"paper": table}))
     text = only(monkeypatch, less, as_run(less), full="tiny")
-    assert "[needs a GPU](papers/tiny.md)" in headline(text)
+    assert "[not tested (needs a GPU)](papers/tiny.md)" in headline(text)
     assert "holds" not in headline(text)
     assert (
         "Needs a GPU: `fedloom reproduce tiny --scale full --device cuda` (about 3 core-days of one processor core)."
@@ -285,7 +285,7 @@ def numbers_of(names: list[str], *values: list[float]) -> dict[str, dict[str, di
 def test_a_protocol_is_summed_up_once_half_of_its_claims_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     one = with_claim()
     other = replace(one, name="other")
-    for missing, word in ((1, "holds so far: 1 of 2 holds"), (2, "not measured yet: 2 of 3 claims")):
+    for missing, word in ((1, "holds so far: 1 of 2 holds"), (2, "not tested (not run): 2 of 3 claims")):
         rows = [papers.HeadlineClaim(text="row", claim="t", fair=("tiny",))]
         rows += [papers.HeadlineClaim(text=f"more {k}", claim="t", fair=("other",)) for k in range(missing)]
         sheet = papers.Sheet(name="FLAME", title="t", number="row", row=tuple(rows))
@@ -293,8 +293,8 @@ def test_a_protocol_is_summed_up_once_half_of_its_claims_are_measured(monkeypatc
         text = overview({"tiny": one, "other": other}, {"tiny": as_run(one), "other": None}, {})
         first = next(line for line in text.splitlines() if line.startswith("| [FLAME]"))
         assert f") {word} |" in first
-        assert ") not asked |" in first
-        counted = f"{missing} {'is' if missing == 1 else 'are'} not measured yet"
+        assert ") not tested (not asked) |" in first
+        counted = f"{missing} {'is' if missing == 1 else 'are'} not tested (not run)"
         assert f"In a fair test, {1 + missing} of {1 + missing} claims are asked: 1 holds, {counted}." in text
 
 
@@ -302,7 +302,7 @@ def test_a_claim_of_the_full_size_only_needs_a_gpu(monkeypatch: pytest.MonkeyPat
     row = papers.HeadlineClaim(text="row", claim="t", full="tiny")
     monkeypatch.setattr(papers, "sheets", lambda: (papers.Sheet(name="FLAME", title="t", number="row", row=(row,)),))
     text = overview({"tiny": tiny()}, {"tiny": None}, {"tiny": Need(4320, [])})
-    assert re.search(r"needs a GPU \| !\[\]\(.+?\) not asked \|$", headline(text))
+    assert re.search(r"not tested \(needs a GPU\) \| !\[\]\(.+?\) not tested \(not asked\) \|$", headline(text))
     assert "Needs a GPU: `fedloom reproduce tiny --scale full --device cuda`" in text
 
 
@@ -311,7 +311,7 @@ def test_the_appendix_counts_claims_that_a_run_has_no_figures_of(monkeypatch: py
     (claim,) = one.paper.claims
     newer = claim.with_(text="newer", higher="flame: personal: loss/variance", than=("fedavg: global: loss/variance",))
     both = replace(one, paper=one.paper.with_(claims=(claim, newer), title="FLAME, t"))
-    assert "; of 2 claims 1 holds, 1 is not measured yet |" in only(monkeypatch, both, as_run(both))
+    assert "; of 2 claims 1 holds, 1 is not tested (not run) |" in only(monkeypatch, both, as_run(both))
 
 
 def test_a_claim_on_a_method_that_diverged_is_without_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,10 +330,10 @@ def test_a_claim_on_a_method_that_diverged_is_without_a_result(tmp_path: Path, m
     assert again["fedavg: global: accuracy"] == again["flame: personal: accuracy"] == 0
     of_one = one.paper.claims[0].with_(than=("fedavg: global",))
     one = replace(one, paper=one.paper.with_(claims=(of_one,)))
-    assert f"| {of_one.text} | without a result |" in page(one, summary)
+    assert f"| {of_one.text} | not tested (without a result) |" in page(one, summary)
     text = only(monkeypatch, one, replace(summary, scale="full"))
-    assert "[without a result](papers/tiny.md)" in headline(text)
-    assert "; of 1 claim 1 is without a result |" in text
+    assert "[not tested (without a result)](papers/tiny.md)" in headline(text)
+    assert "; of 1 claim 1 is not tested (without a result) |" in text
     assert "Not measured yet" not in text
 
 
@@ -407,7 +407,7 @@ def test_no_table_of_a_recipe_has_an_empty_column() -> None:
 def test_a_comparison_stands_once_on_its_page() -> None:
     """Two rows of the same words with two differences would contradict each other, as means and spreads did."""
     for appendix in sorted((ROOT / "studies" / "pages" / "papers").glob("*.md")):
-        _, _, table = appendix.read_text().partition("| comparison | difference | clear (Holm) |\n")
+        _, _, table = appendix.read_text().partition("| comparison | difference | verdict (Holm) |\n")
         pairs = [re.split(r"(?<!\\)\|", row)[1] for row in table.partition("\n\n")[0].splitlines()[1:]]
         assert len(pairs) == len(set(pairs)), appendix.name
 

@@ -7,6 +7,7 @@ import math
 import subprocess
 import tomllib
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 from small_recipe import FAR, NEAR, TINY, numbers, tiny, with_claim
+from statsmodels.stats.multitest import multipletests
 
 from fedloom.errors import ConfigError, RunDirError
 from fedloom.printing import print_texts
@@ -27,8 +29,8 @@ from fedloom_studies.reproduce import summary as summaries
 from fedloom_studies.reproduce.cells import cells, within
 from fedloom_studies.reproduce.choices import CHOSEN, read_choices
 from fedloom_studies.reproduce.figures import Reference, unit, values
-from fedloom_studies.reproduce.judge import ClaimVerdict, at_validation, claims, papers_lead
-from fedloom_studies.reproduce.looks import FAILS, HOLDS, LOOKS, OPEN, PARTLY, POWER
+from fedloom_studies.reproduce.judge import JudgedClaim, at_validation, claims, papers_lead
+from fedloom_studies.reproduce.looks import FAILS, HOLDS, LOOKS, PARTLY, POWER, UNDECIDED
 from fedloom_studies.reproduce.recipe import Recipe, make_recipe, merged, recipes
 from fedloom_studies.store import records
 from tests import commands
@@ -60,8 +62,10 @@ def test_figures_are_shown_in_units_that_people_use() -> None:
         assert unit(figure).in_words(-0.0067, 0.0039) == "0.67 ± 0.39 points below"
         assert unit(figure).value(0.9498, 0.002) == "94.98 ± 0.20 %"
     assert unit("samples_backward@to 0.7").difference(217_990, 157_510) == "+218\u202f000 ± 158\u202f000 gradients"
-    assert unit("samples_backward").in_words(-91436, math.nan) == "91\u202f400 fewer gradients"
-    assert unit("bytes_up@to 0.7").in_words(3.5382e6, 1.7856e6) == "3.5 ± 1.8 MB more"
+    assert unit("samples_backward").in_words(math.log(0.5)) == "0.5 times as many gradients"
+    assert unit("bytes_up@to 0.7").in_words(math.log(2), math.log(1.25)) == "2 (1.6 to 2.5) times as many bytes"
+    assert unit("loss/variance").lead(math.log(1.2), math.nan) == "1.2 times"
+    assert unit("accuracy").lead(0.01, 0.005) == unit("accuracy").difference(0.01, 0.005)
     for figure in ("loss/variance", "train loss@mean", "cd", "nmi", "accuracy/jain", "factorised"):
         assert unit(figure).difference(0.3105) == "+0.3105"
     assert unit("nonzeros").value(106_369.1, 46.813) == "106\u202f369 ± 47"
@@ -89,7 +93,7 @@ def verdict(one: Recipe, a: list[float], b: list[float]) -> str:
 def test_a_claim_holds_fails_or_is_open() -> None:
     assert verdict(with_claim(), FAR, NEAR) == HOLDS
     assert verdict(with_claim(), NEAR, FAR) == FAILS
-    assert verdict(with_claim(), [0.5, 0.7, 0.4, 0.6, 0.5], [0.6, 0.5, 0.5, 0.55, 0.5]) == OPEN
+    assert verdict(with_claim(), [0.5, 0.7, 0.4, 0.6, 0.5], [0.6, 0.5, 0.5, 0.55, 0.5]) == UNDECIDED
     assert verdict(with_claim(higher=None, lower="flame: personal"), NEAR, FAR) == HOLDS
     assert verdict(with_claim(margin=0.5), NEAR, FAR) == HOLDS
     assert verdict(with_claim(than=[0.6]), FAR, NEAR) == HOLDS
@@ -99,7 +103,7 @@ def test_a_claim_holds_fails_or_is_open() -> None:
 
 
 def test_fewer_than_five_seeds_decide_nothing_unless_it_holds_by_construction() -> None:
-    assert verdict(with_claim(), FAR[:4], NEAR[:4]) == OPEN
+    assert verdict(with_claim(), FAR[:4], NEAR[:4]) == UNDECIDED
     assert verdict(with_claim(construction=True), NEAR[:1], NEAR[:1]) == HOLDS
     assert (
         "by construction"
@@ -116,7 +120,7 @@ def test_a_margin_is_no_part_of_the_difference_and_equivalence_has_two_sides() -
     assert verdict(equal, close, a) == HOLDS
     assert verdict(equal, ahead, a) == verdict(equal, a, ahead) == FAILS
     assert verdict(with_claim(margin=0.05), ahead, a) == HOLDS
-    assert verdict(equal, [0.5, 0.7, 0.4, 0.6, 0.5], a) == OPEN
+    assert verdict(equal, [0.5, 0.7, 0.4, 0.6, 0.5], a) == UNDECIDED
     with pytest.raises(ConfigError, match="equivalence needs a margin"):
         with_claim(equivalent=True)
 
@@ -137,7 +141,7 @@ def test_a_claim_on_spreads_is_levenes_test_paired_and_knows_no_level() -> None:
         with_claim(spread=True, than=[0.1])
 
 
-def judged(*gaps: float, spread: float = 1.0, **claim: Any) -> ClaimVerdict:
+def judged(*gaps: float, spread: float = 1.0, **claim: Any) -> JudgedClaim:
     """A claim whose subject is ahead of its rivals by these gaps."""
     a, noise = np.array(FAR), spread * np.array([0.004, -0.003, 0.001, -0.002, 0.0])
     rivals = {f"m{k}_global": list(a - gap + (k + 1) * noise) for k, gap in enumerate(gaps)}
@@ -145,7 +149,7 @@ def judged(*gaps: float, spread: float = 1.0, **claim: Any) -> ClaimVerdict:
     return claims(with_claim(**table), numbers(flame_personal=list(a), **rivals))[0]
 
 
-def test_a_rival_is_one_number_per_seed_and_its_interval_is_that_of_the_look() -> None:
+def test_a_rival_is_one_number_per_seed_and_its_interval_is_the_one_that_decides() -> None:
     """The mean over variants of the difference; the least over rivals is the claim's."""
     a, b, c = np.array(FAR), np.array(NEAR), np.array([0.69, 0.70, 0.70, 0.71, 0.69])
     few = numbers(flame_personal=list(a), fedavg_global=list(b), other_global=list(c))["few"]
@@ -153,12 +157,32 @@ def test_a_rival_is_one_number_per_seed_and_its_interval_is_that_of_the_look() -
     table = {"text": "t", "higher": "flame: personal", "than": ["fedavg: global", "other: global"]}
     (one,) = claims(with_claim(**table), {"few": few, "many": many})
     assert [rival.name for rival in one.rivals] == ["fedavg: global: accuracy", "other: global: accuracy"]
-    for rival, lead in zip(one.rivals, (a - b + 0.05, a - c), strict=True):
-        interval = stats.ttest_1samp(lead, 0).confidence_interval(1 - LOOKS[0][1])
+    leads = (a - b + 0.05, a - c)
+    p = [stats.ttest_1samp(lead, 0).pvalue for lead in leads]
+    rejected = sum(multipletests(p, alpha=LOOKS[0][1], method="holm")[0])
+    for k, (rival, lead) in enumerate(zip(one.rivals, leads, strict=True)):
+        step = min(sum(q < p[k] for q in p), rejected)
+        interval = stats.ttest_1samp(lead, 0).confidence_interval(1 - LOOKS[0][1] / (2 - step))
+        assert rival.clear == (interval.low > 0 or interval.high < 0)
         assert rival.look.difference == pytest.approx(lead.mean())
         assert rival.look.half == pytest.approx((interval.high - interval.low) / 2)
         assert rival.look.p == pytest.approx(stats.ttest_1samp(lead, 0).pvalue)
     assert one.least == one.rivals[1]
+
+
+def test_work_and_variances_are_compared_by_ratios() -> None:
+    """A heavy seed rules the mean of differences, and not that of the logarithms of ratios."""
+    ours, theirs = [0.010, 0.011, 0.009, 0.010, 0.200], [0.013, 0.014, 0.012, 0.013, 0.260]
+    table = {"higher": None, "lower": "flame: personal: loss/variance", "than": ["fedavg: global: loss/variance"]}
+    known = {"few": {"flame: personal: loss/variance": dict(zip("01234", ours, strict=True)),
+                     "fedavg: global: loss/variance": dict(zip("01234", theirs, strict=True))}}  # fmt: skip
+    (one,) = claims(with_claim(**table), known)
+    lead = np.log(theirs) - np.log(ours)
+    assert one.verdict == HOLDS
+    assert one.rivals[0].look.difference == pytest.approx(lead.mean())
+    assert stats.ttest_1samp(np.subtract(theirs, ours), 0).pvalue > LOOKS[0][1]
+    scaled = {"few": {k: {s: 100 * v for s, v in by.items()} for k, by in known["few"].items()}}
+    assert claims(with_claim(**table), scaled)[0].rivals[0].look.p == pytest.approx(one.rivals[0].look.p)
 
 
 def test_one_rival_neither_carries_nor_drowns_the_others() -> None:
@@ -168,7 +192,7 @@ def test_one_rival_neither_carries_nor_drowns_the_others() -> None:
     assert judged(0.3, 0.2, 0.001).verdict == PARTLY  # level with one, behind none
     assert judged(0.05, 0.05, 0.3, spread=0.1).verdict == HOLDS
     wild = judged(0.05, 0.05, 0.3, spread=20)  # spread in one rival is not spread in all
-    assert wild.verdict in (PARTLY, OPEN)
+    assert wild.verdict in (PARTLY, UNDECIDED)
     assert judged(0.3, 0.2, -0.02).least.name == "m2: global: accuracy"
 
 
@@ -188,7 +212,7 @@ def test_rivals_have_holms_correction() -> None:
     lead = np.array([0.0148, 0.0088, 0.0106, 0.0136, 0.0064])
     p = float(stats.ttest_1samp(lead, 0).pvalue)
     assert LOOKS[0][1] / 5 < p < LOOKS[0][1]
-    for count, verdict in ((1, HOLDS), (5, OPEN)):
+    for count, verdict in ((1, HOLDS), (5, UNDECIDED)):
         rivals = {f"m{k}_global": list(np.array(FAR) - lead) for k in range(count)}
         table = {"than": [f"m{k}: global" for k in range(count)]}
         assert claims(with_claim(**table), numbers(flame_personal=FAR, **rivals))[0].verdict == verdict
@@ -223,7 +247,8 @@ def test_the_rivals_are_tested_on_the_seeds_that_all_of_them_have() -> None:
     known = numbers(flame_personal=[9.0, *FAR], m0_global=[math.nan, *NEAR], m1_global=[0.0, *NEAR])
     (one,) = claims(with_claim(than=["m0: global", "m1: global"]), known)
     first, second = one.rivals
-    assert first.look == second.look
+    assert first.look == replace(second.look, level=first.look.level)
+    assert {first.look.level, second.look.level} == {LOOKS[0][1], LOOKS[0][1] / 2}  # of Holm's steps
 
 
 def test_of_a_claim_of_equivalence_the_least_is_the_farthest_from_it() -> None:
@@ -263,11 +288,11 @@ def test_single_comparisons_have_holms_correction() -> None:
 def test_the_first_clear_look_decides_and_later_seeds_change_nothing(seed: int, mean: float, n: int) -> None:
     lead = list(np.random.default_rng(seed).normal(mean, 1, n))
     one = claims(with_claim(than=[0.0]), numbers(flame_personal=lead))[0].least.look if n else None
-    expected = OPEN
+    expected = UNDECIDED
     for count, level in LOOKS:
-        if n >= count and expected == OPEN:
+        if n >= count and expected == UNDECIDED:
             test = stats.ttest_1samp(lead[:count], 0)
-            expected = OPEN if test.pvalue > level else HOLDS if test.statistic > 0 else FAILS
+            expected = UNDECIDED if test.pvalue > level else HOLDS if test.statistic > 0 else FAILS
             assert one is not None
             used = count
     if n >= 5:

@@ -187,6 +187,10 @@ def report_command(
             autocompletion=offer.one_of("used", "personal", "all"),
         ),
     ] = "used",
+    margin: Annotated[
+        float | None,
+        typer.Option(help="methods that differ by no more are equivalent, in the metric's units: 0.01 is a point"),
+    ] = None,
     card: Annotated[
         bool, typer.Option("--card", help="write a model card too: card.md, for people to complete")
     ] = False,
@@ -212,6 +216,7 @@ def report_command(
         beside = page.with_suffix("") / "card.md"
         if card:
             report.check_card(beside)
-        say(f"report: {report.write(runs, page, columns=chosen, against=against, models=kind, force=force)}")
+        written = report.write(runs, page, columns=chosen, against=against, models=kind, margin=margin, force=force)
+        say(f"report: {written}")
         if card:
             say(f"model card: {report.write_card(runs, beside)}")

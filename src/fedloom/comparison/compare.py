@@ -22,6 +22,7 @@ from fedloom.experiment.events import Listener
 from fedloom.experiment.outputs import Outcome
 from fedloom.progress import counted, remark, shown
 from fedloom.report.comparison.contenders import MODELS, Models
+from fedloom.report.comparison.pairs import checked_margin
 from fedloom.report.comparison.recorded import RecordedComparison
 from fedloom.rundir import place_of
 
@@ -43,8 +44,9 @@ class Comparison(RecordedComparison):
         against: str | None,
         models: Models,
         chosen: Mapping[str, Mapping[str, object]],
+        margin: float | None = None,
     ) -> None:
-        super().__init__(folder, against, models)
+        super().__init__(folder, against, models, margin)
         self.results: dict[tuple[str, int], Result] = {
             (one.label, one.seed): one.result for one in outcomes if one.result is not None
         }
@@ -73,6 +75,7 @@ def compare(
     tune: int | Mapping[str, object] | None = None,
     against: str | None = None,
     models: Models = "used",
+    margin: float | None = None,
     folder: Path | str | None = None,
     progress: bool = True,
     name: str = "comparison",
@@ -93,13 +96,15 @@ def compare(
         model: as in `fedloom.simulate`; softmax when None.
         partition: how a data set is split among clients, such as ``fl.partition.dirichlet(clients=20, beta=0.1)``;
             drawn anew with every seed. A federation is split already, and seeds change all else.
-        seeds: one run of every method per seed; with fewer than five nothing is decided. Seeds with which the
+        seeds: one run of every method per seed; with fewer than five nothing is tested. Seeds with which the
             runs of two methods only repeat others, since they draw nothing that matters, count once.
         tune: trials per method, chosen on validation data with equal work, before the runs; or the table ``[tune]`` of
             an experiment file. None: the settings are taken as they are.
         against: label of the method that the others are tested against; None: local or FedAvg if one is there.
         models: the model of a method that is compared: ``used``, the one that a client would use (of a global and a
             personal model the better one on the client's validation part); ``personal``, as papers report it; ``all``.
+        margin: differences up to it do not matter, in the units of the leading metric (0.01 of an accuracy is one
+            point): methods within it are equivalent. None: none is stated, and no methods are called equivalent.
         folder: the run directory, from which the same call resumes; a search has ``<folder>-tune`` beside it. None: a
             temporary one.
         progress: show a bar (in a terminal) or lines, on standard error.
@@ -121,6 +126,7 @@ def compare(
         raise ConfigError(f"compare: tune must be a number of trials or the table [tune] of a file, got {tune!r:.80}")
     table = {"trials": tune} if isinstance(tune, int) else dict(tune or {})
     place = None if folder is None else place_of(folder, "compare: folder")
+    checked_margin(margin)
     if models not in MODELS:
         raise unknown("choice", models, MODELS, "compare: models")
     keywords = [keyword for keyword in signature(compare).parameters if keyword != "choices"]
@@ -128,10 +134,10 @@ def compare(
     if against is not None and against not in definition.references:
         raise unknown("method to compare with", against, definition.references, "compare: against")
     if place is not None:
-        return _compared(definition, place, against, models, tune is not None, progress)
+        return _compared(definition, place, (against, models, margin), tune is not None, progress)
     temporary = Path(mkdtemp(prefix="fedloom-"))
     try:
-        comparison = _compared(definition, temporary / "run", against, models, tune is not None, progress)
+        comparison = _compared(definition, temporary / "run", (against, models, margin), tune is not None, progress)
     except BaseException:
         rmtree(temporary, ignore_errors=True)
         raise
@@ -140,7 +146,11 @@ def compare(
 
 
 def _compared(
-    definition: GivenExperiment, place: Path, against: str | None, models: Models, tunes: bool, progress: bool
+    definition: GivenExperiment,
+    place: Path,
+    shown_as: tuple[str | None, Models, float | None],
+    tunes: bool,
+    progress: bool,
 ) -> Comparison:
     """The comparison in a folder, after all that is missing has been run."""
     document, chosen = definition.document(), dict[str, Mapping[str, Any]]()
@@ -162,7 +172,8 @@ def _compared(
     if all(one.result is None for one in outcomes):
         first = outcomes[0]
         raise RunStopped(Stop.FAILED, f"no run has a result; {first.label}, seed {first.seed}: {first.reason}")
-    return Comparison(place, outcomes, against, models, chosen)
+    against, models, margin = shown_as
+    return Comparison(place, outcomes, against, models, chosen, margin)
 
 
 def _tuned(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import platform
 from collections.abc import Collection, Mapping, Sequence
@@ -16,7 +17,7 @@ import pyarrow.parquet as pq
 import tomli_w
 from numpy.typing import NDArray
 
-from fedloom.data.federation import Federation
+from fedloom.data.federation import Federation, Split
 from fedloom.engine.result import Result
 from fedloom.engine.setting import Evaluate
 from fedloom.errors import RunDirError
@@ -252,7 +253,7 @@ def _run(outcome: Outcome) -> RunRecord:
 def _partition(seed: int, fed: Federation, attackers: NDArray[np.int64] | None) -> pa.Table:
     groups = None if fed.groups is None else fed.groups.numpy()
     sizes = fed.sizes("train").numpy()
-    return partition_table(seed, fed.names, sizes, fed.class_counts().numpy(), groups, attackers)
+    return partition_table(seed, fed.names, sizes, fed.class_counts().numpy(), groups, attackers, fed.parts["test"])
 
 
 def partition_table(
@@ -262,6 +263,7 @@ def partition_table(
     counts: NDArray[np.int64],
     groups: NDArray[np.int64] | None = None,
     attackers: NDArray[np.int64] | None = None,
+    tests: Split | None = None,
 ) -> pa.Table:
     """A row per client of the n.
 
@@ -272,6 +274,7 @@ def partition_table(
         counts: of them by class ``[n, C]``; C = 0 for a regression, and where only the sizes are known.
         groups: planted group ``[n]``; None: -1 for all.
         attackers: numbers of the clients that attack.
+        tests: the clients' test parts, of which their sizes and one digest of all are written; None: not known.
     """
     n, ends = len(names), np.arange(len(names) + 1) * counts.shape[1]
     columns = {
@@ -283,6 +286,10 @@ def partition_table(
         "attacks": np.isin(np.arange(n), [] if attackers is None else attackers),
         "counts": pa.ListArray.from_arrays(pa.array(ends, pa.int32()), pa.array(counts.flatten())),
     }
+    if tests is not None:
+        parts = b"".join(part.numpy().tobytes() for part in (tests.offsets, tests.index))
+        digest = hashlib.sha256(parts).hexdigest()[:16]
+        columns |= {"tested": tests.offsets.diff().numpy(), "tests": pa.array([digest] * n, pa.string())}
     return pa.table(columns)
 
 

@@ -5,7 +5,19 @@ from __future__ import annotations
 from fedloom.report.charts import kit, look
 from fedloom.report.comparison.card import check_card, write_card
 from fedloom.report.comparison.criteria import NEAR, cumulative
-from fedloom.report.comparison.family import LEVEL, TestedDifference, differences, family, holm
+from fedloom.report.comparison.family import (
+    LEVEL,
+    MODERATED_LEVEL,
+    PairVerdict,
+    TestedDifference,
+    differences,
+    family,
+    holm,
+    log_ratio,
+    pair_verdict,
+    prior_of,
+)
+from fedloom.report.comparison.moderated import seeds_for
 from fedloom.report.csv_files import csv_of_table
 from fedloom.report.numbers import (
     EMPTY,
@@ -29,11 +41,13 @@ __all__ = [
     "ENOUGH",
     "LEVEL",
     "MODELS",
+    "MODERATED_LEVEL",
     "NEAR",
     "WORK",
     "Curve",
     "Estimate",
     "Key",
+    "PairVerdict",
     "Run",
     "TestedDifference",
     "check_card",
@@ -45,9 +59,13 @@ __all__ = [
     "half_width",
     "holm",
     "kit",
+    "log_ratio",
     "look",
+    "pair_verdict",
+    "prior_of",
     "read_runs",
     "result_table",
+    "seeds_for",
     "seeds_of",
     "test_metrics",
     "write",

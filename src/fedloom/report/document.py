@@ -21,6 +21,7 @@ from fedloom.report.comparison.contenders import Models, contenders
 from fedloom.report.comparison.cox import cox_tables
 from fedloom.report.comparison.devices import LEAD as DEVICES
 from fedloom.report.comparison.devices import device_tables
+from fedloom.report.comparison.family import scope
 from fedloom.report.comparison.gains import LEAD, SiteGains, gains_html
 from fedloom.report.comparison.pairs import Pair, pairs_html
 from fedloom.report.comparison.paper import title
@@ -67,8 +68,8 @@ PLACES = {
 """Sections of the page by group of figures, in order."""
 
 PAIRS = (
-    "Every method against one of them, as one family of tests: the interval of a difference leaves out 0 exactly where "
-    "the difference is significant."
+    "Every method against one of them, as one family of tests. The interval of a difference is the one that decides: "
+    "it leaves out 0 exactly where the verdict is better or worse. Equivalent is an interval within a stated margin."
 )
 READING = {
     "Result": "Mean over the clients' own test parts at the last round, then mean over seeds; "
@@ -83,10 +84,14 @@ READING = {
     "client would use, the hybrid one of two, else its only one; on request by its personal one. Beside hybrid models "
     "stands what they must beat: for each client the better of training alone and FedAvg.",
     "Work and traffic": "Totals over all clients up to the last round. MB is 10⁶ bytes of the messages as sent.",
-    "Clear, not significant, not decidable": "The leader is compared with every other method, one row each, seed by "
-    "seed (paired t test, Holm's correction, level 5 %); a lead's interval leaves out 0 exactly where it is "
-    "significant. With fewer than five common seeds nothing is decided. Seeds that repeat runs to the last digit count "
-    "once. Runs with other data, another partition or another attack are not compared with each other.",
+    "Better, inconclusive, not tested": "The leader is compared with every other method, one row each, seed by "
+    "seed (paired t test, Holm's correction, level 5 %). A lead's interval is the one that decides: it leaves out 0 "
+    "exactly where the leader is better. Work, traffic and variances are compared by their ratios. With fewer than "
+    "five common seeds nothing is tested. Seeds that repeat runs to the last digit count once. Runs with other data, "
+    "another partition or another attack are not compared with each other.",
+    "These samples, new samples": "Where every seed splits the same samples anew, its results depend on each other. "
+    "The variance of a difference then has the correction of Nadeau and Bengio (2003), and a verdict is about new "
+    "samples from the same source. Where seeds share their test parts, a verdict is about these samples.",
     "Attacks": "Where clients attack, every result is of the benign ones; work and traffic are of all.",
 }
 
@@ -143,7 +148,7 @@ def document(
     parts = {
         **({"gains": ("Who gains", LEAD, gained)} if by_site else {}),
         "overview": ("Overview", "Who leads by which criterion.", overview.cards(runs, rows, models)),
-        **({"pairs": ("Pairs", PAIRS, pairs_html(compared))} if compared else {}),
+        **({"pairs": ("Pairs", f"{PAIRS} {_scope(runs)}", pairs_html(compared))} if compared else {}),
         "results": ("Results", READING["Result"], overview.results([*rows, *_rivals(runs, rows)], runs) + _downloads()),
         **{group: (*PLACES[group], body) for group, body in bodies.items() if body},
         **({"sites": ("Sites", SITES, table)} if (table := site_tables(runs)) else {}),
@@ -186,6 +191,10 @@ def document(
 </body>
 </html>
 """
+
+
+def _scope(runs: list[Run]) -> str:
+    return scope(max(run.ratio for run in runs))
 
 
 def _rivals(runs: list[Run], rows: list[Row]) -> list[Row]:

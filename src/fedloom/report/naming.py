@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from fedloom.metrics import COSTS, MB, METRICS, TOTALS, Metric, metric, titled
 
-__all__ = ["COSTS", "GROUPS", "MB", "METRICS", "STATISTICS", "TOTALS", "Metric", "figure", "metric", "titled"]
+__all__ = [
+    "COSTS",
+    "GROUPS",
+    "MB",
+    "METRICS",
+    "STATISTICS",
+    "TOTALS",
+    "Metric",
+    "figure",
+    "is_ratio",
+    "metric",
+    "titled",
+]
 
 GROUPS = {
     "nmi": "clusters",
@@ -57,6 +69,15 @@ STATISTICS = {
     "common": "Common test set",
 }
 """Titles of statistics over clients, and of other places to measure."""
+
+
+def is_ratio(name: str) -> bool:
+    """Whether a figure is compared by ratios, on the logarithmic scale: costs, and variances over clients.
+
+    >>> is_ratio("bytes"), is_ratio("loss/variance"), is_ratio("accuracy/worst10")
+    (True, True, False)
+    """
+    return name in COSTS or name.startswith(("bytes", "samples_")) or name.endswith("/variance")
 
 
 PROPER = ("Brier", "Jain", "Lyapunov", "Poisson")

@@ -9,12 +9,12 @@ from html import escape
 
 import numpy as np
 
-from fedloom.formats import DASH, interval, pair, percent, total
+from fedloom.formats import DASH, factor, interval, pair, percent, total
 from fedloom.report.charts.kit import off_axis
 from fedloom.report.charts.tradeoffs import REACHED
 from fedloom.report.comparison.contenders import Models, one_per_method
 from fedloom.report.comparison.criteria import Winner, tasks, winners
-from fedloom.report.naming import COSTS, figure, metric, within_line
+from fedloom.report.naming import COSTS, figure, is_ratio, metric, within_line
 from fedloom.report.numbers import ENOUGH, Row, leading_metric, run_of, seeds_of
 from fedloom.report.run import Run
 from fedloom.report.tables import cell, columns_of
@@ -115,23 +115,29 @@ def sure(winner: Winner, rows: list[Row]) -> str:
     behind = winner.lead < 0  # over the common seeds; over its own it is the best
     words = ("behind" if behind else "ahead of") if criterion.higher else ("above" if behind else "below")
     lead = f"{pair(amount, half)}{unit} {words} {name}" + " over the common seeds" * behind
-    if abs(winner.lead) <= TIE * abs(criterion.values[winner.row or 0].mean):
+    log = is_ratio(criterion.figure)
+    if log:
+        lead = (
+            f"{factor(winner.lead if criterion.higher else -winner.lead, winner.half)} {name}'s"
+            + " over the common seeds" * behind
+        )
+    if abs(winner.lead) <= TIE * (1.0 if log else abs(criterion.values[winner.row or 0].mean)):
         lead = f"equal to {name}"
     if not winner.seeds:
-        verdict = f"<b>Not decidable</b>: no common seed with {name} ({ENOUGH} are needed)."
+        verdict = f"<b>Not tested</b>: no common seed with {name} ({ENOUGH} are needed)."
     elif not winner.decidable:
         seeds = f"{winner.seeds} common seed{'s' * (winner.seeds != 1)}"
-        verdict = f"<b>Not decidable</b> with {seeds} ({ENOUGH} are needed): {lead}."
+        verdict = f"<b>Not tested</b> with {seeds} ({ENOUGH} are needed): {lead}."
     elif not winner.rivals:
         sound = "comes to this result" if criterion.figure in REACHED else "ended well"
         compared = "every other method" + f" that {sound} with every seed" * winner.excluded
-        verdict = f"<b>Clear</b>: {lead}, and significantly better than {compared}."
+        verdict = f"<b>Better</b> than {compared}: {lead}."
     elif winner.runner_up in winner.rivals:
         more = len(winner.rivals) - 1
         rest = f"; {more} other{'s are' if more > 1 else ' is'} not significantly worse either" if more else ""
-        verdict = f"<b>Not significant</b>: {lead}{rest}."
+        verdict = f"<b>Inconclusive</b>: {lead}{rest}."
     else:
-        verdict = f"<b>Not significant</b> against {len(winner.rivals)} of the others, though {lead}."
+        verdict = f"<b>Inconclusive</b> against {len(winner.rivals)} of the others, though {lead}."
     return verdict + same + (" Provisional: some runs are unfinished." if winner.provisional else "")
 
 

@@ -24,7 +24,7 @@ from fedloom.report.comparison.contenders import Models
 from fedloom.report.comparison.cox import cox_csv
 from fedloom.report.comparison.devices import devices_csv
 from fedloom.report.comparison.gains import gains, gains_csv, gains_latex
-from fedloom.report.comparison.pairs import pairs, pairs_csv, pairs_latex
+from fedloom.report.comparison.pairs import checked_margin, pairs, pairs_csv, pairs_latex
 from fedloom.report.comparison.paper import results_latex, title
 from fedloom.report.csv_files import csv_of
 from fedloom.report.document import MARK, document
@@ -48,6 +48,7 @@ def write(
     charts: bool = True,
     against: str | None = None,
     models: Models = "used",
+    margin: float | None = None,
     force: bool = False,
 ) -> Path:
     """Writes a report of one or several run directories.
@@ -65,6 +66,7 @@ def write(
         against: label of the method that every other one is compared with; `local` or `fedavg` when None, if there.
         models: rows of a method in ``results.tex`` and in the comparison: that of the model that a client would use,
             that of the personal one, or all.
+        margin: differences of the leading metric up to it do not matter, in its own units; None: none is stated.
         force: replace files that no report wrote.
 
     Returns:
@@ -74,7 +76,8 @@ def write(
         RunDirError: a directory is not a run, or one of its files is damaged, or ``out`` would lie in a file; nothing
             is written.
         ConfigError: ``out`` does not end in ``.html``, lies in a run but for ``RUN/NAME.html``, or is there and no
-            report, or its folder has files that no report wrote; or there is no such column or method.
+            report, or its folder has files that no report wrote; or there is no such column or method, or the margin
+            is no number above 0.
         CheckpointError: the disk is full or refuses; the runs are as they were.
     """
     beside = check_report(run_dirs, out, force=force)
@@ -83,7 +86,7 @@ def write(
         rows = rows_of(runs)
         shown = figures(runs, rows, models)
         tex = results_latex(runs, rows, columns, models)
-        compared = pairs(runs, rows, against, models)
+        compared = pairs(runs, rows, against, models, margin=checked_margin(margin))
         by_site = gains(runs, rows, leading_metric(runs))
         text = document(runs, rows, shown, tex, compared, by_site, models)
     contents = {"results.csv": csv_text(rows), "results.tex": tex}

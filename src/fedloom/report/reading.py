@@ -36,8 +36,9 @@ _TEXT, _INTEGER = (
 )
 _KINDS = {
     **dict.fromkeys(_TEXT, pa.string()),
-    **dict.fromkeys((*_INTEGER, "group"), pa.int64()),
+    **dict.fromkeys((*_INTEGER, "group", "tested"), pa.int64()),
     "name": pa.string(),
+    "tests": pa.string(),
     "column": pa.string(),
     "ties": pa.string(),
     "attacks": pa.bool_(),
@@ -144,7 +145,8 @@ def _partitions(path: Path) -> tuple[dict[int, RunPartition], list[str]]:
     """The split of every seed, and the names of the clients; empty while the first method is still running."""
     if not path.exists():
         return {}, []
-    table = read_table(path, ("seed", "client", "name", "size", "group", "attacks", "counts"))
+    needed = ("seed", "client", "name", "size", "group", "attacks", "counts")
+    table = read_table(path, needed, lacking=("tested", "tests"))
     seed, attacks = table["seed"].to_numpy(), table["attacks"].to_numpy()
     partitions, names = {}, []
     for value in dict.fromkeys(seed.tolist()):
@@ -157,16 +159,18 @@ def _partitions(path: Path) -> tuple[dict[int, RunPartition], list[str]]:
         groups = clients["group"].to_numpy()
         hostile = frozenset(np.flatnonzero(attacks[seed == value]).tolist())
         partitions[int(value)] = RunPartition(
-            flat.reshape(len(clients), -1), clients["size"].to_numpy(), groups, hostile
-        )
+            flat.reshape(len(clients), -1), clients["size"].to_numpy(), groups, hostile,
+            *((clients["tested"].to_numpy(), clients["tests"][0].as_py()) if "tests" in clients.column_names else ()),
+        )  # fmt: skip
         names = clients["name"].to_pylist()
     return partitions, names
 
 
-def read_table(path: Path, names: tuple[str, ...], *, coded: bool = False) -> pa.Table:
+def read_table(path: Path, names: tuple[str, ...], *, coded: bool = False, lacking: tuple[str, ...] = ()) -> pa.Table:
     """The named columns, cast to the type that each name has in every file of a run directory.
 
-    ``coded``: text as codes with a dictionary.
+    ``coded``: text as codes with a dictionary. ``lacking``: further columns, which directories of earlier versions
+    lack; where one is missing, none of them is read.
 
     Raises:
         RunDirError: the file is damaged, or lacks one of them.
@@ -177,6 +181,7 @@ def read_table(path: Path, names: tuple[str, ...], *, coded: bool = False) -> pa
         check_digest(path, path.read_bytes())
         schema = pq.read_schema(path)
         stored = schema.names
+        names += lacking if {*lacking} <= {*stored} else ()
         if twice := [name for name in names if stored.count(name) > 1]:
             raise RunDirError(f"{path} is damaged: two columns are named {twice[0]!r}")
         for name in names:

@@ -47,12 +47,16 @@ class RunPartition:
         sizes: training samples ``[n]``.
         groups: planted group ``[n]``, -1 where none was planted.
         attackers: clients that attack.
+        tested: test samples ``[n]``; None where they are not recorded.
+        tests: digest of the clients' test parts; empty where it is not recorded.
     """
 
     counts: Numbers
     sizes: Numbers
     groups: Integers
     attackers: frozenset[int]
+    tested: Integers | None = None
+    tests: str = ""
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,25 @@ class Run:
     def attackers(self, seed: int) -> frozenset[int]:
         """Clients that attacked; their scores say nothing about a method."""
         return self.partitions[seed].attackers if seed in self.partitions else frozenset()
+
+    @property
+    def ratio(self) -> float:
+        """Test samples per training sample where every seed splits the same samples anew, else 0; see `ratios`."""
+        ratios, sizes = self.ratios, np.sum([part.sizes for part in self.partitions.values()], axis=0)
+        return float(np.average(ratios, weights=sizes)) if ratios is not None else 0.0
+
+    @property
+    def ratios(self) -> Numbers | None:
+        """Test samples per training sample of every client ``[n]``, in the mean over seeds.
+
+        None where seeds share their test parts, where there is one seed, and where test parts are not recorded.
+        """
+        parts = [*self.partitions.values()]
+        if len({part.tests for part in parts}) < 2:
+            return None
+        tested = np.sum([part.tested for part in parts if part.tested is not None], axis=0)
+        ratios: Numbers = tested / np.sum([part.sizes for part in parts], axis=0)
+        return ratios
 
     @property
     def attacked(self) -> bool:

@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 import pyarrow as pa
 
 from fedloom.errors import ConfigError
-from fedloom.formats import DASH, PERCENT, PLAIN, finite, interval, pair, total
+from fedloom.formats import DASH, PERCENT, PLAIN, factor, finite, interval, pair, total
 from fedloom.metrics import leading
 from fedloom.report.comparison.criteria import Marks
 from fedloom.report.csv_files import csv_of
-from fedloom.report.naming import COSTS, METRICS, TOTALS, figure, titled
+from fedloom.report.naming import COSTS, METRICS, TOTALS, figure, is_ratio, titled
 from fedloom.report.numbers import WORK, Estimate, Row, rows_of
 from fedloom.report.reading import read_runs
 
@@ -154,6 +154,14 @@ def measured(name: str, mean: float, half: float) -> tuple[str, str]:
     return (total(mean * scale), "") if name in COSTS else interval(mean * scale, half * scale, decimals(name))
 
 
+def difference(name: str, mean: float, half: float) -> tuple[str, str]:
+    """The text of a difference of a figure, and of its interval; of a ratio one text, from its logarithm."""
+    scale = figure(name).scale
+    if is_ratio(name):
+        return factor(mean, half), ""
+    return interval(mean * scale, half * scale, decimals(name), signed=True)
+
+
 def decimals(name: str) -> tuple[int, int]:
     """The least and the most decimals of a figure."""
     return PERCENT if figure(name).scale == 100 else PLAIN
@@ -179,8 +187,8 @@ def latex(
     legend = [
         *(["Bold: the best mean of a column."] if any(m.best for m in marks.values()) else []),
         *(
-            ["$^{\\dagger}$: not significantly different from it (paired t test over seeds, Holm, 5\\,\\%)."]
-            if any(m.level for m in marks.values())
+            ["$^{\\dagger}$: not significantly worse than the best (paired t test over seeds, Holm, 5\\,\\%)."]
+            if any(m.beside for m in marks.values())
             else []
         ),
     ]
@@ -189,8 +197,8 @@ def latex(
         cells = [*([tex(row.run)] if several else []), tex(row.method), tex(row.model)]
         for name in columns:
             mark = marks.get(name, Marks())
-            best, level = place in mark.best, place in mark.level
-            cells.append(marked(*cell(name, row.figures.get(name)), best=best, level=level))
+            best, beside = place in mark.best, place in mark.beside
+            cells.append(marked(*cell(name, row.figures.get(name)), best=best, dagger=beside))
         lines.append(" & ".join(cells) + " \\\\" + ("" if row.done else f" % {row.status}"))
     words = ". ".join([tex(caption), *([" ".join(legend)] if legend else [])])
     return "\n".join([BOOKTABS, *tabular(words, "l" * (3 if several else 2) + "r" * len(columns), head, lines), ""])
@@ -218,17 +226,17 @@ def tex(text: str) -> str:
     return "".join(_TEX.get(c, f"\\{c}" if c in "&%$#_{}" else c) for c in text)
 
 
-def marked(mean: str, half: str, *, best: bool = False, level: bool = False) -> str:
-    r"""A cell of a LaTeX table: a figure with its half width, bold for the best, with a dagger for what is level.
+def marked(mean: str, half: str, *, best: bool = False, dagger: bool = False) -> str:
+    r"""A cell of a LaTeX table: a figure with its half width, in bold, or with a dagger.
 
-    >>> marked("91.2", "0.4"), marked("91.2", "0.4", best=True), marked("91", "", level=True)
+    >>> marked("91.2", "0.4"), marked("91.2", "0.4", best=True), marked("91", "", dagger=True)
     ('$91.2 \\pm 0.4$', '$\\mathbf{91.2 \\pm 0.4}$', '$91^{\\dagger}$')
     """
     if mean == DASH:
         return "--"
     body = re.sub(r"e(-?\d+)", r" \\times 10^{\1}", f"{mean} \\pm {half}" if half else mean)
-    body = f"\\mathbf{{{body}}}" if best else f"{body}^{{\\dagger}}" if level else body
-    plain_text = not (half or best or level or "times" in body or body.startswith(("+", "-")))
+    body = f"\\mathbf{{{body}}}" if best else f"{body}^{{\\dagger}}" if dagger else body
+    plain_text = not (half or best or dagger or "times" in body or body.startswith(("+", "-")))
     return (body if plain_text else f"${body}$").replace("\u202f", "\\,")
 
 

@@ -158,7 +158,7 @@ def _run(
 def _decided(recipe: Recipe, scale: Scale, results: Path, run: Callable[[list[int]], bool]) -> bool:
     """Add seeds up to the next look while a claim is undecided and the recipe is cheap; False where time was over."""
     from fedloom_studies.reproduce.judge import claims
-    from fedloom_studies.reproduce.looks import LOOKS, OPEN
+    from fedloom_studies.reproduce.looks import LOOKS, UNDECIDED
     from fedloom_studies.reproduce.summary import read
 
     for count, _ in LOOKS[1:]:
@@ -166,7 +166,7 @@ def _decided(recipe: Recipe, scale: Scale, results: Path, run: Callable[[list[in
         if summary is None or scale == "smoke" or summary.minutes * LOOKS[0][0] / len(summary.seeds) >= CHEAP:
             return True
         verdicts = [one for one in claims(recipe, summary.numbers) if not one.claim.construction]
-        if any(one.verdict == OPEN for one in verdicts if one.measured) and not run(recipe.seeds(count)):
+        if any(one.verdict == UNDECIDED for one in verdicts if one.measured) and not run(recipe.seeds(count)):
             return False
     return True
 

@@ -181,7 +181,7 @@ def _notes(setup: Setup, c: BothProtocols, method: str) -> str:
     remarks += ["the same runs"] if record.status == REUSED else []
     remarks += ["the same work, run again"] if method in c.repeated else []
     if standing is not None and (standing.better or standing.worse):
-        remarks.append(f"significantly {'better' if standing.better else 'worse'} than the better of local and FedAvg")
+        remarks.append(f"{standing.verdict} than the better of local and FedAvg")
     if change is not None and change.significant:
         remarks.append(f"significantly {'higher' if change.mean > 0 else 'lower'} than at equal rounds")
     return "; ".join(remarks)

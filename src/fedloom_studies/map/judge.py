@@ -1,9 +1,10 @@
-"""Judge the records: figures per seed, gains over the better of local and FedAvg, and methods that are level.
+"""Judge the records: figures per seed, and gains over the better of local and FedAvg.
 
-All differences of a setup are one family of tests (`fedloom.report.comparison.family`): every method against the better
-of local and FedAvg, and the best method against every other; pooled data are compared with the former only. Over setups
-methods are compared by Friedman's test of the ranks of their means with Nemenyi's test of every pair (scikit-posthocs),
-over the setups and methods in which nothing is missing; a setup that is not tuned is none of these.
+All differences of a setup are one family of moderated tests (`fedloom.report.comparison.family`): every method against
+the better of local and FedAvg. Seeds split the same samples anew, and a verdict is about these samples: about what
+other splits, cohorts and initial models would give. Over setups methods are compared by Friedman's test of the ranks of
+their means with Nemenyi's test of every pair (scikit-posthocs), over the setups and methods in which nothing is
+missing; a setup that is not tuned is none of these.
 """
 
 from __future__ import annotations
@@ -18,14 +19,17 @@ from numpy.typing import NDArray
 
 from fedloom.metrics import variance, worst
 from fedloom.report import (
-    ENOUGH,
     LEVEL,
+    MODERATED_LEVEL,
     NEAR,
     Estimate,
+    PairVerdict,
     TestedDifference,
     differences,
     family,
-    half_width,
+    pair_verdict,
+    prior_of,
+    seeds_for,
 )
 from fedloom_studies.map.records import DONE, CellRecord, Series
 from fedloom_studies.map.setups import MARKS, POOLED, Setup
@@ -34,7 +38,11 @@ LEAST = 3
 """Setups, and methods, without which there is no statement on all setups together."""
 Table = NDArray[np.float64]
 Groups = list[tuple[int, int]]
-"""First and last place of every group of neighbours that are level."""
+"""First and last place of every group of neighbours that a test does not separate."""
+WANTED = 0.03
+"""Gain that a setup should show: fewer points would not pay for another method's work and traffic."""
+POWER = 0.8
+"""Probability with which it should; the usual one of plans."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +57,6 @@ class Standing:
             all, nan where there is none; ``gradients`` of samples and ``bytes`` of the whole run; ``rounds_to_95``, the
             first evaluated round with 95 % of the setup's best mean, nan where it is not reached.
         gain: of ``mean`` over the better of local and FedAvg; None for that one, and where these are not both done.
-        lead: of the best method over this one; None for the best, and for pooled data, which are no rival.
         confirmed: whether the gain is significant with the seeds of the second look too; None without one.
     """
 
@@ -57,23 +64,22 @@ class Standing:
     record: CellRecord
     figures: dict[str, Estimate]
     gain: TestedDifference | None
-    lead: TestedDifference | None
     confirmed: bool | None
 
     @property
+    def verdict(self) -> PairVerdict:
+        """The verdict on it against the better of local and FedAvg."""
+        return pair_verdict(self.gain, higher=True)
+
+    @property
     def better(self) -> bool:
-        """Whether it is significantly better than the better of local and FedAvg."""
-        return self.gain is not None and self.gain.significant and self.gain.mean > 0
+        """Whether it is better than the better of local and FedAvg."""
+        return self.verdict == PairVerdict.BETTER
 
     @property
     def worse(self) -> bool:
-        """Whether it is significantly worse than the better of local and FedAvg."""
-        return self.gain is not None and self.gain.significant and self.gain.mean < 0
-
-    @property
-    def level(self) -> bool:
-        """Whether it is the best method, or not significantly below it."""
-        return self.method != POOLED and not (self.lead is not None and self.lead.significant)
+        """Whether it is worse than the better of local and FedAvg."""
+        return self.verdict == PairVerdict.WORSE
 
 
 @dataclass(frozen=True)
@@ -82,15 +88,18 @@ class SetupVerdict:
 
     Attributes:
         reference: the better of local and FedAvg by its mean over seeds; empty where both are not there.
-        visible: the smallest difference to it that is significant at the first step of Holm's correction, for a method
-            of median spread; nan without a reference, other methods or seeds enough.
+        spread: standard deviation over seeds that the gains have in common, by the prior of the moderated test; nan
+            where too few are tested for one.
+        needed: seeds that show a gain of `WANTED` with probability `POWER` at that spread and at the first step of
+            Holm's correction, whatever was observed; 0 where the spread is not known.
         standings: of the methods that are done, the best mean first.
         records: of every method.
     """
 
     setup: Setup
     reference: str
-    visible: float
+    spread: float
+    needed: int
     standings: tuple[Standing, ...]
     records: dict[str, CellRecord]
 
@@ -103,6 +112,11 @@ class SetupVerdict:
         """The standings without that of pooled data, the best mean first."""
         return [s for s in self.standings if s.method != POOLED]
 
+    @property
+    def decides(self) -> bool:
+        """Whether the seeds that were run are enough to show a gain of `WANTED`."""
+        return 0 < self.needed <= len(self.setup.seeds)
+
 
 def judge(setup: Setup, records: Mapping[tuple[str, str], CellRecord]) -> SetupVerdict:
     """A setup with the records of it, and every difference that is stated of it as one family of tests."""
@@ -111,31 +125,22 @@ def judge(setup: Setup, records: Mapping[tuple[str, str], CellRecord]) -> SetupV
     means = {method: last(record.seeds) for method, record in done.items()}
     order = sorted(done, key=lambda method: -means[method].mean)
     reference = next((m for m in order if m in MARKS[:2]), "") if {*MARKS[:2]} <= done.keys() else ""
-    top = next((m for m in order if m != POOLED), "")
-    pairs = [(m, reference) for m in order if reference and m != reference]
-    pairs += [(top, m) for m in order if top != reference and m not in (top, reference, POOLED)]
-    tests = family({(a, b): differences(means[a], means[b]) for a, b in pairs})
+    members = {m: differences(means[m], means[reference]) for m in order if reference and m != reference}
+    tests = family(members, moderate=True)
     again = {m: last(record.again) for m, record in done.items()}
     look = family({m: differences(again[m], again[reference]) for m in order if reference and again[m].by_seed})
-
-    def lead(method: str) -> TestedDifference | None:
-        if method in (top, POOLED):
-            return None
-        return -tests[method, reference] if top == reference else tests[top, method]
 
     def confirmed(method: str) -> bool | None:
         if method not in look or method == reference:
             return None
-        return look[method].significant and look[method].mean * tests[method, reference].mean > 0
+        return look[method].significant and look[method].mean * tests[method].mean > 0
 
     best = means[order[0]].mean if order else math.nan
-    standings = tuple(
-        Standing(m, cells[m], _figures(cells[m], done, best), tests.get((m, reference)), lead(m), confirmed(m))
-        for m in order
-    )
-    gains = [differences(means[m], means[reference]) for m in order if reference and m not in MARKS]
-    widths = [half_width([*by_seed.values()], LEVEL / len(pairs)) for by_seed in gains if len(by_seed) >= ENOUGH]
-    return SetupVerdict(setup, reference, float(np.median(widths)) if widths else math.nan, standings, cells)
+    standings = tuple(Standing(m, cells[m], _figures(cells[m], done, best), tests.get(m), confirmed(m)) for m in order)
+    tested = [m for m, test in tests.items() if test.testable]
+    prior = prior_of([_array([*members[m].values()]) for m in tested])
+    needed = seeds_for(WANTED, prior, MODERATED_LEVEL / len(tested), POWER) if prior else 0
+    return SetupVerdict(setup, reference, math.sqrt(prior.variance) if prior else math.nan, needed, standings, cells)
 
 
 def last(seeds: Mapping[str, Series]) -> Estimate:
@@ -181,12 +186,12 @@ def groups(count: int, apart: Callable[[int, int], bool]) -> Groups:
     >>> groups(4, lambda i, k: k - i > 1), groups(3, lambda i, k: True)
     ([(0, 1), (1, 2), (2, 3)], [(0, 0), (1, 1), (2, 2)])
     """
-    level_groups: Groups = []
+    found: Groups = []
     for i in range(count):
         end = next((k for k in range(i + 1, count) if apart(i, k)), count) - 1
-        if not level_groups or end > level_groups[-1][1]:
-            level_groups.append((i, end))
-    return level_groups
+        if not found or end > found[-1][1]:
+            found.append((i, end))
+    return found
 
 
 class Overall(NamedTuple):

@@ -19,9 +19,9 @@ SIGNS = {NOT_RUN: "·", NOT_APPLICABLE: "\N{EN DASH}", FAILED: "\N{MULTIPLICATIO
 
 
 def overview(verdicts: Sequence[SetupVerdict], methods: Sequence[str]) -> str:
-    """Methods x setups: the colour is the gain over the better of local and FedAvg, pale where not significant.
+    """Methods x setups: the colour is the gain over the better of local and FedAvg, pale where inconclusive.
 
-    A triangle that points up or down is a significant gain or loss, which needs no colours.
+    A triangle that points up or down is a verdict of better or worse, which needs no colours.
     """
     cells = []
     for j in verdicts:
@@ -41,7 +41,9 @@ def overview(verdicts: Sequence[SetupVerdict], methods: Sequence[str]) -> str:
             cells.append({"setup": j.setup.name, "method": method, "gain": gain, "sign": sign, "way": way,
                           "clear": 1.0 if way else 0.3})  # fmt: skip
     y = kit.names("method", methods, axis={"labelOverlap": False})
-    x = kit.names("setup", [j.setup.name for j in verdicts], axis={"orient": "top", "labelAngle": -90})
+    x = kit.names(
+        "setup", [j.setup.name for j in verdicts], axis={"orient": "top", "labelAngle": -90, "labelOverlap": False}
+    )
     limit = 100 * CLIP
     colour = kit.shade("gain", "points over the better of local and FedAvg") | {
         "scale": {
@@ -77,17 +79,17 @@ def ladder(
     title: str,
     *,
     groups: Groups | None = None,
-    level: Collection[str] | None = None,
+    full: Collection[str] | None = None,
 ) -> str:
-    """A row per method with its value and interval, and which methods are level.
+    """A row per method with its value and interval.
 
     Args:
         names: of the methods, the best first.
         values: of each.
         halves: half of the interval of each; nan where there is none.
         title: of the values.
-        groups: of methods that are level, each drawn as a bar beside its rows.
-        level: methods that are level with the first one, drawn as full circles, the others as empty ones.
+        groups: of methods that a test does not separate, each drawn as a bar beside its rows.
+        full: methods that are drawn as full circles, the others as empty ones; None: all.
     """
     rows = [
         {
@@ -95,7 +97,7 @@ def ladder(
             "value": rounded(value),
             "low": rounded(value - half),
             "high": rounded(value + half),
-            "full": float(level is None or name in level),
+            "full": float(full is None or name in full),
         }
         for name, value, half in zip(names, values, halves, strict=True)
         if math.isfinite(value)
@@ -112,10 +114,10 @@ def ladder(
     if not bars:
         return look.svg_for_pages({**points, "datasets": {"rows": rows}})
     place = {"field": "group", "type": "ordinal", "axis": None}
-    level_bar = kit.mark(
+    bar = kit.mark(
         "rule", {"x": place, "y": {**y, "axis": None, "scale": {"domain": [*names]}}, "y2": {"field": "last"}},
         data="bars", color=look.ORANGE, strokeWidth=3, strokeCap="round",
     )  # fmt: skip
-    sized = {**level_bar, "width": {"step": BAR}, "height": {"step": ROW}}
+    sized = {**bar, "width": {"step": BAR}, "height": {"step": ROW}}
     both = {"hconcat": [points, sized], "spacing": 6, "datasets": {"rows": rows, "bars": bars}}
     return look.svg_for_pages(both)

@@ -6,15 +6,14 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from fedloom.formats import fixed, pair, percent, significant
-from fedloom.report import Estimate, TestedDifference, differences
-from fedloom_studies.map.judge import SetupVerdict, Standing
+from fedloom.report import Estimate, TestedDifference, differences, pair_verdict
+from fedloom_studies.map.judge import POWER, WANTED, SetupVerdict, Standing
 from fedloom_studies.map.references import References, models_alone
 from fedloom_studies.map.setups import MARKS, POOLED
 
 FOLDER = "map"
 """Beside the page: a page and pictures per setup, and the table."""
-WANTED = 3
-"""Points that every setup should show; one that cannot is marked."""
+WANTED_POINTS = fixed(100 * WANTED, 0)
 NONE = TestedDifference(math.nan, math.nan, math.nan, math.nan, significant=False, seeds=0)
 """The comparison of methods without a result."""
 
@@ -22,58 +21,82 @@ NONE = TestedDifference(math.nan, math.nan, math.nan, math.nan, significant=Fals
 def advice(verdicts: Sequence[SetupVerdict], references: References) -> Iterator[str]:
     """Rows of the table that comes first: what to take in each setup, what it gains and what it costs.
 
-    That is the best of those significantly better than the better of local and FedAvg; without any, that one. Gains
-    are means over clients and seeds with the plain 95 % interval over seeds. Where data are a table, training alone is
-    the best model of a client alone, those of scikit-learn included. The largest gains come first.
+    It is the best of the methods that are better than the better of local and FedAvg. Without any it is that one, where
+    it is better than the other and the setup would have shown a method that gains `WANTED`; else nothing is named.
+    Where data are a table, training alone is the best model of a client alone, those of scikit-learn included. The
+    largest gains come first.
     """
     rows: list[tuple[float, str]] = []
     for j in verdicts:
         local, fedavg = (j.of(method) for method in MARKS[:2])
         if local is None or fedavg is None:
             continue
-        chosen = next((s for s in rivals_of(j) if s.better), None) or j.of(j.reference)
-        assert chosen is not None
+        link, chosen = f"[{j.setup.title}]({FOLDER}/{j.setup.name}.md)", recommended(j)
+        if chosen is None:
+            rows.append((-math.inf, f"| {link} | inconclusive | {planned(j)}{_of_the_two(j)} | - | - | - |"))
+            continue
         mean = chosen.figures["mean"]
         alone, best = max(models_alone(j, references).items(), key=lambda model: model[1].mean)
         marks = {fedavg.method: fedavg.figures["mean"], alone: best}
-        gains = {mark: Estimate(differences(mean, figure)) for mark, figure in marks.items()}
-        cells = ["-" if mark == chosen.method else signed(gain) for mark, gain in gains.items()]
+        gains = {mark: Estimate(differences(mean, figure)).mean for mark, figure in marks.items()}
+        cells = ["-" if mark == chosen.method else fixed(100 * gain, 1, signed=True) for mark, gain in gains.items()]
         cells[1] += "" if alone == local.method else f" ({alone})"
         times = chosen.figures["gradients"].mean / fedavg.figures["gradients"].mean
         sent = chosen.figures["bytes"].mean / 1e6
         megabytes = f"{significant(sent, 3)} MB" if sent else "nothing sent"
         cost = f"{significant(times, 2)} times FedAvg's gradients, {megabytes}"
-        link = f"[{j.setup.title}]({FOLDER}/{j.setup.name}.md)"
-        better = "" if chosen.better else " (no method is clearly better)"
-        largest = max(gain.mean for gain in gains.values())
-        rows.append((largest, f"| {link} | {chosen.method}{better} | {' | '.join(cells)} | {cost} |"))
+        gain = signed(chosen.gain) if chosen.gain else "no method is better"
+        rows.append((max(gains.values()), f"| {link} | {chosen.method} | {gain} | {' | '.join(cells)} | {cost} |"))
     if not rows:
         return
-    yield "| your clients | take | points over FedAvg | points over training alone | what it costs |"
-    yield "|---|---|---|---|---|"
+    heads = ("your clients", "take", "over the better of local and FedAvg", "points over FedAvg", "over training alone")
+    yield f"| {' | '.join(heads)} | cost |"
+    yield "|---|---|---|---|---|---|"
     yield from (row for _, row in sorted(rows, key=lambda row: -row[0]))
     yield ""
     yield (
-        "The largest gains come first. ± is half of the plain 95 % interval over seeds; whether a method is clearly "
-        "better is tested with Holm's correction."
+        "The largest gains come first. The interval beside a method is the one that decides; the means of the next two "
+        "columns have no test. *Inconclusive*: no method is better, and the seeds are too few to rule out a gain of "
+        f"{WANTED_POINTS} points. Verdicts are about these samples, with other splits and starts."
     )
 
 
+def recommended(j: SetupVerdict) -> Standing | None:
+    """Choose what a setup supports; None where it cannot decide."""
+    if better := [s for s in rivals_of(j) if s.better]:
+        return better[0]
+    gaps = [s for s in j.standings if s.method in MARKS[:2] and s.method != j.reference]
+    return j.of(j.reference) if j.decides and all(s.worse for s in gaps) else None
+
+
+def planned(j: SetupVerdict) -> str:
+    """State how many seeds would decide a setup, by the spread that the gains have in common."""
+    if not j.needed:
+        return "too few methods with seeds enough to plan"
+    return f"{j.needed} seeds show {WANTED_POINTS} points"
+
+
+def _of_the_two(j: SetupVerdict) -> str:
+    """State which of local and FedAvg is better, where that is decided."""
+    worse = [s for s in j.standings if s.method in MARKS[:2] and s.worse]
+    return f"; {j.reference} is better than {worse[0].method}, {signed(-(worse[0].gain or NONE))}" if worse else ""
+
+
 def finding(verdicts: Sequence[SetupVerdict]) -> str:
-    """The page's first paragraphs: where a method is significantly better than the better of local and FedAvg."""
+    """The page's first paragraphs: where a method is better than the better of local and FedAvg."""
     whole = [j for j in verdicts if j.reference]
     if not whole:
         return "No setup has results of both local and FedAvg yet."
     won = [(j.setup.title, better) for j in whole if (better := [s for s in rivals_of(j) if s.better])]
     none = len(whole) - len(won)
-    first = (
-        f"**In {none} of {len(whole)} setups no method is significantly better than the better of local training and "
-        "FedAvg.**"
-    )
+    first = f"**In {none} of {len(whole)} setups no method is better than the better of local training and FedAvg.**"
     rest = ["\n".join(f"- *{title}*: {listed(s.method for s in better)}" for title, better in won)] if won else []
-    tested = [j for j in whole if math.isfinite(j.visible)]
-    blind = sum(100 * j.visible > WANTED for j in tested)
-    last = f"In {blind} of {len(tested)} setups a method of median spread cannot show {WANTED} points."
+    tested = [j for j in whole if j.needed]
+    blind = sum(not j.decides for j in tested)
+    last = (
+        f"In {blind} of {len(tested)} setups the seeds are too few to show {WANTED_POINTS} points with a probability "
+        f"of {percent(POWER)}: there, a verdict that is missing is no evidence against a method."
+    )
     return "\n\n".join([f"{first} Better are:" if rest else first, *rest, *([last] if tested else [])])
 
 
@@ -93,43 +116,28 @@ def sentences(j: SetupVerdict) -> list[str]:
     first = (
         f"FedAvg reaches {in_percent(fedavg.figures['mean'])}, local training {in_percent(local.figures['mean'])}: "
         f"{percent(fedavg.figures['gainers_local'].mean)} of the clients gain from FedAvg, the mean change is "
-        f"{signed(gain)} points{'' if gain.significant else ', not significant'}."
+        f"{signed(gain)} points, {pair_verdict(gain, higher=True)}."
     )
     rivals = rivals_of(j)
     won, lost = [s for s in rivals if s.better], [s for s in rivals if s.worse]
     named = f" Better {'is' if len(won) < 2 else 'are'} {listed(_gain(s) for s in won)}." if won else ""
+    rest = len(rivals) - len(won) - len(lost)
     second = (
-        f"Of {len(rivals)} other methods {len(won) or 'none'} {'is' if len(won) < 2 else 'are'} significantly better "
-        f"than the better of the two, and {len(lost) or 'none'} {'is' if len(lost) < 2 else 'are'} significantly "
-        f"worse.{named}"
+        f"Of {len(rivals)} other methods {len(won) or 'none'} {'is' if len(won) < 2 else 'are'} better than the better "
+        f"of the two, {len(lost) or 'none'} {'is' if len(lost) < 2 else 'are'} worse, and {rest or 'none'} "
+        f"{'is' if rest < 2 else 'are'} inconclusive.{named}"
     )
-    top, *behind = j.rivals
-    level = [s for s in behind if s.level]
-    if level:
-        sent = min(s.figures["bytes"].mean for s in (top, *level))
-        frugal = [s.method for s in (top, *level) if s.figures["bytes"].mean == sent]
-        have = "has" if len(frugal) == 1 else "have"
-        each = " each" if len(frugal) > 1 else ""
-        least = f"the least traffic, {significant(sent / 1e6, 3)} MB{each}" if sent else "no traffic"
-        methods = "the two" if len(level) == 1 else f"these {len(level) + 1} methods"
-        beside = (
-            f"{len(level)} of the {len(behind)} others {'is' if len(level) == 1 else 'are'} level with it. "
-            f"Of {methods}, {enumerated(frugal)} {have} {least}."
-        )
-    else:
-        beside = f"It is significantly better than each of the {len(behind)} others."
-    best = f"The best mean is that of {top.method}, {in_percent(top.figures['mean'])}."
-    third = f"{best} {beside}{_pooled(j.of(POOLED))}"
-    return [first, second, third, *_visible(j)]
+    top = j.rivals[0]
+    third = f"The best mean is that of {top.method}, {in_percent(top.figures['mean'])}.{_pooled(j.of(POOLED))}"
+    return [first, second, third, *_power(j)]
 
 
-def _visible(j: SetupVerdict) -> Iterator[str]:
-    """Yield the sentence on the smallest difference that a setup can show; none where nothing is tested."""
-    if math.isfinite(j.visible):
-        points = f"{fixed(100 * j.visible, 1)} points"
-        enough = 100 * j.visible <= WANTED
-        shown = f"shows differences of {points} and more." if enough else f"*shows nothing below {points}.*"
-        yield f"A method of median spread {shown}"
+def _power(j: SetupVerdict) -> Iterator[str]:
+    """Yield the sentence on how many seeds decide; none where nothing is tested."""
+    if j.needed:
+        seeds, spread = len(j.setup.seeds), fixed(100 * j.spread, 1)
+        enough = f"*{planned(j)}*, and {seeds} were run" if not j.decides else f"{planned(j)}, as {seeds} were run"
+        yield f"The gains have a spread of {spread} points over seeds in common, at which {enough}."
 
 
 def _pooled(standing: Standing | None) -> str:

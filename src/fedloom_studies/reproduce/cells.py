@@ -15,7 +15,7 @@ import numpy as np
 from fedloom.formats import fixed
 from fedloom.report import half_width
 from fedloom_studies.reproduce.figures import Reference, unit
-from fedloom_studies.reproduce.looks import LOST
+from fedloom_studies.reproduce.looks import Untested
 from fedloom_studies.reproduce.recipe import Recipe
 
 Numbers = Mapping[str, Mapping[str, Mapping[str, float | None]]]
@@ -56,7 +56,7 @@ def cells(recipe: Recipe, numbers: Numbers, *, compare: bool) -> list[TableCell]
             at = reference.chosen()
             chosen = finite(by_reference.get(str(at), {})) if at else {}
             best = float(np.mean(list(chosen.values()))) if chosen else math.nan
-            verdict = LOST if str(reference) in by_reference else "not run"
+            verdict = Untested.LOST if str(reference) in by_reference else Untested.NOT_RUN
             if values:
                 comparison = within(mean, std, len(values), papers_value, spread, paper.seeds, reference.figure)
                 verdict = comparison if compare else "-"

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fedloom.errors import ConfigError
-from fedloom.formats import fixed, rounded, significant
+from fedloom.formats import factor, fixed, rounded, significant
 from fedloom.metrics import ROLES, metric
 from fedloom.report import EMPTY, Curve, Key, Run, curve, seeds_of
 
@@ -69,12 +69,14 @@ class Unit(NamedTuple):
         gap: of a difference, after it.
         scale: what a figure is multiplied by.
         words: of a difference above and below zero.
+        ratio: compared by ratios, whose logarithms are tested.
     """
 
     name: str = ""
     gap: str = ""
     scale: float = 1.0
     words: tuple[str, str] = ("above", "below")
+    ratio: bool = False
 
     def value(self, mean: float, spread: float | None = None) -> str:
         """A mean, with a standard deviation where there is one: ``94.98 ± 0.20 %``."""
@@ -85,8 +87,14 @@ class Unit(NamedTuple):
         sign = "+" if mean > 0 else ""
         return self._named(sign + self._shown(mean, half), self.gap)
 
-    def in_words(self, mean: float, half: float | None = None) -> str:
-        """A difference in words: ``38.1 ± 5.4 points below``."""
+    def lead(self, mean: float, half: float = math.nan) -> str:
+        """A tested difference, or from its logarithm a ratio: ``1.16 (1.08 to 1.25) times``."""
+        return (factor(mean, half) or "-") if self.ratio else self.difference(mean, half)
+
+    def in_words(self, mean: float, half: float = math.nan) -> str:
+        """A tested difference in words: ``38.1 ± 5.4 points below``, ``1.2 (1.1 to 1.3) times as many gradients``."""
+        if self.ratio:
+            return f"{factor(mean, half)} {self.words[0]}"
         return f"{self._shown(abs(mean), half)} {self.words[mean < 0]}"
 
     def _named(self, text: str, name: str) -> str:
@@ -97,14 +105,15 @@ class Unit(NamedTuple):
             return "-"
         has_spread = spread is not None and math.isfinite(spread)
         beside = self.scale * spread if spread is not None and has_spread else math.nan
-        if self is PLAIN and abs(value) >= WHOLE:
+        if not self.name and abs(value) >= WHOLE:
             return fixed(value, 0) + (f" ± {fixed(beside, 0)}" if has_spread else "")
         return _number(self, self.scale * value, beside) + (f" ± {_number(self, beside, beside)}" if has_spread else "")
 
 
 POINTS = Unit("%", "points", 100.0, ("points above", "points below"))
-GRADIENTS = Unit("gradients", "gradients", words=("more gradients", "fewer gradients"))
-TRAFFIC = Unit("MB", "MB", 1e-6, ("MB more", "MB less"))
+GRADIENTS = Unit("gradients", "gradients", words=("as many gradients", ""), ratio=True)
+TRAFFIC = Unit("MB", "MB", 1e-6, ("as many bytes", ""), ratio=True)
+VARIANCE = Unit(words=("as large", ""), ratio=True)
 PLAIN = Unit()
 
 
@@ -114,12 +123,14 @@ def unit(figure: str) -> Unit:
     base, _, statistic = name.split(" ")[-1].partition("/")
     if metric(base).scale == POINTS.scale and statistic not in UNSCALED:
         return POINTS
+    if statistic == "variance":
+        return VARIANCE
     return GRADIENTS if name.startswith("samples_") else TRAFFIC if name.startswith("bytes_") else PLAIN
 
 
 def _number(of: Unit, value: float, spread: float) -> str:
     """Two decimals, one beside a spread of 1 or more; without a unit four decimals below 10, else four digits."""
-    if of is PLAIN:
+    if not of.name:
         return fixed(value, 4) if abs(value) < 10 else significant(value, 5)
     if of is GRADIENTS:
         return fixed(rounded(value, 3) or 0.0, 0)

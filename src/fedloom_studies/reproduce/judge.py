@@ -8,7 +8,10 @@ one is clearly ahead; no rival can carry or drown the others. It is looked at af
 1.5 and 2.5 %, together 5 % (Bonferroni), and is decided by the first look that is clear. Claims of equivalence are
 tested by two one-sided tests. Claims on standard deviations over seeds are judged alike on the distances of the seeds'
 values from their median (Levene's test as Brown and Forsythe have it). Single comparisons have Holm's correction over
-all of the recipe; where one of them is clearly against the claim, it holds in part at most.
+all of the recipe; where one of them is clearly against the claim, it holds in part at most. Variances, work and traffic
+are compared by their ratios, as the papers claim them: on the logarithmic scale one heavy seed rules no mean. The
+interval of a difference has the level of its look and of its step of Holm's procedure, so that it is the one that
+decides. Verdicts are about the paper's own samples, with other seeds.
 """
 
 from __future__ import annotations
@@ -20,19 +23,22 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from fedloom.formats import significant
+from fedloom.report import log_ratio
 from fedloom_studies.reproduce.cells import Numbers, finite, printed
-from fedloom_studies.reproduce.figures import Reference
+from fedloom_studies.reproduce.figures import Reference, unit
 from fedloom_studies.reproduce.looks import (
     FAILS,
     HOLDS,
     LOOKS,
-    LOST,
-    OPEN,
     PARTLY,
     ROUNDING,
-    UNMEASURED,
+    UNDECIDED,
+    UNTESTED,
+    ClaimVerdict,
     Look,
-    clear_looks,
+    Untested,
+    claim_words,
+    decided_looks,
     first_look,
     look_at,
 )
@@ -63,13 +69,13 @@ class Rival:
     clear: bool
 
     @property
-    def verdict(self) -> str:
+    def verdict(self) -> ClaimVerdict:
         """Of the claim against this rival alone."""
-        return self.look.verdict if self.clear else OPEN
+        return self.look.verdict if self.clear else UNDECIDED
 
 
 @dataclass(frozen=True)
-class ClaimVerdict:
+class JudgedClaim:
     """A claim with the tests of its rivals, and its comparisons beside it.
 
     Attributes:
@@ -89,13 +95,20 @@ class ClaimVerdict:
     lost: int = 0
 
     @property
-    def word(self) -> str:
-        """The verdict, or why there is none."""
-        return self.verdict if self.measured else LOST if self.lost else UNMEASURED
+    def reason(self) -> Untested | None:
+        """Why it is not tested; None where it is."""
+        return None if self.measured else Untested.LOST if self.lost else Untested.NOT_RUN
 
     @property
-    def verdict(self) -> str:
+    def words(self) -> str:
+        """The verdict for people."""
+        return claim_words(self.verdict, self.reason)
+
+    @property
+    def verdict(self) -> ClaimVerdict:
         """Holds against every rival; in part against some with none ahead, or where a comparison is against it."""
+        if self.reason:
+            return UNTESTED
         word = decided(self.claim, self.rivals)
         against = any(c.look.verdict == FAILS for c in self.measured)
         return PARTLY if word == HOLDS and against and not self.claim.most else word
@@ -129,29 +142,29 @@ class ClaimVerdict:
         clear = [sum(c.look.verdict == v for c in self.measured) for v in (HOLDS, FAILS)]
         alone = f"; by themselves {clear[0]} clearly so, {clear[1]} clearly against it"
         tested = "" if self.claim.construction else alone
-        left = "".join(f"; {n} {word}" for n, word in ((self.lost, LOST), (rest, "not run")) if n)
+        left = "".join(f"; {n} {word}" for n, word in ((self.lost, Untested.LOST), (rest, Untested.NOT_RUN)) if n)
         return f"{self.right} of {len(self.measured)} comparisons as claimed{tested}{left}"
 
     @property
     def summary(self) -> str:
         """Verdict and count."""
         if not self.measured:
-            return self.word
+            return self.words
         return f"by construction; {self.verdict}" if self.claim.construction else f"{self.verdict} ({self.count})"
 
 
-def decided(claim: Claim, rivals: Sequence[Rival]) -> str:
+def decided(claim: Claim, rivals: Sequence[Rival]) -> ClaimVerdict:
     """The verdict of a claim from those of its rivals."""
     words = [rival.verdict for rival in rivals]
     held, failed = words.count(HOLDS), words.count(FAILS)
     if claim.most:
-        return HOLDS if 2 * held > len(words) else FAILS if failed and 2 * failed >= len(words) else OPEN
+        return HOLDS if 2 * held > len(words) else FAILS if failed and 2 * failed >= len(words) else UNDECIDED
     if failed:
         return FAILS
-    return OPEN if not held else HOLDS if held == len(words) else PARTLY
+    return UNDECIDED if not held else HOLDS if held == len(words) else PARTLY
 
 
-def claims(recipe: Recipe, numbers: Numbers) -> list[ClaimVerdict]:
+def claims(recipe: Recipe, numbers: Numbers) -> list[JudgedClaim]:
     """Every claim, with Holm's correction for its single comparisons over all of the recipe."""
     pairs = [[(pair, _leads(claim, *pair, numbers)) for pair in _pairs(recipe, claim, numbers)]
              for claim in recipe.paper.claims]  # fmt: skip
@@ -163,18 +176,22 @@ def claims(recipe: Recipe, numbers: Numbers) -> list[ClaimVerdict]:
         for k, look in enumerate(pairs_of_claim)
         if math.isfinite(look.p)
     ]
-    clear = dict(zip(places, clear_looks([looks[i][k] for i, k in places]), strict=True))
+    clear = dict(zip(places, decided_looks([looks[i][k] for i, k in places]), strict=True))
     verdicts = []
     for i, (claim, pairs_of_claim) in enumerate(zip(recipe.paper.claims, pairs, strict=True)):
         singles = tuple(
-            ClaimPair(_name(left), _name(right), look if clear.get((i, k), True) else replace(look, verdict=OPEN))
+            ClaimPair(_name(left), _name(right), _single(*clear.get((i, k), (look, True))))
             for k, (((left, right), _), look) in enumerate(zip(pairs_of_claim, looks[i], strict=True))
         )
         planned = len(_pairs(recipe, claim, {variant: {} for variant in recipe.variants}))
         figure = Reference.of(claim.subject, recipe.paper.figure).figure
         lost = sum(not lead and any(_is_lost(side, numbers) for side in pair) for pair, lead in pairs_of_claim)
-        verdicts.append(ClaimVerdict(claim, figure, _rivals(recipe, claim, pairs_of_claim), singles, planned, lost))
+        verdicts.append(JudgedClaim(claim, figure, _rivals(recipe, claim, pairs_of_claim), singles, planned, lost))
     return verdicts
+
+
+def _single(look: Look, clear: bool) -> Look:
+    return look if clear else replace(look, verdict=UNDECIDED)
 
 
 def _rivals(
@@ -206,9 +223,9 @@ def _looked(
         least = {name: min(mean[seed] for seed in seeds) for name, mean in means.items()}
         verdicts = {name: HOLDS if least[name] >= -ROUNDING else FAILS for name in looks}
         return tuple(Rival(name, replace(look, verdict=verdicts[name]), clear=True) for name, look in looks.items())
-    tested = [look for look in looks.values() if math.isfinite(look.p)]
-    clear = clear_looks(tested) if len(tested) == len(looks) else [False] * len(looks)
-    return tuple(Rival(name, look, one) for (name, look), one in zip(looks.items(), clear, strict=True))
+    if any(math.isnan(look.p) for look in looks.values()):
+        return tuple(Rival(name, look, clear=False) for name, look in looks.items())
+    return tuple(Rival(name, *one) for name, one in zip(looks, decided_looks([*looks.values()]), strict=True))
 
 
 def _mean(leads: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -217,14 +234,17 @@ def _mean(leads: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {seed: float(np.mean([lead[seed] for lead in leads])) for seed in common}
 
 
-def between(recipe: Recipe, left: Mapping[str, float | None], right: Mapping[str, float | None]) -> Look:
-    """The look at the paired difference of two references, from their values by seed."""
+def between(
+    recipe: Recipe, left: Mapping[str, float | None], right: Mapping[str, float | None], *, log: bool = False
+) -> Look:
+    """The look at the paired difference of two references, or at the logarithm of their ratio, from values by seed."""
     a, b = finite(left), finite(right)
-    lead = {seed: a[seed] - b[seed] for seed in a.keys() & b.keys()}
+    subtract = log_ratio if log else float.__sub__
+    lead = {seed: subtract(float(a[seed]), float(b[seed])) for seed in a.keys() & b.keys()}
     return first_look(Claim(text="", higher="left", than=("right",)), recipe.ordered(lead), lead)
 
 
-def at_validation(recipe: Recipe, verdict: ClaimVerdict, numbers: Numbers) -> ClaimVerdict | None:
+def at_validation(recipe: Recipe, verdict: JudgedClaim, numbers: Numbers) -> JudgedClaim | None:
     """A claim judged at the round that is best on validation; None where its figures are of a named round."""
     figure = recipe.paper.figure
 
@@ -305,7 +325,7 @@ def _rival(claim: Claim, left: Reference, right: Side) -> str:
 
 
 def _leads(claim: Claim, left: Reference, right: Side, numbers: Numbers) -> dict[str, float]:
-    """Differences by common seed, positive in the claimed direction."""
+    """Differences by common seed, positive in the claimed direction; logarithms of ratios where `Unit.ratio`."""
     a = finite(numbers.get(left.variant, {}).get(str(left), {}))
     b = (
         dict.fromkeys(a, right)
@@ -316,7 +336,8 @@ def _leads(claim: Claim, left: Reference, right: Side, numbers: Numbers) -> dict
     common = a.keys() & b.keys()
     if claim.spread:
         a, b = (_distances({seed: values[seed] for seed in common}) for values in (a, b))
-    return {seed: sign * (a[seed] - b[seed]) for seed in common}
+    subtract = log_ratio if unit(left.figure).ratio and not claim.spread else float.__sub__
+    return {seed: sign * subtract(float(a[seed]), float(b[seed])) for seed in common}
 
 
 def _distances(by_seed: Mapping[str, float]) -> dict[str, float]:

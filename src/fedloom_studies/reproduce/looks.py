@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import StrEnum
 
 import numpy as np
 from scipy.special import nctdtrinc, stdtr, stdtrit
@@ -18,10 +19,37 @@ POWER = 0.8
 """With this probability a difference of the size called detectable would have been decided."""
 ROUNDING = 1e-9
 """What equal means may differ by."""
-HOLDS, PARTLY, FAILS, OPEN = "holds", "holds in part", "does not hold", "undecided"
-VERDICTS = (HOLDS, PARTLY, FAILS, OPEN)
-UNMEASURED, LOST = "not measured yet", "without a result"
-"""In place of a verdict: where the present recipe was not run; where every run of a method diverged or failed."""
+
+
+class ClaimVerdict(StrEnum):
+    """Name every outcome of a claim of a paper; a claim that is not tested has a reason, one of `Untested`."""
+
+    HOLDS = "holds"
+    PARTLY = "holds in part"
+    FAILS = "does not hold"
+    UNDECIDED = "undecided"
+    UNTESTED = "not tested"
+
+
+HOLDS, PARTLY, FAILS, UNDECIDED, UNTESTED = ClaimVerdict
+
+
+class Untested(StrEnum):
+    """Name every reason why a claim is not tested.
+
+    Attributes:
+        UNASKED: no recipe asks for it.
+        NOT_RUN: the recipe, as it is now, has not been run.
+        LOST: every run of a method that it needs diverged or failed.
+        REGIME: what was run is in another regime than the paper's run, by figures that both have.
+        GPU: what was run is so much smaller than the paper's run that more seeds change nothing.
+    """
+
+    UNASKED = "not asked"
+    NOT_RUN = "not run"
+    LOST = "without a result"
+    REGIME = "another regime"
+    GPU = "needs a GPU"
 
 
 @dataclass(frozen=True)
@@ -31,21 +59,33 @@ class Look:
     Attributes:
         n: seeds that were used.
         difference: their mean.
-        level: of the look.
-        half: half width of the difference's interval at 1 - level.
+        level: at which it is decided: of the look, and among several of the step of Holm's procedure; nan without a
+            test.
+        error: standard error of the difference; nan without a test.
         p: two-sided p of the nearer of claim and contradiction, in the claim's own test.
-        verdict: holds, does not hold or undecided, at the level.
-        detectable: the smallest difference that would have been decided with probability `POWER`, if the spread over
-            seeds is that of these.
+        verdict: holds, does not hold or undecided, at the level of the look.
     """
 
     n: int
     difference: float
     level: float
-    half: float
+    error: float
     p: float
-    verdict: str
-    detectable: float
+    verdict: ClaimVerdict
+
+    @property
+    def half(self) -> float:
+        """Half width of the interval that decides; nan without a test."""
+        return self._quantile * self.error
+
+    @property
+    def detectable(self) -> float:
+        """The difference that would have been decided with probability `POWER`, at the spread of these seeds."""
+        return float(nctdtrinc(self.n - 1, 1 - POWER, self._quantile)) * self.error
+
+    @property
+    def _quantile(self) -> float:
+        return float(stdtrit(self.n - 1, 1 - self.level / 2)) if math.isfinite(self.level) else math.nan
 
 
 def first_look(claim: Claim, order: Sequence[str], lead: Mapping[str, float]) -> Look:
@@ -53,7 +93,7 @@ def first_look(claim: Claim, order: Sequence[str], lead: Mapping[str, float]) ->
     values = [lead[seed] for seed in order]
     look = look_at(claim, values, math.nan)
     for n, level in LOOKS:
-        if len(values) < n or look.verdict != OPEN:
+        if len(values) < n or look.verdict != UNDECIDED:
             break
         look = look_at(claim, values[:n], level)
     return look
@@ -63,8 +103,8 @@ def look_at(claim: Claim, values: list[float], level: float) -> Look:
     """Test differences by seed at a level; nan: without a test."""
     n, mean = len(values), float(np.mean(values)) if values else math.nan
     if math.isnan(level) or claim.construction:
-        return Look(n, mean, math.nan, math.nan, math.nan, OPEN, math.nan)
-    error = float(np.std(values, ddof=1)) / math.sqrt(n)
+        return Look(n, mean, math.nan, math.nan, math.nan, UNDECIDED)
+    error = _error(values)
     m = claim.margin
     right, wrong = _one_sided(mean + m, error, n), _one_sided(-m - mean, error, n)
     if error == 0:  # equal in every seed is not more
@@ -72,10 +112,15 @@ def look_at(claim: Claim, values: list[float], level: float) -> Look:
     if claim.equivalent:
         right, wrong = max(right, _one_sided(m - mean, error, n)), min(wrong, _one_sided(mean - m, error, n))
     p = min(1.0, 2 * min(right, wrong))
-    verdict = OPEN if p > level else HOLDS if right < wrong else FAILS
-    width = float(stdtrit(n - 1, 1 - level / 2))
-    detectable = float(nctdtrinc(n - 1, 1 - POWER, width)) * error
-    return Look(n, mean, level, width * error, p, verdict, detectable)
+    verdict = UNDECIDED if p > level else HOLDS if right < wrong else FAILS
+    return Look(n, mean, level, error, p, verdict)
+
+
+def _error(values: Sequence[float]) -> float:
+    """The standard error of a mean; of values that are all infinite alike 0."""
+    if not all(map(math.isfinite, values)):
+        return 0.0 if len(set(values)) == 1 else math.inf
+    return float(np.std(values, ddof=1)) / math.sqrt(len(values))
 
 
 def _one_sided(lead: float, error: float, n: int) -> float:
@@ -85,6 +130,22 @@ def _one_sided(lead: float, error: float, n: int) -> float:
     return float(stdtr(n - 1, -lead / error))
 
 
-def clear_looks(looks: Sequence[Look]) -> list[bool]:
-    """Decide which are clear by Holm's procedure, each p as a share of the level of its own look."""
-    return [p <= LEVEL for p in holm([min(1.0, LEVEL * look.p / look.level) for look in looks])]
+def decided_looks(looks: Sequence[Look]) -> list[tuple[Look, bool]]:
+    """Every look at the level of its step of Holm's procedure, and whether it is clear there.
+
+    Each p counts as a share of the level of its own look.
+    """
+    shares = [min(1.0, LEVEL * look.p / look.level) for look in looks]
+    clear = [p <= LEVEL for p in holm(shares)]
+    order = sorted(range(len(looks)), key=shares.__getitem__)
+    left = {place: len(looks) - min(rank, sum(clear)) for rank, place in enumerate(order)}
+    return [(replace(look, level=look.level / left[k]), clear[k]) for k, look in enumerate(looks)]
+
+
+def claim_words(verdict: ClaimVerdict, reason: Untested | None = None) -> str:
+    """A verdict for people, with the reason of a claim that is not tested.
+
+    >>> claim_words(HOLDS), claim_words(UNTESTED, Untested.GPU)
+    ('holds', 'not tested (needs a GPU)')
+    """
+    return f"{verdict} ({reason})" if reason else str(verdict)

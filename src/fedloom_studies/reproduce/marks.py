@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from fedloom_studies.reproduce import looks
+from fedloom_studies.reproduce.looks import (
+    FAILS,
+    HOLDS,
+    PARTLY,
+    UNDECIDED,
+    UNTESTED,
+    ClaimVerdict,
+    Untested,
+    claim_words,
+)
 from fedloom_studies.reproduce.reasons import FOLDER
-
-GPU, UNASKED = "needs a GPU", "not asked"
-"""In place of a verdict: where more seeds of what was run change nothing, and where no recipe tests it."""
 
 _DISC = '<circle cx="8" cy="8" r="7" fill="{colour}"/>'
 _STROKE = '<path d="{path}" fill="none" stroke="#fff" stroke-width="2.2" stroke-linecap="round"/>'
@@ -22,10 +28,10 @@ SHAPES = {
 """By name: the colour of the disc, and the line on it."""
 
 
-def of(word: str) -> str:
+def of(verdict: ClaimVerdict) -> str:
     """The name of a verdict's mark."""
-    names = {looks.HOLDS: "holds", looks.PARTLY: "partly", "partly": "partly", looks.FAILS: "fails"}
-    return f"mark-{names.get(word, 'open')}"
+    names = {HOLDS: "holds", PARTLY: "partly", FAILS: "fails"}
+    return f"mark-{names.get(verdict, 'open')}"
 
 
 def drawn() -> dict[str, str]:
@@ -40,10 +46,10 @@ def drawn() -> dict[str, str]:
 def counted(count: int, word: str) -> str:
     """Some claims and what became of them, as in "2 do not hold".
 
-    >>> counted(1, "holds in part"), counted(3, "needs a GPU"), counted(2, "undecided")
-    ('1 holds in part', '3 need a GPU', '2 are undecided')
+    >>> counted(1, "holds in part"), counted(3, "not tested (needs a GPU)"), counted(2, "undecided")
+    ('1 holds in part', '3 are not tested (needs a GPU)', '2 are undecided')
     """
-    plural = {"holds": "hold", "does": "do", "needs": "need"}
+    plural = {"holds": "hold", "does": "do"}
     verb, _, rest = word.partition(" ")
     if verb not in plural:
         return f"{count} {'is' if count == 1 else 'are'} {word}"
@@ -51,42 +57,56 @@ def counted(count: int, word: str) -> str:
 
 
 class ClaimCell(NamedTuple):
-    """A row's entry for a protocol: a word, the difference behind it, and the recipe that has it."""
+    """A row's entry for a protocol: a verdict, the difference behind it, and the recipe that has it."""
 
-    word: str
+    verdict: ClaimVerdict
+    reason: Untested | None = None
     number: str = ""
     recipe: str = ""
+
+    @property
+    def word(self) -> str:
+        """The verdict for people."""
+        return claim_words(self.verdict, self.reason)
+
+    @property
+    def asked(self) -> bool:
+        """Whether a recipe asks for it, or would."""
+        return self.reason != Untested.UNASKED
 
 
 def shown(cell: ClaimCell) -> str:
     """A mark and a word, with the number behind it, linked to the recipe's page."""
     text = f"{cell.word}: {cell.number}" if cell.number else cell.word
     linked = f"[{text}]({FOLDER}/{cell.recipe}.md)" if cell.recipe else text
-    return f"![]({FOLDER}/{of(cell.word)}.svg) {linked}"
+    return f"![]({FOLDER}/{of(cell.verdict)}.svg) {linked}"
 
 
 def together(cells: Iterable[ClaimCell]) -> str:
     """The verdict on all claims of a paper in one protocol, with how many hold of those that are asked."""
-    words = [cell.word for cell in cells if cell.word != UNASKED]
-    decided = [word for word in words if word in (looks.HOLDS, looks.PARTLY, looks.FAILS)]
-    waiting = words.count(looks.UNMEASURED)
+    asked = [cell for cell in cells if cell.asked]
+    decided = [cell.verdict for cell in asked if cell.verdict in (HOLDS, PARTLY, FAILS)]
+    waiting = sum(cell.reason == Untested.NOT_RUN for cell in asked)
     if not decided:
-        word = next((word for word in (looks.UNMEASURED, looks.LOST, looks.OPEN, GPU) if word in words), UNASKED)
-        return f"![]({FOLDER}/{of(word)}.svg) {word}"
-    if 2 * waiting > len(words):
-        return f"![]({FOLDER}/{of(looks.UNMEASURED)}.svg) {looks.UNMEASURED}: {waiting} of {len(words)} claims"
+        reasons = [cell.reason for cell in asked]
+        first = next((r for r in (Untested.NOT_RUN, Untested.LOST, None, *Untested) if r in reasons), Untested.UNASKED)
+        verdict = UNDECIDED if first is None else UNTESTED
+        return f"![]({FOLDER}/{of(verdict)}.svg) {claim_words(verdict, first)}"
+    if 2 * waiting > len(asked):
+        word = claim_words(UNTESTED, Untested.NOT_RUN)
+        return f"![]({FOLDER}/{of(UNTESTED)}.svg) {word}: {waiting} of {len(asked)} claims"
     kinds = set(decided)
-    word = looks.HOLDS if kinds == {looks.HOLDS} else looks.FAILS if kinds == {looks.FAILS} else "partly"
-    so_far, held = " so far" if waiting else "", decided.count(looks.HOLDS)
-    count = f"{held} of {len(words)} {'holds' if held == 1 else 'hold'}"
-    return f"![]({FOLDER}/{of(word)}.svg) {word}{so_far}: {count}"
+    verdict = HOLDS if kinds == {HOLDS} else FAILS if kinds == {FAILS} else PARTLY
+    so_far, held = " so far" if waiting else "", decided.count(HOLDS)
+    count = f"{held} of {len(asked)} {'holds' if held == 1 else 'hold'}"
+    return f"![]({FOLDER}/{of(verdict)}.svg) {verdict}{so_far}: {count}"
 
 
 def counts(cells: list[tuple[ClaimCell, ClaimCell]]) -> str:
     """How many claims were asked, and how many came out each way."""
     lines = []
     for mode, side in zip(("As published", "In a fair test"), zip(*cells, strict=True), strict=True):
-        words = [cell.word for cell in side if cell.word != UNASKED]
+        words = [cell.word for cell in side if cell.asked]
         shown = ", ".join(counted(words.count(word), word) for word in dict.fromkeys(words))
         verb = "is" if len(words) == 1 else "are"
         lines.append(f"{mode}, {len(words)} of {len(side)} claims {verb} asked{f': {shown}' if shown else ''}.")

@@ -126,19 +126,19 @@ SINGLE = (
 )
 SHOWN = 3
 """Comparisons listed for a claim of which the reported round decides some."""
-Moved = Mapping[str, judge.ClaimVerdict | None]
+Moved = Mapping[str, judge.JudgedClaim | None]
 """Claims by their text, at the round that is best on validation."""
 
 
-def _turns(verdicts: list[judge.ClaimVerdict], moved: Moved) -> list[str]:
+def _turns(verdicts: list[judge.JudgedClaim], moved: Moved) -> list[str]:
     """The comparisons that go the other way in another reported round."""
     lines = []
     for one in verdicts:
         at, of = moved[one.claim.text], unit(one.figure)
         pairs = zip(one.comparisons, at.comparisons, strict=True) if at and not one.claim.construction else ()
         turned = [
-            f"against {c.right} {of.difference(c.look.difference)} in the last round, "
-            f"{of.difference(then.look.difference)} in the one best on validation"
+            f"against {c.right} {of.lead(c.look.difference)} in the last round, "
+            f"{of.lead(then.look.difference)} in the one best on validation"
             for c, then in pairs
             if c.look.n
             and then.look.n
@@ -185,15 +185,23 @@ def _filled(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[st
     yield from (f"| {' | '.join(row[place] for place in places)} |" for row in rows)
 
 
-def _claims(recipe: Recipe, verdicts: list[judge.ClaimVerdict], moved: Moved, *, old: bool) -> Iterator[str]:
+def _claims(recipe: Recipe, verdicts: list[judge.JudgedClaim], moved: Moved, *, old: bool) -> Iterator[str]:
     if not verdicts:
         return
     titles = ["claim", "verdict", "least difference over rivals", "at the round chosen on validation", "the paper's"]
     rows = []
     for one in verdicts:
-        papers_margin = unit(one.figure).difference(judge.papers_lead(recipe, one.claim))
+        papers_margin = unit(one.figure).lead(judge.papers_lead(recipe, one.claim))
         if old or not one.measured:
-            rows.append([one.claim.text, looks.UNMEASURED if old else one.word, EMPTY, EMPTY, papers_margin])
+            rows.append(
+                [
+                    one.claim.text,
+                    looks.claim_words(looks.UNTESTED, looks.Untested.NOT_RUN) if old else one.words,
+                    EMPTY,
+                    EMPTY,
+                    papers_margin,
+                ]
+            )
             continue
         verdict = f"by construction; {one.verdict}" if one.claim.construction else f"{one.verdict}{shows(one)}"
         at = moved[one.claim.text]
@@ -204,19 +212,19 @@ def _claims(recipe: Recipe, verdicts: list[judge.ClaimVerdict], moved: Moved, *,
         return
     several = [one for one in verdicts if len(one.measured) > 1 and not one.claim.construction]
     if several:
-        yield from (SINGLE, "", "| comparison | difference | clear (Holm) |", "|---|---|---|")
-    pairs = []
+        yield from (SINGLE, "", "| comparison | difference | verdict (Holm) |", "|---|---|---|")
+    pairs: dict[str, str] = {}
     for one in several:
         statistic = "standard deviations over seeds, " if one.claim.spread else ""
         for c in sorted(one.measured, key=lambda c: c.look.difference):
             pair = f"{statistic}{c.left} against {c.right}".replace("|", "\\|")
-            pairs.append(f"| {pair} | {interval(c.look, one.figure)} | {c.look.verdict} |")
-    yield from dict.fromkeys(pairs)
+            pairs.setdefault(pair, f"| {pair} | {interval(c.look, one.figure)} | {c.look.verdict} |")
+    yield from pairs.values()
     if several:
         yield ""
 
 
-def difference(verdict: judge.ClaimVerdict) -> str:
+def difference(verdict: judge.JudgedClaim) -> str:
     """The difference to the rival that is nearest to contradicting the claim, and the margin beside it."""
     least, of = verdict.least, unit(verdict.figure)
     margin = of.value(verdict.claim.margin).replace("%", of.gap)
@@ -227,15 +235,15 @@ def difference(verdict: judge.ClaimVerdict) -> str:
 def interval(look: looks.Look, figure: str) -> str:
     """A difference with its interval, the interval's level and the seeds."""
     level = f"{option(100 * (1 - look.level))} %, " if math.isfinite(look.level) else ""
-    return f"{unit(figure).difference(look.difference, look.half)} ({level}n = {look.n})"
+    return f"{unit(figure).lead(look.difference, look.half)} ({level}n = {look.n})"
 
 
-def shows(verdict: judge.ClaimVerdict) -> str:
+def shows(verdict: judge.JudgedClaim) -> str:
     """For an undecided claim the smallest difference that so many seeds could have shown."""
     look = verdict.least.look
-    if verdict.verdict != looks.OPEN or not math.isfinite(look.detectable):
+    if verdict.verdict != looks.UNDECIDED or not math.isfinite(look.detectable):
         return ""
-    shown = unit(verdict.figure).difference(look.detectable).removeprefix("+")
+    shown = unit(verdict.figure).lead(look.detectable).removeprefix("+")
     return f" ({look.n} seeds show {shown} or more)"
 
 
@@ -282,7 +290,7 @@ def searched(recipe: Recipe, summary: RecipeSummary | None) -> Iterator[str]:
             choice = choices.get(variant, {}).get(label)
             edges = ", ".join(at_an_edge(choice["chosen"], choice["scores"])) if choice else ""
             trials = f"{len(candidates(method))}{f' and {beyond(choice)} beyond' if choice and beyond(choice) else ''}"
-            chosen_text = choice["chosen"] if choice else looks.UNMEASURED
+            chosen_text = choice["chosen"] if choice else looks.Untested.NOT_RUN
             rows.append([variant, label, options or "none", trials, chosen_text, edges or EMPTY])
     yield from ("", *_filled(titles, rows))
     for label, why in recipe.paper.fixed.items():

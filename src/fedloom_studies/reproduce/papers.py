@@ -21,7 +21,8 @@ from fedloom.formats import option
 from fedloom.values import Value
 from fedloom_studies.reproduce import judge, looks, marks
 from fedloom_studies.reproduce.figures import Reference, unit
-from fedloom_studies.reproduce.marks import GPU, UNASKED, ClaimCell, counts, shown, together
+from fedloom_studies.reproduce.looks import UNTESTED, Untested
+from fedloom_studies.reproduce.marks import ClaimCell, counts, shown, together
 from fedloom_studies.reproduce.page import (
     duration,
     earlier,
@@ -37,7 +38,7 @@ from fedloom_studies.reproduce.reasons import FOLDER, filled
 from fedloom_studies.reproduce.recipe import Claim, Recipe
 from fedloom_studies.reproduce.summary import Need, RecipeSummary, needs
 
-UNFAVOURABLE = (looks.FAILS, looks.OPEN, looks.PARTLY, looks.HOLDS)
+UNFAVOURABLE = (looks.FAILS, looks.UNDECIDED, looks.PARTLY, looks.HOLDS)
 """Verdicts, the least favourable one first."""
 HEAD = """# The papers
 
@@ -191,17 +192,17 @@ def _less(
 def _cells(recipes: Mapping[str, Recipe], summaries: Summaries, row: HeadlineClaim) -> tuple[ClaimCell, ClaimCell]:
     published = _cell(recipes, summaries, row, row.published)
     if row.full and not row.published:
-        published = ClaimCell(GPU)
+        published = ClaimCell(UNTESTED, Untested.GPU)
     return published, _cell(recipes, summaries, row, row.fair)
 
 
 def _cell(recipes: Mapping[str, Recipe], summaries: Summaries, row: HeadlineClaim, names: tuple[str, ...]) -> ClaimCell:
     """The verdict of the recipe that counts: of its present version, complete, at full length, least favourable."""
     if not names:
-        return ClaimCell(UNASKED)
+        return ClaimCell(UNTESTED, Untested.UNASKED)
     if row.full and all(recipes[name].paper.reduced for name in names):
-        return ClaimCell(GPU, recipe=names[0])
-    measured, missing = [], ClaimCell(looks.UNMEASURED, recipe=names[0])
+        return ClaimCell(UNTESTED, Untested.GPU, recipe=names[0])
+    measured, missing = [], ClaimCell(UNTESTED, Untested.NOT_RUN, recipe=names[0])
     for name in names:
         recipe, summary = recipes[name], summaries.get(name)
         if not _current(summary, recipe):
@@ -211,18 +212,18 @@ def _cell(recipes: Mapping[str, Recipe], summaries: Summaries, row: HeadlineClai
             favour = UNFAVOURABLE.index(one.verdict), one.least.look.difference
             measured.append((not _full_length(recipe, summary), favour, name, one))
         elif one is not None:
-            missing = ClaimCell(one.word, recipe=name)
+            missing = ClaimCell(one.verdict, one.reason, recipe=name)
     if not measured:
         return missing
     *_, name, one = min(measured, key=lambda m: m[:2])
-    return ClaimCell(one.verdict, _number(one), name)
+    return ClaimCell(one.verdict, None, _number(one), name)
 
 
-def _number(one: judge.ClaimVerdict) -> str:
+def _number(one: judge.JudgedClaim) -> str:
     """The difference to the nearest rival; where that is a number, the subject's own figure beside it."""
     of, look, rival = unit(one.figure), one.least.look, one.least.name
     if not re.fullmatch(r"-?[\d.e-]+", rival):
-        return of.difference(look.difference, look.half)
+        return of.lead(look.difference, look.half)
     sign = 1 if one.claim.higher is not None else -1
     return f"{of.value(float(rival) + sign * look.difference, look.half)} against {rival}"
 
@@ -237,7 +238,7 @@ def _full_length(recipe: Recipe, summary: RecipeSummary) -> bool:
     return recipe.paper.reduced is None and {d["rounds"] for d in recipe.at("full").values()} == {summary.rounds}
 
 
-def _verdict_on(recipe: Recipe, summary: RecipeSummary, start: str) -> judge.ClaimVerdict | None:
+def _verdict_on(recipe: Recipe, summary: RecipeSummary, start: str) -> judge.JudgedClaim | None:
     verdicts = judge.claims(recipe, summary.numbers)
     return next((one for one in verdicts if one.claim.text.startswith(start)), None)
 
@@ -256,10 +257,9 @@ def _verdicts(recipe: Recipe, summary: RecipeSummary | None) -> str:
     if not _current(summary, recipe):
         return ""
     verdicts = [one for one in judge.claims(recipe, summary.numbers) if not one.claim.construction]
-    words = [one.word for one in verdicts]
-    shown = ", ".join(
-        marks.counted(words.count(w), w) for w in (*looks.VERDICTS, looks.LOST, looks.UNMEASURED) if w in words
-    )
+    words = [one.words for one in verdicts]
+    possible = (*looks.ClaimVerdict, *(looks.claim_words(UNTESTED, reason) for reason in Untested))
+    shown = ", ".join(marks.counted(words.count(w), w) for w in possible if w in words)
     several = "s" if len(words) > 1 else ""
     return f"; of {len(words)} claim{several} {shown}" if shown else ""
 
@@ -269,7 +269,7 @@ def _margin(recipes: Mapping[str, Recipe], row: HeadlineClaim, *cells: ClaimCell
     for name in (*(cell.recipe for cell in cells if cell.recipe), *row.published, *row.fair):
         claim = _claim(recipes[name], row.claim)
         if claim is not None and math.isfinite(lead := judge.papers_lead(recipes[name], claim)):
-            return unit(Reference.of(claim.subject, recipes[name].paper.figure).figure).difference(lead)
+            return unit(Reference.of(claim.subject, recipes[name].paper.figure).figure).lead(lead)
     return "-"
 
 
@@ -293,10 +293,10 @@ def _unaffordable(
     papers: list[tuple[Sheet, list[tuple[ClaimCell, ClaimCell]]]], recipes: Mapping[str, Recipe], summaries: Summaries,
     needed: Mapping[str, Need],
 ) -> Iterator[str]:  # fmt: skip
-    """Commands and estimates of what this page leaves open: what needs a GPU, and what is not measured yet."""
+    """Commands and estimates of what this page leaves open: what needs a GPU, and what is not run."""
     large = dict.fromkeys(
         row.full for sheet, cells in papers for row, pair in zip(sheet.row, cells, strict=True)
-        if row.full and GPU in (cell.word for cell in pair)
+        if row.full and Untested.GPU in (cell.reason for cell in pair)
     )  # fmt: skip
     yield from ("## What is open", "")
     for name in large:
@@ -306,16 +306,16 @@ def _unaffordable(
         yield f"- Needs a GPU{wants}: `fedloom reproduce {name} --scale full --device cuda`{time}."
     waiting = dict.fromkeys(
         name for sheet, cells in papers for row, pair in zip(sheet.row, cells, strict=True)
-        for names, cell in zip((row.published, row.fair), pair, strict=True) if cell.word != GPU
-        for name in names if cell.word == looks.UNMEASURED or not _current(summaries.get(name), recipes[name])
+        for names, cell in zip((row.published, row.fair), pair, strict=True) if cell.reason != Untested.GPU
+        for name in names if cell.reason == Untested.NOT_RUN or not _current(summaries.get(name), recipes[name])
     )  # fmt: skip
     for name in waiting:
         budget = recipes[name].budget("laptop")
         if budget is not None:
-            yield f"- Not measured yet: `fedloom reproduce {name}` (up to {option(budget)} core-minutes)."
+            yield f"- Not run: `fedloom reproduce {name}` (up to {option(budget)} core-minutes)."
     short = dict.fromkeys(
         cell.recipe for _, cells in papers for pair in cells for cell in pair
-        if cell.word in (looks.OPEN, looks.PARTLY)
+        if cell.verdict in (looks.UNDECIDED, looks.PARTLY)
         and (summary := summaries[cell.recipe]) and len(summary.seeds) < looks.LOOKS[-1][0]
     )  # fmt: skip
     if short:

@@ -67,9 +67,9 @@ def _measured(
     if len(sides) == 1:
         text = of.value(float(np.mean(list(values[0].values()))))
     else:
-        look = judge.between(recipe, *values)
+        look = judge.between(recipe, *values, log=of.ratio)
         if not look.half < abs(look.difference):
-            shown = of.difference(look.difference, look.half)
+            shown = of.lead(look.difference, look.half)
             raise ConfigError(f"papers.toml: {' - '.join(sides)!r} is not clear: {shown}; leave the sentence out")
         text = of.in_words(look.difference, look.half)
     return f"[{text}]({FOLDER}/{name}.md)"

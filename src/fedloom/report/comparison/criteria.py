@@ -17,7 +17,7 @@ import numpy as np
 from fedloom.formats import significant
 from fedloom.report.comparison.contenders import Models, distinct, one_per_method, same
 from fedloom.report.comparison.family import differences, family
-from fedloom.report.naming import COSTS, MB, figure, metric, within_line
+from fedloom.report.naming import COSTS, MB, figure, is_ratio, metric, within_line
 from fedloom.report.numbers import EMPTY, Curve, Estimate, Row, curve, run_of
 from fedloom.report.run import Key, Run
 
@@ -52,8 +52,9 @@ class Winner:
         rivals: rows of other methods that it does not beat significantly, the nearest first.
         equals: rows of other methods that are the same models, and so no rivals.
         runner_up: the best row of another method.
-        lead: mean lead over the runner-up over common seeds, in the criterion's own units (before scaling), positive.
-        half: half width of the lead's interval at the family's level; nan with fewer than two common seeds.
+        lead: mean lead over the runner-up over common seeds, in the criterion's own units (before scaling), positive;
+            the logarithm of their ratio where `is_ratio`.
+        half: half width of the lead's interval, the one that decides; nan with fewer than two common seeds.
         provisional: whether some runs are unfinished.
         seeds: common seeds of the leader and the runner-up.
         decidable: whether there were enough common seeds to test.
@@ -88,14 +89,15 @@ def tasks(runs: list[Run], rows: list[Row]) -> list[tuple[str, list[Run], list[R
 
 def winners(runs: list[Run], rows: list[Row], lead: str) -> list[Winner]:
     """The winner of every criterion that the recorded figures allow."""
-    return [winner(criterion, rows) for criterion in _criteria(runs, rows, lead) if criterion.values]
+    ratio = max((run.ratio for run in runs), default=0.0)
+    return [winner(criterion, rows, ratio) for criterion in _criteria(runs, rows, lead) if criterion.values]
 
 
 class Marks(NamedTuple):
-    """Rows of a column that a table marks: the best of it, and those that are not significantly below."""
+    """Rows of a column that a table marks: the best of it, and those that are not significantly worse."""
 
     best: frozenset[int] = frozenset()
-    level: frozenset[int] = frozenset()
+    beside: frozenset[int] = frozenset()
 
     def moved(self, by: int) -> Marks:
         """The same marks of rows that stand further down."""
@@ -107,18 +109,21 @@ class Marks(NamedTuple):
         return Marks(*(frozenset().union(*places) for places in zip(*several, strict=True)))
 
 
-def marks(rows: list[Row], columns: Iterable[str]) -> dict[str, Marks]:
-    """What a table marks in every column with a direction that is better, costs aside; each column is a family."""
+def marks(rows: list[Row], columns: Iterable[str], ratio: float = 0.0) -> dict[str, Marks]:
+    """What a table marks in every column with a direction that is better, costs aside; each column is a family.
+
+    ``ratio`` corrects the tests as in `family`.
+    """
     marks_of_columns: dict[str, Marks] = {}
     for name in columns:
         shown = figure(name)
         values = _results(rows, name)
         if name in COSTS or not shown.rated or len(values) < 2:
             continue
-        first = winner(Criterion(name, "", "", 1.0, shown.higher, values), rows)
+        first = winner(Criterion(name, "", "", 1.0, shown.higher, values), rows, ratio)
         if first.row is not None:
-            level = first.rivals if first.decidable else ()
-            alike = [k for i in level for k in values if same(rows[k], rows[i])]
+            beside = first.rivals if first.decidable else ()
+            alike = [k for i in beside for k in values if same(rows[k], rows[i])]
             marks_of_columns[name] = Marks(frozenset((first.row, *first.equals)), frozenset(alike))
     return marks_of_columns
 
@@ -241,8 +246,11 @@ def up_to(total: Curve, round: int) -> float:
     return float(total.value[before[-1]]) if len(before) else 0.0
 
 
-def winner(criterion: Criterion, rows: list[Row]) -> Winner:
-    """The best row of a criterion among those whose every seed ended well (or is still running, then provisionally)."""
+def winner(criterion: Criterion, rows: list[Row], ratio: float = 0.0) -> Winner:
+    """The best row of a criterion among those whose every seed ended well (or is still running, then provisionally).
+
+    ``ratio`` corrects the tests as in `family`.
+    """
     sound = {i: estimate for i, estimate in criterion.values.items() if rows[i].sound}
     if not sound:
         return Winner(criterion, None)
@@ -260,7 +268,8 @@ def winner(criterion: Criterion, rows: list[Row]) -> Winner:
         rivals = [i for i in rivals if first[i] == i]
     if not rivals:
         return Winner(criterion, best, equals=equals, provisional=provisional)
-    leads = family({i: differences(fair[best], fair[i]) for i in rivals})
+    log = is_ratio(criterion.figure)
+    leads = family({i: differences(fair[best], fair[i], log=log) for i in rivals}, ratio=ratio)
     nearest = leads[rivals[0]] if criterion.higher else -leads[rivals[0]]
     return Winner(
         criterion,

@@ -12,7 +12,14 @@ import numpy as np
 
 from fedloom.formats import DASH, finite, interval, pair
 from fedloom.report.comparison.contenders import best_row, contenders, contenders_of, last_points
-from fedloom.report.comparison.family import TestedDifference, differences, family
+from fedloom.report.comparison.family import (
+    PairVerdict,
+    TestedDifference,
+    differences,
+    family,
+    pair_verdict,
+    untested_reason,
+)
 from fedloom.report.csv_files import csv_of
 from fedloom.report.naming import figure, metric, titled, within_line
 from fedloom.report.numbers import ENOUGH, Estimate, Row, run_of, test_metrics
@@ -29,11 +36,11 @@ MEANS = ("Mean of the sites", "Mean by training samples")
 
 LEAD = (
     "Alone: a model that the site trains on its own samples. Together: the federated method with the best mean. "
-    "A gain is the difference between them with the same seed; above 0, together is better. A site gains where the "
-    "interval of its gain is above 0, and loses where it is below. All lines are one family of paired t tests (Holm's "
-    f"correction, level 5 %; at least {ENOUGH} seeds). Seeds and folds share samples: the interval shows how much the "
-    "gain depends on splits and starts, not how it would vary over new samples. The method was chosen by the same "
-    "results, so its gain is somewhat flattered."
+    "A gain is the difference between them with the same seed; above 0, together is better. The interval of a gain is "
+    "the one that decides: together is better where it is above 0, and worse where it is below. All lines are one "
+    f"family of paired t tests (Holm's correction, level 5 %; at least {ENOUGH} seeds). Seeds and folds share samples: "
+    "the variance of a gain is corrected for it (Nadeau and Bengio) by the site's own test and training samples. The "
+    "method was chosen by the same results, so its gain is somewhat flattered."
 )
 
 
@@ -59,13 +66,15 @@ class Gain(NamedTuple):
     reason: str
 
     @property
-    def verdict(self) -> str:
-        """``gains``, ``loses``, ``not decided`` or ``no result``."""
-        if not self.comparison.seeds:
-            return "no result"
-        if not self.comparison.significant:
-            return "not decided"
-        return "gains" if self.comparison.mean > 0 else "loses"
+    def verdict(self) -> PairVerdict:
+        """The verdict on together against alone."""
+        return pair_verdict(self.comparison, higher=True)
+
+    @property
+    def words(self) -> str:
+        """The verdict, with the reason where it is not tested."""
+        reason = untested_reason(self.comparison) if self.comparison.seeds else "no result"
+        return f"{self.verdict} ({reason})" if reason else str(self.verdict)
 
 
 class SiteGains(NamedTuple):
@@ -115,7 +124,9 @@ def _table(run: Run, rows: list[Row], lead: str) -> SiteGains | None:
     pairs += [_means(run, *results, weigh=weigh) for weigh in (False, True)]
     pairs = [(replace(a, repeats=alone.repeats), replace(b, repeats=together.repeats)) for a, b in pairs]
     better = (differences(shared, local) if sign > 0 else differences(local, shared) for local, shared in pairs)
-    tests = family(dict(enumerate(better)))
+    ratios = run.ratios
+    by_line = [*(ratios if ratios is not None else [0.0] * len(run.names)), run.ratio, run.ratio]
+    tests = family(dict(enumerate(better)), ratio=dict(enumerate(map(float, by_line))))
     lines = []
     for k, (name, (local, shared)) in enumerate(zip((*run.names, *MEANS), pairs, strict=True)):
         place = k if k < len(run.names) else None
@@ -231,7 +242,7 @@ def _record(table: SiteGains, line: Gain) -> dict[str, Any]:
         "run": table.run, "site": line.site, "metric": table.metric, "alone_method": table.alone.method,
         "together_method": table.together.method, "together_model": table.together.model, "seeds": test.seeds,
         **{key: finite(value) for key, value in numbers.items()},
-        "verdict": line.verdict, "reason": line.reason,
+        "verdict": str(line.verdict), "reason": line.reason or untested_reason(line.comparison),
     }  # fmt: skip
 
 
@@ -265,9 +276,7 @@ def _numbers(table: SiteGains, line: Gain) -> list[tuple[str, str]]:
 
 def _words(table: SiteGains, line: Gain) -> list[str]:
     numbers = [pair(*number) for number in _numbers(table, line)]
-    few = not line.comparison.testable and line.comparison.seeds
-    seeds = f" ({line.comparison.seeds} seed{'s' * (line.comparison.seeds != 1)})" if few else ""
-    return [line.site, _span(line.samples), _span(line.events), *numbers, line.verdict + seeds]
+    return [line.site, _span(line.samples), _span(line.events), *numbers, line.words]
 
 
 def gains_latex(tables: Sequence[SiteGains], caption: str) -> str:
@@ -275,14 +284,14 @@ def gains_latex(tables: Sequence[SiteGains], caption: str) -> str:
     text = [BOOKTABS]
     for table in tables:
         words = tex(f"{caption}, {table.run}" if table.run else caption) + (
-            ": every site alone and together. Gains are paired over seeds; bold: the interval is above 0 (paired t "
-            "test, Holm, 5\\,\\%)."
+            ": every site alone and together. Gains are paired over seeds; bold: together is better (paired t "
+            "test, Holm, 5\\,\\%). The interval of a gain is the one that decides."
         )
         lines = []
         for line in table.lines:
             site, samples, events, *_, verdict = (tex(word).replace(DASH, "--") for word in _words(table, line))
             alone, together, gain = _numbers(table, line)
-            cells = [marked(*alone), marked(*together), marked(*gain, best=line.verdict == "gains")]
+            cells = [marked(*alone), marked(*together), marked(*gain, best=line.verdict == PairVerdict.BETTER)]
             lines.append(" & ".join([site, samples, events, *cells, verdict]) + " \\\\")
         text += tabular(words, "lrrrrrl", _heads(table), lines)
     return "\n".join([*text, ""])

@@ -8,16 +8,24 @@ from html import escape
 from typing import Any, NamedTuple
 
 from fedloom import formats
-from fedloom.errors import unknown
-from fedloom.formats import DASH, interval, p_value
+from fedloom.errors import ConfigError, unknown
+from fedloom.formats import DASH, p_value
 from fedloom.report.comparison.contenders import Models, contenders, distinct, reference
 from fedloom.report.comparison.criteria import tasks
-from fedloom.report.comparison.family import TestedDifference, differences, family
+from fedloom.report.comparison.family import (
+    PairVerdict,
+    TestedDifference,
+    differences,
+    family,
+    pair_verdict,
+    scope,
+    untested_reason,
+)
 from fedloom.report.csv_files import csv_of
-from fedloom.report.naming import figure, titled
-from fedloom.report.numbers import ENOUGH, Row, leading_metric
+from fedloom.report.naming import figure, is_ratio, titled
+from fedloom.report.numbers import Row, leading_metric, run_of
 from fedloom.report.run import Run
-from fedloom.report.tables import BOOKTABS, cell, decimals, marked, scrolling, tabular, tex
+from fedloom.report.tables import BOOKTABS, cell, difference, marked, scrolling, tabular, tex
 
 HEADS = ("Method", "Model", "Mean", "Against", "Difference", "p", "Holm p", "Verdict")
 
@@ -29,24 +37,34 @@ class Pair(NamedTuple):
         row: of the method.
         reference: the row that it is compared with.
         figure: name in ``Row.figures`` of what is compared.
-        comparison: method minus reference, one of the family of all methods; None where both are the same models.
+        comparison: method minus reference, one of the family of all methods, or the logarithm of their ratio where
+            `is_ratio`; None where both are the same models.
+        margin: differences up to it do not matter, in the units of the comparison; None: none is stated.
+        ratio: test samples per training sample by which the test is corrected; see `family`.
     """
 
     row: Row
     reference: Row
     figure: str
     comparison: TestedDifference | None
+    margin: float | None = None
+    ratio: float = 0.0
 
     @property
-    def verdict(self) -> str:
-        """``better``, ``worse``, ``level``, ``same models`` or ``not decidable``."""
-        if self.comparison is None:
-            return "same models"
-        if not self.comparison.testable:
-            return "not decidable"
-        if not self.comparison.significant:
-            return "level"
-        return "better" if (self.comparison.mean > 0) == figure(self.figure).higher else "worse"
+    def verdict(self) -> PairVerdict:
+        """The verdict on the method."""
+        return pair_verdict(self.comparison, higher=bool(figure(self.figure).higher), margin=self.margin)
+
+    @property
+    def reason(self) -> str:
+        """Why the pair is not tested; empty where it is."""
+        return untested_reason(self.comparison)
+
+    @property
+    def words(self) -> str:
+        """The verdict with the reason of a pair that is not tested, and a remark on runs without a result."""
+        reason = f" ({self.reason})" if self.reason else ""
+        return ", ".join(filter(None, (f"{self.verdict}{reason}", self.row.remark)))
 
     def record(self) -> dict[str, Any]:
         """The pair as plain values, unrounded and unscaled; None where there is nothing."""
@@ -61,13 +79,15 @@ class Pair(NamedTuple):
             "seeds": comparison.seeds if comparison else len(self.row.figures[self.figure].finite),
             "mean": self.row.figures[self.figure].mean, "reference_mean": self.reference.figures[self.figure].mean,
             **{key: value if value is not None and math.isfinite(value) else None for key, value in numbers.items()},
-            "verdict": self.verdict,
+            "scale": "log ratio" if is_ratio(self.figure) else "difference", "margin": self.margin,
+            "verdict": str(self.verdict), "reason": self.reason,
         }  # fmt: skip
 
 
 def pairs(
-    runs: list[Run], rows: list[Row], against: str | None, models: Models = "used", name: str | None = None
-) -> list[Pair]:
+    runs: list[Run], rows: list[Row], against: str | None, models: Models = "used", name: str | None = None,
+    margin: float | None = None,
+) -> list[Pair]:  # fmt: skip
     """Every method against a reference, the best first; runs of other data or attacks are families of their own.
 
     Args:
@@ -77,6 +97,8 @@ def pairs(
             None: that of `reference` for each family, of which some may have none.
         models: which rows of a method are compared.
         name: figure that is compared, such as ``accuracy`` or ``accuracy/worst10``; the leading metric when None.
+        margin: differences up to it do not matter, in the figure's units (0.01 of an accuracy is a point; of a ratio
+            its logarithm); None: none is stated.
 
     Raises:
         ConfigError: there is no such method, or it has no such figure.
@@ -89,7 +111,7 @@ def pairs(
         everyone += shown
         label = against or reference(shown)
         row = next((row for row in shown if label in (row.method, row.name)), None)
-        comparisons += _family(shown, row, lead) if row else []
+        comparisons += _family(shown, row, lead, own_runs, margin) if row else []
     if not everyone and name is not None:
         raise unknown("figure", lead, {shown: None for row in rows for shown in row.figures})
     if against is not None and not any(against in (row.method, row.name) for row in everyone):
@@ -98,12 +120,27 @@ def pairs(
     return sorted(comparisons, key=lambda pair: (pair.reference.run, sign * pair.row.figures[lead].mean))
 
 
-def _family(shown: list[Row], base: Row, lead: str) -> list[Pair]:
+def _family(shown: list[Row], base: Row, lead: str, runs: list[Run], margin: float | None) -> list[Pair]:
     place = shown.index(base)
     rivals = [k for k in range(len(shown)) if k != place]
     first = distinct(shown, [place, *rivals])
-    tests = family({k: differences(shown[k].figures[lead], base.figures[lead]) for k in rivals if first[k] == k})
-    return [Pair(shown[k], base, lead, tests.get(first[k])) for k in rivals]
+    log, ratio = is_ratio(lead), run_of(runs, base).ratio
+    tests = family(
+        {k: differences(shown[k].figures[lead], base.figures[lead], log=log) for k in rivals if first[k] == k},
+        ratio=ratio,
+    )
+    return [Pair(shown[k], base, lead, tests.get(first[k]), margin, ratio) for k in rivals]
+
+
+def checked_margin(margin: float | None) -> float | None:
+    """Return a margin that can be one.
+
+    Raises:
+        ConfigError: it is no number above 0.
+    """
+    if margin is None or (isinstance(margin, int | float) and not isinstance(margin, bool) and 0 < margin < math.inf):
+        return margin
+    raise ConfigError(f"margin must be a number above 0, in the units of the figure (0.01 is a point), got {margin!r}")
 
 
 def pairs_csv(comparisons: Sequence[Pair]) -> str:
@@ -113,62 +150,48 @@ def pairs_csv(comparisons: Sequence[Pair]) -> str:
 
 
 def pairs_latex(comparisons: Sequence[Pair], caption: str) -> str:
-    """The pairs as LaTeX; needs the package booktabs. Bold is significantly better, a dagger marks what is level."""
+    """The pairs as LaTeX; needs the package booktabs. Bold is better than the reference."""
     lead = comparisons[0].figure if comparisons else ""
     against = ", ".join(dict.fromkeys(pair.reference.name for pair in comparisons))
-    unit = "points" if figure(lead).scale == 100 else ""
-    heads = ["Method", "Model", titled(figure(lead)), f"Difference{f' ({unit})' if unit else ''}", "p", "Holm p"]
+    unit = "points" if figure(lead).scale == 100 and not is_ratio(lead) else ""
+    gap_head = "Ratio" if is_ratio(lead) else f"Difference{f' ({unit})' if unit else ''}"
+    heads = ["Method", "Model", titled(figure(lead)), gap_head, "p", "Holm p", "Verdict"]
+    about = scope(max((pair.ratio for pair in comparisons), default=0.0))
     words = (
-        f"{tex(caption)}: every method against {tex(against)}, paired over seeds. Bold: significantly better; "
-        "$^{\\dagger}$: no significant difference (paired t test, Holm, 5\\,\\%). Intervals have the level of their "
-        "Holm step."
+        f"{tex(caption)}: every method against {tex(against)}, paired over seeds. Bold: better (paired t test, Holm, "
+        f"5\\,\\%). The interval of a difference is the one that decides. {tex(about)}"
     )
     lines = []
     for pair in comparisons:
-        mean, difference, p, holm = _numbers(pair, unit)
+        mean, gap, p, holm = _numbers(pair)
         cells = [
             tex(f"{pair.row.name} ({pair.row.remark})" if pair.row.remark else pair.row.name),
             tex(pair.row.model),
-            marked(*mean, best=pair.verdict == "better", level=pair.verdict == "level"),
-            marked(*difference) if pair.comparison else tex(pair.verdict),
+            marked(*mean, best=pair.verdict == PairVerdict.BETTER),
+            marked(*gap),
             *(f"${text}$" if text != DASH else "--" for text in (p, holm)),
+            tex(pair.words),
         ]
         lines.append(" & ".join(cells) + " \\\\")
-    return "\n".join([BOOKTABS, *tabular(words, "llrrrr", heads, lines), ""])
+    return "\n".join([BOOKTABS, *tabular(words, "llrrrrl", heads, lines), ""])
 
 
 def pairs_html(comparisons: Sequence[Pair]) -> str:
     """The pairs as a table of the page."""
     lines = []
     for pair in comparisons:
-        mean, difference, p, holm = _numbers(pair, "points")
-        shown = [formats.pair(*mean), pair.reference.name, formats.pair(*difference)]
-        words = [pair.row.name, pair.row.model, *shown, p, holm, in_words(pair.verdict, pair.row)]
+        mean, gap, p, holm = _numbers(pair)
+        shown = [formats.pair(*mean), pair.reference.name, formats.pair(*gap)]
+        words = [pair.row.name, pair.row.model, *shown, p, holm, pair.words]
         lines.append([escape(word) for word in words])
     against = ", ".join(dict.fromkeys(pair.reference.name for pair in comparisons))
     return scrolling(f"Every method against {against}", HEADS, lines, text=(1, 3, 7))
 
 
-def in_words(verdict: str, row: Row) -> str:
-    """Write a verdict, and what became of the runs where one diverged or failed, or had nothing to be tested on."""
-    return ", ".join(filter(None, (verdict, row.remark)))
-
-
-def reasoned(pair: Pair | None) -> str:
-    """Write a verdict, and why there is none where the seeds are too few."""
-    if pair is None:
-        return ""
-    one = pair.comparison
-    if one is None or one.testable or not one.seeds:
-        return pair.verdict
-    return f"{pair.verdict}: a test needs {ENOUGH} seeds that both methods have, and there are {one.seeds}"
-
-
-def _numbers(pair: Pair, unit: str) -> tuple[tuple[str, str], tuple[str, str], str, str]:
+def _numbers(pair: Pair) -> tuple[tuple[str, str], tuple[str, str], str, str]:
     """Mean and difference, each with the half width of its interval, p, and p by Holm."""
-    one, scale = pair.comparison, figure(pair.figure).scale
+    one = pair.comparison
     mean = cell(pair.figure, pair.row.figures[pair.figure])
     if one is None:
         return mean, (DASH, ""), DASH, DASH
-    difference = interval(one.mean * scale, one.half * scale, decimals(pair.figure), signed=True)
-    return mean, difference, p_value(one.p), p_value(one.holm)
+    return mean, difference(pair.figure, one.mean, one.half), p_value(one.p), p_value(one.holm)

@@ -1,4 +1,4 @@
-"""The result table for a paper: at most one row per method, with marks for the best and what is level with it."""
+"""The result table for a paper: at most one row per method, marked where it is the best or not significantly worse."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def results_latex(
     shown: list[Row] = []
     places: dict[str, list[Marks]] = {}
     for _, own_runs, task_rows in tasks(runs, rows):
-        part = contenders(own_runs, task_rows, models)
-        for name, column_marks in marks(part, printed(rows, columns)).items():
+        part, ratio = contenders(own_runs, task_rows, models), max(run.ratio for run in own_runs)
+        for name, column_marks in marks(part, printed(rows, columns), ratio).items():
             places.setdefault(name, []).append(column_marks.moved(len(shown)))
         shown += part
     joint = {name: Marks.union(column_marks) for name, column_marks in places.items()}

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from fedloom.errors import ConfigError, unknown
-from fedloom.formats import interval, p_value, pair
+from fedloom.formats import p_value, pair
 from fedloom.report import notebook as display
 from fedloom.report.comparison.contenders import Models, contenders, reference
-from fedloom.report.comparison.pairs import Pair, in_words, pairs, pairs_latex, reasoned
+from fedloom.report.comparison.pairs import Pair, checked_margin, pairs, pairs_latex
 from fedloom.report.comparison.paper import results_latex, title
 from fedloom.report.naming import figure, titled, within_line
 from fedloom.report.numbers import Row, leading_metric, rows_of
 from fedloom.report.page import write
 from fedloom.report.reading import read_runs
 from fedloom.report.run import Run
-from fedloom.report.tables import arrow, as_pandas, cell_text, decimals
+from fedloom.report.tables import arrow, as_pandas, cell_text, difference
 from fedloom.rundir import place_of
 
 if TYPE_CHECKING:
@@ -36,14 +36,18 @@ class RecordedComparison:
         against: label of the method that every other one is compared with; None: of those that are there the first of
             local and FedAvg, else the first method.
         models: which model of a method is compared; see `fedloom.report.comparison.contenders.Models`.
+        margin: differences of the leading metric up to it do not matter, in its own units (0.01 of an accuracy is one
+            point): methods within it are equivalent. None: none is stated, and no methods are called equivalent.
 
     Raises:
         RunDirError: the folder is not a readable run directory.
-        ConfigError: there is no such method.
+        ConfigError: there is no such method, or the margin is no number above 0.
     """
 
-    def __init__(self, folder: Path | str, against: str | None = None, models: Models = "used") -> None:
-        self.folder, self.models = Path(folder), models
+    def __init__(
+        self, folder: Path | str, against: str | None = None, models: Models = "used", margin: float | None = None
+    ) -> None:
+        self.folder, self.models, self.margin = Path(folder), models, checked_margin(margin)
         self.against = against or reference(self._rows) or self._rows[0].name
         self._pairs(self.against)
 
@@ -55,28 +59,33 @@ class RecordedComparison:
         """
         return arrow(contenders(self._runs, self._rows, self.models))
 
-    def significance(self, against: str | None = None, figure: str | None = None) -> pa.Table:
+    def significance(
+        self, against: str | None = None, figure: str | None = None, margin: float | None = None
+    ) -> pa.Table:
         """Every method against one, the best first, as one family of paired tests over seeds.
 
         Args:
             against: label of the reference; that of the comparison when None.
             figure: what is compared, such as ``accuracy`` or ``accuracy/worst10``; the leading metric when None.
+            margin: as of the comparison, for this figure; of a figure that is compared by ratios, the logarithm of the
+                largest ratio that does not matter.
 
         Returns:
-            Columns method, model, reference, seeds, mean, reference_mean, difference (method minus reference),
-            half_width (of an interval that leaves out 0 exactly where the difference is significant), p (paired t
-            test), p_holm (Holm's correction), and verdict: better, worse, level, same models, or not decidable with
-            fewer than five seeds.
+            Columns method, model, reference, seeds, mean, reference_mean, difference (method minus reference; of costs
+            and variances the logarithm of their ratio, by the column scale), half_width (of the interval that decides:
+            it leaves out 0 exactly where the difference is significant), p (paired t test), p_holm (Holm's correction),
+            scale, margin, verdict (better, worse, equivalent, inconclusive or not tested), and the reason where it is
+            not tested: same models, or fewer than five seeds.
 
         Raises:
-            ConfigError: there is no such method or figure, or no second method.
+            ConfigError: there is no such method or figure, or no second method, or the margin is no number above 0.
         """
-        compared = self._tests(against, figure)
+        compared = self._tests(against, figure, checked_margin(margin))
         records = [{k: v for k, v in pair.record().items() if k != "run"} for pair in compared]
         return pa.table({name: [record[name] for record in records] for name in records[0]})
 
     def latex(self, columns: Sequence[str] | None = None) -> str:
-        """The result table for a paper, a row per method: the best in bold, what is level with it with a dagger.
+        """The result table for a paper, a row per method: the best in bold, a dagger where not significantly worse.
 
         Args:
             columns: by their names in `table`; up to six that fit the task when None.
@@ -101,7 +110,7 @@ class RecordedComparison:
             The HTML file.
         """
         place = self.folder / "report.html" if out is None else place_of(out, "out")
-        return write([self.folder], place, against=self.against, models=self.models, charts=False)
+        return write([self.folder], place, against=self.against, models=self.models, margin=self.margin, charts=False)
 
     def plot(self, name: str | None = None) -> LayerChart:
         """An Altair chart: the mean of every method with its 95 % interval over seeds, and every seed as a dot.
@@ -144,25 +153,24 @@ class RecordedComparison:
     def _lines(self) -> list[list[str]]:
         """Method, model, mean, difference, Holm's p and verdict as texts."""
         beside = {(pair.row.method, pair.row.model): pair for pair in self._pairs(self.against)}
-        scale, lines = figure(self._lead).scale, []
+        lines = []
         for row in contenders(self._runs, self._rows, self.models):
             result, other = cell_text(self._lead, row.figures.get(self._lead)), beside.get((row.method, row.model))
             one = other.comparison if other else None
-            difference = (
-                pair(*interval(one.mean * scale, one.half * scale, decimals(self._lead), signed=True)) if one else ""
-            )
+            gap = pair(*difference(self._lead, one.mean, one.half)) if one else ""
             holm = p_value(one.holm) if one and one.testable else ""
-            verdict = in_words(reasoned(other), row)
-            lines.append([row.method, row.model, result, difference, holm, verdict])
+            lines.append([row.method, row.model, result, gap, holm, other.words if other else row.remark])
         return lines
 
-    def _tests(self, against: str | None, name: str | None = None) -> list[Pair]:
-        if tests := self._pairs(against or self.against, name):
+    def _tests(self, against: str | None, name: str | None = None, margin: float | None = None) -> list[Pair]:
+        if tests := self._pairs(against or self.against, name, margin):
             return tests
         raise ConfigError(f"{self.against} is the only method: there is nothing to compare it with")
 
-    def _pairs(self, against: str, name: str | None = None) -> list[Pair]:
-        return pairs(self._runs, self._rows, against, self.models, name)
+    def _pairs(self, against: str, name: str | None = None, margin: float | None = None) -> list[Pair]:
+        if margin is None and name in (None, self._lead):
+            margin = self.margin
+        return pairs(self._runs, self._rows, against, self.models, name, margin)
 
     @cached_property
     def _runs(self) -> list[Run]:
