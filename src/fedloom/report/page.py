@@ -194,16 +194,18 @@ def _is_report(path: Path) -> bool:
 def check_tables(out: Path, beside: Path, names: Iterable[str], *, force: bool) -> None:
     """Refuse to replace files in the folder beside a report that no report wrote.
 
-    A report wrote the files if the report itself is there, or if the folder belongs to a run directory.
+    A report wrote the files if the report itself is there, which `check_report` has looked at, or if the folder belongs to
+    a run directory. A link among them is replaced, not followed.
 
     Raises:
-        ConfigError: a file is there without a report, or is a link or a folder.
+        ConfigError: a file is there without a report.
     """
-    kind = Kind("other", "a table or chart of a report", lambda _path: out.exists() or is_run_directory(out.parent))
+    if force or out.exists() or is_run_directory(out.parent):
+        return
+    kind = Kind("other", "a table or chart of a report", lambda _path: False)
     for name in names:
-        path = beside / name
-        if path.exists() or path.is_symlink():
-            check_output_file(path, kind, owns=lambda _place: True, force=force)
+        if os.path.lexists(beside / name):
+            check_output_file(beside / name, kind)
 
 
 def replace_text(path: Path, text: str) -> None:
