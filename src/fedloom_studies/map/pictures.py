@@ -38,12 +38,11 @@ def overview(verdicts: Sequence[SetupVerdict], methods: Sequence[str]) -> str:
                 if standing and standing.worse
                 else ""
             )
-            cells.append({"setup": j.setup.name, "method": method, "gain": gain, "sign": sign, "way": way,
+            cells.append({"setup": j.setup.title, "method": method, "gain": gain, "sign": sign, "way": way,
                           "clear": 1.0 if way else 0.3})  # fmt: skip
     y = kit.names("method", methods, axis={"labelOverlap": False})
-    x = kit.names(
-        "setup", [j.setup.name for j in verdicts], axis={"orient": "top", "labelAngle": -90, "labelOverlap": False}
-    )
+    whole = {"labelOverlap": False, "labelLimit": 0}
+    x = kit.names("setup", [j.setup.title for j in verdicts], axis={"orient": "top", "labelAngle": -90} | whole)
     limit = 100 * CLIP
     colour = kit.shade("gain", "points over the better of local and FedAvg") | {
         "scale": {
