@@ -121,3 +121,27 @@ def test_a_page_opens_with_what_it_is_for_and_an_example(page: Path) -> None:
     assert title.startswith("# ")
     assert re.match(r"(\w|\*\*|`)", screen[0]), "a sentence comes first"
     assert re.search(r"^(```|\[?!\[)", "\n".join(screen), re.MULTILINE), "a block of code or a picture"
+
+
+SVGS = [*(ROOT / "docs").rglob("*.svg"), *(ROOT / "studies").rglob("*.svg")]
+
+
+@pytest.mark.parametrize("picture", SVGS, ids=[str(picture.relative_to(ROOT)) for picture in SVGS])
+def test_no_label_of_a_picture_is_hidden_or_cut(picture: Path) -> None:
+    """A chart hides labels that overlap (opacity 0) and cuts labels that are too long (an ellipsis).
+
+    A number that an axis leaves out between two others is no loss.
+    """
+    texts = re.findall(r"<text\b([^>]*)>(.*?)</text>", picture.read_text(), re.DOTALL)
+    hidden = [text for attributes, text in texts if re.search(r'\bopacity="0(\.0*)?"', attributes)]
+    assert not [text for text in hidden if not re.fullmatch(r"[-−+\d.,%\s]+", text)]
+    assert not [text for _, text in texts if text.rstrip().endswith(("…", "...", "&hellip;"))]
+
+
+def test_the_map_names_its_setups_as_its_page_does() -> None:
+    picture = (ROOT / "studies" / "pages" / "map" / "map.svg").read_text()
+    titles = re.findall(
+        r"^\| \[([^\]]+)\]\(\.\./studies/pages/map/\w[\w-]*\.md\) \|", (ROOT / "docs" / "map.md").read_text(), re.M
+    )
+    assert len(set(titles)) == 18
+    assert all(f">{title}</text>" in picture for title in titles)
