@@ -110,6 +110,11 @@ class Federation:
         return f"Federation({self.n:,} clients{how}, {held} samples, {each}, of {self.data!r})"
 
     @property
+    def remarks(self) -> list[str]:
+        """Sentences on the data and on the cut that a run shows, each once."""
+        return list(dict.fromkeys((*self.notes, *self.data.notes)))
+
+    @property
     def n(self) -> int:
         """Number of clients."""
         return len(self.names)

@@ -38,7 +38,8 @@ class Result:
         stop: why it ended.
         detail: round, clients and numbers of an early end.
         rounds: rounds done.
-        notes: sentences on dropped clients and such, and on the data of clients that were given as they are.
+        notes: sentences on the data and how they were split, which begin with ``data:``, and on the run, such as
+            dropped clients.
         status: how it ended in a word: done, diverged, interrupted or failed.
         diverged: by which round a run had diverged that went on to its end with figures that are finite, else None.
         seconds: of every round, without evaluation, and without the one-off costs of a process's first round.

@@ -88,10 +88,8 @@ def simulate(
         ClientError: code of the method failed.
         CheckpointError: a checkpoint cannot be written or read.
     """
-    data_notes = list[str]()
     if isinstance(fed, list | Mapping) and not {"x", "train"} & {*(fed if isinstance(fed, Mapping) else ())}:
         fed = Federation.of(fed)
-        data_notes = [f"data: {note}" for note in fed.notes]
     if "seeds" in choices or not isinstance(choices.get("seed", 0), int | None) or isinstance(algorithm, list | dict):
         raise ConfigError(
             "fl.simulate is one run, of one method with one seed; several are fl.compare(methods, fed, seeds=range(5))"
@@ -133,7 +131,7 @@ def simulate(
         with arithmetic(job), clients_of(job) as clients, interruptible() as interrupted:
             hooks = _Simulation(job, clients, progress, interrupted)
             result = Result(job, *run_rounds(job, clients, checkpoints, hooks, resumed.state))
-    result.notes[:0] = data_notes
+    result.notes[:0] = [f"data: {note}" for note in fed.remarks]
     return result
 
 

@@ -119,7 +119,8 @@ class Plan:
             for note in notes:
                 labels.setdefault(note, []).append(label)
         fed = self.federations[self.experiment.head.seeds[0]]
-        return [f"data: {note}" for note in fed.notes] + [f"{', '.join(m)}: {note}" for note, m in labels.items()]
+        of_data = [f"data: {note}" for note in fed.remarks]
+        return [*of_data, *(f"{', '.join(m)}: {note}" for note, m in labels.items())]
 
     @property
     def rounds(self) -> dict[str, int]:

@@ -206,8 +206,15 @@ def write_summary(
     feds = list(federations.values())
     attackers = {o.seed: o.result.job.attackers.numpy() for o in outcomes if o.result is not None}
     write_splits(out, federations, attackers)
-    notes = [f"data, seed {seed}: {note}" for seed, fed in federations.items() for note in fed.notes]
-    notes += [f"{o.label}, seed {o.seed}: {note}" for o in outcomes if o.result is not None for note in o.result.notes]
+    of_data = {seed: fed.remarks for seed, fed in federations.items()}
+    notes = [f"data, seed {seed}: {note}" for seed, remarks in of_data.items() for note in remarks]
+    notes += [
+        f"{o.label}, seed {o.seed}: {note}"
+        for o in outcomes
+        if o.result is not None
+        for note in o.result.notes
+        if note.removeprefix("data: ") not in of_data.get(o.seed, ())
+    ]
     summary = Summary(
         name=experiment.head.name,
         runs=tuple(map(_run, outcomes)),
