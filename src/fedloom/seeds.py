@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import random  # noqa: TID251  (to keep the user's)
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -107,6 +108,25 @@ def forked(device: torch.device) -> Iterator[None]:
     """The global generators of the CPU and a device are afterwards as before; other threads that want them wait."""
     with _swapping, torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         yield
+
+
+def rng_states() -> tuple[object, ...]:
+    """Return the states of the global generators of torch, numpy and Python, to be compared."""
+    name, key, *rest = np.random.get_state()  # noqa: NPY002  # read, to see whether a user's code draws from it
+    return torch.get_rng_state().numpy().tobytes(), name, np.asarray(key).tobytes(), tuple(rest), random.getstate()
+
+
+@contextmanager
+def preserve_rng() -> Iterator[None]:
+    """Leave the global generators of torch, numpy and Python as they were, whatever code of a user draws inside."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002  # the user's, kept as it is
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    try:
+        with _swapping, torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)  # noqa: NPY002
 
 
 @contextmanager

@@ -31,7 +31,6 @@ def as_sets(side: Any) -> TensorDataset:
     [
         CLIENTS,
         tuple(CLIENTS),
-        [[[*train], [*test]] for train, test in CLIENTS],
         [{"train": train, "test": test} for train, test in CLIENTS],
         [(as_sets(train), as_sets(test)) for train, test in CLIENTS],
         [({"x": train[0], "y": train[1]}, {"x": test[0], "y": test[1]}) for train, test in CLIENTS],
@@ -89,7 +88,6 @@ def test_clients_keep_the_names_of_their_classes() -> None:
     ("clients", "notes"),
     [
         ([{"x": X, "y": Y, "weight": Y, "names": ["a"]}] * 2, ["of the dictionary 'x' and 'y' are read, not 'weight'"]),
-        ([[(X, Y), (X, Y)]] * 2, ["every client came as a list of two sets, taken as its training and its test set"]),
         ([((X, Y), (X, Y))] * 2, []),
         ([{"x": X, "y": Y, "names": ["a"]}] * 2, []),
         ([(X, Y), (X[:0], Y[:0]), (X, Y)], ["1 of 3 clients have no sample and are left out: 1"]),
@@ -130,11 +128,31 @@ def test_what_a_reader_may_not_expect_is_noted(clients: Any, notes: list[str]) -
         ([Named("cat", "dog", "eel"), Named("bird", "cat", "dog")], "client 1: classes are bird, cat, dog, those of"),
         ([{"train": Named("cat", "dog"), "test": Named("dog", "cat")}], "client 0, test set: classes are dog, cat"),
         ([{"x": X, "y": Y, "x_test": X, "y_test": Y}], "client 0: 'x_test' beside 'x' and 'y' would not be read"),
+        ([[(X, Y), (X, Y)]] * 2, r"client 0 is a list of two sets, .*; give the tuple \(training set, test set\), or"),
+        ([[as_sets((X, Y)), as_sets((X, Y))]] * 2, "client 0 is a list of two sets"),
+        ([[X, Y], [X, Y]], r"client 0: a list is samples, .* the tuple \(x, y\)"),
+        ([([X, Y], (X, Y))] * 2, r"client 0: a list is samples"),
+        ([X, Y], r"give of each client the tuple \(x, y\). One data set goes to a partition"),
+        ({"a": X, "b": Y}, "a list is clients, and these are arrays without targets"),
     ],
 )
 def test_clients_that_cannot_be(clients: Any, sentence: str) -> None:
     with pytest.raises(FedloomError, match=sentence):
         fl.simulate("fedavg", clients, rounds=1)
+
+
+def test_a_list_is_samples_or_clients_whatever_its_length() -> None:
+    """Two were a pair before, and three were not."""
+    assert fl.Federation.of(CLIENTS[:2]).n == 2
+    for count in (2, 3):
+        some = [(x, int(y)) for x, y in zip(X[:count], (0, 1, 1), strict=False)]
+        as_tensors = [(torch.from_numpy(x), torch.tensor(y)) for x, y in some]
+        for client in (some, as_tensors, [{"x": x, "y": y} for x, y in some]):
+            fed = fl.Federation.of([client, (X, Y % 2)], test=0.0, validation=0.0)
+            assert fed.sizes().tolist() == [count, 20]
+    for pair in ((X, Y), (CLIENTS[0][0], CLIENTS[1][0])):
+        with pytest.raises(FedloomError, match=r"a tuple of two is one data set \(x, y\), .*; of clients give a list"):
+            fl.Federation.of(pair)
 
 
 def test_clients_are_no_samples() -> None:

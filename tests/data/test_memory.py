@@ -124,6 +124,15 @@ def test_options_of_arrays() -> None:
     ("make", "error", "words"),
     [
         (lambda: Dataset.of(X), ConfigError, "features without targets; give the pair"),
+        *(
+            (lambda given=given: Dataset.of(given), ConfigError, r"a list is samples, .* as the tuple \(x, y\), or")
+            for given in ([X, Y], [X[0], X[1]], [X[0], X[1], X[2]], [[1, 2], [3, 4]], next(iter(DataLoader(SET, 6))))
+        ),
+        (lambda: Dataset.of((X, Y), test=[X, Y]), ConfigError, r"as the tuple \(x, y\)"),
+        (lambda: Dataset.of({"train": [X, Y]}), ConfigError, r"as the tuple \(x, y\)"),
+        (lambda: partition.iid(clients=2)([X, Y]), ConfigError, r"as the tuple \(x, y\)"),
+        (lambda: Dataset.of(Pairs(lambda i: [X[i], 0])), DataError, "sample 0 is list of 2, .* as a tuple"),
+        (lambda: Dataset.of(Pairs(lambda i: (X[i] if i else X[i] / 2, 0))), DataError, "sample 1 holds uint8, those"),
         (lambda: Dataset.of(((X, Y), (X, Y))), ConfigError, r"give {'train': \(x, y\), 'test'"),
         (lambda: Dataset.of((X, Y, X, Y)), ConfigError, r"give {'train': \(x, y\), 'test'"),
         (lambda: Dataset.of(RECORDS), ConfigError, r"without targets; give pandas.DataFrame\(x\)"),
@@ -270,22 +279,6 @@ def test_tensors_of_any_kind_are_read() -> None:
 
 def test_text_of_variable_width_is_text() -> None:
     assert Dataset.of(X, Y.astype(np.dtypes.StringDType())).checksum() == Dataset.of(X, Y.astype(str)).checksum()
-
-
-def test_samples_that_change_from_reading_to_reading_are_noted() -> None:
-    """Random transforms, which are applied once; what does not change, or is read once anyway, has no note."""
-
-    class Stream(torch.utils.data.IterableDataset[Any]):
-        def __iter__(self) -> Any:
-            return iter([(torch.rand(3), k) for k in Y])
-
-    said = "samples are others when they are read again, as by random transforms"
-    drawn = Pairs(lambda i: (torch.rand(3), Y[i]))
-    assert any(said in note for note in Dataset.of(drawn).notes)
-    assert any(said in note for note in fl.Federation.of([drawn, drawn]).notes)
-    gaps = Pairs(lambda i: (X[i] * 1.0, Y[i]))
-    for steady in (gaps, Stream()):
-        assert not any(said in note for note in Dataset.of(steady).notes)
 
 
 @pytest.mark.parametrize("how", ["array", "tensor", "clients"])

@@ -10,13 +10,15 @@ import numpy as np
 
 from fedloom.data.dataset import Dataset
 from fedloom.data.partition import Writers
+from fedloom.data.samples import named_pair
 from fedloom.data.sides import are_many, batches_given, most_classes, refuse_unlike, side_of
+from fedloom.data.sources.table.frames import is_frame
 from fedloom.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from fedloom.data.federation import Federation
 
-EXAMPLE = "[((x_train, y_train), (x_test, y_test)), ...], or [(x, y), ...], of which test parts are cut"
+EXAMPLE = "a list [((x_train, y_train), (x_test, y_test)), ...], or [(x, y), ...], of which test parts are cut"
 """How clients are given."""
 
 
@@ -31,8 +33,8 @@ def as_federation(
     """The federation of clients that come with their samples.
 
     Args:
-        clients: of every client the pair (training set, test set), each a pair (x, y) or what else `Dataset.of` takes;
-            or one set, of which the test part is cut; by position, or by name in a mapping.
+        clients: a list with every client, or a mapping by name. A client is the tuple (training set, test set), each
+            the tuple (x, y) or what else `Dataset.of` takes; or one set, of which the test part is cut.
         test: fraction of a client's samples for its test part, where it comes without one.
         validation: fraction of a client's training samples (where it comes without a test set, of all) for validation.
         seed: of the cuts.
@@ -42,14 +44,24 @@ def as_federation(
         ConfigError: it is no list or mapping of clients, or some come with a test set and others without one.
         DataError: a client's samples that cannot be read, or of another shape than the first one's.
     """
+    name = str(options.pop("name", "clients"))
+    if isinstance(clients, tuple) and len(clients) == 2:
+        raise ConfigError(
+            f"{name}: a tuple of two is one data set (x, y), or one client's training and test set; of clients give "
+            f"{EXAMPLE}"
+        )
     by_name = clients if isinstance(clients, Mapping) else dict(enumerate(clients))
     named = {str(who): client for who, client in by_name.items()}
-    name = str(options.pop("name", "clients"))
     if len(named) < len(by_name):
         raise ConfigError(f"{name}: two clients have one name as text, such as 1 and '1'; rename one")
     if not named:
         raise ConfigError(f"{name}: there are no clients; give {EXAMPLE}")
-    split = {who: _is_split(client) for who, client in named.items()}
+    if all(hasattr(client, "shape") and not is_frame(client) for client in named.values()):
+        raise ConfigError(
+            f"{name}: a list is clients, and these are arrays without targets; give of each client the tuple (x, y). "
+            "One data set goes to a partition, as in fl.partition.iid(clients=10)((x, y))"
+        )
+    split = {who: _is_split(client, f"{name}: client {who}") for who, client in named.items()}
     if len(set(split.values())) > 1:
         without = [who for who, has_samples in split.items() if not has_samples]
         raise ConfigError(f"{name}: clients {without[:8]} come without a test set, others with one; give all or none")
@@ -58,7 +70,9 @@ def as_federation(
         for side in _sides(client, split[who]):
             if isinstance(side, list) and are_many(side):
                 raise batches_given(f"{name}: client {who}", side)
-    sides = [[side_of(side, None, None, None, f"{name}: client {who}") for side in _sides(client, both)]
+    last: Any = options.pop("channels_last", None)
+    places = {who: f"{name}: client {who}" for who in named}
+    sides = [[side_of(side, None, None, None, places[who]).placed(last, places[who]) for side in _sides(client, both)]
              for who, client in named.items()]  # fmt: skip
     for who, parts in zip(named, sides, strict=True):
         for part in parts:
@@ -77,7 +91,7 @@ def as_federation(
     owners = [f"{place:0{width}}" for k in range(len(sides[0]))
               for place, parts in enumerate(sides) for _ in range(len(parts[k].x))]  # fmt: skip
     classes = most_classes(side for parts in sides for side in parts)
-    options = {"users": np.array(owners), "name": name, "classes": classes, **options}
+    options = {"users": np.array(owners), "name": name, "classes": classes, "channels_last": False, **options}
     data = Dataset.of(tuple(joined[0]), **options, **({"test": tuple(joined[1])} if both else {}))
     cut = Writers(test=0.0 if both else test, validation=validation, test_from="users" if both else "own")
     fed = cut(data, seed)
@@ -85,8 +99,6 @@ def as_federation(
     notes = list(dict.fromkeys(note for parts in sides for part in parts for note in part.notes))
     if not both and (empty := [who for who, parts in zip(named, sides, strict=True) if not len(parts[0].x)]):
         notes.append(f"{len(empty)} of {len(named)} clients have no sample and are left out: {', '.join(empty[:8])}")
-    if both and all(isinstance(client, list) for client in named.values()):
-        notes.append("every client came as a list of two sets, taken as its training and its test set")
     return replace(
         fed,
         names=tuple(everyone[int(place)] for place in fed.names),
@@ -94,12 +106,28 @@ def as_federation(
     )
 
 
-def _is_split(client: Any) -> bool:
-    """Whether a client comes as its training and its test set, not as one set."""
+def _is_split(client: Any, place: str) -> bool:
+    """Return whether a client comes as its training and its test set, not as one set.
+
+    Raises:
+        ConfigError: as a list of two sets, since a list is samples.
+    """
     if isinstance(client, Mapping):
         return "train" in client
     pair = isinstance(client, tuple | list) and len(client) == 2
-    return pair and all(isinstance(side, Mapping) or not _is_values(side) for side in client)
+    is_split = pair and all(isinstance(side, Mapping) or not _is_values(side) for side in client)
+    if is_split and isinstance(client, list) and not _are_samples(client):
+        raise ConfigError(
+            f"{place} is a list of two sets, and a list is samples; give the tuple (training set, test set), or "
+            "{'train': ..., 'test': ...}"
+        )
+    return is_split and isinstance(client, tuple)
+
+
+def _are_samples(sets: Sequence[Any]) -> bool:
+    """Return whether all are a sample with its target, a single number or text."""
+    pairs = [named_pair(one) or one for one in sets]
+    return all(isinstance(pair, tuple) and len(pair) == 2 and np.ndim(pair[1]) == 0 for pair in pairs)
 
 
 def _is_values(side: object) -> bool:
@@ -112,4 +140,4 @@ def _is_values(side: object) -> bool:
 def _sides(client: Any, split: bool) -> Sequence[Any]:
     if not split:
         return [client]
-    return [client["train"], client["test"]] if isinstance(client, Mapping) else client
+    return [client["train"], client["test"]] if isinstance(client, Mapping) else [*client]

@@ -88,6 +88,8 @@ class Dataset:
         notes: sentences on how the source was read, for the report.
         conversion: ``factors`` that columns of a table were multiplied by, and the column ``users`` that names the
             client of a row; empty without factors.
+        original_dtype: numpy's name of the type that the features had before they became `x`, such as ``"int64"``, or
+            ``"uint8"`` where `x` has bytes divided by 255; empty: they are as they were given.
 
     Raises:
         DataError: lengths that disagree, labels outside 0..C-1, values that are not finite, wrong types.
@@ -113,6 +115,7 @@ class Dataset:
     positions: bool = False
     notes: tuple[str, ...] = ()
     conversion: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    original_dtype: str = ""
 
     def __post_init__(self) -> None:
         n = len(self.x)

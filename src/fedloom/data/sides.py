@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +10,6 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import (
     DataLoader,
-    IterableDataset,
     RandomSampler,
     SequentialSampler,
     TensorDataset,
@@ -20,23 +18,12 @@ from torch.utils.data import (
 )
 from torch.utils.data import Dataset as TorchDataset
 
-from fedloom.data.sources.archive import GrowingRows
-from fedloom.data.sources.array_data import as_array, plain
+from fedloom.data.samples import PAIRS, Stack, named_pair, paired, stacked, stacked_hub, stacked_torch
+from fedloom.data.sources.array_data import channels_first, plain
 from fedloom.data.sources.table.frames import class_names, frame_names, is_frame, is_hub
-from fedloom.errors import ConfigError, DataError, NoSamples, cause_of
+from fedloom.errors import ConfigError, DataError
 
-PAIRS = (
-    ("x", "y"),
-    ("X", "y"),
-    ("data", "target"),
-    ("image", "label"),
-    ("features", "target"),
-    ("pixel_values", "labels"),
-)
-"""Names that dictionaries have for features and targets."""
 LABELS = ("label", "labels", "fine_label", "target", "y")
-READ_TWICE = 8
-"""Samples of a user's data set that are read again, to note random transforms."""
 ACCEPTED = (
     "arrays or tensors (x, y), a dictionary with x and y, a torch Dataset, a Hugging Face Dataset, a pandas DataFrame, "
     "an Arrow table"
@@ -44,7 +31,11 @@ ACCEPTED = (
 
 
 class Side(NamedTuple):
-    """Features, targets and owners of a training or test set, the classes and columns that it names, and notes."""
+    """Features, targets and owners of a training or test set, the classes and columns that it names, and notes.
+
+    `dtype` is numpy's name of the type of features that came one by one, empty of an array; `pictures` is whether they
+    were pictures, whose channels come first by now.
+    """
 
     x: NDArray[Any]
     y: NDArray[Any]
@@ -52,6 +43,8 @@ class Side(NamedTuple):
     classes: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    dtype: str = ""
+    pictures: bool = False
 
     @classmethod
     def of(cls, x: Any, y: Any, name: str, users: Any = None) -> Side:
@@ -60,6 +53,15 @@ class Side(NamedTuple):
         columns = tuple(frame_names(x)) if is_frame(x) else ()
         owners = None if users is None else plain(users, name)
         return cls(plain(x, name), plain(y, name), owners, columns=columns)
+
+    @classmethod
+    def stacked(cls, stack: Stack, name: str, **more: Any) -> Side:
+        """Samples that came one by one, as arrays."""
+        return cls(stack.x, plain(stack.y, name), dtype=stack.dtype, pictures=stack.pictures, **more)
+
+    def placed(self, channels_last: bool | None, place: str) -> Side:
+        """The same side with the channels of its images first; see `channels_first`."""
+        return self if self.pictures else self._replace(x=channels_first(self.x, channels_last, place))
 
 
 def most_classes(sides: Iterable[Side]) -> tuple[str, ...]:
@@ -128,7 +130,7 @@ def refuse_order(x: Any, y: Any, name: str) -> None:
 
 def side_of(obj: Any, target: Any, column: str | None, users: Any, name: str) -> Side:
     """The training or test set that `as_dataset` takes, as arrays."""
-    pair = _named(obj)
+    pair = named_pair(obj)
     if target is not None and (pair or isinstance(obj, TorchDataset) or (is_hub(obj) and not isinstance(target, str))):
         raise ConfigError(f"{name}: has its targets; leave target out, or give the features alone")
     if is_hub(obj):
@@ -144,29 +146,33 @@ def side_of(obj: Any, target: Any, column: str | None, users: Any, name: str) ->
             f"{name}: several data sets are no pair (x, y): give {{'train': one, 'test': other}}, or the data sets of "
             "clients to fl.Federation.of"
         )
-    if isinstance(obj, (tuple, list)) and len(obj) == 2 and target is None and not isinstance(obj[0], tuple):
+    if isinstance(obj, tuple) and len(obj) == 2 and target is None and not isinstance(obj[0], tuple):
         return Side.of(obj[0], obj[1], name)
     if isinstance(obj, list) and target is None and are_many(obj):
         raise ConfigError(
             f"{name}: {len(obj)} pairs of features and labels of many samples are clients, not samples: give them "
             "to fl.Federation.of, or to fl.simulate in the place of a federation"
         )
-    if isinstance(obj, list) and target is None and all(isinstance(s, tuple) and len(s) == 2 for s in obj):
-        return Side(*_stacked(_pairs(obj, name), name))
+    pairs = isinstance(obj, list) and all((isinstance(s, tuple) and len(s) == 2) or named_pair(s) for s in obj)
+    if pairs and target is None:
+        return Side.stacked(stacked(paired(obj, name), name), name)
     if isinstance(obj, (np.ndarray, torch.Tensor, list, tuple)) or _is_array(obj):
         if target is None or isinstance(target, str):
             parts = obj if isinstance(obj, tuple) else ()
-            pairs = [len(part) for part in parts if type(part) is tuple] == [2, 2]
-            cure = "the pair (x, y), or target"
-            if pairs or len(parts) == 4:
+            cure = "the pair (x, y) as a tuple, or target"
+            if isinstance(obj, list):
+                raise ConfigError(
+                    f"{name}: a list is samples, and these have no targets; give features and targets as the tuple "
+                    "(x, y), or of each sample the tuple (features, target), or target beside the list"
+                )
+            if len(parts) == 4 or [len(part) for part in parts if type(part) is tuple] == [2, 2]:
                 cure = "{'train': (x, y), 'test': (x_test, y_test)}"
             elif isinstance(obj, np.ndarray) and obj.dtype.names:
                 cure = "pandas.DataFrame(x), whose columns have names too"
             raise ConfigError(f"{name}: features without targets; give {cure}")
         return Side.of(obj, target, name)
     if isinstance(obj, TorchDataset):
-        x, y = _stacked(_pairs(_samples(obj, name), name), name)
-        return Side(x, y, classes=_classes(obj), notes=_redrawn(obj, x, name))
+        return Side.stacked(stacked_torch(obj, name), name, classes=_classes(obj))
     if is_frame(obj):
         raise ConfigError(
             f"{name}: a table is no client: join them, with a column that names the client, as in "
@@ -237,51 +243,6 @@ def _rows(values: Any) -> int | None:
     return shape[0] if shape else None
 
 
-def _named(obj: Any) -> tuple[Any, Any] | None:
-    """Features and targets of a dictionary by their names; None where there is no such pair."""
-    pairs = (pair for pair in PAIRS if isinstance(obj, Mapping) and pair[0] in obj and pair[1] in obj)
-    return next(((obj[x], obj[y]) for x, y in pairs), None)
-
-
-def _samples(obj: TorchDataset[Any], name: str) -> Iterator[Any]:
-    """The samples of a user's data set, whose code may fail."""
-    count = 0
-    if not isinstance(obj, IterableDataset) and not hasattr(obj, "__len__"):
-        raise ConfigError(f"{name}: {type(obj).__name__} has no __len__; add one, or make it an IterableDataset")
-    try:
-        for sample in obj if isinstance(obj, IterableDataset) else (obj[i] for i in range(len(obj))):
-            yield sample
-            count += 1
-    except Exception as error:
-        raise DataError(f"{name}: sample {count} cannot be had: {cause_of(error)}") from error
-
-
-def _redrawn(obj: TorchDataset[Any], x: NDArray[Any], name: str) -> tuple[str, ...]:
-    """The note on samples that another reading of a data set gives otherwise."""
-    if isinstance(obj, IterableDataset):
-        return ()
-    again, _ = _stacked(_pairs(islice(_samples(obj, name), READ_TWICE), name), name)
-    if np.array_equal(again, x[: len(again)], equal_nan=again.dtype.kind == "f"):
-        return ()
-    return (
-        "samples are others when they are read again, as by random transforms; each was read once and stays as it was: "
-        "leave these transforms out, and give augment to the run",
-    )
-
-
-def _pairs(samples: Iterable[object], name: str) -> Iterator[tuple[Any, Any]]:
-    for k, entry in enumerate(samples):
-        sample = _named(entry) or entry
-        if not isinstance(sample, (tuple, list)) or len(sample) != 2:
-            what = f" with {', '.join(map(repr, sample))}" if isinstance(sample, Mapping) else ""
-            what += f" of {len(sample)}" if isinstance(sample, (tuple, list)) else ""
-            raise DataError(
-                f"{name}: sample {k} is {type(sample).__name__}{what}, expected the pair (features, target), or both "
-                f"by the names {', '.join(' and '.join(pair) for pair in PAIRS)}"
-            )
-        yield sample[0], sample[1]
-
-
 def _hub_side(obj: Any, target: Any, column: str | None, users: str | None, name: str) -> Side:
     names: list[str] = list(obj.column_names)
     y_name = target or next((n for n in LABELS if n in names), None)
@@ -291,49 +252,9 @@ def _hub_side(obj: Any, target: Any, column: str | None, users: str | None, name
     for what in (x_name, y_name, users or y_name):
         if what not in names:
             raise DataError(f"{name}: no column {what!r} for x or y; its columns: {', '.join(names)}; name both")
-    owners: list[str] = []
-
-    def samples() -> Iterator[tuple[Any, Any]]:
-        for row in obj:
-            if users is not None:
-                owners.append(str(row[users]))
-            value = row[x_name]
-            yield value if isinstance(value, torch.Tensor) else _planes(_pixels(value)), row[y_name]
-
-    x, y = _stacked(samples(), name)
     beside = ", ".join(repr(n) for n in features if n != x_name)
     notes = (f"columns {x_name!r} and {y_name!r} are read, not {beside}",) if beside and column is None else ()
-    return Side(x, y, np.array(owners) if users is not None else None, class_names(obj, y_name), notes=notes)
-
-
-def _pixels(value: Any) -> NDArray[Any]:
-    """A sample as an array; a picture of a palette's numbers in its colours."""
-    return as_array(value.convert("RGB") if getattr(value, "mode", "") == "P" else value)
-
-
-def _planes(value: NDArray[Any]) -> NDArray[Any]:
-    return value.transpose(2, 0, 1) if value.ndim == 3 else value
-
-
-def _stacked(samples: Iterable[tuple[object, object]], name: str) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Features one below the other, never held twice, and targets."""
-    x: GrowingRows | None = None
-    y: list[Any] = []
-    for value, label in samples:
-        pixels = _pixels(value)
-        if not isinstance(value, (torch.Tensor, np.ndarray)):
-            pixels = _planes(pixels)  # a picture
-        if pixels.dtype.kind not in "uifb":
-            raise DataError(f"{name}: sample {len(y)} holds {pixels.dtype}, only images and numbers work")
-        pixels = pixels[None] if pixels.ndim == 2 else pixels
-        x = x or GrowingRows(pixels.shape, np.uint8 if pixels.dtype == np.uint8 else np.float32)
-        if pixels.shape != x.shape:
-            raise DataError(f"{name}: sample {len(y)} has shape {pixels.shape}, others {x.shape}; one size only")
-        row = x.room(1)
-        if row.dtype == np.uint8 and pixels.dtype != np.uint8:
-            raise DataError(f"{name}: sample {len(y)} holds {pixels.dtype}, those before uint8; one type only")
-        row[0] = pixels
-        y.append(label.tolist() if isinstance(label, (torch.Tensor, np.ndarray, np.generic)) else label)
-    if x is None:
-        raise NoSamples(f"{name}: no samples")
-    return x.done(), plain(y, name)
+    stack, owners = stacked_hub(obj, str(x_name), str(y_name), users, name)
+    return Side.stacked(
+        stack, name, users=np.array(owners) if owners else None, classes=class_names(obj, y_name), notes=notes
+    )

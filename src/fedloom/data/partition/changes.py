@@ -32,9 +32,9 @@ def add_noise(data: Dataset, dealt: Dealt, std: Floats, seed: int, later: Tensor
     """
     if data.vocabulary:
         raise Refused(f"{data.name}: noise needs samples that are numbers, and these are tokens; use another partition")
-    x = data.x.float()
+    x, original = data.x.float(), data.original_dtype
     if data.x.dtype == torch.uint8:
-        x = x.div_(255)
+        x, original = x.div_(255), "uint8"
     elif x is data.x:
         x = x.clone()
     flat, index = x.view(len(x), -1), torch.from_numpy(dealt.index)
@@ -46,13 +46,13 @@ def add_noise(data: Dataset, dealt: Dealt, std: Floats, seed: int, later: Tensor
         noise.view(len(client_samples), len(level), -1).mul_(level[:, None])
         flat.index_add_(0, client_samples, noise)
     if not len(later):
-        return replace(data, x=x), None
+        return replace(data, x=x, original_dtype=original), None
     flat[later] = kept
     levels = torch.zeros(len(x), std.shape[1], dtype=torch.float32)
     levels[index] = torch.from_numpy(std[owners(dealt)]).float()
     left = torch.zeros_like(levels)
     left[later] = levels[later]
-    return replace(data, x=x), left
+    return replace(data, x=x, original_dtype=original), left
 
 
 def relabelled(data: Dataset, dealt: Dealt, relabel: Ints) -> Dataset:

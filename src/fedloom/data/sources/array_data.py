@@ -23,6 +23,8 @@ MOST_NOTED = 2**24
 """Numbers of a data set at most, beyond which they are not gone through for notes."""
 EXACT = 2**24
 """The largest of the whole numbers that float32 holds one by one."""
+CHANNELS = (1, 3, 4)
+"""Numbers of channels that images have: grey, RGB, and RGB with an alpha channel."""
 WIDE = 64
 """Columns from which numbers may be the pixels of images."""
 LARGE = 100.0
@@ -41,8 +43,8 @@ def of_arrays(
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
     users: Any = None,
-    channels_last: bool | None = False,
     vocabulary: Sequence[str] | int = (),
+    original_dtype: str = "",
 ) -> Dataset:
     """A data set of arrays.
 
@@ -57,8 +59,8 @@ def of_arrays(
         mean: subtracted, of pixels in [0, 1] if bytes.
         std: divides after that.
         users: owner of each sample [N].
-        channels_last: images are [N, height, width, channels]; None: refused if they look so.
         vocabulary: names of the tokens, or their number; x is then tokens [N, length], 0 for padding at the end.
+        original_dtype: numpy's name of the type that x was given in; empty: that of x.
 
     Raises:
         DataError: shapes, types, lengths or values that cannot be.
@@ -73,10 +75,6 @@ def of_arrays(
         problems.append(f"x must be numbers [N, ...], got {x.dtype} {x.shape}; encode text as numbers first")
     if x.ndim == 1:
         problems.append(f"x must be [N, features], got {x.shape}; of a single feature give x[:, None]")
-    if channels_last is None and x.ndim == 4 and x.shape[3] in (1, 3, 4) and x.shape[1] not in (1, 3, 4):
-        problems.append(f"x {x.shape} looks like images with their channels last; give channels_last = True or False")
-    if channels_last and x.ndim != 4:
-        problems.append(f"channels_last needs x [N, height, width, channels], got {x.shape}")
     if y.ndim not in (1, 2) or y.dtype.kind not in "uifbU" or (y.ndim == 2 and y.dtype.kind == "U"):
         cures = {"S": "give y.astype(str)", "M": "give y.astype(str), or numbers", "c": "give real numbers"}
         cure = cures.get(y.dtype.kind, "give one row per sample")
@@ -87,18 +85,16 @@ def of_arrays(
     if users is not None and np.shape(users) != x.shape[:1]:
         problems.append(f"users have shape {np.shape(users)} for {len(x)} samples; give one per sample")
     refuse(place, problems)
-    if channels_last:
-        x = x.transpose(0, 3, 1, 2)
     if names and ((whole := x.astype(np.int32)) != x).any():
         raise DataError(f"{place}: tokens must be whole numbers, got {x.dtype}; encode the text")
     notes: tuple[str, ...] = ()
     if names:
         features = torch.from_numpy(whole)
     else:
-        fits = x.dtype in (np.uint8, np.float32)
-        kept = x if fits else narrowed(x, np.empty(x.shape, np.float32), place)
+        kept = as_features(x, place)
         features = torch.from_numpy(np.require(kept, requirements=["C", "W"]))
         notes = tuple(_rounded(x, kept))
+    original_dtype = original_dtype or str(x.dtype)
     declared = bool(classes)
     if each:
         classes = tuple(classes) or numbered(y.clip(0).ravel(), place)
@@ -132,7 +128,42 @@ def of_arrays(
             user_names=() if levels is None else tuple(str(level) for level in levels),
             vocabulary=names,
             notes=notes,
+            original_dtype="" if names or original_dtype in ("uint8", "float32") else original_dtype,
         )
+
+
+def as_features(x: NDArray[Any], place: str) -> NDArray[Any]:
+    """Return numbers ``[N, ...]`` as models are given them: bytes stay bytes, other numbers become float32.
+
+    Raises:
+        DataError: a number is beyond what float32 can hold.
+    """
+    return x if x.dtype in (np.uint8, np.float32) else narrowed(x, np.empty(x.shape, np.float32), place)
+
+
+def channels_first(x: NDArray[Any], channels_last: bool | None, place: object) -> NDArray[Any]:
+    """Return images ``[N, channels, height, width]``; other samples are returned as they are.
+
+    Args:
+        x: samples ``[N, ...]``.
+        channels_last: whether images are ``[N, height, width, channels]``; None: refused where the shape looks so.
+        place: for messages.
+
+    Raises:
+        DataError: the order of the axes is not given, or contradicts the shape.
+    """
+    if channels_last is None and has_channels_last(x.shape):
+        raise DataError(
+            f"{place}: x {x.shape} looks like images with their channels last; give channels_last = True or False"
+        )
+    if channels_last and x.ndim != 4:
+        raise DataError(f"{place}: channels_last needs x [N, height, width, channels], got {x.shape}")
+    return x.transpose(0, 3, 1, 2) if channels_last else x
+
+
+def has_channels_last(shape: Sequence[int]) -> bool:
+    """Return whether ``[N, ...]`` looks like images whose channels are the last axis: of 1, 3 or 4, and only there."""
+    return len(shape) == 4 and shape[3] in CHANNELS and shape[1] not in CHANNELS
 
 
 def _rounded(x: NDArray[Any], kept: NDArray[Any]) -> Iterator[str]:

@@ -14,8 +14,9 @@ from fedloom.data.dataset import Dataset, Task
 from fedloom.data.sides import LABELS, most_classes, refuse_order, refuse_unlike, side_of
 from fedloom.data.sources._base import Source
 from fedloom.data.sources.array_data import noted, of_arrays
+from fedloom.data.sources.rereading import REREAD_SAMPLES, steady
 from fedloom.data.sources.table.cells import Problems
-from fedloom.data.sources.table.frames import coded_columns, frame_cells, frame_names, is_frame
+from fedloom.data.sources.table.frames import coded_columns, frame_cells, frame_names, is_frame, is_hub
 from fedloom.data.sources.table.reading import TableSource, read_table
 from fedloom.data.sources.tabular import Csv
 from fedloom.errors import ConfigError, DataError, nearest
@@ -34,9 +35,10 @@ def as_dataset(
     """A data set of what a user has in memory.
 
     Args:
-        obj: a `Dataset` (given back as it is); features ``[N, ...]`` as a numpy array or tensor; a pair ``(x, y)``; a
+        obj: a `Dataset` (given back as it is); features ``[N, ...]`` as an array or tensor; the tuple ``(x, y)``; a
             dictionary with ``x`` and ``y`` (or another pair of `PAIRS`), or with ``train`` and ``test`` that are one of
-            these; a torch `Dataset` or a list of pairs; a Hugging Face `Dataset` or `DatasetDict`; a pandas
+            these; a torch `Dataset` or a list, of samples that are tuples ``(features, target)`` or such dictionaries,
+            and the same when they are read again; a Hugging Face `Dataset` or `DatasetDict`; a pandas
             `DataFrame`, alone or with its targets; a table of pyarrow, or one that Arrow can read (polars).
         target: targets ``[N]`` or ``[N, k]`` of features that come alone; or the name of the target's column, None:
             ``label``, ``labels``, ``fine_label``, ``target`` or ``y``, and of a table otherwise the last.
@@ -68,13 +70,12 @@ def as_dataset(
         if len(sides) > 1:
             raise ConfigError(f"{name}: a table has no separate test set, its scaling is fitted per client; join both")
         return _table(first, target, task, name, options)
-    options.setdefault("channels_last", None)
     allowed = ("classes", "mean", "std", "users", "features", "channels_last", "vocabulary")
     if odd := [key for key in options if key not in allowed]:
         raise ConfigError(f"{name}: unknown option {odd[0]!r}; {nearest(odd[0], allowed)}")
-    column, users = options.pop("features", None), options.get("users")
+    column, users, last = options.pop("features", None), options.get("users"), options.pop("channels_last", None)
     parts = [
-        side_of(side, None if i and not isinstance(target, str) else target, column, users, name)
+        side_of(side, None if i and not isinstance(target, str) else target, column, users, name).placed(last, name)
         for i, side in enumerate(sides)
     ]
     if len({part.x.shape[1:] for part in parts}) > 1:
@@ -91,6 +92,7 @@ def as_dataset(
         for values in zip(*((p.x, p.y) for p in parts), strict=True)
     )
     options.setdefault("classes", most_classes(parts))
+    options["original_dtype"] = parts[0].dtype
     data = of_arrays(name, x, y, task, split=len(parts[0].x) if len(parts) == 2 else None, **options)
     return noted(
         replace(data, notes=(*data.notes, *dict.fromkeys(f"{name}: {note}" for part in parts for note in part.notes)))
@@ -98,6 +100,10 @@ def as_dataset(
 
 
 def _table(obj: Any, target: Any, task: Task | None, name: str, options: dict[str, Any]) -> Dataset:
+    if is_hub(obj):  # whose rows may come through a transform
+        some = range(min(len(obj), REREAD_SAMPLES))
+        for _ in steady((obj[k] for k in some), lambda places: (obj[k] for k in places), lambda: (), name):
+            pass
     if np.ndim(target) == 2 and np.shape(target)[1] == 1:
         target = target.iloc[:, 0] if hasattr(target, "iloc") else np.asarray(target)[:, 0]
     if hasattr(obj, "iloc") and np.ndim(target) == 1:

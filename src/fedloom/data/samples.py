@@ -1,0 +1,238 @@
+"""Samples that come one by one, of torch data sets, of lists and of the Hugging Face hub, as arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import Dataset as TorchDataset
+from torch.utils.data import IterableDataset
+
+from fedloom.data.sources.archive import GrowingRows
+from fedloom.data.sources.array_data import as_array, has_channels_last, plain
+from fedloom.data.sources.rereading import is_picture, steady
+from fedloom.errors import ConfigError, DataError, NoSamples, cause_of
+
+PAIRS = (
+    ("x", "y"),
+    ("X", "y"),
+    ("data", "target"),
+    ("image", "label"),
+    ("images", "labels"),
+    ("data", "labels"),
+    ("features", "target"),
+    ("pixel_values", "labels"),
+)
+"""Names that dictionaries and NPZ files have for features and targets."""
+
+
+class Stack(NamedTuple):
+    """Samples below one another.
+
+    Attributes:
+        x: features ``[N, ...]``, bytes or float32.
+        y: targets as they came.
+        dtype: numpy's name of the type of the first sample.
+        pictures: whether samples were pictures, whose channels have been moved to the first axis.
+    """
+
+    x: NDArray[Any]
+    y: list[Any]
+    dtype: str
+    pictures: bool
+
+
+def named_pair(obj: Any) -> tuple[Any, Any] | None:
+    """Return features and targets of a dictionary by their names; None if it has no such pair."""
+    pairs = (pair for pair in PAIRS if isinstance(obj, Mapping) and pair[0] in obj and pair[1] in obj)
+    return next(((obj[x], obj[y]) for x, y in pairs), None)
+
+
+def stacked(samples: Iterable[tuple[object, object]], name: str) -> Stack:
+    """Return features one below the other, never held twice, and targets.
+
+    Args:
+        samples: pairs of features and target.
+        name: of the data set, for messages.
+
+    Raises:
+        DataError: samples of several shapes or types, or no numbers.
+        NoSamples: there is none.
+    """
+    x: GrowingRows | None = None
+    y: list[Any] = []
+    first, pictures = "", False
+    for value, label in samples:
+        numbers, picture = _numbers(value), is_picture(value)
+        if numbers.dtype.kind not in "uifb":
+            raise DataError(f"{name}: sample {len(y)} holds {numbers.dtype}, only images and numbers work")
+        if x is None:
+            first, pictures = str(numbers.dtype), picture
+            x = GrowingRows(numbers.shape, np.uint8 if numbers.dtype == np.uint8 else np.float32)
+        if numbers.shape != x.shape:
+            raise DataError(f"{name}: sample {len(y)} has shape {numbers.shape}, others {x.shape}; one size only")
+        row = x.room(1)
+        if (row.dtype == np.uint8) is not (numbers.dtype == np.uint8) or picture is not pictures:
+            kinds = [f"{'a picture of ' * of}{kind}" for of, kind in ((picture, numbers.dtype), (pictures, first))]
+            raise DataError(f"{name}: sample {len(y)} holds {kinds[0]}, those before {kinds[1]}; one type only")
+        row[0] = numbers
+        y.append(label.tolist() if isinstance(label, (torch.Tensor, np.ndarray, np.generic)) else label)
+    if x is None:
+        raise NoSamples(f"{name}: no samples")
+    return Stack(x.done(), y, first, pictures)
+
+
+def _numbers(value: object) -> NDArray[Any]:
+    """One sample as an array; of a picture with its channels first, of a palette in its colours."""
+    array = as_array(value.convert("RGB") if getattr(value, "mode", "") == "P" else value)  # type: ignore[attr-defined]
+    if is_picture(value) and array.ndim == 3:
+        array = array.transpose(2, 0, 1)
+    return array[None] if array.ndim == 2 else array
+
+
+def stacked_torch(obj: TorchDataset[Any], name: str, labelled: bool = True) -> Stack:
+    """Return the samples of a torch data set below one another.
+
+    Args:
+        obj: the data set, whose samples are pairs (features, target), or if not ``labelled`` features alone too.
+        name: for messages.
+        labelled: whether every sample needs a target.
+
+    Raises:
+        ConfigError: it has no length.
+        DataError: a sample cannot be had, is no pair, or differs when it is read again.
+    """
+
+    def pairs(places: Sequence[int] | None = None) -> Iterator[tuple[Any, Any]]:
+        return paired(_samples(obj, name, places), name, labelled, places)
+
+    again = None if isinstance(obj, IterableDataset) else pairs
+    return stacked(steady(pairs(), again, lambda: pairs(), name), name)
+
+
+def _samples(obj: TorchDataset[Any], name: str, places: Sequence[int] | None = None) -> Iterator[Any]:
+    """Yield the samples of a user's data set, whose code may fail."""
+    count: Any = 0
+    if not isinstance(obj, IterableDataset) and not hasattr(obj, "__len__"):
+        raise ConfigError(f"{name}: {type(obj).__name__} has no __len__; add one, or make it an IterableDataset")
+    try:
+        if isinstance(obj, IterableDataset):
+            for sample in obj:
+                yield sample
+                count += 1
+        else:
+            for count in range(len(obj)) if places is None else places:
+                yield obj[count]
+    except Exception as error:
+        raise DataError(f"{name}: sample {count} cannot be had: {cause_of(error)}") from error
+
+
+def paired(
+    samples: Iterable[object], name: str, labelled: bool = True, places: Sequence[int] | None = None
+) -> Iterator[tuple[Any, Any]]:
+    """Yield features and target of every sample.
+
+    Args:
+        samples: tuples (features, target), or dictionaries with both by the names of `PAIRS`.
+        name: for messages.
+        labelled: whether every sample needs a target; else features alone will do, whose target is 0.
+        places: numbers of the samples, for messages; None: 0, 1, ...
+
+    Raises:
+        DataError: a sample is something else; a list too, since two features look like features and target.
+    """
+    for k, entry in enumerate(samples):
+        sample = named_pair(entry) or entry
+        if isinstance(sample, tuple) and len(sample) == 2:
+            yield sample[0], sample[1]
+        elif not labelled and not isinstance(sample, (tuple, Mapping)):
+            yield sample, 0
+        else:
+            what = f" with {', '.join(map(repr, sample))}" if isinstance(sample, Mapping) else ""
+            what += f" of {len(sample)}" if isinstance(sample, (tuple, list)) else ""
+            raise DataError(
+                f"{name}: sample {k if places is None else places[k]} is {type(sample).__name__}{what}, expected the "
+                "pair (features, target) as a tuple, or both by the names "
+                f"{', '.join(' and '.join(pair) for pair in PAIRS)}"
+            )
+
+
+def stacked_hub(obj: Any, x_name: str, y_name: str | None, users: str | None, name: str) -> tuple[Stack, list[str]]:
+    """Return a column of features and a column of targets of a data set of the Hugging Face hub, stacked, and owners.
+
+    Args:
+        obj: the data set.
+        x_name: column of features.
+        y_name: column of targets; None: targets are 0.
+        users: column of owners; None: there are none.
+        name: for messages.
+
+    Raises:
+        DataError: as `stacked`; or a row differs when it is read again, as by ``set_transform``.
+    """
+    image = type(obj.features.get(x_name)).__name__ == "Image"  # decoded as [height, width, channels]
+    owners: list[str] = []
+
+    def rows() -> Iterator[Any]:
+        for row in obj:
+            owners.extend([] if users is None else [str(row[users])])
+            yield row
+
+    def pairs(rows: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+        for row in rows:
+            value = row[x_name]
+            if not isinstance(value, torch.Tensor) and not is_picture(value):
+                value = as_array(value)
+                if value.ndim == 3 and (image or has_channels_last((1, *value.shape))):
+                    value = value.transpose(2, 0, 1)
+            yield value, 0 if y_name is None else row[y_name]
+
+    def again(places: Sequence[int]) -> Iterator[tuple[Any, Any]]:
+        return pairs(obj[place] for place in places)
+
+    frozen = f"[(row[{x_name!r}], {'0' if y_name is None else f'row[{y_name!r}]'}) for row in d]"
+    return stacked(steady(pairs(rows()), again, lambda: (), name, frozen=frozen), name), owners
+
+
+def features_alone(rows: Any, name: str) -> tuple[NDArray[Any], str]:
+    """Return samples ``[N, ...]`` that need no target, and numpy's name of the type in which they came.
+
+    Args:
+        rows: an array or tensor; a list of samples: arrays, tensors or pictures; a torch data set, whose targets are
+            left alone; a data set of the hub with a column of arrays or pictures.
+        name: for messages.
+
+    Raises:
+        ConfigError: a tuple, which is features with their targets, or something else.
+        DataError: samples of several shapes or types.
+    """
+    if isinstance(rows, tuple):
+        raise ConfigError(
+            f"{name}: a tuple is features and targets (x, y), and here are no targets: give x alone, or samples as a "
+            "list"
+        )
+    if hasattr(rows, "batch_size") and hasattr(rows, "dataset"):
+        raise ConfigError(f"{name}: is a {type(rows).__name__}; give its .dataset")
+    stack = None
+    if isinstance(rows, TorchDataset):
+        stack = stacked_torch(rows, name, labelled=False)
+    elif hasattr(rows, "column_names") and hasattr(rows, "features"):
+        column = next((c for c in rows.column_names if len(rows) and _is_sample(rows[0][c])), None)
+        if column is None:
+            raise ConfigError(f"{name}: no column of arrays or pictures; its columns: {', '.join(rows.column_names)}")
+        stack, _ = stacked_hub(rows, column, None, None, name)
+    elif is_picture(rows):
+        raise ConfigError(f"{name}: is a single picture; give a list of pictures")
+    elif isinstance(rows, list) and rows and (is_picture(rows[0]) or isinstance(rows[0], torch.Tensor)):
+        stack = stacked(((value, 0) for value in rows), name)
+    if stack is None:
+        array = plain(rows, name)
+        return array, str(array.dtype)
+    return stack.x, stack.dtype
+
+
+def _is_sample(cell: object) -> bool:
+    return is_picture(cell) or np.ndim(cell) > 0  # type: ignore[arg-type]

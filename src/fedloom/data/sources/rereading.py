@@ -1,0 +1,123 @@
+"""Samples of a user that are read a second time, so that random changes are refused: they would be drawn once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from fedloom.data.sources.array_data import as_array
+from fedloom.errors import DataError
+from fedloom.seeds import preserve_rng, rng_states
+
+T = TypeVar("T")
+
+REREAD_SAMPLES = 64
+"""Samples that are read again, spread over the data set, to find random transforms.
+
+A change that is made with a probability of 0.1 differs between two readings with one of 0.18: 64 pairs miss it with
+0.82^64 < 1e-5.
+"""
+REREAD_OF_RANDOM = 256
+"""Readings, at least, of a data set that draws from a global generator; of a larger one every sample is read again.
+
+A change of one sample in a hundred is missed with 0.98^256 < 1 %.
+"""
+AUGMENT = "leave random transforms out of the data set and give augment to the run, as augment={'flip': 0.5, 'crop': 4}"
+
+
+def is_picture(value: object) -> bool:
+    """Return whether a sample is a picture of Pillow, whose channels are the last axis."""
+    return hasattr(value, "getbands") and hasattr(value, "mode")
+
+
+def steady(
+    first: Iterable[T],
+    again: Callable[[Sequence[int]], Iterable[T]] | None,
+    stream: Callable[[], Iterable[T]],
+    name: str,
+    cure: str = AUGMENT,
+    frozen: str = "",
+) -> Iterator[T]:
+    """Yield samples; after the last one, read some of them a second time and refuse samples that differ then.
+
+    Samples are kept as they are read once, so a random change would be drawn once and never again. The second reading
+    leaves the global generators as the first one left them. In a stream, whose order may change, a sample only must
+    be among those of the first reading; a stream that can be read once only is not checked.
+
+    Args:
+        first: the samples.
+        again: gives samples by their places a second time; None: they are a stream.
+        stream: begins a stream a second time.
+        name: of the data set, for messages.
+        cure: what to do about random changes of images.
+        frozen: code that keeps one draw of every sample of a data set d, for messages; empty: what a torch data set or
+            a stream takes.
+
+    Raises:
+        DataError: a sample differs.
+    """
+    before, prints, shape = rng_states(), list[int](), ()
+    for sample in first:
+        if not prints:
+            shape = np.shape(_image_of(sample))
+        prints.append(_fingerprint(sample))
+        yield sample
+    if not prints:
+        return
+    count = REREAD_SAMPLES if rng_states() == before else max(REREAD_OF_RANDOM, len(prints))
+    with preserve_rng():
+        if again is None:
+            first_prints, strange = set(prints), "a sample"
+            differs = any(_fingerprint(sample) not in first_prints for sample in _restarted(stream, count))
+        else:
+            order = np.linspace(0, len(prints) - 1, count).round().astype(int).tolist()
+            pairs = zip(order, again(order), strict=True)
+            odd = next((place for place, sample in pairs if _fingerprint(sample) != prints[place]), None)
+            differs, strange = odd is not None, f"sample {odd}"
+    if differs:
+        frozen = frozen or ("list(d)" if again is None else "[d[i] for i in range(len(d))]")
+        cure = cure if len(shape) in (2, 3) else "take the random change out of the data set"
+        raise DataError(
+            f"{name}: {strange} differs when it is read again, as by a random transform or a random target; samples "
+            f"are read once, so every round would have the same draw: {cure}; or, to keep one draw of each sample on "
+            f"purpose, give {frozen} of the data set d"
+        )
+
+
+def varies(make: Callable[[], Any], times: int) -> bool:
+    """Return whether code of a user gives other samples when it is called again; the global generators are kept."""
+    with preserve_rng():
+        return len({_fingerprint(make()) for _ in range(times)}) > 1
+
+
+def _restarted(stream: Callable[[], Iterable[T]], count: int) -> list[T]:
+    """The first samples of a stream that begins again; none where it cannot."""
+    try:
+        return list(islice(stream(), count))
+    except Exception:  # a user's stream that can be read once fails in any way
+        return []
+
+
+def _image_of(sample: Any) -> Any:
+    """The first entry of a sample, in which an image is looked for; an empty list where there is none."""
+    first = next(iter(sample.values()), ()) if isinstance(sample, Mapping) else sample
+    first = first[0] if isinstance(first, tuple) and first else first
+    return np.empty((1, 1, 1)) if is_picture(first) else first if hasattr(first, "shape") else ()
+
+
+def _fingerprint(sample: Any) -> int:
+    """A number that equal samples share, NaN being equal to NaN; objects of unknown types do not count."""
+    if isinstance(sample, Mapping):
+        return hash(tuple((str(key), _fingerprint(value)) for key, value in sample.items()))
+    if isinstance(sample, tuple | list):
+        return hash(tuple(map(_fingerprint, sample)))
+    if is_picture(sample):
+        return hash((sample.mode, sample.size, sample.tobytes()))
+    if isinstance(sample, torch.Tensor | np.ndarray | np.generic):
+        array = as_array(sample)
+        return hash((array.shape, array.dtype.str, repr(array.tolist()) if array.dtype.hasobject else array.tobytes()))
+    return hash(repr(sample)) if isinstance(sample, str | bytes | int | float | None) else hash(type(sample).__name__)

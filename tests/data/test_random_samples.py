@@ -1,0 +1,157 @@
+"""Data sets whose samples are random: read twice, refused, and cured as the error says."""
+
+# ruff: noqa: NPY002, TID251  (the global generators, as the code of users has them)
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import IterableDataset
+
+import fedloom as fl
+from fedloom.data import Dataset, partition
+from fedloom.errors import DataError
+from tests.cures import applied
+from tests.data.test_memory import HubSplit, HubTable, Pairs, X, Y
+
+
+def noisy(i: int) -> Any:
+    return (torch.from_numpy(X[i]) + torch.randint(0, 3, X[i].shape)).to(torch.uint8), int(Y[i])
+
+
+def crop(i: int) -> Any:
+    left = random.randrange(3)
+    return X[i][:, left : left + 3], int(Y[i])
+
+
+OWN = np.random.default_rng(3)
+REDRAWN: dict[str, Any] = {
+    "noise that keeps the type": Pairs(noisy),
+    "a crop by Python's generator": Pairs(crop),
+    "noise of numpy's global generator": Pairs(lambda i: (X[i] + np.random.normal(size=X[i].shape), Y[i])),
+    "noise of a generator of its own": Pairs(lambda i: (X[i] + OWN.normal(size=X[i].shape), Y[i])),
+    "a target at random": Pairs(lambda i: (X[i], random.randrange(3))),
+    "a flip of one in twenty": Pairs(lambda i: (X[i][::-1].copy() if torch.rand(()) < 0.05 else X[i], Y[i])),
+    "a flip of one in ten, of its own": Pairs(lambda i: (X[i][::-1].copy() if OWN.random() < 0.1 else X[i], Y[i])),
+    "gaps beside noise": Pairs(lambda i: (np.where(X[i] > 9, np.nan, np.random.random(X[i].shape)), Y[i])),
+    "pictures": Pairs(lambda i: (Image.fromarray(X[i]).rotate(random.randrange(360)), Y[i])),
+    "dictionaries": Pairs(lambda i: {"image": noisy(i)[0], "label": Y[i]}),
+    "a part of one": torch.utils.data.Subset(Pairs(noisy), range(9)),
+    "several": torch.utils.data.ConcatDataset([Pairs(lambda i: (torch.from_numpy(X[i]), int(Y[i]))), Pairs(noisy)]),
+}
+
+
+@pytest.mark.parametrize("case", REDRAWN)
+def test_a_data_set_of_random_samples_is_refused_with_two_cures_that_work(case: str) -> None:
+    """Each was read once, so that every round had the same draw."""
+    d = REDRAWN[case]
+    for make in (Dataset.of, partition.iid(clients=2), lambda d: fl.Federation.of([d, d])):
+        with pytest.raises(DataError, match=r"sample \d+ differs when it is read again") as error:
+            make(d)
+    said = str(error.value)
+    frozen = said.split("on purpose, give ")[1].removesuffix(" of the data set d")
+    if case != "gaps beside noise":
+        assert len(Dataset.of(applied(frozen, d=d))) == len(d)
+    augment = applied(f"dict({said.split('to the run, as ')[1].split(';')[0]})")
+    fed = partition.iid(clients=2)((X, Y), seed=0)
+    plain, changed = (fl.simulate("fedavg", fed, "softmax", rounds=2, **more) for more in ({}, augment))
+    assert not torch.equal(plain.models.rows("global"), changed.models.rows("global"))
+
+
+def test_rows_of_the_hub_under_a_random_transform_are_refused() -> None:
+    class Moving(HubSplit):
+        def __iter__(self) -> Iterator[Any]:
+            return (self[k] for k in range(len(self)))
+
+        def __getitem__(self, k: Any) -> Any:
+            return {**super().__getitem__(k), "image": noisy(k)[0]}
+
+    d = Moving({"image": image, "label": int(label)} for image, label in zip(X, Y, strict=True))
+    with pytest.raises(DataError, match="sample 0 differs when it is read again.*augment=") as error:
+        Dataset.of(d)
+    frozen = applied(str(error.value).split("on purpose, give ")[1].removesuffix(" of the data set d"), d=d)
+    assert Dataset.of(frozen).shape == (1, 4, 5)
+
+
+def test_a_stream_is_refused_where_its_samples_are_new_and_not_where_its_order_is() -> None:
+    class Flow(IterableDataset[Any]):
+        def __init__(self, give: Callable[[], Iterator[Any]]) -> None:
+            self._give = give
+
+        def __iter__(self) -> Iterator[Any]:
+            return self._give()
+
+    pairs = list(zip(X, Y.tolist(), strict=True))
+    for steady in (lambda: iter(pairs), lambda: iter(random.sample(pairs, 12)), iter(pairs).__iter__):
+        assert len(Dataset.of(Flow(steady))) == 12
+    drawn = Flow(lambda: ((torch.rand(3), k) for k in Y))
+    with pytest.raises(DataError, match=r"a sample differs .* give list\(d\) of the data set d"):
+        Dataset.of(drawn)
+    assert len(Dataset.of(list(drawn))) == 12
+
+
+def test_reading_twice_leaves_the_generators_as_reading_once_does() -> None:
+    def states() -> Any:
+        return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()
+
+    def draws_in_vain(i: int) -> Any:
+        random.random()
+        np.random.random()
+        torch.rand(())
+        return torch.from_numpy(X[i]), int(Y[i])
+
+    before = states()
+    Dataset.of(Pairs(lambda i: (torch.from_numpy(X[i]), int(Y[i]))))
+    assert states() == before, "samples that draw nothing"
+    for i in range(12):
+        draws_in_vain(i)
+    once = states()
+    torch.set_rng_state(torch.tensor(before[0], dtype=torch.uint8))
+    random.setstate(before[1])
+    np.random.set_state(("MT19937", before[2], *np.random.get_state()[2:]))
+    position = np.random.get_state()[2]
+    Dataset.of(Pairs(draws_in_vain))
+    assert states()[:2] == once[:2]
+    assert np.random.get_state()[2] != position, "what the first reading drew was drawn"
+
+
+def test_steady_samples_are_read_a_few_times_more() -> None:
+    """Gaps are equal to gaps, and a data set that sets its own seed is steady."""
+    count = [0]
+
+    def give(i: int) -> Any:
+        count[0] += 1
+        return torch.from_numpy(X[i % 12]), int(Y[i % 12])
+
+    class Many(Pairs):
+        def __len__(self) -> int:
+            return 5000
+
+    assert len(Dataset.of(Many(give))) == 5000
+    assert 5000 < count[0] <= 5000 + 64
+
+    def seeded(i: int) -> Any:
+        torch.manual_seed(i)
+        return torch.rand(3), int(Y[i])
+
+    state = torch.get_rng_state()
+    assert len(Dataset.of(Pairs(seeded))) == 12
+    torch.set_rng_state(state)
+    with pytest.raises(DataError, match="NaN or Inf in the features of 12 samples"):
+        Dataset.of(Pairs(lambda i: (np.full(3, np.nan), int(Y[i]))))
+
+
+def test_a_table_of_the_hub_under_a_random_transform_is_refused() -> None:
+    class Table(HubTable):
+        def __getitem__(self, k: Any) -> Any:
+            rows = super().__getitem__(k)
+            return {**rows, "age": rows["age"] + random.random()} if isinstance(k, int) else rows
+
+    with pytest.raises(DataError, match="sample 0 differs when it is read again.*: take the random change out of"):
+        Dataset.of(Table({"age": 30.0 + k, "ward": k % 2, "label": k // 2 % 2} for k in range(4)))
