@@ -18,11 +18,13 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_digits
 
+import fedloom as fl
 from fedloom.data import Dataset, load, source
 from fedloom.data.partition import Iid
 from fedloom.data.sources import archive, arrays, embedded
 from fedloom.data.sources.detect import detect
 from fedloom.errors import ConfigError, DataError
+from tests.cures import applied
 from tests.data.files import WRAPPINGS, as_tar, as_zip, idx, idx_files, leaf, png, records, write
 
 
@@ -397,6 +399,54 @@ def test_arrays_of_any_type_and_order_are_read_in_blocks(
         data = load(tmp_path / "a.npz", channels_last=channels_last)
         assert data.x.dtype == (torch.uint8 if kind is np.uint8 else torch.float32)
         assert np.array_equal(data.x.numpy(), wanted)
+
+
+def test_images_with_their_channels_last_are_asked_about_in_files_as_in_memory(tmp_path: Path) -> None:
+    """The answers that the errors name work; before, a model expected 3 channels and got 64."""
+    x, y = np.random.default_rng(0).integers(0, 256, (9, 8, 7, 3)).astype(np.uint8), np.arange(9) % 2
+    first = np.moveaxis(x, -1, 1)
+    np.savez(tmp_path / "a.npz", x=x, y=y)
+    with pytest.raises(DataError, match=r"a.npz: x \(9, 8, 7, 3\) looks like images .*; give channels_last = true or"):
+        load(tmp_path / "a.npz")
+    assert np.array_equal(load(tmp_path / "a.npz", channels_last=True).x.numpy(), first)
+    assert np.array_equal(load(tmp_path / "a.npz", channels_last=False).x.numpy(), x)
+    (tmp_path / "n").mkdir()
+    np.save(tmp_path / "n" / "x.npy", x)
+    np.save(tmp_path / "n" / "y.npy", y)
+    with pytest.raises(DataError, match=r"x.npy: \(9, 8, 7, 3\) looks like .*; save them .*, as numpy") as error:
+        load("npy", path=str(tmp_path / "n"))
+    assert load("npy", path=str(tmp_path / "n"), channels_last=False).shape == (8, 7, 3)
+    code = str(error.value).split("channels first, as ")[1].split(", or give")[0]
+    np.save(tmp_path / "n" / "x.npy", applied(code, x=x))
+    assert np.array_equal(load("npy", path=str(tmp_path / "n")).x.numpy(), first)
+
+
+@pytest.mark.parametrize(
+    "names", [("images", "labels"), ("image", "label"), ("features", "target"), ("data", "labels")]
+)
+@pytest.mark.parametrize("form", ["{}", "{}_train", "train_{}"])
+def test_arrays_of_a_file_have_the_names_that_a_dictionary_may_have(
+    names: tuple[str, str], form: str, tmp_path: Path
+) -> None:
+    x, y = np.random.default_rng(0).random((6, 2)).astype(np.float32), np.arange(6) % 2
+    held = {form.format(name): values for name, values in zip(names, (x, y), strict=True)}
+    tests = {name.replace("train", "test"): values[:2] for name, values in held.items() if form != "{}"}
+    np.savez(tmp_path / "a.npz", **held, **tests)
+    data = load(tmp_path / "a.npz")
+    assert (len(data), 0 if data.test is None else len(data.test)) == (6 + 2 * bool(tests), 2 * bool(tests))
+    assert np.array_equal(data.x[:6].numpy(), x)
+    assert form != "{}" or fl.Dataset.of(dict(zip(names, (x, y), strict=True))).checksum() == data.checksum()
+
+
+def test_arrays_of_a_file_that_are_not_read_are_named(tmp_path: Path) -> None:
+    x, y = np.random.default_rng(0).random((6, 2)), np.arange(6) % 2
+    np.savez(tmp_path / "a.npz", x=x, y=y, weight=y, about=np.ones(2))
+    assert "of a.npz 'x' and 'y' are read, not 'weight'" in load(tmp_path / "a.npz").notes
+    np.savez(tmp_path / "b.npz", x=x, y=y, x_test=x, y_test=y)
+    with pytest.raises(DataError, match="x_test beside x and y would not be read; name the arrays x_train, y_train, "):
+        load(tmp_path / "b.npz")
+    np.savez(tmp_path / "b.npz", x_train=x, y_train=y, x_test=x, y_test=y)
+    assert len(load(tmp_path / "b.npz").test) == 6  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -11,14 +12,19 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from fedloom.data.dataset import Dataset
+from fedloom.data.samples import PAIRS
 from fedloom.data.sources._base import SampleSource, locate
 from fedloom.data.sources.archive import Entry, check_size, entries, fill, finished
-from fedloom.data.sources.array_data import narrowed, noted, of_arrays
+from fedloom.data.sources.array_data import has_channels_last, narrowed, noted, of_arrays
 from fedloom.errors import DataError
 
 BLOCK = 2**20
 """Bytes of the blocks in which an array of another type is read."""
-KEYS = (("x_train", "y_train", "x_test", "y_test"), ("x", "y", "", ""), ("X", "y", "", ""), ("data", "labels", "", ""))
+FORMS = (("{}_train", "{}_test"), ("train_{}", "test_{}"), ("{}", ""))
+KEYS = tuple(
+    (train.format(x), train.format(y), test.format(x), test.format(y)) for train, test in FORMS for x, y in PAIRS
+)
+"""Names of the features and targets of a training set, and of its test set: a pair of `PAIRS` alone or with both."""
 
 
 class _Header(NamedTuple):
@@ -44,10 +50,19 @@ class Npy(_Arrays):
     x may be larger than the memory. It holds bytes or float32, images with their channels first.
     """
 
+    channels_last: Literal[False] | None = Field(
+        default=None, description="false: channels come first, though the shape of x looks as if they came last"
+    )
+
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """The arrays; of x, which is gone through once to see that it is finite, nothing stays in memory."""
         place = locate("NPY", self.path, data_dir, (), lambda p: (p / "x.npy").is_file())
         x, y = (_mapped(place / f"{name}.npy") for name in ("x", "y"))
+        if self.channels_last is None and has_channels_last(x.shape):
+            raise DataError(
+                f"{place / 'x.npy'}: {x.shape} looks like images with their channels last; save them with their "
+                "channels first, as numpy.ascontiguousarray(numpy.moveaxis(x, -1, 1)), or give channels_last = false"
+            )
         users = _mapped(place / "users.npy") if (place / "users.npy").exists() else None
         if x.dtype not in (np.uint8, np.float32) or not x.flags.c_contiguous:
             raise DataError(
@@ -74,7 +89,9 @@ def _mapped(path: Path) -> NDArray[Any]:
 class Npz(_Arrays):
     """An NPZ file with x and y, or x_train, y_train, x_test, y_test; optionally users."""
 
-    channels_last: bool = Field(default=False, description="x is [N, height, width, channels]")
+    channels_last: bool | None = Field(
+        default=None, description="x is [N, height, width, channels]; not set: refused where the shape looks so"
+    )
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """All arrays; the headers are read first, so that each array is read straight into its place."""
@@ -82,9 +99,16 @@ class Npz(_Arrays):
         keys = next((keys for keys in KEYS if keys[0] in headers and keys[1] in headers), None)
         if keys is None:
             raise DataError(
-                f"{place}: needs arrays x and y (or x_train, y_train, x_test, y_test), got {sorted(headers)}"
+                f"{place}: needs arrays x and y (or x_train, y_train, x_test, y_test; or "
+                f"{', '.join(' and '.join(pair) for pair in PAIRS[1:])}), got {sorted(headers)}"
             )
         x_key, y_key, x_test, y_test = keys
+        unread = [key for key in headers if key not in (*keys, "users")]
+        if tests := [key for key in unread if "test" in key.lower().split("_")]:
+            raise DataError(
+                f"{place}: {tests[0]} beside {x_key} and {y_key} would not be read; name the arrays {x_key}_train, "
+                f"{y_key}_train, {x_key}_test and {y_key}_test"
+            )
         sides = [(x_key, y_key)] + ([(x_test, y_test)] if x_test in headers and y_test in headers else [])
         x_keys, y_keys = ([side[k] for side in sides] for k in (0, 1))
         x, y = self._room_of_x(place, headers, x_keys), _room(place, headers, y_keys)
@@ -93,7 +117,13 @@ class Npz(_Arrays):
         self._read(place, headers, rooms)
         split = headers[x_key].shape[0] if len(sides) == 2 else None
         options: dict[str, Any] = {"where": place, "split": split, "mean": self.mean, "std": self.std, "users": users}
-        return noted(of_arrays(place.stem, x, y, self.task, vocabulary=self.vocabulary or (), **options))
+        options["original_dtype"] = str(headers[x_key].dtype)
+        data = of_arrays(place.stem, x, y, self.task, vocabulary=self.vocabulary or (), **options)
+        beside = [key for key in unread if headers[key].shape[:1] in {headers[side[0]].shape[:1] for side in sides}]
+        notes = (f"of {place.name} {x_key!r} and {y_key!r} are read, not {', '.join(map(repr, beside))}",) * bool(
+            beside
+        )
+        return noted(replace(data, notes=(*data.notes, *notes)))
 
     def samples(self, data_dir: str | Path | None = None) -> tuple[NDArray[Any], None]:
         """The features alone, those of a table to all their digits; the only array may have another name."""
@@ -103,7 +133,7 @@ class Npz(_Arrays):
         if not keys:
             raise DataError(f"{place}: needs an array x (or x_train, x_test), got {sorted(headers)}")
         columns = len(headers[keys[0]].shape) == 2
-        x = _room(place, headers, keys) if columns else self._room_of_x(place, headers, keys)
+        x = _room(place, headers, keys) if columns else self._room_of_x(place, headers, keys, own_type=True)
         self._read(place, headers, [(keys, x)])
         return x, None
 
@@ -118,16 +148,23 @@ class Npz(_Arrays):
             at = 0
             for key in keys:
                 length = headers[key].shape[0]
-                parts[key] = (room[at : at + length], self.channels_last and k == 0)
+                parts[key] = (room[at : at + length], bool(self.channels_last) and k == 0)
                 at += length
         for entry in entries(place, lambda name: _is_array(name) and name[:-4] in parts):
             out, turn = parts[_key(entry)]
             _into(entry, _header(entry), out, turn=turn)
 
-    def _room_of_x(self, place: Path, headers: dict[str, _Header], keys: list[str]) -> NDArray[Any]:
-        """Room for the features, as models take them: bytes or float32, channels first."""
+    def _room_of_x(
+        self, place: Path, headers: dict[str, _Header], keys: list[str], *, own_type: bool = False
+    ) -> NDArray[Any]:
+        """Room for the features, channels first: bytes or float32, as models take them, or of their ``own_type``."""
         shape, dtype = _joined(place, headers, keys)
-        kind = np.uint8 if dtype == np.uint8 else np.float32
+        kind = dtype if own_type else np.uint8 if dtype == np.uint8 else np.float32
+        if self.channels_last is None and has_channels_last(shape) and not own_type:
+            raise DataError(
+                f"{place}: {keys[0]} {shape} looks like images with their channels last; give channels_last = true or "
+                "false"
+            )
         if self.channels_last:
             if len(shape) != 4:
                 raise DataError(f"{place}: channels_last needs x [N, height, width, channels], got {shape}")
