@@ -21,6 +21,7 @@ from torch.utils.data import (
 
 import fedloom.flower as ff
 from fedloom.errors import ConfigError, FedloomError
+from tests.cures import applied
 from tests.flower.app import App
 
 N, LR = 6, 0.1
@@ -388,3 +389,34 @@ def test_nodes_with_other_samples_take_no_part() -> None:
     strategy = ff.Strategy("ditto", nn.EmbeddingBag(9, 3), min_nodes=3)
     with pytest.raises(ConfigError, match=r"node 102: its samples are \[3\] int64 for a classification with 3 outputs"):
         strategy.start(App(mixed, 3).grid, ArrayRecord(nn.EmbeddingBag(9, 3).state_dict()), num_rounds=1)
+
+
+def test_random_changes_of_samples_are_refused_and_what_the_error_names_works() -> None:
+    """Samples are read once, so they would have been drawn once; a loader's own collate_fn counts."""
+    x, y = numbers(1, 4, 4), codes(2)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 2))
+
+    class Noisy(Dataset[Any]):
+        def __len__(self) -> int:
+            return N
+
+        def __getitem__(self, i: int) -> Any:
+            return x[i] + torch.rand(()), y[i]
+
+    d = Noisy()
+    for given in (d, DataLoader(d, 2, shuffle=True)):
+        with pytest.raises(FedloomError, match="trainset: sample . differs when it is read again.*give the strat") as e:
+            ff.Local(model, given).read()
+    frozen = applied(str(e.value).split("on purpose, give ")[1].removesuffix(" of the data set d"), d=d)
+    assert len(ff.Local(model, frozen).read().fed.data) == N
+
+    def masked(samples: list[Any]) -> Any:
+        values = torch.stack([a for a, _ in samples])
+        return values * (torch.rand(len(values), 1, 1, 1) > 0.15), torch.stack([b for _, b in samples])
+
+    steady = TensorDataset(x, y)
+    before = torch.get_rng_state()
+    with pytest.raises(ConfigError, match="the collate_fn of the DataLoader makes other batches of the same samples"):
+        ff.Local(model, DataLoader(steady, 2, collate_fn=masked)).read()
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.testing.assert_close(ff.Local(model, DataLoader(steady, 2)).read().fed.data.x, x)

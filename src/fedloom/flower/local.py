@@ -30,8 +30,9 @@ class Local:
         model: the module, as at the server; its values are those that the server sends. It gives a tensor with a row
             per sample, or an object or dict whose ``logits`` are one.
         trainset: training samples: a torch ``Dataset`` or ``DataLoader``, or tensors ``(x, y)``. A sample is a tuple
-            whose last entry is the target, or a dict. Samples are read once, so random changes of them are drawn once;
-            of a loader, its data set and ``collate_fn`` count, and batches are drawn by the strategy's ``local``.
+            whose last entry is the target, or a dict. Samples are read once, so a data set whose samples differ when
+            they are read again is refused. Of a loader, its data set and ``collate_fn`` count, and batches are drawn by
+            the strategy's ``local``.
         loss: ``nn.CrossEntropyLoss()``, ``nn.BCEWithLogitsLoss()``, ``nn.MSELoss()``, or a function of a batch's
             outputs and targets, in the shapes that the model and the samples have, that gives the mean over the batch;
             by default the cross-entropy of whole-number targets, else the squared error. With a label per position

@@ -22,10 +22,16 @@ from torch.utils.data import (
 from torch.utils.data import default_collate as collate
 
 from fedloom.data.sides import are_many, batches_given
-from fedloom.errors import ConfigError, WireError
+from fedloom.data.sources.rereading import steady, varies
+from fedloom.errors import ConfigError, DataError, WireError
 
 TARGETS = ("label", "labels", "target", "targets", "y")
 """Names under which a sample that is a dict has its target."""
+AUGMENT = "leave random transforms out of it and give the strategy augment, as augment={'flip': 0.5, 'crop': 4}"
+COLLATED_AGAIN = 8
+"""So many samples a loader's own collate_fn puts together so many times, to find random changes.
+
+A token that is masked with a probability of 0.15 differs in the 64 of one position with 1 - 1e-4."""
 EXACT = 2**24
 """Whole numbers below it are exact in float32."""
 DTYPES = {"float": None, "int64": torch.int64, "bool": torch.bool}
@@ -188,18 +194,28 @@ def _batch(part: str, samples: Any) -> Any:
     loader = samples if isinstance(samples, DataLoader) else None
     dataset: Any = samples if loader is None else loader.dataset
     join = collate if loader is None or loader.batch_sampler is None else loader.collate_fn
+    stream = isinstance(dataset, IterableDataset)
     try:
-        if isinstance(dataset, IterableDataset):
-            every = list(dataset)
-        else:
-            every = [dataset[k] for k in (range(len(dataset)) if loader is None else _index(part, loader))]
+        index = () if stream else range(len(dataset)) if loader is None else _index(part, loader)
+        first = dataset if stream else (dataset[k] for k in index)
+        again = None if stream else lambda places: (dataset[index[place]] for place in places)
+        every = list(steady(first, again, lambda: dataset, f"{part}set", AUGMENT))
         if not every:
             cure = "a node needs training samples" if part == "train" else "leave it out"
             raise ConfigError(f"{part}set is empty; {cure}")
+        if join is collate and isinstance(every[0], list) and not are_many([every[0]]):
+            raise ConfigError(
+                f"{part}set: sample 0 is a list of {len(every[0])}; give a tuple, whose last entry is the target"
+            )
+        if join is not collate and varies(lambda: join(every[:COLLATED_AGAIN]), COLLATED_AGAIN):
+            raise ConfigError(
+                f"{part}set: the collate_fn of the DataLoader makes other batches of the same samples, as by random "
+                "masks; samples are read once, so every round would have the same draw: take the random change out"
+            )
         batch = join(every)
         if not isinstance(batch, (Mapping, tuple, list)) or len(batch) < 2:
             raise TypeError(f"a sample has no target: {type(batch).__name__}")
-    except ConfigError:
+    except (ConfigError, DataError):
         raise
     except Exception as error:
         if isinstance(samples, list) and are_many(samples):
@@ -258,10 +274,17 @@ def fit(module: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Signat
     if len(values) == 1:
         x = values[0] if values[0].is_floating_point() else values[0].float()
         try:
-            return x, _called(module, x, ())
+            signature = _called(module, x, ())
         except ConfigError:
             if values[0].is_floating_point():
                 raise
+        else:
+            if values[0].dtype == torch.uint8:
+                raise ConfigError(
+                    "samples are bytes (uint8), and whether the model divides them is not known; give floats, as x / "
+                    "255, or x.float() if the model itself divides by 255"
+                )
+            return x, signature
     for name, value in inputs.items():
         if not value.is_floating_point() and int(value.abs().max()) >= EXACT:
             raise ConfigError(f"input {name!r} has whole numbers of {EXACT} and more; number them from 0")
