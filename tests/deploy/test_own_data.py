@@ -174,3 +174,46 @@ def test_sites_read_a_table_of_scikit_learn(tmp_path: Path) -> None:
     for k in range(2):
         code, text = check(tmp_path / "d" / "sites" / f"site-{k}")
         assert code == 0, text
+
+
+def test_a_site_gives_bytes_or_their_255th_parts_to_an_experiment_of_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Anything else is refused before the first round; so is another mean, which predictions would not have."""
+    pixels = np.random.default_rng(0).integers(0, 256, (40, 1, 3, 3)).astype(np.uint8)
+    pixels[0, 0, 0, :2] = 0, 255
+
+    def write(path: Path, x: Any) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        np.savez(path, x=x, y=np.arange(40) % 2)
+
+    monkeypatch.setattr("tests.deploy.test_own_data.save", lambda path, _seed: write(path, pixels))
+    made = init(tmp_path, monkeypatch, {"source": "cohort.npz", "mean": [0.5]})
+    home = made / "sites" / "site-0"
+    for x in (pixels, (pixels / 255).astype(np.float32)):
+        write(home / "cohort.npz", x)
+        code, said = check(home)
+        assert code == 0, said
+    for x, cure in ((pixels * 1.0, "give bytes: x.astype('uint8')"), (pixels.astype(int), "give bytes")):
+        write(home / "cohort.npz", x)
+        code, said = check(home)
+        assert code == 1
+        assert "the model was trained on bytes" in " ".join(said.split())
+        assert cure in " ".join(said.split())
+    write(home / "cohort.npz", pixels)
+    settings = home / "site.toml"
+    settings.write_text(settings.read_text().replace("0.5", "0.25", 1))
+    code, said = check(home)
+    assert code == 1
+    assert "mean and std of [data] are ((0.25,), None), those of the experiment ((0.5,), None)" in " ".join(
+        said.split()
+    )
+
+
+def test_a_site_gives_no_bytes_to_an_experiment_of_floats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = init(tmp_path, monkeypatch, {"source": "cohort.npz"})
+    home = made / "sites" / "site-0"
+    np.savez(home / "cohort.npz", x=np.ones((40, 2), np.uint8), y=np.arange(40) % 2)
+    code, said = check(home)
+    assert code == 1
+    assert "samples are bytes (uint8), the model was trained on floats" in " ".join(said.split())

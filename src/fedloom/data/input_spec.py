@@ -15,6 +15,7 @@ from fedloom.data.federation import Federation, Split
 from fedloom.data.partition.changes import prepared
 from fedloom.data.partition.deal import Dealt
 from fedloom.data.partition.parts import cut_parts
+from fedloom.data.pixels import came_as_bytes, refuse_other_numbers
 from fedloom.data.sources.table.frames import is_frame
 from fedloom.data.survey.agreement import Agreement
 from fedloom.data.tables import Table, TableColumn
@@ -44,7 +45,7 @@ class InputSpec(Value):
     targets: int = Field(1, ge=1, description="values per sample where they are numbers")
     centre: float = Field(0.0, description="subtracted from the targets of a regression")
     unit: float = Field(1.0, gt=0, description="divides them after that")
-    pixels: bool = Field(False, description="samples were bytes 0..255, read as 0..1")
+    pixels: bool = Field(False, description="samples were bytes, divided by 255; else floats, taken as they are")
     mean: tuple[float, ...] | None = Field(None, description="subtracted, per channel or of everything")
     std: tuple[float, ...] | None = Field(None, description="divides after that")
     table: Table | None = Field(None, description="columns that the features come from")
@@ -61,7 +62,7 @@ class InputSpec(Value):
             targets=1 if data.classed else data.y.shape[1],
             centre=data.centre,
             unit=data.unit,
-            pixels=data.x.dtype == torch.uint8,
+            pixels=came_as_bytes(data),
             mean=None if data.mean is None else tuple(data.mean.tolist()),
             std=None if data.std is None else tuple(data.std.tolist()),
             table=None if data.fitted is None else data.fitted.table,
@@ -140,6 +141,7 @@ class InputSpec(Value):
             centre=self.centre,
             unit=self.unit,
             vocabulary=self.vocabulary,
+            original_dtype=data.original_dtype,
         )
 
     @on_cpu()
@@ -160,13 +162,21 @@ class InputSpec(Value):
         if strange and self.vocabulary[1:2] != (UNKNOWN,):
             raise DataError(f"{data.name}: token {strange[0]!r} is not in the vocabulary of the model's training data")
         x = recoded(data.x, data.vocabulary, self.vocabulary) if data.vocabulary else data.x
-        return self.samples(x, data.name)
+        return self.samples(x, data.name, data.original_dtype)
 
-    def samples(self, x: Tensor, name: str) -> Tensor:
-        """Samples ``[N, *shape]`` that are no table, checked.
+    def samples(self, x: Tensor, name: str, original_dtype: str = "") -> Tensor:
+        """Return samples ``[N, *shape]`` that are no table, checked.
+
+        A model that was trained on bytes takes bytes, which are divided by 255, and floats from 0 to 1, which are
+        taken as they are. A model that was trained on floats takes floats as they are.
+
+        Args:
+            x: bytes, floats, or tokens.
+            name: for messages.
+            original_dtype: as `Dataset.original_dtype`.
 
         Raises:
-            DataError: another shape, or range of values.
+            DataError: another shape, type or range of values; the message names what to give.
         """
         if self.vocabulary:
             refuse(name, [*wrong_tokens(x, self.vocabulary)])
@@ -174,25 +184,13 @@ class InputSpec(Value):
                 raise DataError(f"{name}: sequences of {x.shape[1]} tokens, the model takes at most {self.shape[0]}")
             return functional.pad(x.long(), (0, self.shape[0] - x.shape[1]))
         if tuple(x.shape[1:]) != self.shape:
+            last = x.ndim == 4 and (x.shape[3], *x.shape[1:3]) == self.shape
             raise DataError(
                 f"{name}: samples have shape {_text(tuple(x.shape[1:]))}, the model takes {_text(self.shape)}"
+                + ("; their channels are last: give numpy.moveaxis(x, -1, 1)" if last else "")
             )
-        self._check_range(x, name)
+        refuse_other_numbers(x, name, self.pixels, original_dtype)
         return x
-
-    def _check_range(self, x: Tensor, name: str) -> None:
-        odd = ~x.isfinite().flatten(1).all(1)
-        if bool(odd.any()):
-            raise DataError(
-                f"{name}: NaN or Inf in {int(odd.sum())} samples (first: {int(odd.int().argmax())}); repair them"
-            )
-        if x.dtype == torch.uint8 and not self.pixels and len(self.shape) != 3:
-            raise DataError(f"{name}: samples are bytes, the model was trained on numbers; convert them alike")
-        if x.dtype != torch.uint8 and self.pixels and len(x) and (float(x.min()) < 0 or float(x.max()) > 1):
-            raise DataError(
-                f"{name}: the model takes bytes, or their 255th part between 0 and 1; got values from "
-                f"{float(x.min()):g} to {float(x.max()):g}"
-            )
 
     def _targets(self, data: Dataset) -> Tensor:
         if data.task != self.task and not (data.classed and self.classed):

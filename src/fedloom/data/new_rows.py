@@ -12,7 +12,8 @@ from torch import Tensor
 
 from fedloom.data.dataset import Dataset, on_cpu, refuse
 from fedloom.data.input_spec import NO_TABLE, InputSpec
-from fedloom.data.sources.array_data import plain
+from fedloom.data.samples import features_alone
+from fedloom.data.sources.array_data import as_features, plain
 from fedloom.data.sources.table.cells import Piece, Problems, is_missing
 from fedloom.data.sources.table.checks import refuse_twins
 from fedloom.data.sources.table.frames import frame_cells, frame_names, is_frame
@@ -58,7 +59,9 @@ def new_rows(
         facts: of the data that the model was trained on.
         rows: a `Dataset`, an open table (`fedloom.data.sources.tabular.Raw`), a table of pandas, pyarrow or polars,
             columns by name, or an array ``[N, *shape]``; of a table without text, an array of its columns; for a model
-            of sequences texts, or tokens ``[N, length]``. Columns that the model does not know are left alone.
+            of sequences texts, or tokens ``[N, length]``. Columns that the model does not know are left alone. Samples
+            may be a list of arrays, tensors or pictures, a torch data set, or one of the hub, too: see
+            `fedloom.data.samples.features_alone` and, for bytes and floats, `InputSpec.samples`.
         name: for messages.
         users: column that names the client of a row.
         factors: numbers by which columns are multiplied; see `fedloom.data.sources.tabular.TableSource`.
@@ -89,7 +92,7 @@ def new_rows(
     elif facts.vocabulary:
         new = _sequences(facts, plain(rows, name), name)
     else:
-        new = _array(facts, plain(rows, name), name, factors)
+        new = _array(facts, *features_alone(rows, name), name, factors)
     if keep and not new.kept:
         raise DataError(f"{name}: has no named columns, so {keep[0]!r} cannot be kept")
     if not len(new.x):
@@ -165,7 +168,7 @@ def _sequences(facts: InputSpec, rows: np.ndarray[Any, Any], name: str) -> NewRo
     return NewRows(x.long(), notes=(note,) if strange else ())
 
 
-def _array(facts: InputSpec, x: np.ndarray[Any, Any], name: str, factors: Factors | None) -> NewRows:
+def _array(facts: InputSpec, x: np.ndarray[Any, Any], dtype: str, name: str, factors: Factors | None) -> NewRows:
     table = facts.table
     if x.dtype.kind not in "uifb":
         raise DataError(f"{name}: must be numbers, got {x.dtype}; a table with text needs names of its columns")
@@ -178,5 +181,5 @@ def _array(facts: InputSpec, x: np.ndarray[Any, Any], name: str, factors: Factor
         return _by_column(facts, [c.name for c in table.columns], cells, Problems(name, first=0), None, factors)
     if x.ndim > 1 and x.shape[1:] != facts.shape and (x.shape[0], 1, *x.shape[1:]) == (x.shape[0], *facts.shape):
         x = x[:, None]
-    samples = torch.from_numpy(np.ascontiguousarray(x if x.dtype == np.uint8 else x.astype(np.float32)))
-    return NewRows(facts.samples(samples, name))
+    samples = torch.from_numpy(np.ascontiguousarray(as_features(x, name)))
+    return NewRows(facts.samples(samples, name, dtype))

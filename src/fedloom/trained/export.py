@@ -20,7 +20,7 @@ from fedloom.data.input_spec import InputSpec
 from fedloom.data.new_rows import new_rows
 from fedloom.data.sources.table.levels import Factors
 from fedloom.data.tables import Table, markers_of
-from fedloom.errors import ConfigError, LayoutError, cause_of, unknown
+from fedloom.errors import ConfigError, DataError, LayoutError, cause_of, unknown
 from fedloom.models import factorise, merged
 from fedloom.rundir import place_of
 from fedloom.storage.checkpoint import save_tensors
@@ -56,7 +56,8 @@ def export(
     - of a table, ``torch`` takes both as ``samples`` ``[batch, p]`` float64, texts as codes; `load` does that.
     - of sequences, both take ``samples`` ``[batch, L]`` int64, tokens padded with 0, and with a label per position give
       ``probabilities`` ``[batch, L, C]``; the vocabulary stands in ``facts``.
-    - of other data, both take ``samples`` ``[batch, *shape]`` as the data set has them: bytes or float32.
+    - of other data, both take ``samples`` ``[batch, *shape]`` of one type, since a graph cannot choose by type: uint8,
+      which it divides by 255, of a model trained on bytes; else float32, taken as they are.
 
     Args:
         model: what to write.
@@ -146,8 +147,19 @@ class Program:
 
     @torch.no_grad()
     def scores(self, rows: object) -> NDArray[np.float64]:
-        """Probabilities ``[N, C]`` or values ``[N, k]``; see `fedloom.data.new_rows.new_rows` for the rows."""
-        outputs: NDArray[np.float64] = self.module(new_rows(self.facts, rows).x).numpy()
+        """Return probabilities ``[N, C]`` or values ``[N, k]``; see `fedloom.data.new_rows.new_rows` for the rows.
+
+        Raises:
+            DataError: rows that the model does not take; or floats, though it was trained on bytes, which alone its
+                graph takes.
+        """
+        x = new_rows(self.facts, rows).x
+        if self.facts.pixels and x.dtype != torch.uint8:
+            raise DataError(
+                "rows: the program takes bytes (uint8) only, got floats; give (x * 255).round().astype('uint8'), or "
+                "predict by the model that it was made of, which takes floats from 0 to 1 too"
+            )
+        outputs: NDArray[np.float64] = self.module(x).numpy()
         return outputs
 
     def predict(self, rows: object) -> NDArray[Any]:

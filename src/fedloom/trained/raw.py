@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedloom.data.input_spec import InputSpec
-from fedloom.errors import ConfigError
+from fedloom.errors import ConfigError, DataError
 from fedloom.tasks.calibration import recalibrated
 
 
@@ -18,10 +18,11 @@ class RawModel(nn.Module):
     """A module with what comes before and after it; one graph, which can be exported.
 
     It takes raw columns ``[b, p]`` float64 of a table (codes for levels, NaN where missing), else samples
-    ``[b, *shape]`` as their data set has them (tokens of sequences as int64), and gives the probabilities ``[b, C]`` of
-    the classes, ``[b, L, C]`` with a label per position, or numbers: the values ``[b, k]`` of a regression in the units
-    of its label, the mean ``[b, 1]`` of a count, and of a survival task the probability ``[b, 1]`` of the event by the
-    horizon, or without one the log of the hazard relative to the baseline.
+    ``[b, *shape]``: tokens of sequences as int64, else floats, or of a model trained on bytes also bytes.
+
+    It gives the probabilities ``[b, C]`` of the classes, ``[b, L, C]`` with a label per position, or numbers: values
+    ``[b, k]`` of a regression in the units of its label, the mean ``[b, 1]`` of a count, and of a survival task the
+    probability ``[b, 1]`` of the event by the horizon, or without one the log of the hazard relative to the baseline.
 
     Args:
         module: takes what training gave it.
@@ -74,24 +75,38 @@ class RawModel(nn.Module):
 
 
 class Scaling(nn.Module):
-    """Bytes divided by 255, then less the mean, then divided by the standard deviation."""
+    """Bytes divided by 255, floats as they are; then less the mean, then divided by the standard deviation."""
 
     def __init__(self, facts: InputSpec, dtype: torch.dtype) -> None:
         super().__init__()
         width = facts.shape[0] if facts.shape else 1
         places = [width, *[1] * (len(facts.shape) - 1)]
-        one, unit = torch.ones(1, dtype=torch.float64), 1 / 255 if facts.pixels else 1.0
+        one = torch.ones(1, dtype=torch.float64)
         mean = one * 0 if facts.mean is None else torch.tensor(facts.mean, dtype=torch.float64)
         std = one if facts.std is None else torch.tensor(facts.std, dtype=torch.float64)
         self.dtype = dtype
         self.scale: Tensor
+        self.scale_of_bytes: Tensor | None
         self.shift: Tensor
-        self.register_buffer("scale", (unit / std).expand(width).reshape(places).to(dtype))
+        of_bytes = ((1 / 255) / std).expand(width).reshape(places).to(dtype)
+        self.register_buffer("scale", (1.0 / std).expand(width).reshape(places).to(dtype))
+        self.register_buffer("scale_of_bytes", of_bytes if facts.pixels else None)
         self.register_buffer("shift", (-mean / std).expand(width).reshape(places).to(dtype))
 
     def forward(self, samples: Tensor) -> Tensor:
-        """Samples ``[b, *shape]`` as a model takes them."""
-        return samples.to(self.dtype) * self.scale + self.shift
+        """Samples ``[b, *shape]`` as a model takes them.
+
+        Raises:
+            DataError: bytes for a model that was trained on floats, or whole numbers for one that was trained on bytes.
+        """
+        scale = self.scale_of_bytes if samples.dtype == torch.uint8 else self.scale
+        if scale is None:
+            raise DataError("samples are bytes (uint8), the model was trained on floats; give floats as in training")
+        if self.scale_of_bytes is not None and not (scale is self.scale_of_bytes or samples.is_floating_point()):
+            raise DataError(
+                f"samples are {samples.dtype}, the model was trained on bytes; give uint8, or floats 0 to 1"
+            )
+        return samples.to(self.dtype) * scale + self.shift
 
 
 def labels_of(facts: InputSpec, scores: NDArray[np.float64], threshold: float | None = None) -> NDArray[Any]:

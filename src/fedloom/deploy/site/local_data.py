@@ -16,6 +16,7 @@ from fedloom.data.groups import keeping
 from fedloom.data.input_spec import InputSpec, compared
 from fedloom.data.new_data import AGREED
 from fedloom.data.partition import Iid
+from fedloom.data.pixels import came_as_bytes
 from fedloom.data.sources import SOURCES, Source
 from fedloom.data.text import UNKNOWN, recoded
 from fedloom.deploy.settings import Site
@@ -121,6 +122,14 @@ def check_samples(site: Site, data: Dataset) -> None:
                 f"{site.site}: {name} of the data is {_text(got)}, that of the experiment {_text(wanted)}; the "
                 "columns, labels and options of the source must be the same at every site"
             )
+    if site.samples.table is None and not site.samples.vocabulary:
+        scaling, wanted = ((facts.mean, facts.std) for facts in (InputSpec.of(data), site.samples))
+        if scaling != wanted:
+            raise DataError(
+                f"{site.site}: mean and std of [data] are {scaling}, those of the experiment {wanted}; give the same"
+            )
+        if not came_as_bytes(data) or not site.samples.pixels:  # bytes may have had noise since
+            site.samples.samples(data.x, site.site, data.original_dtype)
 
 
 def options_of(experiment: Experiment, site: Site) -> dict[str, Any]:
