@@ -29,6 +29,7 @@ from tests.deploy.scene import FIRST
 pytestmark = [pytest.mark.slow, pytest.mark.deploy, pytest.mark.timeout(900)]
 
 METHODS = ("fedavg", "flame", "fedslr", "fiaelt", "fedacs", "scaffold")
+SECRET = "runtime.secret"
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 
 
@@ -58,8 +59,9 @@ def trained(network, experiment, method, folder, rounds=2):
     """An experiment that takes the place of the one before on the same server and sites, with nothing left of that."""
     made = deployment(experiment, method, folder, rounds)
     for side in ("server", *(f"sites/{name}" for name in network.sites)):
-        for left in ("state", "results"):
-            shutil.rmtree(network.folder / side / left, ignore_errors=True)
+        for left in (*(network.folder / side / "state").glob("*"), network.folder / side / "results"):
+            if left.name != SECRET:  # a site that is starting reads it
+                shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
         for file in ("experiment.toml", "server.toml", "site.toml", "signing-key"):
             if (made / side / file).exists():
                 shutil.copy2(made / side / file, network.folder / side / file)
