@@ -503,7 +503,8 @@ Further rules:
 
 - Which robust rule suits an upload: an ADMM message is a model plus a dual, so that its coordinates are spread widely
   even without an attacker. A coordinate-wise median then drops most of the duals. `multi-krum` averages the whole
-  messages of honest clients. Take `multi-krum` for FIAELT and for the global models of FLAME and FedADMM; `median` and
+  messages of honest clients. On digits, with 5 of 20 clients that flip signs and one seed, the global models of FIAELT,
+  FLAME and FedADMM end at 44, 45 and 42 % with `median`, and at 85, 75 and 83 % with `multi-krum`. `median` and
   `trimmed-mean` suit uploads that are models or changes of models.
 
 - Channels act on the change to the model that a client received, whatever the method uploads. Compressors feed back
