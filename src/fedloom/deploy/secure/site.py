@@ -16,7 +16,7 @@ from fedloom.deploy.protocol.envelope import STEPS, Envelope, Kind
 from fedloom.deploy.protocol.lengths import shortened
 from fedloom.deploy.secure.counters import ABSENT, ANSWERED, NEUTRAL
 from fedloom.deploy.secure.member import SessionMember
-from fedloom.deploy.secure.protocol import ACCUSES, Broken
+from fedloom.deploy.secure.protocol import ACCUSES, Broken, Integers
 from fedloom.deploy.secure.terms import Terms, check_models, check_summands, check_terms, read_terms
 from fedloom.deploy.secure.vectors import ScoreVector, UploadVector
 from fedloom.deploy.settings import Site, bound_of
@@ -124,11 +124,11 @@ class MaskedAnswers:
             return ACCUSES + accusations
         if terms.question is not None:
             first = len(ScoreVector(trainer.job).figures) + len(self._groups.sums.groups)
-            answer = self._cox.masked_vector(terms, first)
+            step, own = self._cox.masked_vector(terms, first)
             with telling():
-                return self._member.masked(t, head["session"], *answer)
+                return self._member.masked(t, head["session"], step, own)
         job, state = trainer.with_local_data(head["accepted"], self._weighed(terms))
-        vectors, counts = [], tuple[int, ...]()
+        vectors, counts = list[Integers](), tuple[int, ...]()
         if terms.scored >= 0:
             scores = trainer.scores(job, models, terms.scored, common=terms.common)
             if trainer.scoring == "masked":

@@ -190,7 +190,7 @@ class Client:
         if self.site.fixed_data:
             raise Refused(f"{what}, and by fixed_data they must stay; put the data back, or begin a new experiment")
         self._memory.note_samples(self.trainer.samples)
-        if self.trainer.private:
+        if self.trainer.private or self.site.secure is not None:
             self.trainer.log_privately(what)
         else:
             self._memory.notes.append(f"{what}; the run continues with the new ones")
