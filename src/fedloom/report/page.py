@@ -194,8 +194,8 @@ def _is_report(path: Path) -> bool:
 def check_tables(out: Path, beside: Path, names: Iterable[str], *, force: bool) -> None:
     """Refuse to replace files in the folder beside a report that no report wrote.
 
-    A report wrote the files if the report itself is there, which `check_report` has looked at, or if the folder belongs to
-    a run directory. A link among them is replaced, not followed.
+    A report wrote the files if the report itself is there, which `check_report` has looked at, or if the folder belongs
+    to a run directory. A link among them is replaced, not followed.
 
     Raises:
         ConfigError: a file is there without a report.
