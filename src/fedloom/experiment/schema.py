@@ -98,7 +98,7 @@ class MethodKeys(Value):
 _plain: Any = {name: (field.annotation, field) for name, field in Setting.model_fields.items()}
 _questions: Any = (
     tuple[str, ...],
-    Field((), description="what a draft asks; it runs once they are answered and deleted"),
+    Field((), description="open questions of a draft, which runs once they are answered and deleted"),
 )
 Top = create_model("Top", __base__=Head, questions=_questions, **{name: _plain[name] for name in Setting.plain()})
 """All plain keys of an experiment file."""
