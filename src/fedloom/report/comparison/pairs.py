@@ -69,8 +69,9 @@ class Pair(NamedTuple):
     def record(self) -> dict[str, Any]:
         """The pair as plain values, unrounded and unscaled; None where there is nothing."""
         comparison = self.comparison
+        half = comparison.half if comparison and math.isfinite(comparison.mean) else math.nan  # of a ratio to 0
         numbers = {
-            "difference": comparison and comparison.mean, "half_width": comparison and (comparison.half if math.isfinite(comparison.mean) else math.nan),
+            "difference": comparison and comparison.mean, "half_width": half,
             "p": comparison and comparison.p, "p_holm": comparison and comparison.holm,
         }  # fmt: skip
         return {
