@@ -6,6 +6,7 @@ import gc
 import math
 import os
 import re
+import shutil
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -138,6 +139,24 @@ def test_methods_within_a_stated_margin_are_equivalent_and_without_one_none_is(w
     for wrong in (0, -0.1, math.nan, math.inf, True, "0.1"):
         with pytest.raises(ConfigError, match="margin must be a number above 0"):
             whole.significance(margin=wrong)
+
+
+def test_a_verdict_says_what_it_is_about_and_a_directory_of_an_earlier_version_opens(
+    whole: Any, tmp_path: Path
+) -> None:
+    place = tmp_path / "earlier"
+    shutil.copytree(whole.folder, place)
+    table = pq.read_table(place / "partition.parquet")
+    pq.write_table(table.drop_columns(["tested", "tests"]), place / "partition.parquet")
+    earlier = RecordedComparison(place)
+    pairs = {row["method"]: row["half_width"] for row in earlier.significance().to_pylist()}
+    wider = {row["method"]: row["half_width"] for row in whole.significance().to_pylist()}
+    assert all(wider[method] > half for method, half in pairs.items())
+    assert "Verdicts are about these samples" in earlier.significance_latex()
+    assert "Verdicts are about new samples from the same source" in whole.significance_latex()
+    fed = CUT(fl.load("digits"), seed=7)  # whose test parts are those of every seed
+    fixed = fl.compare(["local", "fedavg"], fed, seeds=range(5), **SHORT)
+    assert "Verdicts are about these samples" in fixed.significance_latex()
 
 
 def test_what_it_gives(whole: Any, tmp_path: Path) -> None:

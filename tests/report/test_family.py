@@ -14,6 +14,7 @@ from statsmodels.stats.multitest import multipletests
 
 from fedloom.report.comparison.family import LEVEL, differences, family
 from fedloom.report.numbers import Estimate, repeated
+from tests import recomputed
 
 VALUES = st.lists(st.floats(-1, 1).map(lambda v: round(v, 4)), min_size=5, max_size=8)
 
@@ -86,3 +87,35 @@ def test_runs_without_a_result_repeat_nothing() -> None:
     assert repeated(lost) == {}
     partly = {"loss": dict.fromkeys(range(3), 0.5), "loss/variance": dict.fromkeys(range(3), math.nan)}
     assert repeated(partly) == {1: 0, 2: 0}
+
+
+@pytest.mark.parametrize("draw", range(4))
+def test_moderated_tests_are_those_of_the_recomputation_and_agree_with_their_intervals(draw: int) -> None:
+    rng = np.random.default_rng(draw)
+    spreads = np.exp(rng.normal(-4, (0.0, 0.5, 1.0, 2.0)[draw], 20))  # alike: the prior has infinitely many degrees
+    table = rng.normal(rng.choice([0.0, 0.1], (20, 1)), spreads[:, None], (20, 5))
+    table[0] = 0.0  # the same result in every seed is no evidence, and no part of the prior
+    found = family({k: dict(enumerate(row)) for k, row in enumerate(table.tolist())}, moderate=True)
+    fresh = recomputed.moderated(table)
+    assert [found[k].significant for k in range(20)] == fresh.rejected.tolist()
+    assert [found[k].half for k in range(20)] == pytest.approx(fresh.half.tolist(), rel=1e-6)
+    assert all(one.significant == (abs(one.mean) > one.half) for one in found.values())
+
+
+def test_the_correction_widens_by_the_ratio_of_test_to_training_samples() -> None:
+    values = dict(enumerate([0.1, 0.3, 0.2, 0.15, 0.22]))
+    plain, corrected = family({"a": values})["a"], family({"a": values}, ratio=0.25)["a"]
+    error = stats.sem([*values.values()]) * math.sqrt(1 + 5 * 0.25)  # (1 / n + r) s^2, Nadeau and Bengio, Section 4
+    assert corrected.half == pytest.approx(stats.t.ppf(0.975, 4) * error)
+    assert corrected.p == pytest.approx(2 * stats.t.sf(corrected.mean / error, 4))
+    assert corrected.p > plain.p
+    assert family({"a": values, "b": values}, ratio={"a": 0.25})["b"].p == pytest.approx(plain.p)
+
+
+def test_ratios_are_tested_by_their_logarithms() -> None:
+    one, other = Estimate({0: 2.0, 1: 0.0, 2: 0.0, 3: 1.0}), Estimate({0: 1.0, 1: 0.0, 2: 1.0, 3: 0.0})
+    assert differences(one, other, log=True) == {0: math.log(2), 1: 0.0, 2: -math.inf, 3: math.inf}
+    mixed = {0: -math.inf, **dict.fromkeys(range(1, 5), 1.0)}
+    never = family({"nothing sent": dict.fromkeys(range(5), -math.inf), "both": mixed})
+    assert never["nothing sent"].significant
+    assert not never["both"].significant

@@ -56,7 +56,7 @@ def cells(recipe: Recipe, numbers: Numbers, *, compare: bool) -> list[TableCell]
             at = reference.chosen()
             chosen = finite(by_reference.get(str(at), {})) if at else {}
             best = float(np.mean(list(chosen.values()))) if chosen else math.nan
-            verdict = Untested.LOST if str(reference) in by_reference else Untested.NOT_RUN
+            verdict: str = Untested.LOST if str(reference) in by_reference else Untested.NOT_RUN
             if values:
                 comparison = within(mean, std, len(values), papers_value, spread, paper.seeds, reference.figure)
                 verdict = comparison if compare else "-"

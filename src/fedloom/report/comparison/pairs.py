@@ -69,8 +69,9 @@ class Pair(NamedTuple):
     def record(self) -> dict[str, Any]:
         """The pair as plain values, unrounded and unscaled; None where there is nothing."""
         comparison = self.comparison
+        half = comparison.half if comparison and math.isfinite(comparison.mean) else math.nan  # of a ratio to 0
         numbers = {
-            "difference": comparison and comparison.mean, "half_width": comparison and comparison.half,
+            "difference": comparison and comparison.mean, "half_width": half,
             "p": comparison and comparison.p, "p_holm": comparison and comparison.holm,
         }  # fmt: skip
         return {
@@ -132,14 +133,16 @@ def _family(shown: list[Row], base: Row, lead: str, runs: list[Run], margin: flo
     return [Pair(shown[k], base, lead, tests.get(first[k]), margin, ratio) for k in rivals]
 
 
-def checked_margin(margin: float | None) -> float | None:
+def checked_margin(margin: object) -> float | None:
     """Return a margin that can be one.
 
     Raises:
         ConfigError: it is no number above 0.
     """
-    if margin is None or (isinstance(margin, int | float) and not isinstance(margin, bool) and 0 < margin < math.inf):
-        return margin
+    if margin is None:
+        return None
+    if isinstance(margin, int | float) and not isinstance(margin, bool) and 0 < margin < math.inf:
+        return float(margin)
     raise ConfigError(f"margin must be a number above 0, in the units of the figure (0.01 is a point), got {margin!r}")
 
 
