@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from fedloom.outputs import Kind, check_output_file
+from fedloom.outputs import FileKind, check_output_file
 from fedloom.storage import make_folder, write_atomic
 
 HEADS = (b"#", b"<", b"-")
@@ -46,7 +46,7 @@ def write_pages(page: Path, folder: str, contents: Iterable[tuple[str, str | byt
 
     for path, _ in files:
         if path == page or path.exists():
-            check_output_file(path, Kind("Markdown", "a page that this command wrote", is_own))
+            check_output_file(path, FileKind("Markdown", "a page that this command wrote", is_own))
     make_folder(appendices)
     for path, content in files:
         write_atomic(path, content)
@@ -59,7 +59,7 @@ def check_page(page: Path) -> None:
         ConfigError: see `fedloom.outputs.check_output_file`.
     """
     check_output_file(
-        page, Kind("Markdown", "a page that this command wrote", lambda path: _first_line(path)[:1] in HEADS)
+        page, FileKind("Markdown", "a page that this command wrote", lambda path: _first_line(path)[:1] in HEADS)
     )
 
 

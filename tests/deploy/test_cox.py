@@ -21,6 +21,7 @@ from statsmodels.duration.hazard_regression import PHReg
 from fedloom.deploy.audit import SENT
 from fedloom.deploy.cox import STEPS, STEPS_FILE, CoxStep, check_cox
 from fedloom.deploy.ops.status import lines, status_of
+from fedloom.deploy.protocol.public import PublicReason
 from fedloom.deploy.secure import protocol as secure
 from fedloom.deploy.secure.counters import ANSWERED, COUNTERS, NEUTRAL, WIDTH, AnswerCounts
 from fedloom.deploy.secure.opened import OpenedSums, read_checked, write_checked
@@ -31,7 +32,6 @@ from fedloom.deploy.server.sites import CoxSum
 from fedloom.deploy.settings import Secure, Site
 from fedloom.deploy.site.client import Client
 from fedloom.deploy.site.cox import CoxAnswer, SiteCox
-from fedloom.deploy.site.told import Told
 from fedloom.errors import DataError, Refused, Stop, WireError
 from fedloom.tasks.cox import SurvivalSite, fit_cox
 from fedloom.tasks.cox_vectors import CoxAgreement, SiteVectors, binned, bins_with_events, merged_ends
@@ -348,7 +348,7 @@ def test_a_site_answers_zeros_where_one_row_weighs_more_than_all_others(
     assert answer.vector.any()
     assert answer.counters == ANSWERED
     for step, beta in ((0, (0.1, 0.2, 0.3)), (1, (0.1, 0.2, 0.4)), (1, (0.0, 300.0, 300.0))):
-        with pytest.raises(Told, match=f"^step {step} .* was answered already, at other coefficients$"):
+        with pytest.raises(PublicReason, match=f"^step {step} .* was answered already, at other coefficients$"):
             site.vector(CoxStep(step=step, beta=beta))
 
 
@@ -360,7 +360,7 @@ def test_a_damaged_list_of_steps_answers_none(tmp_path: Path) -> None:
     for damaged in (b"", whole[:-1], whole.replace(b'"0"', b'"9"'), b"\xff"):
         site._steps.write_bytes(damaged)
         for beta in ((0.1, 0.2, 0.3), (0.1, 0.2, 0.4)):
-            with pytest.raises(Told, match="cannot be known"):
+            with pytest.raises(PublicReason, match="cannot be known"):
                 site.vector(CoxStep(step=0, beta=beta))
 
 
@@ -393,7 +393,7 @@ def test_sums_without_noise_are_refused_under_a_delta(tmp_path: Path) -> None:
         if changes:
             with pytest.raises(Refused, match="have no noise"):
                 check_cox(client.trainer.job, here.experiment, site.samples)
-        with pytest.raises(Told, match="sends nothing of a Cox regression"):
+        with pytest.raises(PublicReason, match="sends nothing of a Cox regression"):
             client.answers._cox.answer(step.encode())
         assert client.answers._cox.bits == 0
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from fedloom.algorithms import REGISTRY
 from fedloom.deploy.protocol.envelope import COMMON, PROTOCOL, REQUEST_FIELDS, digest_of, seal
+from fedloom.deploy.protocol.public import PublicReason, check_private, publish_reasons
 from fedloom.deploy.secure import protocol as secure
 from fedloom.deploy.secure import shares
 from fedloom.deploy.secure.counters import WIDTH
@@ -33,7 +34,6 @@ from fedloom.deploy.secure.vectors import UploadVector
 from fedloom.deploy.site import trainer
 from fedloom.deploy.site.client import Client
 from fedloom.deploy.site.local_data import part_sizes
-from fedloom.deploy.site.told import Told, check_untold, telling
 from fedloom.engine.clients.chunk import ClientOutput, ClientState
 from fedloom.errors import CheckpointError, Refused, RunDirError, WireError
 from fedloom.experiment import parse
@@ -410,16 +410,18 @@ def test_no_sentence_is_made_where_samples_can_be_read(tmp_path: Path) -> None:
     """A place whose errors leave the site cannot read a sample, and other errors than its own do not leave."""
     client = secured(tmp_path, "fedavg", SITES, **THREE).clients()[0]
     assert client.trainer.fed is client.trainer.fed
-    with pytest.raises(RuntimeError, match="samples were read in a place whose errors leave"), telling():
+    with pytest.raises(RuntimeError, match="samples were read in a place whose errors leave"), publish_reasons():
         _ = client.trainer.fed
-    with pytest.raises(Told, match="a sentence"), telling():
+    with pytest.raises(PublicReason, match="a sentence"), publish_reasons():
         raise Refused("a sentence")
-    with telling(), pytest.raises(Told), telling():
+    with publish_reasons(), pytest.raises(PublicReason), publish_reasons():
         raise Refused("a sentence")
-    check_untold()
+    check_private()
 
 
-@pytest.mark.parametrize("error", [RunDirError, CheckpointError, WireError, Refused, secure.Broken, Told, ValueError])
+@pytest.mark.parametrize(
+    "error", [RunDirError, CheckpointError, WireError, Refused, secure.Broken, PublicReason, ValueError]
+)
 def test_an_error_of_the_training_is_a_neutral_upload_whatever_its_class(
     error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -134,7 +134,7 @@ def test_no_label_of_a_picture_is_hidden_or_cut(picture: Path) -> None:
     """
     texts = re.findall(r"<text\b([^>]*)>(.*?)</text>", picture.read_text(), re.DOTALL)
     hidden = [text for attributes, text in texts if re.search(r'\bopacity="0(\.0*)?"', attributes)]
-    assert not [text for text in hidden if not re.fullmatch(r"[-−+\d.,%\s]+", text)]
+    assert not [text for text in hidden if not re.fullmatch(r"[-+\u2212\d.,%\s]+", text)]
     assert not [text for _, text in texts if text.rstrip().endswith(("…", "...", "&hellip;"))]
 
 

@@ -12,7 +12,7 @@ from fedloom.cli.deploy import SiteFolder, deploy
 from fedloom.cli.models import ForceOption, KeepOption, PredictionsFile, ThresholdOption
 from fedloom.formats import significant
 
-Kind = Annotated[str | None, typer.Option("--model", help="global, personal or hybrid; the site's own by default")]
+FileKind = Annotated[str | None, typer.Option("--model", help="global, personal or hybrid; the site's own by default")]
 
 
 @deploy.command()
@@ -49,7 +49,7 @@ def models(
 def predict(
     site: SiteFolder,
     rows: Annotated[Path, typer.Argument(help="file of rows without labels", show_default=False)],
-    model: Kind = None,
+    model: FileKind = None,
     out: Annotated[Path, typer.Option(help="CSV file to write")] = Path("predictions.csv"),
     keep: KeepOption = None,
     threshold: ThresholdOption = None,
@@ -76,7 +76,7 @@ def predict(
 def evaluate(
     site: SiteFolder,
     rows: Annotated[Path | None, typer.Argument(help="file of rows with labels", show_default=False)] = None,
-    model: Kind = None,
+    model: FileKind = None,
     importance: Annotated[
         bool, typer.Option("--importance", help="permute each column in the site's own test part, in place of rows")
     ] = False,
@@ -114,7 +114,7 @@ def evaluate(
 def export(
     site: SiteFolder,
     out: Annotated[Path, typer.Option(help="file to write", show_default=False)],
-    model: Kind = None,
+    model: FileKind = None,
     format: Annotated[str, typer.Option(help="onnx, torch or safetensors")] = "onnx",
     threshold: ThresholdOption = None,
     force: ForceOption = False,

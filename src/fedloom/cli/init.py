@@ -39,7 +39,7 @@ def init(
     with errors():
         from fedloom.data.survey.columns import Survey
         from fedloom.data.survey.draft import Draft, unnamed
-        from fedloom.outputs import Kind, check_output_file, never
+        from fedloom.outputs import FileKind, check_output_file, never
         from fedloom.storage.files import make_folder, write_atomic
 
         place = out or table.parent / f"{table.name.lstrip('.').partition('.')[0] or 'data'}.toml"
@@ -47,7 +47,7 @@ def init(
             raise ConfigError(f"{place} is a folder; give --out the path of the experiment file")
         document = place.with_name(f"{place.stem}.agreement.toml")
         for path in (place, document) if agree else (place,):
-            check_output_file(path, Kind("TOML", "an experiment file", never), (table,), force=force)
+            check_output_file(path, FileKind("TOML", "an experiment file", never), (table,), force=force)
         draft = Draft(Survey(table), by, target, event)
         say(*draft.report)
         text = draft.text(place)

@@ -161,13 +161,13 @@ class PredictionsFile:
         say(*predictions.notes, f"{len(predictions.scores)} predictions{by}: {self._path}")
 
     def _check(self, are_columns: Callable[[bytes], bool]) -> None:
-        from fedloom.outputs import Kind, check_output_file
+        from fedloom.outputs import FileKind, check_output_file
 
         def is_own(path: Path) -> bool:
             with path.open("rb") as file:
                 return are_columns(file.readline().rstrip(b"\n"))
 
-        kind = Kind("CSV", "a CSV file of predictions with the same columns", is_own)
+        kind = FileKind("CSV", "a CSV file of predictions with the same columns", is_own)
         check_output_file(self._path, kind, self._inputs, force=self._force)
 
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from fedloom.algorithms import REGISTRY, Algorithm, Composition
 from fedloom.data.federation import Federation
 from fedloom.engine.checkpoints import RunCheckpoints, check_ranks
+from fedloom.engine.checks.guard import Guard
 from fedloom.engine.clients.chunk import ask_chunk, compute_chunk, train_chunk
 from fedloom.engine.clients.scores import score_chunk
-from fedloom.engine.guard import Guard
 from fedloom.engine.job import Job
 from fedloom.engine.loop import Hooks, run_rounds
 from fedloom.engine.replay import Replay

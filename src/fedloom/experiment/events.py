@@ -10,7 +10,7 @@ from multiprocessing import get_context
 from multiprocessing.queues import SimpleQueue
 from typing import NamedTuple
 
-from fedloom.engine.guard import Guard
+from fedloom.engine.checks.guard import Guard
 from fedloom.engine.records import Divergence
 from fedloom.engine.setting import Setting
 from fedloom.engine.state import State

@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from fedloom.engine.guard import Guard
+from fedloom.engine.checks.guard import Guard
 from fedloom.errors import ConfigError, sentence_of, unknown
 from fedloom.experiment.events import Event, Figures
 from fedloom.experiment.schema import Experiment

@@ -21,7 +21,7 @@ KINDS = {
 """Endings of names by the kind of file. A name with another ending, or without one, says nothing about the kind."""
 
 
-class Kind(NamedTuple):
+class FileKind(NamedTuple):
     """A kind of file that is written.
 
     Attributes:

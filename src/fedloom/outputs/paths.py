@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from fedloom.errors import ConfigError, check_folder
-from fedloom.outputs.kinds import KINDS, Kind, never
+from fedloom.outputs.kinds import KINDS, FileKind, never
 from fedloom.rundir import METRICS, PARTITION, SETTINGS, SUMMARY, has_digest, place_of
 
 LOCK = ".lock"
@@ -26,7 +26,7 @@ def draft_of(path: Path) -> Path:
 
 def check_output_file(
     path: object,
-    kind: Kind,
+    kind: FileKind,
     inputs: Iterable[object] = (),
     *,
     owns: Callable[[Path], bool] = never,

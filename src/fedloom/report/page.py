@@ -10,7 +10,7 @@ from pathlib import Path
 from pyarrow import ArrowException
 
 from fedloom.errors import ConfigError, FedloomError, RunDirError, check_folder, explain_os_error
-from fedloom.outputs import KINDS, Kind, check_output_file, is_run_directory
+from fedloom.outputs import KINDS, FileKind, check_output_file, is_run_directory
 from fedloom.report.charts.calibrated import calibrated, thresholds_csv
 from fedloom.report.charts.clients import clients
 from fedloom.report.charts.curves import curves, robustness
@@ -178,7 +178,7 @@ def check_report(run_dirs: Sequence[Path], out: Path, *, force: bool = False) ->
     def owns(place: Path) -> bool:
         return len(place.parts) == 1 and place.stem not in FOLDERS
 
-    check_output_file(out, Kind("HTML", "a report", _is_report), run_dirs, owns=owns, force=force)
+    check_output_file(out, FileKind("HTML", "a report", _is_report), run_dirs, owns=owns, force=force)
     if is_run_directory(beside):
         raise ConfigError(f"{beside} is a run directory, and the tables of {out} would lie in it; give another path")
     return beside
@@ -202,7 +202,7 @@ def check_tables(out: Path, beside: Path, names: Iterable[str], *, force: bool) 
     """
     if force or out.exists() or is_run_directory(out.parent):
         return
-    kind = Kind("other", "a table or chart of a report", lambda _path: False)
+    kind = FileKind("other", "a table or chart of a report", lambda _path: False)
     for name in names:
         if os.path.lexists(beside / name):
             check_output_file(beside / name, kind)

@@ -6,14 +6,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from zipfile import BadZipFile, ZipFile
 
-from fedloom.outputs import Kind, check_output_file
+from fedloom.outputs import FileKind, check_output_file
 from fedloom.rundir import ADAPTED
 from fedloom.storage.checkpoint import has_digest
 
 FACTS = "facts.json"
 """What a torch program carries of the data that its model takes."""
 ENDINGS = {"safetensors": "safetensors", "torch": "torch", "onnx": "ONNX"}
-"""Kind of a file, by the name of its format."""
+"""FileKind of a file, by the name of its format."""
 IN_ONNX = b"\x0a\x05facts\x12"
 """The entry ``facts`` among the metadata of an ONNX model, as Protocol Buffers write it."""
 
@@ -32,7 +32,7 @@ def check_model_file(
     Raises:
         ConfigError: see `fedloom.outputs.check_output_file`.
     """
-    kind = Kind(ENDINGS.get(format, "safetensors"), "a file of a model", is_model_file)
+    kind = FileKind(ENDINGS.get(format, "safetensors"), "a file of a model", is_model_file)
     return check_output_file(path, kind, inputs, owns=lambda inside: inside.parts[:-1] == (ADAPTED,), force=force)
 
 

@@ -258,7 +258,11 @@ class Models:
         return self.save_in_run(folder)
 
     def save_in_run(self, folder: Path) -> list[Path]:
-        """Write the files of `save` into the run's own directory, which `fedloom run` does."""
+        """Write the files of `save` into the run's own directory, as `fedloom run` does.
+
+        Returns:
+            The files that were written.
+        """
         return write(self._source, folder)
 
     def files(self) -> list[str]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from fedloom.deploy.noise import SharedMean
 from fedloom.deploy.protocol.envelope import STEPS, Envelope, Kind
 from fedloom.deploy.protocol.lengths import shortened
+from fedloom.deploy.protocol.public import publish_reasons
 from fedloom.deploy.secure.counters import ABSENT, ANSWERED, NEUTRAL
 from fedloom.deploy.secure.member import SessionMember
 from fedloom.deploy.secure.protocol import ACCUSES, Broken, Integers
@@ -26,7 +27,6 @@ from fedloom.deploy.site.groups import SiteGroups
 from fedloom.deploy.site.local_data import part_sizes
 from fedloom.deploy.site.plain import Answer, metrics_of, single
 from fedloom.deploy.site.state import Generation
-from fedloom.deploy.site.told import telling
 from fedloom.deploy.site.trainer import Trained, Trainer
 from fedloom.engine.job import Job
 from fedloom.errors import WireError
@@ -77,7 +77,7 @@ class MaskedAnswers:
         if kind == "score":
             return self._scores(envelope)
         if kind == "fitted":
-            with telling():
+            with publish_reasons():
                 self._cox.keep(single(arrays))
             return {"samples": part_sizes(self._trainer.fed, self._site.client)[0]}, [], None
         if kind in ("masked", "tally"):
@@ -89,7 +89,7 @@ class MaskedAnswers:
             "keys": member.keys, "shares": member.shares, "open": member.open, "agree": member.agree,
             "count": member.count, "unmask": member.reveal,
         }  # fmt: skip
-        with telling():
+        with publish_reasons():
             if not fewest <= len(arrays) <= most:
                 raise WireError(f"{len(arrays)} arrays, {fewest} to {most} are expected")
             return {}, [steps[kind](head["round"], head["session"], *arrays)], None
@@ -105,7 +105,7 @@ class MaskedAnswers:
         head, t, trains = envelope.head, envelope.head["round"], envelope.head["kind"] == "masked"
         trainer, client = self._trainer, self._site.client
         sizes, figures = part_sizes(trainer.fed, client), self.figures
-        with telling():
+        with publish_reasons():
             if len(envelope.arrays) < 2 + trains:
                 raise WireError(f"{len(envelope.arrays)} arrays, at least {2 + trains} are expected")
             download = envelope.arrays[0] if trains else None
@@ -116,7 +116,7 @@ class MaskedAnswers:
             check_terms(terms, client, sizes, figures, self._site.clients, head["accepted"])
             check_models(terms, download, models)
         weights_of_all = terms.weights(self._weighed(terms))
-        with telling():
+        with publish_reasons():
             check_summands(weights_of_all, terms.cohort, self._agreed.threshold, self._agreed.max_share)
             self._asked.enter_masked(terms, head["accepted"])
             accusations = self._member.receive(t, head["session"], inbox, terms, weights_of_all)
@@ -124,9 +124,9 @@ class MaskedAnswers:
             return ACCUSES + accusations
         if terms.question is not None:
             first = len(ScoreVector(trainer.job).figures) + len(self._groups.sums.groups)
-            step, own = self._cox.masked_vector(terms, first)
-            with telling():
-                return self._member.masked(t, head["session"], step, own)
+            step, counters = self._cox.masked_vector(terms, first)
+            with publish_reasons():
+                return self._member.masked(t, head["session"], step, counters)
         job, state = trainer.with_local_data(head["accepted"], self._weighed(terms))
         vectors, counts = list[Integers](), tuple[int, ...]()
         if terms.scored >= 0:
@@ -144,7 +144,7 @@ class MaskedAnswers:
                 dominated = terms.is_dominated("test", *agreed)
                 vectors.append(sums.encode({} if dominated else cells, sums.summed(bits, self._agreed.threshold)))
         if trains:
-            with telling():
+            with publish_reasons():
                 if job.kept_fields and (0 if state is None else state.round) != head["accepted"]:
                     raise Broken(
                         f"the row that the server's sum has of site {self._site.site} is not on this disk any more, so "
@@ -156,7 +156,7 @@ class MaskedAnswers:
             if UploadVector(job, trainer.forms.idle).is_counted:
                 counts = NEUTRAL if new.reply["neutral"] else ANSWERED
                 counts = counts if sizes[0] else ABSENT
-        with telling():
+        with publish_reasons():
             return self._member.masked(t, head["session"], np.concatenate([np.zeros(0, np.uint64), *vectors]), counts)
 
     def _weighed(self, terms: Terms) -> Job:

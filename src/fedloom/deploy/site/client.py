@@ -21,6 +21,7 @@ from fedloom.deploy.protocol.envelope import (
     unseal,
 )
 from fedloom.deploy.protocol.identity import sign, signing_key
+from fedloom.deploy.protocol.public import PublicReason, publish_reasons
 from fedloom.deploy.secure.site import MaskedAnswers
 from fedloom.deploy.settings import Site
 from fedloom.deploy.site.approval import check_approved
@@ -28,7 +29,6 @@ from fedloom.deploy.site.asked import KINDS, AskedModels
 from fedloom.deploy.site.local_data import part_sizes
 from fedloom.deploy.site.plain import Answer, PlainAnswers
 from fedloom.deploy.site.state import Rewound, SiteState
-from fedloom.deploy.site.told import Told, telling
 from fedloom.deploy.site.trainer import QUOTES_NO_VALUE, Trainer
 from fedloom.errors import CheckpointError, Refused, sentence_of
 from fedloom.local.oracles.precision import undisturbed
@@ -77,25 +77,25 @@ class Client:
         """The signed reply to the content of any message from the server; a refusal has the reason.
 
         It does so only where the reason has no value of a sample and, under differential privacy or secure aggregation,
-        where it was made without any sample (`Told`); else it is in the site's own log.
+        where it was made without any sample (`PublicReason`); else it is in the site's own log.
         """
         head: dict[str, Any] = {}
         secret = False
         try:
-            with telling():
+            with publish_reasons():
                 envelope = unseal(content, REQUEST_FIELDS, {}, self.site.message_limit)
                 head = envelope.head
                 self._check(envelope)
                 secret = self.trainer.private or self.site.secure is not None
             with undisturbed(self.site.threads), ExitStack() as held:
-                with telling():
+                with publish_reasons():
                     held.enter_context(self._memory.open())
                 self._watch_samples()
                 more, arrays, metrics = self._act(envelope)
             more |= {"status": "ok", "reason": "; ".join(self._memory.notes)[:REASON]}
         except Exception as error:  # the server gets the sentence, and logs it
             reason = sentence_of(error)
-            if not isinstance(error, Told if secret else (Told, *QUOTES_NO_VALUE)):
+            if not isinstance(error, PublicReason if secret else (PublicReason, *QUOTES_NO_VALUE)):
                 reason = self.trainer.log_privately(reason)
             more, arrays, metrics = {"status": "refused", "reason": reason[:REASON]}, [], None
         self._memory.notes.clear()
@@ -201,6 +201,6 @@ class Client:
             facts = {"sizes": part_sizes(self.trainer.fed, self.site.client), "figures": self.answers.figures}
             return described | facts, [], None
         if envelope.head["kind"] in KINDS:
-            with telling():
+            with publish_reasons():
                 self._asked.enter(envelope)
         return self.answers.answer(envelope)

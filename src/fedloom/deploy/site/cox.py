@@ -16,12 +16,12 @@ from pydantic import ValidationError
 
 from fedloom.deploy.cox import LONGEST, STEPS_FILE, CoxFound, CoxStep, agreed_cox
 from fedloom.deploy.protocol.envelope import digest_of
+from fedloom.deploy.protocol.public import publish_reasons
 from fedloom.deploy.secure.counters import ABSENT, ANSWERED, NEUTRAL
 from fedloom.deploy.secure.opened import read_checked, write_checked
 from fedloom.deploy.secure.protocol import FEWEST, Broken
 from fedloom.deploy.secure.terms import Terms
 from fedloom.deploy.site.local_data import part_sizes, read_data
-from fedloom.deploy.site.told import telling
 from fedloom.deploy.site.trainer import Trainer
 from fedloom.errors import DataError, Refused, WireError, sentence_of
 from fedloom.experiment.analyses.cox import rows_of, survival_site, table_of, within
@@ -101,14 +101,15 @@ class SiteCox:
             terms: with bins that are merged; None: as agreed.
 
         Raises:
-            Told: nothing was agreed on, the step was answered at other coefficients, or none of that is known any more.
+            PublicReason: nothing was agreed on, the step was answered at other coefficients, or the site has
+                lost what it answered.
         """
-        with telling():
+        with publish_reasons():
             terms = terms or self._terms()
             if len(step.beta) != len(terms.low):
                 raise Broken(f"a step of the Cox regression has {len(terms.low)} coefficients, got {len(step.beta)}")
         rows = self._rows_digest()
-        with telling():
+        with publish_reasons():
             same_rows = self._enter(step, rows)
         try:
             return self._sums(step, terms, same_rows)
@@ -139,7 +140,7 @@ class SiteCox:
         """
         assert terms.question is not None
         threshold = self._trainer.site.survivors or FEWEST
-        with telling():
+        with publish_reasons():
             agreed = merged(self._terms(), terms, first, threshold)
         return self.vector(terms.question, agreed)
 
@@ -176,7 +177,8 @@ class SiteCox:
             rows: digest of the rows.
 
         Raises:
-            Broken: it was answered at other coefficients, or none of that is known any more.
+            Broken: it was answered at other coefficients, or the site has
+                lost what it answered.
         """
         record = read_checked(self._steps)
         if record is None and self._steps.exists():

@@ -17,6 +17,7 @@ from fedloom.deploy.code import read_agreed
 from fedloom.deploy.noise import deployed, noise_of_site
 from fedloom.deploy.protocol.envelope import digest_of
 from fedloom.deploy.protocol.forms import Forms
+from fedloom.deploy.protocol.public import check_private, publish_reasons
 from fedloom.deploy.secure.member import check_maskable
 from fedloom.deploy.settings import Site, check_version
 from fedloom.deploy.site.crafted import check_change, check_units, norms_of
@@ -24,7 +25,6 @@ from fedloom.deploy.site.ledger import Ledger
 from fedloom.deploy.site.local_data import federation_of, part_sizes, samples_digest, site_federation
 from fedloom.deploy.site.neutral import neutral_upload
 from fedloom.deploy.site.state import Generation, SiteState
-from fedloom.deploy.site.told import check_untold, telling
 from fedloom.engine.clients.chunk import ClientOutput, ClientState, run_clients, usable
 from fedloom.engine.clients.scores import hybrid_scores, personal_models, score_chunk
 from fedloom.engine.job import Job
@@ -57,7 +57,7 @@ Send = Callable[[Job, Generation | None, Trained, Any], dict[str, Tensor]]
 QUOTES_NO_VALUE = (CheckpointError, ConfigError, LayoutError, RunDirError, WireError)
 """Errors whose sentence has no value of a sample; others may quote a cell, or a text of the user's code on one.
 
-They leave a site that sends single uploads. Under masks or a delta only `Told` leaves.
+They leave a site that sends single uploads. Under masks or a delta only `PublicReason` leaves.
 """
 
 
@@ -78,7 +78,7 @@ class Trainer:
     @property
     def fed(self) -> Federation:
         """The site's samples, as one client of the federation."""
-        check_untold()
+        check_private()
         return self._fed
 
     @cached_property
@@ -141,7 +141,7 @@ class Trainer:
 
     def with_local_data(self, accepted: int, job: Job) -> tuple[Job, Generation | None]:
         """The run, with its shares of the objective, with the state that the server names as accepted."""
-        with telling():
+        with publish_reasons():
             ids, state = self.ids, self._memory.settle(accepted)
         for name, store in job.state_stores.items():
             store.reset()
@@ -170,14 +170,14 @@ class Trainer:
             weights: further numbers that the upload depends on.
 
         Raises:
-            Told: the download is not of this run or too far from the last one, the privacy budget is spent, or the disk
-                is full.
+            PublicReason: the download is not of this run or too far from the last one, the privacy budget is spent, or
+                the disk is full.
             FedloomError: without masks or accounted noise of the site's own, the training failed or its result is not
                 finite.
         """
         site, samples = self.site, self.samples
         base, digest = 0 if state is None else state.round, _digest(download, weights)
-        with telling():
+        with publish_reasons():
             kept = self._memory.answered(t, base, digest)
             if kept is not None:
                 return kept
@@ -194,7 +194,7 @@ class Trainer:
         tensors = state_rows | send(job, state, trained, down)
         facts = {"work": trained.output.work[0].tolist(), "neutral": int(trained.is_neutral)}
         new = Generation(t, base, digest, tensors, {**facts, "releases": releases, "norms": norms})
-        with telling():
+        with publish_reasons():
             self._memory.keep(new)
         return new
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from fedloom.errors import ConfigError
 from fedloom.formats import significant
 from fedloom.metrics import SUMMARY
-from fedloom.outputs import Kind, check_output_file, never
+from fedloom.outputs import FileKind, check_output_file, never
 from fedloom.report.comparison.contenders import best_row, contenders
 from fedloom.report.comparison.gains import FEW, federated_leader, site_estimate, values_by_seed
 from fedloom.report.groups import group_cells
@@ -59,7 +59,7 @@ def check_card(out: Path) -> None:
     def owns(place: Path) -> bool:
         return len(place.parts) == 2 and place.parts[0] not in FOLDERS
 
-    check_output_file(out, Kind("Markdown", "a model card", never), owns=owns)
+    check_output_file(out, FileKind("Markdown", "a model card", never), owns=owns)
 
 
 def card(run: Run) -> str:
