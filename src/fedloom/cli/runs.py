@@ -208,7 +208,7 @@ def report_command(
         if kind is None:
             raise unknown("choice", models, MODELS, "--models")
         page = out or runs[0] / "report.html"
-        written = report.write(runs, page, columns=chosen, against=against, models=kind, margin=margin)
-        say(f"report: {written}")
+        shown = report.write(runs, page, columns=chosen, against=against, models=kind, margin=margin)
+        say(f"report: {shown}")
         if card:
             say(f"model card: {report.write_card(runs, page.with_suffix('') / 'card.md')}")
