@@ -216,7 +216,7 @@ def report_command(
         beside = page.with_suffix("") / "card.md"
         if card:
             report.check_card(beside)
-        written = report.write(runs, page, columns=chosen, against=against, models=kind, margin=margin, force=force)
-        say(f"report: {written}")
+        shown = report.write(runs, page, columns=chosen, against=against, models=kind, margin=margin, force=force)
+        say(f"report: {shown}")
         if card:
             say(f"model card: {report.write_card(runs, beside)}")

@@ -186,12 +186,12 @@ def groups(count: int, apart: Callable[[int, int], bool]) -> Groups:
     >>> groups(4, lambda i, k: k - i > 1), groups(3, lambda i, k: True)
     ([(0, 1), (1, 2), (2, 3)], [(0, 0), (1, 1), (2, 2)])
     """
-    found: Groups = []
+    longest: Groups = []
     for i in range(count):
         end = next((k for k in range(i + 1, count) if apart(i, k)), count) - 1
-        if not found or end > found[-1][1]:
-            found.append((i, end))
-    return found
+        if not longest or end > longest[-1][1]:
+            longest.append((i, end))
+    return longest
 
 
 class Overall(NamedTuple):

@@ -39,10 +39,10 @@ CORRECTED = (
     "| in 13 of 18 setups no method is better; 17 of 18 cannot show 3 points | the t test of each method alone "
     "had four degrees of freedom; the moderated test takes the spread from all methods of a setup, at a level "
     "that holds its error below 5 % |\n"
-    "| writers: take local | the cheapest of 52 methods that were not told apart is no recommendation; the "
+    "| writers: take local | the cheapest of 52 methods that no test separates is no recommendation; the "
     "means of pFedMe and FedSLR are 30 points higher, and 5 seeds do not decide it |\n"
     "| under attack, two labels each, amounts that differ and five more: take local or FedAvg | the seeds are "
-    "too few to rule out a gain of 3 points; the page says how many would do |\n"
+    "too few to rule out a gain of 3 points; the page has the number that would do |\n"
     '| methods "level with the best", and the one of least traffic among them | not significant is not equal, '
     "and no margin was stated |\n"
 )
@@ -85,10 +85,10 @@ A triangle up: better, down: worse. Pale: inconclusive. {signs}.
   over seeds. With fewer than {enough} seeds nothing is tested. [How the test was chosen](tuning.md#tests) has its
   measured errors.
 
-- **What a verdict is about.** Seeds split the same samples anew. A verdict is about these samples: it says what other
-  splits, cohorts and initial models would give, and nothing about new samples.
+- **What a verdict is about.** Seeds split the same samples anew. A verdict is about these samples, with other splits,
+  cohorts and initial models. It is not about new samples.
 
-- **What a setup can show.** The spread over seeds that the gains of a setup have in common says how many seeds would
+- **What a setup can show.** The spread over seeds that the gains of a setup have in common gives the number of seeds that
   show a gain of {wanted} points with a probability of {power}, at the first step of Holm's correction. The plan uses no
   observed gain. Where more seeds are needed than were run, no method is recommended for lack of a better one.
 

@@ -38,7 +38,7 @@ class Untested(StrEnum):
     """Name every reason why a claim is not tested.
 
     Attributes:
-        UNASKED: no recipe asks for it.
+        UNASKED: no recipe tests it.
         NOT_RUN: the recipe, as it is now, has not been run.
         LOST: every run of a method that it needs diverged or failed.
         REGIME: what was run is in another regime than the paper's run, by figures that both have.

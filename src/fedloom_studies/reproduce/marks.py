@@ -70,8 +70,8 @@ class ClaimCell(NamedTuple):
         return claim_words(self.verdict, self.reason)
 
     @property
-    def asked(self) -> bool:
-        """Whether a recipe asks for it, or would."""
+    def is_asked(self) -> bool:
+        """Whether a recipe tests it, or would."""
         return self.reason != Untested.UNASKED
 
 
@@ -84,21 +84,21 @@ def shown(cell: ClaimCell) -> str:
 
 def together(cells: Iterable[ClaimCell]) -> str:
     """The verdict on all claims of a paper in one protocol, with how many hold of those that are asked."""
-    asked = [cell for cell in cells if cell.asked]
-    decided = [cell.verdict for cell in asked if cell.verdict in (HOLDS, PARTLY, FAILS)]
-    waiting = sum(cell.reason == Untested.NOT_RUN for cell in asked)
+    candidates = [cell for cell in cells if cell.is_asked]
+    decided = [cell.verdict for cell in candidates if cell.verdict in (HOLDS, PARTLY, FAILS)]
+    waiting = sum(cell.reason == Untested.NOT_RUN for cell in candidates)
     if not decided:
-        reasons = [cell.reason for cell in asked]
+        reasons = [cell.reason for cell in candidates]
         first = next((r for r in (Untested.NOT_RUN, Untested.LOST, None, *Untested) if r in reasons), Untested.UNASKED)
         verdict = UNDECIDED if first is None else UNTESTED
         return f"![]({FOLDER}/{of(verdict)}.svg) {claim_words(verdict, first)}"
-    if 2 * waiting > len(asked):
+    if 2 * waiting > len(candidates):
         word = claim_words(UNTESTED, Untested.NOT_RUN)
-        return f"![]({FOLDER}/{of(UNTESTED)}.svg) {word}: {waiting} of {len(asked)} claims"
+        return f"![]({FOLDER}/{of(UNTESTED)}.svg) {word}: {waiting} of {len(candidates)} claims"
     kinds = set(decided)
     verdict = HOLDS if kinds == {HOLDS} else FAILS if kinds == {FAILS} else PARTLY
     so_far, held = " so far" if waiting else "", decided.count(HOLDS)
-    count = f"{held} of {len(asked)} {'holds' if held == 1 else 'hold'}"
+    count = f"{held} of {len(candidates)} {'holds' if held == 1 else 'hold'}"
     return f"![]({FOLDER}/{of(verdict)}.svg) {verdict}{so_far}: {count}"
 
 
@@ -106,7 +106,7 @@ def counts(cells: list[tuple[ClaimCell, ClaimCell]]) -> str:
     """How many claims were asked, and how many came out each way."""
     lines = []
     for mode, side in zip(("As published", "In a fair test"), zip(*cells, strict=True), strict=True):
-        words = [cell.word for cell in side if cell.asked]
+        words = [cell.word for cell in side if cell.is_asked]
         shown = ", ".join(counted(words.count(word), word) for word in dict.fromkeys(words))
         verb = "is" if len(words) == 1 else "are"
         lines.append(f"{mode}, {len(words)} of {len(side)} claims {verb} asked{f': {shown}' if shown else ''}.")
