@@ -39,8 +39,8 @@ INDICATOR = re.compile(r"(^|[_\W])cens(or|ors)?$", re.IGNORECASE)
 LONGER = 0.75
 """Probability that a censored time is longer than one that ended by an event, which confirms the custom.
 
-Of the 14 tables of `tests/data/outcome_key.py` with an event it is at least so much in 5; in none is it as far on the
-other side (0.31 at least), where 0 and 1 would be confused.
+Of the 14 public tables with an event whose key was written first, it is at least so much in 5; in none is it as far on
+the other side (0.31 at least), where 0 and 1 would be confused.
 """
 ENTRY = re.compile(r"entry|(^|[_\W])t?(start|begin)([_\W]|$)|^time0$|truncat", re.IGNORECASE)
 """Names of times at which observation begins."""
@@ -81,8 +81,8 @@ SURE = 3
 MARGIN = 2
 """Points by which it must lead.
 
-With both, 21 of the 31 public tables of `tests/data/test_questions.py`, whose key was written first, are drafted
-rightly, 10 are asked about and none is wrong.
+With both, 21 of the 31 public tables whose key was written first are drafted rightly, 10 are asked about and none is
+wrong.
 """
 SHOWN = 6
 """Candidates that a question names."""
