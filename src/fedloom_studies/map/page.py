@@ -88,10 +88,9 @@ A triangle up: better, down: worse. Pale: inconclusive. {signs}.
 - **What a verdict is about.** Seeds split the same samples anew. A verdict is about these samples, with other splits,
   cohorts and initial models. It is not about new samples.
 
-- **What a setup can show.** The spread over seeds that the gains of a setup have in common gives the number of
-  seeds that show a gain of {wanted} points with a probability of {power}, at the first step of Holm's correction. The
-  plan uses no observed gain. Where more seeds are needed than were run, no method is recommended for lack of a better
-  one.
+- **What a setup can show.** The gains of a setup have a spread over seeds in common. It gives the number of seeds that
+  show a gain of {wanted} points with a probability of {power}, at the first step of Holm's correction. The plan uses no
+  observed gain. Where more seeds are needed than were run, no method is recommended for lack of a better one.
 
 - **A second look.** Some methods were run again on other seeds. One with the mark is *seen twice* where these seeds
   agree that it is better or worse. Where they do not, it is *not confirmed*.
