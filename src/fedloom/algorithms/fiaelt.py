@@ -106,6 +106,7 @@ class FIAELT(Algorithm):
     weighs_partial: ClassVar[bool] = True
     family: ClassVar[str] = "composite"
     paper: ClassVar[dict[str, Any]] = {"solver": "svrg"}
+    released: ClassVar[dict[str, Any]] = {"solver": "released"}
     needs: ClassVar[dict[str, str]] = {"passes": "solver sgd", "iterations": "solver svrg gd", "inner": "solver svrg"}
 
     def derived(self, ctx: Ctx) -> dict[str, Any]:
