@@ -130,7 +130,7 @@ def _run(
     from fedloom.errors import DataError
     from fedloom.progress import counted
     from fedloom_studies.reproduce import reproduce as run
-    from fedloom_studies.reproduce.summary import read
+    from fedloom_studies.reproduce.summary import read, with_rivals
     from fedloom_studies.reproduce.verdicts import print_verdicts
 
     summary = read(results, recipe.name, scale)
@@ -151,7 +151,7 @@ def _run(
         say(f"{recipe.name}: data missing: {error}", err=True)
         return True
     if done is not None:
-        print_verdicts(recipe, done)
+        print_verdicts(recipe, with_rivals(recipe, done, results))
     return done is not None and done.complete
 
 
@@ -161,6 +161,8 @@ def _decided(recipe: Recipe, scale: Scale, results: Path, run: Callable[[list[in
     from fedloom_studies.reproduce.looks import LOOKS, UNDECIDED
     from fedloom_studies.reproduce.summary import read
 
+    if recipe.paper.rivals:  # more seeds of its own method have no rivals to be compared with
+        return True
     for count, _ in LOOKS[1:]:
         summary = read(results, recipe.name, scale)
         if summary is None or scale == "smoke" or summary.minutes * LOOKS[0][0] / len(summary.seeds) >= CHEAP:

@@ -16,7 +16,7 @@ from fedloom_studies.reproduce.charts import alt, chart, charted
 from fedloom_studies.reproduce.choices import at_an_edge, beyond, candidates
 from fedloom_studies.reproduce.figures import Reference, unit
 from fedloom_studies.reproduce.recipe import SCALES, Recipe, Scale
-from fedloom_studies.reproduce.summary import Need, RecipeSummary, read
+from fedloom_studies.reproduce.summary import Need, RecipeSummary, read, with_rivals
 
 MODES = {
     "published": "The paper's own settings, its public code's variants and its own way to choose.",
@@ -29,9 +29,10 @@ EMPTY = "-"
 
 
 def last(recipe: Recipe, results: Path) -> RecipeSummary | None:
-    """The summary of the largest scale that was run; smoke shows nothing."""
+    """The summary of the largest scale that was run, with its rivals' figures; smoke shows nothing."""
     scales: list[Scale] = [scale for scale in reversed(SCALES) if scale != "smoke"]
-    return next((s for scale in scales if (s := read(results, recipe.name, scale))), None)
+    found = next((s for scale in scales if (s := read(results, recipe.name, scale))), None)
+    return None if found is None else with_rivals(recipe, found, results)
 
 
 def state(recipe: Recipe, summary: RecipeSummary | None) -> str:

@@ -36,6 +36,7 @@ from fedloom_studies.reproduce.page import (
 )
 from fedloom_studies.reproduce.reasons import FOLDER, filled
 from fedloom_studies.reproduce.recipe import Claim, Recipe
+from fedloom_studies.reproduce.regime import Anchor, anchors, elsewhere
 from fedloom_studies.reproduce.summary import Need, RecipeSummary, needs
 
 UNFAVOURABLE = (looks.FAILS, looks.UNDECIDED, looks.PARTLY, looks.HOLDS)
@@ -88,6 +89,10 @@ class Sheet(Value):
     why: str = Field("", description="the reason, with measured differences in braces")
     beside: str = Field("", description="where else the paper's methods were measured, as Markdown")
     changed: str = Field("", description="what was changed after a table had been seen")
+    anchor: tuple[str, ...] = Field((), description="columns that show how far a run is from the paper's")
+    anchored: dict[str, str] = Field(
+        default_factory=dict, description="by recipe without printed anchors, the recipe nearest to it that has them"
+    )
     row: tuple[HeadlineClaim, ...] = ()
     corrected: tuple[Corrected, ...] = ()
 
@@ -120,7 +125,7 @@ def pages(recipes: Mapping[str, Recipe], results: Path) -> Iterator[tuple[str, s
 
 def overview(recipes: Mapping[str, Recipe], summaries: Summaries, needed: Mapping[str, Need]) -> str:
     """The page of all papers."""
-    papers = [(sheet, [_cells(recipes, summaries, row) for row in sheet.row]) for sheet in sheets()]
+    papers = [(sheet, [_cells(recipes, summaries, sheet, row) for row in sheet.row]) for sheet in sheets()]
     lines = [HEAD, '<div class="narrow" markdown="1">', ""]
     lines += ["| paper and claim | as published | fair test | the most telling number |", "|---|---|---|---|"]
     for sheet, cells in papers:
@@ -143,9 +148,10 @@ def _section(
 ) -> Iterator[str]:
     """A paper: counts, its claims as rows, the reason, one picture, and an appendix of all its recipes."""
     yield from (f"## {sheet.name}", "", sheet.title, "", counts(cells), "", '<div class="narrow" markdown="1">', "")
-    yield from ("| claim | paper's margin | published | fair |", "|---|---|---|---|")
+    yield from ("| claim | paper's margin | anchors | published | fair |", "|---|---|---|---|---|")
     for row, (published, fair) in zip(sheet.row, cells, strict=True):
-        yield f"| {row.text} | {_margin(recipes, row, published, fair)} | {shown(published)} | {shown(fair)} |"
+        margin, far = _margin(recipes, row, published, fair), _distances(recipes, summaries, sheet, published, fair)
+        yield f"| {row.text} | {margin} | {far} | {shown(published)} | {shown(fair)} |"
     yield from ("", "</div>", "")
     reason = filled(sheet.why, recipes, summaries)
     for paragraph in (reason, sheet.beside):
@@ -171,7 +177,8 @@ def _section(
     for name, one in of_paper:
         summary = summaries[name]
         status = state(one, summary) if summary else not_run(one, needed.get(name))
-        yield f"| [{one.paper.title}]({FOLDER}/{name}.md) | {one.paper.mode}: {status}{_verdicts(one, summary)} |"
+        far = ", in another regime" if elsewhere(_anchors(recipes, summaries, sheet, name)) else ""
+        yield f"| [{one.paper.title}]({FOLDER}/{name}.md) | {one.paper.mode}: {status}{far}{_verdicts(one, summary)} |"
     yield from ("", "</details>", "")
 
 
@@ -189,17 +196,38 @@ def _less(
         yield from (f"On less than the paper ran: {'; '.join(notes)}.", "")
 
 
-def _cells(recipes: Mapping[str, Recipe], summaries: Summaries, row: HeadlineClaim) -> tuple[ClaimCell, ClaimCell]:
-    published = _cell(recipes, summaries, row, row.published)
+def _anchors(recipes: Mapping[str, Recipe], summaries: Summaries, sheet: Sheet, name: str) -> list[Anchor]:
+    return anchors(sheet.anchor, sheet.anchored.get(name, name), recipes, summaries)
+
+
+def _distances(recipes: Mapping[str, Recipe], summaries: Summaries, sheet: Sheet, *cells: ClaimCell) -> str:
+    """How far the anchors of the recipes that count are from the paper's."""
+    found = [one for cell in cells if cell.recipe for one in _anchors(recipes, summaries, sheet, cell.recipe)]
+    return ", ".join(dict.fromkeys(f"[{one.words}]({FOLDER}/{one.recipe}.md)" for one in found)) or "none printed"
+
+
+def _cells(
+    recipes: Mapping[str, Recipe], summaries: Summaries, sheet: Sheet, row: HeadlineClaim
+) -> tuple[ClaimCell, ClaimCell]:
+    published = _cell(recipes, summaries, sheet, row, row.published)
     if row.full and not row.published:
         published = ClaimCell(UNTESTED, Untested.GPU)
-    return published, _cell(recipes, summaries, row, row.fair)
+    return published, _cell(recipes, summaries, sheet, row, row.fair)
 
 
-def _cell(recipes: Mapping[str, Recipe], summaries: Summaries, row: HeadlineClaim, names: tuple[str, ...]) -> ClaimCell:
-    """The verdict of the recipe that counts: of its present version, complete, at full length, least favourable."""
+def _cell(
+    recipes: Mapping[str, Recipe], summaries: Summaries, sheet: Sheet, row: HeadlineClaim, names: tuple[str, ...]
+) -> ClaimCell:
+    """The verdict of the recipe that counts: of its present version, complete, at full length, least favourable.
+
+    A recipe in another regime than the paper's judges nothing.
+    """
     if not names:
         return ClaimCell(UNTESTED, Untested.UNASKED)
+    far = [name for name in names if elsewhere(_anchors(recipes, summaries, sheet, name))]
+    names = tuple(name for name in names if name not in far)
+    if not names:
+        return ClaimCell(UNTESTED, Untested.REGIME, recipe=far[0])
     if row.full and all(recipes[name].paper.reduced for name in names):
         return ClaimCell(UNTESTED, Untested.GPU, recipe=names[0])
     measured, missing = [], ClaimCell(UNTESTED, Untested.NOT_RUN, recipe=names[0])
@@ -296,7 +324,7 @@ def _unaffordable(
     """Commands and estimates of what this page leaves open: what needs a GPU, and what is not run."""
     large = dict.fromkeys(
         row.full for sheet, cells in papers for row, pair in zip(sheet.row, cells, strict=True)
-        if row.full and Untested.GPU in (cell.reason for cell in pair)
+        if row.full and {Untested.GPU, Untested.REGIME} & {cell.reason for cell in pair}
     )  # fmt: skip
     yield from ("## What is open", "")
     for name in large:
@@ -306,7 +334,7 @@ def _unaffordable(
         yield f"- Needs a GPU{wants}: `fedloom reproduce {name} --scale full --device cuda`{time}."
     waiting = dict.fromkeys(
         name for sheet, cells in papers for row, pair in zip(sheet.row, cells, strict=True)
-        for names, cell in zip((row.published, row.fair), pair, strict=True) if cell.reason != Untested.GPU
+        for names, cell in zip((row.published, row.fair), pair, strict=True) if cell.reason not in (Untested.GPU, Untested.REGIME)
         for name in names if cell.reason == Untested.NOT_RUN or not _current(summaries.get(name), recipes[name])
     )  # fmt: skip
     for name in waiting:
