@@ -19,7 +19,7 @@ from pydantic import Field
 from fedloom.errors import ConfigError
 from fedloom.formats import option
 from fedloom.values import Value
-from fedloom_studies.reproduce import judge, looks, marks
+from fedloom_studies.reproduce import facts, judge, looks, marks
 from fedloom_studies.reproduce.figures import Reference, unit
 from fedloom_studies.reproduce.looks import UNTESTED, Untested
 from fedloom_studies.reproduce.marks import ClaimCell, counts, shown, together
@@ -173,6 +173,7 @@ def _section(
     if sheet.changed:
         yield from (f"Changed after a table had been seen: {sheet.changed}", "")
     of_paper = [(name, one) for name, one in recipes.items() if one.paper.title.startswith(f"{sheet.name},")]
+    yield from facts.table(recipes, sheet.name)
     yield from ("| recipe | protocol and state |", "|---|---|")
     for name, one in of_paper:
         summary = summaries[name]
