@@ -36,7 +36,7 @@ def test_every_paper_has_facts_with_their_place_or_has_no_public_code() -> None:
         assert fact.source == "none" or re.fullmatch(r"\S+/\S+ [0-9a-f]{8}, .+:\d.*", fact.source), fact.source
 
 
-def test_most_facts_are_checked_by_options() -> None:
+def test_most_facts_that_a_recipe_uses_are_checked_by_options() -> None:
     checked = [fact for fact in facts() if fact.holds]
-    assert 2 * len(checked) > len(facts())
+    assert 2 * len(checked) > len([fact for fact in facts() if fact.used])
     assert any(not holds(fact, KNOWN[name]) for fact in checked for name in fact.recipes)

@@ -35,7 +35,8 @@ def test_a_recipe_is_an_experiment_at_every_scale(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_columns_and_claims_speak_of_methods_and_variants_of_the_recipe(name: str) -> None:
     one = ALL[name]
-    methods = {label_of(m) for m in one.document["method"]}
+    both = [one, *(ALL[name] for name in (one.paper.rivals,) if name)]
+    methods = {label_of(m) for other in both for m in other.document["method"]}
     texts = [*one.paper.columns.values(), *(t for c in one.paper.claims for t in (c.subject, *c.than))]
     for reference in (Reference.of(text, one.paper.figure) for text in texts if isinstance(text, str)):
         assert reference.method in methods, reference

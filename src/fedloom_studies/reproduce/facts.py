@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -13,6 +13,14 @@ from pydantic import Field
 from fedloom.rundir import label_of
 from fedloom.values import Value
 from fedloom_studies.reproduce.recipe import Recipe
+
+
+PAGE = "facts"
+"""Name of the page, beside those of the recipes."""
+HEAD = (
+    "Facts that the papers' texts lack or contradict, and how many of a paper's recipes in the published protocol use "
+    "them. Repositories are named with the commit that was read. FedACS and Equitable-FL have no public code."
+)
 
 
 class Unused(Value):
@@ -71,12 +79,14 @@ def _option(document: Mapping[str, Any], key: str) -> Any:
     return values.pop() if len(values) == 1 else None
 
 
-def table(recipes: Mapping[str, Recipe], paper: str) -> Iterator[str]:
-    """The facts of a paper as lines of a Markdown table."""
-    yield from ("| what the public code does | where | used by its recipes |", "|---|---|---|")
-    for fact in facts():
-        if fact.paper == paper:
-            count = f"{len(fact.used)} of {len(published(recipes, paper))}"
-            why = "; ".join(f"not in {len(one.recipes)}: {one.because}" for one in fact.unused)
-            yield f"| {fact.text} | {fact.source} | {count}{f'; {why}' if why else ''} |"
-    yield ""
+def page(recipes: Mapping[str, Recipe]) -> str:
+    """The page of all facts, a table per paper, as Markdown."""
+    lines = ["# What the papers' public code does", "", HEAD, "", "[All papers](../papers.md)", ""]
+    for paper in dict.fromkeys(fact.paper for fact in facts()):
+        count = len(published(recipes, paper))
+        lines += [f"## {paper}", "", "| what the code does | where | used by its recipes |", "|---|---|---|"]
+        for fact in (fact for fact in facts() if fact.paper == paper):
+            why = "".join(f"; {len(one.recipes)} do not: {one.because}" for one in fact.unused)
+            lines.append(f"| {fact.text} | {fact.source} | {len(fact.used)} of {count}{why} |")
+        lines.append("")
+    return "\n".join(lines).rstrip() + "\n"

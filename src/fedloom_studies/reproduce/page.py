@@ -81,24 +81,26 @@ def picture(recipe: Recipe, summary: RecipeSummary, folder: str) -> str:
     return f"![{alt(recipe.paper.title, shown)}]({folder}{recipe.name}.svg)"
 
 
-def page(recipe: Recipe, summary: RecipeSummary | None, need: Need | None = None) -> str:
-    """The page of a recipe as Markdown."""
-    return "\n".join(_lines(recipe, summary, need)).rstrip() + "\n"
+def page(recipe: Recipe, summary: RecipeSummary | None, need: Need | None = None, regime: str = "") -> str:
+    """The page of a recipe as Markdown, with a sentence on its regime where that is not the paper's."""
+    return "\n".join(_lines(recipe, summary, need, regime)).rstrip() + "\n"
 
 
-def _lines(recipe: Recipe, summary: RecipeSummary | None, need: Need | None) -> Iterator[str]:
+def _lines(recipe: Recipe, summary: RecipeSummary | None, need: Need | None, regime: str) -> Iterator[str]:
     paper = recipe.paper
     yield from (f"# {recipe.name}", "", f"{paper.title}. {MODES[paper.mode]} Protocol: {paper.protocol}", "")
     yield from ("[All papers](../papers.md)", "")
     if paper.reduced:
         yield from (f"Reduced: {paper.reduced}; so claims are judged, and no cell is.", "")
+    if regime:
+        yield from (regime, "")
     for unknown in paper.open:
         yield f"- Not stated: {unknown.what}. Taken: {unknown.choice} ({unknown.reason})."
     yield from searched(recipe, summary)
     old = summary is not None and earlier(recipe, summary)
     verdicts = judge.claims(recipe, summary.numbers) if summary else []
     moved = {one.claim.text: judge.at_validation(recipe, one, summary.numbers) for one in verdicts} if summary else {}
-    yield from (turn := _turns(verdicts, moved))
+    yield from (turn := [] if regime else _turns(verdicts, moved))
     if paper.open or turn:
         yield ""
     if summary is None:
@@ -118,7 +120,8 @@ def _lines(recipe: Recipe, summary: RecipeSummary | None, need: Need | None) -> 
             "",
             "The recipe has changed since; the results are those of its earlier version and judge no claim.",
         )
-    yield from ("", *_table(recipe, summary), *_claims(recipe, verdicts, moved, old=old), *_rest(recipe, summary))
+    judged = () if regime else _claims(recipe, verdicts, moved, old=old)
+    yield from ("", *_table(recipe, summary), *judged, *_rest(recipe, summary))
 
 
 SINGLE = (

@@ -116,8 +116,11 @@ def pages(recipes: Mapping[str, Recipe], results: Path) -> Iterator[tuple[str, s
     summaries, needed = {name: last(recipe, results) for name, recipe in recipes.items()}, needs(results)
     yield "", overview(recipes, summaries, needed)
     yield from marks.drawn().items()
+    yield f"{facts.PAGE}.md", facts.page(recipes)
+    by_name = {sheet.name: sheet for sheet in sheets()}
     for name, recipe in recipes.items():
-        yield f"{name}.md", page(recipe, summaries[name], needed.get(name))
+        sheet = by_name[recipe.paper.title.partition(",")[0]]
+        yield f"{name}.md", page(recipe, summaries[name], needed.get(name), _regime(recipes, summaries, sheet, name))
         figure = plot(recipe, summaries[name])
         if figure:
             yield f"{name}.svg", figure
@@ -173,13 +176,14 @@ def _section(
     if sheet.changed:
         yield from (f"Changed after a table had been seen: {sheet.changed}", "")
     of_paper = [(name, one) for name, one in recipes.items() if one.paper.title.startswith(f"{sheet.name},")]
-    yield from facts.table(recipes, sheet.name)
+    yield from (f"[What the public code does]({FOLDER}/{facts.PAGE}.md#{_anchor(sheet.name)})", "")
     yield from ("| recipe | protocol and state |", "|---|---|")
     for name, one in of_paper:
         summary = summaries[name]
         status = state(one, summary) if summary else not_run(one, needed.get(name))
-        far = ", in another regime" if elsewhere(_anchors(recipes, summaries, sheet, name)) else ""
-        yield f"| [{one.paper.title}]({FOLDER}/{name}.md) | {one.paper.mode}: {status}{far}{_verdicts(one, summary)} |"
+        far = elsewhere(_anchors(recipes, summaries, sheet, name))
+        came_out = ", in another regime" if far else _verdicts(one, summary)
+        yield f"| [{one.paper.title}]({FOLDER}/{name}.md) | {one.paper.mode}: {status}{came_out} |"
     yield from ("", "</details>", "")
 
 
@@ -199,6 +203,13 @@ def _less(
 
 def _anchors(recipes: Mapping[str, Recipe], summaries: Summaries, sheet: Sheet, name: str) -> list[Anchor]:
     return anchors(sheet.anchor, sheet.anchored.get(name, name), recipes, summaries)
+
+
+def _regime(recipes: Mapping[str, Recipe], summaries: Summaries, sheet: Sheet, name: str) -> str:
+    """A sentence on a recipe in another regime; empty of any other."""
+    found = _anchors(recipes, summaries, sheet, name)
+    far = "; ".join(f"{one.words} in [{one.recipe}]({one.recipe}.md), {one.variant}" for one in found)
+    return f"Another regime than the paper's, so its claims are not judged: {far}." if elsewhere(found) else ""
 
 
 def _distances(recipes: Mapping[str, Recipe], summaries: Summaries, sheet: Sheet, *cells: ClaimCell) -> str:
