@@ -175,8 +175,8 @@ def test_near_recipes_are_in_the_appendix_only() -> None:
 
 def test_no_sentence_on_why_types_a_number() -> None:
     names = (
-        r"\((?:0, 0|1, 1)\)|Dir\(0\.5\)|beta = (?:1|5 L)\b|Corollary 2|the L1 norm|alpha [\d.]+|500 clients|"
-        r"CIFAR-100?\b"
+        r"\((?:0, 0|1, 1)\)|Dir\(0\.5\)|beta = (?:1|5 L)\b|Corollary 2|Proposition 3|Algorithm 1|tau = 1|"
+        r"the L1 norm|alpha [\d.]+|500 clients|CIFAR-100?\b"
     )
     for sheet in sheets():
         assert sheet.why

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -71,8 +72,10 @@ def test_every_row_states_its_anchors_or_that_none_is_printed() -> None:
             if reference in sheet.anchor
         )
         rows = [next(line for line in text.splitlines() if line.startswith(f"| {row.text} |")) for row in sheet.row]
-        assert all("points](papers/" in row.split("|")[3] or "none printed" in row.split("|")[3] for row in rows)
-        assert printed == any("points](papers/" in row.split("|")[3] for row in rows), sheet.name
+        titles = {title for one in KNOWN.values() for title, of in one.paper.columns.items() if of in sheet.anchor}
+        stated = [bool(re.search(rf"({'|'.join(titles)}) [+-]\d", row.split(" | ")[1])) for row in rows if titles]
+        assert all(one or papers.NO_ANCHOR in row.split(" | ")[1] for one, row in zip(stated, rows, strict=False))
+        assert printed == any(stated), sheet.name
 
 
 def test_rivals_come_from_the_record_of_the_same_experiment_alone() -> None:

@@ -14,7 +14,6 @@ from fedloom.rundir import label_of
 from fedloom.values import Value
 from fedloom_studies.reproduce.recipe import Recipe
 
-
 PAGE = "facts"
 """Name of the page, beside those of the recipes."""
 HEAD = (

@@ -54,6 +54,8 @@ fedloom reproduce fedacs-table2 \\
   --data-dir DATA
 ```
 """
+NO_ANCHOR = "no anchor"
+"""Of a claim whose recipe has no anchor: the paper prints no figure of it."""
 RULES = files("fedloom_studies.reproduce").joinpath("rules.md")
 """How claims are judged, the end of the page."""
 
@@ -151,10 +153,11 @@ def _section(
 ) -> Iterator[str]:
     """A paper: counts, its claims as rows, the reason, one picture, and an appendix of all its recipes."""
     yield from (f"## {sheet.name}", "", sheet.title, "", counts(cells), "", '<div class="narrow" markdown="1">', "")
-    yield from ("| claim | paper's margin | anchors | published | fair |", "|---|---|---|---|---|")
+    yield from ("| claim | paper's margin; anchors | published | fair |", "|---|---|---|---|")
     for row, (published, fair) in zip(sheet.row, cells, strict=True):
         margin, far = _margin(recipes, row, published, fair), _distances(recipes, summaries, sheet, published, fair)
-        yield f"| {row.text} | {margin} | {far} | {shown(published)} | {shown(fair)} |"
+        of_paper = far if margin == "-" else f"{margin}; {far}"
+        yield f"| {row.text} | {of_paper} | {shown(published)} | {shown(fair)} |"
     yield from ("", "</div>", "")
     reason = filled(sheet.why, recipes, summaries)
     for paragraph in (reason, sheet.beside):
@@ -215,7 +218,7 @@ def _regime(recipes: Mapping[str, Recipe], summaries: Summaries, sheet: Sheet, n
 def _distances(recipes: Mapping[str, Recipe], summaries: Summaries, sheet: Sheet, *cells: ClaimCell) -> str:
     """How far the anchors of the recipes that count are from the paper's."""
     found = [one for cell in cells if cell.recipe for one in _anchors(recipes, summaries, sheet, cell.recipe)]
-    return ", ".join(dict.fromkeys(f"[{one.words}]({FOLDER}/{one.recipe}.md)" for one in found)) or "none printed"
+    return ", ".join(dict.fromkeys(one.words for one in found)) or NO_ANCHOR
 
 
 def _cells(
@@ -346,7 +349,8 @@ def _unaffordable(
         yield f"- Needs a GPU{wants}: `fedloom reproduce {name} --scale full --device cuda`{time}."
     waiting = dict.fromkeys(
         name for sheet, cells in papers for row, pair in zip(sheet.row, cells, strict=True)
-        for names, cell in zip((row.published, row.fair), pair, strict=True) if cell.reason not in (Untested.GPU, Untested.REGIME)
+        for names, cell in zip((row.published, row.fair), pair, strict=True)
+        if cell.reason not in (Untested.GPU, Untested.REGIME)
         for name in names if cell.reason == Untested.NOT_RUN or not _current(summaries.get(name), recipes[name])
     )  # fmt: skip
     for name in waiting:
