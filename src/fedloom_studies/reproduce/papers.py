@@ -217,8 +217,14 @@ def _regime(recipes: Mapping[str, Recipe], summaries: Summaries, sheet: Sheet, n
 
 def _distances(recipes: Mapping[str, Recipe], summaries: Summaries, sheet: Sheet, *cells: ClaimCell) -> str:
     """How far the anchors of the recipes that count are from the paper's."""
-    found = [one for cell in cells if cell.recipe for one in _anchors(recipes, summaries, sheet, cell.recipe)]
-    return ", ".join(dict.fromkeys(one.words for one in found)) or NO_ANCHOR
+    words = {}
+    for mode, cell in zip(("published", "fair"), cells, strict=True):
+        found = _anchors(recipes, summaries, sheet, cell.recipe) if cell.recipe else []
+        words[mode] = ", ".join(one.words for one in found)
+    different = {text: mode for mode, text in words.items() if text}
+    if len(different) == 2:
+        return "; ".join(f"{text} ({mode})" for text, mode in different.items())
+    return next(iter(different), NO_ANCHOR)
 
 
 def _cells(
