@@ -19,9 +19,8 @@ L is not given, the first round measures the cohort's and does nothing else; so 
 L and most of a cohort use up their iterations. With beta <= L all iterations are taken, and the run warns. Local SGD
 repeats its steps until (9) holds. The server receives each L.
 
-Variant: solver "released" is what the released code runs. Its local work is SVRG on f_i alone from the server's model,
-and its snapshot is never refreshed. No dual, penalty, prox or criterion (9) enters a model: the server's model is the
-mean of the x_i.
+Variant: solver "released" is the public code: SVRG on f_i alone from the server's model, its snapshot never refreshed.
+No dual, penalty, prox or criterion (9) enters a model: the server's model is the mean of the x_i.
 
 Defaults: beta = 1/(passes reach) for local SGD, reach lr times a round's mean number of steps, which balances penalty
 and data; (9) then takes L = beta/5. No regulariser, of which a run warns.
@@ -41,9 +40,8 @@ from torch import Tensor
 from fedloom.algorithms._base import Algorithm, Derived, Mean, Rows, Sent, by_rule
 from fedloom.algorithms._regulariser import Regulariser, proximal, stationarity, unregularised
 from fedloom.local import Ctx, Work, where_moved
-from fedloom.local.inexact import LyapunovParts, below, inexact, lyapunov_parts, lyapunov_step
+from fedloom.local.inexact import LyapunovParts, Solver, below, inexact, lyapunov_parts, lyapunov_step
 from fedloom.local.smoothness import largest, smoothness
-from fedloom.local.svrg import svrg_without_refresh
 from fedloom.rows.layout import Layout
 
 
@@ -94,9 +92,7 @@ class FIAELT(Algorithm):
     r: float = Field(0.005, ge=0, lt=0.5, description="tolerance r_i of (9) (Corollary 2); 0: all iterations are taken")
     beta: Derived = by_rule(description="penalty; 1/(passes reach) for sgd, 5 L (Cor. 2) when not given")
     smooth: Derived = by_rule(description="L; beta/5 if beta is derived, else measured where (9) is looked at")
-    solver: Literal["svrg", "gd", "sgd", "released"] = Field(
-        "sgd", description="local SGD, SVRG (Corollary 2) or gradient descent until (9); released: the code's own SVRG"
-    )
+    solver: Solver = Field("sgd", description="SGD, SVRG (Corollary 2) or descent until (9); or the public code's SVRG")
     passes: int = Field(2, ge=1, description="most rounds of sgd until (9); 1: one, and (9) is not looked at")
     iterations: int = Field(10, ge=1, description="most outer iterations of svrg (Corollary 2), or steps of gd")
     inner: int | None = Field(200, ge=2, description="m_i of svrg (Corollary 2); an epoch, at least 2, when None")
@@ -110,8 +106,8 @@ class FIAELT(Algorithm):
     needs: ClassVar[dict[str, str]] = {"passes": "solver sgd", "iterations": "solver svrg gd", "inner": "solver svrg"}
 
     def derived(self, ctx: Ctx) -> dict[str, Any]:
-        if self.solver == "released":
-            return {} if self.beta else {"beta": 1.0}  # its constant, which scales a dual that enters no model
+        if self.solver == "released":  # its constant, which scales a dual that enters no model
+            return {} if self.beta else {"beta": 1.0}
         rule = {} if self.solver != "sgd" or self.smooth else {"beta": 1 / (self.passes * ctx.reach)}
         return rule if self.beta or not rule else {**rule, "smooth": rule["beta"] / 5}
 
@@ -138,12 +134,8 @@ class FIAELT(Algorithm):
         none = rows.moved.new_zeros(rows.moved.shape)
         if not beta:
             return Up(x.new_zeros(x.shape), z.new_zeros(z.shape), none, none, smoothness(y, work)), rows
-        if self.solver == "released":
-            start = where_moved(work, y.expand_as(x), x)
-            up, rows = self.encode(svrg_without_refresh(start, work, self.lr), down, rows, work)
-            return up._replace(iterations=work.steps.to(x)), rows
         smooth, most = smooth or beta / 5, self.passes if self.solver == "sgd" else self.iterations
-        start = x if self.start == "own" else where_moved(work, y.expand_as(x), x)
+        start = x if self.start == "own" and self.solver != "released" else where_moved(work, y.expand_as(x), x)
         how = self.solver, smooth, self.r, most, self.inner, self.lr
         new, steps, met = inexact(start, work, (beta, y), z, *how)  # Eq. 8
         up, rows = self.encode(new, down, rows, work)

@@ -70,8 +70,8 @@ def _option(document: Mapping[str, Any], key: str) -> Any:
     """An option by its dotted key; of a method by its label, with the constants that ``settings`` names."""
     table, _, rest = key.partition(".")
     if table != "method":
-        found = document.get(table)
-        return found.get(rest) if rest and found is not None else found
+        value = document.get(table)
+        return value.get(rest) if rest and value is not None else value
     label, _, option = rest.rpartition(".")
     methods = [m for m in document["method"] if label_of(m) == label or label_of(m).startswith(f"{label},")]
     values = {m.get(option, m.get("settings") if option == "solver" else None) for m in methods}

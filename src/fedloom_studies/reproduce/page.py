@@ -31,8 +31,8 @@ EMPTY = "-"
 def last(recipe: Recipe, results: Path) -> RecipeSummary | None:
     """The summary of the largest scale that was run, with its rivals' figures; smoke shows nothing."""
     scales: list[Scale] = [scale for scale in reversed(SCALES) if scale != "smoke"]
-    found = next((s for scale in scales if (s := read(results, recipe.name, scale))), None)
-    return None if found is None else with_rivals(recipe, found, results)
+    summary = next((s for scale in scales if (s := read(results, recipe.name, scale))), None)
+    return None if summary is None else with_rivals(recipe, summary, results)
 
 
 def state(recipe: Recipe, summary: RecipeSummary | None) -> str:
@@ -120,8 +120,8 @@ def _lines(recipe: Recipe, summary: RecipeSummary | None, need: Need | None, reg
             "",
             "The recipe has changed since; the results are those of its earlier version and judge no claim.",
         )
-    judged = () if regime else _claims(recipe, verdicts, moved, old=old)
-    yield from ("", *_table(recipe, summary), *judged, *_rest(recipe, summary))
+    claim_lines = () if regime else _claims(recipe, verdicts, moved, old=old)
+    yield from ("", *_table(recipe, summary), *claim_lines, *_rest(recipe, summary))
 
 
 SINGLE = (

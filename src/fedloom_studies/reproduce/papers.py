@@ -210,17 +210,17 @@ def _anchors(recipes: Mapping[str, Recipe], summaries: Summaries, sheet: Sheet, 
 
 def _regime(recipes: Mapping[str, Recipe], summaries: Summaries, sheet: Sheet, name: str) -> str:
     """A sentence on a recipe in another regime; empty of any other."""
-    found = _anchors(recipes, summaries, sheet, name)
-    far = "; ".join(f"{one.words} in [{one.recipe}]({one.recipe}.md), {one.variant}" for one in found)
-    return f"Another regime than the paper's, so its claims are not judged: {far}." if elsewhere(found) else ""
+    distances = _anchors(recipes, summaries, sheet, name)
+    far = "; ".join(f"{one.words} in [{one.recipe}]({one.recipe}.md), {one.variant}" for one in distances)
+    return f"Another regime than the paper's, so its claims are not judged: {far}." if elsewhere(distances) else ""
 
 
 def _distances(recipes: Mapping[str, Recipe], summaries: Summaries, sheet: Sheet, *cells: ClaimCell) -> str:
     """How far the anchors of the recipes that count are from the paper's."""
     words = {}
     for mode, cell in zip(("published", "fair"), cells, strict=True):
-        found = _anchors(recipes, summaries, sheet, cell.recipe) if cell.recipe else []
-        words[mode] = ", ".join(one.words for one in found)
+        distances = _anchors(recipes, summaries, sheet, cell.recipe) if cell.recipe else []
+        words[mode] = ", ".join(one.words for one in distances)
     different = {text: mode for mode, text in words.items() if text}
     if len(different) == 2:
         return "; ".join(f"{text} ({mode})" for text, mode in different.items())

@@ -305,8 +305,8 @@ def _resolved(name: str, documents: Mapping[str, object]) -> dict[str, Any]:
         return document
     base = _resolved(document.pop("base"), documents)
     base.get("scale", {}).pop("laptop", None)
-    for own in ("nearest", "rivals"):
-        base.get("paper", {}).pop(own, None)
+    for key in ("nearest", "rivals"):
+        base.get("paper", {}).pop(key, None)
     for table, follows in (("columns", ("columns", "cells")), ("cells", ("cells",))):
         if table in document.get("paper", {}):
             base["paper"] |= {key: {} for key in follows}

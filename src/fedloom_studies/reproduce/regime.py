@@ -1,4 +1,4 @@
-"""How far a run is from the paper's: its anchors, simple methods whose figures the paper prints too.
+"""Regime: anchors, simple methods whose figures the paper prints too, and how far a run is from them.
 
 Local training and FedAvg have hardly a setting of their own. Where they end far from the paper's figures, the data, the
 network or the length of training differ, and no verdict on the paper's method follows. `papers.toml` names the anchors
@@ -62,15 +62,15 @@ def anchors(
     if summary is None or earlier(recipe, summary):
         return []
     titles = {title for title, text in recipe.paper.columns.items() if text in references}
-    found: dict[str, Anchor] = {}
+    farthest: dict[str, Anchor] = {}
     for cell in cells(recipe, summary.numbers, compare=False):
         if cell.column not in titles or cell.paper is None or not np.isfinite(cell.mean):
             continue
         one = Anchor(cell.column, cell.variant, cell.mean - cell.paper, place, cell.figure)
-        found[cell.column] = max(found.get(cell.column, one), one, key=lambda a: abs(a.gap))
-    return list(found.values())
+        farthest[cell.column] = max(farthest.get(cell.column, one), one, key=lambda a: abs(a.gap))
+    return list(farthest.values())
 
 
-def elsewhere(found: Sequence[Anchor]) -> bool:
+def elsewhere(distances: Sequence[Anchor]) -> bool:
     """Whether an anchor is so far from the paper's that the run is in another regime."""
-    return any(abs(anchor.gap) > FARTHEST for anchor in found)
+    return any(abs(anchor.gap) > FARTHEST for anchor in distances)
