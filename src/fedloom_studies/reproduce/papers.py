@@ -155,9 +155,10 @@ def _section(
     yield from (f"## {sheet.name}", "", sheet.title, "", counts(cells), "", '<div class="narrow" markdown="1">', "")
     yield from ("| claim | paper's margin; anchors | published | fair |", "|---|---|---|---|")
     for row, (published, fair) in zip(sheet.row, cells, strict=True):
-        margin, far = _margin(recipes, row, published, fair), _distances(recipes, summaries, sheet, published, fair)
-        of_paper = far if margin == "-" else f"{margin}; {far}"
-        yield f"| {row.text} | {of_paper} | {shown(published)} | {shown(fair)} |"
+        margin = _margin(recipes, row, published, fair)
+        distances = _distances(recipes, summaries, sheet, published, fair)
+        beside = distances if margin == "-" else f"{margin}; {distances}"
+        yield f"| {row.text} | {beside} | {shown(published)} | {shown(fair)} |"
     yield from ("", "</div>", "")
     reason = filled(sheet.why, recipes, summaries)
     for paragraph in (reason, sheet.beside):
