@@ -67,7 +67,9 @@ def chosen_settings(settings: Any, paper: Mapping[str, Any], released: Mapping[s
     if settings not in SETTINGS:
         raise ValueError(f"settings must be 'default', 'paper' or 'released', got {settings!r}")
     if settings == "released" and not released:
-        raise ValueError("settings = 'released' needs a method with constants of a released code; take 'paper'")
+        raise ValueError(
+            "settings = 'released' needs a method with constants of a released code; give this one settings = 'paper'"
+        )
     return {"default": {}, "paper": paper, "released": released}[settings]
 
 
