@@ -61,6 +61,7 @@ DEFAULTS_SAY = (
     '`settings = "paper"` at the top of a file or in a `[[method]]` table, `--set settings=paper` or '
     '`--set method.flame.settings=paper` on the command line, and `fl.simulate("flame", fed, settings="paper")` in '
     "Python take the papers' own constants, which `fedloom describe` lists. "
+    "Where a paper's public code runs something else than the paper prints, `released` takes the place of `paper`. "
     '`lam = "2x"` is twice what the method derives.',
 )
 HELD_OUT_SAYS = (

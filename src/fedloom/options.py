@@ -5,10 +5,15 @@ from __future__ import annotations
 import collections.abc
 import inspect
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+
+if TYPE_CHECKING:
+    from pydantic._internal._model_construction import ModelMetaclass
+else:
+    ModelMetaclass = type(BaseModel)  # pydantic's own, which has no public name
 
 ARGS = "Args:"
 """Opens the lines on options in a docstring."""
@@ -16,7 +21,7 @@ LIMITS = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
 """Limits of a number in a field of pydantic, and how they are written."""
 
 
-class Face(type(BaseModel)):  # type: ignore[misc]  # pydantic's metaclass, by whatever name it has
+class Face(ModelMetaclass):
     """Show the options of a value's class in `help`, in its signature and in notebooks.
 
     Pydantic builds a class when it is first used, and its signature then has validators in the place of types. Both

@@ -530,7 +530,7 @@ ROWS: dict[str, Row] = {
         rounds=100,
         options={"regulariser": L1(c=5 * 1.0), "beta": 4.0, "smooth": 2.0, "solver": "gd"},
         lean={"inner": 4, "iterations": 2},
-        variants=({"beta": 4.0, "smooth": 2.0, "solver": "gd"}, {"beta": 2.0, "solver": "sgd"}),
+        variants=({"beta": 4.0, "smooth": 2.0, "solver": "gd"}, {"beta": 2.0, "solver": "sgd"}, {"solver": "released"}),
         without={"encoding": "it counts iterations, of which the model does not tell"},
     ),
     "fedmid": Row(fedmid, 80, {"regulariser": L1(c=0.3)}, variants=({"regulariser": L1(c=0.3), "server_lr": 0.5},)),

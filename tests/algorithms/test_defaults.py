@@ -12,7 +12,7 @@ from annotated_types import Ge, Gt, Interval, Le, Lt
 from method_rows import PAPERS
 from pydantic.fields import FieldInfo
 
-from fedloom.algorithms import FIAELT, FLAME, REGISTRY, Preset
+from fedloom.algorithms import FIAELT, FLAME, REGISTRY, FedSLR, Preset
 from fedloom.errors import ConfigError
 from fedloom.experiment import parse
 from fedloom.local import Ctx, LocalSGD
@@ -162,12 +162,25 @@ def test_a_multiple_of_what_is_not_derived_is_refused() -> None:
         FIAELT(solver="svrg", beta="2x").with_derived_options(contexts()[0])
 
 
-def test_settings_are_default_or_paper() -> None:
+def test_released_settings_are_those_of_the_public_codes() -> None:
+    """With the place in the code: zsk66/FLAME 215a04b2, huangtiansheng/fedslr 35dc740c, Peiran225/FIAELT 4ea7069b."""
+    flame = FLAME(lam=1.0, rho=0.1, centre="received", dual="epoch")  # options.py:26-27, update.py:98, 171-175
+    assert FLAME(settings="released") == flame
+    assert FLAME(settings="released", dual="round") == flame.with_(dual="round")
+    fedslr = FedSLR(eta_g=10.0, personal_start="model", personal_decay="component")  # mask_component_bi.py:27
+    assert FedSLR(settings="released") == fedslr
+    assert FIAELT(settings="released") == FIAELT(solver="released")
+    for name in ("fedacs", "fedavg", "fairfed"):
+        with pytest.raises(ValueError, match="needs a method with constants of a released code"):
+            REGISTRY[name](settings="released")
+
+
+def test_settings_are_default_paper_or_released() -> None:
     assert FLAME(settings="paper") == FLAME(lam=1.0, rho=0.1)
     assert FLAME(settings="paper", lam=2.0) == FLAME(lam=2.0, rho=0.1)
     assert FLAME(settings="default") == FLAME()
     for entry in (FLAME, REGISTRY["fairfed"]):
-        with pytest.raises(ValueError, match="settings must be 'default' or 'paper'"):
+        with pytest.raises(ValueError, match="settings must be 'default', 'paper' or 'released'"):
             entry(settings="papers")
 
 

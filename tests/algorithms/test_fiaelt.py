@@ -442,3 +442,20 @@ def test_linear_convergence_with_l1() -> None:
     assert max(windows) < 0.2  # per 20 rounds
     assert all(0.8 < b / a < 1.5 for a, b in itertools.pairwise(windows))
     assert gaps[140] < 1e-5 * gaps[0]
+
+
+# ----------------------------------------------------------------------------------------------------- released code
+
+
+@pytest.mark.parametrize("ignored", [{}, {"beta": 7.0, "tau": 0.5}, {"regulariser": L1(c=3.0)}])
+def test_no_dual_penalty_or_prox_enters_a_model_of_the_released_code(ignored: dict[str, Any]) -> None:
+    """With one full batch a round it is two steps of gradient descent from the server's model, and their mean."""
+    p = Problem.random(3)
+    run = federate(FIAELT(solver="released", **ignored), p, 4, local=LocalSGD(lr=0.05, steps=1, batch_size="full"))
+    y = run[0].server.y
+    for state in run[1:]:
+        x = y.expand(p.n, p.d)
+        for _ in range(2):
+            x = x - 0.05 * p.gradient(x)
+        y = (p.alpha * x).sum(0)
+        same(state.server.y, y)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fedloom.local import LocalSGD, Work, svrg
 from fedloom.local.oracles import Quadratic
+from fedloom.local.svrg import svrg_without_refresh
 from fedloom.seeds import generator
 
 LR = 0.2
@@ -177,3 +178,22 @@ def test_outer_iterations_may_differ_between_clients() -> None:
     for i, count in enumerate(outer[:, 0].tolist()):
         expected = objective.by_hand(objective.problem.start[i], i, count, None, 6)
         torch.testing.assert_close(result.w[i], expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("local", [{"epochs": 3, "batch_size": 6}, {"epochs": 2, "batch_size": "full"}, {"steps": 0}])
+def test_without_refresh_every_step_of_the_round_uses_the_gradients_at_the_start(local: dict[str, Any]) -> None:
+    """The released code of FIAELT: a full step first, then epochs of random length, of which the last iterate stays."""
+    objective, order = Objective(), [3, 0, 2, 1]
+    start = objective.problem.start
+    ended = svrg_without_refresh(start[order], objective.work(order, **local))
+    for k, i in enumerate(order):
+        v = start[i]
+        full, w = objective.sampled(v, i), v
+        if local.get("steps") != 0:
+            each = handwritten.steps_of(handwritten.SIZES[i], local["batch_size"], 1)
+            draws = torch.randint(1, each + 1, (local["epochs"],), generator=generator(3, 2, i, ("svrg", "lengths")))
+            w = v - LR * full
+            count = int(draws.sum())
+            for where in handwritten.positions(handwritten.SIZES[i], local["batch_size"], count, i, "svrg", 3, 2):
+                w = w - LR * (objective.sampled(w, i, where) - objective.sampled(v, i, where) + full)
+        torch.testing.assert_close(ended[k], w, **TOLERANCE)

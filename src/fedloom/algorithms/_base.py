@@ -54,15 +54,23 @@ def by_rule(**field: Any) -> Any:
     return Field(None, **field)
 
 
-def chosen_settings(settings: Any, paper: Mapping[str, Any]) -> Mapping[str, Any]:
+SETTINGS = ("default", "paper", "released")
+"""Constants of the options that are not given: fedloom's, those that the paper prints, or those of its public code."""
+
+
+def chosen_settings(settings: Any, paper: Mapping[str, Any], released: Mapping[str, Any]) -> Mapping[str, Any]:
     """The constants that the option ``settings`` names.
 
     Raises:
-        ValueError: it is neither "default" nor "paper".
+        ValueError: it is neither "default", "paper" nor "released", or the method has no released constants.
     """
-    if settings not in ("default", "paper"):
-        raise ValueError(f"settings must be 'default' or 'paper', got {settings!r}")
-    return paper if settings == "paper" else {}
+    if settings not in SETTINGS:
+        raise ValueError(f"settings must be 'default', 'paper' or 'released', got {settings!r}")
+    if settings == "released" and not released:
+        raise ValueError(
+            "settings = 'released' needs a method with constants of a released code; give this one settings = 'paper'"
+        )
+    return {"default": {}, "paper": paper, "released": released}[settings]
 
 
 def weighed_in_itself(method: Algorithm, option: str, ctx: Ctx) -> None:
@@ -100,6 +108,9 @@ class Algorithm(Value, ABC):
     """consensus, personalised, composite, fair, clustered or reference; for lists."""
     paper: ClassVar[Mapping[str, Any]] = {}
     """The paper's own constants where a default is another: ``settings = "paper"`` takes them."""
+    released: ClassVar[Mapping[str, Any]] = {}
+    """The constants and variants of the paper's public code, if they are not the paper's: ``settings = "released"``
+    takes them."""
 
     @model_validator(mode="before")
     @classmethod
@@ -113,7 +124,7 @@ class Algorithm(Value, ABC):
         if "settings" not in options or "settings" in cls.model_fields:
             return options
         rest = {key: value for key, value in options.items() if key != "settings"}
-        return {**chosen_settings(options["settings"], cls.paper), **rest}
+        return {**chosen_settings(options["settings"], cls.paper, cls.released), **rest}
 
     def derived(self, ctx: Ctx) -> dict[str, Any]:
         """Values of the options that are not given (None), from what is known before the first round."""

@@ -17,7 +17,10 @@ Kept by a client: 2d + 1 (x, z, moved). Sent per round: d + 2 down (y as sparse 
 Deviations: (9) needs the unknown minimiser; the check of `fedloom.local.inexact` implies it. Where it is looked at and
 L is not given, the first round measures the cohort's and does nothing else; so does a later one where beta follows from
 L and most of a cohort use up their iterations. With beta <= L all iterations are taken, and the run warns. Local SGD
-repeats its steps until (9) holds. The public code has no dual and no penalty. The server receives each L.
+repeats its steps until (9) holds. The server receives each L.
+
+Variant: solver "released" is the public code: SVRG on f_i alone from the server's model, its snapshot never refreshed.
+No dual, penalty, prox or criterion (9) enters a model: the server's model is the mean of the x_i.
 
 Defaults: beta = 1/(passes reach) for local SGD, reach lr times a round's mean number of steps, which balances penalty
 and data; (9) then takes L = beta/5. No regulariser, of which a run warns.
@@ -89,7 +92,7 @@ class FIAELT(Algorithm):
     r: float = Field(0.005, ge=0, lt=0.5, description="tolerance r_i of (9) (Corollary 2); 0: all iterations are taken")
     beta: Derived = by_rule(description="penalty; 1/(passes reach) for sgd, 5 L (Cor. 2) when not given")
     smooth: Derived = by_rule(description="L; beta/5 if beta is derived, else measured where (9) is looked at")
-    solver: Solver = Field("sgd", description="local SGD, SVRG (Corollary 2) or gradient descent until (9)")
+    solver: Solver = Field("sgd", description="SGD, SVRG (Corollary 2) or descent until (9); or the public code's SVRG")
     passes: int = Field(2, ge=1, description="most rounds of sgd until (9); 1: one, and (9) is not looked at")
     iterations: int = Field(10, ge=1, description="most outer iterations of svrg (Corollary 2), or steps of gd")
     inner: int | None = Field(200, ge=2, description="m_i of svrg (Corollary 2); an epoch, at least 2, when None")
@@ -99,15 +102,19 @@ class FIAELT(Algorithm):
     weighs_partial: ClassVar[bool] = True
     family: ClassVar[str] = "composite"
     paper: ClassVar[dict[str, Any]] = {"solver": "svrg"}
+    released: ClassVar[dict[str, Any]] = {"solver": "released"}
     needs: ClassVar[dict[str, str]] = {"passes": "solver sgd", "iterations": "solver svrg gd", "inner": "solver svrg"}
 
     def derived(self, ctx: Ctx) -> dict[str, Any]:
+        if self.solver == "released":  # its constant, which scales a dual that enters no model
+            return {} if self.beta else {"beta": 1.0}
         rule = {} if self.solver != "sgd" or self.smooth else {"beta": 1 / (self.passes * ctx.reach)}
         return rule if self.beta or not rule else {**rule, "smooth": rule["beta"] / 5}
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Client, None]:
         zero, none = x0.new_zeros(x0.shape), x0.new_zeros(1)
-        unknown = not self.smooth and (not self.beta or (self.r > 0 and (self.solver, self.passes) != ("sgd", 1)))
+        looks = self.r > 0 and self.solver != "released" and (self.solver, self.passes) != ("sgd", 1)
+        unknown = not self.smooth and (not self.beta or looks)
         beta, smooth = 0.0 if unknown else self.beta or 5 * self.smooth, self.smooth or 0.0
         return Server(x0, x0, zero, none + beta, none + smooth, none, none, none), Client(x0, zero, none), None
 
@@ -128,7 +135,7 @@ class FIAELT(Algorithm):
         if not beta:
             return Up(x.new_zeros(x.shape), z.new_zeros(z.shape), none, none, smoothness(y, work)), rows
         smooth, most = smooth or beta / 5, self.passes if self.solver == "sgd" else self.iterations
-        start = x if self.start == "own" else where_moved(work, y.expand_as(x), x)
+        start = x if self.start == "own" and self.solver != "released" else where_moved(work, y.expand_as(x), x)
         how = self.solver, smooth, self.r, most, self.inner, self.lr
         new, steps, met = inexact(start, work, (beta, y), z, *how)  # Eq. 8
         up, rows = self.encode(new, down, rows, work)
@@ -149,6 +156,8 @@ class FIAELT(Algorithm):
             top = largest(up.smooth, "smooth")
             beta = top.new_full((1,), self.beta) if self.beta else (5 * top).maximum(before)  # Corollary 2
             return server._replace(xbar=xbar, zbar=zbar, beta=beta, smooth=top if self.beta else beta / 5)
+        if self.solver == "released":
+            return server._replace(y=xbar, xbar=xbar, zbar=zbar, iterations=up.iterations.mean(0))
         y = proximal(self.regulariser, xbar + zbar / beta, 1 / (beta * ctx.n), ctx.layout)  # prox_{g/(beta p)}
         fails = (up.iterations >= self.iterations).double().mean() > 0.5
         if self.r and fails and not (before or self.beta or self.smooth):

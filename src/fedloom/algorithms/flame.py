@@ -103,6 +103,7 @@ class FLAME(ThetaStep):
     family: ClassVar[str] = "personalised"
     uses_shares: ClassVar[bool] = True
     paper: ClassVar[Mapping[str, Any]] = {"lam": 1.0, "rho": 0.1}
+    released: ClassVar[Mapping[str, Any]] = {"lam": 1.0, "rho": 0.1, "centre": "received", "dual": "epoch"}
 
     def derived(self, ctx: Ctx) -> dict[str, Any]:
         lam = self.lam or 4 / (ctx.reach * ctx.rounds)

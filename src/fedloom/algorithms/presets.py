@@ -57,6 +57,11 @@ class Preset:
         """The paper's own constants where a default is another."""
         return self.algorithm.paper
 
+    @property
+    def released(self) -> Mapping[str, Any]:
+        """The constants and variants of the paper's public code."""
+        return self.algorithm.released
+
     def __call__(self, **options: Any) -> Composition:
         """The composition with some options given.
 
@@ -64,7 +69,7 @@ class Preset:
             ConfigError: an option that no part has, or a value out of range.
         """
         if "settings" in options:
-            options = {**chosen_settings(options["settings"], self.paper), **options}
+            options = {**chosen_settings(options["settings"], self.paper, self.released), **options}
             del options["settings"]
         chosen = {**self.defaults, **options}
         for name in chosen:

@@ -52,7 +52,7 @@ def simulate(
     cohorts: Sequence[Sequence[int] | Tensor] | None = None,
     batches: Sequence[Any] | Mapping[int, Any] | None = None,
     projection: Tensor | None = None,
-    settings: Literal["default", "paper"] = "default",
+    settings: Literal["default", "paper", "released"] = "default",
     **choices: Unpack[Choices],
 ) -> Result:
     """Run a method on a federation.
@@ -74,7 +74,8 @@ def simulate(
         cohorts: client ids of every round.
         batches: of every client, of every round, of every step the positions in its training part.
         projection: ``[dim, d]``, the matrix of a method in a subspace.
-        settings: constants of a method that is given by name: "default", or "paper" for the paper's own.
+        settings: constants of a method that is given by name: "default", "paper" for the paper's own,
+            or "released" for those of its public code.
         choices: the other fields of `fedloom.Setting`: ``rounds``, ``seed``, ``task``, ``local``, ``sampler``,
             ``weigher``, ``mixer``, ``aggregator``, ``attack``, ``channel``, ``augment``, ``weights``, ``devices``,
             ``schedule``, ``evaluate``, ``engine``; None leaves a default.

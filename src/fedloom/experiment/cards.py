@@ -126,10 +126,16 @@ def loses(name: str) -> tuple[str, ...]:
 
 
 def _paper(entry: type[Algorithm] | Preset) -> list[str]:
-    """The constants of ``settings = "paper"``, where they are not the defaults."""
-    if not entry.paper:
-        return []
-    return ["", 'With settings = "paper":', *(f"    {name} = {value!r}" for name, value in entry.paper.items())]
+    """The constants of ``settings = "paper"`` and ``"released"``, where they are not the defaults."""
+    lines = []
+    for word, constants in (("paper", entry.paper), ("released", entry.released)):
+        if constants:
+            lines += [
+                "",
+                f'With settings = "{word}":',
+                *(f"    {name} = {value!r}" for name, value in constants.items()),
+            ]
+    return lines
 
 
 def cards() -> dict[str, str]:

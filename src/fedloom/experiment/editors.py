@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fedloom.algorithms import REGISTRY, Preset
+from fedloom.algorithms._base import SETTINGS
 from fedloom.engine.setting import Setting
 from fedloom.experiment.schema import TABLES, Top
 from fedloom.imports import PATTERN
@@ -50,7 +51,7 @@ def json_schema() -> str:
     tables["data"]["anyOf"].append({**other, "title": "a path or hub:owner/name"})
     overridable = {name: tables.pop(name) for name in Setting.per_method if name in tables}
     links = {name: {"$ref": f"#/$defs/{name}"} for name in overridable}
-    words = {"enum": ["default", "paper"], "description": "constants of the options that are not given"}
+    words = {"enum": list(SETTINGS), "description": "constants of the options that are not given"}
     label = {"type": "string"}
     method = kinds(REGISTRY, "algorithm", **links, rounds=head["rounds"], label=label, settings=words)
     document = {

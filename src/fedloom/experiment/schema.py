@@ -61,8 +61,8 @@ Title = Annotated[str, AfterValidator(_printable)]
 """What tables and charts call something."""
 
 
-Constants = Literal["default", "paper"]
-"""The constants of options that are not given: fedloom's defaults, or the paper's own."""
+Constants = Literal["default", "paper", "released"]
+"""The constants of options that are not given: fedloom's defaults, the paper's own, or those of its public code."""
 
 
 def _no_path(text: str) -> str:
@@ -76,7 +76,9 @@ class Head(Value):
 
     name: Annotated[Title, AfterValidator(_no_path)] = Field("experiment", description="name of the experiment")
     seeds: tuple[NonNegativeInt, ...] = Field((0,), min_length=1, description="one run of every method per seed")
-    settings: Constants = Field("default", description="of every method that does not say its own: default or paper")
+    settings: Constants = Field(
+        "default", description="of every method that does not say its own: default, paper or released"
+    )
 
     @field_validator("seeds")
     @classmethod

@@ -11,15 +11,15 @@ from torch import Tensor
 from fedloom.local.descend import descend
 from fedloom.local.iterate import iterate
 from fedloom.local.rows import each_client
-from fedloom.local.svrg import Solving, full_direction, solved, svrg
+from fedloom.local.svrg import Solving, full_direction, solved, svrg, svrg_without_refresh
 
 if TYPE_CHECKING:
     from fedloom.local.descend import Pull
     from fedloom.local.svrg import Until
     from fedloom.local.work import Work
 
-Solver = Literal["svrg", "gd", "sgd"]
-"""SVRG, gradient descent, or the run's local SGD."""
+Solver = Literal["svrg", "gd", "sgd", "released"]
+"""SVRG, gradient descent, the run's local SGD, or `svrg_without_refresh`, in which neither pull nor shift enters."""
 
 
 class DescentResult(NamedTuple):
@@ -109,6 +109,8 @@ def inexact(
         return DescentResult(*svrg(w, work, (pull,), shift, limit, inner, lr or 1 / (8 * beta), met))
     if solver == "gd":
         return gradient_descent(w, work, (pull,), shift, limit, lr or 1 / beta, met)
+    if solver == "released":
+        return DescentResult(svrg_without_refresh(w, work, lr), work.steps, work.steps < 0)
     if most == 1:
         return DescentResult(descend(w, work, (pull,), shift, lr=lr), work.steps, work.steps < 0)
     end = _passes(w, work, pull, shift, limit, met, lr)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedloom.local.iterate import iterate
 from fedloom.local.rows import each_client, per_client
-from fedloom.local.step import step_
+from fedloom.local.step import step_, where_moved
 
 if TYPE_CHECKING:
     from fedloom.local.batches import Batch
@@ -97,12 +97,43 @@ def svrg(
         now = full_direction(snapshot, work, rows.mu, rows.steady)
         return rows._replace(w=snapshot, direction=now, done=rows.done + 1)
 
+    step = _variance_reduced(rate)
+    return SvrgResult(*solved(sweep, w, work, pull, shift, outer, until))
+
+
+def svrg_without_refresh(w: Tensor, work: Work, lr: float | None = None, stream: Purpose = "svrg") -> Tensor:
+    """SVRG on f_i alone whose snapshot v stays the start, as the released code of FIAELT has it.
+
+    A full gradient step from v, then ``w <- w - lr (g(w) - g(v) + grad f_i(v))`` for the epochs of the round. An epoch
+    has a length drawn uniformly from 1 to the batches of a pass.
+
+    Args:
+        w: ``[d]`` or ``[m, d]``.
+        work: the local problems.
+        lr: step size; the step size of the round when None.
+        stream: name of the batches.
+
+    Returns:
+        The last iterate ``[m, d]``.
+    """
+    rate, v = work.lr if lr is None else lr, each_client(w, work.m)
+    steady = -rate * work.add_full_grad_(torch.zeros_like(v), v)
+    passes, longest = work.passes()[:, 0].tolist(), work.batches()[:, 0].tolist()
+    drawn = zip(passes, longest, work.rng((str(stream), "lengths")), strict=True)
+    steps = torch.stack([torch.randint(1, b + 1, (p,), generator=g).sum() for p, b, g in drawn])
+    first = _Inner(where_moved(work, v + steady, v), v, torch.ones_like(v[:, :1]), steady)
+    return iterate(_variance_reduced(rate), first, work, steps[:, None].to(v.device), stream=stream).w
+
+
+def _variance_reduced(rate: float) -> Callable[[_Inner, Work, Batch], _Inner]:
+    """The step ``w <- keep w - rate (g(w) - g(snapshot)) + steady``."""
+
     def step(rows: _Inner, work: Work, batch: Batch) -> _Inner:
         step_(rows.w, work, batch, rate, keep=rows.keep, steady=rows.steady)
         step_(rows.w, work, batch, -rate, at=rows.snapshot)
         return rows
 
-    return SvrgResult(*solved(sweep, w, work, pull, shift, outer, until))
+    return step
 
 
 def solved(

@@ -16,6 +16,7 @@ from fedloom_studies.cli._complete import recipes as recipe_names
 if TYPE_CHECKING:
     from fedloom_studies.reproduce import Recipe, TimeBudget
     from fedloom_studies.reproduce.recipe import Scale
+    from fedloom_studies.reproduce.summary import RecipeSummary
 
 CHEAP = 30.0
 """Core-minutes at five seeds below which a recipe may have more seeds."""
@@ -130,8 +131,7 @@ def _run(
     from fedloom.errors import DataError
     from fedloom.progress import counted
     from fedloom_studies.reproduce import reproduce as run
-    from fedloom_studies.reproduce.summary import read
-    from fedloom_studies.reproduce.verdicts import print_verdicts
+    from fedloom_studies.reproduce.summary import read, with_rivals
 
     summary = read(results, recipe.name, scale)
     if several and summary is not None and summary.complete and summary.protocol == recipe.protocol(scale):
@@ -151,8 +151,32 @@ def _run(
         say(f"{recipe.name}: data missing: {error}", err=True)
         return True
     if done is not None:
-        print_verdicts(recipe, done)
+        _print_verdicts(recipe, with_rivals(recipe, done, results))
     return done is not None and done.complete
+
+
+def _print_verdicts(recipe: Recipe, summary: RecipeSummary) -> None:
+    """Both tables of a recipe on standard output."""
+    from fedloom.printing import print_texts
+    from fedloom_studies.reproduce import judge
+    from fedloom_studies.reproduce.cells import cells
+    from fedloom_studies.reproduce.figures import unit
+
+    compare = recipe.as_the_paper(summary.scale, summary.samples)
+    rows = [
+        (c.variant, c.column, unit(c.figure).value(c.mean, c.std), str(c.n), unit(c.figure).value(c.chosen),
+         "-" if c.paper is None else unit(c.figure).value(c.paper, c.paper_std), c.verdict)
+        for c in cells(recipe, summary.numbers, compare=compare)
+    ]  # fmt: skip
+    if rows:
+        print_texts(
+            ("variant", "column", "ours", "seeds", "at validation's round", "paper", "verdict"), rows, names=True
+        )
+    claims = [(c.claim.text, c.summary) for c in judge.claims(recipe, summary.numbers)]
+    if claims:
+        print_texts(("claim", "verdict"), claims, names=True)
+    for failure in summary.failures:
+        say(f"without a result: {failure}")
 
 
 def _decided(recipe: Recipe, scale: Scale, results: Path, run: Callable[[list[int]], bool]) -> bool:
@@ -161,6 +185,8 @@ def _decided(recipe: Recipe, scale: Scale, results: Path, run: Callable[[list[in
     from fedloom_studies.reproduce.looks import LOOKS, UNDECIDED
     from fedloom_studies.reproduce.summary import read
 
+    if recipe.paper.rivals:  # more seeds of its own method have no rivals to be compared with
+        return True
     for count, _ in LOOKS[1:]:
         summary = read(results, recipe.name, scale)
         if summary is None or scale == "smoke" or summary.minutes * LOOKS[0][0] / len(summary.seeds) >= CHEAP:

@@ -16,7 +16,7 @@ from fedloom_studies.reproduce.charts import alt, chart, charted
 from fedloom_studies.reproduce.choices import at_an_edge, beyond, candidates
 from fedloom_studies.reproduce.figures import Reference, unit
 from fedloom_studies.reproduce.recipe import SCALES, Recipe, Scale
-from fedloom_studies.reproduce.summary import Need, RecipeSummary, read
+from fedloom_studies.reproduce.summary import Need, RecipeSummary, read, with_rivals
 
 MODES = {
     "published": "The paper's own settings, its public code's variants and its own way to choose.",
@@ -29,9 +29,10 @@ EMPTY = "-"
 
 
 def last(recipe: Recipe, results: Path) -> RecipeSummary | None:
-    """The summary of the largest scale that was run; smoke shows nothing."""
+    """The summary of the largest scale that was run, with its rivals' figures; smoke shows nothing."""
     scales: list[Scale] = [scale for scale in reversed(SCALES) if scale != "smoke"]
-    return next((s for scale in scales if (s := read(results, recipe.name, scale))), None)
+    summary = next((s for scale in scales if (s := read(results, recipe.name, scale))), None)
+    return None if summary is None else with_rivals(recipe, summary, results)
 
 
 def state(recipe: Recipe, summary: RecipeSummary | None) -> str:
@@ -80,24 +81,26 @@ def picture(recipe: Recipe, summary: RecipeSummary, folder: str) -> str:
     return f"![{alt(recipe.paper.title, shown)}]({folder}{recipe.name}.svg)"
 
 
-def page(recipe: Recipe, summary: RecipeSummary | None, need: Need | None = None) -> str:
-    """The page of a recipe as Markdown."""
-    return "\n".join(_lines(recipe, summary, need)).rstrip() + "\n"
+def page(recipe: Recipe, summary: RecipeSummary | None, need: Need | None = None, regime: str = "") -> str:
+    """The page of a recipe as Markdown, with a sentence on its regime where that is not the paper's."""
+    return "\n".join(_lines(recipe, summary, need, regime)).rstrip() + "\n"
 
 
-def _lines(recipe: Recipe, summary: RecipeSummary | None, need: Need | None) -> Iterator[str]:
+def _lines(recipe: Recipe, summary: RecipeSummary | None, need: Need | None, regime: str) -> Iterator[str]:
     paper = recipe.paper
     yield from (f"# {recipe.name}", "", f"{paper.title}. {MODES[paper.mode]} Protocol: {paper.protocol}", "")
     yield from ("[All papers](../papers.md)", "")
     if paper.reduced:
         yield from (f"Reduced: {paper.reduced}; so claims are judged, and no cell is.", "")
+    if regime:
+        yield from (regime, "")
     for unknown in paper.open:
         yield f"- Not stated: {unknown.what}. Taken: {unknown.choice} ({unknown.reason})."
     yield from searched(recipe, summary)
     old = summary is not None and earlier(recipe, summary)
     verdicts = judge.claims(recipe, summary.numbers) if summary else []
     moved = {one.claim.text: judge.at_validation(recipe, one, summary.numbers) for one in verdicts} if summary else {}
-    yield from (turn := _turns(verdicts, moved))
+    yield from (turn := [] if regime else _turns(verdicts, moved))
     if paper.open or turn:
         yield ""
     if summary is None:
@@ -117,7 +120,8 @@ def _lines(recipe: Recipe, summary: RecipeSummary | None, need: Need | None) -> 
             "",
             "The recipe has changed since; the results are those of its earlier version and judge no claim.",
         )
-    yield from ("", *_table(recipe, summary), *_claims(recipe, verdicts, moved, old=old), *_rest(recipe, summary))
+    claim_lines = () if regime else _claims(recipe, verdicts, moved, old=old)
+    yield from ("", *_table(recipe, summary), *claim_lines, *_rest(recipe, summary))
 
 
 SINGLE = (

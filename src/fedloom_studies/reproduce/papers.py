@@ -19,7 +19,7 @@ from pydantic import Field
 from fedloom.errors import ConfigError
 from fedloom.formats import option
 from fedloom.values import Value
-from fedloom_studies.reproduce import judge, looks, marks
+from fedloom_studies.reproduce import facts, judge, looks, marks
 from fedloom_studies.reproduce.figures import Reference, unit
 from fedloom_studies.reproduce.looks import UNTESTED, Untested
 from fedloom_studies.reproduce.marks import ClaimCell, counts, shown, together
@@ -36,6 +36,7 @@ from fedloom_studies.reproduce.page import (
 )
 from fedloom_studies.reproduce.reasons import FOLDER, filled
 from fedloom_studies.reproduce.recipe import Claim, Recipe
+from fedloom_studies.reproduce.regime import Anchor, anchors, elsewhere
 from fedloom_studies.reproduce.summary import Need, RecipeSummary, needs
 
 UNFAVOURABLE = (looks.FAILS, looks.UNDECIDED, looks.PARTLY, looks.HOLDS)
@@ -53,6 +54,8 @@ fedloom reproduce fedacs-table2 \\
   --data-dir DATA
 ```
 """
+NO_ANCHOR = "no anchor"
+"""Of a claim whose recipe has no anchor: the paper prints no figure of it."""
 RULES = files("fedloom_studies.reproduce").joinpath("rules.md")
 """How claims are judged, the end of the page."""
 
@@ -88,6 +91,10 @@ class Sheet(Value):
     why: str = Field("", description="the reason, with measured differences in braces")
     beside: str = Field("", description="where else the paper's methods were measured, as Markdown")
     changed: str = Field("", description="what was changed after a table had been seen")
+    anchor: tuple[str, ...] = Field((), description="columns that show how far a run is from the paper's")
+    anchored: dict[str, str] = Field(
+        default_factory=dict, description="by recipe without printed anchors, the recipe nearest to it that has them"
+    )
     row: tuple[HeadlineClaim, ...] = ()
     corrected: tuple[Corrected, ...] = ()
 
@@ -111,8 +118,11 @@ def pages(recipes: Mapping[str, Recipe], results: Path) -> Iterator[tuple[str, s
     summaries, needed = {name: last(recipe, results) for name, recipe in recipes.items()}, needs(results)
     yield "", overview(recipes, summaries, needed)
     yield from marks.drawn().items()
+    yield f"{facts.PAGE}.md", facts.page(recipes)
+    by_name = {sheet.name: sheet for sheet in sheets()}
     for name, recipe in recipes.items():
-        yield f"{name}.md", page(recipe, summaries[name], needed.get(name))
+        sheet = by_name[recipe.paper.title.partition(",")[0]]
+        yield f"{name}.md", page(recipe, summaries[name], needed.get(name), _regime(recipes, summaries, sheet, name))
         figure = plot(recipe, summaries[name])
         if figure:
             yield f"{name}.svg", figure
@@ -120,7 +130,7 @@ def pages(recipes: Mapping[str, Recipe], results: Path) -> Iterator[tuple[str, s
 
 def overview(recipes: Mapping[str, Recipe], summaries: Summaries, needed: Mapping[str, Need]) -> str:
     """The page of all papers."""
-    papers = [(sheet, [_cells(recipes, summaries, row) for row in sheet.row]) for sheet in sheets()]
+    papers = [(sheet, [_cells(recipes, summaries, sheet, row) for row in sheet.row]) for sheet in sheets()]
     lines = [HEAD, '<div class="narrow" markdown="1">', ""]
     lines += ["| paper and claim | as published | fair test | the most telling number |", "|---|---|---|---|"]
     for sheet, cells in papers:
@@ -143,9 +153,12 @@ def _section(
 ) -> Iterator[str]:
     """A paper: counts, its claims as rows, the reason, one picture, and an appendix of all its recipes."""
     yield from (f"## {sheet.name}", "", sheet.title, "", counts(cells), "", '<div class="narrow" markdown="1">', "")
-    yield from ("| claim | paper's margin | published | fair |", "|---|---|---|---|")
+    yield from ("| claim | paper's margin; anchors | published | fair |", "|---|---|---|---|")
     for row, (published, fair) in zip(sheet.row, cells, strict=True):
-        yield f"| {row.text} | {_margin(recipes, row, published, fair)} | {shown(published)} | {shown(fair)} |"
+        margin = _margin(recipes, row, published, fair)
+        distances = _distances(recipes, summaries, sheet, published, fair)
+        beside = distances if margin == "-" else f"{margin}; {distances}"
+        yield f"| {row.text} | {beside} | {shown(published)} | {shown(fair)} |"
     yield from ("", "</div>", "")
     reason = filled(sheet.why, recipes, summaries)
     for paragraph in (reason, sheet.beside):
@@ -167,11 +180,14 @@ def _section(
     if sheet.changed:
         yield from (f"Changed after a table had been seen: {sheet.changed}", "")
     of_paper = [(name, one) for name, one in recipes.items() if one.paper.title.startswith(f"{sheet.name},")]
+    yield from (f"[What the public code does]({FOLDER}/{facts.PAGE}.md#{_anchor(sheet.name)})", "")
     yield from ("| recipe | protocol and state |", "|---|---|")
     for name, one in of_paper:
         summary = summaries[name]
         status = state(one, summary) if summary else not_run(one, needed.get(name))
-        yield f"| [{one.paper.title}]({FOLDER}/{name}.md) | {one.paper.mode}: {status}{_verdicts(one, summary)} |"
+        far = elsewhere(_anchors(recipes, summaries, sheet, name))
+        came_out = ", in another regime" if far else _verdicts(one, summary)
+        yield f"| [{one.paper.title}]({FOLDER}/{name}.md) | {one.paper.mode}: {status}{came_out} |"
     yield from ("", "</details>", "")
 
 
@@ -189,17 +205,51 @@ def _less(
         yield from (f"On less than the paper ran: {'; '.join(notes)}.", "")
 
 
-def _cells(recipes: Mapping[str, Recipe], summaries: Summaries, row: HeadlineClaim) -> tuple[ClaimCell, ClaimCell]:
-    published = _cell(recipes, summaries, row, row.published)
+def _anchors(recipes: Mapping[str, Recipe], summaries: Summaries, sheet: Sheet, name: str) -> list[Anchor]:
+    return anchors(sheet.anchor, sheet.anchored.get(name, name), recipes, summaries)
+
+
+def _regime(recipes: Mapping[str, Recipe], summaries: Summaries, sheet: Sheet, name: str) -> str:
+    """A sentence on a recipe in another regime; empty of any other."""
+    distances = _anchors(recipes, summaries, sheet, name)
+    far = "; ".join(f"{one.words} in [{one.recipe}]({one.recipe}.md), {one.variant}" for one in distances)
+    return f"Another regime than the paper's, so its claims are not judged: {far}." if elsewhere(distances) else ""
+
+
+def _distances(recipes: Mapping[str, Recipe], summaries: Summaries, sheet: Sheet, *cells: ClaimCell) -> str:
+    """How far the anchors of the recipes that count are from the paper's."""
+    words = {}
+    for mode, cell in zip(("published", "fair"), cells, strict=True):
+        distances = _anchors(recipes, summaries, sheet, cell.recipe) if cell.recipe else []
+        words[mode] = ", ".join(one.words for one in distances)
+    different = {text: mode for mode, text in words.items() if text}
+    if len(different) == 2:
+        return "; ".join(f"{text} ({mode})" for text, mode in different.items())
+    return next(iter(different), NO_ANCHOR)
+
+
+def _cells(
+    recipes: Mapping[str, Recipe], summaries: Summaries, sheet: Sheet, row: HeadlineClaim
+) -> tuple[ClaimCell, ClaimCell]:
+    published = _cell(recipes, summaries, sheet, row, row.published)
     if row.full and not row.published:
         published = ClaimCell(UNTESTED, Untested.GPU)
-    return published, _cell(recipes, summaries, row, row.fair)
+    return published, _cell(recipes, summaries, sheet, row, row.fair)
 
 
-def _cell(recipes: Mapping[str, Recipe], summaries: Summaries, row: HeadlineClaim, names: tuple[str, ...]) -> ClaimCell:
-    """The verdict of the recipe that counts: of its present version, complete, at full length, least favourable."""
+def _cell(
+    recipes: Mapping[str, Recipe], summaries: Summaries, sheet: Sheet, row: HeadlineClaim, names: tuple[str, ...]
+) -> ClaimCell:
+    """The verdict of the recipe that counts: of its present version, complete, at full length, least favourable.
+
+    A recipe in another regime than the paper's judges nothing.
+    """
     if not names:
         return ClaimCell(UNTESTED, Untested.UNASKED)
+    far = [name for name in names if elsewhere(_anchors(recipes, summaries, sheet, name))]
+    names = tuple(name for name in names if name not in far)
+    if not names:
+        return ClaimCell(UNTESTED, Untested.REGIME, recipe=far[0])
     if row.full and all(recipes[name].paper.reduced for name in names):
         return ClaimCell(UNTESTED, Untested.GPU, recipe=names[0])
     measured, missing = [], ClaimCell(UNTESTED, Untested.NOT_RUN, recipe=names[0])
@@ -296,7 +346,7 @@ def _unaffordable(
     """Commands and estimates of what this page leaves open: what needs a GPU, and what is not run."""
     large = dict.fromkeys(
         row.full for sheet, cells in papers for row, pair in zip(sheet.row, cells, strict=True)
-        if row.full and Untested.GPU in (cell.reason for cell in pair)
+        if row.full and {Untested.GPU, Untested.REGIME} & {cell.reason for cell in pair}
     )  # fmt: skip
     yield from ("## What is open", "")
     for name in large:
@@ -306,7 +356,8 @@ def _unaffordable(
         yield f"- Needs a GPU{wants}: `fedloom reproduce {name} --scale full --device cuda`{time}."
     waiting = dict.fromkeys(
         name for sheet, cells in papers for row, pair in zip(sheet.row, cells, strict=True)
-        for names, cell in zip((row.published, row.fair), pair, strict=True) if cell.reason != Untested.GPU
+        for names, cell in zip((row.published, row.fair), pair, strict=True)
+        if cell.reason not in (Untested.GPU, Untested.REGIME)
         for name in names if cell.reason == Untested.NOT_RUN or not _current(summaries.get(name), recipes[name])
     )  # fmt: skip
     for name in waiting:

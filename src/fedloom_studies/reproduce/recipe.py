@@ -4,8 +4,8 @@ A recipe is an experiment file with more tables:
 
 - ``base = "NAME"``: another recipe that this one changes. Tables are merged key by key; a table that names another
   ``kind`` or ``source`` takes the place of the base's, and so does everything that is not a table. Columns and cells
-  are taken as a whole (new columns leave no old cells), and every recipe has its own ``[scale.laptop]`` and
-  ``nearest`` or none.
+  are taken as a whole (new columns leave no old cells), and every recipe has its own ``[scale.laptop]``,
+  ``nearest`` and ``rivals`` or none.
 - ``[paper]``: where the numbers come from, and what is claimed of them; see `Paper`.
 - ``[variant.NAME]``: changes of the experiment, one run directory each; ``options.LABEL`` changes one method. Without
   variants there is one, called ``all``; ``variants = [...]`` keeps these and leaves out the base's others.
@@ -123,6 +123,9 @@ class Paper(Value):
         " trials and stated budgets; near: the stated protocol, with what it leaves open taken alike for all methods",
     )
     nearest: str = Field("", description="the recipe nearer to the protocol, in which this one's cells count")
+    rivals: str = Field(
+        "", description="the recipe with the same experiment whose record has the other methods of the claims"
+    )
     figure: str = Field("accuracy", description="figure of a reference that names none")
     percent: bool = Field(False, description="the cells are printed in percent")
     seeds: int = Field(1, ge=1, description="repetitions behind a printed cell")
@@ -302,7 +305,8 @@ def _resolved(name: str, documents: Mapping[str, object]) -> dict[str, Any]:
         return document
     base = _resolved(document.pop("base"), documents)
     base.get("scale", {}).pop("laptop", None)
-    base.get("paper", {}).pop("nearest", None)
+    for key in ("nearest", "rivals"):
+        base.get("paper", {}).pop(key, None)
     for table, follows in (("columns", ("columns", "cells")), ("cells", ("cells",))):
         if table in document.get("paper", {}):
             base["paper"] |= {key: {} for key in follows}

@@ -10,7 +10,7 @@ import platform
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from fedloom.rundir import file_name, label_of
 from fedloom.storage import write_atomic
 from fedloom_studies.reproduce.choices import TRIALS, choices_so_far, trials_of
 from fedloom_studies.reproduce.figures import Reference, values
-from fedloom_studies.reproduce.recipe import Recipe, Scale
+from fedloom_studies.reproduce.recipe import Recipe, Scale, recipes
 from fedloom_studies.store import alone, not_a_record, put, read_document, records
 
 SUMMARIES = "papers.jsonl"
@@ -161,6 +161,29 @@ def read(folder: Path, recipe: str, scale: Scale) -> RecipeSummary | None:
             except TypeError as error:
                 raise not_a_record(file, number, error) from None
     return summary
+
+
+def with_rivals(recipe: Recipe, summary: RecipeSummary, folder: Path) -> RecipeSummary:
+    """A summary with the figures of the methods that another recipe of the same experiment has (``rivals``).
+
+    Equal seeds draw equal data, cohorts, initial models and batches in both. A record of the other recipe that is of an
+    earlier version, or of another experiment, adds nothing.
+    """
+    other = recipes()[recipe.paper.rivals] if recipe.paper.rivals else None
+    record = read(folder, other.name, summary.scale) if other else None
+    if other is None or record is None or record.protocol != other.protocol(summary.scale):
+        return summary
+    numbers = dict(summary.numbers)
+    for variant, document in recipe.at(summary.scale).items():
+        beside = other.at(summary.scale).get(variant, {})
+        if variant in numbers and _experiment(document) == _experiment(beside):
+            numbers[variant] = {**record.numbers.get(variant, {}), **numbers[variant]}
+    return replace(summary, numbers=numbers)
+
+
+def _experiment(document: Mapping[str, Any]) -> dict[str, Any]:
+    """What methods share; a choice of settings is made beside the run, and a name is no part of it."""
+    return {key: value for key, value in document.items() if key not in ("method", "name", "choose")}
 
 
 def needs(folder: Path) -> dict[str, Need]:

@@ -1,0 +1,91 @@
+"""Facts about the papers' public code, and which recipes in the published protocol use them (``facts.toml``)."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from pydantic import Field
+
+from fedloom.rundir import label_of
+from fedloom.values import Value
+from fedloom_studies.reproduce.recipe import Recipe
+
+PAGE = "facts"
+"""Name of the page, beside those of the recipes."""
+HEAD = (
+    "Facts that the papers' texts lack or contradict, and how many of a paper's recipes in the published protocol use "
+    "them. Repositories are named with the commit that was read. FedACS and Equitable-FL have no public code."
+)
+
+
+class Unused(Value):
+    """Recipes that do not use a fact, and why."""
+
+    because: str
+    recipes: tuple[str, ...] = Field(min_length=1)
+
+
+class Fact(Value):
+    """What a paper's public code does."""
+
+    paper: str = Field(description="as the recipes' titles begin")
+    text: str = Field(description="what the code does")
+    source: str = Field(description="repository, commit, file and lines; none where there is no public code")
+    holds: dict[str, Any] = Field(
+        default_factory=dict, description="options of an experiment that show the use, as local.lr or method.LABEL.mu"
+    )
+    used: tuple[str, ...] = Field((), description="recipes that use it")
+    unused: tuple[Unused, ...] = Field((), description="recipes that do not")
+
+    @property
+    def recipes(self) -> list[str]:
+        """Every recipe that has a line."""
+        return [*self.used, *(name for reason in self.unused for name in reason.recipes)]
+
+
+@cache
+def facts() -> tuple[Fact, ...]:
+    """Every fact, by paper."""
+    document = tomllib.loads(files("fedloom_studies.reproduce").joinpath("facts.toml").read_text())
+    return tuple(Fact(**one) for one in document["fact"])
+
+
+def published(recipes: Mapping[str, Recipe], paper: str) -> list[str]:
+    """The recipes of a paper that need a line for each of its facts: those in the published protocol."""
+    of_paper = [(name, one) for name, one in recipes.items() if one.paper.title.startswith(f"{paper},")]
+    return [name for name, one in of_paper if one.paper.mode == "published"]
+
+
+def holds(fact: Fact, recipe: Recipe) -> bool:
+    """Whether every experiment of a recipe, as it is run here, has the options that show the use of a fact."""
+    documents = recipe.at("laptop" if "laptop" in recipe.scales else "full").values()
+    return all(_option(document, key) == value for document in documents for key, value in fact.holds.items())
+
+
+def _option(document: Mapping[str, Any], key: str) -> Any:
+    """An option by its dotted key; of a method by its label, with the constants that ``settings`` names."""
+    table, _, rest = key.partition(".")
+    if table != "method":
+        value = document.get(table)
+        return value.get(rest) if rest and value is not None else value
+    label, _, option = rest.rpartition(".")
+    methods = [m for m in document["method"] if label_of(m) == label or label_of(m).startswith(f"{label},")]
+    values = {m.get(option, m.get("settings") if option == "solver" else None) for m in methods}
+    return values.pop() if len(values) == 1 else None
+
+
+def page(recipes: Mapping[str, Recipe]) -> str:
+    """The page of all facts, a table per paper, as Markdown."""
+    lines = ["# What the papers' public code does", "", HEAD, "", "[All papers](../papers.md)", ""]
+    for paper in dict.fromkeys(fact.paper for fact in facts()):
+        count = len(published(recipes, paper))
+        lines += [f"## {paper}", "", "| what the code does | where | used by its recipes |", "|---|---|---|"]
+        for fact in (fact for fact in facts() if fact.paper == paper):
+            why = "".join(f"; {len(one.recipes)} do not: {one.because}" for one in fact.unused)
+            lines.append(f"| {fact.text} | {fact.source} | {len(fact.used)} of {count}{why} |")
+        lines.append("")
+    return "\n".join(lines).rstrip() + "\n"

@@ -1,0 +1,76 @@
+"""Regime: anchors, simple methods whose figures the paper prints too, and how far a run is from them.
+
+Local training and FedAvg have hardly a setting of their own. Where they end far from the paper's figures, the data, the
+network or the length of training differ, and no verdict on the paper's method follows. `papers.toml` names the anchors
+of a paper; the printed figures are the cells of its recipes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fedloom_studies.reproduce.cells import cells
+from fedloom_studies.reproduce.figures import unit
+from fedloom_studies.reproduce.page import earlier
+from fedloom_studies.reproduce.recipe import Recipe
+from fedloom_studies.reproduce.summary import RecipeSummary
+
+FARTHEST = 0.1
+"""Accuracy up to which an anchor may differ from the paper's. The anchors of FLAME and Equitable-FL lie within 0.07 of
+theirs; those of runs that are plainly another problem, as CIFAR-10 with a small network, are 0.16 to 0.54 away."""
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """A method's figure here beside the paper's.
+
+    Attributes:
+        title: of the paper's column.
+        variant: row of the paper's table.
+        gap: ours minus the paper's.
+        recipe: that has both.
+        figure: which they are.
+    """
+
+    title: str
+    variant: str
+    gap: float
+    recipe: str
+    figure: str
+
+    @property
+    def words(self) -> str:
+        """The column and the difference."""
+        return f"{self.title} {unit(self.figure).lead(self.gap)}"
+
+
+def anchors(
+    references: Sequence[str], place: str, recipes: Mapping[str, Recipe], summaries: Mapping[str, RecipeSummary | None]
+) -> list[Anchor]:
+    """The farthest anchor of every column; none where nothing was run, or the paper prints none.
+
+    Args:
+        references: which columns are anchors, as the recipe's columns have them.
+        place: the recipe with the paper's cells.
+        recipes: by name.
+        summaries: by name.
+    """
+    recipe, summary = recipes[place], summaries.get(place)
+    if summary is None or earlier(recipe, summary):
+        return []
+    titles = {title for title, text in recipe.paper.columns.items() if text in references}
+    farthest: dict[str, Anchor] = {}
+    for cell in cells(recipe, summary.numbers, compare=False):
+        if cell.column not in titles or cell.paper is None or not np.isfinite(cell.mean):
+            continue
+        one = Anchor(cell.column, cell.variant, cell.mean - cell.paper, place, cell.figure)
+        farthest[cell.column] = max(farthest.get(cell.column, one), one, key=lambda a: abs(a.gap))
+    return list(farthest.values())
+
+
+def elsewhere(distances: Sequence[Anchor]) -> bool:
+    """Whether an anchor is so far from the paper's that the run is in another regime."""
+    return any(abs(anchor.gap) > FARTHEST for anchor in distances)
