@@ -47,7 +47,7 @@ class Face(ModelMetaclass):
         """Leave the signature as it is: pydantic sets its own once it has built the class."""
 
     @property
-    def __doc__(cls) -> str | None:  # type: ignore[override]
+    def __doc__(cls) -> str | None:
         """The docstring of the class, with a line for every option."""
         text = cls.__dict__.get("__doc__")
         options = options_of(cls) if cls.__dict__.get("__pydantic_fields__") else {}
@@ -100,7 +100,7 @@ def limits_of(field: FieldInfo) -> list[str]:
     ]
 
 
-def options_of(kind: type[BaseModel]) -> dict[str, FieldInfo]:
+def options_of(kind: Any) -> dict[str, FieldInfo]:
     """Return the fields of a class that a caller can choose: all but the name of its kind, which has one value."""
     return {
         name: field

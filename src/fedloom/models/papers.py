@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from copy import copy
-from typing import Any
+from typing import Any, cast
 
 from pydantic import create_model
 
@@ -53,14 +53,15 @@ def preset_class(name: str) -> type[ModelSpec]:
     changed = {key: value for key, value in spec if value != kind.model_fields[key].get_default()}
     fields: dict[str, Any] = {}
     for key, value in changed.items():
-        fields[key] = copy(kind.model_fields[key])
-        fields[key].default = value
+        field = copy(kind.model_fields[key])
+        field.default = value
+        fields[key] = (field.annotation, field)
     options = ", ".join(f"{key} = {json.dumps(value)}" for key, value in changed.items())
-    preset: type[ModelSpec] = create_model(
+    preset = create_model(
         name,
         __base__=kind,
         __module__=__name__,
         __doc__=f"``{kind.__name__.lower()}`` with {options or 'its defaults'}.",
-        **{key: (field.annotation, field) for key, field in fields.items()},
+        **fields,
     )
-    return preset
+    return cast("type[ModelSpec]", preset)
