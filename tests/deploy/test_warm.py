@@ -20,6 +20,7 @@ from fedloom.deploy.settings import text_of
 from fedloom.deploy.site import handover
 from fedloom.deploy.site.handover import LOCK, LOG, MAGIC, NoAnswer, folder_of, hand_over, key_of, place
 from fedloom.errors import ConfigError, Stop
+from fedloom.storage.locks import hold
 from tests.deploy.scene import FIRST, scene
 from tests.deploy.test_processes import gone, runs
 
@@ -199,7 +200,7 @@ def test_it_ends_with_its_owner_and_with_other_settings(tmp_path, owner):
     owner.wait()
     assert gone(second)
     with open(folder_of(file) / LOCK) as lock:
-        assert waited(lambda: handover._locked(lock.fileno()))
+        assert waited(lambda: hold(lock.fileno(), folder_of(file) / LOCK))
 
 
 def test_another_version_has_another_key(tmp_path, monkeypatch):

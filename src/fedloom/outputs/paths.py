@@ -13,7 +13,6 @@ from pathlib import Path
 
 from fedloom.errors import ConfigError, check_folder
 from fedloom.outputs.kinds import KINDS, FileKind, never
-from fedloom.rundir import METRICS, PARTITION, SETTINGS, SUMMARY, has_digest, place_of
 
 LOCK = ".lock"
 """File that a process locks while it works in a run directory."""
@@ -50,6 +49,8 @@ def check_output_file(
             directory or a deployment, or a file of another kind.
         RunDirError: the folder of the path is a file, or a link that leads nowhere.
     """
+    from fedloom.rundir import place_of  # needs pydantic, which a site's process must not wait for
+
     path = place_of(path, "path")
     if path.is_symlink():
         raise ConfigError(
@@ -102,6 +103,8 @@ def check_output_folder(
         ConfigError: the folder lies in a run directory or a deployment, or an input would be replaced or deleted.
         RunDirError: the folder is a file, or a link that leads nowhere.
     """
+    from fedloom.rundir import place_of  # needs pydantic, which a site's process must not wait for
+
     folder = place_of(folder, "folder")
     check_folder(folder)
     _check_place(folder if entries is None else folder.resolve().parent, folder, never)
@@ -113,6 +116,14 @@ def check_output_folder(
 
 def is_run_directory(folder: Path) -> bool:
     """Whether a run has begun in a folder; an experiment file of that name alone is the user's own."""
+    from fedloom.rundir import (  # needs pydantic, which a site's process must not wait for
+        METRICS,
+        PARTITION,
+        SETTINGS,
+        SUMMARY,
+        has_digest,
+    )
+
     settings = folder / SETTINGS
     with suppress(OSError):  # of folders that may not be read, nothing is known
         names = (LOCK, SUMMARY, METRICS, PARTITION)
