@@ -54,9 +54,9 @@ def experiment(**engine: object) -> Experiment:
 
 
 def test_auto_is_the_number_that_a_run_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedloom.engine.setup.cores", lambda: 3)
+    monkeypatch.setattr("fedloom.engine.workers.cores", lambda: 3)
     assert {way.workers for way in Bench(experiment(), workers=["auto"]).ways["fedavg"]} == {1}
-    monkeypatch.setattr("fedloom.engine.setup.WORTH_FORKING", 0)
+    monkeypatch.setattr("fedloom.engine.workers.WORTH_FORKING", 0)
     assert {way.workers for way in Bench(experiment(), workers=["auto"]).ways["fedavg"]} == {1, 3}
 
 

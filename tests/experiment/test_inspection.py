@@ -86,5 +86,5 @@ def test_a_run_writes_both_tables_also_when_asked_afterwards(tmp_path: Path) -> 
     places = pq.read_table(tmp_path / "tsne.parquet")
     assert places.column_names == ["method", "seed", "client", "model", "label", "x", "y"]
     with pytest.raises(ConfigError, match="client 7"):
-        Plan(parse({**document, "evaluate": {"tsne": [7]}}), tmp_path / "other")
-    assert not (tmp_path / "other").exists()
+        Plan(parse({**document, "evaluate": {"tsne": [7]}}), tmp_path.with_name("other"))
+    assert not tmp_path.with_name("other").exists()

@@ -287,10 +287,12 @@ class Network(Oracle):
 
     @cached_property
     def reached(self) -> Tensor | None:
+        """Parameters that a gradient can reach, as booleans ``[d]``; None where it reaches all of them."""
         return reached_mask(self._module, self.fed, self.layout)
 
     @cached_property
     def reached_with_terms(self) -> Tensor | None:
+        """The same where a method adds terms on the representation."""
         return None if self.reached is None else reached_mask(self._module, self.fed, self.layout, self.spot)
 
     @cached_property
