@@ -83,18 +83,18 @@ def test_two_nodes_cannot_be_one_site(here: Scene) -> None:  # 12 of the replies
     assert any(f"node {FIRST + BAD} is client {BAD} already" in line for line in said)
 
 
-@pytest.mark.parametrize(("need", "waits"), [(1, 60.0), (2, 1200.0)])
+@pytest.mark.parametrize(("need", "waits"), [(1, 20.0), (2, 1200.0)])
 def test_a_round_closes_at_the_deadline_if_the_quorum_is_there(
     need: int, waits: float, here: Scene, clock: Clock
 ) -> None:  # 16
     """A site that dies in a round has answered until then, so it is not mute: only the deadline goes on without it."""
     transport = Transport(
-        grid := here.grid(), here.server.with_(deadline=60.0, ttl=1200.0), Audit(here.folder / "a"), str
+        grid := here.grid(), here.server.with_(deadline=20.0, ttl=1200.0), Audit(here.folder / "a"), str
     )
     transport.greet()
     grid.fault = lambda node, _, reply: None if node == FIRST + BAD else reply
     start = clock.now
-    good, _ = transport.exchange(1, [Request("hello", None, node=FIRST + c) for c in range(2)], need, 60.0)
+    good, _ = transport.exchange(1, [Request("hello", None, node=FIRST + c) for c in range(2)], need, 20.0)
     assert set(good) == {0}
     assert waits <= clock.now - start < waits + 1
 
@@ -108,7 +108,9 @@ def test_a_message_lives_as_long_as_the_settings_say(here: Scene) -> None:  # 16
 def test_an_answer_after_the_life_of_its_message_is_none(here: Scene, clock: Clock) -> None:  # 16
     """Not even to a greeting, which may be answered after the deadline."""
     grid = FakeGrid({FIRST: Client(here.sites[0]).answer}, None, clock, lambda *_: 1201.0)
-    transport = Transport(grid, here.server.with_(deadline=60.0, ttl=1200.0), Audit(here.folder / "late"), str)
+    transport = Transport(
+        grid, here.server.with_(deadline=60.0, ttl=1200.0, pace=1e6), Audit(here.folder / "late"), str
+    )
     transport.greet()
     clock.now = 1300.0
     transport.greet()

@@ -330,6 +330,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "deadline": {"seconds": 1e9},
     "buffered": {"buffer": 4, "concurrency": 8},
     "asynchronous": {"concurrency": 8},
+    "trimmed-mean": {"f": 1},  # the default adapts to a stream's single upload
+    "mda": {"f": 1},
 }
 
 

@@ -80,7 +80,7 @@ def test_two_parts_are_refused_for_a_reason_on_the_page(fed: Federation) -> None
                 wrong.append((pair, str(error)))
         else:
             wrong += [] if reason is None else [(pair, "runs")]
-    assert wrong == []
+    assert wrong == [], wrong
 
 
 def run(fed: Federation, pair: Pair) -> None:

@@ -175,10 +175,10 @@ class Algorithm(Value, ABC):
     def ignored(self) -> tuple[str, ...]:
         """Keys of ``[local]`` that change nothing; a run notes those that are not at their default.
 
-        By default those of the steps of local SGD, with an option ``solver`` that is "svrg" or "gd".
+        By default those of the steps of local SGD, with an option ``solver`` that is "svrg", "gd" or "released".
         """
         steps = ("lr", "schedule", "epochs", "steps")
-        return {"svrg": steps, "gd": (*steps, "batch_size")}.get(getattr(self, "solver", ""), ())
+        return {"svrg": steps, "gd": (*steps, "batch_size"), "released": ("steps",)}.get(getattr(self, "solver", ""), ())
 
     @property
     def full_gradients(self) -> str:
