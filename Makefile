@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
-INPUTS := pyproject.toml constraints.txt
+INPUTS := $(wildcard packages/*/pyproject.toml) requirements-dev.txt constraints.txt
 
 .PHONY: help demo test test-full test-deploy check check-fast docs mutants lock sbom image clean
 
@@ -20,7 +20,7 @@ test-full: $(VENV)/.dev-ready ## the same with the slow tests
 	PYTHON=$(BIN)/python scripts/check --full
 
 test-deploy: $(VENV)/.dev-ready ## a real server and real sites on loopback, over TLS; needs nginx: apt-get install nginx
-	$(BIN)/python -m pytest -q -m deploy --timeout 900 tests/deploy
+	$(BIN)/python -m pytest -q -m deploy --timeout 900 packages/fedloom-sites/tests/deploy
 
 check: test
 
@@ -34,16 +34,16 @@ mutants: $(VENV)/.dev-ready ## do the tests notice wrong operators, indices and 
 	$(BIN)/python scripts/mutants
 
 lock: $(VENV)/.dev-ready ## what a machine of a deployment installs, with versions and hashes
-	echo hatchling | $(BIN)/uv pip compile pyproject.toml - --extra deploy --constraint constraints.txt --generate-hashes \
+	echo hatchling | $(BIN)/uv pip compile packages/fedloom/pyproject.toml packages/fedloom-sites/pyproject.toml - --extra deploy --constraint constraints.txt --generate-hashes \
 	  --python-version 3.11 --universal --no-annotate --custom-compile-command 'make lock' -q -o requirements-deploy.txt
 
 sbom: $(BIN)/python ## what a machine of a deployment installs, as a CycloneDX bill of materials: build/sbom.json
 	$(PIP) cyclonedx-bom
 	mkdir -p build
-	$(BIN)/cyclonedx-py requirements requirements-deploy.txt --pyproject pyproject.toml --output-reproducible -o build/sbom.json
+	$(BIN)/cyclonedx-py requirements requirements-deploy.txt --pyproject packages/fedloom-sites/pyproject.toml --output-reproducible -o build/sbom.json
 
 image: ## the container image of a deployment's machines: needs docker
-	docker build --tag fedloom:$$(sed -n 's/^__version__ = "\(.*\)"/\1/p' src/fedloom/version.py) .
+	docker build --tag fedloom:$$(sed -n 's/^__version__ = "\(.*\)"/\1/p' packages/fedloom/src/fedloom/version.py) .
 
 clean: ## remove the virtual environment and the caches
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
@@ -58,12 +58,12 @@ $(VENV)/.torch-ready: constraints.txt | $(BIN)/python
 	@touch $@
 
 $(VENV)/.run-ready: $(INPUTS) $(VENV)/.torch-ready
-	$(PIP) --editable .
+	$(PIP) --editable 'packages/fedloom[charts]'
 	@touch $@
 
 # byzfl and lifelines without what they declare: byzfl's rules need torch and SciPy only, and torchvision has no build
 # for every torch; lifelines asks for pandas below 3, and what the tests use of it works with pandas 3.
 $(VENV)/.dev-ready: $(INPUTS) $(VENV)/.run-ready
-	$(PIP) --editable '.[dev]'
+	$(PIP) --requirement requirements-dev.txt
 	$(PIP) --no-deps byzfl==0.0.11 lifelines==0.30.3
 	@touch $@

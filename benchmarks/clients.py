@@ -42,10 +42,10 @@ from fedloom.data.partition import Iid
 from fedloom.engine.setting import Engine, Evaluate
 from fedloom.engine.simulate import simulate
 from fedloom.engine.state import State
-from fedloom.experiment import Plan, parse
+from fedloom.lab.experiment import Plan, parse
+from fedloom.lab.report import write
 from fedloom.local import LocalSGD
 from fedloom.processes.machine_load import QUIET, watch_others
-from fedloom.report import write
 
 CLASSES, SAMPLES = 10, 10
 BLOCK = 6_000_000

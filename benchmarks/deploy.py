@@ -23,13 +23,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from fedloom.deploy.ops.commands import OPS, command, environment
-from fedloom.deploy.ops.directory import APP, Location, write
-from fedloom.deploy.ops.loopback import Loopback
-from fedloom.deploy.ops.plan import plan
-from fedloom.deploy.ops.processes import Process, ProcessError, Processes
-from fedloom.deploy.ops.status import lines_of, status_of
-from fedloom.experiment import parse
+from fedloom.lab.experiment import parse
+from fedloom_sites.deploy.ops.commands import OPS, command, environment
+from fedloom_sites.deploy.ops.directory import APP, Location, write
+from fedloom_sites.deploy.ops.loopback import Loopback
+from fedloom_sites.deploy.ops.plan import plan
+from fedloom_sites.deploy.ops.processes import Process, ProcessError, Processes
+from fedloom_sites.deploy.ops.status import lines_of, status_of
 
 SERVER = """
 import json, time

@@ -25,7 +25,7 @@ from flwr.proto.message_pb2 import Message as Proto
 from flwr.serverapp.strategy import FedAvg
 from torch import nn
 
-from fedloom.flower import Local, Strategy, client
+from fedloom_sites.flower import Local, Strategy, client
 
 NODES, SAMPLES, CLASSES, LR, BLOCK = 2, 32, 10, 0.1, 6
 

@@ -206,7 +206,7 @@ def main() -> int:
         return 0
     from workloads import WORKLOADS
 
-    from fedloom.experiment.measure.bench import costs_of
+    from fedloom.lab.experiment.measure.bench import costs_of
     from fedloom.processes.costs import Link
     from fedloom.processes.machine_load import QUIET, watch_others
 

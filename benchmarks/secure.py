@@ -36,13 +36,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the deploymen
 from flwr.app import Message
 from flwr.common.serde import message_to_proto
 
-from fedloom.deploy.audit import Audit
-from fedloom.deploy.secure import integers, shares
-from fedloom.deploy.secure import protocol as secure
-from fedloom.deploy.secure.opened import OpenedSums
-from fedloom.deploy.server.run import serve
-from fedloom.deploy.site.state import SiteState
 from fedloom.errors import Stop
+from fedloom_sites.deploy.audit import Audit
+from fedloom_sites.deploy.secure import integers, shares
+from fedloom_sites.deploy.secure import protocol as secure
+from fedloom_sites.deploy.secure.opened import OpenedSums
+from fedloom_sites.deploy.server.run import serve
+from fedloom_sites.deploy.site.state import SiteState
 from tests.deploy import grid
 from tests.deploy.scene import scene
 from tests.deploy.sessions import secured

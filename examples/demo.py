@@ -18,7 +18,7 @@ from typing import Any
 import fedloom as fl
 from fedloom.errors import FedloomError
 from fedloom.formats import fixed, interval, pair
-from fedloom.report.charts import kit, look
+from fedloom.lab.report.charts import kit, look
 
 PARTS: dict[str, Any] = {
     "amounts that differ": fl.partition.quantity(clients=10, beta=1.0, min_size=30),

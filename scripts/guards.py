@@ -17,6 +17,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LIST = ROOT / "tests" / "guards.toml"
+PACKAGES = sorted(folder.relative_to(ROOT) for folder in ROOT.glob("packages/*"))
+"""Folders of the packages; each has ``src`` and ``tests``."""
 SECONDS = 300
 """Of a test; one that hangs without its guard has noticed."""
 FAILED = 1
@@ -51,13 +53,15 @@ def guards() -> list[Guard]:
     return [Guard(row["guard"], row["file"], tuple(row["change"]), row["test"]) for row in rows]
 
 
-def run(source: Path, tests: list[str], seconds: float) -> tuple[int, str]:
-    """Exit status and output of tests on another copy of the sources; the status is 1 where they hang or crash."""
+def run(root: Path, tests: list[str], seconds: float) -> tuple[int, str]:
+    """Exit status and output of tests on the sources below a root; the status is 1 where they hang or crash."""
+    sources = [str(root / folder / "src") for folder in PACKAGES]
+    helpers = [str(ROOT / folder) for folder in PACKAGES]  # the tests import each other's as tests.NAME
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", ""]
-    environment = os.environ | {"PYTHONPATH": str(source), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sources), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         done = subprocess.run(
-            [*command, "-o", f"pythonpath={source}", *tests],
+            [*command, "-o", f"pythonpath={' '.join([*sources, *helpers, str(ROOT)])}", *tests],
             cwd=ROOT, env=environment, capture_output=True, text=True, timeout=seconds, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
@@ -68,13 +72,13 @@ def run(source: Path, tests: list[str], seconds: float) -> tuple[int, str]:
 def noticed(guard: Guard) -> str:
     """What is wrong with a guard's test: empty where it fails without the guard."""
     with tempfile.TemporaryDirectory(prefix="fedloom-guard-") as folder:
-        source = Path(folder) / "src"
-        shutil.copytree(ROOT / "src", source)
+        for package in PACKAGES:
+            shutil.copytree(ROOT / package / "src", Path(folder) / package / "src")
         place = Path(folder) / guard.file
         place.write_text(guard.changed(), encoding="utf-8")
         for compiled in place.parent.glob(f"__pycache__/{place.stem}.*"):
             compiled.unlink()
-        status, output = run(source, [guard.test], SECONDS)
+        status, output = run(Path(folder), [guard.test], SECONDS)
     if status == FAILED:
         return ""
     what = "passes without it" if status == 0 else f"does not run without it (pytest ends with {status})"
@@ -84,7 +88,7 @@ def noticed(guard: Guard) -> str:
 def main(words: list[str]) -> int:
     """Tries the guards whose text has one of the words, or all; 1 where one is not noticed."""
     chosen = [g for g in guards() if not words or any(word in f"{g.guard} {g.file} {g.test}" for word in words)]
-    status, output = run(ROOT / "src", sorted({g.test for g in chosen}), SECONDS * len(chosen))
+    status, output = run(ROOT, sorted({g.test for g in chosen}), SECONDS * len(chosen))
     if status:
         print(f"tests fail with every guard in its place:\n{output[-4000:]}")
         return 2

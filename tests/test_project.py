@@ -18,20 +18,34 @@ from importlib.machinery import SourceFileLoader
 from importlib.metadata import distribution
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import fedloom as fl
-from fedloom.cli._app import EXTRAS as COMMANDS
+from fedloom.lab.cli._app import EXTRAS as COMMANDS
 
 ROOT = Path(__file__).parent.parent
-SOURCE = ROOT / "src" / "fedloom"
-STUDIES = ROOT / "src" / "fedloom_studies"
-MODULES = {file.relative_to(SOURCE).as_posix(): file for file in sorted(SOURCE.rglob("*.py"))}
-MODULES |= {f"{STUDIES.name}/{file.relative_to(STUDIES).as_posix()}": file for file in sorted(STUDIES.rglob("*.py"))}
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PACKAGES = {
+    "fedloom": ROOT / "packages" / "fedloom",
+    "fedloom_sites": ROOT / "packages" / "fedloom-sites",
+    "fedloom_studies": ROOT / "packages" / "fedloom-studies",
+}
+"""The folder of every package, by the name that Python imports."""
+SOURCE = PACKAGES["fedloom"] / "src" / "fedloom"
+MODULES = {
+    (
+        file.relative_to(folder / "src" / name) if name == "fedloom" else file.relative_to(folder / "src")
+    ).as_posix(): file
+    for name, folder in PACKAGES.items()
+    for file in sorted((folder / "src" / name).rglob("*.py"))
+}
+"""Files of the source: of the library by their place in it, of the others with the package before."""
+PROJECTS = {
+    name: tomllib.loads((folder / "pyproject.toml").read_text())["project"] for name, folder in PACKAGES.items()
+}
 
 
 def imports(nodes: Iterable[ast.AST]) -> set[str]:
@@ -90,7 +104,7 @@ def run(code: str) -> str:
 
 def module_of(name: str) -> str:
     parts = Path(name).with_suffix("").parts
-    parts = parts if parts[0] == STUDIES.name else ("fedloom", *parts)
+    parts = parts if parts[0] in PACKAGES else ("fedloom", *parts)
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
@@ -118,13 +132,13 @@ def test_no_circle_of_files() -> None:
 
 def test_csv_is_written_and_lines_are_shown_in_one_place() -> None:
     """Cells that a spreadsheet would compute, and control characters of names, are disarmed there."""
-    homes = {"csv.writer(": "report/csv_files.py", "DictWriter(": "", "write_csv(": "report/csv_files.py"}
-    homes |= {"typer.echo(": "cli/_app.py"}
+    homes = {"csv.writer(": "lab/report/csv_files.py", "DictWriter(": "", "write_csv(": "lab/report/csv_files.py"}
+    homes |= {"typer.echo(": "lab/cli/_app.py"}
     for call, home in homes.items():
         assert {name for name, file in MODULES.items() if call in file.read_text()} <= {home}, call
 
 
-SHOWN = ("report/", "comparison/", "tune/", "experiment/", "cli/", "progress.py", "printing.py", f"{STUDIES.name}/")
+SHOWN = ("lab/", "fedloom_studies/")
 """Rooms whose numbers are for people; elsewhere numbers are parts of refusals."""
 
 
@@ -139,12 +153,12 @@ def test_numbers_become_text_in_one_place() -> None:
         for part in node.format_spec.values
         if isinstance(part, ast.Constant) and re.search(r"[efg%]$", part.value)
     }
-    assert homes <= {"report/csv_files.py"}
+    assert homes <= {"lab/report/csv_files.py"}
 
 
 def test_a_folder_has_few_files_and_the_round_is_one_page() -> None:
     folders = Counter(Path(name).parent for name in MODULES if Path(name).name != "__init__.py")
-    assert {str(folder) for folder, count in folders.items() if count > 16} <= {".", "algorithms", "data/sources"}
+    assert {str(folder) for folder, count in folders.items() if count > 16} <= {"algorithms", "data/sources"}
     assert len((SOURCE / "engine" / "round.py").read_text().splitlines()) <= 120
 
 
@@ -194,7 +208,8 @@ def test_the_page_on_the_architecture_names_parts_that_are_there() -> None:
     parts |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     parts |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     assert len(named) > 25
-    assert named - parts <= {"list", "json", "toml", "html", "parquet"}  # a command, and endings of files
+    words = {"list", "json", "toml", "html", "parquet"} | {"commands", "lists", "results", "lab", *PACKAGES}
+    assert named - parts <= words  # a command, and endings of files
 
 
 THROUGH = {
@@ -353,7 +368,7 @@ def test_unknown_public_name() -> None:
 
 def test_import_and_help_load_no_torch() -> None:
     assert run("import fedloom, sys; print('torch' in sys.modules)") == "False"
-    call = "import sys; from fedloom.cli import main; sys.argv = ['fedloom', '--help']"
+    call = "import sys; from fedloom.lab.cli import main; sys.argv = ['fedloom', '--help']"
     text = run(f"{call}\ntry: main()\nfinally: print('torch:', 'torch' in sys.modules)")
     assert text.endswith("torch: False")
     assert "run" in text
@@ -361,8 +376,8 @@ def test_import_and_help_load_no_torch() -> None:
 
 def test_without_flwr_its_users_package_says_what_to_install() -> None:
     hidden = "import sys; sys.modules['flwr'] = None; import fedloom; fedloom.simulate"
-    text = run(f"{hidden}\ntry: import fedloom.flower\nexcept ImportError as error: print(error)")
-    assert text == "fedloom.flower needs flwr; install it with: pip install 'fedloom[flower]'"
+    text = run(f"{hidden}\ntry: import fedloom_sites.flower\nexcept ImportError as error: print(error)")
+    assert text == "fedloom_sites.flower needs flwr; install it with: pip install fedloom-sites"
 
 
 def takes_less(limit: float, before: str, code: str) -> bool:
@@ -381,7 +396,7 @@ def test_windows_is_told_where_to_run() -> None:
 
 
 def test_help_comes_at_once() -> None:
-    call = "from fedloom.cli import main\ntry: main()\nexcept SystemExit: pass"
+    call = "from fedloom.lab.cli import main\ntry: main()\nexcept SystemExit: pass"
     assert takes_less(0.5, "import sys; sys.argv = ['fedloom', '--help']", call)
 
 
@@ -409,7 +424,22 @@ def pins() -> dict[str, str]:
     return {canonicalize_name(name): version for name, version in (line.split("==") for line in lines)}
 
 
-REQUIRED = [*PROJECT["dependencies"], *(r for extra in PROJECT["optional-dependencies"].values() for r in extra)]
+def required(project: dict[str, Any]) -> list[str]:
+    """Return the dependencies of a package, those of its extras too."""
+    return [
+        *project["dependencies"],
+        *(r for extra in project.get("optional-dependencies", {}).values() for r in extra),
+    ]
+
+
+REQUIRED = sorted({r for project in PROJECTS.values() for r in required(project)})
+DEV = [
+    line
+    for line in (ROOT / "requirements-dev.txt").read_text().splitlines()
+    if line and not line.startswith(("#", "-e"))
+]
+INSTALLED = re.findall(r"^-e ./packages/([\w-]+)(?:\[([\w,]*)\])?$", (ROOT / "requirements-dev.txt").read_text(), re.M)
+"""Packages that the file installs, and their extras."""
 NOT_IN_DEV = {"datasets", "fedloom", "wandb"}
 
 
@@ -420,7 +450,9 @@ def test_dependencies_are_pinned_within_their_range(text: str) -> None:
 
 
 def test_pins_are_what_ci_installs_and_no_more() -> None:
-    wanted = [Requirement(r) for r in [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["dev"]]]
+    assert {name for name, _ in INSTALLED} == {project["name"] for project in PROJECTS.values()}
+    wanted = [Requirement(f"{name}[{extras}]" if extras else name) for name, extras in INSTALLED]
+    wanted += [Requirement(r) for r in DEV]
     seen: set[tuple[str, frozenset[str]]] = set()
     while wanted:
         requirement = wanted.pop()
@@ -431,7 +463,7 @@ def test_pins_are_what_ci_installs_and_no_more() -> None:
                 extras = ["", *requirement.extras]
                 if further.marker is None or any(further.marker.evaluate({"extra": e}) for e in extras):
                     wanted.append(further)
-    assert set(pins()) == {name for name, _ in seen} - {"fedloom"}
+    assert set(pins()) == {name for name, _ in seen} - {project["name"] for project in PROJECTS.values()}
 
 
 def test_what_a_deployment_installs_is_pinned_by_hash() -> None:
@@ -448,29 +480,33 @@ def test_what_a_deployment_installs_is_pinned_by_hash() -> None:
     assert {name: version for name, version in locked.items() if name in known} == {
         n: known[n] for n in locked if n in known
     }
-    wanted = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["deploy"], "hatchling"]
-    for requirement in map(Requirement, wanted):
+    sites = PROJECTS["fedloom_sites"]
+    wanted = [*PROJECTS["fedloom"]["dependencies"], *sites["dependencies"], *sites["optional-dependencies"]["deploy"]]
+    for requirement in (r for r in map(Requirement, [*wanted, "hatchling"]) if r.name != "fedloom"):
         assert requirement.specifier.contains(locked[canonicalize_name(requirement.name)])
 
 
 NAMES = {"pillow": "PIL", "scikit-learn": "sklearn", "vl-convert-python": "vl_convert"}
 EXTRAS = {
-    "Crypto", "cryptography", "datasets", "dp_accounting", "flwr", "mlflow", "onnx", "onnxscript", "opendp",
-    "optuna", "pooch", "prometheus_client", "requests", "scikit_posthocs", "tensorboard", "transformers", "wandb",
+    "Crypto", "altair", "cryptography", "datasets", "dp_accounting", "flwr", "mlflow", "onnx", "onnxscript", "opendp",
+    "optuna", "pooch", "prometheus_client", "requests", "scikit_posthocs", "tensorboard", "transformers",
+    "vl_convert", "wandb",
 }  # fmt: skip
 WITH_PYDANTIC = {"annotated_types", "pydantic_core", "typing_extensions"}
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_imports_are_declared(name: str) -> None:
-    core = {NAMES.get(n, n.replace("-", "_")) for n in (Requirement(r).name for r in PROJECT["dependencies"])}
-    allowed = core | set(sys.stdlib_module_names) | {"fedloom", "fedloom_studies", *WITH_PYDANTIC}
+    own = name.partition("/")[0] if name.partition("/")[0] in PACKAGES else "fedloom"
+    declared = [*PROJECTS["fedloom"]["dependencies"], *PROJECTS[own]["dependencies"]]
+    core = {NAMES.get(n, n.replace("-", "_")) for n in (Requirement(r).name for r in declared)}
+    allowed = core | set(sys.stdlib_module_names) | {"fedloom", own, *WITH_PYDANTIC}
     assert {name.split(".")[0] for name in imports(every(name))} <= allowed | EXTRAS
-    if name.startswith(("deploy/", "flower/", "tune/", "fedloom_studies/")):
+    if name.startswith(("fedloom_sites/", "lab/tune/", "fedloom_studies/")):
         assert {
             name.split(".")[0] for name in imports(every(name))
         } & EXTRAS <= COMMANDS.keys()  # a sentence if missing
-    if not name.startswith(("deploy/", "flower/", "tune/")):
+    if not name.startswith(("fedloom_sites/", "lab/tune/")):
         assert {name.split(".")[0] for name in imports(parsed(name).body)} <= allowed, (
             "extras are imported where they are used"
         )
@@ -515,6 +551,12 @@ def test_examples_are_experiments(file: Path) -> None:
 
 
 def test_version_is_said_once() -> None:
+    for name in ("fedloom_sites", "fedloom_studies"):
+        assert PROJECTS[name]["version"] == fl.__version__
+        assert any(
+            Requirement(r).name == "fedloom" and fl.__version__ in Requirement(r).specifier
+            for r in PROJECTS[name]["dependencies"]
+        )
     assert re.search(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), flags=re.MULTILINE)[1] == fl.__version__
     assert re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)[1] == fl.__version__
 
@@ -522,6 +564,61 @@ def test_version_is_said_once() -> None:
 def test_scripts_can_be_run() -> None:
     for script in ("scripts/check", "scripts/mutants", ".ci/run"):
         assert os.access(ROOT / script, os.X_OK), script
+
+
+def test_a_room_above_its_budget_is_reported() -> None:
+    budget = load("scripts/budget.py")
+    text = '"""A docstring."""\n\n# a comment\nX = (\n    1,\n)\n\n\ndef f():\n    """Another."""\n    return X\n'
+    assert budget.count_lines(text) == 5
+    rooms, limits = {"fedloom": Counter(engine=10, local=5)}, {"fedloom": {"engine": 10, "local": 5}}
+    assert budget.find_excess(rooms, limits) == []
+    (above,) = budget.find_excess({"fedloom": Counter(engine=11, local=5)}, limits)
+    assert above.startswith("fedloom/engine: 11 lines of code, the budget is 10; ")
+    (new,) = budget.find_excess(rooms | {"fedloom_new": Counter(top=1)}, limits)
+    assert "the budget is missing" in new
+
+
+@pytest.mark.parametrize(
+    "call",
+    ["simulate('fedavg', fed, model='softmax', rounds=1)", "compare(['fedavg', 'local'], fed, 'softmax', rounds=1)"],
+)
+def test_the_library_runs_without_other_packages_and_charts(call: str) -> None:
+    code = f"""
+import sys
+
+sys.modules |= dict.fromkeys(("flwr", "altair", "vl_convert", "typer", "fedloom_sites", "fedloom_studies"))
+import fedloom as fl
+fed = fl.partition.iid(clients=3)(fl.load('digits'), seed=0)
+result = fl.{call}
+print(result)
+try:
+    (result.chart if hasattr(result, "chart") else result.plot)()
+except fl.errors.ConfigError as error:
+    print(error)
+"""
+    printed = run(code)
+    assert "accuracy" in printed
+    assert "charts need altair: pip install 'fedloom[charts]'" in printed
+
+
+def test_a_run_without_charts_ends_and_names_the_extra_at_its_start(tmp_path: Path) -> None:
+    (tmp_path / "small.toml").write_text(
+        'rounds = 1\n[data]\nsource = "digits"\n[partition]\nclients = 3\n[[method]]\nalgorithm = "local"\n'
+    )
+    code = f"""
+import sys
+
+sys.modules |= dict.fromkeys(("altair", "vl_convert"))
+sys.stderr = sys.stdout
+sys.argv = ["fedloom", "run", {str(tmp_path / "small.toml")!r}, "--out", {str(tmp_path / "run")!r}]
+from fedloom.lab.cli import app
+app(standalone_mode=False)
+"""
+    printed = run(code)
+    assert "no report.html is written" in printed
+    assert "fedloom[charts]" in printed
+    assert (tmp_path / "run" / "metrics.parquet").exists()
+    assert not (tmp_path / "run" / "report.html").exists()
 
 
 # --- scripts/mutants
@@ -590,7 +687,7 @@ def test_a_mutant_takes_the_place_of_live_code(tmp_path: Path) -> None:
 
 def test_listed_survivors_are_read_as_they_are_written() -> None:
     script = load_mutants()
-    cells = ("src/fedloom/a.py", "A.f", "a | b", "a & b")
+    cells = ("packages/fedloom/src/fedloom/a.py", "A.f", "a | b", "a & b")
     assert script.accepted(script.row(cells, "the same set")) == {cells: "the same set"}
     assert script.accepted(script.row(cells, "")) == {}
 
@@ -608,6 +705,6 @@ def load_mutants() -> ModuleType:
 
 def test_a_method_is_one_short_file() -> None:
     """`_base` and its neighbours, and the presets, are no methods. FIAELT measures L, and has its public code's way."""
-    files = [f for f in (ROOT / "src" / "fedloom" / "algorithms").glob("[!_]*.py") if f.stem != "presets"]
+    files = [f for f in (SOURCE / "algorithms").glob("[!_]*.py") if f.stem != "presets"]
     lengths = {f.name: len(f.read_text().splitlines()) for f in files}
     assert {name: n for name, n in lengths.items() if n > (180 if name == "fiaelt.py" else 157)} == {}

@@ -93,7 +93,7 @@ def sign_flips(setup: str) -> tuple[int, int]:
 
 
 def judged_by_the_program(gaps: np.ndarray) -> int:
-    from fedloom.report import family
+    from fedloom.lab.report import family
 
     tests = family({k: dict(enumerate(row)) for k, row in enumerate(gaps.tolist())}, moderate=True)
     return sum(test.significant for test in tests.values())

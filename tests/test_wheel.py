@@ -1,4 +1,4 @@
-"""The wheel works where there is no checkout: every file that the package reads is in it."""
+"""The wheels work where there is no checkout: every file that a package reads is in its wheel."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import tomllib
 import venv
 import zipfile
 from collections.abc import Callable
-from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -45,24 +45,42 @@ for words in ("run small.toml --out run", "report run --out page.html", "deploy 
 """
 
 
+PACKAGES = sorted(folder.name for folder in (ROOT / "packages").iterdir() if (folder / "pyproject.toml").is_file())
+
+
+def project(package: str) -> dict[str, Any]:
+    found: dict[str, Any] = tomllib.loads((ROOT / "packages" / package / "pyproject.toml").read_text())["project"]
+    return found
+
+
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("dist")
-    command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    (path,) = folder.glob("*.whl")
-    return path
+    for package in PACKAGES:
+        command = [
+            sys.executable,
+            "-m",
+            "hatchling",
+            "build",
+            "--target",
+            "wheel",
+            "--directory",
+            str(folder / package),
+        ]
+        subprocess.run(command, cwd=ROOT / "packages" / package, check=True, capture_output=True)
+    return {package: next((folder / package).glob("*.whl")) for package in PACKAGES}
 
 
 @pytest.fixture(scope="module")
-def fedloom(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
-    """The command of an environment that has the wheel, and what it depends on from this environment."""
+def fedloom(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """The command of an environment that has the wheels, and their dependencies from this environment."""
     home = tmp_path_factory.mktemp("elsewhere")
     venv.create(home / "env", with_pip=False)
     places = sysconfig.get_paths(vars={"base": str(home / "env"), "platbase": str(home / "env")})
     site = Path(places["purelib"])
-    with zipfile.ZipFile(wheel) as file:
-        file.extractall(site)
+    for wheel in wheels.values():
+        with zipfile.ZipFile(wheel) as file:
+            file.extractall(site)
     (site / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "FEDLOOM_DATA")}
     environment["NUMBA_DISABLE_JIT"] = "1"  # nothing is compiled for three clients
@@ -78,26 +96,26 @@ def fedloom(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[.
     return call
 
 
-def test_the_wheel_has_every_file_of_the_package(wheel: Path) -> None:
-    listed = subprocess.run(["git", "ls-files", "src"], cwd=ROOT, check=True, capture_output=True, text=True)
-    with zipfile.ZipFile(wheel) as file:
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_wheel_has_every_file_of_its_package(wheels: dict[str, Path], package: str) -> None:
+    source = f"packages/{package}/src/"
+    listed = subprocess.run(["git", "ls-files", source], cwd=ROOT, check=True, capture_output=True, text=True)
+    with zipfile.ZipFile(wheels[package]) as file:
         names, about = set(file.namelist()), [n for n in file.namelist() if n.endswith("METADATA")]
         metadata = file.read(about[0]).decode()
-    assert {name.removeprefix("src/") for name in listed.stdout.split()} <= names
-    assert {"fedloom_studies/results/papers.jsonl", "fedloom_studies/results/map-full.jsonl"} <= names
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert f"Requires-Python: {project['requires-python']}" in metadata
+    assert len(listed.stdout.split()) > 5
+    assert {name.removeprefix(source) for name in listed.stdout.split()} <= names
+    if package == "fedloom-studies":
+        assert {"fedloom_studies/results/papers.jsonl", "fedloom_studies/results/map-full.jsonl"} <= names
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+    assert f"Requires-Python: {project(package)['requires-python']}" in metadata
     assert "Version: 0.1.0" in metadata
 
 
-def test_a_source_distribution_has_all_that_make_and_the_pages_use() -> None:
-    """Hidden files but `.dockerignore` are of the repository alone; hatchling adds pyproject.toml itself."""
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True)
-    names = {f"/{name.partition('/')[0]}" for name in listed.stdout.split()}
-    wanted = {name for name in names if not name.startswith("/.")} | {"/.dockerignore"}
-    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["sdist"]
-    patterns = (*build["include"], "/pyproject.toml")
-    assert not [name for name in sorted(wanted) if not any(fnmatch(name, pattern) for pattern in patterns)]
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_package_has_the_license_of_the_repository(package: str) -> None:
+    assert (ROOT / "packages" / package / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+    assert len((ROOT / "packages" / package / "README.md").read_text().splitlines()) <= 60
 
 
 @pytest.mark.parametrize(
@@ -105,8 +123,7 @@ def test_a_source_distribution_has_all_that_make_and_the_pages_use() -> None:
 )
 def test_versions_that_were_seen_to_fail_are_excluded(failing: str) -> None:
     """Installed in place of the newest ones, with the lowest allowed versions of all others."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    needed = {needed.name: needed.specifier for needed in map(Requirement, project["dependencies"])}
+    needed = {needed.name: needed.specifier for needed in map(Requirement, project("fedloom")["dependencies"])}
     name, _, version = failing.partition("==")
     assert version not in needed[name]
 

@@ -12,8 +12,8 @@ from fedloom.choose import MIXERS, SAMPLERS, WEIGHERS
 from fedloom.data.partition import PARTITIONS, Partition
 from fedloom.data.sources import SOURCES
 from fedloom.engine.setting import Engine, Evaluate
-from fedloom.experiment.schema import Top
-from fedloom.experiment.tuning import Range, Tune
+from fedloom.lab.experiment.schema import Top
+from fedloom.lab.experiment.tuning import Range, Tune
 from fedloom.local import LocalSGD
 from fedloom.models import KINDS, PAPERS, Augment
 from fedloom.options import limits_of
@@ -43,8 +43,8 @@ source = "digits"
 algorithm = "fedavg"
 ```
 """
-METHOD = """A method's own options are on [its page](../src/fedloom/algorithms/). Beside them, every `[[method]]` may
-have:
+METHOD = """A method's own options are on [its page](../packages/fedloom/src/fedloom/algorithms/). Beside them,
+every `[[method]]` may have:
 
 | key | |
 |---|---|

@@ -18,6 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 STUDIES = ROOT / "studies" / "pages"
 ROOT_PAGES = ("CONTRIBUTING", "CHANGELOG", "SECURITY")
 """Pages at the root of the repository that the site has too."""
+METHODS = "packages/fedloom/src/fedloom/algorithms/"
+"""Folder of the methods' files."""
 WIDE = 10
 """Columns that a table has beside a table of contents."""
 
@@ -51,7 +53,7 @@ def on_page_markdown(markdown: str, page: Page | None = None, **more: object) ->
         page.meta.setdefault("hide", ["toc"])
     made = re.sub(r"\]\((?:\.\./studies/pages|\.\./\.\./docs|docs|site)/", "](", markdown)
     made = re.sub(r"\]\(\.\./\.\./\.\./docs/", "](../", made)
-    made = re.sub(r"\]\((?:\.\./)+src/fedloom/algorithms/(\w*)(?:\.py)?(?:#([\w-]+))?", methods.link, made)
+    made = re.sub(rf"\]\((?:\.\./)+{METHODS}(\w*)(?:\.py)?(?:#([\w-]+))?", methods.link, made)
     return re.sub(rf"\]\(\.\./({'|'.join(ROOT_PAGES)})\.md", lambda found: f"]({found[1].lower()}.md", made)
 
 

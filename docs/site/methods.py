@@ -14,7 +14,7 @@ from typing import Any
 import formulas
 
 from fedloom.algorithms import REGISTRY, Preset
-from fedloom.experiment.cards import families, text
+from fedloom.lab.experiment.cards import families, text
 from fedloom.values import fields_of
 from fedloom_studies.map.judge import SetupVerdict, judge
 from fedloom_studies.map.page import standing_table
@@ -46,23 +46,18 @@ FAMILIES = {
 }
 DEFAULTS_SAY = (
     "Every method with nothing but its name in the file, and the law that the slow tests hold it to "
-    "(`tests/algorithms/test_works_as_it_comes.py`): the run does not diverge; the better of its models ends at most 5 "
-    "points below the worse of FedAvg and Local (8 for fair methods); it takes at most 6 times FedAvg's gradients; its "
-    "models differ from both by more than two runs of FedAvg do; and it does what it is for: a better worst tenth or "
-    "less variance of the training losses for fair methods (FairFed: a smaller gap of the accuracies by its weights), "
-    "personal models above the global one for personalised methods, zeros for composite methods with the regulariser "
-    "that their card names. A method that cannot keep a part says so on its card and in a note before the first round.",
-    "",
-    "Factors that theory leaves open were chosen on validation parts of other federations than these "
-    "(`studies/benchmarks/factors.py`, `studies/data/factors.json`).",
-    "",
-    "Where a paper's constant belongs to its own problem, the default is derived before the first round from the "
-    "*reach* of a round, the step size times the mean number of local steps; every card gives its rule. "
-    '`settings = "paper"` at the top of a file or in a `[[method]]` table, `--set settings=paper` or '
-    '`--set method.flame.settings=paper` on the command line, and `fl.simulate("flame", fed, settings="paper")` in '
-    "Python take the papers' own constants, which `fedloom describe` lists. "
-    "Where a paper's public code runs something else than the paper prints, `released` takes the place of `paper`. "
-    '`lam = "2x"` is twice what the method derives.',
+    "(`packages/fedloom/tests/algorithms/test_works_as_it_comes.py`): the run does not diverge; the better of its "
+    "models ends at most 5 points below the worse of FedAvg and Local (8 for fair methods); it takes at most 6 times "
+    "FedAvg's gradients; its models differ from both by more than two runs of FedAvg do; and it does what it is for: "
+    "a better worst tenth or less variance of the training losses for fair methods (FairFed: a smaller gap of the "
+    "accuracies by its weights), personal models above the global one for personalised methods, zeros for composite "
+    "methods with the regulariser that their card names. A method that cannot keep a part says so on its card and in "
+    "a note before the first round.Factors that theory leaves open were chosen on validation parts of other "
+    "federations than these (`studies/benchmarks/factors.py`, `studies/data/factors.json`).Where a paper's constant "
+    "belongs to its own problem, the default is derived before the first round from the *reach* of a round, the step "
+    "size times the mean number of local steps; every card gives its rule. paperflamepaperPython take the papers' own "
+    "constants, which `fedloom describe` lists. Where a paper's public code runs something else than the paper "
+    "prints, `released` takes the place of `paper`. 2x"
 )
 HELD_OUT_SAYS = (
     "The same law on federations that shaped no rule, judged on validation parts: other data, a convolutional network, "

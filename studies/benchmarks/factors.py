@@ -32,9 +32,9 @@ from fedloom.engine.result import Result
 from fedloom.engine.setting import Setting
 from fedloom.engine.setup import make_job
 from fedloom.errors import Stop
+from fedloom.lab.tune.trial import PART, for_scoring, without_test
 from fedloom.metrics import leading
 from fedloom.models import MLP
-from fedloom.tune.trial import PART, for_scoring, without_test
 
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 OPTIONS = {

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 import fedloom as fl
+from fedloom.lab.report.numbers import half_width
 from fedloom.local.oracles import Precision
 from fedloom.models import ModelSpec
-from fedloom.report.numbers import half_width
 
 MODELS = ("global", "personal")
 METHODS = ("fedavg", "flame", "fedslr")

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 from typer.testing import CliRunner
 
 import fedloom as fl
-from fedloom.cli import app
-from fedloom.deploy.settings import Site
+from fedloom.lab.cli import app
+from fedloom_sites.deploy.settings import Site
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [
@@ -144,4 +144,4 @@ def _sh(block: Block, document: str, folder: Path, module: ModuleType) -> None:
 
 def _environment() -> dict[str, str]:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT / "src")}
+    return {**os.environ, "PATH": path}

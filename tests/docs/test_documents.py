@@ -27,8 +27,8 @@ import pytest
 
 import fedloom as fl
 from fedloom.algorithms import REGISTRY, upload_fields
-from fedloom.experiment.cards import METHODS, cards, text
-from fedloom.report import PairVerdict
+from fedloom.lab.experiment.cards import METHODS, cards, text
+from fedloom.lab.report import PairVerdict
 from fedloom.values import fields_of
 from tests.commands import end, fork
 
@@ -89,7 +89,8 @@ def test_figures_of_the_first_page_are_those_of_their_records() -> None:
     assert f"train a round of FedAvg in {milliseconds} on one core, in {cells[-1]} (softmax" in text
     assert "1,000 clients train" in " ".join(scale.split()), "the cohort of that row"
     assert f"- {len(METHODS)} methods, " in changes
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    project = tomllib.loads((ROOT / "packages" / "fedloom" / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
     for document in (text, (ROOT / "docs" / "index.md").read_text()):
         (listed,) = re.findall(r"^Extras, [^:]+: (.+)\.$", document, flags=re.MULTILINE)
         assert set(re.findall(r"`(\w+)`", listed)) == set(extras)
@@ -204,7 +205,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_dead_link_stops_the_build_of_the_site(tmp_path: Path) -> None:
     """A dead link is a warning of mkdocs, which ``--quiet`` would drop before ``--strict`` counts it."""
-    for name in ("src", "studies", "tests", "mkdocs.yml", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"):
+    for name in ("packages", "studies", "tests", "mkdocs.yml", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"):
         (tmp_path / name).symlink_to(ROOT / name)
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
     with (tmp_path / "docs" / "start.md").open("a") as page:
@@ -413,7 +414,6 @@ def test_notebooks_are_committed_as_executed(file: Path) -> None:
 def test_notebooks_run(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("nbclient")
     monkeypatch.delenv("FEDLOOM_DATA", raising=False)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
     copy = tmp_path / file.name
     copy.write_bytes(file.read_bytes())
     code = "from nbclient.cli import main; main()"
@@ -455,7 +455,7 @@ def modules() -> list[str]:
 @cache
 def described() -> set[str]:
     """Methods that a protocol or a base describes, for all who have them."""
-    trees = [ast.parse(file.read_text()) for file in (ROOT / "src" / "fedloom").rglob("*.py")]
+    trees = [ast.parse(file.read_text()) for file in (ROOT / "packages").rglob("*.py")]
     bases = [n for tree in trees for n in tree.body if isinstance(n, ast.ClassDef) and "Protocol" in ast.unparse(n)]
     methods = [m for base in bases for m in base.body if isinstance(m, ast.FunctionDef)]
     return {m.name for m in methods if ast.get_docstring(m)}

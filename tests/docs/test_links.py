@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from fedloom.errors import ConfigError
-from fedloom.experiment import json_schema
-from fedloom.experiment.cards import parts
-from fedloom.experiment.schema import TABLES
+from fedloom.lab.experiment import json_schema
+from fedloom.lab.experiment.cards import parts
+from fedloom.lab.experiment.schema import TABLES
 from fedloom.models import MODELS, PAPERS
 
 ROOT = Path(__file__).parents[2]
@@ -94,9 +94,9 @@ def test_a_link_to_a_file_of_methods_is_one_to_a_page_on_the_site(monkeypatch: p
     import hooks
 
     for link, want in {
-        "../src/fedloom/algorithms/local_only.py": "methods/local.md",
-        "../../src/fedloom/algorithms/presets.py#equitable-fl": "methods/equitable-fl.md",
-        "../src/fedloom/algorithms/": "methods/index.md",
+        "../packages/fedloom/src/fedloom/algorithms/local_only.py": "methods/local.md",
+        "../../packages/fedloom/src/fedloom/algorithms/presets.py#equitable-fl": "methods/equitable-fl.md",
+        "../packages/fedloom/src/fedloom/algorithms/": "methods/index.md",
         "../CONTRIBUTING.md": "contributing.md",
         "../SECURITY.md": "security.md",
         "docs/deployment.md#secure-aggregation": "deployment.md#secure-aggregation",

@@ -4,7 +4,7 @@ from flwr.app import Context
 from flwr.clientapp import ClientApp
 from torch import nn
 
-from fedloom.flower import Local, client
+from fedloom_sites.flower import Local, client
 from quickstart.task import Net, load_data
 
 app = ClientApp()

@@ -3,7 +3,7 @@
 from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
 
-from fedloom.flower import Strategy
+from fedloom_sites.flower import Strategy
 from quickstart.task import Net
 
 app = ServerApp()

@@ -1,0 +1,162 @@
+"""One thread per process, as in simulation; the same hypothesis examples on every CI run; no waiting for disks."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+from _pytest.doctest import DoctestModule
+from hypothesis import HealthCheck, Phase, settings
+
+import tests  # noqa: F401 (the namespace of all packages; pytest alone would make one of the first folder)
+
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # fresh interpreters of the tests find compiled modules
+sys.dont_write_bytecode = False
+os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
+
+_MEMORY = Path("/dev/shm")
+if _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free > 4 << 30:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(_MEMORY))  # a rename or cut costs a disk milliseconds
+
+if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers share that of their controller
+    _CACHE = tempfile.TemporaryDirectory(prefix="fedloom-cache-")
+    os.environ["FEDLOOM_CACHE"] = _CACHE.name
+
+settings.register_profile("dev", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+settings.register_profile("ci", settings.get_profile("dev"), derandomize=True, database=None)
+settings.register_profile(
+    "mutants",
+    settings.get_profile("ci"),
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
+
+
+gc.disable()
+
+
+class OnlyExamples:
+    """Files without an example are not imported and looked through for doctests."""
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_collect_file(self, file_path: Path) -> Generator[None, list[pytest.Collector], list[pytest.Collector]]:
+        found = yield
+        if b">>>" in file_path.read_bytes():
+            return found
+        return [one for one in found if not isinstance(one, DoctestModule)]
+
+
+class Attacks:
+    """Prints a table of what the tests marked `attack` tried, where they were asked for (``pytest -m attack``).
+
+    A test counts as one try, or as many as its property ``tries``. A row that has fewer than it must have is ``short``.
+    """
+
+    WANTED: ClassVar[dict[str, int]] = {
+        "forged replies": 29,
+        "uploads within bounds": 20,
+        "bad sites under secure aggregation": 14,
+        "a dishonest server": 5,
+        "messages beyond memory": 13,
+        "hostile files": 55,
+        "hostile directories": 890,
+        "flipped bits": 200,
+        "two runs on one directory": 9,
+        "protections taken out": 138,
+    }
+    """Rows, with the number of tries that each must have at least, slow tests included."""
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        for item in items:
+            item.user_properties += [("attack", mark.args[0]) for mark in item.iter_markers("attack")]
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+        if "attack" not in config.option.markexpr:
+            return
+        tried, fell = Counter[str](), Counter[str]()
+        for outcome in ("passed", "failed", "error"):
+            for report in terminalreporter.stats.get(outcome, ()):
+                properties = dict(report.user_properties)
+                if row := properties.get("attack"):
+                    tried[row] += int(properties.get("tries", 1))
+                    fell[row] += outcome != "passed"
+        terminalreporter.section("attacks")
+        for row, wanted in self.WANTED.items():
+            held = f"{tried[row] - fell[row]}/{tried[row]} held" if tried[row] else "not tried"
+            terminalreporter.line(f"{row:<36} {held:>16}   wanted {wanted}{' (short)' * (tried[row] < wanted)}")
+        assert {*tried} <= {*self.WANTED}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(OnlyExamples())  # for src too, where a conftest of tests is not asked
+    config.pluginmanager.register(Attacks())
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays: the garbage collector need not visit it again and again."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_sync() -> Iterator[None]:
+    """No test cuts the power, and the order of what is written is watched above `os.fsync`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _fd: None)
+        yield
+
+
+@pytest.fixture(params=["inference_mode", "no_grad", "float64", "threads", "device", "autocast", "products"])
+def set_in_torch(request: pytest.FixtureRequest) -> Callable[[], AbstractContextManager[None]]:
+    """What a caller has set in PyTorch, for a while; at its end it must be as the caller left it."""
+    import torch
+
+    chosen = request.param
+
+    @contextmanager
+    def setting() -> Iterator[None]:
+        dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
+        products = torch.get_float32_matmul_precision()
+        choices = {
+            "inference_mode": torch.inference_mode, "no_grad": torch.no_grad, "device": lambda: torch.device("meta"),
+            "autocast": lambda: torch.autocast("cpu"),
+        }  # fmt: skip
+        try:
+            with choices.get(chosen, nullcontext)():
+                torch.set_default_dtype(torch.float64 if chosen == "float64" else dtype)
+                torch.set_num_threads(2 if chosen == "threads" else threads)
+                torch.set_float32_matmul_precision("medium" if chosen == "products" else products)
+                before = _of_torch()
+                yield
+                assert _of_torch() == before
+        finally:
+            torch.set_default_dtype(dtype)
+            torch.set_num_threads(threads)
+            torch.set_float32_matmul_precision(products)
+
+    return setting
+
+
+def _of_torch() -> tuple[object, ...]:
+    import torch
+
+    modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
+    return (
+        *modes,
+        torch.get_float32_matmul_precision(),
+        torch.get_default_dtype(),
+        torch.get_num_threads(),
+        torch.get_default_device(),
+    )

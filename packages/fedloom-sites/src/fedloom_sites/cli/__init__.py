@@ -1,0 +1,20 @@
+"""The command ``fedloom deploy``, and the results of a deployment's directory; fedloom loads both by entry points."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fedloom_sites.cli import deploy, deploy_members, deploy_models
+
+__all__ = ["deploy", "deploy_members", "deploy_models", "results_of"]
+
+
+def results_of(folder: Path) -> Path:
+    """Return the run directory of a deployment.
+
+    Raises:
+        ConfigError: the folder is not a deployment's.
+    """
+    from fedloom_sites.deploy.ops.status import server_of
+
+    return server_of(folder).results

@@ -1,0 +1,226 @@
+"""``fedloom deploy``: an experiment at real sites, over TLS, on Flower."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fedloom.formats import significant
+from fedloom.lab.cli._app import DataDir, FileArgument, Trust, Words, app, errors, say
+
+deploy = typer.Typer(
+    cls=Words,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Run an experiment at real sites, by Flower over TLS. Data stay at the sites; models travel.",
+)
+app.add_typer(deploy, name="deploy", rich_help_panel="Real sites")
+
+WIDE = 120
+"""Columns of a table that goes to a file or another program."""
+
+Directory = Annotated[Path, typer.Argument(help="directory that 'fedloom deploy init' wrote", show_default=False)]
+SiteFolder = Annotated[Path, typer.Argument(help="a site's folder, with its site.toml", show_default=False)]
+
+
+@deploy.command()
+def init(
+    file: FileArgument,
+    sites: Annotated[int | None, typer.Option(help="number of sites; the clients of the partition by default")] = None,
+    names: Annotated[str | None, typer.Option(help="names of the sites, with commas; site-0, ... by default")] = None,
+    out: Annotated[Path | None, typer.Option(help="directory to write; the file's name by default")] = None,
+    method: Annotated[str | None, typer.Option(help="label of the method, if the experiment has several")] = None,
+    rounds: Annotated[int | None, typer.Option(help="communication rounds, if not the experiment's", min=1)] = None,
+    seed: Annotated[int | None, typer.Option(help="the first of the experiment by default", min=0)] = None,
+    host: Annotated[str, typer.Option(help="name or address that sites reach the server by")] = "localhost",
+    gate_port: Annotated[int, typer.Option(help="port that sites reach the server by")] = 8443,
+    port: Annotated[int, typer.Option(help="port of the server on loopback, behind the gate")] = 18000,
+    quorum: Annotated[int | None, typer.Option(help="accepted replies of a round; more than half by default")] = None,
+    norm_bound: Annotated[
+        float | None,
+        typer.Option(help="maximum update norm accepted per site; by default 10 times the largest of a first round"),
+    ] = None,
+    most_samples: Annotated[
+        int | None,
+        typer.Option(
+            help="samples that a site may claim of any part; the largest client's by default, with --own-data 10^8",
+            min=1,
+        ),
+    ] = None,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(help="port of the server's metrics in Prometheus' format, on loopback; none by default"),
+    ] = None,
+    home: Annotated[Path, typer.Option(help="folder for server/ and site/ on the machines")] = Path("/srv/fedloom"),
+    programs: Annotated[Path, typer.Option(help="folder of the programs on the machines")] = Path("/opt/fedloom/bin"),
+    days: Annotated[int, typer.Option(help="days that certificates are valid")] = 365,
+    own_data: Annotated[bool, typer.Option("--own-data", help="every site has data of its own, not a share")] = False,
+    fixed_data: Annotated[
+        bool,
+        typer.Option("--fixed-data", help="refuse a site whose samples change in the run; else the change is logged"),
+    ] = False,
+    secure_aggregation: Annotated[
+        bool, typer.Option("--secure-aggregation", help="the server gets masked sums, and no site's own upload")
+    ] = False,
+    threshold: Annotated[
+        int | None, typer.Option(help="sites without which no masked sum is opened; more than two thirds by default")
+    ] = None,
+    data_dir: DataDir = None,
+    trust: Trust = False,
+) -> None:
+    """Write the directory of a new deployment.
+
+    It has certificates, keys, settings, systemd units, a gate, and the five commands to run it.
+
+    Example: fedloom deploy init examples/hospitals.toml --sites 4 --method flame --rounds 10 --out hospitals
+    """
+    with errors():
+        from fedloom.lab.experiment import read
+
+        experiment = read(file, trust=trust)
+        from fedloom.values import make
+        from fedloom_sites.deploy.ops.directory import Location, write
+        from fedloom_sites.deploy.ops.plan import plan
+
+        options = {"host": host, "gate_port": gate_port, "port": port, "home": home, "programs": programs, "days": days}
+        place = make(
+            Location,
+            {**options, "quorum": quorum, "metrics_port": metrics_port},
+            "fedloom deploy init",
+            Location.model_fields,
+        )
+        choice: dict[str, Any] = {
+            "method": method,
+            "seed": seed,
+            "rounds": rounds,
+            "data_dir": data_dir,
+            "names": () if names is None else tuple(name.strip() for name in names.split(",")),
+            "own_data": own_data,
+            "fixed_data": fixed_data,
+            "norm_bound": norm_bound,
+            "most_samples": most_samples,
+            "secure_aggregation": secure_aggregation,
+            "threshold": threshold,
+        }
+        planned = plan(experiment, sites, **choice)
+        folder = out or Path(file.stem)
+        write(planned, folder, place)
+        say(f"{folder}: a server and {len(planned.sites)} sites ({', '.join(planned.sites)})")
+        if planned.norm_bound is not None:
+            bound = planned.norm_bound
+            text = (
+                ", ".join(f"{k} {significant(v)}" for k, v in bound.items())
+                if isinstance(bound, dict)
+                else significant(bound)
+            )
+            say(f"maximum update norm accepted per site: norm_bound = {text} in server.toml")
+        elif planned.sends:
+            say(
+                "no norm_bound, for want of data here: one site can move the model as far as it likes; say --norm-bound"
+            )
+        if planned.most_samples is None and planned.by_samples:
+            say("a site counts by the samples that it claims, up to 10^8: say the largest site's with --most-samples")
+        if planned.threshold is not None:
+            from fedloom_sites.deploy.secure.protocol import colluders
+
+            count = colluders(len(planned.sites), planned.threshold)
+            say(
+                f"secure aggregation: sums of at least {planned.threshold} sites, of scores too; a dishonest server "
+                f"may collude with {count} of them and learns no other site's upload"
+            )
+        if planned.code.files:
+            say(f"user code, copied to all of them: {', '.join(planned.code.files)}")
+        if planned.code.installed:
+            say(f"user code, to be installed at all of them: {', '.join(planned.code.installed)}")
+        say(f"directions: {folder / 'README.md'}; to try it on this machine: fedloom deploy local {folder}")
+
+
+@deploy.command()
+def check(
+    site: SiteFolder,
+    offline: Annotated[bool, typer.Option("--offline", help="leave the server alone")] = False,
+) -> None:
+    """Check what a site needs before it joins.
+
+    Each finding is a sentence. The exit code is 1 if one refuses.
+
+    Example: fedloom deploy check /srv/fedloom/site
+    """
+    with errors():
+        from fedloom_sites.deploy.ops.check import check_site
+        from fedloom_sites.deploy.settings import read_site
+
+        refused = 0
+        for finding in check_site(read_site(site / "site.toml"), offline=offline):
+            say(f"{finding.level:<8}{finding.sentence}")
+            refused += finding.level == "refused"
+        if refused:
+            say(f"the site cannot take part: {refused} of the findings must be mended", err=True)
+            raise typer.Exit(1)
+
+
+@deploy.command()
+def local(
+    directory: Directory,
+    port: Annotated[
+        int | None, typer.Option(help="port of the server; a free one by default", min=1, max=65535)
+    ] = None,
+) -> None:
+    """Run a deployment on this machine.
+
+    It starts the server with TLS and node keys, every site, and all rounds. Run it again to resume.
+
+    Example: fedloom deploy local hospitals
+    """
+    with errors():
+        from fedloom.errors import Stop
+        from fedloom_sites.deploy.ops.loopback import run_all
+        from fedloom_sites.deploy.ops.status import lines, status_of
+        from fedloom_sites.deploy.server.run import finished
+
+        try:
+            deployment = run_all(directory, say, port)
+        except KeyboardInterrupt:
+            say("interrupted; every process has ended; run the same command again to go on", err=True)
+            raise typer.Exit(130) from None
+        rows = deployment.table()
+        if rows:
+            from fedloom.lab.printing import print_rows
+
+            print_rows(rows, ("site", "model", "round"), width=WIDE)
+        else:  # no site's own scores reach the server: their means, or that there are none
+            say(*lines(status_of(deployment.server)))
+        say(f"results of the server: {deployment.server.results}")
+        for site in deployment.sites.values():
+            say(f"models of {site.site}: {site.state}")
+        if finished(deployment.server) is not Stop.DONE:
+            shown = status_of(deployment.server)
+            say(f"{shown['state']}: {shown['reason']}", err=True)
+            raise typer.Exit(1)
+
+
+@deploy.command()
+def status(
+    folder: Annotated[Path, typer.Argument(help="a deployment's directory, or its server folder", show_default=False)],
+    as_json: Annotated[bool, typer.Option("--json", help="everything as JSON")] = False,
+) -> None:
+    """Show how far a deployment is, site by site.
+
+    It reads the server's files, while the deployment runs and afterwards.
+
+    Example: fedloom deploy status hospitals
+    """
+    with errors():
+        import json
+
+        from fedloom.lab.printing import print_rows
+        from fedloom_sites.deploy.ops.status import lines, server_of, status_of, table
+
+        shown = status_of(server_of(folder))
+        if as_json:
+            say(json.dumps(shown, indent=1))
+            return
+        say(*lines(shown))
+        print_rows(table(shown), ("site",), width=WIDE)

@@ -1,0 +1,138 @@
+"""``fedloom deploy`` with the models of sites: ``models``, ``predict``, ``evaluate`` and ``export``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedloom.formats import significant
+from fedloom.lab.cli._app import errors, say
+from fedloom.lab.cli.models import ForceOption, KeepOption, PredictionsFile, ThresholdOption
+from fedloom_sites.cli.deploy import SiteFolder, deploy
+
+FileKind = Annotated[str | None, typer.Option("--model", help="global, personal or hybrid; the site's own by default")]
+
+
+@deploy.command()
+def models(
+    folder: Annotated[Path, typer.Argument(help="a site's folder, or a deployment's directory", show_default=False)],
+    out: Annotated[Path | None, typer.Option(help="folder to export to, one state dict per site")] = None,
+    test: Annotated[bool, typer.Option("--test", help="score each on its own site's test data")] = False,
+    force: ForceOption = False,
+) -> None:
+    """List, score and export the models of sites.
+
+    Exports are state dicts for the plain PyTorch module.
+
+    Example: fedloom deploy models /srv/fedloom/site --out models
+    """
+    with errors():
+        from fedloom.outputs import check_output_folder
+        from fedloom_sites.deploy.site.models import export, figures, owned
+
+        if out is not None:
+            check_output_folder(out)
+        models_there = owned(folder)
+        if not models_there:
+            say("no model yet: a site has one after the first round that it took part in")
+        for one in models_there:
+            path = one.model.path if out is None else export(one, out, force=force)
+            say(f"{one.site.site:<16}{one.model.kind:<10}round {one.model.round:<6}{path}")
+            if test:
+                scores = ", ".join(f"{name} {significant(value)}" for name, value in figures(one).items())
+                say(f"  {scores or 'no test samples'}")
+
+
+@deploy.command()
+def predict(
+    site: SiteFolder,
+    rows: Annotated[Path, typer.Argument(help="file of rows without labels", show_default=False)],
+    model: FileKind = None,
+    out: Annotated[Path, typer.Option(help="CSV file to write")] = Path("predictions.csv"),
+    keep: KeepOption = None,
+    threshold: ThresholdOption = None,
+    force: ForceOption = False,
+) -> None:
+    """Predict raw rows at a site by its own model.
+
+    Rows are scaled as the site scales them.
+
+    Example: fedloom deploy predict /srv/fedloom/site new.csv
+    """
+    with errors():
+        from fedloom.trained.predictions import alone, predicted
+        from fedloom_sites.deploy.site.models import new_rows, used
+
+        file = PredictionsFile(out, (rows,), force=force)
+        trained = used(site, model)
+        inputs = new_rows(site).rows(trained.recipe.facts, rows, None, tuple(keep or ()))
+        predictions = predicted(inputs, alone(trained, inputs))
+        file.write(predictions, threshold, f" by the {trained.about['kind']} model of {predictions.models[0]}")
+
+
+@deploy.command()
+def evaluate(
+    site: SiteFolder,
+    rows: Annotated[Path | None, typer.Argument(help="file of rows with labels", show_default=False)] = None,
+    model: FileKind = None,
+    importance: Annotated[
+        bool, typer.Option("--importance", help="permute each column in the site's own test part, in place of rows")
+    ] = False,
+) -> None:
+    """Score a site's model, or find what drives it.
+
+    Rows are predicted as the site predicts them.
+
+    Example: fedloom deploy evaluate /srv/fedloom/site last-month.csv
+    """
+    with errors():
+        from fedloom.data.new_rows import new_rows as taken
+        from fedloom.errors import ConfigError
+        from fedloom.lab.printing import print_rows
+        from fedloom.trained.predictions import OWN_SCALE, Evaluated, alone
+        from fedloom_sites.deploy.site.models import importances, new_rows, statistics_note, used
+
+        if importance is (rows is not None):
+            raise ConfigError("give a file of rows with labels, or --importance, which is of the site's own test part")
+        notes = statistics_note(site, model)
+        if rows is None:
+            heads = ("column", "metric", "cost of permuting", "standard deviation")
+            print_rows([dict(zip(heads, line, strict=True)) for line in importances(site, model)])
+            say(*notes)
+            return
+        trained = used(site, model)
+        data = new_rows(site).labelled(trained.recipe.facts, rows)
+        inputs = taken(trained.recipe.facts, data)
+        scored = Evaluated(trained.about, trained.about["kind"], OWN_SCALE, alone(trained, inputs), inputs, data)
+        print_rows([scored.row()])
+        say(*inputs.notes, *scored.choice.strange(inputs.x), *notes)
+
+
+@deploy.command()
+def export(
+    site: SiteFolder,
+    out: Annotated[Path, typer.Option(help="file to write", show_default=False)],
+    model: FileKind = None,
+    format: Annotated[str, typer.Option(help="onnx, torch or safetensors")] = "onnx",
+    threshold: ThresholdOption = None,
+    force: ForceOption = False,
+) -> None:
+    """Write a site's model for other programs.
+
+    It is an ONNX or torch graph that takes raw rows, with the site's scaling.
+
+    Example: fedloom deploy export /srv/fedloom/site --out model.onnx
+    """
+    with errors():
+        from fedloom.trained.export import decision, units
+        from fedloom.trained.export import export as write
+        from fedloom.trained.files import check_model_file
+        from fedloom_sites.deploy.site.models import new_rows, used
+
+        check_model_file(out, format, force=force)
+        trained = used(site, model)
+        write(trained, out, format, threshold=threshold, force=force)
+        say(*filter(None, (decision(trained, format, threshold), units(trained, new_rows(site).factors))))
+        say(f"{trained.about['kind']} model of {trained.about['client']}: {out}")

@@ -1,0 +1,70 @@
+"""The two apps that Flower runs: the server's, `fedloom_sites.deploy.server.run`, and a site's, which hands over.
+
+Flower imports this module for every message to a site, so it imports PyTorch for the server only.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
+from flwr.proto.recorddict_pb2 import RecordDict as ProtoRecordDict
+from flwr.serverapp import Grid, ServerApp
+
+from fedloom.errors import ConfigError, FedloomError, RunStopped
+from fedloom_sites.deploy.site.handover import hand_over
+
+SITE_KEY = "site"
+"""Key of a SuperNode's node configuration: path of the site's TOML file."""
+
+SERVER_KEY = "server"
+"""Key of the run configuration: path of the server's TOML file."""
+
+server_app = ServerApp()
+client_app = ClientApp()
+
+
+@server_app.main()
+def run(grid: Grid, context: Context) -> None:
+    """The server: its settings are in the file that the run configuration names.
+
+    Raises:
+        FedloomError: the run did not get to its end; Flower records it as failed, the sentence has been printed.
+    """
+    from fedloom_sites.deploy.server.run import STOPS, finished, serve
+    from fedloom_sites.deploy.settings import read_server
+
+    try:
+        settings = read_server(_file(context.run_config, SERVER_KEY, "run"))
+        stop = serve(grid, settings, _say)
+        if finished(settings) is None:
+            raise RunStopped(stop, "see the lines above and the audit log")
+    except FedloomError as error:
+        if not isinstance(error, RunStopped):
+            _say(f"{STOPS}{error}")
+        logging.getLogger("flwr").setLevel(logging.CRITICAL)  # it would call this unhandled, with a traceback
+        raise
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)  # noqa: T201
+
+
+@client_app.query()
+@client_app.train()
+@client_app.evaluate()
+def answer(message: Message, context: Context) -> Message:
+    """A site: its settings are in the file that the node configuration names."""
+    content = recorddict_to_proto(message.content).SerializeToString()
+    reply = hand_over(_file(context.node_config, SITE_KEY, "node"), content)
+    return Message(recorddict_from_proto(ProtoRecordDict.FromString(reply)), reply_to=message)
+
+
+def _file(config: object, key: str, what: str) -> Path:
+    value = config.get(key) if hasattr(config, "get") else None
+    if not isinstance(value, str) or not value:
+        raise ConfigError(f"the {what} configuration needs {key}: the path of a TOML file")
+    return Path(value)

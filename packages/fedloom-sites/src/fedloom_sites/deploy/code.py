@@ -1,0 +1,217 @@
+"""User code of a deployment: the modules that its experiment names by import path, the same on all machines.
+
+Modules of a folder are copied, with what they import from that folder, into a folder `code` beside the settings; a
+module of an installed package stays where it is. Of both the SHA-256 is agreed on, and compared before they run. Of the
+folder nothing else is imported: no other file, and no compiled one.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.util import find_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+from fedloom.errors import ConfigError
+from fedloom.imports import is_path
+from fedloom.lab.experiment import Experiment, read
+from fedloom.models.spec import DIGEST
+from fedloom.storage.files import content_of
+from fedloom.storage.toml_files import document_of
+from fedloom.trust import is_installed, vouch
+from fedloom_sites.deploy.settings import Shared, check_agreed, check_fingerprint, digest
+
+FOLDER = "code"
+START = "weights.safetensors"
+"""File of the initial model, beside the experiment file, where one was agreed on."""
+KEYS = ("algorithm", "kind", "source", "loss", "metrics", "optimizer")
+"""Keys of an experiment file that take an import path."""
+LIMIT = 4 << 20
+"""Bytes of user code from which it has to be installed; it is a sign of a folder that holds other things too."""
+
+
+@dataclass(frozen=True)
+class Code:
+    """User code.
+
+    files: contents by path below `FOLDER`; installed: SHA-256 of the source of modules of installed packages, by name.
+    """
+
+    files: dict[str, bytes]
+    installed: dict[str, str]
+
+    def digests(self) -> dict[str, str]:
+        """SHA-256 of the files, by path."""
+        return {path: digest(data) for path, data in self.files.items()}
+
+
+def code_of(settings: Mapping[str, object]) -> Code:
+    """The user code of an experiment that has been read, so that its modules are imported.
+
+    Raises:
+        ConfigError: a module has no source, two folders have files of one name, or the code is too long to copy.
+    """
+    files: dict[str, bytes] = {}
+    installed: dict[str, str] = {}
+    for name in sorted({path.partition(":")[0] for path in _paths(settings)}):
+        source = Path(getattr(sys.modules[name], "__file__", None) or "")
+        if source.suffix != ".py":
+            raise ConfigError(f"user code {name!r} has no source file; write it as a module in a .py file")
+        source = source.resolve()
+        if is_installed(source):
+            installed[name] = digest(source.read_bytes())
+            continue
+        root = source.parents[name.count(".") + (source.name == "__init__.py")]
+        for path in sorted(_files(root, name.partition(".")[0])):
+            key, data = path.relative_to(root).as_posix(), path.read_bytes()
+            if files.setdefault(key, data) != data:
+                raise ConfigError(f"user code {key} is in two folders, {root} is one; rename one, or install them")
+    size = sum(map(len, files.values()))
+    if size > LIMIT:
+        raise ConfigError(
+            f"user code is {len(files)} files of {size >> 20} MiB together, at most {LIMIT >> 20} MiB are copied; move "
+            "the module to a folder of its own, or install it at the server and every site"
+        )
+    return Code(files, installed)
+
+
+def check_code(shared: Shared) -> None:
+    """Refuse user code other than that agreed on; none of it is imported.
+
+    Raises:
+        ConfigError: a file or a module is missing or differs; both digests are named.
+    """
+    for path, wanted in shared.code.items():
+        file = shared.experiment.parent / FOLDER / path
+        check_agreed(f"{file}", "user code", content_of(file, "the user code", "get it from the server"), wanted)
+    for module, wanted in shared.installed.items():
+        try:
+            spec = find_spec(module)
+        except ModuleNotFoundError:
+            spec = None
+        if spec is None or spec.origin is None:
+            raise ConfigError(f"user code {module!r} is not installed here; install the version the server has")
+        code = Path(spec.origin).read_bytes()
+        check_agreed(f"module {module!r}", "user code", code, wanted, "install the version the server has")
+
+
+def read_agreed(shared: Shared, **engine: Any) -> Experiment:
+    """The experiment of a side, which is the one agreed on, and whose user code is.
+
+    Raises:
+        ConfigError: it is not; or its user code does not import.
+    """
+    document = document_of(check_fingerprint(shared), shared.experiment)
+    check_code(shared)
+    finder = _Finder(shared.experiment.parent / FOLDER, tuple(sorted(shared.code.items())))
+    if shared.code:  # in front of those of other deployments in this process
+        sys.meta_path[:] = [finder, *(other for other in sys.meta_path if other != finder)]
+    agreed = {*shared.installed, *(module_of(path) for path in shared.code)}
+    vouch(path for path in _paths(document) if path.partition(":")[0] in agreed)
+    return read(shared.experiment, _start_of(shared), document=document, **engine)
+
+
+def module_of(path: str) -> str:
+    """The name of the module in a file of `FOLDER`."""
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+@dataclass(frozen=True)
+class _Finder:
+    """Find the agreed modules of a folder ``code``; files beside them are not looked at.
+
+    folder: which; code: path and SHA-256 of its files.
+    """
+
+    folder: Path
+    code: tuple[tuple[str, str], ...]
+
+    def find_spec(self, name: str, _path: object = None, _target: object = None) -> ModuleSpec | None:
+        """The module of a name, or None where it was not agreed on."""
+        stem, wanted = name.replace(".", "/"), dict(self.code)
+        for path in (f"{stem}/__init__.py", f"{stem}.py"):
+            if path in wanted:
+                file = str(self.folder / path)
+                return spec_from_file_location(name, file, loader=_Loader(name, file, wanted[path]))
+        if not any(path.startswith(f"{stem}/") for path in wanted):
+            return None
+        spec = ModuleSpec(name, None, is_package=True)
+        spec.submodule_search_locations = [str(self.folder / stem)]
+        return spec
+
+
+class _Loader(SourceFileLoader):
+    """Load a module from source of the agreed SHA-256, never from a compiled file, which may hold something else."""
+
+    def __init__(self, name: str, path: str, wanted: str) -> None:
+        super().__init__(name, path)
+        self._wanted = wanted
+
+    def path_stats(self, path: object) -> Mapping[str, Any]:
+        raise OSError("compiled files are not looked at")
+
+    def get_data(self, path: Any) -> bytes:
+        data = super().get_data(path)
+        if str(path) == self.path:
+            check_agreed(self.path, "user code", data, self._wanted)
+        return data
+
+
+def _start_of(shared: Shared) -> list[str]:
+    """The option that names the agreed initial model.
+
+    Raises:
+        ConfigError: the file is missing or another one.
+    """
+    if shared.start is None:
+        return []
+    file = shared.experiment.parent / START
+    content = content_of(file, "the initial model", "get it from the server")
+    check_agreed(f"{file}", "initial model", content, shared.start)
+    return [f"model.weights={json.dumps(f'{file}{DIGEST}{shared.start}')}"]  # compared again where the file is loaded
+
+
+def _paths(settings: object) -> Iterator[str]:
+    """Import paths in the tables of an experiment."""
+    if isinstance(settings, Mapping):
+        for key, value in settings.items():
+            imports = key in KEYS or (key == "path" and settings.get("kind") == "import")
+            named = value if isinstance(value, list | tuple) else [value]
+            yield from (name for name in named if imports and is_path(name))
+            yield from _paths(value)
+    elif isinstance(settings, list | tuple):
+        for value in settings:
+            yield from _paths(value)
+
+
+def _files(root: Path, first: str) -> set[Path]:
+    """The files of a module or package of a folder, and of all that they import from that folder."""
+    files: set[Path] = set()
+    waiting, names = [first], {"fedloom", "fedloom_sites"}
+    while waiting:
+        name = waiting.pop()
+        if name in names:
+            continue
+        names.add(name)
+        module, package = root / f"{name}.py", root / name
+        new = [module] if module.is_file() else sorted(package.rglob("*.py"))
+        if name != first and not module.is_file() and not (package / "__init__.py").is_file():
+            continue  # of the standard library, or installed
+        files |= set(new)
+        for file in new:
+            waiting += _imported(ast.parse(file.read_bytes(), str(file)))
+    return files
+
+
+def _imported(tree: ast.AST) -> Iterator[str]:
+    """Top-level names that a module imports."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield node.module.partition(".")[0]

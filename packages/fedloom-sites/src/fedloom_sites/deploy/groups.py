@@ -1,0 +1,207 @@
+"""Groups of patients at sites: sums of each, from which metrics of all sites together follow, and each site's own.
+
+A site publishes a group only where no set of fewer rows than agreed follows from what it publishes
+(`fedloom.data.groups.published`). Under secure sums the server gets the sums of all sites and nothing of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedloom.data.federation import Federation
+from fedloom.data.groups import group_names, groups_of, published, row_counts
+from fedloom.data.input_spec import InputSpec
+from fedloom.engine.clients.scores import Pass
+from fedloom.engine.job import Job
+from fedloom.errors import ConfigError
+from fedloom.lab.experiment import Experiment
+from fedloom.lab.experiment.analyses.patients import GroupScore
+from fedloom.rundir import FEDERATION, SAMPLES
+from fedloom.tasks.sums import metric_names, metrics_of, sums_of, width
+from fedloom_sites.deploy.protocol.envelope import FIGURES
+from fedloom_sites.deploy.secure.protocol import FEWEST, Broken, Integers
+
+KINDS = ("global", "hybrid", "personal")
+BITS, MOST = 36, 2.0**24
+"""Sums travel under masks as multiples of 2^-36, each of at most 2^24; the sum of 100 is below 2^63 steps."""
+Group = tuple[str, str]
+"""Kind of a model, and name of a group."""
+Cells = Mapping[Group, tuple[Tensor, Mapping[str, float]]]
+"""Sums ``[S]`` and metrics of one site by group."""
+
+
+def agreed_groups(experiment: Experiment, samples: InputSpec) -> list[tuple[str, str]]:
+    """Choice and name of every group, as server and sites have them.
+
+    Raises:
+        ConfigError: a column's levels were not agreed on.
+    """
+    levels = {} if samples.table is None else {c.name: c.names for c in samples.table.columns if c.names}
+    agreement = getattr(experiment.source, "agreement", None)
+    levels |= {} if agreement is None else agreement.levels
+    return group_names(experiment.common.evaluate.groups, levels)
+
+
+def check_groups(job: Job, names: Sequence[tuple[str, str]]) -> None:
+    """Refuse more groups than a message has room for.
+
+    Raises:
+        ConfigError: how many there are.
+    """
+    if (count := len(GroupSums(job, names).names)) > FIGURES // 2:
+        raise ConfigError(
+            f"evaluate.groups makes {len(names)} groups, whose {count} numbers do not fit into a message; give bounds, "
+            "or columns of fewer levels"
+        )
+
+
+class GroupSums:
+    """The sums and figures of a run's groups.
+
+    Args:
+        job: the run.
+        names: choice and name of every group.
+    """
+
+    def __init__(self, job: Job, names: Sequence[tuple[str, str]]) -> None:
+        self._task, self._least = job.oracle.task, job.setting.evaluate.group_least
+        self.groups = [name for _, name in names]
+        choices = list(dict.fromkeys(choice for choice, _ in names))
+        self._choices, self._part = choices, [choices.index(choice) for choice, _ in names]
+        self._width = width(self._task) if names else 0
+        self._keys = [(kind, group) for kind in KINDS for group in self.groups]
+        self.length = len(self._keys) * self._width
+
+    @property
+    def names(self) -> set[str]:
+        """Names of all numbers of `as_metrics`."""
+        figures = [*(f"{k}" for k in range(self._width)), *metric_names(self._task)] if self.groups else []
+        return {_name(kind, k, figure) for kind in KINDS for k in range(len(self.groups)) for figure in figures}
+
+    def members(self, fed: Federation, client: int) -> dict[str, Tensor]:
+        """Which of a site's test samples are in each group that it may publish, bool ``[N]``; no row where it may not.
+
+        Raises:
+            ConfigError: a column of the groups is not there.
+        """
+        index = fed.indices("test", client)
+        here = groups_of(fed.data, self._choices)
+        nobody = torch.zeros(len(index), dtype=torch.bool)
+        inside = torch.stack([here[name][index] if name in here else nobody for name in self.groups])
+        counts = row_counts(fed.data.task, fed.targets(index), self._task.outputs)
+        is_open = published(inside, self._part, counts, self._least)
+        return {name: rows for name, rows, shown in zip(self.groups, inside, is_open, strict=True) if shown}
+
+    def site(self, passes: Mapping[str, Pass], members: Mapping[str, Tensor], fed: Federation) -> Cells:
+        """Sums ``[S]`` and metrics of every model and group that has samples here.
+
+        Args:
+            passes: outputs of every kind of model on the site's test part.
+            members: see `members`.
+            fed: the site's samples.
+        """
+        cells = dict[Group, tuple[Tensor, Mapping[str, float]]]()
+        for kind, (outputs, index, _) in passes.items():
+            y = fed.targets(index)
+            for name, inside in members.items():
+                z, owner = outputs[inside], torch.zeros(int(inside.sum()), dtype=torch.long)
+                if len(z) and bool(z.isfinite().all()):
+                    figures = self._task.metrics(z, y[inside], owner, 1)
+                    cells[kind, name] = (
+                        sums_of(self._task, z, y[inside]),
+                        {metric: float(value) for metric, value in figures.items() if bool(value.isfinite())},
+                    )
+        return cells
+
+    # ----------------------------------------------------------------------------------------------- site by site
+
+    def as_metrics(self, cells: Cells) -> dict[str, float]:
+        """The sums and metrics of a site as the numbers of a message."""
+        numbers = dict[str, float]()
+        for (kind, group), (sums, figures) in cells.items():
+            place = self.groups.index(group)
+            named = {**{f"{k}": float(number) for k, number in enumerate(sums)}, **figures}
+            numbers |= {_name(kind, place, name): number for name, number in named.items()}
+        return numbers
+
+    def scores(self, replies: Mapping[int, Mapping[str, float]]) -> Iterator[GroupScore]:
+        """Scores of every group, of all sites together and of each, from the numbers of their messages by client."""
+        for kind, group in self._keys:
+            place, total = self.groups.index(group), torch.zeros(self._width, dtype=torch.float64)
+            rows: list[GroupScore] = []
+            for client, numbers in replies.items():
+                sums = [numbers.get(_name(kind, place, f"{k}"), np.nan) for k in range(self._width)]
+                if not np.isfinite(sums).all() or sums[0] < self._least:
+                    continue
+                total += torch.tensor(sums, dtype=torch.float64)
+                rows.append((client, kind, group, SAMPLES, sums[0]))
+                names = metric_names(self._task)
+                figures = {name: numbers[key] for name in names if (key := _name(kind, place, name)) in numbers}
+                rows += [(client, kind, group, name, number) for name, number in figures.items()]
+            yield from self._together(kind, group, total)
+            yield from rows
+
+    # ------------------------------------------------------------------------------------------------ under masks
+
+    def bits(self, members: Mapping[str, Tensor]) -> int:
+        """Groups that a site publishes, as bits; one without a row counts, its sums are zero."""
+        return sum((name in members) << k for k, name in enumerate(self.groups))
+
+    def summed(self, bits: Sequence[int], threshold: int) -> list[bool]:
+        """Which groups are summed, so that neither a sum nor what a choice leaves is of fewer than `FEWEST` sites.
+
+        That holds for any sum of at least the threshold of the sites.
+
+        Args:
+            bits: of the sites that are asked.
+            threshold: sites of a sum at least.
+        """
+        lacking = [sum(not one >> k & 1 for one in bits) for k in range(len(self.groups))]
+        is_summed = [threshold - lack >= FEWEST for lack in lacking]
+        for part in {*self._part}:
+            places = [k for k, choice in enumerate(self._part) if choice == part]
+            with_rest = sum(any(not one >> k & 1 for k in places) for one in bits)
+            if all(is_summed[k] for k in places) and 0 < with_rest < FEWEST + len(bits) - threshold:
+                is_summed[max(places, key=lambda k: lacking[k])] = False  # then every site may be among the rest
+        return is_summed
+
+    def encode(self, cells: Cells, summed: Sequence[bool]) -> Integers:
+        """A site's sums as integers; a group that is not summed, or has no sample here, is zero.
+
+        Raises:
+            Broken: a sum is out of range.
+        """
+        wanted = {name for name, is_summed in zip(self.groups, summed, strict=True) if is_summed}
+        nothing = torch.zeros(self._width, dtype=torch.float64)
+        rows = [cells[key][0] if key in cells and key[1] in wanted else nothing for key in self._keys]
+        values = torch.stack(rows).flatten().numpy() if rows else np.zeros(0)
+        if not (np.abs(values) <= MOST).all():
+            raise Broken("a sum over a group of samples is out of range")
+        steps: Integers = np.rint(np.ldexp(values, BITS)).astype(np.int64).view(np.uint64)
+        return steps
+
+    def decode(self, total: Integers, count: int) -> list[GroupScore]:
+        """Scores of all sites together by group.
+
+        Raises:
+            Broken: a sum is out of range.
+        """
+        values = np.ldexp(total.view(np.int64).astype(np.float64), -BITS).reshape(len(self._keys), self._width)
+        if bool((np.abs(values) > count * MOST).any()) or bool((values[:, :1] < 0).any()):
+            raise Broken("the sum over a group of samples is out of range: a mask is still on it")
+        rows = zip(self._keys, torch.from_numpy(values), strict=True)
+        return [score for (kind, group), sums in rows for score in self._together(kind, group, sums)]
+
+    def _together(self, kind: str, group: str, sums: Tensor) -> Iterator[GroupScore]:
+        figures = metrics_of(self._task, sums)
+        if figures or float(sums[0]) > 0:
+            yield FEDERATION, kind, group, SAMPLES, float(sums[0])
+        yield from ((FEDERATION, kind, group, name, figure) for name, figure in figures.items())
+
+
+def _name(kind: str, place: int, figure: str) -> str:
+    return f"group:{kind}:{place}:{figure}"

@@ -1,0 +1,123 @@
+"""Which keys of sites Flower's server lets in: those of ``nodes/``, and never one again that was revoked.
+
+``nodes/NAME.pub`` is to be let in. Revoking moves the key to ``nodes/NAME.revoked``, so that nothing lets it in anew:
+no start with an empty database, no second walk over the directions, no copy of the folder as it was.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_public_key
+
+from fedloom.errors import ConfigError
+from fedloom.storage.files import content_of, write_atomic
+from fedloom.storage.toml_files import read_toml
+from fedloom_sites.deploy.ops.commands import PROGRAMS, ask
+from fedloom_sites.deploy.ops.directory import CLI, LOCAL
+from fedloom_sites.deploy.ops.processes import ProcessError
+from fedloom_sites.deploy.ops.status import server_file
+from fedloom_sites.deploy.settings import read_server
+
+KEYS, ADMITTED, REVOKED = "nodes", ".pub", ".revoked"
+UNREGISTERED = "unregistered"
+"""Flower's word for a node whose key was revoked."""
+
+
+def key_file(server: Path, name: str) -> Path:
+    """The file of a site's key that is to be let in, in the folder of the server."""
+    return server / KEYS / f"{name}{ADMITTED}"
+
+
+def is_revoked(server: Path, name: str) -> bool:
+    """Whether a site has no key to be let in by, since it was revoked.
+
+    Args:
+        server: folder of the server.
+        name: of the site.
+    """
+    former, file = _revoked_keys(server, name), key_file(server, name)
+    return bool(former) and (not file.exists() or _line(file) in former)
+
+
+def revoke(folder: Path, name: str, programs: Path = PROGRAMS) -> int:
+    """Revoke the key of a site's connection at Flower's server, which must run; the number of its node.
+
+    Args:
+        folder: of the deployment, or of its server.
+        name: of the site, which may have been taken out of the settings.
+        programs: folder of Flower's programs.
+
+    Raises:
+        ConfigError: there is no such site, the server never let its key in, or its database cannot be read.
+        ProcessError: the key was revoked before; or Flower refuses, or does not answer.
+    """
+    file = server_file(folder)
+    database, home = _running(file)
+    keys = _set_aside(file.parent, name)
+    out = f"{name} is not let in at any later start, since its key is in {KEYS}/{name}{REVOKED} now"
+    nodes = [node for key in keys if (node := _node_of(database, key)) is not None]
+    if not nodes:
+        raise ConfigError(f"the server has let no key of {name} in yet; {out}")
+    registered = [number for number, status in nodes if status != UNREGISTERED]
+    if not registered:
+        raise ProcessError(f"the server does not let {name} in: its key was revoked before")
+    try:
+        ask("unregister", home, programs, node=registered[-1])
+    except ProcessError as error:
+        raise ProcessError(f"{error}\n{out}; repeat the command once the server answers") from None
+    return registered[-1]
+
+
+def _set_aside(server: Path, name: str) -> list[str]:
+    """Move the key of a site out of what is let in; its keys that were revoked, the last one now.
+
+    Raises:
+        ConfigError: there is no such site.
+    """
+    file = key_file(server, name)
+    sites = sorted({path.stem for kind in (ADMITTED, REVOKED) for path in file.parent.glob(f"*{kind}")})
+    if name not in sites:
+        raise ConfigError(f"there is no site {name}; sites: {', '.join(sites)}")
+    keys = _revoked_keys(server, name)
+    if file.exists():
+        keys = [*(key for key in keys if key != _line(file)), _line(file)]
+        write_atomic(file.with_suffix(REVOKED), "".join(f"{key}\n" for key in keys).encode())
+        file.unlink()
+    return keys
+
+
+def _revoked_keys(server: Path, name: str) -> list[str]:
+    file = server / KEYS / f"{name}{REVOKED}"
+    return file.read_text().splitlines() if file.exists() else []
+
+
+def _line(file: Path) -> str:
+    return content_of(file).decode().strip()
+
+
+def _running(file: Path) -> tuple[Path, Path]:
+    """Database of the server and folder of its command line: those of a try-out, where no other is in place."""
+    home, tried = file.parent / CLI, file.parent.parent / LOCAL
+    connection = read_toml(home / "config.toml", "connection to the server")["superlink"]["fedloom"]
+    if (tried / CLI).is_dir() and not Path(connection["root-certificates"]).exists():
+        return tried / "superlink.db", tried / CLI
+    return read_server(file).database, home
+
+
+def _node_of(database: Path, key: str) -> tuple[int, str] | None:
+    """Number and status of the node with a key, an OpenSSH line; None where it was never let in.
+
+    Raises:
+        ConfigError: the database cannot be read.
+    """
+    pem = load_ssh_public_key(key.encode()).public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+    try:
+        with closing(sqlite3.connect(f"{database.absolute().as_uri()}?mode=ro", uri=True)) as connection:
+            row = connection.execute("SELECT node_id, status FROM node WHERE public_key = ?", (pem,)).fetchone()
+    except sqlite3.Error as error:
+        cure = "start the server; 'flwr supernode list' there has its nodes, 'flwr supernode unregister' revokes one"
+        raise ConfigError(f"cannot read the nodes of {database} ({error}); {cure}") from None
+    return None if row is None else (row[0] % (1 << 64), str(row[1]))

@@ -1,0 +1,360 @@
+"""Checks of a site before it joins: everything that would stop it later; each finding is a sentence."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import ssl
+import stat
+import sys
+from base64 import b64encode
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from email.utils import parsedate_to_datetime
+from http import HTTPStatus
+from http.client import HTTPException, HTTPSConnection
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Literal, NamedTuple
+
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519
+from cryptography.hazmat.primitives.serialization import load_ssh_private_key
+
+from fedloom.engine.privacy import accounted, epsilon
+from fedloom.errors import FedloomError
+from fedloom.lab.experiment import Experiment
+from fedloom.storage.disk import regular
+from fedloom.version import __version__
+from fedloom_sites.deploy.code import read_agreed
+from fedloom_sites.deploy.noise import deployed, left_to_sites, noise_of_site
+from fedloom_sites.deploy.ops.keys import SOON
+from fedloom_sites.deploy.ops.processes import check_free
+from fedloom_sites.deploy.server.run import check_deployable, counts_samples
+from fedloom_sites.deploy.settings import Site
+from fedloom_sites.deploy.site.ledger import Ledger
+from fedloom_sites.deploy.site.local_data import part_sizes, site_federation
+
+FLOWER = ((1, 41), (1, 43))
+"""First version of Flower that works, and the first that is not known to."""
+PACKAGES = (
+    *("torch", "numpy", "numba", "flwr", "cryptography", "pycryptodome", "opendp", "safetensors", "pydantic"),
+    *("pyarrow", "pandas", "scipy", "protobuf", "grpcio"),
+)
+"""Packages whose version `check_site` compares."""
+AHEAD, BEHIND = timedelta(seconds=5), timedelta(seconds=300)
+"""How far a site's clock may be from the server's: signatures of connections carry the time."""
+NEW_NAME = "correct server in site.toml, or have the coordinator run 'fedloom deploy renew' with --host of this name"
+CERTIFICATES = {
+    9: "set the clock of this machine, or of the one that made it",
+    10: "have the coordinator run 'fedloom deploy renew', or set the clock of this machine",
+    62: NEW_NAME,
+    64: NEW_NAME,
+}
+"""What to do about a certificate of the right authority, by OpenSSL's number of what is wrong with it."""
+
+
+class Finding(NamedTuple):
+    """One thing that was looked at.
+
+    level: ok, note (worth knowing) or refused (the site cannot take part); sentence: what was found.
+    """
+
+    level: Literal["ok", "note", "refused"]
+    sentence: str
+
+
+Check = Callable[[Site], Iterator[Finding]]
+
+
+def check_site(site: Site, *, offline: bool = False) -> Iterator[Finding]:
+    """Everything that must hold before a site joins, in an order in which the first refusal is the one to mend.
+
+    Args:
+        site: its settings.
+        offline: leave the server alone.
+    """
+    checks: tuple[Check, ...] = (_versions, _experiment, _data, _keys, _authority, _disk, _port)
+    findings: set[Finding] = set()
+    for check in checks if offline else (*checks, _server):
+        for finding in _findings_of(check, site):
+            if finding not in findings:
+                findings.add(finding)
+                yield finding
+
+
+def _findings_of(check: Check, site: Site) -> Iterator[Finding]:
+    try:
+        yield from check(site)
+    except FedloomError as error:
+        yield Finding("refused", f"{error}")
+
+
+def _versions(site: Site) -> Iterator[Finding]:
+    if __version__ != site.version:
+        yield Finding("refused", f"fedloom is {__version__} here, the experiment runs {site.version}; install that")
+    try:
+        flower = version("flwr")
+    except PackageNotFoundError:
+        yield Finding("refused", "Flower is not installed; pip install 'fedloom-sites[deploy]'")
+        return
+    low, high = FLOWER
+    if low <= tuple(int(part) for part in flower.split(".")[:2]) < high:
+        here = versions()
+        yield Finding("ok", f"versions: fedloom {__version__}, Flower {flower}, Python {here['python']}")
+        differing = [f"{k} {here.get(k, 'missing')}, there {v}" for k, v in site.versions.items() if here.get(k) != v]
+        if differing:
+            yield Finding("note", f"versions that differ from the server's when it was set up: {'; '.join(differing)}")
+    else:
+        bounds = f"{low[0]}.{low[1]} or newer, below {high[0]}.{high[1]}"
+        yield Finding("refused", f"Flower is {flower} here, fedloom works with {bounds}; install one of these")
+
+
+def versions() -> dict[str, str]:
+    """The versions that a result can depend on: of Python, and of packages that train, mask, sign and carry."""
+    numbers = {"python": ".".join(map(str, sys.version_info[:3]))}
+    for package in PACKAGES:
+        with suppress(PackageNotFoundError):
+            numbers[package] = version(package)
+    return numbers
+
+
+def _experiment(site: Site) -> Iterator[Finding]:
+    experiment = read_agreed(site)
+    check_deployable(experiment, masked=site.secure is not None, start=site.start is not None)
+    yield Finding("ok", f"experiment: {site.name}, SHA-256 {site.fingerprint[:16]}...")
+    yield from _privacy(site, experiment)
+    modules = [*site.code, *site.installed]
+    if modules:
+        yield Finding("ok", f"user code: {', '.join(modules)}: as agreed on, and it imports")
+
+
+def _privacy(site: Site, experiment: Experiment) -> Iterator[Finding]:
+    setting = deployed(experiment.methods[0].setting, site.survivors)
+    noise = noise_of_site(setting)
+    if noise is not None:
+        one, most = epsilon(noise, 1), epsilon(noise, setting.rounds)
+        cost = f"an upload costs epsilon {one:.3g}, {setting.rounds} of them {most:.3g}, at delta {noise.delta}"
+        alone = left_to_sites(noise)
+        if alone is not None:
+            cost += f" ({epsilon(alone, setting.rounds):.3g} against all other sites of a smallest sum)"
+        yield Finding("ok", f"privacy: {cost}; scores stay here")
+    elif site.epsilon is not None:
+        Ledger(site.state, None, site.epsilon, f"site {site.site}").release(0)
+    elif accounted(None, setting.aggregator) is not None:
+        yield Finding("ok", "privacy: the server adds the noise; uploads reach it as they are, scores stay here")
+
+
+def _data(site: Site) -> Iterator[Finding]:
+    fed = site_federation(read_agreed(site), site)
+    train, validation, test = part_sizes(fed, site.client)
+    if train == 0:
+        few = "" if site.secure is None else f"; every sum needs {site.secure.threshold} other sites with samples"
+        yield Finding("note", f"data: no sample; the site will get models and contribute nothing{few}")
+        return
+    yield from _share(site, train)
+    for note in fed.data.notes:
+        yield Finding("note", f"data: {note}")
+    yield Finding("ok", f"data: {train} samples for training, {validation} for validation, {test} for test")
+    if not fed.data.classes:
+        return
+    counts = fed.class_counts("train")[site.client].tolist()
+    lacking = [name for name, count in zip(fed.data.classes, counts, strict=True) if count == 0]
+    if lacking:
+        unscored = ", and AUROC has no value here" if fed.data.task == "binary" else ""
+        yield Finding(
+            "note", f"labels: no training sample of {', '.join(lacking)}; the site trains all the same{unscored}"
+        )
+    else:
+        yield Finding("ok", f"labels: all {len(counts)} classes, the rarest with {min(counts)} training samples")
+
+
+def _share(site: Site, train: int) -> Iterator[Finding]:
+    """Whether the site may have more of the weight of a secure sum than is agreed on."""
+    if site.secure is None or site.secure.max_share == 1:
+        return
+    most, setting = site.secure.max_share, read_agreed(site).methods[0].setting
+    cure = "have the coordinator agree on a larger max_share in [secure] of all, or on other weights"
+    if isinstance(setting.weights, list | tuple):
+        share = setting.weights[site.client] / sum(setting.weights)
+        if share > most:
+            yield Finding("note", f"sums: this site has {share:.0%} of all weight, at most {most:.0%} may be; {cure}")
+    elif counts_samples(setting.resolved()):
+        rest = math.ceil(train * (1 - most) / most)
+        yield Finding(
+            "note",
+            f"sums: a site has at most {most:.0%} of the weight, so the other sites of every sum need {rest} training "
+            f"samples together; if they have fewer, {cure}",
+        )
+
+
+def _keys(site: Site) -> Iterator[Finding]:
+    kinds = (
+        (site.node_key, ec.EllipticCurvePrivateKey, "ECDSA P-384"),
+        (site.signing_key, ed25519.Ed25519PrivateKey, "Ed25519"),
+    )
+    fine = True
+    for path, kind, name in kinds:
+        for sentence in _key_faults(path, kind, name):
+            fine = False
+            yield Finding("refused", sentence)
+    if fine:
+        yield Finding("ok", "keys: both are there, and only their owner reads them")
+
+
+def _key_faults(path: Path, kind: type, name: str) -> Iterator[str]:
+    try:
+        mode, data = stat.S_IMODE(path.stat().st_mode), regular(path).read_bytes()
+    except OSError as error:
+        yield f"cannot read the private key {path}: {error.strerror}"
+        return
+    if mode & 0o077:
+        yield f"{path} can be read by others (mode {mode:o}); chmod 600 {path}"
+    try:
+        key = load_ssh_private_key(data, password=None)
+    except (ValueError, TypeError) as error:
+        yield f"{path} is not a private key in OpenSSH form without a passphrase: {str(error).splitlines()[0]}"
+        return
+    if not isinstance(key, kind) or (isinstance(key, ec.EllipticCurvePrivateKey) and key.curve.name != "secp384r1"):
+        yield f"{path} must be an {name} key; make one as the directions of the deployment say"
+
+
+def _authority(site: Site) -> Iterator[Finding]:
+    try:
+        certificate = x509.load_pem_x509_certificate(regular(site.ca).read_bytes())
+    except OSError as error:
+        yield Finding("refused", f"cannot read the authority's certificate {site.ca}: {error.strerror}")
+        return
+    except ValueError:
+        yield Finding("refused", f"{site.ca} is not a certificate in PEM form; get the file from the server again")
+        return
+    yield _dates("the authority's certificate", certificate)
+
+
+def _dates(what: str, certificate: x509.Certificate) -> Finding:
+    now, start, end = datetime.now(UTC), certificate.not_valid_before_utc, certificate.not_valid_after_utc
+    if now > end:
+        return Finding("refused", f"{what} ended on {end:%Y-%m-%d %H:%M} UTC; ask the server for a new one")
+    if now < start:
+        here = f"here it is {now:%Y-%m-%d %H:%M}; set the clock"
+        return Finding("refused", f"{what} is valid from {start:%Y-%m-%d %H:%M} UTC only, {here}")
+    if now > end - SOON:
+        return Finding("note", f"{what} ends soon, on {end:%Y-%m-%d}")
+    return Finding("ok", f"{what} is valid until {end:%Y-%m-%d}")
+
+
+def _disk(site: Site) -> Iterator[Finding]:
+    folder = next(path for path in (site.state, *site.state.parents) if path.exists())
+    try:
+        with NamedTemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        yield Finding(
+            "refused", f"nothing can be written in {folder}: {error.strerror}; the site's models are kept there"
+        )
+        return
+    free = shutil.disk_usage(folder).free >> 20
+    if free < site.free_disk:
+        yield Finding("refused", f"{free} MB are free at {folder}, free_disk requires {site.free_disk} MB; make room")
+    else:
+        yield Finding("ok", f"disk: {free} MB are free at {folder}")
+
+
+def _port(site: Site) -> Iterator[Finding]:
+    check_free(site.port, "port (the site may be running already)")
+    yield Finding("ok", f"port {site.port} on loopback is free")
+
+
+def _server(site: Site) -> Iterator[Finding]:
+    host, _, port = site.server.rpartition(":")
+    try:
+        context = ssl.create_default_context(cafile=os.fspath(site.ca))
+    except OSError:
+        return  # reported already, for the authority's certificate
+    connection = HTTPSConnection(host.strip("[]"), int(port), timeout=10, context=context)
+    findings = [*_greet(connection, site.server)]
+    yield from findings
+    if all(finding.level != "refused" for finding in findings):
+        yield from _registered(site, connection)
+
+
+def _registered(site: Site, connection: HTTPSConnection) -> Iterator[Finding]:
+    """Whether the server lets the key of the site's connection in.
+
+    The request has seconds between heartbeats that are refused to a registered key, so nothing changes there.
+    """
+    from flwr.common.constant import TIMESTAMP_HEADER
+    from flwr.proto.fleet_pb2 import ActivateNodeRequest
+    from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER
+    from flwr.supercore.primitives.asymmetric import public_key_to_bytes, sign_message
+    from flwr.supercore.protobuf.constants import PROTOBUF_MEDIA_TYPE
+
+    try:
+        key = load_ssh_private_key(regular(site.node_key).read_bytes(), password=None)
+    except (OSError, ValueError, TypeError):
+        return  # reported already, for the keys
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        return
+    public, time = public_key_to_bytes(key.public_key()), datetime.now(UTC).isoformat()
+    headers = {
+        "Content-Type": PROTOBUF_MEDIA_TYPE,
+        TIMESTAMP_HEADER: time,
+        FLEET_HTTP_PUBLIC_KEY_HEADER: b64encode(public).decode(),
+        FLEET_HTTP_SIGNATURE_HEADER: b64encode(sign_message(key, time.encode())).decode(),
+    }
+    body = ActivateNodeRequest(public_key=public, heartbeat_interval=-1.0).SerializeToString()
+    try:
+        connection.request("POST", "/v1/fleet/activate-node", body, headers)
+        status = connection.getresponse().status
+    except (OSError, HTTPException):
+        return
+    finally:
+        connection.close()
+    if status == HTTPStatus.PRECONDITION_FAILED:
+        why = "it was never registered there, or it was revoked; ask the coordinator"
+        yield Finding("refused", f"the server does not let the key of {site.site} in: {why}")
+    elif status == HTTPStatus.BAD_REQUEST:
+        yield Finding("ok", f"key: the server lets {site.site} in, unless a node with its key is there already")
+
+
+def _greet(connection: HTTPSConnection, address: str) -> Iterator[Finding]:
+    try:
+        connection.connect()
+        socket = connection.sock
+        assert isinstance(socket, ssl.SSLSocket)
+        certificate = x509.load_der_x509_certificate(socket.getpeercert(binary_form=True) or b"")
+        yield _dates(f"the certificate of {address}", certificate)
+        connection.request("GET", "/")
+        date = connection.getresponse().headers["Date"]
+    except ssl.SSLCertVerificationError as error:
+        fault, cure = error.verify_message.rstrip("."), CERTIFICATES.get(error.verify_code)
+        if cure is None:
+            yield Finding("refused", f"{address} is not the server of ca.crt: {fault}; get its ca.crt, or ask")
+        else:
+            yield Finding("refused", f"the certificate of {address}: {fault}; {cure}")
+    except (OSError, HTTPException) as error:
+        yield Finding(
+            "refused", f"the server {address} cannot be reached over TLS: {error}; check address and firewall"
+        )
+    else:
+        yield _clock(parsedate_to_datetime(date) if date else None)
+    finally:
+        connection.close()
+
+
+def _clock(server: datetime | None) -> Finding:
+    if server is None:
+        return Finding("note", "clock: the server does not say what time it is")
+    ahead = datetime.now(UTC) - server
+    if ahead > AHEAD + timedelta(seconds=1):  # the header has whole seconds
+        return Finding(
+            "refused", f"the clock is {ahead.total_seconds():.0f} s ahead of the server's, 5 s are allowed; use NTP"
+        )
+    if ahead < -BEHIND:
+        return Finding(
+            "refused", f"the clock is {-ahead.total_seconds():.0f} s behind the server's, 300 s are allowed; use NTP"
+        )
+    return Finding("ok", "clock: that of the server")

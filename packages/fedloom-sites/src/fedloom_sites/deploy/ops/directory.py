@@ -1,0 +1,408 @@
+"""The ready directory of a deployment: everything that the server and every site need, each in a folder of its own.
+
+Units, gate, app and directions are the files of `ops/`, filled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Annotated, Any
+
+from cryptography.exceptions import UnsupportedAlgorithm
+from pydantic import AfterValidator, Field
+
+from fedloom.errors import ConfigError
+from fedloom.outputs import check_output_folder
+from fedloom.storage import disk
+from fedloom.storage.disk import regular
+from fedloom.values import Value, make
+from fedloom.version import __version__
+from fedloom_sites.deploy.code import FOLDER, START
+from fedloom_sites.deploy.ops import keys
+from fedloom_sites.deploy.ops.check import versions
+from fedloom_sites.deploy.ops.commands import OPS, command, environment, filled, profile
+from fedloom_sites.deploy.ops.plan import DeploymentPlan
+from fedloom_sites.deploy.settings import Member, Secure, Server, Site, digest, placed, read_server, text_of
+
+APP = "app"
+CLI = "cli"
+"""Folder of Flower's command line on the server, which the administrator uses."""
+LOCAL = "local"
+"""Folder of a try-out on one machine, beside those of the server and the sites."""
+SECRETS = ("ca.key", "server.key", "superexec.secret", "node-key", "signing-key")
+"""Files that only their owner reads."""
+WRITES = {"server": ("state", "results", "flower", "cli"), "site": ("state", "flower")}
+"""Folders that the processes of a side write into."""
+MEMORY = {"server": "40%", "site": "50%"}
+"""Most memory of a unit, as systemd takes it; a percentage is of the machine's."""
+HOME = Path("/srv/fedloom")
+"""Folder of a deployment on a machine, by default."""
+AUTHORITY_DAYS = 3650
+"""Days that the authority is valid: sites have its certificate, so it should outlive the server's."""
+
+Files = dict[str, str | bytes]
+"""Contents by path."""
+
+
+def _plain(path: Path) -> Path:
+    """A folder that units, gate and directions name as it is: each of them would cut or change other characters."""
+    if not re.fullmatch(r"/[\w./@+-]*", str(path)):
+        raise ValueError(f"must begin with / and have letters, digits, '.', '_', '@', '+' or '-', got {str(path)!r}")
+    return path
+
+
+Folder = Annotated[Path, AfterValidator(_plain)]
+
+
+class Location(Value):
+    """Where a deployment will run."""
+
+    host: str = Field("localhost", pattern=r"^[A-Za-z0-9.:-]+$", description="host or address of the gate")
+    gate_port: int = Field(8443, ge=1, le=65535, description="port of the gate, which the sites connect to")
+    port: int = Field(18000, ge=1, le=65535, description="port of the server behind the gate, on loopback")
+    home: Folder = Field(HOME, description="folder on the machines that server/ and site/ are put into")
+    programs: Folder = Field(Path("/opt/fedloom/bin"), description="folder of fedloom's programs on the machines")
+    days: int = Field(365, ge=1, le=3650, description="days that the certificates are valid")
+    quorum: int | None = Field(None, ge=1, description="accepted replies that a round needs; more than half by default")
+    metrics_port: int | None = Field(None, ge=1, le=65535, description="port of the server's metrics on loopback")
+
+    @property
+    def prefix(self) -> str:
+        """What the names of units, gate and containers begin with, so that two homes on a machine have their own."""
+        return "fedloom" if self.home == HOME else "fedloom" + re.sub(r"[^A-Za-z0-9_.]", "-", str(self.home))
+
+    @property
+    def gate(self) -> str:
+        """What sites connect to: host:port."""
+        return f"{f'[{self.host}]' if ':' in self.host else self.host}:{self.gate_port}"
+
+
+def write(plan: DeploymentPlan, out: Path, place: Location) -> None:
+    """Write the directory, as a whole or not at all.
+
+    Raises:
+        ConfigError: there is something at ``out`` already, ``out`` lies in a run directory or another deployment, or a
+            value cannot be.
+        RunDirError: it can be no folder.
+    """
+    check_output_folder(out)
+    if out.exists() and any(out.iterdir()):
+        raise ConfigError(f"{out} is there already; its keys are kept: choose another --out, or delete it yourself")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    new = out.with_name(f".{out.name}.{secrets.token_hex(4)}")
+    new.mkdir(mode=0o700)
+    try:
+        for side, folder, contents in _sides(plan, place):
+            write_side(new / folder, side, contents)
+        if out.exists():
+            out.rmdir()
+        new.rename(out)
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)
+        raise
+
+
+def renew(folder: Path, host: str | None, days: int) -> tuple[Path, bool]:
+    """Make another certificate of the server and its key, by the authority of a deployment's directory.
+
+    Killed between the two, it leaves a pair that does not fit, which no server takes; the next call makes both anew.
+
+    Args:
+        folder: the directory.
+        host: name or address that sites reach the server by; None: that of its server.toml.
+        days: that the certificate is valid.
+
+    Returns:
+        The certificate's path, and whether a call before was killed, whose files are removed.
+
+    Raises:
+        ConfigError: the directory holds no authority, or not its key any more, or no settings that name the host.
+    """
+    here = folder / "authority"
+    try:
+        ca = keys.Authority.load(regular(here / "ca.key").read_bytes(), regular(here / "ca.crt").read_bytes())
+    except OSError as error:
+        raise ConfigError(
+            f"{here} has no authority ({error.strerror}); put its folder there for this command"
+        ) from None
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        raise ConfigError(f"{here} has a damaged ca.key or ca.crt; put its folder there for this command") from None
+    server = folder / "server"
+    host = _host_of(server / "server.toml") if host is None else host
+    place = make(Location, {"host": host, "days": days}, "fedloom deploy renew", Location.model_fields)
+    left = (ca.certificate.not_valid_after_utc - datetime.now(UTC)).days
+    if left < days:
+        raise ConfigError(f"the authority's own certificate ends in {left} days, so --days must be at most that")
+    drafts, new = [*server.glob(".new-*")], server / f".new-{secrets.token_hex(4)}"
+    try:
+        write_files(new, _certified(ca, place))
+        for path in sorted(new.iterdir()):
+            disk.step("rename", server / path.name)
+            path.replace(server / path.name)
+        disk.fsync_folder(server)
+    finally:
+        for draft in (new, *drafts):
+            shutil.rmtree(draft, ignore_errors=True)
+    return server / "server.crt", bool(drafts)
+
+
+def _host_of(server_file: Path) -> str:
+    if not server_file.exists():
+        raise ConfigError(f"{server_file} is not there to name the server's host; say --host")
+    return read_server(server_file).host
+
+
+def units(of: Server | Site, place: Location) -> dict[str, str]:
+    """The systemd units of a side, by name."""
+    about = {
+        "superlink": "the server's connections",
+        "superexec": "the server's work",
+        "run": "the experiment, until all rounds are done",
+        "site": f"site {of.site}" if isinstance(of, Site) else "",
+    }
+    return {
+        f"{place.prefix}-{name}": _unit(name, about[name], of, place, words)
+        for name, words in _commands(of, place).items()
+    }
+
+
+def _side(of: Server | Site) -> str:
+    return "server" if isinstance(of, Server) else "site"
+
+
+def _environment(of: Server | Site, name: str, place: Location) -> dict[str, str]:
+    """What a process of a side, by its name, needs in its environment."""
+    home = place.home / _side(of) / (CLI if name == "run" else "flower")
+    return environment(home, place.programs, of.threads if isinstance(of, Site) else None)
+
+
+def _commands(of: Server | Site, place: Location) -> dict[str, list[str]]:
+    """The command lines of a side's processes, by name."""
+    home, programs = place.home / _side(of), place.programs
+    if isinstance(of, Site):
+        return {"site": command("join", None, programs, file=home / "site.toml")}
+    location = placed(of, home)
+    commands = {name: command(name, location, programs) for name in ("superlink", "superexec")}
+    file = home / "server.toml"
+    run = command("run", None, programs, app=home / APP, file=file)
+    return commands | {"run": [*command("serve", None, programs, file=file), *run]}
+
+
+def site_files(site: Site, node: keys.KeyPair, signing: keys.KeyPair, place: Location) -> Files:
+    """The files that a site has for itself: settings, keys, unit."""
+    return {
+        "site.toml": text_of(site),
+        "node-key": node.private,
+        "node-key.pub": f"{node.public}\n",
+        "signing-key": signing.private,
+        "compose.yaml": compose(site, place),
+        **{f"{name}.service": text for name, text in units(site, place).items()},
+    }
+
+
+def compose(of: Server | Site, place: Location) -> str:
+    """The same as the units, for containers: a file of ``docker compose`` in the folder of a side."""
+    folder, services = place.home / _side(of), []
+    for name, words in _commands(of, place).items():
+        services.append(
+            filled(
+                "service.yaml",
+                service=name,
+                version=of.version,
+                command=json.dumps([word.replace("$", "$$") for word in words]),
+                folder=folder,
+                environment=json.dumps(_environment(of, name, place)),
+                restart="on-failure" if name == "run" else "unless-stopped",
+                network="host" if name in ("superlink", "site") else "service:superlink",
+            )
+        )
+    about = f"# {of.name}: docker compose up -d; make image builds the image; a gate for nginx is in gate.conf"
+    return "\n".join([about, f"name: {_project(place, _side(of))}", "services:", *services])
+
+
+def _project(place: Location, side: str) -> str:
+    """The name under which ``docker compose`` has the containers of a side; by default, that of its folder alone."""
+    return re.sub(r"[^a-z0-9_-]", "-", f"{place.prefix}-{side}".lower())
+
+
+def gate(server: Server, place: Location) -> str:
+    """The gate's configuration, for nginx."""
+    places = {"host": place.host, "port": place.gate_port, "folder": place.home / "server", "prefix": place.prefix}
+    return filled("gate.conf", **places, limit=server.body_limit, behind=_behind(server))
+
+
+def _sides(plan: DeploymentPlan, place: Location) -> Iterator[tuple[str, str, Files]]:
+    """The side, the folder and the files of everybody."""
+    ca = keys.authority(plan.name, AUTHORITY_DAYS)
+    pairs = {site: (keys.key_pair("connection"), keys.key_pair("signing")) for site in plan.sites}
+    members = tuple(
+        Member(site=site, client=k, node_key=node.public, signing_key=signing.public)
+        for k, (site, (node, signing)) in enumerate(pairs.items())
+    )
+    shared: dict[str, Any] = {
+        "name": plan.name,
+        "experiment": "experiment.toml",
+        "fingerprint": digest(plan.experiment.encode()),
+        "version": __version__,
+        "versions": versions(),
+        "clients": len(plan.sites),
+        "samples": plan.samples,
+        "fixed_data": plan.fixed_data,
+        "code": plan.code.digests(),
+        "installed": plan.code.installed,
+    }
+    if plan.threshold is not None:
+        signing_keys = tuple(m.signing_key for m in members)
+        shared["secure"] = Secure(threshold=plan.threshold, keys=signing_keys, norm_bound=plan.norm_bound)
+    if plan.start is not None:
+        shared["start"] = digest(plan.start)
+    agreed: Files = {} if plan.start is None else {START: plan.start}
+    agreed |= {"experiment.toml": plan.experiment, "ca.crt": ca.pem()}
+    agreed |= {f"{FOLDER}/{path}": data for path, data in plan.code.files.items()}
+    quorum = place.quorum or plan.threshold or len(members) // 2 + 1
+    settings = {**shared, "sites": members, "quorum": quorum, "port": place.port, "public": place.gate}
+    settings |= {} if place.metrics_port is None else {"metrics_port": place.metrics_port}
+    settings["norm_bound"] = plan.norm_bound
+    settings |= {} if plan.most_samples is None else {"examples_limit": plan.most_samples}
+    server = make(Server, settings, "fedloom deploy init", Server.model_fields)
+    home = place.home / "server"
+    yield "authority", "authority", {"ca.key": ca.private(), "ca.crt": ca.pem()}
+    yield (
+        "server",
+        "server",
+        {
+            **agreed,
+            **_certified(ca, place),
+            "superexec.secret": secrets.token_bytes(32),
+            "server.toml": text_of(server),
+            "gate.conf": gate(server, place),
+            "compose.yaml": compose(server, place),
+            f"{CLI}/config.toml": profile(_behind(server), home / "ca.crt"),
+            **{f"units/{name}.service": text for name, text in units(server, place).items()},
+            **{f"nodes/{m.site}.pub": f"{m.node_key}\n" for m in members},
+            **{f"{APP}/{name}": OPS.joinpath(APP, name).read_text() for name in _APP},
+        },
+    )
+    for member, (node, signing) in zip(members, pairs.values(), strict=True):
+        site = Site(
+            **shared,
+            site=member.site,
+            client=member.client,
+            data=plan.data,
+            data_dir=plan.data_dir,
+            share=plan.share,
+            server=place.gate,
+        )
+        yield (
+            "site",
+            f"sites/{site.site}",
+            {
+                **agreed,
+                **site_files(site, node, signing, place),
+            },
+        )
+    yield "directions", ".", {"README.md": _readme(plan, server, place)}
+
+
+_APP = ("pyproject.toml", *(f"fedloom_app/{name}.py" for name in ("__init__", "server_app", "client_app")))
+"""The app that Flower carries to the sites: two modules that name what is installed there."""
+
+
+def _certified(ca: keys.Authority, place: Location) -> Files:
+    """A new certificate of the server, for the gate's host and for loopback."""
+    names = dict.fromkeys((place.host, "localhost", "127.0.0.1", "::1"))
+    certificate = keys.server_certificate(ca, tuple(names), place.days)
+    return {"server.crt": certificate.certificate, "server.key": certificate.key}
+
+
+def _readme(plan: DeploymentPlan, server: Server, place: Location) -> str:
+    home = place.home / "server"
+    words = command("run", None, place.programs, app=home / APP, file=home / "server.toml")
+    return filled(
+        "README.md",
+        name=plan.name,
+        count=len(plan.sites),
+        home=place.home,
+        prefix=place.prefix,
+        cli=home / CLI,
+        programs=place.programs,
+        environment=place.programs.parent,
+        version=__version__,
+        run=" ".join(f"'{word}'" if '"' in word else word for word in words),
+        behind=_behind(server),
+        until=f"{datetime.now(UTC) + timedelta(days=place.days):%Y-%m-%d}",
+    )
+
+
+def _unit(name: str, what: str, of: Server | Site, place: Location, words: list[str]) -> str:
+    side, runs = _side(of), name == "run"
+    folder, peer = place.home / side, "localhost" if isinstance(of, Server) else place.host
+    check = "" if isinstance(of, Server) else f"ExecStartPre=-{place.programs / 'fedloom'} deploy check {folder}\n"
+    return filled(
+        "unit.service",
+        unit=f"{place.prefix}-{name}",
+        what=what,
+        name=of.name,
+        home=place.home,
+        folder=folder,
+        environment="\n".join(f"Environment={_quoted(f'{k}={v}')}" for k, v in _environment(of, name, place).items()),
+        check=check,
+        command=" ".join(map(_quoted, words)),
+        restart="on-failure" if runs else "always",
+        seconds=60 if runs else 5,
+        after=f" {place.prefix}-superexec.service" if runs else "",
+        memory=MEMORY[side],
+        writes=" ".join(str(folder / write) for write in WRITES[side]),
+        addresses=_only_to(peer),
+    )
+
+
+def _only_to(peer: str) -> str:
+    """Which addresses a unit may talk to: loopback and the other side, where that is known as an address."""
+    try:
+        address = "" if peer == "localhost" else f" {ip_address(peer)}"
+        return f"IPAddressDeny=any\nIPAddressAllow=localhost{address}"
+    except ValueError:
+        return f"# IPAddressDeny=any with IPAddressAllow=localhost and the address of {peer} allows nothing else"
+
+
+def _behind(server: Server) -> str:
+    """What the gate connects to: host:port."""
+    return f"{server.address}:{server.port}"
+
+
+def _quoted(word: str) -> str:
+    """A word of a systemd command line."""
+    word = word.translate({ord("\\"): "\\\\", ord('"'): '\\"', ord("%"): "%%", ord("$"): "$$"})
+    return f'"{word}"' if set(word) & set(" \"'") else word
+
+
+def write_side(folder: Path, side: str, contents: Mapping[str, str | bytes]) -> None:
+    """Make the folder of a side, with the folders that its units write into: without these, systemd starts none."""
+    write_files(folder, contents)
+    for name in WRITES.get(side, ()):
+        (folder / name).mkdir(mode=0o700, exist_ok=True)
+
+
+def write_files(folder: Path, contents: Mapping[str, str | bytes]) -> None:
+    """Make new files last; those with secrets for their owner only.
+
+    Raises:
+        FileExistsError: one is there already.
+    """
+    for name, content in contents.items():
+        path = folder / name
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if path.name in SECRETS else 0o644)
+        with os.fdopen(fd, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())

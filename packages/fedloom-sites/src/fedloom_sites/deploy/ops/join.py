@@ -1,0 +1,27 @@
+"""Start of a site as a service, by what `site.toml` has now: a server or port that was corrected needs no new unit.
+
+``python -m fedloom_sites.deploy.ops.join SITE.TOML`` becomes the site's network process.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from fedloom.errors import FedloomError
+from fedloom_sites.deploy.ops.commands import command
+from fedloom_sites.deploy.settings import read_site
+
+
+def main(file: Path) -> None:
+    """Become the network process of the site with this TOML file."""
+    try:
+        words = command("supernode", read_site(file.resolve()), file=file.resolve())
+    except FedloomError as error:
+        sys.exit(f"fedloom: {error}")
+    os.execv(words[0], words)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

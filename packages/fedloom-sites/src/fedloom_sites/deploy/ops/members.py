@@ -1,0 +1,294 @@
+"""Members of a deployment that come and go: a site that joins later, one that leaves.
+
+A later site makes a new agreement, with a fingerprint of its own, which has the digest of all members' keys in it. It
+begins with the last round's model. A site stays with the agreement before until it has approved the new one (`take`),
+and answers no message of another: a server that adds sites by itself gets refusals.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import tomli_w
+from safetensors.torch import load_file, save
+
+from fedloom.errors import ConfigError, Refused, RunDirError
+from fedloom.rows.layout import Layout
+from fedloom.storage.checkpoint import Checkpoints
+from fedloom.storage.checkpoint import check_digest as check_digest_of
+from fedloom.storage.disk import regular
+from fedloom.storage.files import content_of, make_folder, write_atomic
+from fedloom.storage.locks import lock
+from fedloom.storage.toml_files import document_of, read_toml
+from fedloom.values import fields_of, make
+from fedloom_sites.deploy.code import FOLDER, START, read_agreed
+from fedloom_sites.deploy.ops import keys
+from fedloom_sites.deploy.ops.directory import Location, site_files, write_files, write_side
+from fedloom_sites.deploy.ops.plan import further_data_table
+from fedloom_sites.deploy.ops.status import server_file
+from fedloom_sites.deploy.secure.opened import read_checked
+from fedloom_sites.deploy.secure.pending import PendingSums
+from fedloom_sites.deploy.secure.protocol import safe_threshold
+from fedloom_sites.deploy.secure.stages import Stage, progress_of
+from fedloom_sites.deploy.settings import Member, Secure, Server, Shared, Site, digest, read_server, read_site, twin
+from fedloom_sites.deploy.site.approval import check_digest
+from fedloom_sites.deploy.site.ledger import NAME as LEDGER
+
+CHANGE = "agreement.json"
+SAME = ("name", "version", "samples", "fixed_data", "models_per_round", "models_in_run", "code", "installed")
+"""Fields of an agreement that a new member does not change."""
+
+
+class Change(NamedTuple):
+    """A new agreement: its folder, its digest, and the SHA-256 of the new member's keys."""
+
+    folder: Path
+    digest: str
+    keys: str
+
+
+def keys_digest(members: Sequence[Member]) -> str:
+    """SHA-256 of the names, numbers and public keys of sites."""
+    lines = [f"{m.client} {m.site} {m.node_key} {m.signing_key}\n" for m in members]
+    return digest("".join(lines).encode())
+
+
+def add(folder: Path, name: str, place: Location) -> Change:
+    """Make a new agreement with one site more: folders for the server, the new site, and the approval of all others.
+
+    Args:
+        folder: of the deployment, or of its server; nothing in it changes but the new folder ``changes/NAME``.
+        name: of the new site.
+        place: where its files will lie; its host is the server's.
+
+    Raises:
+        ConfigError: there is such a site or such a change, or the sites share the data of one partition.
+        RunDirError: a run or a secure session is under way.
+    """
+    file = server_file(folder)
+    server, out = read_server(file), folder / "changes" / name
+    _check_idle(server)
+    if same := twin(name, (m.site for m in server.sites)):
+        raise ConfigError(f"{folder} has a site {same}, got {name}; choose a name that differs in more than case")
+    if out.exists():
+        raise ConfigError(f"{out} is there already; its keys are kept: use it, or delete it yourself")
+    templates = [read_toml(path, "site file") for path in sorted(folder.glob("sites/*/site.toml"))]
+    if any(site.get("share", "all") == "partition" for site in templates):
+        raise ConfigError("the sites share the data of one partition, which a further site would cut anew")
+    pairs = keys.key_pair("connection"), keys.key_pair("signing")
+    member = make(
+        Member,
+        {"site": name, "client": server.clients, "node_key": pairs[0].public, "signing_key": pairs[1].public},
+        "fedloom deploy add", Member.model_fields,
+    )  # fmt: skip
+    members = (*server.sites, member)
+    document, start = read_toml(server.experiment, "experiment file"), _last_model(server)
+    done = (Checkpoints(server.checkpoints).meta() or {}).get("round", 0)
+    method = document["method"][0]
+    method["rounds"] = max(1, int(method.get("rounds", document.get("rounds", 1))) - done)
+    number = 2 + sum(f.name == CHANGE for f in folder.glob(f"changes/*/approval/{CHANGE}"))
+    header = f"# agreement {number}, after {server.fingerprint}; members: SHA-256 {keys_digest(members)}\n"
+    experiment = (header + tomli_w.dumps(document)).encode()
+    settings = read_toml(file, "server file")
+    new = {"clients": server.clients + 1, "fingerprint": digest(experiment)}
+    if start is not None:
+        new["start"] = digest(start)
+    if server.secure is not None:
+        n, before = server.clients + 1, server.secure
+        threshold = max(before.threshold, safe_threshold(n))
+        secure = before.with_(threshold=threshold, keys=(*before.keys, member.signing_key))
+        new["secure"] = secure.model_dump(mode="json", exclude_none=True)
+        settings["quorum"] = max(settings["quorum"], threshold)
+    state = f"state/agreement-{number}"
+    settings |= new | {"sites": [m.model_dump(mode="json") for m in members]}
+    settings |= {"checkpoints": f"{state}/checkpoints", "audit": f"{state}/audit.jsonl"}
+    settings |= {"results": f"results/agreement-{number}"}
+    agreed = make(Server, settings, "fedloom deploy add", fields_of(Server))
+    shared = {field: getattr(agreed, field) for field in Shared.model_fields}
+    data = further_data_table(templates[0]["data"]) if templates else document["data"]
+    about = {"site": name, "client": member.client, "data": data, "server": server.entrance}
+    site = make(Site, {**shared, **about}, name, fields_of(Site))
+    common: dict[str, str | bytes] = {"experiment.toml": experiment, **({} if start is None else {START: start})}
+    code: dict[str, str | bytes] = {f"{FOLDER}/{path}": content_of(file.parent / FOLDER / path) for path in server.code}
+    proposal = {
+        "before": server.fingerprint,
+        "shared": agreed.model_dump(mode="json", include={*Shared.model_fields}, exclude_none=True),
+        "members": [m.model_dump(mode="json") for m in members],
+    }
+    files: dict[str, str | bytes] = {
+        **site_files(site, *pairs, place.with_(host=server.host)),
+        **common,
+        **code,
+        "ca.crt": content_of(server.ca),
+    }
+    write_files(
+        out / "server", {**common, "server.toml": tomli_w.dumps(settings), f"nodes/{name}.pub": member.node_key}
+    )
+    write_side(out / "site", "site", files)
+    write_files(out / "approval", {**common, CHANGE: json.dumps(proposal, indent=1)})
+    return Change(out, agreed.digest, keys_digest([member]))
+
+
+class Proposal(NamedTuple):
+    """A new agreement as a site would have it, from the bytes that were checked.
+
+    Attributes:
+        site: the settings under it.
+        new: members that are new to the site.
+        files: contents of the files that it brings, by name.
+    """
+
+    site: Site
+    new: list[Member]
+    files: dict[str, bytes]
+
+
+def proposed(folder: Path, change: Path) -> Proposal:
+    """Read a new agreement for a site, and refuse what the digest does not cover.
+
+    Args:
+        folder: of the site.
+        change: folder of the new agreement, ``approval`` of a change.
+
+    Raises:
+        ConfigError: it is of other sites, or changes more than the members, the rounds left and the initial model.
+        RunDirError: a secure session is under way.
+    """
+    site = read_site(folder / "site.toml")
+    try:
+        proposal = json.loads(regular(change / CHANGE).read_bytes())
+        experiment = regular(change / "experiment.toml").read_bytes()
+        members, former = [Member(**m) for m in proposal["members"]], proposal["before"]
+        foreign = {*proposal["shared"]} - {*Shared.model_fields}
+        settings = read_toml(folder / "site.toml", "site file") | proposal["shared"] | {"experiment": "experiment.toml"}
+        new = make(Site, settings, str(change / CHANGE), fields_of(Site))
+        document = document_of(experiment, change / "experiment.toml")
+        before = read_toml(site.experiment, "experiment file")
+        rounds = [int(d["method"][0].pop("rounds", d.get("rounds", 0))) for d in (document, before)]
+    except (OSError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
+        sentence = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ConfigError(f"{change} holds no new agreement: {sentence}") from None
+    header = experiment.partition(b"\n")[0].decode(errors="replace")
+    files = {"experiment.toml": experiment} | ({} if new.start is None else {START: content_of(change / START)})
+    start = digest(files[START]) if START in files else None
+    wrong = [
+        what
+        for what, holds in {
+            f"it changes settings of the site's own ({', '.join(sorted(foreign))})": not foreign,
+            "it is no change of this site's agreement": site.fingerprint in (former, new.fingerprint),
+            "the experiment file is another one": digest(experiment) == new.fingerprint,
+            "the experiment file names other members": header.endswith(keys_digest(members)),
+            "the experiment changes": document == before and rounds[0] <= rounds[1],
+            "the agreement changes": all(getattr(new, f) == getattr(site, f) for f in SAME),
+            "the members are not one more": [m.client for m in members][-1:] == [new.clients - 1]
+            and new.clients == site.clients + 1,
+            "the keys or the threshold of secure aggregation change": _keeps(site.secure, new.secure, members),
+            "the initial model is another one": start == new.start,
+            "the sites share the data of one partition": site.share == "all",
+        }.items()
+        if not holds
+    ]
+    if wrong:
+        raise ConfigError(f"{change} cannot be approved: {'; '.join(wrong)}")
+    record = read_checked(site.folder / "session" / "session.json") or {}
+    if progress_of(record).stage in (Stage.MASKED, Stage.AGREED):
+        raise RunDirError("a secure session is under way here; let its round come to its end, then approve")
+    files["site.toml"] = tomli_w.dumps(settings).encode()
+    return Proposal(new, [m for m in members if m.client >= site.clients], files)
+
+
+def take(folder: Path, change: Path, digest: str) -> Site:
+    """Approve a new agreement at a site: from then on it answers messages of that one, and of no other.
+
+    Raises:
+        ConfigError: the digest is not that of the new agreement, or see `proposed`.
+        RunDirError: a secure session is under way.
+    """
+    before = read_site(folder / "site.toml")
+    new, _, files = proposed(folder, change)
+    check_digest(new, digest)
+    ledger, later = before.folder / LEDGER, before.with_(fingerprint=new.fingerprint).folder
+    if ledger.exists():  # what was released stays released
+        make_folder(later)
+        write_atomic(later / LEDGER, content_of(ledger))
+    for name in sorted(files, key=lambda name: name == "site.toml"):  # which counts, last
+        write_atomic(folder / name, files[name])
+    return read_site(folder / "site.toml")
+
+
+def remove(folder: Path, name: str) -> Server:
+    """Take a site out of the server's settings; under secure aggregation the agreed keys stay.
+
+    Raises:
+        ConfigError: there is no such site, or too few are left.
+        RunDirError: a run is under way.
+    """
+    file = server_file(folder)
+    server, settings = read_server(file), read_toml(file, "server file")
+    _member(server, name)
+    _check_idle(server)
+    rest = [m for m in settings["sites"] if m["site"] != name]
+    least = 1 if server.secure is None else server.secure.threshold
+    if len(rest) < least:
+        raise ConfigError(f"without {name} there are {len(rest)} sites, a run needs {least}")
+    settings |= {"sites": rest, "quorum": min(settings["quorum"], len(rest))}
+    make(Server, settings, str(file), fields_of(Server))
+    write_atomic(file, tomli_w.dumps(settings).encode())
+    return read_server(file)
+
+
+def _member(server: Server, name: str) -> Member:
+    for member in server.sites:
+        if member.site == name:
+            return member
+    raise ConfigError(f"there is no site {name}; sites: {', '.join(m.site for m in server.sites)}")
+
+
+def _check_idle(server: Server) -> None:
+    """Refuse while a run is under way, or a sum under masks whose shares were asked for.
+
+    Raises:
+        RunDirError: what is.
+    """
+    try:
+        with lock(server.checkpoints, wait=0):
+            pass
+    except RunDirError:
+        raise RunDirError("a run is under way; let it end, or stop it, then change its members") from None
+    pending = [PendingSums(server.checkpoints).newest(what) for what in ("uploads", "scores")]
+    for one in pending if server.secure is not None else ():
+        if one is not None and not one.told and one.attempts:
+            raise RunDirError(
+                f"a secure session is under way: the sum of round {one.round} was asked for and is not open yet; run "
+                "the server to its end first"
+            )
+
+
+def _keeps(before: Secure | None, new: Secure | None, members: Sequence[Member]) -> bool:
+    """Whether secure aggregation has the same sites, and the new one, under a threshold that is as high."""
+    if before is None or new is None:
+        return before is new
+    grown = new.keys == (*before.keys, members[-1].signing_key) and new.threshold >= before.threshold
+    return grown and all(getattr(new, name) == getattr(before, name) for name in ("scores", "norm_bound", "max_share"))
+
+
+def _last_model(server: Server) -> bytes | None:
+    """The global model after the last round as a file of initial values; without one, that which was agreed on.
+
+    Raises:
+        Refused: the experiment trains adapters, whose model is not whole.
+    """
+    file = server.results / "global.safetensors"
+    if not file.exists():
+        return None if server.start is None else content_of(server.experiment.parent / START)
+    experiment = read_agreed(server)
+    spec, samples = experiment.common.model, server.samples
+    if spec.adapters is not None:
+        raise Refused("the experiment trains adapters, which are no initial model; begin a new deployment")
+    module = spec.build(samples.shape, samples.outputs, experiment.head.seeds[0], samples.tokens)
+    check_digest_of(file)
+    Layout.of(module).load(module, load_file(file)["rows"].reshape(-1))
+    return save({key: part.contiguous() for key, part in module.state_dict().items()})

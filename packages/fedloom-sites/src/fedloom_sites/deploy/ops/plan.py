@@ -1,0 +1,301 @@
+"""From an experiment to what is deployed of it: one method, one seed, the names of sites, what a sample looks like."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import tomli_w
+import torch
+
+from fedloom.data import PARTS
+from fedloom.data.input_spec import InputSpec
+from fedloom.data.new_data import AGREED, SIGNS
+from fedloom.data.sources import SOURCES
+from fedloom.data.sources._base import ENV, FileSource
+from fedloom.data.sources.table.reading import TableSource
+from fedloom.engine.clients.chunk import run_clients
+from fedloom.engine.job import Job
+from fedloom.engine.setup import make_job
+from fedloom.engine.virtual.check import check_stream
+from fedloom.errors import ConfigError, unknown
+from fedloom.imports import is_path
+from fedloom.lab.experiment import Experiment, parse
+from fedloom.lab.experiment.schema import Method
+from fedloom.local.oracles import chunk_count
+from fedloom.local.rows import rows_of, to_device
+from fedloom.models.spec import weights_content
+from fedloom.processes.clients import TrainTask
+from fedloom.schedule import Synchronous
+from fedloom_sites.deploy.code import Code, code_of
+from fedloom_sites.deploy.cox import check_cox
+from fedloom_sites.deploy.groups import agreed_groups, check_groups
+from fedloom_sites.deploy.protocol.lengths import lengths
+from fedloom_sites.deploy.secure.protocol import FEWEST, MOST, least_threshold, safe_threshold
+from fedloom_sites.deploy.server.run import check_deployable, counts_samples
+from fedloom_sites.deploy.settings import NormBound, twin
+from fedloom_sites.deploy.site.local_data import federation_of
+
+MARGIN = 10.0
+"""How much longer than in the first round a difference may be. Over 20 rounds of the registry's methods the longest was
+up to 4 times the first's, and 7 times with a channel that keeps errors, unless a method diverged."""
+OF_ONE_TABLE = (*AGREED, *SIGNS, "users", "factors")
+"""Options of a table that are agreed on, or hold for one file."""
+
+
+@dataclass(frozen=True)
+class DeploymentPlan:
+    """What a deployment is made of.
+
+    name: of the experiment; experiment: text of the experiment file, of one method and one seed, without the path of
+    any data; sites: their names, in the order of the clients; samples: what one looks like; data: where a
+    site's samples are; data_dir: folder of data sets on this machine; share, fixed_data: see `Site`; code: what the
+    experiment names by import path; norm_bound: longest difference that the server accepts, None for any;
+    threshold: of secure aggregation, None without it; most_samples: of any part of a site, None where sites have their
+    own data and none is stated; start: file of the initial model, None for one drawn by the seed; sends: whether sites
+    send anything; by_samples: whether a site counts by its samples.
+    """
+
+    name: str
+    experiment: str
+    sites: tuple[str, ...]
+    samples: InputSpec
+    data: dict[str, Any]
+    data_dir: Path | None
+    share: Literal["all", "partition"]
+    fixed_data: bool
+    code: Code
+    norm_bound: NormBound | None
+    threshold: int | None = None
+    most_samples: int | None = None
+    start: bytes | None = None
+    sends: bool = True
+    by_samples: bool = False
+
+
+def plan(
+    experiment: Experiment,
+    sites: int | None = None,
+    *,
+    names: Sequence[str] = (),
+    method: str | None = None,
+    seed: int | None = None,
+    rounds: int | None = None,
+    data_dir: Path | None = None,
+    own_data: bool = False,
+    fixed_data: bool = False,
+    norm_bound: float | None = None,
+    most_samples: int | None = None,
+    secure_aggregation: bool = False,
+    threshold: int | None = None,
+) -> DeploymentPlan:
+    """What is deployed of an experiment.
+
+    Args:
+        experiment: the comparison; its data must be there, since they define what a sample looks like.
+        sites: number of sites; None: the clients of the partition, or as many as there are names.
+        names: of the sites; none: those of the clients, or site-0, site-1, ...
+        method: label of the method; None: the only one.
+        seed: None: the first.
+        rounds: None: the method's.
+        data_dir: folder of data sets.
+        own_data: every site has data of its own, in place of a share of the experiment's.
+        fixed_data: a site whose samples change in the run is refused; otherwise the change is logged.
+        norm_bound: longest difference that the server accepts from a site (L2); None: `MARGIN` times the longest of the
+            first round, which is simulated for it.
+        most_samples: of any part of a site; None: the largest client's, and not known where sites have their own data.
+        secure_aggregation: the server gets masked sums (`fedloom_sites.deploy.secure.protocol`).
+        threshold: sites without which no sum is unmasked; None: more than two thirds.
+
+    Raises:
+        ConfigError: several methods and none chosen, a number of sites that the partition does not give, or (Refused)
+            what makes no sense at real sites.
+        DataError: the data cannot be read.
+    """
+    one = _single(experiment, method, seed, rounds)
+    weights = one.methods[0].setting.model.weights
+    check_deployable(one, masked=secure_aggregation, start=weights is not None)
+    seed = one.head.seeds[0]
+    agreement = getattr(one.source, "agreement", None)
+    sites = len(names) if names and sites is None else sites
+    if sites is None and own_data:
+        raise ConfigError("with data of their own the number of sites is open: say it with --sites or --names")
+    if agreement is not None and own_data:  # it has all that the coordinator needs
+        samples = InputSpec.agreed(agreement)
+        fed = federation_of(samples, torch.ones(sites or 1, len(PARTS), dtype=torch.long))
+    else:
+        fed = one.partition(one.source.read(data_dir), seed)
+        samples = InputSpec.of(fed.data)
+    check_stream(one.methods[0].setting.resolved(), fed.n)
+    # refuses what does not go together
+    job, start = make_job(one.methods[0].setting.with_(schedule=Synchronous()), fed)
+    if sites is not None and sites != fed.n and not own_data:
+        raise ConfigError(
+            f"the partition of {experiment.head.name} gives {fed.n} clients, but {sites} sites were asked for; change "
+            "[partition] or --sites, or say --own-data if every site has data of its own"
+        )
+    if sites is not None and sites < 1:
+        raise ConfigError(f"--sites must be at least 1, got {sites}")
+    check_groups(job, agreed_groups(one, samples))
+    check_cox(job, one, samples)
+    agreed_threshold = _threshold(job, sites or fed.n, secure_aggregation, threshold)
+    folder = data_dir or (Path(os.environ[ENV]) if os.environ.get(ENV) else None)
+    agreed = one.settings() | {"data": _placeless(one)}
+    if agreement is not None:
+        agreed["data"]["agreement"] = agreement.model_dump(mode="json", exclude_none=True)
+    agreed["model"] = {key: option for key, option in agreed["model"].items() if key != "weights"}
+    algorithm = job.setting.method  # a site does not know the others' sizes: what follows from them is written down
+    agreed["method"][0] |= {name: getattr(algorithm, name) for name in algorithm.derived(job.ctx(0))}
+    return DeploymentPlan(
+        name=_safe(experiment.head.name),
+        experiment=tomli_w.dumps(agreed),
+        sites=_named(names, sites or fed.n) if names else _names(range(sites or fed.n) if own_data else fed.names),
+        samples=samples,
+        data=_own_data_table(one) if own_data else _absolute(_labelled(one)),
+        data_dir=None if folder is None or own_data else folder.resolve(),
+        share="all" if own_data else "partition",
+        fixed_data=fixed_data,
+        code=code_of(one.settings()),
+        norm_bound=norm_bound or (None if fed.data.name == "blank" else _bound(job, start)),
+        threshold=agreed_threshold,
+        start=None if weights is None else weights_content(weights),
+        most_samples=most_samples or (None if own_data else max(int(fed.sizes(part).max()) for part in PARTS)),
+        sends=bool(job.fields),
+        by_samples=bool(counts_samples(one.methods[0].setting.resolved())),
+    )
+
+
+def _threshold(job: Job, n: int, secure_aggregation: bool, threshold: int | None) -> int | None:
+    """The threshold of secure aggregation among n sites, None without it.
+
+    Raises:
+        ConfigError: it is too small or too large, the cohorts are smaller, or there are too few or too many sites.
+    """
+    if not secure_aggregation:
+        if threshold is not None:
+            raise ConfigError("--threshold is of secure aggregation: say --secure-aggregation too, or leave it out")
+        return None
+    if not FEWEST <= n <= MOST:
+        raise ConfigError(f"secure aggregation is for {FEWEST} to {MOST} sites, got {n}")
+    agreed, least = safe_threshold(n) if threshold is None else threshold, least_threshold(n)
+    if not least <= agreed <= n:
+        raise ConfigError(f"--threshold of {n} sites must be within {least}..{n}, more than half, got {agreed}")
+    ctx = job.ctx(1)
+    drawn = len(job.setting.sampler.apply(job.setting.sampler.init(ctx), None, ctx)[0].unique())
+    if n == job.n and drawn < agreed:
+        raise ConfigError(
+            f"sampler {job.setting.sampler.kind!r} draws {drawn} of {n} sites, the threshold is {agreed}; draw more, "
+            f"or choose a --threshold from {least} on"
+        )
+    return agreed
+
+
+def _bound(job: Job, server: Any) -> NormBound | None:
+    """`MARGIN` times the longest difference of a first round, to three digits; None for a method that sends none.
+
+    By field where an upload has several whose length is bounded.
+    """
+    everyone = torch.arange(job.n)
+    for store in job.stores.values():
+        store.touch(everyone)
+    down, longest = job.down(server, 1, everyone), dict[str, float]()
+    for place in everyone.tensor_split(chunk_count(job.n, job.chunk)):
+        received = to_device(rows_of(down, place), job.oracle.device)
+        output = run_clients(job, received, TrainTask(1, place, place, torch.ones(len(place), 1)))
+        for name, norm in lengths(job, output.upload, received).items():
+            longest[name] = max(longest.get(name, 0.0), float(norm.max()))
+    bounds = {name: float(f"{MARGIN * most:.3g}") for name, most in longest.items() if 0 < most < math.inf}
+    return (bounds if len(longest) > 1 else next(iter(bounds.values()), None)) or None
+
+
+def _single(experiment: Experiment, label: str | None, seed: int | None, rounds: int | None) -> Experiment:
+    """The experiment of one method and one seed."""
+    chosen = _chosen(experiment, label)
+    method = {**chosen.settings(), "rounds": rounds or chosen.setting.rounds}
+    seeds = [experiment.head.seeds[0] if seed is None else seed]
+    return parse({**experiment.settings(), "seeds": seeds, "method": [method]})
+
+
+def _chosen(experiment: Experiment, label: str | None) -> Method:
+    labels = {m.label: m for m in experiment.methods}
+    if label is None:
+        if len(labels) > 1:
+            raise ConfigError(f"one method is deployed, the experiment has {', '.join(labels)}; choose with --method")
+        return experiment.methods[0]
+    if label not in labels:
+        raise unknown("method", label, labels, experiment.head.name)
+    return labels[label]
+
+
+def _names(names: Sequence[object]) -> tuple[str, ...]:
+    """Names of clients as names of folders: those of the data, or site-K."""
+    safe = tuple(_safe(str(name)) for name in names)
+    plain = any(twin(name, safe[:k]) for k, name in enumerate(safe)) or all(name.isdigit() for name in safe)
+    return tuple(f"site-{k}" for k in range(len(safe))) if plain else safe
+
+
+def _named(names: Sequence[str], count: int) -> tuple[str, ...]:
+    """The names that sites were given.
+
+    Raises:
+        ConfigError: another number of them, one that cannot be a folder, or two that are one folder.
+    """
+    if len(names) != count:
+        raise ConfigError(f"--names has {len(names)} names ({', '.join(names)}) for {count} sites")
+    for k, name in enumerate(names):
+        if _safe(name) != name:
+            raise ConfigError(f"--names: a name is letters, digits, '.', '_' or '-' within, got {name!r}; change it")
+        if same := twin(name, names[:k]):
+            why = "is there twice" if same == name else f"and {same} share a folder on a disk that ignores case"
+            raise ConfigError(f"--names: {name} {why}; change one")
+    return tuple(names)
+
+
+def _labelled(one: Experiment) -> dict[str, Any]:
+    """The table [data], without the keys that an agreement replaces."""
+    agreed = getattr(one.source, "agreement", None) is not None
+    return {k: v for k, v in one.source_options.items() if not agreed or k not in AGREED}
+
+
+def _safe(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._")[:63] or "x"
+
+
+def _placeless(one: Experiment) -> dict[str, Any]:
+    """The table [data] without the path of a file: what the server and every site can read without that file."""
+    options, kind = one.source_options, type(one.source)
+    if not isinstance(one.source, FileSource) or kind.model_fields["path"].is_required():
+        return options
+    rest = {key: value for key, value in options.items() if key != "path"}
+    named = options["source"] in SOURCES or is_path(options["source"])
+    return rest if named else {**rest, "source": next(name for name, one in SOURCES.items() if one is kind)}
+
+
+def _own_data_table(one: Experiment) -> dict[str, Any]:
+    """The table [data] of a site with data of its own: a file of the same name, beside the site's settings."""
+    path, options = getattr(one.source, "path", None), _placeless(one)
+    if isinstance(one.source, TableSource):  # what its columns mean was agreed on, and signs are found out
+        options = {k: v for k, v in options.items() if k not in OF_ONE_TABLE} | one.source.targets
+        if "label" not in options:
+            with one.source.open() as raw:
+                options["label"] = raw.names[-1]
+    return options | ({} if path is None else {"path": Path(path).name})
+
+
+def further_data_table(options: dict[str, Any]) -> dict[str, Any]:
+    """The table [data] of one more site, from another's: a file of the same name, and nothing of that site's own."""
+    if issubclass(SOURCES.get(str(options["source"]), object), TableSource):
+        options = {k: v for k, v in options.items() if k not in OF_ONE_TABLE}
+    return options | ({"path": Path(str(options["path"])).name} if "path" in options else {})
+
+
+def _absolute(options: dict[str, Any]) -> dict[str, Any]:
+    """The table [data] with paths that hold from any folder."""
+    keys = ("path",) if options["source"] in SOURCES else ("path", "source")
+    paths = {key: Path(options[key]).expanduser() for key in keys if key in options}
+    return {**options, **{key: str(path.resolve()) for key, path in paths.items() if path.exists()}}

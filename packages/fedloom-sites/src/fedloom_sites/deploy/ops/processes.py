@@ -1,0 +1,177 @@
+"""Processes that never outlive what started them: each is ended by its id, with everything that it started."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Self
+
+from fedloom.errors import ConfigError, FedloomError
+from fedloom_sites.deploy.ops import reaper
+
+WHY = "Exit Code: "
+"""How a program of Flower begins to say why it ended; lines about its end follow that."""
+
+
+class ProcessError(FedloomError):
+    """A process that ended, or did not answer, when it should have."""
+
+
+class Process:
+    """One process, the leader of a group of its own; its output goes to a file.
+
+    Args:
+        name: for messages.
+        command: the program and its arguments.
+        environment: what is added to this process's own environment.
+        log: file of its output.
+        folder: its working directory; None: this process's own.
+    """
+
+    def __init__(
+        self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path, folder: Path | None = None
+    ) -> None:
+        self.name, self.log = name, log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as out:
+            self._popen = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **environment},
+                start_new_session=True,
+                cwd=folder,
+            )
+
+    @property
+    def pid(self) -> int:
+        """Its id, which is also the id of its group."""
+        return self._popen.pid
+
+    def alive(self) -> bool:
+        """Whether it still runs; one that has ended keeps its id until it is reaped, so that no other can have it."""
+        if self._popen.returncode is not None:
+            return False
+        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+
+    def bury(self) -> None:
+        """Take its exit status if it has ended, so that its group is gone once the last of it is."""
+        self._popen.poll()
+
+    def reap(self) -> int:
+        """Its exit status; what is left of its group is killed first."""
+        if self._popen.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+        return self._popen.wait()
+
+    def tail(self, lines: int = 12) -> str:
+        """The end of its output; or the reason, where a program of Flower or the system has written one."""
+        output = self.log.read_text(errors="replace")
+        if os.strerror(errno.EADDRINUSE).lower() in output.lower():
+            return "another program took its port after that was chosen; run the same command again"
+        _, why, reason = output.rpartition(WHY)
+        return why + reason.partition("\n\n")[0] if why else "\n".join(output.splitlines()[-lines:])
+
+    def check(self) -> None:
+        """Raise if it has ended.
+
+        Raises:
+            ProcessError: with the end of its output.
+        """
+        if not self.alive():
+            raise ProcessError(
+                f"{self.name} ended with exit status {self.reap()}; the end of {self.log}:\n{self.tail()}"
+            )
+
+
+class Processes:
+    """Processes that are ended when the block is left, however it is left, and if this process is killed.
+
+    A reaper ends them (`reaper`), within `reaper.GRACE` seconds. SIGTERM and SIGHUP leave the block as
+    Ctrl-C does; while processes are being ended, further signals wait.
+    """
+
+    def __init__(self) -> None:
+        self.started: list[Process] = []
+        self._reaper: subprocess.Popen[str] | None = None
+
+    def start(
+        self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path, folder: Path | None = None
+    ) -> Process:
+        """Start a process; arguments as of `Process`."""
+        if self._reaper is None:
+            words = [sys.executable, "-I", "-S", str(Path(reaper.__file__)), str(reaper.GRACE)]
+            self._reaper = subprocess.Popen(words, stdin=subprocess.PIPE, text=True, start_new_session=True)
+        process = Process(name, command, environment, log, folder)
+        self.started.append(process)
+        assert self._reaper.stdin is not None
+        with suppress(BrokenPipeError):
+            print(process.pid, file=self._reaper.stdin, flush=True)
+        return process
+
+    def check(self) -> None:
+        """Raise a `ProcessError` if any of them has ended."""
+        for process in self.started:
+            process.check()
+
+    def stop(self) -> None:
+        """End all of them, and everything that they started."""
+        if self._reaper is not None:
+            assert self._reaper.stdin is not None
+            with suppress(BrokenPipeError):
+                self._reaper.stdin.close()
+            while self._reaper.poll() is None:
+                for process in self.started:
+                    process.bury()
+                time.sleep(0.02)
+            self._reaper = None
+        for process in self.started:
+            process.reap()
+        self.started.clear()
+
+    def __enter__(self) -> Self:
+        self._handlers = {number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+        try:
+            self.stop()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+
+def _interrupt(number: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt(signal.Signals(number).name)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of loopback that are free now, all different."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [s.getsockname()[1] for s in sockets]
+
+
+def check_free(port: int, what: str) -> None:
+    """Refuse a port that is in use.
+
+    Raises:
+        ConfigError: somebody listens there.
+    """
+    try:
+        socket.create_server(("127.0.0.1", port)).close()
+    except OSError as error:
+        raise ConfigError(f"{what}: port {port} on 127.0.0.1 is not free ({error.strerror}); choose another") from None

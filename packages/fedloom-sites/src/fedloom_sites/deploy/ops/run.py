@@ -1,0 +1,36 @@
+"""Run of an experiment as a service: it starts Flower's run, whose rounds stand in the journal, until all are done.
+
+``python -m fedloom_sites.deploy.ops.run SERVER.TOML COMMAND...`` exits with 0 once nothing is left to do, else with 1,
+and systemd starts it again: after a stop, a crash, or a reboot of the machine.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from fedloom_sites.deploy.server.run import FINISHED, finished
+from fedloom_sites.deploy.settings import read_server
+
+
+def main(words: Sequence[str]) -> int:
+    """Run a command of Flower unless the experiment has come to its end.
+
+    Args:
+        words: the server's TOML file, and the command.
+
+    Returns:
+        The exit code: 0 once the experiment has come to its end, else 1.
+    """
+    server = read_server(Path(words[0]))
+    if finished(server) is None:
+        subprocess.run(words[1:], check=False)
+        return 0 if finished(server) is not None else 1
+    print(f"fedloom: {FINISHED}", flush=True)  # noqa: T201
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

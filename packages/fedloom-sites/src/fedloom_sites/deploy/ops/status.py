@@ -1,0 +1,350 @@
+"""Status of a deployment, from the server's files only: audit log, checkpoints, results; nothing is locked or written.
+
+`serve_metrics` gives the same figures in Prometheus' format.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import pyarrow as pa
+from cryptography import x509
+
+from fedloom.errors import ConfigError, RunDirError, Stop
+from fedloom.metrics import SUMMARY
+from fedloom.storage.checkpoint import Checkpoints
+from fedloom.storage.disk import regular
+from fedloom.storage.locks import in_use
+from fedloom_sites.deploy.audit import lines_of
+from fedloom_sites.deploy.ops.cox import cox_state, words_of
+from fedloom_sites.deploy.ops.keys import SOON
+from fedloom_sites.deploy.ops.table import mean_table, site_table
+from fedloom_sites.deploy.settings import Server, read_server
+
+ENDS = {stop.value: "stopped" if stop.resumable else stop.status for stop in Stop}
+"""States of a run that ended, by the reason; one that is stopped can be resumed."""
+CURE = {
+    "server's certificate": "fedloom deploy renew, then reload the gate and restart the superlink's unit",
+    "authority's certificate": "begin a new deployment",
+}
+"""How a certificate that ends is replaced."""
+TRAINING = ("train", "masked")
+"""Kinds of messages whose replies are a share of a round."""
+
+
+@contextmanager
+def _fitting() -> Iterator[None]:
+    """Explain files whose contents are not what a server writes."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise RunDirError(
+            f"the server's log and checkpoints do not fit together ({what}); nothing was changed"
+        ) from None
+
+
+def server_of(folder: Path) -> Server:
+    """The server's settings in a deployment's directory, or in the server's own folder.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    return read_server(server_file(folder))
+
+
+def server_file(folder: Path) -> Path:
+    """The server's TOML file in a deployment's directory, or in the server's own folder.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    files = [path for path in (folder / "server" / "server.toml", folder / "server.toml") if path.is_file()]
+    if not files:
+        raise ConfigError(f"{folder} has no server.toml and no server/server.toml; give the directory of a deployment")
+    return files[0]
+
+
+def tallies(log: Sequence[Mapping[str, Any]], members: Mapping[int, str], rounds: int) -> dict[int, dict[str, Any]]:
+    """The audit log's facts on every site, by client.
+
+    Args:
+        log: its lines.
+        members: names of the sites, by client.
+        rounds: rounds done; what was accepted for a later one has no effect yet.
+
+    Returns:
+        ``accepted`` and ``missed`` rounds, ``last_reply`` (time, ISO 8601, or None), ``mute``, ``staleness`` (the mean
+        of its uploads, None but in a buffered run), and ``rejected``: by step of the check, how many replies and the
+        newest ``reason``.
+    """
+    blank: dict[str, Any] = {"last_reply": None, "mute": False, "node": None}
+    stale: dict[str, list[int]] = {}
+    for line in log:
+        if line.get("what") == "step" and line["round"] <= rounds:
+            for site, staleness in line["staleness"].items():
+                stale.setdefault(site, []).append(staleness)
+    rows = {c: {"accepted": 0, "missed": 0, **blank, "rejected": dict[str, Any]()} for c in sorted(members)}
+    accepted: dict[int, set[int]] = {c: set() for c in rows}
+    missed: dict[int, set[int]] = {c: set() for c in rows}
+    lost = {line.get("round", 0) for line in log if line.get("what") == "given up"}
+    for line in log:
+        c, what = line.get("client"), line.get("what")
+        if c not in rows or line.get("site", members[c]) != members[c]:
+            continue
+        one, number = rows[c], line.get("round", 0)
+        if what == "accepted":
+            one |= {"last_reply": line["time"], "mute": False, "node": line.get("node", one["node"])}
+            if line.get("kind") in TRAINING and number <= rounds:
+                accepted[c].add(number)
+        elif what == "mute":
+            one["mute"] = True
+        elif what == "missed":
+            missed[c].add(number)
+        elif what == "rejected":
+            step = one["rejected"].setdefault(str(line.get("step", 0)), {"count": 0})
+            step |= {"count": step["count"] + 1, "reason": line.get("reason", "")}
+    for c, one in rows.items():
+        one |= {"accepted": len(accepted[c] - lost), "missed": len(missed[c] - accepted[c])}
+        one["staleness"] = mean(stale[members[c]]) if members[c] in stale else None
+    return rows
+
+
+def counted(log: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a sentence on each counter of the sums: in how many rounds it was above zero, and the newest of them."""
+    sentences = []
+    for what in ("neutral uploads", "clipped uploads"):
+        reasons = {line.get("round", 0): str(line.get("reason", "")) for line in log if line.get("what") == what}
+        if reasons:
+            rounds = "1 round" if len(reasons) == 1 else f"{len(reasons)} rounds"
+            sentences.append(f"{what} in {rounds}: {reasons[max(reasons)]}")
+    return sentences
+
+
+@_fitting()
+def status_of(server: Server) -> dict[str, Any]:
+    """How far a deployment is; plain values, as ``fedloom deploy status --json`` prints them.
+
+    ``state``: "not started", "running", "stopped", "killed", "diverged", "failed" or "done", with ``reason``;
+    ``rounds`` done of ``planned``; ``round_seconds``: ``last`` and ``median``; ``epsilon`` spent after these rounds,
+    None without a delta, and ``epsilon_sites`` against T - 1 sites that share the noise of a sum, None where none do;
+    ``sites``: see `tallies`, with ``share`` (of the rounds done), ``samples`` ``[3]`` and the site's newest ``scores``;
+    ``cox``: None where no Cox regression was agreed on, else its ``state`` ("waits", "begun", "none" or "done"), the
+    ``sums`` so far, ``reason``, and of one that is done ``rows`` and ``events``;
+    ``counted``: sentences on the counters of masked sums, see `counted`;
+    ``means``: newest figures of the federation, a row per model, see `mean_table`;
+    ``certificates``: their ends (ISO 8601);
+    ``disk``: bytes by what is there, and ``free``; ``last_event``: time of the log's last line.
+
+    Raises:
+        RunDirError: the files do not fit together.
+    """
+    log, meta = lines_of(server.audit), Checkpoints(server.checkpoints).meta() or {}
+    rounds, seconds, more = meta.get("round", 0), meta.get("seconds", []), meta.get("more", {})
+    members, document = {m.client: m.site for m in server.sites}, _document(server.experiment)
+    scores, means = list[dict[str, Any]](), list[dict[str, Any]]()
+    with suppress(OSError, KeyError, pa.ArrowException):  # not there yet, or damaged
+        scores = site_table(server.results / "metrics.parquet", members)
+        means = mean_table(server.results / "metrics.parquet")
+    sizes = more.get("sizes", [])
+    sites = []
+    for c, tally in tallies(log, members, rounds).items():
+        rows = [{k: v for k, v in row.items() if k != "site" and v == v} for row in scores if row["site"] == members[c]]
+        size, share = sizes[c] if c < len(sizes) else None, tally["accepted"] / rounds if rounds else 0.0
+        sites.append({"site": members[c], "client": c, "samples": size, "share": share, **tally, "scores": rows})
+    return {
+        "name": server.name, **_state(server, log), "rounds": rounds, "planned": _planned(document),
+        "round_seconds": {"last": seconds[-1], "median": median(seconds)} if seconds else None,
+        "epsilon": more.get("epsilon"), "epsilon_sites": more.get("epsilon_sites"), "epsilon_limit": server.epsilon,
+        "cox": cox_state(document, server.checkpoints, log), "sites": sites, "means": means,
+        "counted": counted(log),
+        "certificates": _certificates(server), "disk": _disk(server), "last_event": log[-1]["time"] if log else None,
+    }  # fmt: skip
+
+
+@_fitting()
+def lines(status: Mapping[str, Any]) -> list[str]:
+    """A status in a few lines of text; the sites are in `table`."""
+    seconds, limit, disk = status["round_seconds"], status["epsilon_limit"], status["disk"]
+    texts = [f"{status['name']}: {status['state']}{f', {why}' if (why := status['reason']) else ''}"]
+    pace = f", {seconds['last']:.1f} s the last, {seconds['median']:.1f} s in the median" if seconds else ""
+    texts.append(f"rounds: {status['rounds']} of {status['planned']}{pace}")
+    if status["epsilon"] is not None:
+        cost = f"epsilon: {status['epsilon']:.4g}{'' if limit is None else f' of {limit:g}'}"
+        inside = status["epsilon_sites"]
+        texts.append(cost if inside is None else f"{cost}; {inside:.4g} against all other sites of a smallest sum")
+    if (cox := status["cox"]) is not None:
+        texts.append(f"Cox regression: {words_of(cox)}")
+    texts += status["counted"]
+    for row in status["means"]:
+        figures = [f"{k} {row[k]:.4g}" for k in SUMMARY if k in row] + (
+            [f"of {row['sites']} sites"] if "sites" in row else []
+        )
+        texts.append(f"{row['model']} model, round {row['round']}, mean over sites: {', '.join(figures)}")
+    texts += [
+        f"the {name} {'ends' if _time(end) > datetime.now(UTC) else 'ended'} on {end[:10]}: {CURE[name]}"
+        for name, end in status["certificates"].items()
+        if _time(end) < datetime.now(UTC) + SOON
+    ]
+    used = ", ".join(f"{name} {size / 1e6:.1f} MB" for name, size in disk.items())
+    return [*texts, f"disk: {used}", f"last event: {_ago(status['last_event'])}"]
+
+
+@_fitting()
+def table(status: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A row per site, for people; losses are of the site's own test samples."""
+    rows = []
+    for site in status["sites"]:
+        rejected = sum(step["count"] for step in site["rejected"].values())
+        last = "none accepted" if rejected and site["last_reply"] is None else _ago(site["last_reply"])
+        row = {
+            "site": site["site"],
+            "node": str(site.get("node") or ""),
+            "last reply": last + (" (mute)" if site["mute"] else ""),
+        }
+        row |= {"rounds": site["accepted"], "share": f"{site['share']:.0%}", "missed": site["missed"]}
+        row |= {} if site["staleness"] is None else {"staleness": f"{site['staleness']:.1f}"}
+        losses = {f"{one['model']} loss": one["loss"] for one in site["scores"] if "loss" in one}
+        rows.append({**row, "rejected": rejected, **losses})
+    return rows
+
+
+@contextmanager
+def serve_metrics(server: Server) -> Iterator[None]:
+    """Serve the status over HTTP while the block runs, where the settings name a port; read anew for each request.
+
+    Raises:
+        ConfigError: the port is taken.
+    """
+    if server.metrics_port is None:
+        yield
+        return
+    from prometheus_client import CollectorRegistry, start_http_server
+
+    registry = CollectorRegistry()
+    registry.register(_Collector(server))
+    try:
+        http, thread = start_http_server(server.metrics_port, server.metrics_address, registry)
+    except OSError as error:
+        where = f"{server.metrics_address}:{server.metrics_port}"
+        raise ConfigError(
+            f"metrics cannot be served on {where} ({error.strerror}); choose another metrics_port"
+        ) from None
+    try:
+        yield
+    finally:
+        http.shutdown()
+        http.server_close()
+        thread.join()
+
+
+class _Collector:
+    """The figures of a status, each time it is asked."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+
+    def collect(self) -> Iterator[Any]:
+        from prometheus_client.metrics_core import GaugeMetricFamily
+
+        def gauge(name: str, about: str, values: Mapping[Any, float | None], *labels: str) -> Any:
+            family = GaugeMetricFamily(f"fedloom_{name}", about, labels=labels)
+            for key, value in values.items():
+                if value is not None:
+                    family.add_metric(key, value)
+            return family
+
+        status = status_of(self._server)
+        sites = {(site["site"],): site for site in status["sites"]}
+        seconds = status["round_seconds"] or {}
+        yield gauge("rounds_done", "rounds done", {(): status["rounds"]})
+        yield gauge("rounds_planned", "rounds of the experiment", {(): status["planned"]})
+        yield gauge("round_seconds", "duration of the last round", {(): seconds.get("last")})
+        yield gauge("epsilon", "epsilon spent, of the client that took part most often", {(): status["epsilon"]})
+        replies = {k: None if s["last_reply"] is None else _time(s["last_reply"]).timestamp() for k, s in sites.items()}
+        yield gauge("site_last_reply_timestamp_seconds", "last accepted reply of a site", replies, "site")
+        for name, about in (("accepted", "accepted"), ("missed", "missed")):
+            counts = {key: site[name] for key, site in sites.items()}
+            yield gauge(f"site_rounds_{name}", f"rounds that a site {about}", counts, "site")
+        steps = {(*key, step): one["count"] for key, site in sites.items() for step, one in site["rejected"].items()}
+        yield gauge("site_replies_rejected", "rejected replies of a site, by step of the check", steps, "site", "step")
+        losses = {(*key, row["model"]): row.get("loss") for key, site in sites.items() for row in site["scores"]}
+        yield gauge("site_loss", "newest loss on a site's test samples", losses, "site", "model")
+        disk = {(what,): size for what, size in status["disk"].items()}
+        yield gauge("disk_bytes", "size of the server's files, and free space", disk, "what")
+
+
+def _state(server: Server, log: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    last = next((line for line in reversed(log) if line.get("what") in ("wait", "start", "stop")), None)
+    if last is None:
+        return {"state": "not started", "reason": ""}
+    if last["what"] == "stop":
+        detail = f" ({last['detail']})" if last.get("detail") else ""
+        return {"state": ENDS.get(last["reason"], "stopped"), "reason": f"{last['reason']}{detail}"}
+    if not in_use(server.checkpoints):
+        return {"state": "killed", "reason": "the server ended without a word; run it again to go on"}
+    diverges = [f"diverges: {line['reason']}" for line in log if line.get("what") == "diverges"]
+    return {"state": "running", "reason": "waits for sites" if last["what"] == "wait" else "".join(diverges[-1:])}
+
+
+def _certificates(server: Server) -> dict[str, str]:
+    """The end of every certificate that can be read, as ISO 8601."""
+    ends = {}
+    for name, path in (("server's certificate", server.certificate), ("authority's certificate", server.ca)):
+        with suppress(OSError, ValueError):
+            ends[name] = x509.load_pem_x509_certificate(regular(path).read_bytes()).not_valid_after_utc.isoformat()
+    return ends
+
+
+def _planned(document: Mapping[str, Any]) -> int | None:
+    try:
+        return int(document["method"][0].get("rounds", document.get("rounds")))
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+        return None
+
+
+def _document(experiment: Path) -> dict[str, Any]:
+    """An experiment file; empty where it cannot be read."""
+    try:
+        return tomllib.loads(regular(experiment).read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+
+
+def _disk(server: Server) -> dict[str, int]:
+    places = {"checkpoints": server.checkpoints, "database": server.database, "results": server.results}
+
+    def files(path: Path) -> Iterator[Path]:
+        yield from (path, *path.parent.glob(f"{path.name}-*"), *path.rglob("*"))  # a database has files beside it
+
+    sizes = {name: sum(map(_size, files(path))) for name, path in places.items()}
+    folder = next((path for path in (server.checkpoints, *server.checkpoints.parents) if path.exists()), Path("/"))
+    return {**sizes, "audit": _size(server.audit), "free": shutil.disk_usage(folder).free}
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size if path.is_file() else 0
+    except OSError:
+        return 0
+
+
+def _time(text: str) -> datetime:
+    return datetime.fromisoformat(text)
+
+
+def _ago(text: str | None) -> str:
+    if text is None:
+        return "never"
+    seconds = max(0, round((datetime.now(UTC) - _time(text)).total_seconds()))
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds // size} {unit} ago"
+    return f"{seconds} s ago"

@@ -1,0 +1,330 @@
+"""Checks that a reply must pass; a reply that fails one is discarded and logged, and has no other effect.
+
+`Checks.STEPS` has them in order, with the number that the audit log gives to each. The names of arrays, their sizes and
+headers, and types and order of their numbers (5 to 7) are the codec's: it looks at them before anything is allocated.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from flwr.app import ConfigRecord, Message
+from torch import Tensor
+
+from fedloom.data.input_spec import compared
+from fedloom.engine.clients.chunk import usable
+from fedloom.engine.clients.scores import COST
+from fedloom.engine.job import Job
+from fedloom.errors import RunStopped, Stop, WireError
+from fedloom.metrics import metric
+from fedloom.processes.clients import COUNTS
+from fedloom.version import __version__
+from fedloom_sites.deploy.protocol.envelope import (
+    HEAD,
+    HEAD_LIMIT,
+    PROTOCOL,
+    REPLIED,
+    STATUS,
+    Envelope,
+    Kind,
+    Pending,
+    Reply,
+    digest_of,
+    unseal,
+)
+from fedloom_sites.deploy.protocol.forms import Forms, Upload, score_names
+from fedloom_sites.deploy.protocol.identity import is_signed
+from fedloom_sites.deploy.protocol.lengths import lengths, out_of_range
+from fedloom_sites.deploy.protocol.rejected import LateReply, Rejected, plain
+from fedloom_sites.deploy.settings import Server, bound_of
+
+MOST = 10**15
+"""Largest count of work that is believed."""
+WRAPPED = r"\A\s*<class '[\w.]+'>:<(['\"])(.*)\1>\s*\Z"
+"""How Flower writes an error of a site's process, with its sentence in it."""
+
+
+class _Draft(NamedTuple):
+    """A reply in the course of its checks: the message, what it answers, and all that passed so far."""
+
+    message: Message
+    pending: Pending
+    is_late: bool = False
+    answered: Collection[int] = ()
+    envelope: Envelope = Envelope({}, [], {})
+    value: Any = None
+    metrics: Mapping[str, float] = MappingProxyType({})
+    norm: float | None = None
+
+    @property
+    def head(self) -> dict[str, Any]:
+        return self.envelope.head
+
+    @property
+    def is_round(self) -> bool:
+        """Whether it is of a round, and neither a greeting nor a step of a secure session."""
+        return self.pending.kind != "hello" and self.pending.read is None
+
+
+class Checks:
+    """The checks of replies to a server.
+
+    Args:
+        settings: of the server.
+        job: the run; None before the sites have sent their sizes.
+        forms: of its messages.
+        keys: of the sites, by client.
+        sizes: ``[n, 3]`` samples that the sites declared.
+        names: of numbers that come with the scores of the last round, beside the scores.
+
+    Attributes:
+        STEPS: number, condition and function of every check but the quorum (13), which is of a round; in order.
+    """
+
+    def __init__(
+        self,
+        settings: Server,
+        keys: dict[int, Ed25519PublicKey],
+        job: Job | None = None,
+        forms: Forms | None = None,
+        sizes: Tensor | None = None,
+        names: Collection[str] = (),
+    ) -> None:
+        self._names = names
+        self._settings, self._keys, self._job, self._forms, self._sizes = settings, keys, job, forms, sizes
+
+    def check(
+        self, message: Message, pending: Pending | None, *, is_late: bool = False, answered: Collection[int] = ()
+    ) -> Reply:
+        """The reply, if all holds.
+
+        Args:
+            message: from a node.
+            pending: the message that it answers; None: none that is open.
+            is_late: whether that message is not waited for any more.
+            answered: clients of which a reply counts already.
+
+        Raises:
+            LateReply: all holds, but for the time.
+            Rejected: what does not; no other error is possible.
+        """
+        if pending is None:
+            raise Rejected(1, "answers no open message")
+        draft = _Draft(message, pending, is_late, answered)
+        try:
+            for _, _, step in self.STEPS:
+                draft = step(self, draft)
+        except Rejected:
+            raise
+        except Exception as error:  # whatever else cannot be read counts as little as the rest
+            raise Rejected(3, f"cannot be read ({type(error).__name__})") from error
+        head = draft.head
+        return Reply(head["client"], head, draft.value, dict(draft.metrics), draft.norm, head["digest"])
+
+    def longest(self, kind: Kind, array: int = 0) -> int:
+        """Most bytes of a reply of a kind, of which the step of a session has so many in its array."""
+        if kind in ("train", "ask"):
+            assert self._forms is not None
+            array = self._forms.longest
+        head = HEAD_LIMIT + (4 * len(self._settings.samples.model_dump_json()) if kind == "hello" else 0)
+        return min(array, self._settings.message_limit) + head
+
+    @staticmethod
+    def quorum(round: int, count: int, wanted: int, need: int) -> None:
+        """Step 13: enough replies of a round count.
+
+        Raises:
+            RunStopped: there are fewer; the state before the round is kept.
+        """
+        if count < need:
+            raise RunStopped(
+                Stop.TOO_FEW,
+                f"round {round}: {count} of {wanted} sites answered with something usable, the quorum is "
+                f"{need}; the state before the round is kept: run again to go on",
+            )
+
+    def _no_error(self, draft: _Draft) -> _Draft:
+        if draft.message.has_error():
+            error = draft.message.error
+            sentence = re.sub(WRAPPED, r"\2", str(error.reason), flags=re.DOTALL)
+            raise Rejected(2, f"error {error.code} of the node: {sentence}")
+        return draft
+
+    def _read(self, draft: _Draft) -> _Draft:
+        """Step 3; another release is named before its other fields are looked at."""
+        content, most = draft.message.content, draft.pending.most
+        record = content.get(HEAD)
+        release = record.get("release") if isinstance(record, ConfigRecord) else None
+        if isinstance(release, str) and release != __version__:
+            raise Rejected(4, f"the site runs fedloom {plain(release)[:30]}, the server {__version__}")
+        try:
+            return draft._replace(envelope=unseal(content, REPLIED, STATUS, most, most))
+        except WireError as error:
+            raise Rejected(3, str(error)) from None
+
+    def _identify(self, draft: _Draft) -> _Draft:
+        head, pending = draft.head, draft.pending
+        wanted = {
+            "protocol": PROTOCOL,
+            "experiment": self._settings.fingerprint,
+            "kind": pending.kind,
+            "round": pending.round,
+            "nonce": pending.nonce,
+            "digest": digest_of(draft.envelope.arrays),
+            **({} if pending.client is None else {"client": pending.client}),
+        }
+        for name, value in wanted.items():
+            if head[name] != value:
+                got, want = (v.hex() if isinstance(v, bytes) else v for v in (head[name], value))
+                hint = "; the site has another agreement, or has not approved this one" if name == "experiment" else ""
+                raise Rejected(4, f"{name} is {str(got)[:40]}, not {str(want)[:40]}{hint}")
+        client: int = head["client"]
+        if client not in self._keys:
+            raise Rejected(4, f"no site has the number {client}")
+        fields = {name: value for name, value in head.items() if name != "signature"}
+        fields |= {"metrics": draft.envelope.metrics}
+        if not is_signed(self._keys[client], fields, head["signature"]):
+            raise Rejected(4, f"not signed with the key of client {client}")
+        return draft
+
+    def _no_refusal(self, draft: _Draft) -> _Draft:
+        if draft.head["status"] != "ok":
+            raise Rejected(2, f"the site refuses: {draft.head['reason']}")
+        return draft
+
+    def _data(self, draft: _Draft) -> _Draft:
+        if draft.pending.kind == "hello":
+            self.check_data(draft.head)
+        return draft
+
+    def check_data(self, head: dict[str, Any]) -> None:
+        """Check the data that a site describes when it is greeted.
+
+        Raises:
+            Rejected: they are not the experiment's, or more than a site may claim.
+        """
+        for name, want in compared(self._settings.samples).items():
+            if (got := head[name]) != want:
+                raise Rejected(3, f"{name} of the site's data is {str(got)[:200]}, that of the experiment {want}")
+        sizes, limit = head["sizes"], self._settings.examples_limit
+        if len(sizes) != 3 or not all(type(k) is int and 0 <= k <= limit for k in sizes):
+            raise Rejected(9, f"numbers of samples must be three from 0 to {limit}, got {str(sizes)[:60]}")
+        if not re.fullmatch(r"[0-9a-f]{0,2000}", head["figures"]):
+            raise Rejected(9, f"figures must be bits in hexadecimal digits, got {head['figures'][:60]!r}")
+
+    def _decode(self, draft: _Draft) -> _Draft:
+        pending, arrays = draft.pending, draft.envelope.arrays
+        if pending.kind == "hello":
+            return draft
+        assert self._forms is not None
+        count = 0 if pending.kind in ("score", "fitted") else 1
+        if len(arrays) != count:
+            raise Rejected(5, f"{len(arrays)} arrays, {count} are expected")
+        if not count:
+            return draft
+        upload = partial(self._forms.read_up, client=draft.head["client"], down=pending.down)
+        read = pending.read or (upload if pending.kind == "train" else self._forms.read_answer)
+        try:
+            return draft._replace(value=read(arrays[0]))
+        except WireError as error:
+            raise Rejected(6, str(error)) from None
+
+    def _finite(self, draft: _Draft) -> _Draft:
+        value = draft.value
+        if draft.is_round and value is not None:
+            parts = (*value.up, value.info, value.sampler_report) if isinstance(value, Upload) else (value,)
+            if not all(bool(torch.isfinite(part).all()) for part in parts if part is not None):
+                raise Rejected(8, "NaN or infinite numbers in the arrays")
+        return draft
+
+    def _counts(self, draft: _Draft) -> _Draft:
+        if not draft.is_round:
+            return draft
+        assert self._sizes is not None
+        head, declared = draft.head, int(self._sizes[draft.head["client"], 0])
+        if head["samples"] != declared:
+            raise Rejected(9, f"{head['samples']} training samples, {declared} were declared at the start of the run")
+        work = head.get("work", [0, 0, 0])
+        if len(work) != 3 or not all(type(k) is int and 0 <= k <= MOST for k in work):
+            raise Rejected(9, f"work must be three counts, got {str(work)[:60]}")
+        return draft
+
+    def _metrics(self, draft: _Draft) -> _Draft:
+        """Step 10: what is not a metric of this run, not finite or out of its range is left out."""
+        if not draft.is_round:
+            return draft
+        assert self._job is not None
+        names = {"/".join(name) for name in score_names(self._job) if name[0] != "hybrid"}
+        names |= {"/".join((*COST, name)) for name in COUNTS[:2]} | {*self._names}
+        metrics = {}
+        for key, number in draft.envelope.metrics.items():
+            name = re.split("[/:]", key)[-1]
+            low, high = metric(name).bounds
+            if name == "loss" and self._job.oracle.task.own_loss is None:
+                low = 0.0
+            if key in names and math.isfinite(number) and low <= number <= high:
+                metrics[key] = float(number)
+        return draft._replace(metrics=metrics)
+
+    def _length(self, draft: _Draft) -> _Draft:
+        """Step 11: the length of the upload, the model as a difference to what the client received."""
+        if not isinstance(draft.value, Upload):
+            return draft
+        job, up, pending = self._job, draft.value.up, draft.pending
+        assert job is not None
+        norms = {name: float(length) for name, length in lengths(job, up, pending.down).items()}
+        for name, norm in norms.items():
+            bound = bound_of(self._settings.norm_bound, name)
+            if not (norm <= bound and math.isfinite(norm)):
+                raise Rejected(11, f"the difference of {name} is {norm:.4g} long, at most {bound:.4g} is allowed")
+        if not bool(usable((*up,), 1, job.setting.engine.norm_bound).all()):
+            raise Rejected(11, f"a field is longer than engine.norm_bound = {job.setting.engine.norm_bound}")
+        if any(bool((weight < 0).any()) for weight in job.weights(up)):
+            raise Rejected(11, "a weight of the client's model is below zero")
+        self._check_ranges(up, pending)
+        return draft._replace(norm=math.hypot(*norms.values()))
+
+    def _check_ranges(self, up: object, pending: Pending) -> None:
+        """Step 11: what a client does not choose is what it must be; a channel changes it, so nothing is known then."""
+        job = self._job
+        assert job is not None
+        if job.setting.channel is not None or not up:
+            return
+        work = job.work(pending.round, torch.tensor([pending.client]))
+        for name, number, low, high in out_of_range(up, job.algorithm.ranges(pending.down, up, work)):
+            raise Rejected(11, f"{name} is {number:.4g}, it can be {low:.4g} to {high:.4g}")
+
+    def _in_time(self, draft: _Draft) -> _Draft:
+        if draft.is_late and draft.pending.kind != "hello":
+            raise LateReply
+        return draft
+
+    def _once(self, draft: _Draft) -> _Draft:
+        client = draft.head["client"]
+        if not draft.is_late and client in draft.answered:
+            raise Rejected(12, f"client {client} has answered already")
+        return draft
+
+    STEPS: ClassVar[
+        Sequence[tuple[int, str, Callable[[Checks, _Draft], _Draft]]]
+    ] = (  # 1: `check` itself, the message that it answers is known
+        (2, "no error of the node", _no_error),
+        (3, "records, fields and bytes of its kind", _read),
+        (4, "release, experiment, kind, round, nonce, client, digest and signature", _identify),
+        (2, "no refusal of the site", _no_refusal),
+        (9, "in a greeting, the experiment's columns and possible numbers of samples", _data),
+        (5, "number, names, sizes, headers, types and order of the arrays (5 to 7)", _decode),
+        (8, "finite numbers", _finite),
+        (9, "the declared number of samples, and possible counts of work", _counts),
+        (10, "metrics of the run, within their bounds", _metrics),
+        (11, "the length of the difference, and the range of every number of a field", _length),
+        (1, "in time", _in_time),
+        (12, "one reply of a client", _once),
+    )

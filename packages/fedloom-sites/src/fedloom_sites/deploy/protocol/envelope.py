@@ -1,0 +1,302 @@
+"""Envelope: a message of Flower with a head of plain values and its arrays, each a message of `fedloom.rows.wire`.
+
+Both ways the head names protocol, release, experiment, kind, round and client, the nonce, and the SHA-256 of the
+arrays. A reply also has a signature over all of it. Nothing here is ever unpickled: the arrays are bytes for the codec.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+
+from fedloom.errors import WireError
+from fedloom.version import __version__
+from fedloom_sites.deploy.protocol.identity import new_nonce
+
+PROTOCOL = 8
+Kind = Literal[
+    "hello", "ask", "train", "score", "cox", "fitted", "keys", "shares", "masked", "tally", "open", "agree", "count",
+    "unmask",
+]  # fmt: skip
+TYPES: dict[Kind, str] = {
+    "hello": "query", "ask": "query", "train": "train", "score": "evaluate",
+    "cox": "query", "fitted": "query",
+    "keys": "query", "shares": "query", "masked": "train", "tally": "evaluate", "open": "query", "agree": "query",
+    "count": "query", "unmask": "query",
+}  # fmt: skip
+"""Flower's message types."""
+
+FIGURES = 5000
+"""Most numbers of a message: those of every class, part and model."""
+MOST = 5
+"""Most arrays of a message."""
+HEAD_LIMIT = 1 << 20
+"""Most bytes of the head of a message."""
+HEAD, ARRAYS, METRICS = "head", "arrays", "metrics"
+STYPE, DTYPE = "fedloom.wire", "uint8"
+
+COMMON = {
+    "protocol": int, "release": str, "experiment": str, "kind": str, "round": int, "client": int, "nonce": bytes,
+    "digest": str,
+}  # fmt: skip
+REQUEST_FIELDS: Mapping[str, Mapping[str, type]] = {
+    "hello": {},
+    "ask": {},
+    "train": {"accepted": int, "weight": float, "scored": int, "global": bool},
+    "score": {"accepted": int, "weight": float, "global": bool},
+    "cox": {},
+    "fitted": {},
+    "keys": {"session": bytes},
+    "shares": {"session": bytes},
+    "masked": {"session": bytes, "accepted": int},
+    "tally": {"session": bytes, "accepted": int},
+    "open": {"session": bytes},
+    "agree": {"session": bytes},
+    "count": {"session": bytes},
+    "unmask": {"session": bytes},
+}
+"""Further fields of a message from the server.
+
+``weight`` is alpha_i; ``scored`` is the round whose models are scored first, -1 for none.
+"""
+
+STEPS: tuple[Kind, ...] = ("keys", "shares", "masked", "tally", "open", "agree", "count", "unmask")
+"""Kinds of messages of secure aggregation, in their order.
+
+A session has ``masked`` or, of scores alone, ``tally``; ``open`` where a site is accused, ``agree`` where one is lost,
+``count`` where sites send counters before their sum is opened.
+"""
+
+REPLIED: Mapping[str, Mapping[str, type]] = {
+    "hello": {
+        "task": str,
+        "shape": list,
+        "outputs": int,
+        "classes": list,
+        "vocabulary": list,
+        "each": bool,
+        "sizes": list,
+        "figures": str,
+    },
+    "ask": {"samples": int, "work": list},
+    "train": {"samples": int, "work": list},
+    "score": {"samples": int},
+    "cox": {},
+    "fitted": {"samples": int},
+    **{step: {} for step in STEPS},
+}
+"""Further fields of a site's reply."""
+
+STATUS = {"status": str, "reason": str, "signature": bytes}
+"""And those of every reply."""
+
+REASON = 500
+"""Most characters of a reason."""
+
+
+class Envelope(NamedTuple):
+    """What an envelope holds.
+
+    Attributes:
+        head: plain values.
+        arrays: messages of the codec.
+        metrics: numbers by name.
+    """
+
+    head: dict[str, Any]
+    arrays: list[bytes]
+    metrics: dict[str, float]
+
+
+class Request(NamedTuple):
+    """What goes to one node.
+
+    Attributes:
+        kind: of the message.
+        client: number of the site; None in a greeting, which is to find it out.
+        arrays: messages of the codec.
+        more: further fields of the head.
+        down: what the client receives, for the length of the difference.
+        node: Flower's number of the node; filled in when it is sent.
+        round: where it is not that of the other messages that are sent with it.
+        read, most: see `Pending`.
+    """
+
+    kind: Kind
+    client: int | None
+    arrays: Sequence[bytes] = ()
+    more: Mapping[str, Any] | None = None
+    down: Any = None
+    node: int = 0
+    round: int | None = None
+    read: Callable[[bytes], Any] | None = None
+    most: int = 0
+
+
+class Pending(NamedTuple):
+    """A message to a site, as long as its reply is awaited.
+
+    Attributes:
+        kind: of the message.
+        round: of the run.
+        client: number of the site; None in a greeting, which is to find it out.
+        node: Flower's number of the node.
+        nonce: of this message.
+        down: what a client received, for the length of the difference.
+        read: reads the array of a step of secure aggregation, which only the caller can judge.
+        most: most bytes of the whole reply.
+    """
+
+    kind: Kind
+    round: int
+    client: int | None
+    node: int
+    nonce: bytes
+    down: Any = None
+    read: Callable[[bytes], Any] | None = None
+    most: int = 0
+
+
+class Reply(NamedTuple):
+    """A reply that counts.
+
+    Attributes:
+        client: number of the site.
+        head: plain values.
+        value: an upload (`Upload`), an answer ``[1, k]``, or None.
+        metrics: numbers that were believed.
+        norm: length of the difference of an upload.
+        digest: SHA-256 of the arrays.
+    """
+
+    client: int
+    head: dict[str, Any]
+    value: Any
+    metrics: dict[str, float]
+    norm: float | None
+    digest: str
+
+
+def digest_of(arrays: Sequence[bytes]) -> str:
+    """SHA-256 of the arrays, each with its length, as hexadecimal digits."""
+    digest = hashlib.sha256()
+    for part in arrays:
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def seal(
+    head: Mapping[str, Any], arrays: Sequence[bytes] = (), metrics: Mapping[str, float] | None = None
+) -> RecordDict:
+    """The records of a message."""
+    packed = {
+        f"{k}": Array(dtype=DTYPE, shape=(len(part),), stype=STYPE, data=bytes(part)) for k, part in enumerate(arrays)
+    }
+    records: dict[str, Any] = {HEAD: ConfigRecord(dict(head)), ARRAYS: ArrayRecord(array_dict=packed)}
+    if metrics is not None:
+        records[METRICS] = MetricRecord(dict(metrics))
+    return RecordDict(records)
+
+
+def common_head(experiment: str, kind: str, round: int, client: int, nonce: bytes, digest: str) -> dict[str, Any]:
+    """The fields that every message and every reply has, see `COMMON`."""
+    return dict(zip(COMMON, (PROTOCOL, __version__, experiment, kind, round, client, nonce, digest), strict=True))
+
+
+def message_of(request: Request, round: int, experiment: str, ttl: float) -> tuple[Message, Pending]:
+    """The message of Flower to a site, with a nonce of its own, and what is noted until its reply is there."""
+    nonce, round = new_nonce(), round if request.round is None else request.round
+    client = -1 if request.client is None else request.client
+    head = common_head(experiment, request.kind, round, client, nonce, digest_of(request.arrays))
+    records, kind = seal({**head, **(request.more or {})}, request.arrays), TYPES[request.kind]
+    message = Message(records, dst_node_id=request.node, message_type=kind, ttl=ttl, group_id=str(round))
+    down, read, most = request.down, request.read, request.most
+    return message, Pending(request.kind, round, request.client, request.node, nonce, down, read, most)
+
+
+def unseal(
+    content: RecordDict,
+    fields: Mapping[str, Mapping[str, type]],
+    status: Mapping[str, type],
+    limit: int,
+    head_limit: int = HEAD_LIMIT,
+) -> Envelope:
+    """What a message holds, if it is one of these; no array is parsed.
+
+    Args:
+        content: of any message.
+        fields: the further fields of its head, by kind.
+        status: fields of every head beside the common ones.
+        limit: most bytes of arrays.
+        head_limit: most bytes of the head.
+
+    Raises:
+        WireError: records, fields, types or sizes are others; no other error is possible.
+    """
+    head, arrays = content.get(HEAD), content.get(ARRAYS)
+    names = {HEAD, ARRAYS} | ({METRICS} if METRICS in content else set())
+    if set(content) != names or not isinstance(head, ConfigRecord) or not isinstance(arrays, ArrayRecord):
+        raise WireError(f"records must be {HEAD} and {ARRAYS}, got {sorted(map(_short, content))[:8]}")
+    size = sum(len(name) + _size(value) for name, value in head.items())
+    if size > head_limit:
+        raise WireError(f"the head has {size} bytes, at most {head_limit} are allowed")
+    return Envelope(_head(head, fields, status), _arrays(arrays, limit), _metrics(content))
+
+
+def _head(record: ConfigRecord, fields: Mapping[str, Mapping[str, type]], status: Mapping[str, type]) -> dict[str, Any]:
+    kind = record.get("kind")
+    if not isinstance(kind, str) or kind not in fields:
+        raise WireError(f"unknown kind of message {_short(kind)}")
+    wanted = {**COMMON, **status}
+    refusal = "status" in wanted and record.get("status") != "ok"
+    wanted |= {} if refusal else fields[kind]
+    if set(record) != set(wanted):
+        raise WireError(f"the head must have the fields {sorted(wanted)}, got {sorted(map(_short, record))[:30]}")
+    for name, value in record.items():
+        if type(value) is not wanted[name]:
+            raise WireError(f"{name} must be {wanted[name].__name__}, got {_short(value)}")
+        if isinstance(value, str | bytes) and len(value) > 10_000:
+            raise WireError(f"{name} is {len(value)} long")
+    return dict(record)
+
+
+def _arrays(record: ArrayRecord, limit: int) -> list[bytes]:
+    if len(record) > MOST or list(record) != [f"{k}" for k in range(len(record))]:
+        raise WireError(f"arrays must be named 0 to {MOST - 1}, got {[_short(name) for name in list(record)[:8]]}")
+    total = sum(len(array.data) for array in record.values())
+    if total > limit:
+        raise WireError(f"{total} bytes of arrays, at most {limit} are allowed")
+    for name, array in record.items():
+        got = (array.stype, array.dtype, tuple(array.shape))
+        if got != (STYPE, DTYPE, (len(array.data),)):
+            raise WireError(f"array {name} must be {STYPE} {DTYPE} [{len(array.data)}], got {_short(got)}")
+    return [array.data for array in record.values()]
+
+
+def _metrics(content: RecordDict) -> dict[str, float]:
+    """At most `FIGURES` numbers, each with a name of a fair length; they may be anything but lists."""
+    record = content.get(METRICS)
+    if record is None:
+        return {}
+    if not isinstance(record, MetricRecord) or len(record) > FIGURES:
+        raise WireError(f"{METRICS} must be at most {FIGURES} numbers")
+    for name, value in record.items():
+        if len(name) > 100 or isinstance(value, list):
+            raise WireError(f"{METRICS} must be single numbers with short names, got {_short(name)}")
+    return dict(record)  # type: ignore[arg-type]  # lists were refused
+
+
+def _size(value: object) -> int:
+    """Bytes of a value of a head, a character as one."""
+    if isinstance(value, list):
+        return sum(map(_size, value)) + len(value)
+    return len(value) if isinstance(value, str | bytes) else 8
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:60] + "..."

@@ -1,0 +1,102 @@
+"""Answers of the sites in a session of secure aggregation, as the server reads and checks them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import numpy as np
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+from fedloom.errors import WireError
+from fedloom_sites.deploy.secure import protocol as secure
+from fedloom_sites.deploy.secure import shares
+from fedloom_sites.deploy.secure.counters import WIDTH, read_counters
+from fedloom_sites.deploy.secure.protocol import ACCUSES, SIGNATURE, Broken, Integers
+
+
+def read_advert(message: bytes, name: bytes, client: int, public: Mapping[int, Ed25519PublicKey]) -> secure.Advert:
+    """The one advertisement of a message.
+
+    Args:
+        message: of the site.
+        name: of the session.
+        client: number of the site.
+        public: signing keys of all sites.
+
+    Raises:
+        WireError: the bytes are not that, or not this client's keys in this session: the agreements may differ.
+    """
+    adverts = secure.read_adverts(message)
+    if [a.client for a in adverts] != [client]:
+        raise WireError(f"one advertisement, of client {client}, is expected, got {[a.client for a in adverts][:5]}")
+    try:
+        secure.check_adverts(name, adverts, public)
+    except Broken as error:
+        raise WireError(f"{error}; do both sides have the same agreement?") from None
+    return adverts[0]
+
+
+def read_sealed(message: bytes, session: secure.Session, client: int, public: Ed25519PublicKey) -> dict[int, bytes]:
+    """The sealed shares of a site, for all others, each signed by it.
+
+    Raises:
+        WireError: the bytes are not that.
+    """
+    parts, receivers = secure.read(message, shares.SEALED), {*session.adverts} - {client}
+    if set(parts) != receivers:
+        raise WireError(f"shares for {sorted(receivers)} are expected, got those for {sorted(parts)}")
+    for to, sealed in parts.items():
+        if not shares.is_signed(session, client, to, sealed, public):
+            raise WireError(f"the share for client {to} is not signed by client {client} for this session")
+    return parts
+
+
+def read_vector(
+    message: bytes, length: int, text: bytes, public: Ed25519PublicKey, bound: bytes | None = None
+) -> tuple[bytes, Integers, bytes] | dict[int, bytes]:
+    """A masked vector behind its site's signature with its masked counters, or accusations by the accused.
+
+    Args:
+        message: of the site.
+        length: of a vector.
+        text: statement that is signed.
+        public: signing key of the site.
+        bound: what the counters are signed for (`counters`); None where there are none.
+
+    Raises:
+        WireError: the bytes are neither.
+    """
+    end, counted = SIGNATURE + 8 * length, 0 if bound is None else WIDTH
+    if len(message) == end + counted:
+        vector = np.frombuffer(message[:end], dtype="<u8", offset=SIGNATURE).astype(np.uint64, copy=False)
+        sent = b"" if bound is None else read_counters(message[end:], bound, public)
+        return read_signature(message[:SIGNATURE], text, public), vector, sent
+    if message.startswith(ACCUSES):
+        return secure.read(message[len(ACCUSES) :], SIGNATURE)
+    raise WireError(f"a masked vector has {end + counted} bytes, got {len(message)}")
+
+
+def read_signature(message: bytes, text: bytes, public: Ed25519PublicKey) -> bytes:
+    """A signature of a sum's sites.
+
+    Raises:
+        WireError: it is not of this sum.
+    """
+    try:
+        public.verify(message, text)
+    except InvalidSignature:
+        raise WireError("the signature is not of this sum: the site was asked something else") from None
+    return message
+
+
+def read_shares(message: bytes, owners: Collection[int]) -> dict[int, bytes]:
+    """The shares of a site by owner.
+
+    Raises:
+        WireError: the bytes are not shares of these owners.
+    """
+    parts = secure.read(message, secure.KEY)
+    if set(parts) != set(owners):
+        raise WireError(f"shares of {sorted(owners)} are expected, got those of {sorted(parts)}")
+    return parts

@@ -1,0 +1,361 @@
+"""Masking: a site's side of secure aggregation.
+
+A site keeps the secrets of one session, the newest, on its own disk, in a folder that only it reads, and forgets them
+with the answer of the last step. A message that comes again gets the same answer; another one in its place is refused,
+since two vectors under one mask reveal their difference. A damaged file ends its session and nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from fedloom.algorithms import upload_fields
+from fedloom.engine.setting import Setting
+from fedloom.errors import Refused, WireError
+from fedloom.rows.aggregate import PrivateMean
+from fedloom.schedule import Stream
+from fedloom_sites.deploy.noise import FINEST, released
+from fedloom_sites.deploy.protocol.envelope import Kind
+from fedloom_sites.deploy.protocol.identity import verifying_key
+from fedloom_sites.deploy.secure import counters, shares
+from fedloom_sites.deploy.secure import protocol as secure
+from fedloom_sites.deploy.secure.opened import OpenedSums, read_checked, write_checked
+from fedloom_sites.deploy.secure.protocol import MOST, SIGNATURE, Broken, Integers
+from fedloom_sites.deploy.secure.stages import REVEALED, Progress, Stage, progress_of
+from fedloom_sites.deploy.secure.terms import Terms, check_summands
+from fedloom_sites.deploy.settings import Site
+
+
+def check_maskable(setting: Setting) -> None:
+    """Refuse a run whose server needs single uploads.
+
+    Raises:
+        Refused: what needs them.
+    """
+    setting = setting.resolved()
+    name, fields = type(setting.method).__name__, upload_fields(type(setting.method))
+    single = [field for field, kind in fields.items() if not kind.averaged]
+    why = ""
+    if single:
+        why = f"{name} gives its server the rows of single clients (of {', '.join(single)})"
+    elif setting.method.mixes:
+        why = f"{name} mixes the kept rows of single clients into its downloads"
+    elif setting.mixer is not None:
+        why = f"mixer {setting.mixer.kind!r} mixes the models of single clients"
+    elif not isinstance(setting.aggregator, PrivateMean | None) and not setting.aggregator.linear:
+        why = f"aggregator {type(setting.aggregator).__name__} compares single uploads"
+    elif setting.weigher.probes:
+        why = f"weigher {setting.weigher.kind!r} queries single clients"
+    elif setting.sampler.probes or setting.sampler.learns:
+        why = f"sampler {setting.sampler.kind!r} looks at single clients"
+    elif setting.sampler.repeats:
+        why = f"sampler {setting.sampler.kind!r} draws a client twice, which would make a sum mostly its own"
+    elif isinstance(setting.aggregator, PrivateMean) and 0 < released(setting.aggregator, MOST).scale < FINEST:
+        why = f"aggregator 'private-mean' with sigma {setting.aggregator.sigma:g} has too little noise to be shared"
+    if isinstance(setting.schedule, Stream):
+        raise Refused(
+            f"schedule {setting.schedule.kind!r} sends sites different models at different times, but a sum under "
+            "masks needs one download for all its sites; leave [schedule] or secure aggregation out"
+        )
+    if why:
+        raise Refused(
+            f"{why}, but under secure aggregation the server receives sums only; choose another, or leave it out"
+        )
+
+
+class SessionMember:
+    """A site in a session.
+
+    Args:
+        site: its settings, with secure aggregation.
+        key: its signing key.
+        folder: of its state in this experiment.
+    """
+
+    def __init__(self, site: Site, key: Ed25519PrivateKey, folder: Path) -> None:
+        assert site.secure is not None
+        self._agreed, self._client, self._key = site.secure, site.client, key
+        self._path = folder / "session" / "session.json"
+        self._agreement = site.secure.digest(site.fingerprint)
+        self._public = {c: verifying_key(line, f"client {c}") for c, line in enumerate(site.secure.keys)}
+        self._opened = OpenedSums(folder)
+
+    def keys(self, round: int, nonce: bytes) -> bytes:
+        """Step 1: this site's keys in a new session, which takes the place of the one before."""
+        name = secure.session_name(self._agreement, round, nonce)
+        record = self._load()
+        self._opened.begin(name, record.get("name"))
+        if record.get("name") != name.hex():
+            secrets = secure.new_secrets()
+            advert = secure.write_adverts([secure.advertise(name, self._client, secrets, self._key)])
+            record = {"name": name.hex(), "secrets": [part.hex() for part in secrets], "advert": advert.hex()}
+            self._save(record)
+        progress_of(record).after("keys")
+        return self._bytes(record, "advert")
+
+    def shares(self, round: int, nonce: bytes, message: bytes) -> bytes:
+        """Step 2: shares of this site's secrets, sealed for every other site of those that advertised."""
+        record = self._session(round, nonce, "shares")
+        self._once(record, "adverts", message.hex())
+        if "shares" not in record:
+            session, secrets = self._agreed_by(record, message), _secrets(record)
+            parts = shares.share(session, self._client, secrets, self._key)
+            record["own"] = parts.pop(self._client).hex()
+            record["shares"] = secure.write(parts).hex()
+            self._save(record)
+        return self._bytes(record, "shares")
+
+    def receive(
+        self, round: int, nonce: bytes, message: bytes, terms: Terms, weights: Mapping[int, Sequence[float]]
+    ) -> bytes:
+        """Step 3, first half: the shares of the others, whom this site will have masks with.
+
+        Args:
+            round: of the run.
+            nonce: of the session.
+            message: sealed shares by sender.
+            terms: what the site is to mask.
+            weights: what every site counts in its sums, see `Terms.weights`.
+
+        Returns:
+            Accusations by the accused, where a share does not decrypt; then the session is over here.
+        """
+        record = self._session(round, nonce, "masked")
+        self._once(record, "inbox", message.hex())
+        self._once(record, "terms", terms.digest.hex())
+        self._once(record, "sums", terms.sums)
+        self._once(record, "asked", terms.model_digests)
+        self._once(record, "question", terms.question.encode().decode() if terms.question else "")
+        self._once(record, "weights", {str(c): [*values] for c, values in weights.items()})
+        self._once(record, "bases", {str(c): t for c, t in terms.bases.items()})
+        if "held" not in record and "accuses" not in record:
+            session, secrets = self._agreed_by(record), _secrets(record)
+            sealed = _read(message, shares.SEALED)
+            if not set(sealed) <= set(session.adverts) - {self._client}:
+                raise Broken("shares came of sites that did not advertise")
+            if len(sealed) + 1 < session.threshold:
+                raise Broken(f"{len(sealed) + 1} sites sent shares, {session.threshold} are needed")
+            held, accuses = {self._client: bytes.fromhex(record["own"])}, dict[int, bytes]()
+            for c, part in sealed.items():
+                try:
+                    held[c] = shares.open_share(session, self._client, secrets, c, part, self._public[c])
+                except shares.Unreadable:
+                    accuses[c] = shares.accuse(session, self._client, c, self._key)
+            if accuses:
+                record["accuses"] = secure.write(accuses).hex()
+            else:
+                record["held"] = {str(c): part.hex() for c, part in held.items()}
+            self._save(record)
+        return self._bytes(record, "accuses") if "accuses" in record else b""
+
+    def masked(self, round: int, nonce: bytes, vector: Integers, counts: Sequence[int] = ()) -> bytes:
+        """Step 3, second half: this site's vector under its masks, behind its signature that all may be summed.
+
+        Args:
+            round: of the run.
+            nonce: of the session.
+            vector: ``[D]``.
+            counts: this site's counters (`counters`), whose sum the sites read before they open that of the vectors;
+                empty: the sum is opened without any.
+        """
+        record = self._session(round, nonce, "masked")
+        progress_of(record).at_least(Stage.RECEIVED)
+        self._once(record, "counters", [*counts])
+        self._once(record, "vector", hashlib.sha256(vector.data).hexdigest())
+        self._save(record)
+        peers, bound = [int(c) for c in record["held"]], self._bound(record)
+        sent = secure.masked(self._agreed_by(record), bound, self._client, _secrets(record), peers, vector)
+        signature = self._key.sign(secure.statement(bound, peers))
+        counted = b""
+        if counts:
+            session, secrets = self._agreed_by(record), _secrets(record)
+            counted = counters.write_counters(session, bound, self._client, secrets, self._key, peers, counts)
+        return b"".join((signature, sent.astype("<u8", copy=False).data, counted))
+
+    def open(self, round: int, nonce: bytes, message: bytes) -> bytes:
+        """Where others say that they cannot read this site's shares: the one-time keys of what they were sent."""
+        record = self._session(round, nonce, "open")
+        session, secrets = self._agreed_by(record), _secrets(record)
+        for accuser, signature in _read(message, SIGNATURE).items():
+            if accuser not in session.adverts or not shares.is_accused(
+                session, accuser, self._client, signature, self._public[accuser]
+            ):
+                raise Broken(f"client {accuser} does not accuse this site: the accusation is not signed by it")
+        return secure.write({c: shares.one_time_key(session, secrets, c) for c in _read(message, SIGNATURE)})
+
+    def agree(self, round: int, nonce: bytes, message: bytes) -> bytes:
+        """Step 4: this site's signature that the sum may be of the sites whose vector arrived, as some did not."""
+        record = self._session(round, nonce, "agree")
+        arrived = self._arrived(record, _read(message, 0))
+        self._once(record, "arrived", message.hex())
+        self._save(record)
+        return self._key.sign(secure.statement(self._bound(record), arrived))
+
+    def count(self, round: int, nonce: bytes, message: bytes) -> bytes:
+        """Before step 5 of a session with counters: shares of the seeds of the masks on them.
+
+        The sum is entered before: another one of the same round is opened no more, so the counters are of one list.
+        """
+        record = self._session(round, nonce, "count")
+        if not record["counters"]:
+            raise Broken("the sum of this session is opened without counters")
+        signed = _read(message, SIGNATURE)
+        if "counted" not in record:
+            held, arrived = _held(record), self._enter(record, signed)
+            answer = secure.write(shares.reveal_shares(held, arrived, of_counters=True))
+            record |= {"counted": answer.hex(), "survivors": _listed(signed)}
+            self._save(record)
+        self._once(record, "survivors", _listed(signed))
+        return self._bytes(record, "counted")
+
+    def reveal(self, round: int, nonce: bytes, message: bytes, counted: bytes = b"", told: bytes = b"") -> bytes:
+        """Step 5: shares of the seeds of the sites whose vector arrived, of the masking keys of the others.
+
+        Args:
+            round: of the run.
+            nonce: of the session.
+            message: signatures of the sites of the sum.
+            counted: masked counters of all of these sites; empty where the session has none.
+            told: the shares that take the masks off the counters, by the site that gave them.
+
+        Raises:
+            Broken: the sum may not be opened; where there are counters, as too few sites answered from their samples.
+        """
+        record = self._session(round, nonce, "unmask")
+        signed = _read(message, SIGNATURE)
+        survivors = _listed(signed)
+        if REVEALED not in record:
+            held = _held(record)
+            if record["counters"]:
+                self._check_counters(record, [*signed], counted, told)
+            arrived = self._enter(record, signed)
+            answer = secure.write(shares.reveal_shares(held, arrived)).hex()
+            record = {"name": record["name"], REVEALED: answer, "survivors": survivors}  # all secrets are gone
+            self._save(record)
+        self._once(record, "survivors", survivors)
+        return self._bytes(record, REVEALED)
+
+    # ---------------------------------------------------------------------------------------------------- inside
+
+    def _enter(self, record: dict[str, Any], signed: Mapping[int, bytes]) -> list[int]:
+        """Enter that a sum is opened; its sites, each with its signature or without one.
+
+        Raises:
+            Broken: it may not be opened.
+        """
+        arrived = self._arrived(record, signed)
+        if not {record.get("arrived"), record.get("survivors")} <= {None, _listed(signed)}:
+            raise Broken("this site has signed that the sum is of other sites")
+        secure.check_statement(self._agreed_by(record), self._bound(record), signed, self._public)
+        bases = {str(c): record["bases"][str(c)] for c in arrived}
+        threshold, question = self._agreed.threshold, record["question"]
+        self._opened.reveal(record["name"], record["sums"], record["asked"], bases, threshold, question)
+        return arrived
+
+    def _check_counters(self, record: dict[str, Any], arrived: Sequence[int], counted: bytes, told: bytes) -> None:
+        """Refuse to open a sum whose counters are missing, or show too few sites that answered from their samples.
+
+        Raises:
+            Broken: what is missing.
+        """
+        sent, peers = _read(counted, counters.WIDTH), [int(c) for c in record["held"]]
+        if sent.keys() != {*arrived}:
+            raise Broken(f"counters must be of the {len(arrived)} sites of the sum, got those of {len(sent)}")
+        answers = {c: _read(part, secure.KEY) for c, part in _read(told, len(peers) * (4 + secure.KEY)).items()}
+        if any({*one} != {*peers} or c not in peers for c, one in answers.items()):
+            raise Broken("the shares of the counters' masks are not of the sites of the session")
+        session, bound = self._agreed_by(record), self._bound(record)
+        counts, _ = counters.opened_counters(session, bound, peers, sent, answers, self._public)
+        counters.check_enough(counts, self._agreed.threshold)
+
+    def _arrived(self, record: dict[str, Any], clients: Collection[int]) -> list[int]:
+        """The sites of a sum, if it may be one.
+
+        Raises:
+            Broken: it may not.
+        """
+        if self._client not in clients or not {*clients} <= {int(c) for c in record["held"]}:
+            raise Broken("the sites whose vector arrived are not among those that shared, or this one is missing")
+        if len(clients) < self._agreed.threshold:
+            raise Broken(f"the sum is of {len(clients)} sites, it must be of {self._agreed.threshold} or more")
+        weights = {int(c): values for c, values in record["weights"].items()}
+        check_summands(weights, clients, self._agreed.threshold, self._agreed.max_share)
+        return [*clients]
+
+    def _bound(self, record: dict[str, Any]) -> bytes:
+        peers = [int(c) for c in record["held"]]
+        return secure.bound_to(self._agreed_by(record), bytes.fromhex(record["terms"]), peers)
+
+    def _session(self, round: int, nonce: bytes, kind: Kind) -> dict[str, Any]:
+        """Read the record of the session, which must have come to the stage at which a message is answered."""
+        record = self._load()
+        same = record.get("name") == secure.session_name(self._agreement, round, nonce).hex()
+        (progress_of(record) if same else Progress()).after(kind)
+        return record
+
+    def _once(self, record: dict[str, Any], name: str, value: object) -> None:
+        """An answer once given in a session stays."""
+        if record.setdefault(name, value) != value:
+            raise Broken(f"the {name} of a session cannot change")
+
+    def _agreed_by(self, record: dict[str, Any], message: bytes | None = None) -> secure.Session:
+        """The session, of those that advertised; checked when they arrive for the first time."""
+        if message is None:
+            return _session_of(bytes.fromhex(record["name"]), self._agreed.threshold, record["adverts"])
+        name, adverts = bytes.fromhex(record["name"]), _adverts(message)
+        secure.check_adverts(name, adverts, self._public)
+        if bytes.fromhex(record["advert"]) not in [secure.write_adverts([a]) for a in adverts]:
+            raise Broken("this site's own keys are missing or are not those that it advertised")
+        if len(adverts) < self._agreed.threshold:
+            raise Broken(f"{len(adverts)} sites advertised keys, {self._agreed.threshold} are needed")
+        return secure.session_of(name, self._agreed.threshold, adverts)
+
+    @staticmethod
+    def _bytes(record: dict[str, Any], name: str) -> bytes:
+        return bytes.fromhex(record[name])
+
+    def _load(self) -> dict[str, Any]:
+        return read_checked(self._path) or {}
+
+    def _save(self, record: dict[str, Any]) -> None:
+        write_checked(self._path, record)
+
+
+@lru_cache(maxsize=1)
+def _session_of(name: bytes, threshold: int, adverts: str) -> secure.Session:
+    """The session of a record, which its messages have in common."""
+    return secure.session_of(name, threshold, _adverts(bytes.fromhex(adverts)))
+
+
+def _listed(clients: Collection[int]) -> str:
+    """Sites as hexadecimal digits."""
+    return secure.write(dict.fromkeys(clients, b"")).hex()
+
+
+def _held(record: dict[str, Any]) -> dict[int, bytes]:
+    """The shares of the others that a site holds, by their owner."""
+    return {int(c): bytes.fromhex(part) for c, part in record["held"].items()}
+
+
+def _secrets(record: dict[str, Any]) -> secure.Secrets:
+    return secure.Secrets(*map(bytes.fromhex, record["secrets"]))
+
+
+def _read(message: bytes, width: int) -> dict[int, bytes]:
+    try:
+        return secure.read(message, width)
+    except WireError as error:
+        raise Broken(str(error)) from None
+
+
+def _adverts(message: bytes) -> list[secure.Advert]:
+    try:
+        return secure.read_adverts(message)
+    except WireError as error:
+        raise Broken(str(error)) from None

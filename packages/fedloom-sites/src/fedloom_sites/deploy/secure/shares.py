@@ -1,0 +1,277 @@
+"""Shares of a site's secrets, and what shows who broke the protocol with them.
+
+A share that does not decrypt is shown to be its sender's fault by the sender's own signature: the receiver accuses, and
+the sender opens what it sent by the key pair that it made for this one message, or is left out. Who opens it shows one
+share, to those who accused; who accuses shows nothing, so neither a server nor a site gains by a false accusation.
+
+A share that gives another secret is found by the commitments to the secrets: of the same fixed set of uploads, other
+subsets of the shares give the one that fits.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import lru_cache, reduce
+from operator import mul
+
+from Crypto.Protocol.SecretSharing import Shamir, _Element
+from cryptography.exceptions import InvalidSignature, InvalidTag
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from fedloom.seeds import numpy_generator
+from fedloom_sites.deploy.secure.protocol import (
+    KEY,
+    SIGNATURE,
+    Broken,
+    Secrets,
+    Session,
+    committed,
+    common,
+    derived,
+    private_key,
+    public_of,
+)
+
+NONCE, _HALF = 12, KEY // 2
+SEALED = KEY + NONCE + 3 * KEY + 16 + SIGNATURE
+"""Bytes of a sealed share: a public key, a nonce, three shares with AES-GCM's tag, a signature."""
+SUBSETS = 200
+"""Most subsets of the shares of a secret that are tried."""
+
+
+class Unreadable(Broken):
+    """A share that its sender has signed and that does not decrypt."""
+
+
+def share(session: Session, client: int, secrets: Secrets, key: Ed25519PrivateKey) -> dict[int, bytes]:
+    """For every site of the session its share of this site's seeds and masking key; sealed, but for this site's own."""
+    n, shares = len(session.adverts), [b""] * len(session.adverts)
+    all_secrets = secrets.seed + secrets.masking + secrets.counting
+    for half in (all_secrets[a : a + _HALF] for a in range(0, 3 * KEY, _HALF)):
+        for k, (_, part) in enumerate(Shamir.split(session.threshold, n, half, ssss=False)):
+            shares[k] += part
+    sealed = {}
+    for to, plain in zip(session.adverts, shares, strict=True):
+        sealed[to] = plain if to == client else _sealed(session, client, to, secrets, plain, key)
+    return sealed
+
+
+def _sealed(session: Session, sender: int, to: int, secrets: Secrets, plain: bytes, key: Ed25519PrivateKey) -> bytes:
+    private, nonce = private_key(one_time_key(session, secrets, to)), os.urandom(NONCE)
+    way = _way(session, common(private, session.adverts[to].sealing), sender, to)
+    body = private.public_key().public_bytes_raw() + nonce + AESGCM(way).encrypt(nonce, plain, session.digest)
+    return body + key.sign(_sent(session, sender, to, body))
+
+
+def one_time_key(session: Session, secrets: Secrets, to: int) -> bytes:
+    """The private key that a site seals its share for another one with; who has it can read that share only."""
+    return derived(secrets.sealing, session.digest, b"share for" + to.to_bytes(4, "little"))
+
+
+def open_share(
+    session: Session, client: int, secrets: Secrets, sender: int, sealed: bytes, public: Ed25519PublicKey
+) -> bytes:
+    """The share that another site sent to this one.
+
+    Args:
+        session: all agree on.
+        client: who reads it.
+        secrets: of the reader.
+        sender: whose share it is.
+        sealed: what it sent.
+        public: its verifying key.
+
+    Raises:
+        Broken: the sender did not make it for this site, with the keys of this session.
+        Unreadable: it did, and it does not decrypt.
+    """
+    if not is_signed(session, sender, client, sealed, public):
+        raise Broken(f"the share of client {sender} was not made with the keys of this session")
+    return decrypted(session, common(private_key(secrets.sealing), sealed[:KEY]), sender, client, sealed)
+
+
+def is_signed(session: Session, sender: int, to: int, sealed: bytes, public: Ed25519PublicKey) -> bool:
+    """Whether the sender of a sealed share has signed it, for this receiver and session."""
+    try:
+        public.verify(sealed[-SIGNATURE:], _sent(session, sender, to, sealed[:-SIGNATURE]))
+    except InvalidSignature:
+        return False
+    return True
+
+
+def decrypted(session: Session, common: bytes, sender: int, to: int, sealed: bytes) -> bytes:
+    """The share in a message, by the secret that its one-time key has in common with the receiver.
+
+    Raises:
+        Unreadable: it does not decrypt.
+    """
+    nonce, text = sealed[KEY : KEY + NONCE], sealed[KEY + NONCE : -SIGNATURE]
+    try:
+        return AESGCM(_way(session, common, sender, to)).decrypt(nonce, text, session.digest)
+    except InvalidTag:
+        raise Unreadable(f"the share of client {sender} for client {to} does not decrypt") from None
+
+
+def _sent(session: Session, sender: int, to: int, body: bytes) -> bytes:
+    return b"fedloom share\n" + session.digest + sender.to_bytes(4, "little") + to.to_bytes(4, "little") + body
+
+
+def _way(session: Session, common: bytes, sender: int, to: int) -> bytes:
+    use = b"share" + sender.to_bytes(4, "little") + to.to_bytes(4, "little")
+    return derived(common, session.digest, use)
+
+
+def reveal_shares(
+    shares: Mapping[int, bytes], survivors: Collection[int], *, of_counters: bool = False
+) -> dict[int, bytes]:
+    """Of every site one share: of a seed where its vector arrived, of its masking key where it did not.
+
+    Args:
+        shares: three of every site.
+        survivors: sites whose vector arrived.
+        of_counters: the seed of the mask on a site's counters, in place of that on its vector.
+    """
+    seed = slice(2 * KEY, None) if of_counters else slice(KEY)
+    return {owner: all_[seed if owner in survivors else slice(KEY, 2 * KEY)] for owner, all_ in shares.items()}
+
+
+def joined(parts: Sequence[tuple[int, bytes]]) -> bytes:
+    """The secret of ``(place, share)``, as many as the threshold: what `Shamir.combine` gives.
+
+    Each half is a weighted sum of the shares times a factor; `_weights` has them, the same for all secrets of these
+    places.
+    """
+    (weights, factor), halves = _weights(tuple(k for k, _ in parts)), [_Element(0), _Element(0)]
+    for weight, (_, both) in zip(weights, parts, strict=True):
+        for k in (0, 1):
+            halves[k] += mul(weight, _Element(both[k * _HALF : (k + 1) * _HALF]))
+    return b"".join(mul(factor, half).encode() for half in halves)
+
+
+@lru_cache(maxsize=2 * SUBSETS)
+def _weights(places: tuple[int, ...]) -> tuple[list[_Element], _Element]:
+    """What shares at these places are multiplied by, and their sum, so that it is the secret.
+
+    These are Lagrange's polynomials at 0 and one; or, where they have fewer bits, for each of which a product takes a
+    step, these times all differences of the places, and the inverse of that.
+    """
+    nodes, weights = [_Element(k) for k in places], []
+    for k in nodes:
+        rest = [node for node in nodes if node is not k]
+        above, below = (reduce(mul, factors, _Element(1)) for factors in (rest, [k + node for node in rest]))
+        weights.append(mul(above, below.inverse()))
+    apart = reduce(mul, (a + b for a, b in itertools.combinations(nodes, 2)), _Element(1))
+    multiples = [mul(weight, apart) for weight in weights]
+    forms = (weights, _Element(1)), (multiples, apart.inverse())
+    return min(forms, key=lambda form: sum(int(element).bit_length() for element in (*form[0], form[1])))
+
+
+# --------------------------------------------------------------------------------------------------------- accusations
+
+
+def accuse(session: Session, accuser: int, accused: int, key: Ed25519PrivateKey) -> bytes:
+    """The signature of a site that another one's share for it does not decrypt."""
+    return key.sign(_accusation(session, accuser, accused))
+
+
+def is_accused(session: Session, accuser: int, accused: int, signature: bytes, public: Ed25519PublicKey) -> bool:
+    """Whether a site has signed that the share of another one for it does not decrypt."""
+    try:
+        public.verify(signature, _accusation(session, accuser, accused))
+    except InvalidSignature:
+        return False
+    return True
+
+
+def is_readable(session: Session, sender: int, to: int, sealed: bytes, private: bytes) -> bool:
+    """Whether a sealed share decrypts, by the one-time key that its sender opens it with; anybody can find that out.
+
+    Args:
+        session: all agree on.
+        sender: who sealed it.
+        to: whom it is for.
+        sealed: the message, whose signature has been checked.
+        private: the sender's private key of this message (`one_time_key`).
+    """
+    if public_of(private) != sealed[:KEY]:
+        return False
+    try:
+        decrypted(session, common(private_key(private), session.adverts[to].sealing), sender, to, sealed)
+    except Broken:
+        return False
+    return True
+
+
+def _accusation(session: Session, accuser: int, accused: int) -> bytes:
+    return b"fedloom accusation\n" + session.digest + accuser.to_bytes(4, "little") + accused.to_bytes(4, "little")
+
+
+# ------------------------------------------------------------------------------------------------------------- secrets
+
+
+class Undecided(Broken):
+    """Shares of which none of the subsets that were tried gives the secret of their owner.
+
+    Args:
+        owner: whose secret it is.
+        count: answers.
+    """
+
+    def __init__(self, owner: int, count: int) -> None:
+        self.owner = owner
+        super().__init__(f"no subset of the {count} shares of client {owner}'s secret gives what it is committed to")
+
+
+def restored(
+    session: Session, peers: Collection[int], arrived: Collection[int], answers: Mapping[int, Mapping[int, bytes]], *,
+    of_counters: bool = False,
+) -> tuple[dict[int, bytes], set[int]]:  # fmt: skip
+    """The secrets that take the masks off a sum, by owner, and the sites whose shares are wrong.
+
+    Args:
+        session: all agree on.
+        peers: sites that have masks with each other.
+        arrived: those of them whose vector arrived, whose seeds are restored; of the others it is the masking key.
+        answers: by the site that gives them, shares by owner (`reveal_shares`).
+        of_counters: see `reveal_shares`.
+
+    Raises:
+        Broken: there are fewer than ``threshold`` answers.
+        Undecided: shares do not give a secret that its owner is committed to.
+    """
+    if len(answers) < session.threshold:
+        raise Broken(f"{len(answers)} sites gave their shares, {session.threshold} are needed")
+
+    def fits(owner: int, secret: bytes) -> bool:
+        advert = session.adverts[owner]
+        if owner not in arrived:
+            return public_of(secret) == advert.masking
+        return committed(secret) == (advert.counting if of_counters else advert.seed)
+
+    place = {c: k + 1 for k, c in enumerate(session.adverts)}
+    secrets, wrong = dict[int, bytes](), set[int]()
+    for owner in peers:
+        parts = {c: (place[c], shares[owner]) for c, shares in answers.items() if c not in wrong}
+        tried = ((joined([parts[c] for c in subset]), subset) for subset in _subsets([*parts], session.threshold))
+        first = next(tried, None)
+        match = next((x for x in itertools.chain([first], tried) if x and fits(owner, x[0])), None)
+        if match is None:
+            raise Undecided(owner, len(parts))
+        secrets[owner], subset = match
+        if match is not first:
+            rest = [parts[c] for c in subset[1:]]
+            wrong |= {c for c in parts if c not in subset and joined([parts[c], *rest]) != match[0]}
+    return secrets, wrong
+
+
+def _subsets(clients: list[int], size: int) -> Iterator[Sequence[int]]:
+    """Subsets of a size: the first, windows around the circle, then any; at most `SUBSETS`."""
+    m = len(clients)
+    if m < size:
+        return
+    yield from ([clients[(k + a) % m] for a in range(size)] for k in range(m if m > size else 1))
+    draws = numpy_generator(0, purpose="subsets")
+    yield from ([clients[k] for k in draws.permutation(m)[:size]] for _ in range(SUBSETS - m) if m > size + 1)

@@ -1,0 +1,193 @@
+"""Answers of a site under secure aggregation: its steps of a session, in which it trains and scores under masks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from torch import Tensor
+
+from fedloom.engine.job import Job
+from fedloom.errors import WireError
+from fedloom_sites.deploy.noise import SharedMean
+from fedloom_sites.deploy.protocol.envelope import STEPS, Envelope, Kind
+from fedloom_sites.deploy.protocol.lengths import shortened
+from fedloom_sites.deploy.protocol.public import publish_reasons
+from fedloom_sites.deploy.secure.counters import ABSENT, ANSWERED, NEUTRAL
+from fedloom_sites.deploy.secure.member import SessionMember
+from fedloom_sites.deploy.secure.protocol import ACCUSES, Broken, Integers
+from fedloom_sites.deploy.secure.terms import Terms, check_models, check_summands, check_terms, read_terms
+from fedloom_sites.deploy.secure.vectors import ScoreVector, UploadVector
+from fedloom_sites.deploy.settings import Site, bound_of
+from fedloom_sites.deploy.site.asked import AskedModels
+from fedloom_sites.deploy.site.cox import SiteCox
+from fedloom_sites.deploy.site.groups import SiteGroups
+from fedloom_sites.deploy.site.local_data import part_sizes
+from fedloom_sites.deploy.site.plain import Answer, metrics_of, single
+from fedloom_sites.deploy.site.state import Generation
+from fedloom_sites.deploy.site.trainer import Trained, Trainer
+
+
+class MaskedAnswers:
+    """The answers of a site with secure aggregation.
+
+    Args:
+        site: its settings.
+        key: its signing key.
+        trainer: its training and its scores.
+        folder: of its state in this experiment.
+        asked: models that it has answered.
+    """
+
+    def __init__(self, site: Site, key: Ed25519PrivateKey, trainer: Trainer, folder: Path, asked: AskedModels) -> None:
+        assert site.secure is not None
+        self._site, self._agreed, self._trainer = site, site.secure, trainer
+        self._member, self._groups = SessionMember(site, key, folder), SiteGroups(trainer)
+        self._cox, self._asked = SiteCox(trainer, folder), asked
+        self._last: tuple[object, Job] | None = None
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """Kinds of messages that are answered."""
+        return (*STEPS, "fitted") if self._trainer.scoring == "masked" else (*STEPS, "score", "fitted")
+
+    @cached_property
+    def figures(self) -> str:
+        """The figures and groups that the site's samples define, as bits in hexadecimal digits; none without sums."""
+        trainer, client = self._trainer, self._site.client
+        if not part_sizes(trainer.fed, client)[0]:
+            return ""
+        vector, groups, bits = ScoreVector(trainer.job), self._groups, 0
+        if trainer.scoring == "masked":
+            bits = vector.definable(client) | groups.sums.bits(groups.members) << len(vector.figures)
+        bits |= self._cox.bits << len(vector.figures) + len(groups.sums.groups)
+        return f"{bits:x}" if bits else ""
+
+    def answer(self, envelope: Envelope) -> Answer:
+        """The answer to a step of a session, or to a request for the site's own scores.
+
+        Raises:
+            FedloomError: there is none; the sentence has the reason.
+        """
+        head, arrays, member, kind = envelope.head, envelope.arrays, self._member, envelope.head["kind"]
+        if kind == "score":
+            return self._scores(envelope)
+        if kind == "fitted":
+            with publish_reasons():
+                self._cox.keep(single(arrays))
+            return {"samples": part_sizes(self._trainer.fed, self._site.client)[0]}, [], None
+        if kind in ("masked", "tally"):
+            return {}, [self._masked(envelope)], None
+        if kind == "keys":
+            self._cox.begin()
+        fewest, most = (0, 0) if kind == "keys" else (1, 3) if kind == "unmask" else (1, 1)
+        steps: dict[str, Callable[..., bytes]] = {
+            "keys": member.keys, "shares": member.shares, "open": member.open, "agree": member.agree,
+            "count": member.count, "unmask": member.reveal,
+        }  # fmt: skip
+        with publish_reasons():
+            if not fewest <= len(arrays) <= most:
+                raise WireError(f"{len(arrays)} arrays, {fewest} to {most} are expected")
+            return {}, [steps[kind](head["round"], head["session"], *arrays)], None
+
+    def _scores(self, envelope: Envelope) -> Answer:
+        head, trainer = envelope.head, self._trainer
+        job, _ = trainer.with_local_data(head["accepted"], trainer.weighed(head["weight"]))
+        scores = trainer.scores(job, envelope.arrays, head["round"], common=head["global"])
+        return {"samples": part_sizes(trainer.fed, self._site.client)[0]}, [], metrics_of(scores)
+
+    def _masked(self, envelope: Envelope) -> bytes:
+        """What a site trained, its scores of the models that it received, or both, under its masks."""
+        head, t, trains = envelope.head, envelope.head["round"], envelope.head["kind"] == "masked"
+        trainer, client = self._trainer, self._site.client
+        sizes, figures = part_sizes(trainer.fed, client), self.figures
+        with publish_reasons():
+            if len(envelope.arrays) < 2 + trains:
+                raise WireError(f"{len(envelope.arrays)} arrays, at least {2 + trains} are expected")
+            download = envelope.arrays[0] if trains else None
+            message, inbox, *models = envelope.arrays[trains:]
+            terms = read_terms(message)
+            if (terms.round, terms.trains) != (t, trains):
+                raise Broken(f"the terms are of round {terms.round}, the message is of round {t}")
+            check_terms(terms, client, sizes, figures, self._site.clients, head["accepted"])
+            check_models(terms, download, models)
+        weights_of_all = terms.weights(self._weighed(terms))
+        with publish_reasons():
+            check_summands(weights_of_all, terms.cohort, self._agreed.threshold, self._agreed.max_share)
+            self._asked.enter_masked(terms, head["accepted"])
+            accusations = self._member.receive(t, head["session"], inbox, terms, weights_of_all)
+        if accusations:
+            return ACCUSES + accusations
+        if terms.question is not None:
+            first = len(ScoreVector(trainer.job).figures) + len(self._groups.sums.groups)
+            step, counters = self._cox.masked_vector(terms, first)
+            with publish_reasons():
+                return self._member.masked(t, head["session"], step, counters)
+        job, state = trainer.with_local_data(head["accepted"], self._weighed(terms))
+        vectors, counts = list[Integers](), tuple[int, ...]()
+        if terms.scored >= 0:
+            scores = trainer.scores(job, models, terms.scored, common=terms.common)
+            if trainer.scoring == "masked":
+                vector, agreed = ScoreVector(job), (self._agreed.threshold, self._agreed.max_share)
+                summed = terms.summed(*agreed, [part for part, _ in vector.figures])
+                vectors.append(vector.encode(scores, sizes, summed, weighs=not terms.is_dominated("train", *agreed)))
+            if trainer.scoring == "masked" and terms.scored == trainer.rounds:
+                cells, sums = (
+                    self._groups.cells(job, models, terms.scored, scores, common=terms.common),
+                    self._groups.sums,
+                )
+                bits = terms.bits(len(vector.figures))
+                dominated = terms.is_dominated("test", *agreed)
+                vectors.append(sums.encode({} if dominated else cells, sums.summed(bits, self._agreed.threshold)))
+        if trains:
+            with publish_reasons():
+                if job.kept_fields and (0 if state is None else state.round) != head["accepted"]:
+                    raise Broken(
+                        f"the row that the server's sum has of site {self._site.site} is not on this disk any more, so "
+                        "its change is unknown; the site cannot take part in this run again"
+                    )
+            weights = terms.share(job, client), float(job.masses[client])
+            new = trainer.train(job, state, t, envelope.arrays[0], self._send(weights), weights)
+            vectors.insert(0, new.tensors["reply"].numpy().view(np.uint64))
+            if UploadVector(job, trainer.forms.idle).is_counted:
+                counts = NEUTRAL if new.reply["neutral"] else ANSWERED
+                counts = counts if sizes[0] else ABSENT
+        with publish_reasons():
+            return self._member.masked(t, head["session"], np.concatenate([np.zeros(0, np.uint64), *vectors]), counts)
+
+    def _weighed(self, terms: Terms) -> Job:
+        """The run with the shares of these terms, which stay as long as the numbers of samples do."""
+        if self._last is None or self._last[0] != terms.sizes:
+            self._last = terms.sizes, terms.weighed(self._trainer.job, self._site.samples)
+        return self._last[1]
+
+    def _send(self, weights: tuple[float, float]) -> Callable[..., dict[str, Tensor]]:
+        """Write an upload as the integers that are masked.
+
+        Args:
+            weights: the site's in the mean of the cohort, and in what is kept or added up over rounds.
+        """
+
+        def send(job: Job, state: Generation | None, trained: Trained, down: object) -> dict[str, Tensor]:
+            trainer, output, is_cut = self._trainer, trained.output, False
+            if not isinstance(job.setting.aggregator, SharedMean):  # which clips in exact arithmetic
+                bounds = {name: bound_of(self._agreed.norm_bound, name) for name in job.fields}
+                upload, is_cut = shortened(job, output.upload, down, bounds)
+                output = output._replace(upload=upload)
+            output = output._replace(work=torch.zeros_like(output.work)) if trainer.private else output
+            before = None if state is None else state.group("kept")
+            upload_vector = UploadVector(job, trainer.forms.idle)
+            vector, rows, clipped = upload_vector.encode(
+                output, *weights, before, is_neutral=trained.is_neutral, is_cut=is_cut
+            )
+            if is_cut:
+                trainer.log_privately("the upload was longer than agreed and was shortened")
+            if clipped:
+                trainer.log_privately(f"{clipped} numbers of the upload are out of range and were clipped")
+            return {"reply": torch.from_numpy(vector.view(np.int64)), **{f"kept.{n}": row for n, row in rows.items()}}
+
+        return send

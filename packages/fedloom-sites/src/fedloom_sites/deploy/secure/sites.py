@@ -1,0 +1,272 @@
+"""Masked: the sites of a run under secure aggregation, of which the server gets sums (`sums`)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedloom.engine.job import Job
+from fedloom.engine.privacy import accounted
+from fedloom.errors import GivenUp, Refused, RunStopped, Stop
+from fedloom.lab.experiment.analyses.patients import GroupScore
+from fedloom.processes.clients import ScoreRequest, Scores, SumResult, TrainRequest, TrainResult
+from fedloom.tasks.cox_vectors import CoxAgreement, Ring, opened
+from fedloom_sites.deploy.cox import CoxStep
+from fedloom_sites.deploy.groups import GroupSums
+from fedloom_sites.deploy.noise import SharedMean
+from fedloom_sites.deploy.protocol.envelope import Request
+from fedloom_sites.deploy.protocol.forms import Forms, is_common
+from fedloom_sites.deploy.protocol.lengths import absolute
+from fedloom_sites.deploy.secure.counters import AnswerCounts
+from fedloom_sites.deploy.secure.opened import read_checked, write_checked
+from fedloom_sites.deploy.secure.protocol import Broken, Integers
+from fedloom_sites.deploy.secure.sums import SecureSums, Weights
+from fedloom_sites.deploy.secure.terms import Terms, check_summands
+from fedloom_sites.deploy.secure.vectors import ScoreVector, UploadVector
+from fedloom_sites.deploy.server.sites import CoxSum, Sites
+from fedloom_sites.deploy.server.transport import Transport
+from fedloom_sites.deploy.settings import Server, bound_of
+from fedloom_sites.deploy.site.cox import merged
+
+Figure = tuple[float, float, int]
+"""A score's mean over sites, over samples, and of how many sites."""
+
+
+class MaskedSites(Sites):
+    """The sites of a run whose uploads, and scores, are summed under masks; see `Sites`."""
+
+    def __init__(self, job: Job, forms: Forms, transport: Transport, settings: Server, group_sums: GroupSums) -> None:
+        super().__init__(job, forms, transport, settings, group_sums)
+        assert settings.secure is not None
+        self._sessions, self._agreed = SecureSums(transport, settings), settings.secure
+        self._uploads, self._figures = UploadVector(job, forms.idle), ScoreVector(job)
+        private = accounted(job.setting.channel, job.setting.aggregator) is not None
+        self._tallies = settings.secure.scores == "masked" and not private
+        self._tallied: tuple[int, dict[tuple[str, str, str], Figure]] = -1, {}
+        self._groups = list[GroupScore]()
+        self._cox: Terms | None = None
+
+    def sums(self, round: int) -> Iterator[tuple[str, str, str, float]]:
+        t, figures = self._tallied
+        for (model, part, name), (mean, weighted, sites) in (figures if t == round else {}).items():
+            yield model, part, f"{name}/mean", mean
+            yield model, part, f"{name}/weighted", weighted
+            yield model, part, f"{name}/sites", sites
+
+    def groups(self) -> list[GroupScore]:
+        return self._groups
+
+    def train(self, request: TrainRequest) -> Iterator[TrainResult]:
+        """Train at the sites and sum their uploads, of each of which nothing is known.
+
+        Raises:
+            RunStopped: fewer sites than the threshold take part.
+            GivenUp: the sum is never revealed, or is out of range.
+        """
+        job, forms, t, down = self._job, self._forms, request.round, request.down
+        if not is_common(down):
+            raise Refused(
+                f"{type(job.algorithm).__name__} sends every client another download; under secure aggregation all "
+                "get the same, so that no site can be singled out"
+            )
+        everyone = zip(request.ids.tolist(), request.share.double().flatten().tolist(), strict=True)
+        shares = {c: share for c, share in everyone if bool(self._transport.sizes[c, 0])}
+        download = forms.write_down(down, request.server)
+        scored, asks = self._scores_in_same_session(t, shares)
+        scale = max(map(abs, shares.values()), default=0.0) or 1.0
+        terms = self._terms(t, shares, asks, scored, download)
+        n = self._uploads.length
+        length = n + (self._figures.length if scored >= 0 and self._tallies else 0)
+
+        def letter(c: int, inbox: bytes) -> Request:
+            models = asks[c].arrays if c in asks else ()
+            return Request("masked", c, [download, terms.encode(), inbox, *models], self._accepted(c))
+
+        def read(total: Integers, count: int) -> tuple[Any, Tensor, int, dict[Any, Figure]]:
+            sums, work, clipped = self._uploads.decode(total[:n], count, scale)
+            self._check_length(sums, count, scale)
+            return sums, work, clipped, self._figures.decode(total[n:], count) if len(total) > n else {}
+
+        session = self._sessions.sum(
+            terms, self._check_cohort(terms), letter, length, read, counted=self._uploads.is_counted
+        )
+        self._tell_counts(t, session.clients, session.counts)
+        parts, work, clipped, figures = session.value
+        if clipped:
+            reason = f"round {t}: {clipped} of {len(session.clients)} uploads were clipped to the agreed bounds"
+            self._transport.note("clipped uploads", t, session.clients, reason)
+        if scored >= 0:
+            self._tallied = scored, figures
+        messages = (job.messages.up(forms.idle), job.messages.down(down, request.server))
+        paper = [int(message.lengths()[1]) for message in messages]
+        traffic = [session.traffic[0], session.traffic[1] + len(download), *paper]
+        counts = torch.tensor([*work.tolist(), *(len(session.clients) * one for one in traffic)])
+        summed = torch.isin(request.ids, torch.tensor([*session.clients]))
+        alike = isinstance(job.setting.aggregator, SharedMean)
+        total = float(sum(1.0 if alike else shares[c] for c in request.ids[summed].tolist()))
+        yield SumResult(request.ids[summed], request.ids[~summed], parts, total, counts)
+
+    def _tell_counts(self, t: int, clients: Collection[int], counts: AnswerCounts | None) -> None:
+        """Tell and log how many sites have answered a round without their samples.
+
+        Raises:
+            RunStopped: so many have that the sites do not open the sum.
+        """
+        if counts is None or (not counts.neutral and counts.answered >= self._agreed.threshold):
+            return
+        total = counts.answered + counts.neutral
+        reason = (
+            f"round {t}: {counts.neutral} of {total} sites with samples sent a neutral upload, as their own was not "
+            "finite, failed or had a weight below zero, or their protection refused the model; the log of each of "
+            "these sites has the reason"
+        )
+        if counts.answered < self._agreed.threshold:
+            least = f"a sum needs {self._agreed.threshold} others, so no site opens it"
+            raise RunStopped(Stop.TOO_FEW, f"{reason}; {least}")
+        self._transport.note("neutral uploads", t, clients, reason)
+
+    def _scores_in_same_session(self, t: int, cohort: Collection[int]) -> tuple[int, dict[int, Request]]:
+        """The round whose models are scored with the training, and its request: where all sites train.
+
+        Otherwise, or if these scores were asked for already, they have a session of their own, which comes first. A
+        sum of the training that was asked for already has the scores or has them not.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return -1, {}
+        self._scores = pending.round, {}
+        before, alone = self._sessions.asked_for({"uploads": t}), self._sessions.asked_for({"scores": pending.round})
+        rides = set(self._transport.nodes) <= set(cohort) and alone is None
+        if rides if before is None else before.sums.get("scores") == pending.round:
+            return pending.round, self._score_letters(pending)
+        if self._tallies:
+            self._tally(pending)
+        else:
+            self._transport.collect_replies(pending.round, self._score_letters(pending), 0)
+        return -1, {}
+
+    def score(self, request: ScoreRequest) -> Iterator[Scores]:
+        """The sums of all sites' scores, which `sums` then gives; of a single client nothing is known."""
+        if not self._tallies:
+            yield from super().score(request)
+            return
+        if self._tallied[0] != request.round:
+            self._tally(request)
+        yield self.global_sizes(request)
+
+    def cox_sum(self, step: CoxStep, agreed: CoxAgreement, clients: Sequence[int]) -> CoxSum:
+        if self._cox is None:
+            self._cox = self._cox_terms()
+        terms, first = self._cox.with_(question=step), len(self._figures.figures) + len(self.group_sums.groups)
+        bins = merged(agreed, terms, first, self._agreed.threshold)
+        beta = np.array(step.beta)
+
+        def letter(c: int, inbox: bytes) -> Request:
+            return Request("tally", c, [terms.encode(), inbox], {"accepted": terms.bases[c]})
+
+        def read(total: Integers, count: int) -> Ring:
+            opened(total, bins, beta, count)
+            return total
+
+        session = self._sessions.sum(
+            terms, self._weights(terms), letter, bins.length, read, counted=True, all_answer=True
+        )
+        assert session.counts is not None
+        return CoxSum(session.value, session.clients, bins, session.counts)
+
+    def _cox_terms(self) -> Terms:
+        """What all steps of the Cox regression have in common; kept, so that a restarted server sends the same."""
+        path = self._settings.checkpoints / "cox-terms.json"
+        kept = read_checked(path)
+        if kept is not None:
+            return Terms.model_validate_json(kept["terms"], strict=False)
+        t, asks = self._job.setting.rounds, dict.fromkeys(self._transport.nodes, Request("tally", None))
+        terms = self._terms(t, asks, {}, -1).with_(
+            question=CoxStep(step=0, beta=()), figures=tuple(self._transport.figures)
+        )
+        write_checked(path, {"terms": terms.encode().decode()})
+        return terms
+
+    def _tally(self, request: ScoreRequest) -> None:
+        """Sum the scores of all sites that are there, in a session of its own; without a sum the run continues."""
+        t, asks = request.round, self._score_letters(request)
+        terms = self._terms(t, asks, asks, t)
+
+        def letter(c: int, inbox: bytes) -> Request:
+            return Request("tally", c, [terms.encode(), inbox, *asks[c].arrays], self._accepted(c))
+
+        n, with_groups = self._figures.length, t == self._job.setting.rounds
+
+        def read(total: Integers, count: int) -> tuple[dict[tuple[str, str, str], Figure], list[GroupScore]]:
+            groups = self.group_sums.decode(total[n:], count) if with_groups else []
+            return self._figures.decode(total[:n], count), groups
+
+        self._tallied = t, {}
+        try:
+            length = n + (self.group_sums.length if with_groups else 0)
+            figures, self._groups = self._sessions.sum(terms, self._weights(terms), letter, length, read).value
+            self._tallied = t, figures
+        except (Broken, GivenUp, RunStopped) as error:
+            self._transport.note("scores given up", t, asks, str(error))
+
+    def _terms(
+        self, t: int, cohort: Collection[int], asks: Mapping[int, Request], scored: int, download: bytes | None = None
+    ) -> Terms:
+        """What all sites of a session are asked."""
+        first = next(iter(asks.values()), None)
+        digests = [hashlib.sha256(m).hexdigest() for m in (first.arrays if first is not None else ())]
+        return Terms(
+            round=t,
+            trains=download is not None,
+            sizes=tuple(map(tuple, self._transport.sizes.tolist())),
+            cohort=tuple(sorted(cohort)),
+            accepted=tuple(self._accepted(c)["accepted"] for c in sorted(cohort)),
+            download="" if download is None else hashlib.sha256(download).hexdigest(),
+            scored=scored,
+            common=first is not None and bool((first.more or {})["global"]),
+            models=tuple(digests),
+            figures=tuple(self._transport.figures) if scored >= 0 else (),
+        )
+
+    def _weights(self, terms: Terms) -> Weights:
+        """What every site counts in the sums of a session, as the sites find it."""
+        return terms.weights(terms.weighed(self._job, self._settings.samples))
+
+    def _check_cohort(self, terms: Terms) -> Weights:
+        """The same, of a cohort that was drawn; the next one is another.
+
+        Raises:
+            GivenUp: the sites would open no sum of this cohort, but may open that of another.
+        """
+        weights, agreed = self._weights(terms), self._agreed
+        try:
+            check_summands(weights, terms.cohort, agreed.threshold, agreed.max_share)
+        except Broken as error:
+            if len(terms.cohort) >= agreed.threshold and not {*self._transport.nodes} <= {*terms.cohort}:
+                raise GivenUp(f"round {terms.round}: {error}", [*terms.cohort]) from None
+        return weights
+
+    def _accepted(self, client: int) -> dict[str, Any]:
+        return {"accepted": int(self.accepted[client])}
+
+    def _check_length(self, sums: Mapping[str, Tensor], count: int, scale: float) -> None:
+        """That differences are no longer than they can be together; a change of a kept row is one of two.
+
+        Raises:
+            Broken: they are.
+        """
+        if isinstance(self._job.setting.aggregator, SharedMean):
+            return
+        down = self._job.oracle.layout.d
+        for name, value in sums.items():
+            kind, most = self._job.fields[name], count * bound_of(self._agreed.norm_bound, name)
+            if absolute(kind, value.shape[0], down) or not (kind.primary or value.shape[0] > 1):
+                continue
+            norm = float((value / (2 if kind.keeps else 1 if kind.accumulates else scale)).norm())
+            if norm > most * (1 + 1e-6) + 1e-6:
+                raise Broken(f"the sum of {name} of {count} sites is {norm:.4g} long, {most:.4g} is the most it can be")

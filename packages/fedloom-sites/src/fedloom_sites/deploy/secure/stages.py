@@ -1,0 +1,89 @@
+"""Stages of a session of secure aggregation, and the message that leads from one to the next; both ends go by them.
+
+    kind             answered from    leads to    carries to the site, and back
+    keys             (any)            ADVERTISED  nothing; public keys and a commitment
+    shares           ADVERTISED       SHARED      all keys; sealed shares of this site's secrets
+    masked, tally    SHARED           MASKED      terms and the others' shares; a masked vector, or accusations
+    open             SHARED           (same)      accusations; the one-time keys of the shares they are about
+    agree            MASKED           AGREED      the sites whose vector arrived; a signature
+    count            MASKED           COUNTED     signatures of the sum's sites; masked counters (`counters`)
+    unmask           MASKED           REVEALED    signatures of the sum's sites, counters of all; shares of secrets
+
+Between SHARED and MASKED a site is at RECEIVED, once it has read the others' shares. A message that comes again gets
+the same answer. At REVEALED a site's secrets are gone, and `unmask` alone is still answered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import IntEnum
+from typing import NamedTuple
+
+from fedloom_sites.deploy.protocol.envelope import Kind
+from fedloom_sites.deploy.secure.protocol import Broken
+
+
+class Stage(IntEnum):
+    """How far a session has come, at either end."""
+
+    NEW = 0
+    ADVERTISED = 1
+    SHARED = 2
+    RECEIVED = 3
+    MASKED = 4
+    AGREED = 5
+    COUNTED = 6
+    REVEALED = 7
+
+
+MOVES: Mapping[Kind, tuple[Stage, Stage]] = {
+    "keys": (Stage.NEW, Stage.ADVERTISED),
+    "shares": (Stage.ADVERTISED, Stage.SHARED),
+    "masked": (Stage.SHARED, Stage.MASKED),
+    "tally": (Stage.SHARED, Stage.MASKED),
+    "open": (Stage.SHARED, Stage.SHARED),
+    "agree": (Stage.MASKED, Stage.AGREED),
+    "count": (Stage.MASKED, Stage.COUNTED),
+    "unmask": (Stage.MASKED, Stage.REVEALED),
+}
+"""The earliest stage from which a message is answered, and the stage that it leads to."""
+
+REVEALED = "told"
+"""Entry of a site's record of a session: the shares that it has revealed."""
+ENTRIES = {
+    "advert": Stage.ADVERTISED, "shares": Stage.SHARED, "held": Stage.RECEIVED, "vector": Stage.MASKED,
+    "arrived": Stage.AGREED, "counted": Stage.COUNTED, REVEALED: Stage.REVEALED,
+}  # fmt: skip
+"""The stage that each entry of a site's record shows."""
+
+
+class Progress(NamedTuple):
+    """The stage of one session."""
+
+    stage: Stage = Stage.NEW
+
+    def at_least(self, stage: Stage) -> Progress:
+        """The same, where the session has come to a stage and its secrets are there.
+
+        Raises:
+            Broken: it has not, or is over.
+        """
+        if self.stage < stage or self.stage is Stage.REVEALED:
+            raise Broken("the session is another one, is over, or has not come to this step")
+        return self
+
+    def after(self, kind: Kind) -> Progress:
+        """The stage after a message of a kind.
+
+        Raises:
+            Broken: the session has not come to it, or is over.
+        """
+        earliest, stage = MOVES[kind]
+        if kind == "unmask" and self.stage is Stage.REVEALED:
+            return self
+        return Progress(max(self.at_least(earliest).stage, stage))
+
+
+def progress_of(record: Mapping[str, object]) -> Progress:
+    """The stage that a site's record shows."""
+    return Progress(max((stage for entry, stage in ENTRIES.items() if entry in record), default=Stage.NEW))

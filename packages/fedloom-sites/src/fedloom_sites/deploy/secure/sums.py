@@ -1,0 +1,385 @@
+"""Sessions: the server's side of secure aggregation, from the sites' keys to a sum that makes sense.
+
+A site that is shown to have broken the protocol is named, and left out of sessions until the server is started again. A
+round's uploads are asked for in a new session only as long as no share of the session before has been asked for;
+after that the sum is of these sites, or the round is lost.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedloom.errors import GivenUp, Refused, RunStopped, Stop
+from fedloom_sites.deploy.protocol.envelope import Kind, Request
+from fedloom_sites.deploy.protocol.identity import NONCE, verifying_key
+from fedloom_sites.deploy.secure import counters, shares
+from fedloom_sites.deploy.secure import protocol as secure
+from fedloom_sites.deploy.secure.answers import read_advert, read_sealed, read_shares, read_signature, read_vector
+from fedloom_sites.deploy.secure.pending import PendingSum, PendingSums
+from fedloom_sites.deploy.secure.protocol import SIGNATURE, Broken, Integers
+from fedloom_sites.deploy.secure.stages import Progress, Stage
+from fedloom_sites.deploy.secure.terms import Terms, check_summands
+from fedloom_sites.deploy.server.transport import Transport
+from fedloom_sites.deploy.settings import Server
+
+ATTEMPTS = 3
+"""How often the shares of a sum are asked for before it is given up."""
+
+Ask = Callable[[int, bytes], Request]
+"""(client, sealed shares of the others) -> the request for the client's vector."""
+
+
+Weights = Mapping[int, Sequence[float]]
+"""What every site of a session counts in its sums, see `Terms.weights`."""
+
+
+class Sum(NamedTuple):
+    """A sum of a session.
+
+    Attributes:
+        value: what it was read as; None where the counters kept it closed.
+        clients: sites that it is of.
+        traffic: bytes per site up and down.
+        counts: sums of the sites' counters (`counters`); None in a session without any.
+    """
+
+    value: Any
+    clients: list[int]
+    traffic: list[int]
+    counts: counters.AnswerCounts | None
+
+
+class _Course(NamedTuple):
+    """A session in progress: its round, its nonce, and how far it has come."""
+
+    round: int
+    nonce: bytes
+    progress: Progress = Progress()
+
+
+class SecureSums:
+    """The sessions of a run.
+
+    Args:
+        transport: the way to the sites.
+        settings: of the server, with secure aggregation.
+    """
+
+    def __init__(self, transport: Transport, settings: Server) -> None:
+        assert settings.secure is not None
+        self._transport, self._settings, self._agreed = transport, settings, settings.secure
+        self._agreement = settings.secure.digest(settings.fingerprint)
+        self._public = {c: verifying_key(line, f"client {c}") for c, line in enumerate(settings.secure.keys)}
+        self._unmasked = PendingSums(settings.checkpoints)
+        self._out = set[int]()
+
+    def asked_for(self, sums: Mapping[str, int]) -> PendingSum | None:
+        """The sum of any of these, by kind and round, if it was asked for before."""
+        return self._unmasked.of(sums)
+
+    def sum(
+        self, terms: Terms, weights: Weights, request: Ask, length: int, read: Callable[[Integers, int], Any], *,
+        counted: bool = False, all_answer: bool = False,
+    ) -> Sum:  # fmt: skip
+        """The sum of the sites' vectors; one that was asked for before a stop is revealed now.
+
+        Args:
+            terms: what the sites are asked.
+            weights: what every site counts in the sum, see `Terms.weights`.
+            request: makes the request for a client's vector; takes the shares of the others too.
+            length: of a vector.
+            read: what a sum of so many vectors is; Refused where it makes no sense.
+            counted: whether the sites read the sum of their counters before they open that of their vectors.
+            all_answer: whether a sum with a neutral answer in it is of no use, so that it stays closed.
+
+        Raises:
+            RunStopped: fewer than the threshold take part.
+            GivenUp: it was asked for too often, or one of the vectors is wrong.
+        """
+        pending = self._unmasked.of(terms.sums) or self._collected(terms, weights, request, length, counted)
+        counts = None
+        if counted:
+            pending, counts = self._counted(pending)
+            if (all_answer and counts.neutral) or counts.answered < self._agreed.threshold:
+                return Sum(None, pending.clients, [0, 0], counts)
+        pending = pending if pending.told else self._revealed(pending, read)
+        n, part = len(secure.read_adverts(pending.adverts)), 4 + shares.SEALED
+        up = len(pending.adverts) // n + n * part + SIGNATURE + 8 * length + n * (4 + secure.KEY)
+        down = len(pending.adverts) + n * (part + 4 + SIGNATURE) + len(terms.encode())
+        return Sum(read(pending.total, len(pending.clients)), pending.clients, [up, down], counts)
+
+    # --------------------------------------------------------------------------------------- until shares are asked for
+
+    def _collected(self, terms: Terms, weights: Weights, request: Ask, length: int, counted: bool) -> PendingSum:
+        """The steps before the last: the sum under its masks. Until the last, nothing is revealed."""
+        while True:
+            cohort = self._apart(terms, [c for c in terms.cohort if c not in self._out])
+            self._check_summands(terms.round, weights, cohort)
+            session_sum = self._begun(terms, weights, cohort, request, length, counted)
+            if session_sum is not None:
+                return session_sum
+
+    def _begun(
+        self, terms: Terms, weights: Weights, cohort: list[int], request: Ask, length: int, counted: bool
+    ) -> PendingSum | None:
+        """A session; None if a site was left out of it, so that another one is to begin."""
+        t, course, public = terms.round, _Course(terms.round, os.urandom(NONCE)), self._public
+        name = secure.session_name(self._agreement, t, course.nonce)
+        ask = {c: Request("keys", c) for c in cohort}
+        course, adverts = self._step(course, "keys", ask, lambda c, m: read_advert(m, name, c, public))
+        everyone = secure.write_adverts(adverts.values())
+        session = secure.session_of(name, self._agreed.threshold, adverts.values())
+        ask = {c: Request("shares", c, [everyone]) for c in adverts}
+        course, sealed = self._step(course, "shares", ask, lambda c, m: read_sealed(m, session, c, public[c]))
+        inbox = {c: secure.write({p: sent[c] for p, sent in sealed.items() if p != c}) for c in sealed}
+        bound = secure.bound_to(session, terms.digest, [*sealed])
+        text = secure.statement(bound, [*sealed])
+        ask = {c: request(c, inbox[c]) for c in sealed}
+        course, answers = self._step(
+            course,
+            "masked" if terms.trains else "tally",
+            ask,
+            lambda c, m: read_vector(m, length, text, public[c], bound if counted else None),
+            most=SIGNATURE + 8 * length + counters.WIDTH + secure.MOST * (4 + SIGNATURE),
+        )
+        accusations = {c: answer for c, answer in answers.items() if isinstance(answer, dict)}
+        if accusations and self._judge(course, session, accusations, sealed):
+            return None
+        vectors: dict[int, tuple[bytes, Integers, bytes]] = {c: a for c, a in answers.items() if c not in accusations}
+        if self._apart(terms, [*vectors]) != [*vectors]:
+            raise RunStopped(Stop.TOO_FEW, f"round {t}: another sum would reveal what a single site sent")
+        self._check_summands(t, weights, vectors)
+        total: Integers = np.sum([vector for _, vector, _ in vectors.values()], axis=0, dtype=np.uint64)
+        signed = {c: signature for c, (signature, _, _) in vectors.items()}
+        masked_counters = {c: one for c, (_, _, one) in vectors.items()} if counted else {}
+        if vectors.keys() != sealed.keys():
+            arrived = secure.write(dict.fromkeys(vectors, b""))
+            text = secure.statement(bound, vectors)
+            ask = {c: Request("agree", c, [arrived]) for c in vectors}
+            _, signed = self._step(course, "agree", ask, lambda c, m: read_signature(m, text, public[c]))
+        return PendingSum(
+            t,
+            course.nonce,
+            everyone,
+            terms.digest,
+            [*sealed],
+            [*vectors],
+            signed,
+            terms.sums,
+            terms.model_digests,
+            total,
+            counters=masked_counters,
+        )
+
+    def _judge(
+        self,
+        course: _Course,
+        session: secure.Session,
+        accusations: Mapping[int, Mapping[int, bytes]],
+        sealed: Mapping[int, Mapping[int, bytes]],
+    ) -> bool:
+        """Leave out whoever is shown to have broken the session; whether anybody is.
+
+        Args:
+            course: of the session.
+            session: the same, as all agree on it.
+            accusations: signatures by accuser and accused.
+            sealed: shares by sender and receiver.
+        """
+        against: dict[int, dict[int, bytes]] = {}
+        for accuser, signed in accusations.items():
+            for accused, signature in signed.items():
+                valid = accused in sealed and accuser != accused
+                if valid and shares.is_accused(session, accuser, accused, signature, self._public[accuser]):
+                    against.setdefault(accused, {})[accuser] = signature
+        ask = {c: Request("open", c, [secure.write(signed)]) for c, signed in against.items()}
+        opened = dict[int, Any]()
+        if ask:
+            _, opened = self._step(course, "open", ask, lambda _, m: secure.read(m, secure.KEY), need=0)
+        before = len(self._out)
+        for accused, accusers in against.items():
+            keys = opened.get(accused, {})
+            bad = [
+                c
+                for c in accusers
+                if c not in keys or not shares.is_readable(session, accused, c, sealed[accused][c], keys[c])
+            ]
+            if bad:
+                self._leave_out(
+                    course.round, accused, f"its shares for {self._names(bad)} do not decrypt, which it has signed"
+                )
+            for accuser in {*accusers} - {*bad}:
+                self._leave_out(
+                    course.round,
+                    accuser,
+                    f"it claims that the share of {self._names([accused])} does not decrypt; it does",
+                )
+        return len(self._out) > before
+
+    def _apart(self, terms: Terms, clients: Collection[int]) -> list[int]:
+        """The sites that may be summed; if models were asked for before in another round, those of that sum.
+
+        Sites refuse any but these, or so many others that the difference of both sums is itself of enough sites.
+
+        Raises:
+            RunStopped: sites of that sum are missing.
+        """
+        for what, t in terms.sums.items():
+            round, models = self._unmasked.about(what)
+            before = self._unmasked.newest(what) if models == terms.model_digests[what] != "" and round != t else None
+            if before is None:
+                continue
+            apart = {*clients} ^ {*before.clients}
+            if not 0 < len(apart) < self._agreed.threshold:
+                continue
+            missing = {*before.clients} - {*clients}
+            if missing:
+                raise RunStopped(
+                    Stop.TOO_FEW,
+                    f"round {terms.round}: a sum without {self._names(missing)} and that of round {before.round}, on "
+                    "the same models, would reveal what it sent; the run continues when it is back",
+                )
+            clients = [c for c in clients if c in before.clients]
+        return [*clients]
+
+    # ------------------------------------------------------------------------------------------------- the last step
+
+    def _revealed(self, pending: PendingSum, read: Callable[[Integers, int], Any]) -> PendingSum:
+        """The last step: any threshold of the sites of a sum take its masks off; it is kept once it makes sense."""
+        t, why = pending.round, "it was never revealed"
+        while pending.attempts < ATTEMPTS:
+            self._unmasked.keep(pending := pending._replace(attempts=pending.attempts + 1))
+            try:
+                total = self._open(pending)
+            except Broken as error:
+                why = str(error)
+                self._transport.note("wrong shares", t, pending.clients, f"round {t}: {error}")
+                continue
+            try:
+                read(total, len(pending.clients))
+            except Refused as error:
+                why = f"{error}; which site's vector is wrong cannot be known from a sum"
+                self._unmasked.keep(pending := pending._replace(attempts=ATTEMPTS))
+                continue
+            self._unmasked.keep(pending := pending._replace(total=total, told=True))
+            return pending
+        raise GivenUp(
+            f"round {t}: the sum was asked for in vain: {why}; a sum of other sites would reveal the difference",
+            pending.clients,
+        )
+
+    def _counted(self, pending: PendingSum) -> tuple[PendingSum, counters.AnswerCounts]:
+        """The sum under its masks with the shares that open its counters, and the sums of the counters.
+
+        Raises:
+            RunStopped: fewer than the threshold answer.
+            GivenUp: the counters were asked for too often, or are no counters.
+        """
+        session, t, why = self._session_of(pending), pending.round, "they were never revealed"
+        bound, is_new = secure.bound_to(session, pending.question, pending.shared), not pending.shown
+        peers = pending.shared
+        while pending.shown or pending.attempts < ATTEMPTS:
+            if not pending.shown:
+                self._unmasked.keep(pending := pending._replace(attempts=pending.attempts + 1))
+                ask = {c: Request("count", c, [_signatures(pending)]) for c in pending.clients}
+                course = _Course(t, pending.nonce, Progress(Stage.MASKED))
+                _, shown = self._step(course, "count", ask, lambda _, m: read_shares(m, peers))
+                pending = pending._replace(shown={c: secure.write(one) for c, one in shown.items()})
+            answers = {c: secure.read(one, secure.KEY) for c, one in pending.shown.items()}
+            try:
+                counts, wrong = counters.opened_counters(session, bound, peers, pending.counters, answers, self._public)
+            except Broken as error:
+                why, is_new, pending = str(error), True, pending._replace(shown={})
+                self._transport.note("wrong shares", t, pending.clients, f"round {t}: {error}")
+                continue
+            for client in sorted(wrong):
+                self._leave_out(t, client, "its shares of the others' secrets are wrong")
+            if is_new:
+                self._unmasked.keep(pending := pending._replace(attempts=0))
+            return pending, counts
+        raise GivenUp(f"round {t}: the counters of the sum were asked for in vain: {why}", pending.clients)
+
+    def _session_of(self, pending: PendingSum) -> secure.Session:
+        """The session of a sum that was asked for."""
+        name = secure.session_name(self._agreement, pending.round, pending.nonce)
+        return secure.session_of(name, self._agreed.threshold, secure.read_adverts(pending.adverts))
+
+    def _open(self, pending: PendingSum) -> Integers:
+        """The sum without its masks.
+
+        Raises:
+            RunStopped: fewer than the threshold answer.
+            Broken: their shares do not give the secrets that their owners are committed to.
+        """
+        session = self._session_of(pending)
+        bound = secure.bound_to(session, pending.question, pending.shared)
+        counted = [secure.write(pending.counters), secure.write(pending.shown)] if pending.counters else []
+        message = [_signatures(pending), *counted]
+        ask = {c: Request("unmask", c, message) for c in pending.clients}
+        course = _Course(pending.round, pending.nonce, Progress(Stage.MASKED))
+        _, answers = self._step(course, "unmask", ask, lambda _, m: read_shares(m, pending.shared))
+        secrets, wrong = shares.restored(session, pending.shared, pending.clients, answers)
+        for client in sorted(wrong):
+            self._leave_out(pending.round, client, "its shares of the others' secrets are wrong")
+        return secure.unmasked(session, bound, pending.clients, pending.total, secrets)
+
+    # ---------------------------------------------------------------------------------------------------------- inside
+
+    def _step(
+        self,
+        course: _Course,
+        kind: Kind,
+        requests: dict[int, Request],
+        read: Callable[[int, bytes], Any],
+        need: int | None = None,
+        most: int = secure.MOST * (4 + shares.SEALED),
+    ) -> tuple[_Course, dict[int, Any]]:
+        """Take a step of a session: how far it has come then, and the sites' answers by client in rising order."""
+        progress = course.progress.after(kind)
+
+        def reader(c: int) -> Callable[[bytes], Any]:
+            return lambda message: read(c, message)
+
+        requests = {
+            c: x._replace(more={**(x.more or {}), "session": course.nonce}, read=reader(c), most=most)
+            for c, x in requests.items()
+        }
+        last = kind in ("agree", "unmask")
+        least = max(self._agreed.threshold, 1 if last else min(self._settings.quorum, len(requests)))
+        replies = self._transport.collect_replies(course.round, requests, least if need is None else need)
+        return course._replace(progress=progress), {c: reply.value for c, reply in sorted(replies.items())}
+
+    def _leave_out(self, t: int, client: int, why: str) -> None:
+        self._out.add(client)
+        name = self._names([client])
+        self._transport.note(
+            "left out", t, [client], f"round {t}: {name} is left out until the server starts again: {why}"
+        )
+
+    def _names(self, clients: Collection[int]) -> str:
+        return ", ".join(
+            self._transport.members[c].site if c in self._transport.members else f"client {c}" for c in sorted(clients)
+        )
+
+    def _check_summands(self, t: int, weights: Weights, clients: Collection[int]) -> None:
+        """Begin and open no sum that the sites would not open.
+
+        Raises:
+            RunStopped: fewer sites than the threshold would be summed, or one has too much of the weight.
+        """
+        count, threshold = len(clients), self._agreed.threshold
+        if count < threshold:
+            raise RunStopped(Stop.TOO_FEW, f"round {t}: {count} sites would be summed, the threshold is {threshold}")
+        try:
+            check_summands(weights, clients, threshold, self._agreed.max_share)
+        except Broken as error:
+            raise RunStopped(Stop.TOO_FEW, f"round {t}: {error}") from None
+
+
+def _signatures(pending: PendingSum) -> bytes:
+    """The sites of a sum, each with its signature, or zeros in place of one."""
+    return secure.write({c: pending.signed.get(c, bytes(SIGNATURE)) for c in pending.clients})

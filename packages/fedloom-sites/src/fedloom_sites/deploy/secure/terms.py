@@ -1,0 +1,241 @@
+"""Terms: what all sites of a session are asked alike; masks cancel, and shares open, for the same terms only.
+
+A site checks what it can see of them: its own numbers of samples, from which everybody finds all shares of the sum;
+the models that came with them; the rounds of the experiment.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import Field, ValidationError
+from torch import Tensor
+
+from fedloom.choose.shares import shares_of
+from fedloom.data.federation import PARTS
+from fedloom.data.input_spec import InputSpec
+from fedloom.engine.clients.uploads import weights_of
+from fedloom.engine.job import Job
+from fedloom.errors import WireError
+from fedloom.local import Nothing
+from fedloom.values import Value
+from fedloom_sites.deploy.cox import CoxStep
+from fedloom_sites.deploy.noise import SharedMean
+from fedloom_sites.deploy.secure.protocol import FEWEST, MOST, Broken
+from fedloom_sites.deploy.site.local_data import federation_of
+
+LONGEST = 1 << 18
+"""Most bytes of terms."""
+
+Count = Annotated[int, Field(ge=0)]
+Bits = Annotated[str, Field(pattern=r"^[0-9a-f]{0,2000}$")]
+"""Figures that the samples of a site define, as `ScoreVector.definable` has them, and groups that it publishes."""
+
+
+class Terms(Value):
+    """What all sites of a session are asked."""
+
+    round: int = Field(ge=0, description="round that is trained, or whose models are scored alone")
+    trains: bool = Field(description="whether the sites train")
+    sizes: tuple[tuple[Count, Count, Count], ...] = Field(
+        max_length=MOST, description="training, validation and test samples of every site"
+    )
+    cohort: tuple[Count, ...] = Field(max_length=MOST, description="sites that are asked, in rising order")
+    accepted: tuple[Count, ...] = Field(max_length=MOST, description="last accepted round of each of these")
+    download: str = Field("", description="SHA-256 of what every site of the cohort receives to train")
+    scored: int = Field(-1, ge=-1, description="round whose models are scored; -1 for none")
+    common: bool = Field(False, description="whether the global model is scored")
+    models: tuple[str, ...] = Field((), max_length=2, description="SHA-256 of each message with models to be scored")
+    figures: tuple[Bits, ...] = Field(
+        (), max_length=MOST, description="figures and bins that the samples of every site define, where any are summed"
+    )
+
+    question: CoxStep | None = Field(None, description="step of a Cox regression that is summed, and nothing else")
+
+    @property
+    def sums(self) -> dict[str, int]:
+        """The round of what is summed, by what that is."""
+        if self.question is not None:
+            return {"cox": self.question.step}
+        rounds = {"uploads": self.round} if self.trains else {}
+        return rounds | ({"scores": self.scored} if self.scored >= 0 else {})
+
+    @property
+    def model_digests(self) -> dict[str, str]:
+        """Digest of the models of what is summed, by what that is; empty where none is received.
+
+        All steps of a Cox regression have the same, so that all their sums are of the same sites.
+        """
+        digests = {"cox": "cox", "uploads": self.download, "scores": " ".join(self.models)}
+        return {what: digests[what] for what in self.sums}
+
+    @property
+    def bases(self) -> dict[int, int]:
+        """The last accepted round of every site of the cohort: the state that it answers from."""
+        return dict(zip(self.cohort, self.accepted, strict=True))
+
+    def encode(self) -> bytes:
+        """As a message."""
+        return self.model_dump_json().encode()
+
+    @property
+    def digest(self) -> bytes:
+        """SHA-256 of the message."""
+        return hashlib.sha256(self.encode()).digest()
+
+    def summed(self, threshold: int, most: float, parts: Sequence[str]) -> list[bool]:
+        """Which figures are summed.
+
+        A figure is summed if `FEWEST` of any threshold of these sites have it, so that no sum is of one or two, and if
+        its part is not one that a site can dominate (`is_dominated`).
+
+        Args:
+            threshold: fewest sites of a sum.
+            most: largest share of one site in the samples of a sum.
+            parts: of the figures, in the order of their bits.
+        """
+        lacking = [sum(not one >> k & 1 for one in self.bits()) for k in range(len(parts))]
+        dominated = {part: self.is_dominated(part, threshold, most) for part in {*parts}}
+        return [threshold - lack >= FEWEST and not dominated[part] for lack, part in zip(lacking, parts, strict=True)]
+
+    def is_dominated(self, part: str, threshold: int, most: float) -> bool:
+        """Whether one site can have more than a share of a part's samples in a sum of some threshold of these sites."""
+        counts = sorted(self.sizes[c][PARTS.index(part)] for c in self.cohort)
+        return bool(counts) and counts[-1] > most * (counts[-1] + sum(counts[:-1][: threshold - 1]))
+
+    def weights(self, job: Job) -> dict[int, tuple[float, ...]]:
+        """What every site of the cohort counts in the sums of the session; zeros without training samples.
+
+        Of uploads these are its weight in the mean and, if rows are kept or added up over rounds, its share of the
+        objective. A Cox regression has rows. Scores count alike: `summed` looks at their samples.
+
+        Args:
+            job: a run of `weighed`.
+        """
+        if self.question is not None:
+            counting = {c: (float(sum(self.sizes[c])),) for c in self.cohort}
+        elif self.trains and not isinstance(job.setting.aggregator, SharedMean):
+            columns = [self._weights(job).abs().flatten()]
+            if any(kind.keeps or kind.accumulates for kind in job.fields.values()):
+                columns.append(job.masses[list(self.cohort)].abs().flatten())
+            counting = dict(zip(self.cohort, zip(*(column.tolist() for column in columns), strict=True), strict=True))
+        else:
+            counting = dict.fromkeys(self.cohort, (1.0,))
+        return {c: weights if self.sizes[c][0] else (0.0,) * len(weights) for c, weights in counting.items()}
+
+    def bits(self, first: int = 0) -> list[int]:
+        """What the samples of every site of the cohort define, from bit ``first`` on: figures, then groups."""
+        return [int(self.figures[c] or "0", 16) >> first for c in self.cohort]
+
+    def bins(self, first: int, count: int) -> NDArray[np.bool_]:
+        """Which of ``count`` bits from ``first`` on every site of the cohort has, ``[n, count]``."""
+        return np.array([[bool(one >> k & 1) for k in range(count)] for one in self.bits(first)], dtype=bool)
+
+    def weighed(self, job: Job, samples: InputSpec) -> Job:
+        """A site's run with the shares of the objective that follow from all numbers of samples."""
+        fed = federation_of(samples, torch.tensor(self.sizes))
+        return replace(job, alpha=shares_of(job.setting.weights, fed).to(job.oracle.dtype))
+
+    def share(self, job: Job, client: int) -> float:
+        """What a site counts in the mean of the cohort, over the largest, in a run of `weighed`."""
+        weights = self._weights(job)
+        return float(weights[self.cohort.index(client)] / weights.max())
+
+    def _weights(self, job: Job) -> Tensor:
+        """Weights of the cohort in its mean, ``[m, 1]``."""
+        ids, sizes = torch.tensor(self.cohort), torch.tensor(self.sizes)[:, :1].clamp(min=1)
+        return weights_of(job, Nothing(), None, job.ctx(self.round, ids)._replace(sizes=sizes))[0]
+
+
+def read_terms(message: bytes) -> Terms:
+    """The terms of a message.
+
+    Raises:
+        WireError: the bytes are no terms.
+    """
+    try:
+        if len(message) > LONGEST:
+            raise ValueError("too long")
+        return Terms.model_validate_json(message, strict=False)
+    except (ValidationError, ValueError) as error:
+        raise WireError(f"the terms of a session cannot be read: {str(error)[:200]}") from None
+
+
+def check_summands(
+    weights: Mapping[int, Sequence[float]], clients: Collection[int], threshold: int, most: float
+) -> None:
+    """Refuse a sum of too few sites that have samples, or one that is mostly one site's.
+
+    A site without samples sends what everybody can compute, and so can be subtracted.
+
+    Args:
+        weights: what every site counts, see `Terms.weights`.
+        clients: sites of the sum.
+        threshold: fewest of them that count.
+        most: largest share of one of them.
+
+    Raises:
+        Broken: how many count, or which has more.
+    """
+    counting = [c for c in clients if any(weights[c])]
+    if len(counting) < threshold:
+        raise Broken(f"{len(counting)} of the {len(clients)} sites of the sum have samples, {threshold} must have")
+    for column in zip(*(weights[c] for c in counting), strict=True):
+        share, client = max((weight, -c) for weight, c in zip(column, counting, strict=True))
+        if share > most * sum(column):
+            raise Broken(
+                f"client {-client} has {share / sum(column):.1%} of the weight of the sum, at most {most:.0%} is "
+                "agreed (max_share in the table secure)"
+            )
+
+
+def check_terms(terms: Terms, client: int, sizes: Sequence[int], figures: str, clients: int, accepted: int) -> None:
+    """Refuse terms that are not those of this experiment, or wrong about this site.
+
+    Args:
+        terms: what came, of the round of its message.
+        client: number of the site.
+        sizes: its training, validation and test samples.
+        figures: that its samples define.
+        clients: sites of the experiment.
+        accepted: the round whose state it is asked for.
+
+    Raises:
+        Broken: what is wrong.
+    """
+    if terms.question is not None:
+        if (terms.trains, terms.scored, terms.download, terms.models) != (False, -1, "", ()):
+            raise Broken("terms of a Cox regression must ask nothing else")
+    elif terms.scored > terms.round or (not terms.trains and (terms.scored, terms.download) != (terms.round, "")):
+        raise Broken("terms must score a round that is done, and scores alone have no download")
+    if len(terms.sizes) != clients or [*terms.cohort] != sorted({*terms.cohort} & {*range(clients)}):
+        raise Broken(f"terms must be of the {clients} sites of the agreement, each once, in rising order")
+    if client not in terms.cohort:
+        raise Broken(f"the terms are of other sites: {[*terms.cohort]}")
+    if len(terms.accepted) != len(terms.cohort) or terms.bases[client] != accepted:
+        raise Broken(f"the terms must have a round of every site, and of this one {accepted}, as the message has")
+    if list(terms.sizes[client]) != list(sizes):
+        raise Broken(f"the terms give this site {[*terms.sizes[client]]} samples, it has {[*sizes]}")
+    if len(terms.figures) != (clients if terms.scored >= 0 or terms.question is not None else 0):
+        raise Broken("terms must have the figures that every site can have, where anything but uploads is summed")
+    if terms.figures and terms.figures[client] != figures:
+        raise Broken("the terms give this site other figures than its samples define")
+
+
+def check_models(terms: Terms, download: bytes | None, models: Sequence[bytes]) -> None:
+    """That the models that came are those of the terms, and so those of every site.
+
+    Raises:
+        Broken: they are others.
+    """
+    digests = [hashlib.sha256(m).hexdigest() for m in models]
+    if digests != [*terms.models] or (hashlib.sha256(download).hexdigest() if download is not None else "") != (
+        terms.download
+    ):
+        raise Broken("the models are not those of the terms: other sites got others")

@@ -1,0 +1,213 @@
+"""Vectors: the integers that a site masks, and what both sides know of them.
+
+A vector has the fields of an upload side by side and counts of work, or the site's scores, or both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedloom.data.federation import PARTS
+from fedloom.engine.clients.chunk import ClientOutput
+from fedloom.engine.clients.uploads import KeptField, fields_of
+from fedloom.engine.job import Job
+from fedloom.engine.privacy import accounted
+from fedloom.seeds import generator
+from fedloom_sites.deploy.noise import SharedMean
+from fedloom_sites.deploy.protocol.forms import score_names
+from fedloom_sites.deploy.secure import integers
+from fedloom_sites.deploy.secure import protocol as secure
+from fedloom_sites.deploy.secure.protocol import Broken, Integers
+
+WORK = 3
+"""Counts of work at the end of an upload."""
+UNIT = 2.0**-20
+"""A score times this and times the number of samples is what is summed for a weighted mean."""
+APART = 2.0
+"""How far probing outputs are moved towards one prediction; their own spread is below 1."""
+
+
+class UploadVector:
+    """An upload as integers: its fields side by side, and counts of work.
+
+    Args:
+        job: the run.
+        idle: an upload ``[1, .]``, for the widths.
+    """
+
+    def __init__(self, job: Job, idle: object) -> None:
+        self._job, self._fields = job, fields_of(job)
+        self._whole = {name: getattr(idle, name).shape[1] for name in self._fields}
+        masks = job.messages.masks
+        self._widths = {n: int(masks[n].sum()) if n in masks else width for n, width in self._whole.items()}
+        aggregator = job.setting.aggregator
+        self.is_counted = accounted(job.setting.channel, aggregator) is None  # a counter has no noise
+        self.length = sum(self._widths.values()) + WORK + self.is_counted
+        self._noise = aggregator if isinstance(aggregator, SharedMean) and aggregator.sigma else None
+
+    def encode(
+        self, output: ClientOutput, share: float, mass: float, before: dict[str, Tensor] | None, *,
+        is_neutral: bool = False, is_cut: bool = False,
+    ) -> tuple[Integers, dict[str, Tensor], int]:  # fmt: skip
+        """A site's vector, the rows that the server's sum has of it from then on, and how many numbers were clipped.
+
+        Args:
+            output: the output of the site.
+            share: in the mean of the cohort, -1 to 1.
+            mass: in what is kept or added up over rounds, 0 to 1.
+            before: the rows that the sum has of it now, as integers; None: those before a first upload.
+            is_neutral: whether the site keeps its state, so that nothing that follows a state changes.
+            is_cut: whether the upload was too long and is shortened.
+        """
+        work = output.work[0].numpy().view(np.uint64)
+        if self._noise is not None:
+            row = np.concatenate([self._some(name, getattr(output.upload, name)[0]) for name in self._fields])
+            counter = [np.array([is_cut], dtype=np.uint64)] if self.is_counted else []
+            return np.concatenate([self._noise.share(row).view(np.uint64), work, *counter]), {}, 0
+        parts, rows, clipped = [], dict[str, Tensor](), 0
+        old = self.first(mass) if before is None else before
+        weights = [torch.full((1, 1), factor, dtype=torch.float64) for factor in (share, mass)]
+        for name, field in self._fields.items():
+            if isinstance(field, KeptField):
+                last = old[name].numpy().view(np.uint64)
+                row = mass * self._some(name, field.weighted(output.upload)[0])
+                steps, cut = (last, 0) if is_neutral else integers.encode(row)
+                rows[name] = torch.from_numpy(steps.view(np.int64))
+                parts.append(steps - last)
+            elif field.kind.accumulates and is_neutral:
+                parts.append(np.zeros(self._widths[name], dtype=np.uint64))
+                cut = 0
+            else:
+                up = output.upload._replace(**{name: getattr(output.upload, name).double()})
+                steps, cut = integers.encode(self._some(name, field.partial(up, None, *weights)))
+                parts.append(steps)
+            clipped += cut
+        counter = [np.array([is_cut or clipped > 0], dtype=np.uint64)] if self.is_counted else []
+        return np.concatenate([*parts, work, *counter]), rows, clipped
+
+    def first(self, mass: float) -> dict[str, Tensor]:
+        """What the server's sum has of a client of this mass before its first upload, as integers."""
+        template, start_rows = self._job.kept.template, dict[str, Tensor]()
+        for name, field in self._fields.items():
+            if isinstance(field, KeptField):
+                rows = type(template)(*[f[None] for f in template])
+                steps, _ = integers.encode(mass * self._some(name, field.weighted(rows)[0]))
+                start_rows[name] = torch.from_numpy(steps.view(np.int64))
+        return start_rows
+
+    def decode(self, total: Integers, count: int, scale: float) -> tuple[dict[str, Tensor], Tensor, int]:
+        """The sums of ``count`` sites by field, float64 ``[d]``, of their work ``[3]``, and how many were clipped.
+
+        Args:
+            total: without masks.
+            count: sites in it.
+            scale: what shares were divided by.
+
+        Raises:
+            Broken: it is out of range.
+        """
+        noise, clipped = self._noise, 0
+        if self.is_counted:
+            total, clipped = total[:-1], int(total[-1])
+        numbers = integers.decode(total[:-WORK], count) if noise is None else noise.total(total[:-WORK], count)
+        work = torch.from_numpy(total[-WORK:].view(np.int64).copy())
+        if bool((work < 0).any()):
+            raise Broken("the sum of work is below zero: a mask is still on it")
+        if clipped > count:
+            raise Broken(f"the counter of clipped uploads is out of range: it is {clipped}, of {count} sites")
+        sums = {}
+        values = torch.from_numpy(numbers).split([*self._widths.values()])
+        for (name, field), value in zip(self._fields.items(), values, strict=True):
+            if noise is None and not isinstance(field, KeptField) and not field.kind.accumulates:
+                value = value * scale
+            mask = self._job.messages.masks.get(name)
+            if mask is not None:
+                value = torch.zeros(self._whole[name], dtype=torch.float64).masked_scatter(mask.cpu(), value)
+            sums[name] = value
+        return sums, work, clipped
+
+    def _some(self, name: str, value: Tensor) -> np.ndarray[Any, Any]:
+        """The coordinates of a field that travel."""
+        masks = self._job.messages.masks
+        numbers: np.ndarray[Any, Any] = (value[masks[name]] if name in masks else value).detach().cpu().double().numpy()
+        return numbers
+
+
+class ScoreVector:
+    """Scores as integers, four each: its value, that times the samples, and whether it is there, as 1 and as samples.
+
+    Args:
+        job: the run.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job, self._parts = job, job.setting.evaluate.parts
+        self._names = [key for key in score_names(job) if key[1] in ("", *self._parts)]
+        self.figures = sorted({key[1:] for key in self._names if key[1]})
+        self.length = 4 * len(self._names)
+
+    def definable(self, client: int) -> int:
+        """The `figures` that a site's samples define whatever a model predicts, as bits.
+
+        Two outputs are scored, that predict the first class everywhere, and the last: AUROC needs both classes, recall
+        of a class a sample of it. The precision of a class depends on what is predicted, so no samples define it.
+        """
+        job, task, bits = self._job, self._job.oracle.task, 0
+        for part in self._parts:
+            index, _ = job.eval_fed.gather(part, torch.tensor([client]))
+            targets, owner = job.eval_fed.targets(index), torch.zeros(len(index), dtype=torch.long)
+            draws = generator(0, purpose="definable")
+            first = torch.rand(len(targets), task.outputs, generator=draws, dtype=torch.float64)
+            last = first.clone()
+            first[:, 0] += APART if task.outputs > 1 else -APART
+            last[:, -1] += APART
+            probes = [task.metrics(outputs, targets, owner, 1) for outputs in (first, last)]
+            for k, (where, name) in enumerate(self.figures):
+                defined = where == part and all(name in probe and bool(probe[name].isfinite()) for probe in probes)
+                bits |= defined << k
+        return bits
+
+    def encode(
+        self, scores: Mapping[tuple[str, str], Mapping[str, Tensor]], sizes: Sequence[int], summed: Sequence[bool], *,
+        weighs: bool = True,
+    ) -> Integers:  # fmt: skip
+        """A site's scores; one that is not asked for, not there or not finite is zero in all four.
+
+        Args:
+            scores: values ``[1]``.
+            sizes: training, validation and test samples.
+            summed: which of the `figures` are.
+            weighs: whether scores of a model that are of no part are summed, which training samples weigh.
+        """
+        columns, wanted = [], {key for key, of_enough in zip(self.figures, summed, strict=True) if of_enough}
+        for model, part, name in self._names:
+            value = float(scores.get((model, part), {}).get(name, torch.tensor(torch.nan)))
+            has_score = ((part, name) in wanted if part else weighs) and np.isfinite(value)
+            samples = self._samples(part, sizes)
+            numbers, _ = integers.encode(np.array([value, value * samples * UNIT] if has_score else [0.0, 0.0]))
+            columns += [numbers, np.array([1, samples] if has_score else [0, 0], dtype=np.uint64)]
+        return np.concatenate(columns)
+
+    def decode(self, total: Integers, count: int) -> dict[tuple[str, str, str], tuple[float, float, int]]:
+        """Of every score that at least `FEWEST` sites have: the mean over sites, over samples, and of how many sites.
+
+        Raises:
+            Broken: a sum is out of range.
+        """
+        rows = total.reshape(-1, 4)
+        values, counts = integers.decode(rows[:, :2].reshape(-1), count).reshape(-1, 2), rows[:, 2:].view(np.int64)
+        if bool(((counts < 0) | (counts[:, :1] > count)).any()):
+            raise Broken("the sum of scores is out of range: a mask is still on it")
+        return {
+            key: (value / sites, weighted / UNIT / samples if samples else np.nan, int(sites))
+            for key, (value, weighted), (sites, samples) in zip(self._names, values, counts.tolist(), strict=True)
+            if sites >= secure.FEWEST
+        }
+
+    def _samples(self, part: str, sizes: Sequence[int]) -> int:
+        return sizes[PARTS.index(part)] if part in PARTS else sizes[0]

@@ -1,0 +1,116 @@
+"""Bounded: replies are pulled object by object, none beyond what its kind may have; calls are repeated for a time.
+
+Flower sends equal parts of a message once and puts them together as often as the message claims. So the bytes of the
+objects are counted as often as the message has them, while they come, and a reply beyond its limit is given up there.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar, cast
+
+from flwr.app import Message, Metadata
+from flwr.app.error import Error
+from flwr.app.message import make_message
+from flwr.common.constant import ErrorCode
+from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest
+from flwr.proto.runtime_pb2 import PullAppMessagesRequest
+from flwr.serverapp import Grid
+from flwr.supercore.constant import SYSTEM_MESSAGE_TYPE
+from flwr.supercore.date import now
+from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
+from flwr.supercore.inflatable.inflatable_protobuf_utils import make_pull_object_fn_protobuf
+from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, inflate_object_from_contents, pull_objects
+
+from fedloom.errors import FedloomError, RunStopped, Stop
+from fedloom_sites.deploy.protocol.rejected import plain
+
+T = TypeVar("T")
+
+POLL = 0.2
+"""Seconds between two looks at the replies."""
+PAUSE = 30.0
+"""Most seconds between two attempts to reach Flower's server when it does not answer."""
+
+
+class TooLong(FedloomError):
+    """A reply that claims more bytes than its kind may have."""
+
+
+def pull(grid: Grid, limits: Mapping[str, int]) -> list[Message]:
+    """The replies that have arrived; in the place of one that is too long or incomplete, an error.
+
+    Args:
+        grid: Flower's.
+        limits: most bytes of a reply, by the message that it answers.
+    """
+    client = getattr(grid, "_runtime_client", None)
+    if client is None:  # not over a network: a message is there already
+        return list(grid.pull_messages([*limits]))
+    node, run_id = cast(Any, grid).node, grid.run.run_id
+    fetch = make_pull_object_fn_protobuf(pull_object_protobuf=client.PullObject, node=node, run_id=run_id)
+    answer = client.PullMessages(PullAppMessagesRequest(message_ids=[*limits]))
+    replies = []
+    for header, tree in zip(answer.messages_list, answer.message_object_trees, strict=True):
+        id_, request_id = header.metadata.message_id, header.metadata.reply_to_message_id
+        try:
+            replies.append(_inflated(id_, tree, fetch, limits.get(request_id, 0)))
+        except (TooLong, ObjectPullError) as error:
+            replies.append(_error(run_id, node.node_id, request_id, str(error)))
+        client.ConfirmMessageReceived(ConfirmMessageReceivedRequest(node=node, run_id=run_id, message_object_id=id_))
+    return replies
+
+
+def _inflated(id_: str, tree: Any, fetch: Callable[[str], bytes], limit: int) -> Message:
+    """A reply, put together.
+
+    Raises:
+        TooLong: it has more bytes than the limit.
+        ObjectPullError: a part does not come.
+    """
+    times = Counter(part.object_id for part in iterate_object_tree(tree))
+    total, counting = 0, threading.Lock()
+
+    def counted(part: str) -> bytes:
+        nonlocal total
+        content = fetch(part)
+        with counting:
+            total += times[part] * len(content)
+            if total > limit:
+                raise TooLong(f"a reply of more than {total} bytes, at most {limit} are allowed")
+        return content
+
+    message = inflate_object_from_contents(id_, pull_objects([*times], counted))
+    assert isinstance(message, Message)
+    message.metadata.__dict__["_message_id"] = id_
+    return message
+
+
+def _error(run_id: int, node: int, request_id: str, reason: str) -> Message:
+    metadata = Metadata(
+        run_id=run_id, message_id="", src_node_id=node, dst_node_id=node, message_type=SYSTEM_MESSAGE_TYPE, group_id="",
+        ttl=0, reply_to_message_id=request_id, created_at=now().timestamp(),
+    )  # fmt: skip
+    return make_message(metadata=metadata, error=Error(code=ErrorCode.MESSAGE_UNAVAILABLE, reason=reason))
+
+
+def with_retry(call: Callable[[], Iterable[T]], seconds: float) -> list[T]:
+    """The answer of Flower's server; while there is none, it is asked again for so many seconds.
+
+    Raises:
+        RunStopped: it does not answer.
+    """
+    end, pause = time.monotonic() + seconds, POLL
+    while True:
+        try:
+            return list(call())
+        except FedloomError:
+            raise
+        except Exception as error:
+            if time.monotonic() > end:
+                raise RunStopped(Stop.TOO_FEW, f"Flower's server does not answer: {plain(str(error))}") from error
+            time.sleep(pause)
+            pause = min(2 * pause, PAUSE)

@@ -1,0 +1,108 @@
+"""Results of a deployment on the server, in the form of a run directory, so that `fedloom report` reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+
+from fedloom.engine.job import Job
+from fedloom.engine.state import State
+from fedloom.errors import Stop
+from fedloom.lab.experiment import Experiment
+from fedloom.lab.experiment.analyses.cox import cox_table
+from fedloom.lab.experiment.analyses.patients import GroupScore, group_table
+from fedloom.lab.experiment.outputs import (
+    labelled,
+    partition_table,
+    write_measured,
+    write_parquet,
+    write_settings,
+)
+from fedloom.rundir import COX, GROUPS, PARTITION, SUMMARY, RunRecord, SiteSummary, Summary
+from fedloom.storage.checkpoint import save_tensors
+from fedloom.storage.files import make_folder, write_atomic
+from fedloom.tasks.cox_vectors import CoxAgreement
+from fedloom.tasks.secure_cox import SecureCoxFit
+from fedloom_sites.deploy.audit import lines_of
+from fedloom_sites.deploy.ops.status import counted, tallies
+from fedloom_sites.deploy.settings import Server
+
+
+class Results:
+    """``experiment.toml``, ``{metrics,timings,partition}.parquet``, ``global.safetensors`` and ``summary.json``.
+
+    Args:
+        settings: of the server.
+        experiment: one method with one seed.
+
+    Raises:
+        CheckpointError: (any method) the disk is full or refuses.
+    """
+
+    def __init__(self, settings: Server, experiment: Experiment) -> None:
+        self._settings, self._experiment = settings, experiment
+        self._job: Job | None = None
+        self._rounds, self._notes = 0, tuple[str, ...]()
+
+    def hold(self, job: Job, state: State) -> None:
+        """Keep the facts of the summary, however the run ends."""
+        self._job, self._rounds, self._notes = job, state.round, state.notes
+
+    def tables(self, job: Job, state: State) -> None:
+        """What was measured, the public sizes of the sites, and the global model."""
+        self.hold(job, state)
+        out, method, seed = self._settings.results, self._experiment.methods[0], self._experiment.head.seeds[0]
+        make_folder(out)
+        write_settings(out, self._experiment)
+        seconds = (state.times.without_startup(), state.times.startup())
+        write_measured(out, [(method.label, seed, state.records.table(), seconds)])
+        members = {m.client: m.site for m in self._settings.sites}
+        names = [members.get(c, str(c)) for c in range(job.n)]
+        sizes = job.fed.sizes("train").numpy()
+        write_parquet(out / PARTITION, [partition_table(seed, names, sizes, np.zeros((job.n, 0), np.int64))])
+        shared = job.algorithm.global_model(state.server)
+        if shared is not None:
+            header = {**job.oracle.layout.header(), "round": str(state.round)}
+            save_tensors(out / "global.safetensors", {"rows": shared.cpu()}, header)
+
+    def groups(self, scores: Sequence[GroupScore]) -> None:
+        """Scores of groups after the last round."""
+        label, seed = self._experiment.methods[0].label, self._experiment.head.seeds[0]
+        write_parquet(self._settings.results / GROUPS, [labelled(group_table(scores), label, seed)] if scores else [])
+
+    def cox(self, fit: SecureCoxFit, names: Sequence[str], terms: CoxAgreement) -> None:
+        """The Cox regression over the rows of all sites."""
+        write_parquet(self._settings.results / COX, [cox_table(fit, names, terms)])
+
+    def summary(self, stop: Stop | None, detail: str, here: Collection[int], diverged: int | None = None) -> None:
+        """How far the run is, or how it ended, and how every site did.
+
+        Args:
+            stop: why it ended; None while it runs.
+            detail: of the end.
+            here: clients that are there.
+            diverged: by which round the run had diverged, if it went on to its end.
+        """
+        settings, method, job = self._settings, self._experiment.methods[0], self._job
+        reason = "the run has not ended" if stop is None else f"{stop.value}{f' ({detail})' if detail else ''}"
+        more: dict[str, Any] = {} if diverged is None else {"diverged": diverged}
+        if job is not None:
+            more |= {"oracle": job.oracle.name, "chunk": 1, "device": "cpu", "parameters": job.oracle.layout.d}
+        run = RunRecord(
+            method=method.label, algorithm=method.algorithm, seed=self._experiment.head.seeds[0],
+            status=(stop or Stop.INTERRUPTED).status, reason=reason, rounds=self._rounds, **more,
+        )  # fmt: skip
+        members = {m.client: m.site for m in settings.sites}
+        log = lines_of(settings.audit)
+        rows = tallies(log, members, self._rounds)
+        summary = Summary(
+            name=settings.name, runs=(run,), clients=settings.clients, classes=settings.samples.classes,
+            select_on=self._experiment.common.evaluate.select_on, warnings=(*self._notes, *counted(log)),
+            metrics=self._experiment.methods[0].setting.task.directions,
+            stop=stop and stop.name, reason=reason if stop is None else stop.value, detail=detail,
+            sites={members[c]: SiteSummary(here=c in here, **tally) for c, tally in rows.items()},
+        )  # fmt: skip
+        make_folder(settings.results)
+        write_atomic(settings.results / SUMMARY, summary.content())

@@ -1,0 +1,344 @@
+"""The server of a deployment: the rounds of a simulation, whose chunks are computed at real sites."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+from flwr.serverapp import Grid
+from torch import Tensor
+
+from fedloom.algorithms import upload_fields
+from fedloom.choose import SharesWeigher, Uniform, UniformWeigher
+from fedloom.choose.shares import by_clusters, column_of_shares
+from fedloom.engine.checkpoints import RunCheckpoints
+from fedloom.engine.job import Job
+from fedloom.engine.loop import End, Hooks, run_rounds
+from fedloom.engine.privacy import accounted, check_privacy, spent
+from fedloom.engine.records import Record
+from fedloom.engine.scoring import records_of, score_request, scores_of
+from fedloom.engine.setting import Setting
+from fedloom.engine.setup import make_job
+from fedloom.engine.state import State, initial_state
+from fedloom.engine.virtual.check import check_stream
+from fedloom.engine.virtual.clock import CLIENT, VERSION
+from fedloom.errors import CheckpointError, DataError, FedloomError, GivenUp, Refused, RunStopped, Stop
+from fedloom.lab.experiment import Experiment
+from fedloom.local.oracles.precision import undisturbed
+from fedloom.rows.channel import GaussianNoise
+from fedloom.rundir import SUMMARY
+from fedloom.schedule import Stream, Synchronous
+from fedloom.storage.checkpoint import Checkpoints
+from fedloom.storage.locks import lock
+from fedloom.version import __version__
+from fedloom_sites.deploy.audit import Audit
+from fedloom_sites.deploy.code import read_agreed
+from fedloom_sites.deploy.cox import agreed_cox
+from fedloom_sites.deploy.groups import GroupSums, agreed_groups
+from fedloom_sites.deploy.noise import SharedMean, deployed, left_to_sites
+from fedloom_sites.deploy.ops.status import serve_metrics
+from fedloom_sites.deploy.protocol.forms import Forms
+from fedloom_sites.deploy.secure.member import check_maskable
+from fedloom_sites.deploy.secure.sites import MaskedSites
+from fedloom_sites.deploy.server.cox import CoxServer
+from fedloom_sites.deploy.server.results import Results
+from fedloom_sites.deploy.server.sites import Sites
+from fedloom_sites.deploy.server.transport import Transport
+from fedloom_sites.deploy.settings import Server, check_version
+from fedloom_sites.deploy.site.ledger import Ledger
+from fedloom_sites.deploy.site.local_data import federation_of
+
+Say = Callable[[str], None]
+
+STOPS = "fedloom: stops: "
+"""Begin of the line with the reason why a run ended early."""
+FINISHED = "all rounds are done; for more of them, deploy an experiment with more rounds"
+
+
+@undisturbed()
+def serve(grid: Grid, settings: Server, say: Say = print) -> Stop:
+    """Train at the sites until all rounds are done; after a stop or a crash, the same call resumes.
+
+    Args:
+        grid: Flower's.
+        settings: of the server.
+        say: prints a line.
+
+    Returns:
+        Why the run ended.
+
+    Raises:
+        ConfigError: the experiment is not the one agreed on, or cannot be deployed.
+        RunDirError: another server works on the same experiment.
+        CheckpointError: the disk is full or refuses, or no checkpoint can be read.
+    """
+    check_version(settings)
+    experiment = read_agreed(settings, workers=1, chunk=1)
+    masked, start = settings.secure is not None, settings.start is not None
+    check_deployable(experiment, masked=masked, start=start, clients=settings.clients)
+    with lock(settings.checkpoints):
+        ended = finished(settings)
+        if ended is not None:
+            say(f"fedloom: {FINISHED if ended in (Stop.DONE, Stop.DIVERGED) else ended.value}")
+            return ended
+        with serve_metrics(settings):
+            return _Run(grid, settings, experiment, say).go()
+
+
+def finished(settings: Server) -> Stop | None:
+    """How a run ended that cannot be resumed and whose results are written, so that no site is needed any more.
+
+    Raises:
+        CheckpointError: no checkpoint can be read.
+        RunDirError: the checkpoints are of another experiment.
+    """
+    newest = Checkpoints(settings.checkpoints).load(settings.fingerprint[:16])
+    try:
+        recorded = json.loads((settings.results / SUMMARY).read_bytes())["stop"]
+        stop = Stop[recorded]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    ended = newest is not None and newest.meta["stop"] == recorded and not stop.resumable
+    return stop if ended else None
+
+
+def check_deployable(
+    experiment: Experiment, *, masked: bool = False, start: bool = False, clients: int | None = None
+) -> None:
+    """Refuse what makes sense in a simulation only and, ``masked`` by secure aggregation, what needs single uploads.
+
+    Args:
+        experiment: to be deployed.
+        masked: by secure aggregation.
+        start: whether the file of the initial model is agreed on by its digest.
+        clients: sites of the experiment; None where they are not known yet.
+
+    Raises:
+        Refused: the run makes no sense; the message has the reason.
+        ConfigError: the schedule needs more sites than there are.
+    """
+    method = experiment.methods[0]
+    if experiment.common.attack is not None:
+        raise Refused("an attack is for simulation: leave the table [attack] out to deploy this experiment")
+    if method.setting.devices is not None:
+        raise Refused("[devices] are of virtual time, and real sites take their own: leave the table out to deploy")
+    schedule = method.setting.schedule
+    if not isinstance(schedule, Synchronous | Stream):
+        raise Refused(
+            f"schedule {schedule.kind!r} is of virtual time: leave [schedule] out to deploy, the server's file has the "
+            "deadline of a round; or take schedule 'buffered'"
+        )
+    if experiment.common.evaluate.clients is not None:
+        raise Refused("evaluate.clients is for simulation, every site scores models: leave it out to deploy")
+    if method.setting.pooled:
+        raise Refused(f"{method.label} pools the data of all clients, which real sites do not give; choose another")
+    if by_clusters(method.setting.weights):
+        raise Refused(
+            f"weights = {method.setting.weights!r} is for simulation: clusters are found before the sites are there. "
+            "Give a number for each site, or weigher 'equitable', which finds them in every round"
+        )
+    if column_of_shares(method.setting.weights):
+        raise Refused(
+            f"weights = {method.setting.weights!r} is for simulation: the server does not see the rows of sites. Give "
+            "a number for each site"
+        )
+    if method.setting.model.weights is not None and not start:
+        raise Refused(
+            "model.weights is a file of this machine, and nothing holds the sites to the same one: leave it out, or "
+            "give a function of a package that every site has, [model] kind = 'package.module:function'"
+        )
+    setting = method.setting.resolved()
+    check_stream(setting, clients)
+    fields, sampler = upload_fields(type(setting.method)), setting.sampler
+    check_privacy(setting.method, setting.channel, setting.aggregator, sampler, setting.weigher)
+    if sampler.learns and any(k.primary and k.base.startswith("rows.") for k in fields.values()):
+        raise Refused(
+            f"sampler {sampler.kind!r} looks at the clients' models, but {method.label} uploads a difference to a "
+            "state that stays at the client; choose another sampler"
+        )
+    if masked:
+        check_maskable(setting)
+
+
+def counts_samples(setting: Setting) -> str:
+    """What of a run needs the numbers of samples of all sites; empty where nothing does."""
+    plain = isinstance(setting.sampler, Uniform) and isinstance(setting.weigher, SharesWeigher | UniformWeigher)
+    return "weights = 'samples'" if setting.weights == "samples" else "" if plain else "the sampler or weigher"
+
+
+class _Run(Hooks):
+    """One run: what it has, and what it does around its rounds."""
+
+    def __init__(self, grid: Grid, settings: Server, experiment: Experiment, say: Say) -> None:
+        self._settings, self._experiment, self._say = settings, experiment, say
+        self._audit = Audit(settings.audit)
+        self._transport = Transport(grid, settings, self._audit, say)
+        self._results = Results(settings, experiment)
+        secure, self.robust_losses = settings.secure, True
+        self._streams = isinstance(experiment.methods[0].setting.schedule, Stream)  # no round of messages to all
+        no_place = secure is not None and secure.scores == "per-site"  # in a masked sum
+        self.scores_with_training = not (no_place or self._streams)
+
+    def go(self) -> Stop:
+        """Begin or go on, to the end."""
+        self._audit.write("wait", release=__version__)
+        try:
+            self._gather()
+            end = self._run()
+        except RunStopped as error:
+            stop, detail, diverged = error.reason, error.detail, None
+        except FedloomError as error:
+            with suppress(CheckpointError):  # the disk of the log may be full as well
+                self._audit.write("stop", reason=str(error))
+            raise
+        else:
+            _, stop, detail, diverged = end
+        if stop is not Stop.DONE and diverged is None:
+            self._say(f"{STOPS}{RunStopped(stop, detail)}")
+        self._audit.write("stop", reason=stop.value, detail=detail or None)
+        self._results.summary(stop, detail, self._transport.nodes, diverged)
+        return stop
+
+    def _run(self) -> End:
+        """Run the rounds that are left."""
+        settings, audit = self._settings, self._audit
+        job, server, forms = self._make_job()
+        checkpoints = RunCheckpoints(job, settings.checkpoints, settings.fingerprint[:16], every_round=True)
+        groups = GroupSums(job, agreed_groups(self._experiment, settings.samples))
+        sites = (Sites if settings.secure is None else MaskedSites)(job, forms, self._transport, settings, groups)
+        self._job, self._sites = job, sites
+        state, stop, detail, diverged, extras = checkpoints.resume(initial_state(job, server))
+        if extras:
+            sites.accepted = torch.tensor(extras["accepted"])
+            self._say(f"fedloom: resumes after round {state.round}")
+        for note in job.notes:
+            self._say(f"fedloom: {note}")
+        audit.write("start", round=state.round, release=__version__, sites=sorted(self._transport.nodes))
+        end = End(state, stop, detail, diverged) if stop else run_rounds(job, self._sites, checkpoints, self, state)
+        if end.state.records.items:
+            self._results.tables(job, end.state)
+        if end.stop in (Stop.DONE, Stop.DIVERGED):
+            self._fit_cox()
+        return end
+
+    def _fit_cox(self) -> None:
+        """Fit the Cox regression that was agreed on; one that cannot be is a note.
+
+        Raises:
+            RunStopped: sites are missing; the same call continues.
+        """
+        settings, agreed = self._settings, agreed_cox(self._experiment, self._settings.samples)
+        if agreed is None:
+            return
+        cox = CoxServer(self._sites, *agreed, settings.checkpoints)
+        try:
+            fit = cox.fit()
+        except (DataError, GivenUp, Refused) as error:
+            self._transport.note("no Cox regression", self._job.setting.rounds, [], str(error))
+            return
+        self._results.cox(fit, agreed[1], cox.terms)
+        self._say(f"fedloom: Cox regression of {fit.fit.rows} rows with {fit.fit.events} events")
+        self._audit.write("cox", rows=fit.fit.rows, events=fit.fit.events, lost=fit.losses._asdict())
+
+    def before_round(self, state: State) -> RunStopped | None:
+        """Make sure that the next round stays within the budget, and enter it if the server adds the noise."""
+        self._results.hold(self._job, state)
+        setting, t = self._job.setting, state.round + 1
+        noise, limit = accounted(setting.channel, setting.aggregator), self._settings.epsilon
+        try:
+            if isinstance(noise, GaussianNoise | SharedMean):  # the sites have ledgers of their own
+                after = spent(noise, setting.sampler, state.uploads + 1, t)
+                if limit is not None and after > limit:
+                    raise Refused(f"round {t} would make epsilon {after:.4g}, the limit is {limit:.4g}")
+            else:
+                Ledger(self._settings.checkpoints, noise, limit, "the run", least=t - 1 if noise else 0).release(t)
+        except Refused as error:
+            return RunStopped(Stop.BUDGET, str(error))
+        return None
+
+    def ask_for_scores(self, state: State) -> None:
+        request = score_request(self._job, state)
+        if request is not None:
+            self._sites.score_with_training(request)
+
+    def evaluate(self, state: State) -> tuple[State, str]:
+        records = [*records_of(self._job, state, scores_of(self._job, self._sites, state))]
+        sums = self._sites.sums(state.round)
+        records += [Record.of_federation(state.round, model, part, name, value) for model, part, name, value in sums]
+        state = state.with_(records=state.records.plus(records))
+        self._results.tables(self._job, state)
+        if state.round == self._job.setting.rounds:
+            self._results.groups(self._sites.groups())
+        self._results.summary(None, "", self._transport.nodes)
+        return state, ""
+
+    def diverges(self, state: State, sentence: str) -> None:
+        self._say(f"fedloom: diverges: {sentence}; the run continues")
+        self._audit.write("diverges", round=state.round, reason=sentence)
+
+    def trained(self, state: State) -> tuple[str, ...]:
+        if state.clock is None:
+            self._sites.accepted[state.cohort] = state.round
+            return ()
+        log = state.clock.used_in(state.round)
+        clients, versions = (torch.from_numpy(log[:, k].astype("int64")) for k in (CLIENT, VERSION))
+        self._sites.accepted[clients] = versions + 1
+        staleness = dict(zip(clients.tolist(), (state.round - 1 - versions).tolist(), strict=True))
+        self._transport.step(state.round, staleness)
+        return ()
+
+    def given_up(self, state: State, error: GivenUp) -> None:
+        self._transport.note("given up", state.round, error.clients, str(error))
+
+    def after_round(self, state: State) -> str | None:
+        self._say(self._line(state))
+        return None
+
+    def extras(self, state: State) -> dict[str, Any]:
+        setting, accepted = self._job.setting, self._sites.accepted
+        noise = accounted(setting.channel, setting.aggregator)
+        costs = {
+            name: None if one is None else spent(one, setting.sampler, state.uploads, state.round)
+            for name, one in {"epsilon": noise, "epsilon_sites": left_to_sites(noise)}.items()
+        }
+        return {"accepted": accepted.tolist(), "sizes": self._transport.sizes.tolist(), **costs}
+
+    def _gather(self) -> None:
+        """Wait for the sites; numbers of samples that the run began with hold."""
+        sizes = self._known_sizes()
+        if sizes is not None:
+            self._transport.sizes.copy_(sizes)
+            self._transport.presence.fix()
+        by = counts_samples(self._experiment.methods[0].setting.resolved())
+        self._transport.gather(by if sizes is None else "")
+
+    def _known_sizes(self) -> Tensor | None:
+        """The facts of the newest checkpoint."""
+        loaded = Checkpoints(self._settings.checkpoints).load(self._settings.fingerprint[:16])
+        return None if loaded is None or not loaded.meta["more"] else torch.tensor(loaded.meta["more"]["sizes"])
+
+    def _make_job(self) -> tuple[Job, Any, Forms]:
+        """The run without samples or client state; a round needs the quorum of the settings."""
+        fed = federation_of(self._settings.samples, self._transport.sizes)
+        experiment = self._experiment
+        setting = experiment.methods[0].setting
+        setting = setting.with_(engine=setting.engine.with_(quorum=1e-9, device="cpu"))
+        schedule = setting.schedule  # which is of real time; `check_deployable` has looked at it
+        scored = setting.evaluate.with_(statistics="own")  # as sites score
+        planned = setting.with_(schedule=Synchronous(), evaluate=scored)
+        job, server = make_job(planned, fed, folder=self._settings.checkpoints)
+        forms = Forms(job, server)
+        noisy = deployed(job.setting, self._settings.survivors)
+        job = replace(job, setting=noisy.with_(schedule=schedule, evaluate=setting.evaluate))
+        return job.without_states(), server, forms
+
+    def _line(self, state: State) -> str:
+        text = f"fedloom: round {state.round}/{self._job.setting.rounds}: "
+        text += f"{len(state.cohort)} of {len(self._transport.members)} accepted"
+        figures = ((state.round, "train", "loss", False), (state.round, "train", "loss/mean", True))
+        losses = [r for r in state.records.items if (r.round, r.part, r.metric, r.total) in figures]
+        return f"{text}, loss {torch.from_numpy(losses[-1].values).nanmean():.4g}" if losses else text

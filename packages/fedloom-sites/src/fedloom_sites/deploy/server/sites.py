@@ -1,0 +1,209 @@
+"""Sites: the clients of a deployment, which train, answer and score where their samples are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedloom.engine.clients.chunk import ClientOutput
+from fedloom.engine.clients.remote import StreamedClients
+from fedloom.engine.job import Job
+from fedloom.errors import Refused, WireError
+from fedloom.lab.experiment.analyses.patients import GroupScore
+from fedloom.local.rows import Fields
+from fedloom.processes.clients import AskRequest, ScoreRequest, TrainRequest
+from fedloom.tasks.cox_vectors import CoxAgreement, Ring, opened
+from fedloom_sites.deploy.cox import CoxFound, CoxStep
+from fedloom_sites.deploy.groups import GroupSums
+from fedloom_sites.deploy.protocol.envelope import Reply, Request
+from fedloom_sites.deploy.protocol.forms import Forms, for_client, is_common, output_of
+from fedloom_sites.deploy.secure.counters import ABSENT, ANSWERED, COUNTERS, NEUTRAL, AnswerCounts
+from fedloom_sites.deploy.server.transport import Transport
+from fedloom_sites.deploy.settings import Server
+
+
+class CoxSum(NamedTuple):
+    """The sum of a step of a Cox regression.
+
+    Attributes:
+        total: of the vectors of all sites; None where a site could not answer.
+        clients: sites that were asked and sent a vector.
+        terms: the agreement, with the bins that the sum has.
+        counts: how many of them answered from their rows, and how many could not.
+    """
+
+    total: Ring | None
+    clients: list[int]
+    terms: CoxAgreement
+    counts: AnswerCounts
+
+
+class Sites(StreamedClients):
+    """The sites of a run; see `RemoteClients` and, of a buffered run, `StreamedClients`.
+
+    Args:
+        job: the run, as the server has it.
+        forms: the forms of its messages.
+        transport: the way to the sites.
+        settings: the settings of the server.
+        group_sums: how groups are summed.
+
+    Attributes:
+        group_sums: see above.
+    """
+
+    def __init__(self, job: Job, forms: Forms, transport: Transport, settings: Server, group_sums: GroupSums) -> None:
+        super().__init__(job, transport.sizes)
+        self.group_sums = group_sums
+        self._forms, self._transport, self._settings = forms, transport, settings
+        self._pending: ScoreRequest | None = None
+        self._scores: tuple[int, Mapping[int, dict[str, float]]] | None = None
+        self.patience, self.longest, self._start = settings.patience, settings.ttl, math.nan
+        transport.begin(job, forms, group_sums.names)
+
+    def score_with_training(self, request: ScoreRequest) -> None:
+        """Ask for scores in the messages of the training that comes next; `score` has them then."""
+        self._pending = request
+
+    def sums(self, round: int) -> Iterator[tuple[str, str, str, float]]:
+        """Model, part, name and value of figures of the federation that the sites have summed after a round."""
+        yield from ()
+
+    def groups(self) -> list[GroupScore]:
+        """Scores of groups after the last round, of all sites together and of each."""
+        return [*self.group_sums.scores(self._scores[1])] if self._scores is not None else []
+
+    def train_each(self, request: TrainRequest, downloads: Mapping[int, object]) -> dict[int, ClientOutput]:
+        """Train at the sites.
+
+        Raises:
+            RunStopped: fewer sites than the quorum answered in time.
+        """
+        forms = self._forms
+        common = forms.write_down(request.down, request.server) if is_common(request.down) else None
+        pending, self._pending = self._pending, None
+        scored, asks = (-1, {}) if pending is None else (pending.round, self._score_letters(pending))
+        letters = dict[int, Request]()
+        for c, down in downloads.items():
+            ask = asks.pop(c, None)
+            parts, has_global = ((), False) if ask is None else (ask.arrays, bool((ask.more or {})["global"]))
+            more = self._place(c) | {"scored": -1 if ask is None else scored, "global": has_global}
+            message = common or forms.write_down(down, request.server)
+            letters[c] = Request("train", c, [message, *parts], more, down)
+        need = max(1, min(self._settings.quorum, len(letters)))
+        replies = self._transport.collect_replies(request.round, letters | asks, need)
+        self._scores = (scored, {c: reply.metrics for c, reply in replies.items()})
+        return {c: output_of(reply.value, _work(reply)) for c, reply in replies.items() if c in letters}
+
+    def ask_each(self, request: AskRequest, clients: list[int]) -> dict[int, tuple[Tensor, Tensor]]:
+        message = [self._forms.write_model(request.model)]
+        replies = self._transport.collect_replies(request.round, {c: Request("ask", c, message) for c in clients}, 0)
+        return {c: (reply.value, _work(reply)) for c, reply in replies.items()}
+
+    def begin_at(self, seconds: float) -> None:
+        if math.isnan(self._start):
+            self._start = self._transport.seconds() - seconds
+
+    def seconds(self) -> float:
+        return self._transport.seconds() - self._start
+
+    def pause(self) -> None:
+        self._transport.pause()
+
+    def present(self) -> AbstractSet[int]:
+        return {c for c in self._transport.nodes if self.can_train(c)}
+
+    def is_asked(self, client: int) -> bool:
+        return client in self._transport.awaited
+
+    def ask_to_train(self, client: int, round: int, down: Fields, server: Fields | None) -> None:
+        more = self._place(client) | {"scored": -1, "global": False}
+        node, message = self._transport.nodes[client], self._forms.write_down(down, server)
+        self._transport.post(round, [Request("train", client, [message], more, down, node)])
+
+    def arrived(self) -> tuple[dict[int, ClientOutput], set[int]]:
+        replies, failed = self._transport.arrived()
+        return {c: output_of(reply.value, _work(reply)) for c, reply in replies.items()}, failed
+
+    def give_up(self, client: int) -> None:
+        self._transport.give_up(client)
+
+    def score_each(self, request: ScoreRequest) -> Mapping[int, dict[str, float]]:
+        """Scores that came with the training, or else are asked for now; of a buffered run, from whom does not train.
+
+        After the last round, every site scores.
+        """
+        if self._scores is None or self._scores[0] != request.round:
+            letters, busy = self._score_letters(request), self._transport.awaited
+            if busy and request.round < self._job.setting.rounds:
+                letters = {c: letter for c, letter in letters.items() if c not in busy}
+            replies = self._transport.collect_replies(request.round, letters, 0)
+            self._scores = request.round, {c: reply.metrics for c, reply in replies.items()}
+        return self._scores[1]
+
+    def cox_sum(self, step: CoxStep, agreed: CoxAgreement, clients: Sequence[int]) -> CoxSum:
+        """The sum of the vectors of a step.
+
+        Args:
+            step: what is asked.
+            agreed: on by all.
+            clients: the sites of the steps before; none before the first.
+
+        Raises:
+            RunStopped: one of these does not answer, or fewer than the quorum.
+        """
+        beta, need = np.array(step.beta), len(clients) or self._settings.quorum
+
+        def read(message: bytes) -> tuple[Ring, AnswerCounts]:
+            try:
+                numbers = np.frombuffer(message, dtype="<u8").astype(np.uint64, copy=False)
+                vector, counts = numbers[:-COUNTERS], tuple(numbers[-COUNTERS:].tolist())
+                opened(vector, agreed, beta, 1)
+                if counts not in (ABSENT, ANSWERED, NEUTRAL):
+                    raise ValueError(f"the counters of a site cannot be {counts}")
+            except (Refused, ValueError) as error:
+                raise WireError(str(error)) from None
+            return vector, AnswerCounts(*counts)
+
+        asks = {
+            c: Request("cox", c, [step.encode()], read=read, most=8 * (agreed.length + COUNTERS))
+            for c in (clients or self._transport.nodes)
+        }
+        replies = self._transport.collect_replies(self._job.setting.rounds, asks, need)
+        vectors, counts = zip(*(reply.value for _, reply in sorted(replies.items())), strict=True)
+        counted = AnswerCounts(*(sum(numbers) for numbers in zip(*counts, strict=True)))
+        total: Ring | None = None if counted.neutral else np.sum(vectors, axis=0, dtype=np.uint64)
+        return CoxSum(total, sorted(replies), agreed, counted)
+
+    def share_cox(self, fit: CoxFound) -> None:
+        """Send the sites that are there what the regression found."""
+        asks = {c: Request("fitted", c, [fit.model_dump_json().encode()]) for c in self._transport.nodes}
+        self._transport.collect_replies(self._job.setting.rounds, asks, 0)
+
+    def _score_letters(self, request: ScoreRequest) -> dict[int, Request]:
+        """Requests that ask every site that is there for scores."""
+        forms, down, model = self._forms, request.down, request.model
+        common = forms.write_models(down, model) if down is None or is_common(down) else None
+        return {
+            c: Request(
+                "score",
+                c,
+                common or forms.write_models(for_client(down, c), model),
+                self._place(c) | {"global": model is not None},
+                round=request.round,
+            )
+            for c in self._transport.nodes
+        }
+
+    def _place(self, client: int) -> dict[str, Any]:
+        return {"accepted": int(self.accepted[client]), "weight": float(self._job.alpha[client])}
+
+
+def _work(reply: Reply) -> Tensor:
+    return torch.tensor([reply.head["work"]])

@@ -1,0 +1,358 @@
+"""Post: messages to the sites over Flower's grid, and their replies, each matched by the message that it answers.
+
+A message goes to a site with its own nonce and an explicit time to live. A round of messages closes when all are
+answered, or at the soft deadline if there are enough replies that count; with these, the server does not wait for a
+mute node (`fedloom_sites.deploy.server.presence`). A greeting that is answered after its deadline still counts.
+
+Flower's `Grid.send_and_receive` (1.41) does not do here: it waits for every node or its time-out, looks every three
+seconds, drops replies that come later, and puts together a reply of any length.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from flwr.app import Message
+from flwr.serverapp import Grid
+from torch import Tensor
+
+from fedloom.engine.job import Job
+from fedloom.errors import RunStopped, Stop
+from fedloom_sites.deploy.audit import Audit
+from fedloom_sites.deploy.protocol.checks import Checks
+from fedloom_sites.deploy.protocol.envelope import Pending, Reply, Request, message_of
+from fedloom_sites.deploy.protocol.forms import Forms
+from fedloom_sites.deploy.protocol.identity import verifying_key
+from fedloom_sites.deploy.protocol.rejected import LateReply, Rejected, plain
+from fedloom_sites.deploy.server.bounded import POLL, pull, with_retry
+from fedloom_sites.deploy.server.presence import NodePresence
+from fedloom_sites.deploy.settings import Server
+
+
+class Transport:
+    """The way to the sites.
+
+    Args:
+        grid: Flower's.
+        settings: of the server.
+        audit: log of every reply.
+        say: prints a line.
+
+    Attributes:
+        members: the sites that may take part, by client.
+        presence: which of them are there.
+        figures: that the samples of every site define; empty where scores are not summed.
+    """
+
+    def __init__(self, grid: Grid, settings: Server, audit: Audit, say: Callable[[str], None]) -> None:
+        self._grid, self._settings, self._audit, self._say = grid, settings, audit, say
+        self.members = {member.client: member for member in settings.sites}
+        self._keys = {c: verifying_key(m.signing_key, m.site) for c, m in self.members.items()}
+        self.checks = Checks(settings, self._keys)
+        self.figures = [""] * settings.clients
+        self.presence = NodePresence(
+            self.members, settings.clients, settings.patience, settings.absent_after, settings.pace, self._met()
+        )
+        self._overdue: dict[str, tuple[Pending, float]] = {}
+        self._posted: dict[str, tuple[Pending, float]] = {}
+
+    def _met(self) -> dict[int, int]:
+        """The client of every node that the log has a reply of, so that a site is named before its first answer."""
+        lines = [x for x in self._audit.lines() if x.get("what") == "accepted"]
+        names: dict[Any, str] = {c: m.site for c, m in self.members.items()}
+        return {x["node"]: x["client"] for x in lines if names.get(x.get("client")) == x.get("site") and "node" in x}
+
+    @property
+    def nodes(self) -> dict[int, int]:
+        """Flower's number of the node of every site that is there, by client."""
+        return self.presence.nodes
+
+    @property
+    def sizes(self) -> Tensor:
+        """``[n, 3]`` training, validation and test samples of every site; 0 before its first answer."""
+        return self.presence.sizes
+
+    def begin(self, job: Job, forms: Forms, names: Collection[str] = ()) -> None:
+        """Take up a run: its messages are known, and numbers of samples do not change from here on.
+
+        Args:
+            job: the run.
+            forms: of its messages.
+            names: of numbers that come with the scores of the last round.
+        """
+        self.checks = Checks(self._settings, self._keys, job, forms, self.sizes, names)
+        self.presence.fix()
+
+    def gather(self, everyone: str) -> None:
+        """Greet nodes until all sites are there, or the quorum is when the patience ends.
+
+        Args:
+            everyone: what needs the number of samples of all sites; empty: the quorum is enough.
+
+        Raises:
+            RunStopped: too few sites.
+        """
+        patience, waits = self._settings.patience, False
+        end = time.monotonic() + patience
+        while True:
+            self.greet()
+            missing = [m.site for c, m in self.members.items() if c not in self.nodes]
+            if not missing:
+                return
+            if time.monotonic() > end:
+                break
+            if not waits:
+                self._say(f"fedloom: waits for {', '.join(missing)}, at most {patience:g} s")
+                waits = True
+            time.sleep(min(5 * POLL, patience / 10))
+        need = len(self.members) if everyone else self._settings.quorum
+        if len(self.nodes) < need:
+            why = "".join(f"; {name}: {reason}" for name, reason in self.presence.reasons().items())
+            rule = f"; {everyone} needs every site's number of samples when the run begins" if everyone else ""
+            raise RunStopped(
+                Stop.TOO_FEW, f"{len(self.nodes)} of {need} sites are there, missing: {', '.join(missing)}{why}{rule}"
+            )
+        self._say(f"fedloom: begins without {', '.join(missing)}")
+
+    def note(self, what: str, round: int, clients: Iterable[int], reason: str) -> None:
+        """Say and log what became of a round, with the sites that it is of."""
+        sites = [self.members[c].site for c in sorted(clients)]
+        self._say(f"fedloom: {what}: {reason}")
+        self._audit.write(what, round=round, sites=sites, reason=reason)
+
+    def step(self, round: int, staleness: Mapping[int, int]) -> None:
+        """Log whose uploads a step has taken, with the staleness of each."""
+        sites = {self.members[c].site: s for c, s in sorted(staleness.items())}
+        self._audit.write("step", round=round, staleness=sites)
+
+    def greet(self) -> None:
+        """Ask nodes that are not known who they are, each once at a time, and forget those that have gone."""
+        self._collect({}, {}, set())
+        self.exchange(0, self._greetings(), 0, self._settings.deadline)
+
+    def _greetings(self) -> list[Request]:
+        """Requests to nodes that are not known and have no greeting to answer."""
+        nodes = with_retry(self._grid.get_node_ids, self._settings.ttl)
+        greeted = {p.node for p, _ in (*self._posted.values(), *self._overdue.values()) if p.kind == "hello"}
+        return [Request("hello", None, node=n) for n in self.presence.strangers(nodes) if n not in greeted]
+
+    def collect_replies(self, round: int, requests: dict[int, Request], need: int) -> dict[int, Reply]:
+        """Accepted replies by client; those that did not answer are asked again until ``need`` is there.
+
+        A reply to a request for scores only does not count to ``need``.
+        """
+        end = time.monotonic() + self._settings.patience
+        self.presence.round = max(self.presence.round, round)
+        replies: dict[int, Reply] = {}
+        open_ = dict(requests)
+        while True:
+            self.greet()
+            now = [request._replace(node=self.nodes[c]) for c, request in open_.items() if c in self.nodes]
+            good, bad = self.exchange(round, now, need - _counting(replies), self._settings.deadline)
+            replies |= good
+            open_ = {c: request for c, request in open_.items() if c not in good and c not in bad}
+            if _counting(replies) >= need or (not open_ and requests):
+                break
+            if time.monotonic() > end or not requests:
+                break
+            time.sleep(min(5 * POLL, self._settings.patience / 10))
+        for c in open_:
+            self._missed(round, c)
+        self.checks.quorum(round, _counting(replies), sum(r.kind != "score" for r in requests.values()), need)
+        return replies
+
+    def exchange(
+        self, round: int, requests: Sequence[Request], need: int, deadline: float
+    ) -> tuple[dict[int, Reply], set[int]]:
+        """Send requests and judge what comes back, until all is there or, with the quorum, the deadline is over.
+
+        Returns:
+            Accepted replies, and the clients whose reply was rejected.
+        """
+        start = time.monotonic()
+        open_requests = self._push(round, requests)
+        good: dict[int, Reply] = {}
+        bad: set[int] = set()
+        took: dict[str, dict[int, float]] = {pending.kind: {} for pending in open_requests.values()}
+        while open_requests:
+            arrived = self._collect(open_requests, good, bad)
+            waited = time.monotonic() - start
+            for client, reply in good.items():
+                took[reply.head["kind"]].setdefault(client, waited)
+            idle = not any(
+                self.presence.is_awaited(pending.node, waited, took[pending.kind].values())
+                for pending in open_requests.values()
+            )
+            if waited > self._settings.ttl or ((waited > deadline or idle) and _counting(good) >= need):
+                break
+            if open_requests and not arrived:
+                time.sleep(POLL)
+        for kind, seconds in took.items():
+            self._name_slow(round, kind, seconds)
+        waited = time.monotonic() - start
+        for id_, pending in open_requests.items():
+            self._overdue[id_] = pending, start + self._settings.ttl
+            times, why = took[pending.kind].values(), f"no answer within {waited:.0f} s"
+            if waited <= deadline and waited > self.presence.longest_wait(times):
+                why += (
+                    f", and the median of the other sites is {median(times):.0f} s; if the site needs longer, give a "
+                    f"larger pace than {self._settings.pace:g} in server.toml"
+                )
+            self._mark_mute(pending, why)
+        return good, bad
+
+    def _name_slow(self, round: int, kind: str, took: Mapping[int, float]) -> None:
+        """Log which site a round was held up by."""
+        slow = self.presence.slow_one(took)
+        if slow is not None and kind != "hello":
+            client, usual = slow
+            site = self.members[client].site
+            self._say(
+                f"fedloom: {site} is slow ({kind}): {took[client]:.0f} s, the median of the others is {usual:.0f} s"
+            )
+            self._audit.write(
+                "slow", kind=kind, round=round, client=client, site=site, seconds=took[client], others=usual
+            )
+
+    def _push(self, round: int, requests: Sequence[Request]) -> dict[str, Pending]:
+        """Send requests; what is open of them, by the message."""
+        experiment, ttl = self._settings.fingerprint, self._settings.ttl
+        messages = [message_of(request, round, experiment, ttl) for request in requests]
+        pushed = with_retry(lambda: self._grid.push_messages([m for m, _ in messages]), ttl) if messages else []
+        longest = self.checks.longest
+        return {
+            id_: pending._replace(most=longest(pending.kind, pending.most))
+            for id_, (_, pending) in zip(pushed, messages, strict=True)
+            if id_
+        }
+
+    def post(self, round: int, requests: Sequence[Request]) -> None:
+        """Send requests whose replies are taken whenever they come, by `arrived`."""
+        self.presence.round, now = max(self.presence.round, round), time.monotonic()
+        self._posted |= {id_: (pending, now) for id_, pending in self._push(round, requests).items()}
+
+    @property
+    def awaited(self) -> set[int]:
+        """Clients with a posted request that is open."""
+        return {pending.client for pending, _ in self._posted.values() if pending.client is not None}
+
+    def arrived(self) -> tuple[dict[int, Reply], set[int]]:
+        """The replies to posted requests since the last call, and the clients whose reply was rejected or lost.
+
+        New nodes are greeted; a greeting is waited for as long as any other, but holds nothing.
+        """
+        self.post(0, self._greetings())
+        replies, failed = dict[int, Reply](), set[int]()
+        for is_greeting in (True, False):
+            some = {id_: p for id_, (p, _) in self._posted.items() if (p.kind == "hello") is is_greeting}
+            open_requests, good = dict(some), dict[int, Reply]()
+            self._collect(open_requests, good, set())
+            ended = {id_: p for id_, p in some.items() if id_ not in open_requests}
+            self._posted = {id_: posted for id_, posted in self._posted.items() if id_ not in ended}
+            if not is_greeting:
+                replies, failed = good, {p.client for p in ended.values() if p.client is not None} - set(good)
+        self.give_up(None, self._settings.deadline)
+        return replies, failed
+
+    def give_up(self, client: int | None, most: float = 0.0) -> None:
+        """Wait no more for a client's reply, or a greeting's for None, that is out for ``most`` seconds."""
+        now = time.monotonic()
+        for id_, (pending, start) in [*self._posted.items()]:
+            if pending.client == client and now - start >= most:
+                del self._posted[id_]
+                self._overdue[id_] = pending, start + self._settings.ttl
+                self._mark_mute(pending, f"no answer within {now - start:.0f} s")
+                if client is not None:
+                    self._missed(pending.round, client)
+
+    @staticmethod
+    def seconds() -> float:
+        """Seconds since some moment."""
+        return time.monotonic()
+
+    @staticmethod
+    def pause() -> None:
+        """Wait a moment."""
+        time.sleep(POLL)
+
+    def _collect(self, open_requests: dict[str, Pending], good: dict[int, Reply], bad: set[int]) -> int:
+        """Judge what has arrived, also to messages that are not waited for any more; how many replies there were."""
+        now = time.monotonic()
+        self._overdue = {id_: overdue for id_, overdue in self._overdue.items() if now <= overdue[1]}
+        limits = {
+            id_: pending.most
+            for id_, pending in [*open_requests.items(), *((k, overdue) for k, (overdue, _) in self._overdue.items())]
+        }
+        arrived = with_retry(lambda: pull(self._grid, limits), self._settings.ttl) if limits else []
+        for reply in arrived:
+            self._accept_or_reject(reply, open_requests, good, bad)
+        return len(arrived)
+
+    def _missed(self, round: int, client: int) -> None:
+        site = self.members[client].site if client in self.members else None
+        self._audit.write("missed", round=round, client=client, site=site)
+
+    def _mark_mute(self, pending: Pending, why: str) -> None:
+        """A node has not answered in time, or its answer was lost: from now on the server does not wait for it."""
+        if self.presence.silent(pending.node):
+            name = self.presence.name(pending.node)
+            self._say(
+                f"fedloom: {name} is mute ({pending.kind}: {why}); the server does not wait for it until it answers"
+            )
+            self._audit.write("mute", reason=why, **self._facts(pending))
+
+    def _facts(self, pending: Pending) -> dict[str, Any]:
+        """The log's facts on a message: its site, if only from the node's earlier answers."""
+        client = self.presence.client(pending.node) if pending.client is None else pending.client
+        site = self.members[client].site if client in self.members else None
+        return {"kind": pending.kind, "round": pending.round, "client": client, "site": site, "node": pending.node}
+
+    def _accept_or_reject(
+        self, reply: Message, open_requests: dict[str, Pending], good: dict[int, Reply], bad: set[int]
+    ) -> None:
+        """Check one reply, and log what became of it."""
+        id_ = reply.metadata.reply_to_message_id
+        overdue, _ = self._overdue.pop(id_, (None, 0.0))
+        pending = open_requests.pop(id_, overdue)
+        try:
+            accepted = self.checks.check(reply, pending, is_late=overdue is not None, answered=good)
+            assert pending is not None
+            if pending.kind == "hello":
+                self.presence.welcome(accepted.client, pending.node, accepted.head["sizes"])
+                self.figures[accepted.client] = accepted.head["figures"]
+        except Rejected as error:
+            bad |= self._reject(error, id_, pending, overdue is not None, reply.has_error())
+            return
+        self.presence.answered(pending.node)
+        if overdue is None:
+            good[accepted.client] = accepted
+        note = plain(accepted.head["reason"])
+        if note:
+            self._say(f"fedloom: {self.presence.name(pending.node)} notes ({pending.kind}): {note}")
+        self._audit.write(
+            "accepted", digest=accepted.digest, norm=accepted.norm, reason=note or None, message=plain(id_),
+            **self._facts(pending._replace(client=accepted.client)),
+        )  # fmt: skip
+
+    def _reject(self, error: Rejected, id_: str, pending: Pending | None, is_late: bool, lost: bool) -> set[int]:
+        """Log a reply that does not count; its client, if it is not asked again in this round."""
+        facts: dict[str, Any] = {"step": error.step, "reason": error.reason, "message": plain(id_)}
+        if pending is None:
+            self._audit.write("rejected", **facts)
+            return set()
+        if isinstance(error, LateReply):
+            self.presence.answered(pending.node)
+        if pending.kind == "hello" and not lost:
+            self.presence.refuse(pending.node, error.reason)
+        self._say(f"fedloom: refuses {self.presence.name(pending.node)} ({pending.kind}): {error.reason}")
+        self._audit.write("rejected", **facts, **self._facts(pending))
+        if lost:
+            self._mark_mute(pending, error.reason)
+        return set() if pending.client is None or lost or is_late else {pending.client}
+
+
+def _counting(replies: Mapping[int, Reply]) -> int:
+    return sum(reply.head["kind"] != "score" for reply in replies.values())

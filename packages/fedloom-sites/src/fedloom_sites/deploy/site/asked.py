@@ -1,0 +1,106 @@
+"""Asked: the models that a site has answered, so that a round is not asked again with many crafted ones.
+
+An answer shows what the samples make of a model, and the difference of answers to models that differ a little shows
+more. Under masks too: every question that a sum or a counter answers shows something. A server needs one model for a
+round and a kind of message, and another one only where it lost a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fedloom.errors import RunDirError
+from fedloom_sites.deploy.protocol.envelope import Envelope, digest_of
+from fedloom_sites.deploy.secure.opened import read_checked, write_checked
+from fedloom_sites.deploy.secure.terms import Terms
+from fedloom_sites.deploy.settings import Site
+from fedloom_sites.deploy.site.state import SiteState
+from fedloom_sites.deploy.site.trainer import Trainer
+
+KINDS = ("ask", "train", "score")
+"""Kinds of messages with models that a site answers on its own; under masks they are `masked` and `tally`."""
+IN_RUN = "in the whole run"
+"""Entry of the record with the number of models of every kind that were answered in the experiment."""
+
+
+class AskedTooOften(RunDirError):
+    """A message with one model more than a site answers."""
+
+
+class AskedModels:
+    """The models of one site in one experiment.
+
+    Args:
+        site: its settings, with the agreed budget.
+        memory: its state.
+        trainer: its run, for the number of rounds.
+    """
+
+    def __init__(self, site: Site, memory: SiteState, trainer: Trainer) -> None:
+        self._site, self._memory, self._trainer = site, memory, trainer
+        self._path = memory.folder / "asked.json"
+
+    def enter(self, envelope: Envelope) -> None:
+        """Enter the models of a message of the kind ask, train or score before it is answered.
+
+        Raises:
+            AskedTooOften: the models of a round, or of the run, are too many.
+        """
+        self._enter(_models(envelope))
+
+    def enter_masked(self, terms: Terms, accepted: int) -> None:
+        """Enter the models that a vector under masks is asked for, before it is made.
+
+        Args:
+            terms: of the session.
+            accepted: the round of the state that the site answers from.
+
+        Raises:
+            AskedTooOften: the models of a round, or of the run, are too many.
+        """
+        models = dict[tuple[str, int], str]()
+        if terms.trains:
+            models["masked", terms.round] = f"{terms.download} {[accepted]}"
+        if terms.scored >= 0:
+            models["tally", terms.scored] = f"{digest_of([m.encode() for m in terms.models])} {[terms.common]}"
+        self._enter(models)
+
+    def _enter(self, models: Mapping[tuple[str, int], str]) -> None:
+        record, first = read_checked(self._path) or {}, self._memory.first()
+        total: dict[str, int] = dict(record.pop(IN_RUN, {}))
+        recent = {key: digests for key, digests in record.items() if int(key.partition(" ")[2]) >= first}
+        most, new = self._site.models_per_round, dict[str, list[str]]()
+        most_in_run = self._site.models_in_run or 2 * (self._trainer.rounds + 1)
+        for (kind, t), digest in models.items():
+            digests = recent.get(f"{kind} {t}", [])
+            if digest in digests:
+                continue
+            if len(digests) >= most:
+                raise AskedTooOften(
+                    f"round {t}: {most} models were answered to messages of the kind {kind}, and a site answers no "
+                    "more of a round (models_per_round); put the server's newest checkpoints back, or begin a new "
+                    "experiment"
+                )
+            total[kind] = total.get(kind, 0) + 1
+            if total[kind] > most_in_run:
+                raise AskedTooOften(
+                    f"round {t}: {most_in_run} models were answered to messages of the kind {kind} in this experiment, "
+                    "and a site answers no more (models_in_run); begin a new experiment"
+                )
+            new[f"{kind} {t}"] = [*digests, digest]
+        if new:
+            write_checked(self._path, recent | new | {IN_RUN: total})
+
+
+def _models(envelope: Envelope) -> dict[tuple[str, int], str]:
+    """Digest of the models of a message, with the state that it is asked for, by kind and round."""
+    head, arrays = envelope.head, envelope.arrays
+    place: list[Any] = [head.get(name) for name in ("accepted", "weight", "global")]
+    if head["kind"] != "train":
+        return {(head["kind"], head["round"]): f"{head['digest']} {place}"}
+    download = head["digest"] if len(arrays) == 1 else digest_of(arrays[:1])
+    models = {("train", head["round"]): f"{download} {place[:1]}"}
+    if head["scored"] >= 0:
+        models["score", head["scored"]] = f"{digest_of(arrays[1:])} {place}"
+    return models

@@ -1,0 +1,206 @@
+"""A site's answers to the server: who it is, what it computed (`trainer`); an error is an answer too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from flwr.app import Message, RecordDict
+
+from fedloom.data.input_spec import compared
+from fedloom.errors import CheckpointError, Refused, sentence_of
+from fedloom.local.oracles.precision import undisturbed
+from fedloom.version import __version__
+from fedloom_sites.deploy.audit import SENT, Audit
+from fedloom_sites.deploy.protocol.envelope import (
+    PROTOCOL,
+    REASON,
+    REQUEST_FIELDS,
+    Envelope,
+    common_head,
+    digest_of,
+    seal,
+    unseal,
+)
+from fedloom_sites.deploy.protocol.identity import sign, signing_key
+from fedloom_sites.deploy.protocol.public import PublicReason, publish_reasons
+from fedloom_sites.deploy.secure.site import MaskedAnswers
+from fedloom_sites.deploy.settings import Site
+from fedloom_sites.deploy.site.approval import check_approved
+from fedloom_sites.deploy.site.asked import KINDS, AskedModels
+from fedloom_sites.deploy.site.local_data import part_sizes
+from fedloom_sites.deploy.site.plain import Answer, PlainAnswers
+from fedloom_sites.deploy.site.state import Rewound, SiteState
+from fedloom_sites.deploy.site.trainer import QUOTES_NO_VALUE, Trainer
+
+
+class Client:
+    """One site.
+
+    Args:
+        site: its settings.
+
+    Attributes:
+        trainer: its training and its scores.
+        answers: its answers in a round, one by one or under masks.
+
+    Raises:
+        ConfigError: the signing key cannot be read.
+    """
+
+    def __init__(self, site: Site) -> None:
+        self.site, self._key = site, signing_key(site.signing_key)
+        self._memory = SiteState(site.state, site.fingerprint, site.client)
+        self.trainer = Trainer(site, self._memory)
+        self._asked = AskedModels(site, self._memory, self.trainer)
+        self.answers = (
+            PlainAnswers(self.trainer, self._memory.folder)
+            if site.secure is None
+            else MaskedAnswers(site, self._key, self.trainer, self._memory.folder, self._asked)
+        )
+
+    def prepare(self) -> None:
+        """Read the data and make the run, before a message needs it.
+
+        Raises:
+            FedloomError: one of them cannot be.
+        """
+        with undisturbed(self.site.threads):
+            _ = self.trainer.samples, self.trainer.forms
+
+    def answer(self, message: Message) -> Message:
+        """The message with the `reply`."""
+        return Message(self.reply(message.content), reply_to=message)
+
+    def reply(self, content: RecordDict) -> RecordDict:
+        """The signed reply to the content of any message from the server; a refusal has the reason.
+
+        It does so only where the reason has no value of a sample and, under differential privacy or secure aggregation,
+        where it was made without any sample (`PublicReason`); else it is in the site's own log.
+        """
+        head: dict[str, Any] = {}
+        secret = False
+        try:
+            with publish_reasons():
+                envelope = unseal(content, REQUEST_FIELDS, {}, self.site.message_limit)
+                head = envelope.head
+                self._check(envelope)
+                secret = self.trainer.private or self.site.secure is not None
+            with undisturbed(self.site.threads), ExitStack() as held:
+                with publish_reasons():
+                    held.enter_context(self._memory.open())
+                self._watch_samples()
+                more, arrays, metrics = self._act(envelope)
+            more |= {"status": "ok", "reason": "; ".join(self._memory.notes)[:REASON]}
+        except Exception as error:  # the server gets the sentence, and logs it
+            reason = sentence_of(error)
+            if not isinstance(error, PublicReason if secret else (PublicReason, *QUOTES_NO_VALUE)):
+                reason = self.trainer.log_privately(reason)
+            more, arrays, metrics = {"status": "refused", "reason": reason[:REASON]}, [], None
+        self._memory.notes.clear()
+        more["digest"] = digest_of(arrays)
+        try:
+            self._note_sent(head, more, arrays, metrics)
+        except CheckpointError as error:  # what cannot be noted does not leave
+            more, arrays, metrics = {"status": "refused", "reason": str(error)[:REASON]}, [], None
+            more["digest"] = digest_of(arrays)
+        return self._signed(head, more, arrays, metrics)
+
+    def _note_sent(
+        self, about: dict[str, Any], more: dict[str, Any], arrays: Sequence[bytes], metrics: dict[str, float] | None
+    ) -> None:
+        """Enter what leaves the site in its own log, before it leaves.
+
+        Raises:
+            CheckpointError: the disk is full or refuses.
+        """
+        facts = {"kind": about.get("kind"), "round": about.get("round"), "status": more["status"]}
+        sizes = {"bytes": sum(map(len, arrays)), "numbers": len(metrics or {}), "digest": more["digest"]}
+        Audit(self._memory.folder / SENT).write("sent", **facts, **sizes)
+
+    def _signed(
+        self, about: dict[str, Any], more: dict[str, Any], arrays: Sequence[bytes], metrics: dict[str, float] | None
+    ) -> RecordDict:
+        kind, round, nonce = about.get("kind", "hello"), about.get("round", 0), about.get("nonce", b"")
+        head = common_head(self.site.fingerprint, kind, round, self.site.client, nonce, more["digest"]) | more
+        return seal({**head, "signature": sign(self._key, {**head, "metrics": metrics or {}})}, arrays, metrics)
+
+    def _check(self, envelope: Envelope) -> None:
+        """Refuse another release or experiment, and what did not arrive as it was sent.
+
+        Raises:
+            Refused: both sides are named.
+        """
+        head, site = envelope.head, self.site
+        for what, got, here in (
+            ("fedloom", head["release"], __version__),
+            ("protocol", head["protocol"], PROTOCOL),
+            ("experiment", head["experiment"][:16], site.fingerprint[:16]),
+        ):
+            if got != here:
+                raise Refused(f"the server's {what} is {str(got)[:60]}, that of site {site.site} is {here}")
+        if head["client"] not in (-1, site.client):
+            raise Refused(f"the message is for client {head['client']}, site {site.site} is client {site.client}")
+        if head["digest"] != digest_of(envelope.arrays):
+            raise Refused("the arrays did not arrive as they were sent")
+        if head["kind"] == "ask" and self.trainer.private:
+            raise Refused(f"site {site.site} answers no question: epsilon is limited, and answers have no noise")
+
+        kind = head["kind"]
+        if kind not in ("hello", *self.answers.kinds):
+            agreed = "no secure aggregation" if site.secure is None else "secure aggregation"
+            raise Refused(f"site {site.site} answers no message of the kind {kind}: the agreement has {agreed}")
+        if kind != "hello":
+            check_approved(site)
+        self._check_round(head)
+
+    def _check_round(self, head: dict[str, Any]) -> None:
+        """Refuse rounds that are not agreed on, or that this site has left behind.
+
+        Raises:
+            Rewound: the sentence names both.
+        """
+        kind, t, rounds = head["kind"], head["round"], self.trainer.rounds
+        if kind == "hello":
+            return
+        trains = kind in ("train", "ask", "masked")
+        behind, _ = self._memory.accepted()
+        if not int(trains) <= t <= rounds:
+            raise Rewound(f"round {t} is none of the agreed rounds 1 to {rounds}")
+        if t < behind - (not trains):
+            raise Rewound(f"round {t} is over: round {behind} was accepted here")
+        accepted = head.get("accepted", 0)
+        if not 0 <= accepted <= t - trains:
+            raise Rewound(f"the server names round {accepted} as accepted, and wants round {t}")
+        scored = head.get("scored", -1)
+        if scored != -1 and not behind - 1 <= scored < t:
+            raise Rewound(f"the server wants scores of round {scored} with the training of round {t}")
+
+    def _watch_samples(self) -> None:
+        """Report, or refuse by the agreement, samples that are not those of the message before.
+
+        Raises:
+            Refused: they are others, and they are not to change.
+        """
+        before = self._memory.changed(self.trainer.samples)
+        if before is None:
+            return
+        what = f"the samples of {self.site.site} are not those that it began with"
+        if self.site.fixed_data:
+            raise Refused(f"{what}, and by fixed_data they must stay; put the data back, or begin a new experiment")
+        self._memory.note_samples(self.trainer.samples)
+        if self.trainer.private or self.site.secure is not None:
+            self.trainer.log_privately(what)
+        else:
+            self._memory.notes.append(f"{what}; the run continues with the new ones")
+
+    def _act(self, envelope: Envelope) -> Answer:
+        if envelope.head["kind"] == "hello":
+            described = compared(self.trainer.fed.data)
+            facts = {"sizes": part_sizes(self.trainer.fed, self.site.client), "figures": self.answers.figures}
+            return described | facts, [], None
+        if envelope.head["kind"] in KINDS:
+            with publish_reasons():
+                self._asked.enter(envelope)
+        return self.answers.answer(envelope)

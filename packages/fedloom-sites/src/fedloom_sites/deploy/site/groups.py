@@ -1,0 +1,68 @@
+"""Groups of a site's test samples: what the site publishes of them after the last round."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from fedloom.engine.clients.scores import Pass, choose_model, outputs_of, personal_models
+from fedloom.engine.job import Job
+from fedloom.processes.clients import Scores
+from fedloom_sites.deploy.groups import Cells, GroupSums, agreed_groups
+from fedloom_sites.deploy.site.local_data import part_sizes
+from fedloom_sites.deploy.site.trainer import Trainer
+
+
+class SiteGroups:
+    """The groups of one site.
+
+    Args:
+        trainer: its training and its scores.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    @cached_property
+    def sums(self) -> GroupSums:
+        """How they are summed."""
+        trainer = self._trainer
+        return GroupSums(trainer.job, agreed_groups(trainer.experiment, trainer.site.samples))
+
+    @cached_property
+    def members(self) -> Mapping[str, Tensor]:
+        """Which test samples are in each group that the site publishes; see `GroupSums.members`."""
+        trainer, client = self._trainer, int(self._trainer.ids)
+        is_scored = trainer.sends_groups and self.sums.groups and part_sizes(trainer.fed, client)[2]
+        return self.sums.members(trainer.fed, client) if is_scored else {}
+
+    def cells(self, job: Job, models: Sequence[bytes], t: int, scores: Scores, *, common: bool) -> Cells:
+        """Sums and metrics of the groups after the last round; none before, and none where they cannot be found.
+
+        Args:
+            job: the run, as `Trainer.with_local_data` gives it.
+            models: messages of the server.
+            t: round.
+            scores: of the site's own parts, by which the hybrid model is chosen.
+            common: whether the global model is scored.
+        """
+        if t != self._trainer.rounds or not self.members or not scores:
+            return {}
+        return self._trainer.attempt(f"groups of round {t}", lambda: self._cells(job, models, t, scores, common)) or {}
+
+    def _cells(self, job: Job, models: Sequence[bytes], t: int, scores: Scores, common: bool) -> Cells:
+        trainer, ids, passes = self._trainer, self._trainer.ids, dict[str, Pass]()
+        down, shared = trainer.received(models, common=common)
+        if shared is not None:
+            passes["global"] = outputs_of(job, shared.to(job.oracle.device), ids, ids)("test")
+        if down is not None:
+            passes["personal"] = outputs_of(job, personal_models(job, down, t, ids)[0], ids, ids)("test")
+        part = job.setting.evaluate.select_on
+        if {("global", part), ("personal", part)} <= set(scores):
+            takes_global = bool(choose_model(scores, part)[0])
+            passes["hybrid"] = passes["global" if takes_global else "personal"]
+        with torch.no_grad():
+            return self.sums.site(passes, self.members, job.eval_fed)

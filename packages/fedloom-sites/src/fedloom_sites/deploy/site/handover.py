@@ -1,0 +1,290 @@
+"""Handover: Flower's process for a message gives it to the site's own process, which stays from message to message.
+
+Flower starts a process per message; this one imports neither PyTorch nor the experiment. It opens a Unix socket for
+the process that stays (`warm`), starts that if there is none, and passes one message. Who holds the lock
+of `warm.lock` is the site's process: it is inherited with the socket, so there is one however many messages race.
+
+Both sides compare the user of the other, and a digest of version and settings; a process with others ends. Then eight
+bytes of length and a message go each way; nothing is answered that did not arrive whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import stat
+import struct
+import sys
+import tempfile
+import time
+import tomllib
+from contextlib import suppress
+from pathlib import Path
+
+from fedloom.errors import ConfigError, FedloomError
+from fedloom.storage.disk import regular
+from fedloom.storage.files import content_of
+from fedloom.storage.locks import hold
+from fedloom.version import __version__
+from fedloom_sites.deploy.site.pinned import SECRET, run_network
+
+SOCKET, LOCK, LOG = "warm.sock", "warm.lock", "warm.log"
+LONGEST = 100
+"""Most bytes of the path of a Unix socket; systems take 104 and more."""
+MAGIC = b"fedloom1"
+SAME_SITE, OTHER, ANSWER, ERROR = b"y", b"n", b"a", b"e"
+OWNER = "FEDLOOM_SITE_PROCESS"
+"""Variable of the environment with the id of the site's network process, which all that it starts have."""
+PATIENCE = 10.0
+"""Seconds within which the process is found, or started, or an error is the answer."""
+PAUSE = 0.05
+FULL = 1 << 20
+"""Bytes of the log from which a new process begins another."""
+
+
+class NoAnswer(FedloomError):
+    """The site's process ended, or could not be started; the state on its disk is as before the message."""
+
+
+def hand_over(site_file: Path, content: bytes, owner: int | None = None) -> bytes:
+    """The answer of the site's process.
+
+    Args:
+        site_file: the site's settings.
+        content: of the message.
+        owner: process that the site's process ends with; None: the site's network process, which `main` became, or
+            the one that started this.
+
+    Raises:
+        ConfigError: the settings cannot be read, or a folder is not the site's own.
+        RunDirError: the disk of the site's state has no file locks.
+        NoAnswer: there is none; a new process has been started where the one before ended.
+    """
+    key, state = key_of(site_file), folder_of(site_file)
+    begin = _Begin(site_file.resolve(), state, _owner() if owner is None else owner)
+    end = time.monotonic() + PATIENCE
+    while True:
+        line = _connected(begin.path)
+        if line is not None:
+            with line:
+                if _is_taken(line, key):
+                    return _exchanged(line, content, begin)
+        if time.monotonic() > end:
+            raise NoAnswer(f"the process of the site cannot be started; {state / LOG} has the reason")
+        if line is None:
+            begin.attempt()
+        time.sleep(PAUSE)
+
+
+def main(words: list[str]) -> None:
+    """Start a site's process, and what starts its tasks, then become its network process, which both end with.
+
+    Args:
+        words: the site's TOML file, and the command of its network process, or any other.
+    """
+    os.environ[OWNER] = str(os.getpid())  # of the command too, which takes the place of this program
+    try:
+        file = Path(words[0]).resolve()
+        _Begin(file, folder_of(file), os.getpid()).attempt(wait=PATIENCE)
+    except (FedloomError, OSError) as error:  # the first message reports it too
+        sys.stderr.write(f"fedloom: {error}\n")
+    if SECRET in words:
+        run_network(words[1:], folder_of(Path(words[0]).resolve()))
+    os.execv(words[1], words[1:])
+
+
+def _owner() -> int:
+    """The process that a site's process ends with: never one that took this one over when its parent had died."""
+    named = os.environ.get(OWNER, "")
+    if named.isdigit():
+        return int(named)
+    return os.getppid() if os.getppid() > 1 else os.getpid()
+
+
+def key_of(site_file: Path) -> bytes:
+    """SHA-256 of version and settings, with the experiment's fingerprint in them; both sides must have the same.
+
+    Raises:
+        ConfigError: the settings cannot be read.
+    """
+    return hashlib.sha256(__version__.encode() + b"\0" + content_of(site_file, "the site file")).digest()
+
+
+def is_own(line: socket.socket) -> bool:
+    """Whether the other side is a process of this user, by the system's report; elsewhere the socket's mode decides."""
+    if not hasattr(socket, "SO_PEERCRED"):
+        return True
+    user: int = struct.unpack("3i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))[1]
+    return user == os.getuid()
+
+
+def receive(line: socket.socket, size: int) -> bytes:
+    """Exactly so many bytes.
+
+    Raises:
+        ConnectionError: fewer came.
+    """
+    parts, missing = [], size
+    while missing:
+        part = line.recv(min(missing, 1 << 20))
+        if not part:
+            raise ConnectionError(f"{missing} of {size} bytes are missing")
+        parts.append(part)
+        missing -= len(part)
+    return b"".join(parts)
+
+
+def receive_sized(line: socket.socket) -> bytes:
+    """Bytes with their number before them.
+
+    Raises:
+        ConnectionError: fewer came.
+    """
+    return receive(line, int.from_bytes(receive(line, 8), "big"))
+
+
+def send_sized(line: socket.socket, content: bytes, before: bytes = b"") -> None:
+    """Bytes with their number before them."""
+    line.sendall(before + len(content).to_bytes(8, "big"))
+    line.sendall(content)
+
+
+def place(state: Path) -> Path:
+    """The socket in the folder of the state, or in a short private folder of the system where that path is too long.
+
+    Raises:
+        ConfigError: a folder is of another user, or others may write there.
+    """
+    _check_own(state.resolve(), stat.S_IWOTH)
+    path = state / SOCKET
+    if len(os.fsencode(path)) <= LONGEST:
+        return path
+    short = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
+    short /= f"fedloom-{os.getuid()}-{hashlib.sha256(os.fsencode(state)).hexdigest()[:16]}"
+    with suppress(FileExistsError):
+        short.mkdir(mode=0o700)
+    _check_own(short, stat.S_IRWXG | stat.S_IRWXO)
+    return short / SOCKET
+
+
+class _Begin:
+    """How the site's process is started."""
+
+    def __init__(self, site_file: Path, state: Path, owner: int) -> None:
+        self._file, self._state, self._owner = site_file, state, owner
+        state.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.path = place(state)
+
+    def attempt(self, wait: float = 0.0) -> None:
+        """Start it, unless one is there or being started; its socket takes messages from this moment on.
+
+        Raises:
+            RunDirError: the disk of the state has no file locks.
+        """
+        end = time.monotonic() + wait
+        path = self._state / LOCK
+        lock = _opened(path, os.O_RDWR)
+        try:
+            while not hold(lock, path):
+                if time.monotonic() >= end:
+                    return
+                time.sleep(PAUSE)
+            self.path.unlink(missing_ok=True)
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+                before = os.umask(0o177)
+                try:
+                    listener.bind(str(self.path))
+                finally:
+                    os.umask(before)
+                listener.listen(16)
+                self._start(listener.fileno(), lock)
+        finally:
+            os.close(lock)
+
+    def _start(self, listener: int, lock: int) -> None:
+        log = self._state / LOG
+        with suppress(FileNotFoundError):
+            if log.stat().st_size > FULL:
+                log.replace(log.with_suffix(".log.old"))
+        output = _opened(log, os.O_WRONLY | os.O_APPEND)
+        words = [sys.executable, "-P", "-m", "fedloom_sites.deploy.site.warm", str(self._file)]
+        words += map(str, (listener, lock, self._owner))
+        actions = [(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)]
+        try:
+            for fd in (listener, lock):
+                os.set_inheritable(fd, True)
+            streams = [(os.POSIX_SPAWN_DUP2, output, stream) for stream in (1, 2)]
+            os.posix_spawn(sys.executable, words, os.environ, file_actions=[*actions, *streams])
+        finally:
+            os.close(output)
+
+
+def _opened(path: Path, flags: int) -> int:
+    """The descriptor of a file of the state, made where it is missing.
+
+    Raises:
+        ConfigError: it is no regular file, or cannot be written.
+    """
+    try:
+        return os.open(regular(path), flags | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+
+
+def _connected(path: Path) -> socket.socket | None:
+    """A line to the process, None without a listener."""
+    line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        line.connect(str(path))
+    except (FileNotFoundError, ConnectionRefusedError):
+        line.close()
+        return None
+    if not is_own(line):
+        line.close()
+        raise ConfigError(f"{path} is of a process of another user; remove it")
+    return line
+
+
+def _is_taken(line: socket.socket, key: bytes) -> bool:
+    """Whether the process takes a message of these settings; one that has others, or ends, does not."""
+    try:
+        line.sendall(MAGIC + key)
+        return line.recv(1) == SAME_SITE
+    except OSError:
+        return False
+
+
+def _exchanged(line: socket.socket, content: bytes, begin: _Begin) -> bytes:
+    try:
+        send_sized(line, content)
+        kind, answer = receive(line, 1), receive_sized(line)
+    except OSError as error:
+        begin.attempt(wait=PATIENCE / 2)
+        raise NoAnswer("the process of the site ended before it answered; a new one has been started") from error
+    if kind != ANSWER:
+        raise NoAnswer(answer.decode(errors="replace"))
+    return answer
+
+
+def folder_of(site_file: Path) -> Path:
+    """The folder of the experiment's state at the site, which also has socket, lock and log.
+
+    Raises:
+        ConfigError: the settings cannot be read.
+    """
+    try:
+        site = tomllib.loads(regular(site_file).read_text(encoding="utf-8-sig"))
+        return site_file.parent.resolve() / str(site.get("state", "state")) / str(site["fingerprint"])[:16]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ConfigError(f"cannot read the site file {site_file}: {error}") from None
+
+
+def _check_own(folder: Path, refused: int) -> None:
+    about = folder.lstat()
+    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & refused:
+        raise ConfigError(f"{folder} must be a folder of this user that others cannot write to; remove or mend it")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

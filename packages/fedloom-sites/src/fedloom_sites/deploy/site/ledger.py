@@ -1,0 +1,137 @@
+"""Ledger: what was released under differential privacy; written before the noise is drawn, never after.
+
+A crash between the entry and the release costs budget and releases nothing. A round that is asked again of a site is
+answered with the reply that is kept, so it is neither noised nor counted again; one that has to be computed anew,
+because the download is another, is counted again.
+
+Each line has its number and the SHA-256 of the line before. A line that a crash cut short is one of them: the line
+after it names its bytes. Where the chain does not hold, has fewer lines than the state beside it has releases, or lacks
+a round that the server has accepted, what is spent cannot be known, and nothing is released any more.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+
+from fedloom.engine.privacy import Noise, epsilon
+from fedloom.errors import Refused
+from fedloom.storage.disk import regular
+from fedloom.storage.files import append_line, create_file, make_folder
+from fedloom_sites.deploy.audit import entry_of
+from fedloom_sites.deploy.noise import left_to_sites
+
+NAME = "ledger.jsonl"
+
+
+class Spent(Refused):
+    """A release that the budget does not allow; the sentence holds nothing of the samples."""
+
+
+class Ledger:
+    """The releases of one side in one experiment.
+
+    Args:
+        folder: where the ledger lies.
+        noise: what is accounted for; None without a delta.
+        limit: epsilon that is never exceeded; None: none.
+        who: whose budget it is, for messages.
+        least: releases in the state beside the ledger.
+        accepted: a round whose release the server has; 0 for none.
+    """
+
+    def __init__(
+        self, folder: Path, noise: Noise | None, limit: float | None, who: str, least: int = 0, accepted: int = 0
+    ) -> None:
+        self._path, self._noise, self._limit, self._who = folder / NAME, noise, limit, who
+        self._least, self._accepted = least, accepted
+
+    def releases(self) -> int:
+        """The number of entries; one that a crash cut short counts.
+
+        Raises:
+            Spent: the file is damaged, or entries are missing.
+        """
+        return len(self._lines())
+
+    def _content(self) -> bytes:
+        try:
+            return regular(self._path).read_bytes() if self._path.exists() else b""
+        except OSError as error:
+            raise Spent(
+                f"the ledger of {self._who}, {self._path}, cannot be read ({error.strerror}), so what is spent "
+                "cannot be known; put back a copy of it, or begin a new experiment"
+            ) from None
+
+    def _lines(self) -> list[bytes]:
+        content, rounds = self._content(), set[object]()
+        lines = content.removesuffix(b"\n").split(b"\n") if content else []
+        for k, line in enumerate(lines):
+            entry = entry_of(line)
+            if entry is None:
+                last = k + 1 == len(lines)
+                following = None if last else entry_of(lines[k + 1])
+                valid = line.startswith(b"{") and (last or following is not None)
+            else:
+                before = hashlib.sha256(lines[k - 1]).hexdigest() if k else ""
+                valid = (entry.get("number"), entry.get("before")) == (k + 1, before)
+                rounds.add(entry.get("round"))
+            if not valid:
+                raise Spent(
+                    f"the ledger of {self._who}, {self._path}, is damaged in line {k + 1}, so what is spent cannot be "
+                    "known; put back a copy of it, or begin a new experiment"
+                )
+        if len(lines) < self._least:
+            raise Spent(
+                f"the ledger of {self._who}, {self._path}, has {len(lines)} releases, the state beside it has "
+                f"{self._least}; put back the newest copy of it, or begin a new experiment"
+            )
+        if self._accepted and self._accepted not in rounds:
+            raise Spent(
+                f"the ledger of {self._who}, {self._path}, has no release of round {self._accepted}, which the server "
+                "has accepted, so what is spent cannot be known; put back the newest copy of it, or begin a new "
+                "experiment"
+            )
+        return lines
+
+    def release(self, round: int, **facts: str) -> int:
+        """Enter one release, with further facts of it: the digest of the samples that it is of.
+
+        Returns:
+            The number of the release; 0 where nothing is accounted for.
+
+        Raises:
+            Spent: the limit would be exceeded, or what is spent cannot be known.
+            CheckpointError: the entry cannot be written.
+        """
+        if self._noise is None and self._limit is None:
+            return 0
+        if self._noise is None:
+            raise Spent(
+                f"{self._who} releases nothing without accounted noise (epsilon = {self._limit}), but the experiment "
+                "has neither channel 'gaussian-noise' nor aggregator 'private-mean' with a delta"
+            )
+        lines = self._lines()
+        count = len(lines) + 1
+        spent = epsilon(self._noise, count)
+        if self._limit is not None and spent > self._limit:
+            raise Spent(
+                f"the privacy budget of {self._who} is spent: release {count} would make epsilon {spent:.4g}, the "
+                f"limit is {self._limit:.4g}"
+            )
+        chain = {"number": count, "before": hashlib.sha256(lines[-1]).hexdigest() if lines else ""}
+        entry = chain | {
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            "round": round,
+            "epsilon": spent,
+            **facts,
+        }
+        alone = left_to_sites(self._noise)
+        if alone is not None:
+            entry["epsilon_sites"] = epsilon(alone, count)
+        make_folder(self._path.parent)
+        create_file(self._path)
+        append_line(self._path, json.dumps(entry).encode())
+        return count

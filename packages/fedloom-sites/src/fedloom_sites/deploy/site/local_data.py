@@ -1,0 +1,213 @@
+"""The samples of one site, as client i of a federation of n; and that federation at the server, without any."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedloom.data import PARTS, Dataset, Federation, Split
+from fedloom.data.groups import keeping
+from fedloom.data.input_spec import InputSpec, compared
+from fedloom.data.new_data import AGREED
+from fedloom.data.partition import Iid
+from fedloom.data.pixels import came_as_bytes
+from fedloom.data.sources import SOURCES, Source
+from fedloom.data.text import UNKNOWN, recoded
+from fedloom.errors import ConfigError, DataError, NoSamples, Refused
+from fedloom.lab.experiment import Experiment, parse
+from fedloom_sites.deploy.settings import Site
+
+CUTS = ("test", "validation", "keep", "folds", "pool")
+"""Fields of a partition that say how one client's samples become its parts."""
+CHUNK = 4096
+"""Samples that are hashed at a time."""
+
+
+def site_federation(experiment: Experiment, site: Site) -> Federation:
+    """The site's samples as client ``site.client`` of ``site.clients``; the other clients have none of their own.
+
+    A site whose source has no sample at all gets a federation without samples: it trains nothing, and gets the model.
+
+    Raises:
+        DataError: the data cannot be read, or a sample is not as in the experiment.
+        ConfigError: the source has an option that is not known, or the partition does not give this client.
+    """
+    try:
+        data = read_data(experiment, site)
+    except NoSamples:
+        return federation_of(site.samples, torch.zeros(site.clients, len(PARTS), dtype=torch.long))
+    seed, cut = experiment.head.seeds[0], experiment.partition
+    if site.share == "partition":
+        fed, client = cut(data, seed), site.client
+        if fed.n != site.clients:
+            raise ConfigError(
+                f"{site.site}: the partition gives {fed.n} clients, but the experiment has {site.clients} sites; with "
+                'data of its own, a site has share = "all"'
+            )
+    else:
+        fields = {name: getattr(cut, name) for name in CUTS if name in cut.model_fields_set}
+        fed, client = Iid(clients=1, **fields)(data, seed), 0
+    fed = replace(fed, data=_in_order(fed.data, site.samples))
+    check_samples(site, fed.data)
+    return seated(fed, client, site.client, torch.ones(site.clients, dtype=torch.long))
+
+
+def read_data(experiment: Experiment, site: Site) -> Dataset:
+    """The site's samples as its source has them, of a table raw columns.
+
+    Raises:
+        NoSamples: there is none.
+        DataError: the data cannot be read, or are fewer than was agreed.
+        ConfigError: the source has an option that is not known.
+    """
+    local = parse({**experiment.settings(), "data": options_of(experiment, site)}, f"{site.site}: the site file")
+    try:
+        data = keeping(local.source, experiment.common.evaluate.groups).read(site.data_dir)
+    except ConfigError as error:  # it may quote the first row of a file without a header
+        raise DataError(str(error)) from error
+    except NoSamples:
+        raise
+    except DataError as error:
+        if not Path(str(site.data.get("path", "."))).exists():
+            raise DataError(f"{error}; this site's data: set path in [data] of its site.toml") from error
+        raise
+    check_patients(site, local.source, data)
+    return data
+
+
+def federation_of(samples: InputSpec, sizes: Tensor) -> Federation:
+    """A federation of which only the numbers of samples are known: there is one blank sample, and all are that one.
+
+    Args:
+        samples: what a sample looks like.
+        sizes: ``[n, 3]`` training, validation and test samples of every client; a client without training samples
+            counts as one with a single one.
+    """
+    target = torch.zeros(1, dtype=torch.long) if samples.classed else torch.ones(1, samples.targets)
+    x = torch.zeros(1, *samples.shape)
+    if samples.vocabulary:
+        x = torch.ones(1, *samples.shape, dtype=torch.int32)
+        target = torch.zeros(1, *samples.shape, dtype=torch.long) if samples.each else target
+    positions = samples.each and not samples.vocabulary
+    blank = Dataset(
+        "blank", x, target[:, None] if positions else target, samples.task, samples.classes,
+        vocabulary=samples.vocabulary, positions=positions,
+    )  # fmt: skip
+    counts = sizes.clamp(min=torch.tensor([1, 0, 0]))
+    parts = {  # one number that stands for all: a site may claim as many samples as it likes
+        part: Split(torch.zeros(1, dtype=torch.long).expand(int(column.sum())), _offsets(column))
+        for part, column in zip(PARTS, counts.T, strict=True)
+    }
+    return Federation(blank, parts, tuple(str(i) for i in range(len(sizes))))
+
+
+def check_samples(site: Site, data: Dataset) -> None:
+    """Refuse data other than the experiment's.
+
+    Raises:
+        DataError: the data contradict the experiment; both are named.
+        Refused: the same, of what holds no value of a sample, so that the server may read it.
+    """
+    here = compared(data)
+    for name, wanted in compared(site.samples).items():
+        got = here[name]
+        if got != wanted:
+            raise (DataError if isinstance(got, list) and got and isinstance(got[0], str) else Refused)(
+                f"{site.site}: {name} of the data is {_text(got)}, that of the experiment {_text(wanted)}; the "
+                "columns, labels and options of the source must be the same at every site"
+            )
+    if site.samples.table is None and not site.samples.vocabulary:
+        scaling, wanted = ((facts.mean, facts.std) for facts in (InputSpec.of(data), site.samples))
+        if scaling != wanted:
+            raise DataError(
+                f"{site.site}: mean and std of [data] are {scaling}, those of the experiment {wanted}; give the same"
+            )
+        if not came_as_bytes(data) or not site.samples.pixels:  # bytes may have had noise since
+            site.samples.samples(data.x, site.site, data.original_dtype)
+
+
+def options_of(experiment: Experiment, site: Site) -> dict[str, Any]:
+    """The table ``[data]`` of a site, with the place of its samples; what columns mean was agreed on."""
+    agreed = getattr(experiment.source, "agreement", None) or site.samples.agreement
+    kind = SOURCES.get(site.data["source"])
+    if agreed is None or (kind is not None and "agreement" not in kind.model_fields):
+        return site.data
+    options = {key: value for key, value in site.data.items() if key not in AGREED or key == "missing"}
+    return {**options, "agreement": agreed.model_dump(mode="json", exclude_none=True)}
+
+
+def check_patients(site: Site, source: Source, data: Dataset) -> None:
+    """Refuse a site with fewer rows, or rows of a class, than were agreed on.
+
+    Raises:
+        DataError: how many there are, and how many are needed.
+    """
+    agreement = getattr(source, "agreement", None)
+    if agreement is not None:
+        counts = {} if data.labels is None else {c: int((data.labels == k).sum()) for k, c in enumerate(data.classes)}
+        if few := agreement.shortcomings(counts, len(data)):
+            raise DataError(f"{site.site}: {'; '.join(few)}")
+
+
+def part_sizes(fed: Federation, client: int) -> list[int]:
+    """Training, validation and test samples of a client; all 0 at a site without samples."""
+    if fed.data.name == "blank":
+        return [0] * len(PARTS)
+    return [int(fed.sizes(part)[client]) for part in PARTS]
+
+
+def samples_digest(fed: Federation, client: int) -> str:
+    """SHA-256 of a client's samples, part by part in their order, as the training reads them."""
+    digest = hashlib.sha256()
+    for part in PARTS:
+        index = [] if fed.data.name == "blank" else fed.indices(part, client).split(CHUNK)
+        digest.update(f"{part} {sum(map(len, index))} {fed.data.shape} {fed.data.classes}\n".encode())
+        for some in index:
+            for values in (fed.fetch(some), fed.targets(some)):
+                digest.update(values.contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _in_order(data: Dataset, samples: InputSpec) -> Dataset:
+    """The data with the experiment's tokens, and its class numbers where its own classes are among them."""
+    classes, vocabulary = samples.classes, samples.vocabulary
+    if data.vocabulary and vocabulary[1:2] == (UNKNOWN,):
+        data = replace(data, x=recoded(data.x, data.vocabulary, vocabulary), vocabulary=vocabulary)
+    if not data.classed or data.classes == classes or not set(data.classes) <= set(classes):
+        return data
+    place = torch.tensor([classes.index(name) for name in data.classes])
+    return replace(data, y=torch.where(data.y < 0, data.y, place[data.y]), classes=classes)
+
+
+def seated(fed: Federation, client: int, seat: int, train_sizes: Tensor) -> Federation:
+    """Client ``client`` of a federation as client ``seat`` of n; its samples stand for those of the others.
+
+    Args:
+        fed: the federation.
+        client: whose samples are used.
+        seat: its new number.
+        train_sizes: ``[n]`` training samples of the others, of which no more is known.
+    """
+    parts, filler = dict[str, Split](), fed.indices("train", client)[:1]
+    for part in PARTS:
+        rows = fed.indices(part, client)
+        sizes = train_sizes.clone() if part == "train" else torch.zeros_like(train_sizes)
+        sizes[seat] = len(rows)
+        index = [rows if i == seat else filler.repeat(size) for i, size in enumerate(sizes.tolist())]
+        parts[part] = Split(torch.cat(index), _offsets(sizes))
+    names = tuple(fed.names[client] if i == seat else str(i) for i in range(len(train_sizes)))
+    return replace(fed, parts=parts, names=names, test=None, groups=None)
+
+
+def _offsets(sizes: Tensor) -> Tensor:
+    return torch.cat([torch.zeros(1, dtype=torch.long), sizes.cumsum(0)])
+
+
+def _text(value: object) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, Sequence) and not isinstance(value, str) else str(value)

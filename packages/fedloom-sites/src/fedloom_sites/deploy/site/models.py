@@ -1,0 +1,243 @@
+"""The models that lie on a site's own disk: which there are, as a plain module, and as a file for other programs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from fedloom.data import Federation
+from fedloom.data.new_data import NewData
+from fedloom.errors import ConfigError, unknown
+from fedloom.lab.experiment import Experiment
+from fedloom.lab.experiment.analyses.importance import FEWEST, Scored, permuted
+from fedloom.local.oracles import make_oracle
+from fedloom.outputs import check_output_folder
+from fedloom.storage.checkpoint import check_digest, save_tensors
+from fedloom.storage.files import make_folder
+from fedloom.tasks import task_of
+from fedloom.trained.files import check_model_file
+from fedloom.trained.model import Model as TrainedModel
+from fedloom.trained.model import ModelRecipe, running_statistics
+from fedloom_sites.deploy.code import read_agreed
+from fedloom_sites.deploy.settings import Site, read_site
+from fedloom_sites.deploy.site.local_data import site_federation
+from fedloom_sites.deploy.site.state import SiteModel, models
+
+PREFERRED = ("hybrid", "personal", "global")
+"""Kinds of a site's models, the one that it uses first."""
+
+
+class Owned(NamedTuple):
+    """The newest model of a site in its experiment."""
+
+    site: Site
+    model: SiteModel
+
+
+def owned(folder: Path) -> list[Owned]:
+    """The models of a site's folder, or of all sites of a deployment's directory; sites without one are left out.
+
+    Raises:
+        ConfigError: there is no site.
+        CheckpointError: a file is damaged.
+    """
+    files = [folder / "site.toml"] if (folder / "site.toml").exists() else sorted(folder.glob("sites/*/site.toml"))
+    if not files:
+        raise ConfigError(f"{folder} is neither a site's folder (site.toml) nor a deployment's directory (sites/)")
+    sites = sorted((read_site(file) for file in files), key=lambda site: site.client)
+    return [
+        Owned(s, m) for s in sites for m in models(s.state) if (m.experiment, m.client) == (s.fingerprint, s.client)
+    ]
+
+
+def used(folder: Path, kind: str | None = None) -> TrainedModel:
+    """A site's model as the site uses it: on raw rows, with the scaling of its own training part.
+
+    Args:
+        folder: of the site.
+        kind: "global", "personal" or "hybrid"; None: the first of `PREFERRED` that is there.
+
+    Raises:
+        ConfigError: there is no such model.
+        DataError: the site's data, which its columns are scaled by, cannot be read.
+    """
+    one = _chosen(folder, kind)
+    site, experiment = one.site, read_agreed(one.site)
+    facts, scaling = site.samples, None
+    if facts.table is not None:  # the site's own markers of gaps beside those that were agreed on
+        markers = tuple(dict.fromkeys((*facts.table.missing, *site.data.get("missing", ()))))
+        facts = facts.with_(table=facts.table.with_(missing=markers))
+    trained = _trained(one, experiment)
+    trained = replace(trained, recipe=replace(trained.recipe, facts=facts))
+    if facts.table is None and trained.recipe.objective.line_part is None:
+        return trained
+    fed = _samples(one, experiment, trained)
+    if fed.data.fitted is not None:
+        scaling = fed.data.fitted.values[site.client if site.share == "partition" else 0]
+    return _calibrated(replace(trained, fitted=scaling), fed, site.client)
+
+
+def _trained(one: Owned, experiment: Experiment) -> TrainedModel:
+    """A site's model on samples that are scaled; its batch statistics are those of the site's training part.
+
+    A site scores a round so too: no statistics travel.
+
+    Raises:
+        ConfigError: it has batch statistics, and the site no samples.
+        DataError: the data, which they are of, cannot be read.
+    """
+    site, setting, row = one.site, experiment.methods[0].setting, _row(one)
+    recipe = ModelRecipe(setting.model, site.samples, experiment.head.seeds[0], row.dtype, setting.task)
+    about = {
+        "method": experiment.methods[0].label,
+        "seed": experiment.head.seeds[0],
+        "kind": one.model.kind,
+        "client": site.site,
+        "round": one.model.round,
+    }
+    trained, module = TrainedModel(recipe, row, row[:0], None, about), recipe.build()
+    if not running_statistics(module):
+        return trained
+    fed = _samples(one, experiment, trained)
+    if fed.data.name == "blank":
+        raise ConfigError(
+            f"{site.site} has no samples, and the model's normalisation layers need statistics of training samples; "
+            "use it at a site that has some"
+        )
+    oracle = make_oracle(module, task_of(fed.data, setting.task), fed)
+    oracle.set_statistics(row, torch.tensor([site.client]))
+    return replace(trained, statistics=torch.cat([s.flatten() for s in running_statistics(oracle.module)]))
+
+
+def _samples(one: Owned, experiment: Experiment, trained: TrainedModel) -> Federation:
+    """The site's samples in the numbers of its model."""
+    return site_federation(experiment, one.site).to(torch.device("cpu"), trained.row.dtype)
+
+
+def _calibrated(trained: TrainedModel, fed: Federation, client: int) -> TrainedModel:
+    """A site's model with the line that recalibrates it there, where the experiment has one."""
+    part = trained.recipe.objective.line_part
+    if part is None or fed.data.name == "blank":
+        return trained
+    return replace(trained, calibration=trained.line(fed, part, client))
+
+
+def _chosen(folder: Path, kind: str | None) -> Owned:
+    """The model of a kind in a site's folder, or the first of `PREFERRED`.
+
+    Raises:
+        ConfigError: there is no such model.
+    """
+    if not (folder / "site.toml").exists():
+        raise ConfigError(f"{folder} is no site's folder: it has no site.toml")
+    models_there = {one.model.kind: one for one in owned(folder)}
+    if not models_there:
+        raise ConfigError(f"{folder} has no model yet: a site has one after the first round that it took part in")
+    chosen = kind or min(models_there, key=lambda name: PREFERRED.index(name) if name in PREFERRED else len(PREFERRED))
+    if chosen not in models_there:
+        raise unknown("model", chosen, models_there, str(folder))
+    return models_there[chosen]
+
+
+def _row(one: Owned) -> Tensor:
+    """A site's model ``[d]``, from its disk.
+
+    Raises:
+        LayoutError: the file is damaged, or no regular file.
+    """
+    check_digest(one.model.path)
+    return load_file(one.model.path)["rows"][0]
+
+
+def new_rows(folder: Path) -> NewData:
+    """How new rows at a site are read: as its own data are."""
+    return NewData(read_site(folder / "site.toml").data)
+
+
+def statistics_note(folder: Path, kind: str | None = None) -> list[str]:
+    """The sentence on a model whose batch statistics a simulation would take elsewhere; of any other model none.
+
+    Args:
+        folder: of the site.
+        kind: as in `used`.
+    """
+    one = _chosen(folder, kind)
+    setting, samples = read_agreed(one.site).methods[0].setting, one.site.samples
+    if one.model.kind != "global" or setting.evaluate.statistics == "own":
+        return []
+    module = setting.model.build(samples.shape, samples.outputs, 0, samples.tokens)
+    return [
+        "normalisation layers: statistics of this site's own training part, as in the scores of the deployment; a "
+        "simulation averages them over its clients, but with evaluate.statistics = 'own'"
+    ] * bool(running_statistics(module))
+
+
+def module_of(one: Owned) -> nn.Module:
+    """A site's model as a plain module in evaluation mode; errors as `_trained`."""
+    return _trained(one, read_agreed(one.site)).module()
+
+
+@torch.no_grad()
+def importances(folder: Path, kind: str | None = None) -> list[tuple[str, str, float, float]]:
+    """Importance of every column for a site's model on its own test part; see `permuted`.
+
+    Args:
+        folder: of the site.
+        kind: as in `used`.
+
+    Raises:
+        ConfigError: there is no such model, or the site has too few test samples.
+        Refused: the samples are no rows of a table.
+        DataError: the data cannot be read.
+    """
+    one = _chosen(folder, kind)
+    experiment, site = read_agreed(one.site), one.site
+    trained = _trained(one, experiment)
+    fed = _samples(one, experiment, trained)
+    index = fed.indices("test", site.client)
+    if len(index) < FEWEST:
+        raise ConfigError(f"{site.site} has {len(index)} test samples, importance needs at least {FEWEST}")
+    module, task = trained.module(), task_of(fed.data, trained.recipe.objective)
+    scored = Scored(lambda x: module(x).flatten(0, -2), task, fed, index)
+    return permuted(scored, experiment.head.seeds[0], site.client)
+
+
+def figures(one: Owned) -> dict[str, float]:
+    """Metrics of a site's model, from its disk, on the site's own test part; empty where there is no test sample.
+
+    Raises:
+        ConfigError: see `_trained`.
+        DataError: the data cannot be read.
+    """
+    experiment, client = read_agreed(one.site), one.site.client
+    trained = _trained(one, experiment)
+    fed = _samples(one, experiment, trained)
+    return _calibrated(trained, fed, client).score_part(fed, "test", client)
+
+
+def export(one: Owned, out: Path, *, force: bool = False) -> Path:
+    """Write a site's model as a state dict, ``<site>.safetensors``; the plain module loads it.
+
+    Args:
+        one: the site and its model.
+        out: the folder; a model that fedloom wrote there before is replaced.
+        force: replace a file of another kind too.
+
+    Returns:
+        The file.
+
+    Raises:
+        ConfigError: the folder is of a run or a deployment, or the file of another kind.
+        CheckpointError: the disk refuses.
+    """
+    check_output_folder(out)
+    path = check_model_file(out / f"{one.site.site}.safetensors", force=force)
+    make_folder(out)
+    about = {"site": one.site.site, "experiment": one.site.name, "round": str(one.model.round), "kind": one.model.kind}
+    save_tensors(path, {k: v.contiguous() for k, v in module_of(one).state_dict().items()}, about)
+    return path

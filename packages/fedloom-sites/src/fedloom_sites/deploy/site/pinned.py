@@ -1,0 +1,116 @@
+"""Pinned: a site runs the app that is installed there, whatever the server sends, and its tasks ask for a secret.
+
+Flower carries the app from the server to the sites and runs it there, and the port on which a site's own processes talk
+gives its tasks to every user of the machine. Here the site's network process and the one that starts its tasks share
+random bytes that are made anew at each start, and the program that a task runs is this one: Flower's, but for the app,
+which is fedloom's own.
+
+None of them imports Flower's commands where its functions suffice, and the process that starts tasks is a fork of the
+network process before that has any thread, so that both have Flower's modules in the same memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import secrets
+import shlex
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+SECRET = "--superexec-auth-secret-file"
+PROGRAM = "flwr-clientapp"
+"""Name under which Flower starts the program of a task."""
+NOT_LET_IN = (
+    "fedloom: the server has not let this site in. Unless the line above names a fault of TLS, it does not know the "
+    "site's key, or a node with this key is online: another process of the site, a copy of its folder on another "
+    "machine, or the site's last process, if that was killed less than a minute ago. Run 'fedloom deploy check' on the "
+    "site's folder: where it refuses the key, ask the coordinator; else end the other node, or wait a minute."
+)
+"""Line of a site's log beside Flower's exit code, which has no reason."""
+
+
+def start_executor(words: Sequence[str], folder: Path) -> int:
+    """Start the process that starts a site's tasks, which ends with this one; its id.
+
+    Args:
+        words: command of the site's network process, which names the port and the file of the secret.
+        folder: of the experiment's state at the site, for the program of a task.
+    """
+    from flwr.supercore.superexec.run_superexec import run_superexec
+    from flwr.supercore.utils import disable_process_dumping
+
+    shared, port = secrets.token_bytes(32), words[words.index("--port") + 1]
+    _write(Path(words[words.index(SECRET) + 1]), shared, 0o600)
+    programs = folder / "bin"
+    programs.mkdir(mode=0o700, exist_ok=True)
+    interpreter = f"exec {shlex.quote(sys.executable)} -P -m {__name__}"
+    _write(programs / PROGRAM, f'#!/bin/sh\n{interpreter} "$@"\n'.encode(), 0o700)
+    parent = os.getpid()
+    gc.freeze()  # the collector touches no page of what is there now
+    if (child := os.fork()) > 0:
+        return child
+    try:
+        os.environ["PATH"] = f"{programs}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+        disable_process_dumping(strict=False)
+        run_superexec(f"127.0.0.1:{port}", insecure=True, superexec_auth_secret=shared, parent_pid=parent)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)  # it ends by a signal, or because the network process has ended
+
+
+def run_network(words: Sequence[str], folder: Path) -> None:
+    """Become a site's network process, with the process that starts its tasks; arguments as of `start_executor`."""
+    from flwr.supercore.exit import ExitCode
+    from flwr.supercore.exit.exit_code import EXIT_CODE_HELP
+    from flwr.supernode.cli.flower_supernode import flower_supernode
+
+    EXIT_CODE_HELP[ExitCode.SUPERNODE_CONNECTION_ERROR] = NOT_LET_IN
+    start_executor(words, folder)
+    sys.argv = [*words]
+    flower_supernode()
+
+
+def _write(path: Path, content: bytes, mode: int) -> None:
+    path.unlink(missing_ok=True)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    with os.fdopen(fd, "wb") as file:
+        file.write(content)
+
+
+def main() -> None:
+    """Run a task of Flower with the app that is installed here; what the server sent is not installed, nor loaded."""
+    from flwr.common.args import add_args_flwr_app_common, try_obtain_flwr_app_token
+    from flwr.supernode.runtime import run_clientapp
+
+    from fedloom_sites.deploy.apps import client_app
+
+    def nothing(*_arguments: object, **_options: object) -> None:
+        """Take the place of what installs the app that the server sent."""
+
+    instead = {
+        "install_from_fab": nothing,
+        "get_project_dir": nothing,
+        "get_load_client_app_fn": lambda **_options: lambda *_names: client_app,
+    }
+    for name, function in instead.items():
+        getattr(run_clientapp, name)  # a release of Flower without it is not the one that this was written for
+        setattr(run_clientapp, name, function)
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--runtime-api-address", required=True)
+    add_args_flwr_app_common(parser)
+    words = parser.parse_args()
+    run_clientapp.run_clientapp(
+        words.runtime_api_address,
+        token=try_obtain_flwr_app_token(words),
+        insecure=True,  # on loopback, under the secret that the site's processes share
+        parent_pid=words.parent_pid,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""Answers of a site whose uploads and scores the server reads one by one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedloom.engine.clients.chunk import ask_chunk
+from fedloom.engine.job import Job
+from fedloom.errors import WireError
+from fedloom.processes.clients import AskTask, Scores
+from fedloom_sites.deploy.protocol.envelope import Envelope, Kind
+from fedloom_sites.deploy.site.cox import SiteCox
+from fedloom_sites.deploy.site.groups import SiteGroups
+from fedloom_sites.deploy.site.local_data import part_sizes
+from fedloom_sites.deploy.site.state import Generation
+from fedloom_sites.deploy.site.trainer import Trained, Trainer
+
+Answer = tuple[dict[str, Any], list[bytes], dict[str, float] | None]
+"""Further fields of the head of a reply, its arrays, and its metrics."""
+
+
+class PlainAnswers:
+    """The answers of a site without secure aggregation.
+
+    Args:
+        trainer: its training and its scores.
+        folder: of its state in this experiment.
+
+    Attributes:
+        kinds: kinds of messages that are answered.
+        figures: that the site's samples define, where scores are summed.
+    """
+
+    kinds: tuple[Kind, ...] = ("ask", "train", "score", "cox", "fitted")
+    figures = ""
+
+    def __init__(self, trainer: Trainer, folder: Path) -> None:
+        self._trainer, self._groups, self._cox = trainer, SiteGroups(trainer), SiteCox(trainer, folder)
+
+    def answer(self, envelope: Envelope) -> Answer:
+        """The answer to a message of a round.
+
+        Raises:
+            FedloomError: there is none; the sentence has the reason.
+        """
+        head, arrays, trainer = envelope.head, envelope.arrays, self._trainer
+        if head["kind"] == "cox":
+            return {}, [self._cox.answer(single(arrays))], None
+        samples = {"samples": part_sizes(trainer.fed, int(trainer.ids))[0]}
+        if head["kind"] == "fitted":
+            self._cox.keep(single(arrays))
+            return samples, [], None
+        if head["kind"] == "ask":
+            task = AskTask(head["round"], trainer.ids)
+            answer, counts = ask_chunk(trainer.job, trainer.forms.read_model(arrays[0]), task)
+            return samples | {"work": counts[0, :3].tolist()}, [trainer.forms.write_answer(answer)], None
+        job, state = trainer.with_local_data(head["accepted"], trainer.weighed(head["weight"]))
+        if head["kind"] == "train":
+            scores = trainer.scores(job, arrays[1:], head["scored"], common=head["global"])
+            new = trainer.train(job, state, head["round"], arrays[0], self._send)
+            work = [0, 0, 0] if trainer.private else list(new.reply["work"])
+            return samples | {"work": work}, [bytes(new.tensors["reply"].numpy())], metrics_of(scores) or None
+        t, common = head["round"], head["global"]
+        scores = trainer.scores(job, arrays, t, common=common)
+        cells = self._groups.cells(job, arrays, t, scores, common=common)
+        return samples, [], metrics_of(scores) | self._groups.sums.as_metrics(cells)
+
+    def _send(self, job: Job, state: Generation | None, trained: Trained, down: object) -> dict[str, Tensor]:
+        return {"reply": torch.frombuffer(bytearray(self._trainer.forms.write_up(trained.output)), dtype=torch.uint8)}
+
+
+def single(arrays: list[bytes]) -> bytes:
+    """The one array of a message.
+
+    Raises:
+        WireError: there is none, or are several.
+    """
+    if len(arrays) != 1:
+        raise WireError(f"{len(arrays)} arrays, 1 is expected")
+    return arrays[0]
+
+
+def metrics_of(scores: Scores) -> dict[str, float]:
+    """Scores as the metrics of a message."""
+    values = {f"{m}/{p}/{name}": float(v[0]) for (m, p), row in scores.items() for name, v in row.items()}
+    return {key: score for key, score in values.items() if score == score}

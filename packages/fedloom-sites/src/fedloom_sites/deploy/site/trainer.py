@@ -1,0 +1,333 @@
+"""Training and scores of a site, from its samples and the state on its disk."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from functools import cached_property
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from fedloom.data import Federation
+from fedloom.engine.clients.chunk import ClientOutput, ClientState, run_clients, usable
+from fedloom.engine.clients.scores import hybrid_scores, personal_models, score_chunk
+from fedloom.engine.job import Job
+from fedloom.engine.privacy import Noise, accounted, epsilon
+from fedloom.engine.setup import make_job
+from fedloom.errors import CheckpointError, ConfigError, LayoutError, Refused, RunDirError, WireError, sentence_of
+from fedloom.lab.experiment import Experiment
+from fedloom.local.rows import for_everyone, named, remade
+from fedloom.processes.clients import Scores, ScoreTask, TrainTask
+from fedloom.schedule import Synchronous
+from fedloom_sites.deploy.code import read_agreed
+from fedloom_sites.deploy.noise import deployed, noise_of_site
+from fedloom_sites.deploy.protocol.envelope import digest_of
+from fedloom_sites.deploy.protocol.forms import Forms
+from fedloom_sites.deploy.protocol.public import check_private, publish_reasons
+from fedloom_sites.deploy.secure.member import check_maskable
+from fedloom_sites.deploy.settings import Site, check_version
+from fedloom_sites.deploy.site.crafted import check_change, check_units, norms_of
+from fedloom_sites.deploy.site.ledger import Ledger
+from fedloom_sites.deploy.site.local_data import federation_of, part_sizes, samples_digest, site_federation
+from fedloom_sites.deploy.site.neutral import neutral_upload
+from fedloom_sites.deploy.site.state import Generation, SiteState
+
+T = TypeVar("T")
+
+
+class Trained(NamedTuple):
+    """What a site has computed in a round.
+
+    Attributes:
+        output: what it sends and keeps.
+        is_neutral: whether that is what it sends and keeps after zero steps, because its own result must not leave.
+    """
+
+    output: ClientOutput
+    is_neutral: bool = False
+
+
+Send = Callable[[Job, Generation | None, Trained, Any], dict[str, Tensor]]
+"""(run, state, result, download) -> tensors of the next generation: `reply`, the bytes of an upload; rows to keep."""
+
+QUOTES_NO_VALUE = (CheckpointError, ConfigError, LayoutError, RunDirError, WireError)
+"""Errors whose sentence has no value of a sample; others may quote a cell, or a text of the user's code on one.
+
+They leave a site that sends single uploads. Under masks or a delta only `PublicReason` leaves.
+"""
+
+
+class Trainer:
+    """The run of one site.
+
+    Args:
+        site: its settings.
+        memory: its state.
+
+    Attributes:
+        site: see above.
+    """
+
+    def __init__(self, site: Site, memory: SiteState) -> None:
+        self.site, self._memory = site, memory
+
+    @property
+    def fed(self) -> Federation:
+        """The site's samples, as one client of the federation."""
+        check_private()
+        return self._fed
+
+    @cached_property
+    def _fed(self) -> Federation:
+        return site_federation(self.experiment, self.site)
+
+    @cached_property
+    def experiment(self) -> Experiment:
+        """The experiment that was agreed on."""
+        check_version(self.site)
+        experiment = read_agreed(self.site, chunk=1, workers=1)
+        if self.site.secure is not None:
+            check_maskable(experiment.methods[0].setting)
+        return experiment
+
+    @property
+    def rounds(self) -> int:
+        """Rounds of the experiment."""
+        return self.experiment.methods[0].setting.rounds
+
+    @cached_property
+    def private(self) -> bool:
+        """Whether a delta is in force, or a limit of the site's own: nothing leaves that epsilon does not cover."""
+        setting = self.experiment.methods[0].setting
+        return self.site.epsilon is not None or accounted(setting.channel, setting.aggregator) is not None
+
+    @cached_property
+    def samples(self) -> str:
+        """Digest of the samples; it does not leave the site."""
+        return samples_digest(self.fed, self.site.client)
+
+    @cached_property
+    def _run(self) -> tuple[Job, Any]:
+        job, server = make_job(self.experiment.methods[0].setting.with_(schedule=Synchronous()), self.fed)
+        return replace(job, setting=deployed(job.setting, self.site.survivors)), server
+
+    @property
+    def job(self) -> Job:
+        """The run at this site."""
+        return self._run[0]
+
+    @cached_property
+    def forms(self) -> Forms:
+        """How its messages are written."""
+        return Forms(*self._run, self.site.client)
+
+    @property
+    def noise(self) -> Noise | None:
+        """What this site's epsilon is of; see `noise_of_site`."""
+        return noise_of_site(self.job.setting)
+
+    @property
+    def ids(self) -> Tensor:
+        """The site's number, ``[1]``."""
+        return torch.tensor([self.site.client])
+
+    def weighed(self, share: float) -> Job:
+        """The run with the share of the objective that the server gives the site."""
+        return replace(self.job, alpha=torch.full_like(self.job.alpha, share))
+
+    def with_local_data(self, accepted: int, job: Job) -> tuple[Job, Generation | None]:
+        """The run, with its shares of the objective, with the state that the server names as accepted."""
+        with publish_reasons():
+            ids, state = self.ids, self._memory.settle(accepted)
+        for name, store in job.state_stores.items():
+            store.reset()
+            if state is not None:
+                tensors = state.group(name)
+                store.write(ids, remade(store.template, [tensors[field][None] for field in store.template._fields]))
+        return job, state
+
+    def train(
+        self,
+        job: Job,
+        state: Generation | None,
+        t: int,
+        download: bytes,
+        send: Send,
+        weights: Sequence[float] = (),
+    ) -> Generation:
+        """A round of training; one that was asked for before is answered with what is kept.
+
+        Args:
+            job: the run, as `with_local_data` gives it.
+            state: of the site.
+            t: round.
+            download: message of the server.
+            send: writes the upload, and the rows to keep of it.
+            weights: further numbers that the upload depends on.
+
+        Raises:
+            PublicReason: the download is not of this run or too far from the last one, the privacy budget is spent, or
+                the disk is full.
+            FedloomError: without masks or accounted noise of the site's own, the training failed or its result is not
+                finite.
+        """
+        site, samples = self.site, self.samples
+        base, digest = 0 if state is None else state.round, _digest(download, weights)
+        with publish_reasons():
+            kept = self._memory.answered(t, base, digest)
+            if kept is not None:
+                return kept
+            if site.dead_units is not None and self.private:
+                raise ConfigError(
+                    "dead_units looks at samples, which a delta or epsilon forbids; leave it out of site.toml"
+                )
+            down = self.forms.read_down(download)
+            norms, before = norms_of(job, down), [] if state is None else state.reply.get("norms", [])
+            check_change(site.model_change, norms, before, f"site {site.site}, round {t}")
+            releases = self._ledger.release(t, samples=samples)
+        trained = self._trained(job, down, t)
+        state_rows = {name: rows[0] for name, rows in named(trained.output.state).items()}
+        tensors = state_rows | send(job, state, trained, down)
+        facts = {"work": trained.output.work[0].tolist(), "neutral": int(trained.is_neutral)}
+        new = Generation(t, base, digest, tensors, {**facts, "releases": releases, "norms": norms})
+        with publish_reasons():
+            self._memory.keep(new)
+        return new
+
+    @property
+    def _ledger(self) -> Ledger:
+        """The site's releases; its limit is that of all agreed rounds where `site.toml` has none."""
+        noise, limit = self.noise, self.site.epsilon
+        if noise is not None and limit is None:
+            limit = epsilon(noise, self.rounds)
+        before, accepted = (0, 0) if noise is None else (self._memory.releases(), self._memory.accepted()[0])
+        return Ledger(self._memory.folder, noise, limit, f"site {self.site.site}", before, accepted)
+
+    def _trained(self, job: Job, down: Any, t: int) -> Trained:
+        """Train in a round; under masks or noise of the site's own, a failure shows in no answer.
+
+        The state stays as it was then. Under noise the site sends noise alone, under masks its neutral upload.
+        """
+        site, work = self.site, torch.zeros(1, 3, dtype=torch.long)
+        try:
+            output = run_clients(job, down, TrainTask(t, torch.tensor([0]), self.ids, torch.ones(1, 1)))
+            work = output.work
+            self._check_result(job, output, t)
+            check_units(site.dead_units, job, down, t, self.ids, len(site.samples.vocabulary))
+        except Exception as error:
+            if self.noise is None and site.secure is None:
+                raise
+            self.log_privately(sentence_of(error))
+            if self.noise is not None:
+                return Trained(self._noise_alone(job, down))
+            upload = neutral_upload(self._blank, job, down, t, self.ids, self.forms.idle)
+            return Trained(ClientOutput(upload, self._own_state(job), work), is_neutral=True)
+        return Trained(output)
+
+    def _check_result(self, job: Job, output: ClientOutput, t: int) -> None:
+        """Refuse a result that nobody could use.
+
+        Raises:
+            Refused: it is not finite; or, under masks, a row of the site's state is longer than
+                ``engine.norm_bound``, or a weight is below zero.
+        """
+        if not bool(usable((*output.upload, *output.state.rows), 1, None).all()):
+            raise Refused(f"round {t}: the result of the training is not finite")
+        if self.site.secure is None or self.noise is not None:
+            return
+        if not bool(usable(tuple(output.state.rows), 1, job.setting.engine.norm_bound).all()):
+            raise Refused(f"round {t}: a row of this site's state is longer than engine.norm_bound")
+        if not bool(usable(tuple(output.upload), 1, None, job.weights(output.upload)).all()):
+            raise Refused(f"round {t}: the upload has a weight below zero")
+
+    @cached_property
+    def _blank(self) -> Job:
+        """The same run on blank samples, so that nothing of the site's own is in a neutral upload."""
+        sizes = torch.tensor([[1, 0, 0]]).repeat(self.site.clients, 1)
+        sizes[self.site.client] = torch.tensor(part_sizes(self.fed, self.site.client))
+        setting = self.experiment.methods[0].setting.with_(schedule=Synchronous())
+        return make_job(setting, federation_of(self.site.samples, sizes))[0]
+
+    def _own_state(self, job: Job) -> ClientState:
+        """The state that the site has."""
+        return ClientState(**{name: store.read(self.ids) for name, store in job.state_stores.items()})
+
+    def _noise_alone(self, job: Job, down: object) -> ClientOutput:
+        up = self.forms.idle
+        if accounted(job.setting.channel) is not None:
+            assert job.setting.channel is not None
+            sent, _ = job.setting.channel.apply(None, torch.zeros_like(job.messages.update(up)), ())
+            up = job.messages.absolute(job.messages.with_update(up, sent), job.algorithm.received(down, up))
+        return ClientOutput(up, self._own_state(job), torch.zeros(1, 3).long())
+
+    def scores(self, job: Job, models: Sequence[bytes], t: int, *, common: bool) -> Scores:
+        """The scores of round ``t``, none if it is below 0; where they cannot be found, that is a note.
+
+        Args:
+            job: the run, as `with_local_data` gives it.
+            models: messages of the server.
+            t: round.
+            common: whether the global model is scored.
+        """
+        return self.attempt(f"round {t}", lambda: self._score(job, models, t, common)) or {} if t >= 0 else {}
+
+    def attempt(self, what: str, score: Callable[[], T]) -> T | None:
+        """What a scoring gives; where it fails, that is a note, and None."""
+        try:
+            return score()
+        except Exception as error:  # under a delta, the failure may reveal samples
+            what = f"{what} cannot be scored"
+            sentence = (
+                f"{what}: {error}"
+                if isinstance(error, QUOTES_NO_VALUE)
+                else f"{what}; the reason is in the site's own log"
+            )
+            self.log_privately(f"{what}: {sentence_of(error)}")
+            if not self.private and self.site.secure is None:
+                self._memory.notes.append(sentence)
+            return None
+
+    def _score(self, job: Job, models: Sequence[bytes], t: int, common: bool) -> Scores:
+        """Keep the newest model, and score every model on the site's own parts."""
+        ids = self.ids
+        everyone, shared = self.received(models, common=common)
+        has_samples = bool(part_sizes(self.fed, self.site.client)[0])
+        personal = None if everyone is None or not has_samples else personal_models(job, everyone, t, ids)[0]
+        row, kind = (shared, "global") if personal is None else (personal, "personal")
+        if row is not None:
+            self._memory.keep_model(row.cpu(), job.oracle.layout.header(), t, kind)
+        if not has_samples or self.scoring == "off":
+            return {}
+        scores: Scores = score_chunk(job, everyone, shared, ScoreTask(t, ids, ids, common=False))
+        return scores | (hybrid_scores(scores, job.setting.evaluate.select_on) if self.scoring == "masked" else {})
+
+    def received(self, models: Sequence[bytes], *, common: bool) -> tuple[Any, Tensor | None]:
+        """The download, as if every client had received it, and the global model ``[d]``; either may be None."""
+        down, shared = self.forms.read_models([*models], global_there=common)
+        return None if down is None else for_everyone(down, self.job.n), shared
+
+    @property
+    def sends_groups(self) -> bool:
+        """Whether scores of groups leave the site: with scores that are summed, or where there are no masks at all."""
+        return self.scoring == ("per-site" if self.site.secure is None else "masked")
+
+    @property
+    def scoring(self) -> Literal["masked", "per-site", "off"]:
+        """How the site's scores leave it: summed under masks, on their own, or, as they have no noise, not at all."""
+        if self.private:
+            return "off"
+        return "per-site" if self.site.secure is None else self.site.secure.scores
+
+    def log_privately(self, reason: str) -> str:
+        """The sentence for the server in the place of one that may reveal samples; that goes to the site's log."""
+        sys.stderr.write(f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ} fedloom: site {self.site.site}: {reason}\n")
+        return f"site {self.site.site} could not answer; the reason is in its own log"
+
+
+def _digest(download: bytes, weights: Sequence[float]) -> str:
+    """Digest of a round's request: of the download and of the weights, where there are any."""
+    return digest_of([download, *([repr(tuple(weights)).encode()] if weights else [])])

@@ -1,0 +1,194 @@
+"""The process of a site that stays: it answers messages one after the other and keeps data and model between them.
+
+`handover` starts it with a listening socket and the lock that excludes another. It ends with the
+process that owns it, or when the site's settings or the version change; a kill at any moment loses nothing, since all
+that counts is on the disk before an answer leaves. What it has read is read anew once a file of it has changed.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+
+from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
+from flwr.proto.recorddict_pb2 import RecordDict as ProtoRecordDict
+
+from fedloom.data.sources import SOURCES
+from fedloom.data.sources._base import ENV, FileSource
+from fedloom.errors import ConfigError
+from fedloom_sites.deploy.code import FOLDER
+from fedloom_sites.deploy.settings import Site, read_site
+from fedloom_sites.deploy.site.client import Client
+from fedloom_sites.deploy.site.handover import (
+    ANSWER,
+    ERROR,
+    MAGIC,
+    OTHER,
+    PATIENCE,
+    SAME_SITE,
+    is_own,
+    key_of,
+    receive,
+    send_sized,
+)
+
+HEADS = 1 << 20
+"""Bytes of a message beside its arrays."""
+MOST = 10_000
+"""Files of a data set that are looked at; a larger one is read anew for every message."""
+LOOK = 5
+"""Seconds between two looks at the settings."""
+FRESH = 2_000_000_000
+"""Nanoseconds for which a changed file may change again without its time showing it."""
+
+
+class Warm:
+    """A site's answers, with what they need kept in memory.
+
+    Args:
+        site: its settings.
+    """
+
+    def __init__(self, site: Site) -> None:
+        self._site = site
+        self._client: Client | None = None
+        self._read: Stamp | None = None
+
+    def answer(self, content: bytes) -> bytes:
+        """The signed reply.
+
+        Raises:
+            ConfigError: the signing key cannot be read.
+        """
+        client, request = self._fresh(), recorddict_from_proto(ProtoRecordDict.FromString(content))
+        reply: bytes = recorddict_to_proto(client.reply(request)).SerializeToString()
+        return reply
+
+    def prepare(self) -> None:
+        """Read and make what every answer needs; an error is in the first answer."""
+        with suppress(Exception):
+            self._fresh().prepare()
+
+    def _fresh(self) -> Client:
+        """The client, which has read the files as they are now."""
+        now, at = stamp(self._site), time.time_ns()
+        if self._client is None or now is None or now != self._read:
+            self._client = Client(self._site)
+        unchanged = now is not None and all(at - max(times) > FRESH for *_, times in now)
+        self._read = now if unchanged else None
+        return self._client
+
+
+Stamp = tuple[tuple[str, int, int, tuple[int, int]], ...]
+"""Of every file: path, inode, bytes, and when its content and its inode changed, in nanoseconds."""
+
+
+def stamp(site: Site) -> Stamp | None:
+    """The files that a site has read, as they are now; None where that cannot be known."""
+    modules = [spec.origin for name in site.installed if (spec := find_spec(name)) and spec.origin]
+    roots = [site.experiment, site.signing_key, site.experiment.parent / FOLDER, *map(Path, modules)]
+    source = site.data["source"]
+    named = [Path(site.data["path"])] if "path" in site.data else [Path(source)] if os.path.isabs(source) else []
+    kind = SOURCES.get(source)
+    if not named and kind is None:
+        return None  # user code, or a hub
+    if not named and kind is not None and issubclass(kind, FileSource):
+        folder = site.data_dir or os.environ.get(ENV)
+        if folder is None:
+            return None
+        named = [Path(folder)]
+    stamps: list[tuple[str, int, int, tuple[int, int]]] = []
+    for path in (path for root in (*roots, *named) for path in _files(root)):
+        if len(stamps) == MOST:
+            return None
+        try:
+            about = path.stat()
+        except OSError:
+            continue
+        stamps.append((str(path), about.st_ino, about.st_size, (about.st_mtime_ns, about.st_ctime_ns)))
+    return tuple(stamps)
+
+
+def _files(root: Path) -> Iterator[Path]:
+    yield root
+    for folder, _, names in os.walk(root, followlinks=True):
+        yield from (Path(folder, name) for name in names)
+
+
+def serve(listener: socket.socket, site_file: Path) -> None:
+    """Answer until the settings are others than at the start."""
+    key, site = key_of(site_file), read_site(site_file)
+    warm = Warm(site)
+    warm.prepare()
+    while True:
+        line, _ = listener.accept()
+        with line:
+            line.settimeout(PATIENCE)
+            try:
+                if not is_own(line) or receive(line, len(MAGIC)) != MAGIC:
+                    continue
+                if receive(line, len(key)) != key:
+                    line.sendall(OTHER)
+                    return
+                line.sendall(SAME_SITE)
+                _answer(line, warm, site.message_limit + HEADS)
+            except OSError:
+                continue  # the caller has gone, and will call again
+
+
+def _answer(line: socket.socket, warm: Warm, limit: int) -> None:
+    size = int.from_bytes(receive(line, 8), "big")
+    if size > limit:
+        send_sized(line, f"a message of {size} bytes, at most {limit} are read".encode(), ERROR)
+        return
+    content = receive(line, size)
+    try:
+        kind, answer = ANSWER, warm.answer(content)
+    except Exception as error:  # the caller gets the error, and the process stays
+        kind, answer = ERROR, f"{type(error).__name__}: {error}".encode()
+    send_sized(line, answer, kind)
+
+
+def end_with(owner: int, site_file: Path) -> None:
+    """End this process when another does, or the settings are others than now, whatever it is doing."""
+    key = key_of(site_file)
+
+    def watch() -> None:
+        poll = select.poll()
+        try:
+            if hasattr(os, "pidfd_open"):
+                poll.register(os.pidfd_open(owner), select.POLLIN)
+            while not poll.poll(1000 * LOOK):
+                os.kill(owner, 0)
+                if key_of(site_file) != key:
+                    break
+        except (ProcessLookupError, ConfigError):
+            pass
+        os._exit(0)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def main(words: Sequence[str]) -> None:
+    """Serve a site: its TOML file, the numbers of the socket and of the lock, the owner's process."""
+    file, (listening, lock, owner) = Path(words[0]), map(int, words[1:])
+    for fd in (listening, lock):
+        os.set_inheritable(fd, False)
+    end_with(owner, file)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    with socket.socket(fileno=listening) as listener:
+        serve(listener, file)
+        os._exit(0)  # at once, whatever PyTorch has to tidy
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

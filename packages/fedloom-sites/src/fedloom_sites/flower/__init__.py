@@ -1,0 +1,13 @@
+"""Any method in anyone's Flower app: a strategy at the server, a decorator at the nodes; see docs/flower.md."""
+
+try:
+    import flwr as _flwr  # noqa: F401  # all of the package needs it
+except ModuleNotFoundError as error:
+    sentence = f"fedloom_sites.flower needs {error.name}; install it with: pip install fedloom-sites"
+    raise ModuleNotFoundError(sentence, name=error.name) from None
+
+from fedloom_sites.flower.local import Local
+from fedloom_sites.flower.node import client, personal_model
+from fedloom_sites.flower.strategy import Strategy
+
+__all__ = ["Local", "Strategy", "client", "personal_model"]

@@ -1,0 +1,232 @@
+"""FlowerClients: the nodes of somebody's Flower app, as the clients of a round."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from logging import WARNING
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.common.constant import ErrorCode
+from torch import Tensor
+
+from fedloom.engine.clients.chunk import ClientOutput, ClientState
+from fedloom.engine.clients.remote import RemoteClients
+from fedloom.engine.job import Job
+from fedloom.errors import FedloomError, WireError
+from fedloom.local import Nothing
+from fedloom.local.rows import rows_of
+from fedloom.processes.clients import AskRequest, ScoreRequest, TrainRequest, TrainResult
+from fedloom_sites.flower.records import HEAD, array_of_each, arrays_of, fields_like, head, head_of, log, tensors_of
+
+T = TypeVar("T")
+
+Send = Callable[[Iterable[Message]], Iterable[Message]]
+"""Sends messages and gives the replies that arrive in time, in any order."""
+
+
+class Members(NamedTuple):
+    """The nodes of a run.
+
+    Attributes:
+        nodes: Flower's numbers of the nodes, by client.
+        sizes: training, validation and test samples of each.
+        run: a name of the run, by which nodes know it again; empty where it cannot be resumed.
+    """
+
+    nodes: list[int]
+    sizes: list[list[int]]
+    run: str
+
+
+class FlowerClients(RemoteClients):
+    """The nodes of an app; see `RemoteClients`.
+
+    Args:
+        job: the run, as the server has it.
+        idle: the upload ``[1, .]`` of a client that takes no step, for the shapes.
+        members: the nodes, by client.
+        document: the method and the choices of the run.
+        parameters: names and shapes of the model's parameters.
+        send: the way to the nodes.
+
+    Attributes:
+        reachable: numbers of the nodes that can be reached.
+        scores: figures of every client that answered the newest evaluation.
+        refusals: why each client refused the newest request; one that did not answer, or has lost its state, is not
+            among them.
+    """
+
+    def __init__(self, job: Job, idle: Any, members: Members, document: str, parameters: str, send: Send) -> None:
+        super().__init__(job, torch.tensor(members.sizes))
+        self._nodes, self._send = members.nodes, send
+        self.reachable = set(members.nodes)
+        self._shared: dict[str, Any] = {
+            "document": document, "parameters": parameters, "rounds": job.setting.rounds,
+            "sizes": job.train_sizes[:, 0].tolist(), "weights": job.alpha[:, 0].double().tolist(),
+        }  # fmt: skip
+        if members.run:
+            self._shared["run"] = members.run
+        self._idle = idle
+        self._start = arrays_of({"start": job.oracle.layout.vector(job.oracle.module, job.oracle.dtype)})
+        self.scores: dict[int, dict[str, float]] = {}
+        self.refusals: dict[int, str] = {}
+
+    def through(self, send: Send) -> FlowerClients:
+        """These clients, reached in another way."""
+        other = copy.copy(self)
+        other._send, other.refusals = send, {}
+        return other
+
+    def can_train(self, client: int) -> bool:
+        return self._is_reachable(client) and super().can_train(client)
+
+    def train_each(self, request: TrainRequest, downloads: Mapping[int, Any]) -> dict[int, ClientOutput]:
+        t, everyone = request.round, array_of_each(request.down)
+        messages = (
+            self._message("train", c, t, {"down": arrays_of(down._asdict(), everyone)}) for c, down in downloads.items()
+        )
+        return self._replies([*downloads], messages, lambda reply: self._output(reply, t))
+
+    def ask_each(self, request: AskRequest, clients: list[int]) -> dict[int, tuple[Tensor, Tensor]]:
+        model = {"model": arrays_of({"model": request.model})}
+        messages = (self._message("query.ask", c, request.round, model) for c in clients)
+
+        def read(reply: RecordDict) -> tuple[Tensor, Tensor]:
+            answer = tensors_of(reply, "answers").get("sampler")
+            if answer is None or answer.dim() != 2 or len(answer) != 1:
+                raise WireError("it has no answer [1, k] to the sampler")
+            return answer.to(self._job.oracle.dtype), _work(head_of(reply))
+
+        return self._replies(clients, messages, read)
+
+    def score_each(self, request: ScoreRequest) -> dict[int, dict[str, float]]:
+        recipients = [c for c in request.ids.tolist() if self._can_score(c)]
+        self.scores = self._replies(recipients, self.score_messages(request), _metrics)
+        return self.scores
+
+    def score_messages(self, request: ScoreRequest) -> Iterator[Message]:
+        """Messages that ask for scores."""
+        everyone, global_model = array_of_each(request.down), self._global(request)
+        for c in request.ids.tolist():
+            down = None if request.down is None else rows_of(request.down, slice(c, c + 1))
+            records = global_model | ({} if down is None else {"down": arrays_of(down._asdict(), everyone)})
+            if self._can_score(c):
+                yield self._message("evaluate", c, request.round, records, **{"global": request.model is not None})
+
+    def _global(self, request: ScoreRequest) -> dict[str, ArrayRecord]:
+        """The record of the global model, where nodes do not have it as what they receive anyway."""
+        if request.model is None or (
+            request.down and request.down[0].dim() == 1 and torch.equal(request.down[0], request.model)
+        ):
+            return {}
+        return {"model": arrays_of({"model": request.model})}
+
+    def _is_reachable(self, client: int) -> bool:
+        return self._nodes[client] in self.reachable
+
+    def _can_score(self, client: int) -> bool:
+        return self._is_reachable(client) and bool(self._sizes[client].sum())
+
+    def _message(self, kind: str, client: int, t: int, records: Mapping[str, Any], **more: Any) -> Message:
+        accepted = int(self.accepted[client])
+        values = {"client": client, "round": t, "accepted": accepted}
+        content = RecordDict({HEAD: head(**self._shared, **values, **more), **records})
+        if not accepted:  # the node has no state yet, whose template begins at this model
+            content["start"] = self._start
+        return Message(content, dst_node_id=self._nodes[client], message_type=kind, group_id=str(t))
+
+    def _replies(
+        self, recipients: list[int], messages: Iterable[Message], read: Callable[[RecordDict], T]
+    ) -> dict[int, T]:
+        """What is read of the first usable reply of every client; all else is logged and left out."""
+        clients = {self._nodes[c]: c for c in recipients}
+        values: dict[int, T] = {}
+        for reply in self._send(messages) if recipients else ():
+            node = reply.metadata.src_node_id
+            client = clients.get(node)
+            if reply.has_error():
+                if client is not None and reply.error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION:
+                    self.refusals[client] = str(reply.error.reason)[:500]
+                log(WARNING, "fedloom: node %s did not answer: %s", node, reply.error.reason)
+                continue
+            if client is None or client in values:
+                log(WARNING, "fedloom: node %s was not asked; its reply is left out", node)
+                continue
+            try:
+                values[client] = self._read(client, reply, read)
+            except Exception as error:  # of a reply from elsewhere
+                reason = (
+                    str(error) if isinstance(error, FedloomError) else f"it cannot be read ({type(error).__name__})"
+                )
+                log(WARNING, "fedloom: the reply of node %s is left out: %s", node, reason)
+        return values
+
+    def _read(self, client: int, reply: Message, read: Callable[[RecordDict], T]) -> T:
+        values = head_of(reply.content)
+        if "error" in values:
+            if values.get("lost"):
+                self.accepted[client] = 0
+            else:
+                self.refusals[client] = str(values["error"])[:500]
+            raise WireError(str(values["error"])[:500])
+        if "client" in values and values["client"] != client:
+            raise WireError(f"it is of client {values['client']}, not {client}")
+        return read(reply.content)
+
+    def _output(self, reply: RecordDict, t: int) -> ClientOutput:
+        """The output of a client, if it is of this round and of the shapes of the method."""
+        values = head_of(reply)
+        if values.get("round") != t:
+            raise WireError(f"it is of round {values.get('round')}, not {t}")
+        upload = fields_like(self._idle, tensors_of(reply, "up"), "upload")
+        answers = {name: rows.to(self._job.oracle.dtype) for name, rows in tensors_of(reply, "answers").items()}
+        weigher, sampler = (self._answer(answers, name) for name in ("weigher", "sampler"))
+        return ClientOutput(upload, ClientState(Nothing()), _work(values), weigher, sampler)
+
+    def _answer(self, answers: Mapping[str, Tensor], name: str) -> Tensor | None:
+        rows = answers.get(name)
+        if name == "weigher" and rows is None and self._job.setting.weigher.probes:
+            raise WireError("it has no answer to the weigher")
+        if rows is not None and (rows.dim() != 2 or len(rows) != 1 or not bool(rows.isfinite().all())):
+            raise WireError(f"its answer to the {name} must be finite numbers [1, k]")
+        return rows
+
+
+class Remembering:
+    """Clients whose answers to a sampler are remembered, so that a round can be run again."""
+
+    def __init__(self, clients: FlowerClients) -> None:
+        self._clients, self._answers = clients, dict[int, Any]()
+        self.score, self.on_one = clients.score, clients.on_one
+
+    def replaying(self, clients: FlowerClients) -> Remembering:
+        """The same answers, and the trainings of other clients."""
+        other = Remembering(clients)
+        other._answers = self._answers
+        return other
+
+    def ask(self, request: Any) -> Iterator[Any]:
+        if request.round not in self._answers:
+            self._answers[request.round] = list(self._clients.ask(request))
+        yield from self._answers[request.round]
+
+    def train(self, request: TrainRequest) -> Iterator[TrainResult]:
+        return self._clients.train(request)
+
+
+def _work(values: Mapping[str, Any]) -> Tensor:
+    work = values.get("work")
+    if not isinstance(work, list) or len(work) != 3 or not all(type(k) is int and 0 <= k <= 10**15 for k in work):
+        raise WireError(f"work must be three counts, got {json.dumps(work, default=str)[:60]}")
+    return torch.tensor([work])
+
+
+def _metrics(reply: RecordDict) -> dict[str, float]:
+    record = reply.get("metrics")
+    if not isinstance(record, MetricRecord):
+        raise WireError("it has no metrics")
+    return {key: float(value) for key, value in record.items() if isinstance(value, (int, float))}

@@ -1,0 +1,230 @@
+"""Local: a node's own model, samples and loss."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fedloom.data import PARTS, Dataset, Federation, Split
+from fedloom.data.dataset import Task
+from fedloom.errors import ConfigError
+from fedloom.tasks import Objective
+from fedloom_sites.flower.samples import Signature, adapted, fit, read
+
+TRIED = 2
+"""Samples that a node tries its loss on."""
+
+
+@dataclass
+class Local:
+    """A node's model and samples.
+
+    Args:
+        model: the module, as at the server; its values are those that the server sends. It gives a tensor with a row
+            per sample, or an object or dict whose ``logits`` are one.
+        trainset: training samples: a torch ``Dataset`` or ``DataLoader``, or tensors ``(x, y)``. A sample is a tuple
+            whose last entry is the target, or a dict. Samples are read once, so a data set whose samples differ when
+            they are read again is refused. Of a loader, its data set and ``collate_fn`` count, and batches are drawn by
+            the strategy's ``local``.
+        loss: ``nn.CrossEntropyLoss()``, ``nn.BCEWithLogitsLoss()``, ``nn.MSELoss()``, or a function of a batch's
+            outputs and targets, in the shapes that the model and the samples have, that gives the mean over the batch;
+            by default the cross-entropy of whole-number targets, else the squared error. With a label per position
+            ``[n, L]`` and outputs ``[n, L, C]``, it is called with those of the labelled positions, ``[k, C]`` and
+            ``[k]``; -100, or the ``ignore_index`` of ``nn.CrossEntropyLoss``, is no label.
+        testset: test samples, in any of these forms.
+        valset: validation samples, in any of these forms.
+        device: where the node computes.
+        folder: of the node's model file, ``<node>.safetensors``, written at every evaluation, and of its rows; None
+            for no file.
+        keys: of samples that are dicts, the names of the model's inputs and, last, of the target. By default the
+            target is the entry ``label``, ``labels``, ``target``, ``targets`` or ``y``, and all others are inputs.
+            Several inputs are given to the model by name.
+    """
+
+    model: nn.Module
+    trainset: Any
+    loss: Any = None
+    testset: Any = None
+    valset: Any = None
+    device: str | torch.device = "cpu"
+    folder: Path | str | None = None
+    keys: Sequence[str] = ()
+
+    def read(self) -> NodeProblem:
+        """Read the samples.
+
+        Raises:
+            ConfigError: they are no samples, or the model or the loss does not take them.
+        """
+        if not isinstance(self.model, nn.Module):
+            raise ConfigError(f"model must be a module, such as Net(), got {self.model!r:.80}")
+        if self.loss is not None and (isinstance(self.loss, type) or not callable(self.loss)):
+            raise ConfigError(f"loss must be a function or a module, such as nn.MSELoss(), got {self.loss!r:.80}")
+        try:
+            torch.zeros(1, device=self.device)
+        except Exception as error:
+            raise ConfigError(f"device: {str(self.device)!r} is not there ({str(error)[:100]}); use 'cpu'") from error
+        sets = {"train": self.trainset, "validation": self.valset, "test": self.testset}
+        parts = {part: read(part, samples, self.keys) for part, samples in sets.items() if samples is not None}
+        if "train" not in parts:
+            raise ConfigError("trainset is None; a node needs training samples")
+        inputs = {name: _joined(name, [values[name] for values, _ in parts.values()]) for name in parts["train"][0]}
+        y = _joined("target", [targets for _, targets in parts.values()])
+        x, signature = fit(self.model, inputs)
+        if _has_positions(y, signature.outputs):
+            return self._sequences(x, y, signature._replace(positions=True), parts)
+        task, default = _task(self.loss, y, math.prod(signature.outputs))
+        if task == "regression":
+            samples = Dataset("node", x, y.reshape(len(y), -1).float(), task)
+        else:
+            labels = y.reshape(len(y), -1).squeeze(1).long()
+            if labels.dim() > 1:
+                raise ConfigError(
+                    f"targets of the shape {[*y.shape[1:]]} do not go with outputs of {[*signature.outputs]}: a model "
+                    "gives a number per class, and with a label per position [L] a row of them for each, [L, C]"
+                )
+            classes = range(2) if task == "binary" else range(math.prod(signature.outputs))
+            samples = Dataset("node", x, labels, task, tuple(map(str, classes)))
+        model, objective = adapted(self.model, signature), Objective()
+        if not default:
+            loss = _loss_of_app(self.loss, y[0], signature.outputs)
+            if fault := _fault(loss, _outputs(model, x), samples.y[:TRIED]):
+                raise ConfigError(f"loss: {fault}")
+            objective = Objective(loss=loss)
+        return NodeProblem(model, signature, Federation(samples, _splits(parts), ("node",)), objective)
+
+    def _sequences(self, x: Tensor, y: Tensor, signature: Signature, parts: Mapping[str, Any]) -> NodeProblem:
+        """The problem of samples with a label per position ``[n, L]``."""
+        ignored, classes = getattr(self.loss, "ignore_index", -100), tuple(map(str, range(signature.outputs[-1])))
+        labels = torch.where(y == ignored, -1, y.long())
+        samples = Dataset("node", x, labels, "classification", classes, positions=True)
+        plain = self.loss is None or (
+            type(self.loss) is nn.CrossEntropyLoss and _is_plain(self.loss, ("ignore_index",))
+        )
+        model, objective = adapted(self.model, signature), Objective()
+        if not plain:
+            outputs, targets = _outputs(model, x).flatten(0, 1), labels[:TRIED].flatten()
+            outputs, targets = outputs[targets >= 0], targets[targets >= 0]
+            loss = _loss_of_app(self.loss, y[0, 0], signature.outputs[-1:])
+            fault = _fault(loss, outputs, targets)
+            if fault and bool((labels >= 0).all()):  # whole sequences, if all positions have a label
+                loss = _loss_of_app(self.loss, y[0], signature.outputs)
+                fault = _fault(loss, outputs, targets)
+            if fault:
+                raise ConfigError(f"loss: {fault}; of a label per position it gets the labelled positions")
+            objective = Objective(loss=loss)
+        return NodeProblem(model, signature, Federation(samples, _splits(parts), ("node",)), objective)
+
+
+class NodeProblem(NamedTuple):
+    """A node's samples and loss.
+
+    Attributes:
+        model: takes a row per sample and gives ``[b, k]``.
+        signature: how the app's module does it.
+        fed: the samples as a federation of one client.
+        objective: the node's own loss, if it has one.
+    """
+
+    model: nn.Module
+    signature: Signature
+    fed: Federation
+    objective: Objective
+
+
+def _splits(parts: Mapping[str, Any]) -> dict[str, Split]:
+    """Places of the samples of every part, one part after another."""
+    splits, start = {}, 0
+    for part in PARTS:
+        count = len(parts[part][1]) if part in parts else 0
+        splits[part] = Split(torch.arange(start, start + count), torch.tensor([0, count]))
+        start += count
+    return splits
+
+
+def _has_positions(y: Tensor, outputs: tuple[int, ...]) -> bool:
+    """Whether targets ``[n, L]`` are labels of positions, for each of which a model gives a row ``[L, C]``."""
+    return not y.is_floating_point() and y.dim() == 2 and len(outputs) == 2 and y.shape[1] == outputs[0]
+
+
+def _joined(name: str, parts: list[Tensor]) -> Tensor:
+    """An entry of all parts' samples.
+
+    Raises:
+        ConfigError: they are of different shapes.
+    """
+    shapes = {tuple(part.shape[1:]) for part in parts}
+    if len(shapes) > 1:
+        first, second = sorted(shapes)[:2]
+        raise ConfigError(f"{name}: samples have the shapes {[*first]} and {[*second]}; pad all parts to one length")
+    return torch.cat(parts)
+
+
+def _task(loss: Any, y: Tensor, outputs: int) -> tuple[Task, bool]:
+    """The task of a node, and whether its loss is the task's own."""
+    whole = not y.is_floating_point()
+    if type(loss) is nn.BCEWithLogitsLoss and outputs == 1 and bool(((y == 0) | (y == 1)).all()):
+        return "binary", _is_plain(loss)
+    if type(loss) is nn.MSELoss:
+        return "regression", _is_plain(loss)
+    task: Task = "classification" if whole and outputs > 1 else "regression"
+    default = nn.CrossEntropyLoss if task == "classification" else nn.MSELoss
+    return task, loss is None or (type(loss) is default and _is_plain(loss))
+
+
+def _is_plain(loss: nn.Module, free: Sequence[str] = ()) -> bool:
+    """Whether no option of one of torch's losses is changed but those that are ``free``."""
+    plain = type(loss)()
+    options = {"reduction", "label_smoothing", "ignore_index"}.difference(free)
+    same = all(getattr(loss, name, None) == getattr(plain, name, None) for name in options)
+    return same and getattr(loss, "weight", None) is None and getattr(loss, "pos_weight", None) is None
+
+
+def _loss_of_app(loss: Any, y: Tensor, outputs_shape: tuple[int, ...]) -> Any:
+    """The loss of an app, which takes outputs and targets in the shapes that the app has them; ``y`` is one target."""
+    is_float = y.is_floating_point() or isinstance(loss, nn.BCEWithLogitsLoss | nn.BCELoss)
+    shape, whole, moved = y.shape, None if is_float else y.dtype, dict[Any, Any]()
+
+    def wrapped(outputs: Tensor, targets: Tensor) -> Tensor:
+        """The loss of the node's app."""
+        place = outputs.device, outputs.dtype
+        if place not in moved:
+            moved[place] = copy.deepcopy(loss).to(*place) if isinstance(loss, nn.Module) else loss
+        targets = targets.reshape(-1, *shape)
+        targets = targets.to(outputs.dtype) if whole is None else targets.to(whole)
+        value: Tensor = moved[place](outputs.reshape(-1, *outputs_shape), targets)
+        return value
+
+    wrapped.__name__ = wrapped.__qualname__ = getattr(loss, "__name__", type(loss).__name__)
+    return wrapped
+
+
+@torch.no_grad()
+def _outputs(model: nn.Module, x: Tensor) -> Tensor:
+    """What a module gives for the first samples, in evaluation mode."""
+    training, first = model.training, next((p for p in model.parameters() if p.is_floating_point()), x)
+    try:
+        outputs: Tensor = model.eval()(x[:TRIED].to(first))
+    finally:
+        model.train(training)
+    return outputs
+
+
+def _fault(loss: Any, outputs: Tensor, targets: Tensor) -> str:
+    """What is wrong with a loss on some outputs and targets; empty if it gives one number."""
+    shapes = f"outputs {[*outputs.shape]} with targets {[*targets.shape]}"
+    try:
+        mean = loss(outputs, targets)
+    except Exception as error:
+        return f"{loss.__name__} fails on {shapes} ({type(error).__name__}: {str(error)[:150]})"
+    if not isinstance(mean, Tensor) or mean.numel() != 1:
+        got = [*mean.shape] if isinstance(mean, Tensor) else type(mean).__name__
+        return f"{loss.__name__} must give one number for a batch, their mean for one, got {got} for {shapes}"
+    return ""

@@ -1,0 +1,206 @@
+"""Members: the nodes of a run as they introduce themselves, and as a run's folder has them."""
+
+from __future__ import annotations
+
+import json
+import time
+from logging import INFO, WARNING
+from pathlib import Path
+from typing import NamedTuple
+
+from flwr.app import Message, RecordDict
+from flwr.common.constant import ErrorCode
+from flwr.serverapp import Grid
+
+from fedloom.data.input_spec import InputSpec
+from fedloom.errors import CheckpointError, ConfigError, FedloomError, WireError
+from fedloom.storage.files import make_folder, write_atomic
+from fedloom_sites.flower.clients import Members
+from fedloom_sites.flower.records import HEAD, head, head_of, log
+from fedloom_sites.flower.samples import Signature
+
+RUN = "run.json"
+"""File of a run in its folder, beside the checkpoints."""
+PAUSE = 1.0
+"""Seconds between two looks for nodes."""
+MODS = (
+    "mods that change one record of the model do not fit, as a method sends rows: leave the mod out, and clip or add "
+    "noise with the strategy's channel, such as channel={'kind': 'clip', 'bound': 1.0}"
+)
+"""What to do at a node whose mods refuse messages."""
+STRANGE = (
+    "it is not of the run in the folder: a node keeps its number where it has a key, and in a simulation every run of "
+    "Flower has new nodes; to begin anew, name another folder"
+)
+"""Why a node takes no part in a run that began without it."""
+
+
+class Introduction(NamedTuple):
+    """Samples of a node: what they are, how its module takes them, and numbers of each part."""
+
+    schema: InputSpec
+    signature: Signature
+    sizes: list[int]
+
+    def text(self, counted: bool = False) -> str:
+        """The samples in a few words."""
+        inputs = (f"{part.name} {[*part.shape]} {part.dtype}".strip() for part in self.signature.inputs)
+        count = f"{'/'.join(map(str, self.sizes))} of " if counted else ""
+        what = ", ".join(inputs) or str([*self.schema.shape])
+        return f"{count}{what} for a {self.schema.task} with {self.schema.outputs} outputs"
+
+
+def introduction(reply: Message) -> Introduction:
+    """Read what a node has.
+
+    Raises:
+        FedloomError: the node cannot take part; the message has the reason.
+    """
+    if reply.has_error():
+        cure = f"; {MODS}" if reply.error.code == ErrorCode.MOD_FAILED_PRECONDITION else ""
+        raise WireError(f"it did not answer: {reply.error.reason}{cure}")
+    values = head_of(reply.content)
+    if "error" in values:
+        raise WireError(str(values["error"])[:500])
+    sizes = values.get("sizes")
+    if not isinstance(sizes, list) or len(sizes) != 3 or not all(type(k) is int and 0 <= k < 2**40 for k in sizes):
+        raise WireError("its numbers of samples make no sense")
+    try:
+        schema = InputSpec.model_validate_json(str(values.get("schema")))
+    except ValueError as error:
+        raise WireError("its schema of samples makes no sense") from error
+    signature = Signature.read(str(values.get("signature")))
+    if signature.inputs and (sum(signature.widths),) != schema.shape:
+        raise WireError("its signature of samples is not that of their shape")
+    return Introduction(schema, signature, sizes)
+
+
+class SavedRun(NamedTuple):
+    """A run as its folder has it.
+
+    Attributes:
+        members: its nodes.
+        schema: what their samples are.
+        signature: how their modules take them.
+        document: the method and the choices of the run.
+        parameters: of the model.
+    """
+
+    members: Members
+    schema: InputSpec
+    signature: Signature
+    document: str
+    parameters: str
+
+    def check(self, document: str, parameters: str, folder: Path | None) -> None:
+        """Refuse to go on with another run.
+
+        Raises:
+            ConfigError: the method, a choice, or the model differs.
+        """
+        for name, new, old in (("run", document, self.document), ("model", parameters, self.parameters)):
+            if new != old:
+                raise ConfigError(
+                    f"{folder} has another {name}: {old[:200]}, and this is {new[:200]}; name another folder"
+                )
+
+    def introduction(self, node: int) -> Introduction:
+        """What a node had at the start of the run."""
+        return Introduction(self.schema, self.signature, self.members.sizes[self.members.nodes.index(node)])
+
+
+def introductions(
+    grid: Grid, parameters: str, saved: SavedRun | None, min_nodes: int, wait: float, timeout: float
+) -> dict[int, Introduction]:
+    """Wait for nodes, and ask each what it has; those that fit together, or the run, by their numbers.
+
+    Args:
+        grid: the way to the nodes.
+        parameters: of the server's model.
+        saved: the run to resume; None for a new one.
+        min_nodes: nodes that are needed.
+        wait: seconds to wait for them to be there.
+        timeout: seconds to wait for their answers.
+
+    Raises:
+        ConfigError: too few nodes are there and fit.
+    """
+    end, reasons, strangers, logged = time.monotonic() + wait, dict[int, str](), dict[int, str](), -1
+    while len(nodes := _awaited(grid, saved, strangers)) < min_nodes and (left := end - time.monotonic()) > 0:
+        if len(nodes) != logged:
+            logged = len(nodes)
+            log(INFO, "fedloom: waiting %.0f s at most for %s nodes, of which %s are there", left, min_nodes, logged)
+        time.sleep(PAUSE)
+    content = RecordDict({HEAD: head(parameters=parameters)})
+    messages = [Message(content, dst_node_id=node, message_type="query") for node in nodes]
+    introduced: dict[int, Introduction] = {}
+    for reply in grid.send_and_receive(messages, timeout=timeout) if messages else ():
+        node = reply.metadata.src_node_id
+        try:
+            introduced[node] = introduction(reply)
+        except FedloomError as error:
+            reasons[node] = str(error)
+    most = _most_common([introduced[node] for node in nodes if node in introduced])
+    for node, other in list(introduced.items()):
+        like = most if saved is None else saved.introduction(node)
+        if like and (other[:2] != like[:2] or (saved and other.sizes != like.sizes)):
+            where = "those of most nodes" if saved is None else "before they were"
+            reasons[node] = f"its samples are {other.text(saved is not None)}, {where} {like.text(saved is not None)}"
+            del introduced[node]
+    for node, reason in reasons.items():
+        log(WARNING, "fedloom: node %s takes no part: %s", node, reason)
+    if most is None or len(introduced) < min_nodes:
+        why = "".join(f"; node {node}: {reason}" for node, reason in [*reasons.items(), *strangers.items()][:3])
+        raise ConfigError(f"{len(introduced)} nodes are there and fit, {min_nodes} are needed{why}")
+    return {node: introduced[node] for node in nodes if node in introduced}
+
+
+def _most_common(introduced: list[Introduction]) -> Introduction | None:
+    """The samples that most nodes have, those of an earlier node where as many have others; None without nodes."""
+    return max(introduced, key=lambda one: sum(one[:2] == other[:2] for other in introduced), default=None)
+
+
+def _awaited(grid: Grid, saved: SavedRun | None, strangers: dict[int, str]) -> list[int]:
+    """Nodes that are there and may take part; all others are added to ``strangers``, with the reason, and logged."""
+    here = sorted(grid.get_node_ids())
+    if saved is None:
+        return here
+    for node in here:
+        if node not in saved.members.nodes and node not in strangers:
+            strangers[node] = STRANGE
+            log(WARNING, "fedloom: node %s takes no part: %s", node, STRANGE)
+    return [node for node in here if node in saved.members.nodes]
+
+
+def read_run(folder: Path) -> SavedRun | None:
+    """Read the run of a folder; None where there is none.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    path = folder / RUN
+    if not path.exists():
+        return None
+    try:
+        content = json.loads(path.read_text())
+        members = Members(**content["members"])
+        schema, signature = InputSpec.model_validate(content["schema"]), Signature.read(content["signature"])
+        return SavedRun(members, schema, signature, content["document"], content["parameters"])
+    except (ValueError, TypeError, KeyError, WireError) as error:
+        raise CheckpointError(f"{path} is damaged; name another folder to begin anew") from error
+
+
+def write_run(folder: Path, saved: SavedRun) -> None:
+    """Write a run into its folder.
+
+    Raises:
+        CheckpointError: the disk refuses.
+    """
+    make_folder(folder)
+    content = {
+        **saved._asdict(),
+        "members": saved.members._asdict(),
+        "schema": saved.schema.model_dump(mode="json"),
+        "signature": saved.signature.text(),
+    }
+    write_atomic(folder / RUN, json.dumps(content, indent=1).encode())

@@ -1,0 +1,350 @@
+"""Node: the client app of a user trains, answers and scores by a method of fedloom, on the user's model and samples."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+from flwr.app import Context, Error, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.common.constant import ErrorCode
+from torch import Tensor, nn
+
+from fedloom.data.input_spec import InputSpec
+from fedloom.engine.clients.chunk import ask_chunk, run_clients
+from fedloom.engine.clients.scores import hybrid_scores, personal_models, score_chunk
+from fedloom.engine.job import Job
+from fedloom.engine.replay import Replay
+from fedloom.engine.setup import make_job
+from fedloom.errors import ConfigError, FedloomError, Refused, WireError, cause_of
+from fedloom.local.oracles.precision import repeatable, undisturbed
+from fedloom.local.rows import for_everyone, group_of, named, remade, to_device
+from fedloom.processes.clients import AskTask, ScoreTask, TrainTask
+from fedloom.rundir import place_of
+from fedloom.storage.checkpoint import save_tensors
+from fedloom.storage.files import make_folder
+from fedloom.trained.model import open_tensors, running_statistics
+from fedloom_sites.deploy.noise import deployed
+from fedloom_sites.deploy.site.local_data import part_sizes, seated
+from fedloom_sites.flower.documents import setting_of
+from fedloom_sites.flower.local import Local, NodeProblem
+from fedloom_sites.flower.records import (
+    HEAD,
+    arrays_of,
+    check_alike,
+    fields_like,
+    head,
+    head_of,
+    shapes_of,
+    tensors_of,
+)
+
+DEFAULT = "default"
+"""Flower's name of a function without a name."""
+STATE, MODEL = "fedloom.state.", "fedloom.model"
+"""Names of a node's records in Flower's ``context.state``: its rows by round, and its newest model."""
+SECURE = {"secagg_mod", "secaggplus_mod"}
+"""Mods of Flower's secure aggregation."""
+KEPT_RUNS = 64
+"""Runs of nodes that a process keeps ready."""
+LocalFunction = Callable[[Context], Local]
+"""Makes a node's model and samples; it is called once per run and process."""
+
+
+def client(app: ClientApp) -> Callable[[LocalFunction], LocalFunction]:
+    """Have an app's nodes train, answer and score for `fedloom_sites.flower.Strategy`.
+
+    Args:
+        app: Flower's app of the nodes; its functions for training and evaluation are set.
+
+    Returns:
+        A decorator of the function that gives a node's `Local` from Flower's context.
+
+    Example:
+        >>> app = ClientApp()
+        >>> @client(app)
+        ... def local(context):
+        ...     return Local(Net(), trainset, loss=nn.CrossEntropyLoss(), testset=testset)
+
+    Raises:
+        ConfigError: this is no app, or it has a function of its own under one of these messages, or gets one later.
+    """
+    if not isinstance(app, ClientApp):
+        raise ConfigError(f"client takes the app, as in @client(app) after app = ClientApp(), got {app!r:.80}")
+
+    def decorate(function: LocalFunction) -> LocalFunction:
+        if not callable(function):
+            raise ConfigError(f"@client(app) takes a function of Flower's context, got {type(function).__name__}")
+        node = _Node(function, app)
+        answers = {"query": {DEFAULT: node.hello, "ask": node.ask}, "train": {DEFAULT: node.train}}
+        for kind, acts in {**answers, "evaluate": {DEFAULT: node.evaluate}}.items():
+            for action, act in acts.items():
+                try:
+                    getattr(app, kind)(action)(node.answering(act))
+                except ValueError as error:
+                    raise _already_registered(kind) from error
+            setattr(app, kind, _keeping(kind, getattr(app, kind), acts))
+        return function
+
+    return decorate
+
+
+def _keeping(kind: str, register: Callable[..., Any], actions: Collection[str]) -> Callable[..., Any]:
+    """An app's decorator of functions that leaves those of fedloom in place."""
+
+    @wraps(register)
+    def keeping(action: str = DEFAULT, **options: Any) -> Any:
+        if action in actions:
+            raise _already_registered(kind)
+        return register(action, **options)
+
+    return keeping
+
+
+def _already_registered(kind: str) -> ConfigError:
+    return ConfigError(
+        f"@client(app): the app has a function of its own under @app.{kind}(), or a client_fn, for messages that "
+        f"fedloom answers; remove it, or name it, as in @app.{kind}('mine')"
+    )
+
+
+def personal_model(context: Context) -> dict[str, Tensor]:
+    """Read the state dict of the node's newest model, after an evaluation: the personal one, else the global one.
+
+    Statistics of normalisation layers are those of the node's training samples.
+
+    Args:
+        context: Flower's, of a node of the app.
+
+    Raises:
+        ConfigError: there is none yet.
+    """
+    state = tensors_of(context.state, MODEL)
+    if not state:
+        raise ConfigError("this node has no model yet: it gets one when the strategy evaluates")
+    return {name: values.clone() for name, values in state.items()}
+
+
+@dataclass
+class _Run:
+    """What a node makes of a run once."""
+
+    local: Local
+    problem: NodeProblem
+    shapes: str
+    job: Job | None = None
+    server: Any = None
+    key: tuple[Any, ...] = ()
+
+
+class _Node:
+    """Answers of a node."""
+
+    def __init__(self, function: LocalFunction, app: ClientApp) -> None:
+        self._function, self._app, self._runs = function, app, dict[tuple[int, int], _Run]()
+
+    def answering(self, act: Callable[[dict[str, Any], Message, Context], RecordDict]) -> Callable[..., Message]:
+        """A handler of Flower's whose failure is a sentence, here and at the server."""
+
+        def handler(message: Message, context: Context) -> Message:
+            if HEAD not in message.content:
+                reason = (
+                    "this node runs fedloom_sites.flower, the message is of another strategy; use "
+                    "fedloom_sites.flower.Strategy"
+                )
+                return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
+            try:
+                values = head_of(message.content)
+                self._run(context)  # the app's function, as the app has set up PyTorch
+                with undisturbed():
+                    return Message(act(values, message, context), reply_to=message)
+            except Exception as error:
+                sentence = str(error) if isinstance(error, FedloomError) else cause_of(error)
+                sys.stderr.write(f"fedloom: node {context.node_id}: {sentence}\n")
+                reply = head(error=sentence, lost=isinstance(error, _Lost))
+                return Message(RecordDict({HEAD: reply}), reply_to=message)
+
+        return handler
+
+    def hello(self, values: dict[str, Any], message: Message, context: Context) -> RecordDict:
+        """Say what the node's samples look like, and how many there are."""
+        mods = [getattr(mod, "__name__", "") for mod in getattr(self._app, "_mods", ())]
+        for name in SECURE & {*mods}:
+            raise Refused(
+                f"{name} needs the server's workflow of Flower's secure aggregation, which no strategy of its message "
+                "API has; leave it out, and use fedloom deploy for secure sums"
+            )
+        run = self._run(context)
+        check_alike(run.shapes, values["parameters"])
+        fed, signature = run.problem.fed, run.problem.signature.text()
+        schema = InputSpec.of(fed.data).model_dump_json()
+        return RecordDict({HEAD: head(schema=schema, signature=signature, sizes=part_sizes(fed, 0))})
+
+    def ask(self, values: dict[str, Any], message: Message, context: Context) -> RecordDict:
+        """Answer a sampler about the global model."""
+        job = self._job(values, message, context)
+        model = tensors_of(message.content, "model")["model"].to(job.oracle.dtype)
+        answer, counts = ask_chunk(job, model, AskTask(values["round"], _ids(values)))
+        work = counts[0, :3].tolist()
+        return RecordDict({HEAD: head(work=work), "answers": arrays_of({"sampler": answer})})
+
+    def train(self, values: dict[str, Any], message: Message, context: Context) -> RecordDict:
+        """Train from the state that the server names as accepted; the new state waits for the next message."""
+        job, t, ids = self._job(values, message, context), values["round"], _ids(values)
+        down = to_device(self._down(values, message, context), job.oracle.device)
+        with repeatable(job.oracle.device, job.setting.engine.precision):
+            output = run_clients(job, down, TrainTask(t, torch.tensor([0]), ids, torch.ones(1, 1)))
+        context.state[f"{STATE}{t}"] = arrays_of({name: rows[0] for name, rows in named(output.state).items()})
+        self._keep(context, values.get("run", ""))
+        answers = {"weigher": output.weigher_answer, "sampler": output.sampler_report}
+        return RecordDict(
+            {
+                HEAD: head(round=t, client=values["client"], work=output.work[0].tolist()),
+                "up": arrays_of(output.upload._asdict()),
+                "answers": arrays_of({name: rows for name, rows in answers.items() if rows is not None}),
+                "metrics": MetricRecord({"num-examples": part_sizes(job.fed, values["client"])[0]}),
+            }
+        )
+
+    def evaluate(self, values: dict[str, Any], message: Message, context: Context) -> RecordDict:
+        """Score the models on the node's own samples, and keep the newest one."""
+        job, t, ids = self._job(values, message, context), values["round"], _ids(values)
+        down = self._down(values, message, context) if job.has_personal else None
+        tensors = tensors_of(message.content, "model")
+        model = tensors["model"].to(job.oracle.dtype) if tensors else None
+        if model is None and values["global"] and down is not None:
+            model = down[0].reshape(-1)
+        everyone = None if down is None else for_everyone(down, job.n)
+        scores = score_chunk(job, everyone, model, ScoreTask(t, ids, ids, common=False))
+        scores |= hybrid_scores(scores, job.setting.evaluate.select_on)
+        row = model if everyone is None else personal_models(job, everyone, t, ids)[0]
+        if row is not None:
+            local = self._run(context).local
+            folder, model_state = local.folder, _state_dict(local.model, job, row, ids)
+            context.state[MODEL] = arrays_of(model_state)
+            if folder is not None:
+                about = {"kind": "personal" if job.has_personal else "global", "round": t, "run": context.run_id}
+                path = Path(folder) / f"{context.node_id}.safetensors"
+                save_tensors(path, model_state, {name: str(value) for name, value in about.items()})
+        metrics: dict[str, int | float | list[int] | list[float]] = {
+            f"{kind}/{part}/{name}": float(value[0])
+            for (kind, part), figures in scores.items()
+            if part
+            for name, value in figures.items()
+            if bool(value[0].isfinite())
+        }
+        sizes = part_sizes(job.fed, values["client"])
+        metrics["num-examples"] = sizes[2] or sizes[0]
+        return RecordDict({HEAD: head(round=t, client=values["client"]), "metrics": MetricRecord(metrics)})
+
+    def _run(self, context: Context) -> _Run:
+        """The node's model and samples, read once per run."""
+        key = (context.run_id, context.node_id)
+        if key not in self._runs:
+            local = self._function(context)
+            if not isinstance(local, Local):
+                raise ConfigError(f"the function under @client must return a Local, got {type(local).__name__}")
+            if local.folder is not None:
+                make_folder(place_of(local.folder, "folder", ", or None for no file"))
+            while len(self._runs) >= KEPT_RUNS:
+                self._runs.pop(next(iter(self._runs)))
+            with undisturbed():
+                self._runs[key] = _Run(local, local.read(), shapes_of(local.model))
+        return self._runs[key]
+
+    def _job(self, values: dict[str, Any], message: Message, context: Context) -> Job:
+        """The run at this node, with its share and the state that the server names as accepted."""
+        run, seat = self._run(context), values["client"]
+        start = tensors_of(message.content, "start")
+        check_alike(run.shapes, values["parameters"])
+        key = (seat, values["document"], *values["sizes"])
+        if start or run.key != key:
+            model, objective = run.problem.model, run.problem.objective
+            setting = setting_of(values["document"], model, values["rounds"], task=objective)
+            setting = setting.with_(engine=setting.engine.with_(device=str(run.local.device), workers=1, chunk=1))
+            fed, initial = seated(run.problem.fed, 0, seat, torch.tensor(values["sizes"])), start.get("start")
+            replay = Replay() if initial is None else Replay(initial=initial)
+            job, run.server = make_job(setting, fed, replay=replay)
+            run.job = replace(job, setting=deployed(job.setting))
+            run.key = key
+        assert run.job is not None
+        job = replace(run.job, alpha=torch.tensor(values["weights"], dtype=torch.float64)[:, None].to(run.job.alpha))
+        self._restore(job, context, values["accepted"], seat, values.get("run", ""))
+        return job
+
+    def _keep(self, context: Context, run: str) -> None:
+        """Write the node's states to its folder, for a run that can be resumed."""
+        folder = self._run(context).local.folder
+        if not run or folder is None:
+            return
+        rounds = [name.removeprefix(STATE) for name in context.state if name.startswith(STATE)]
+        rows = {f"{t}/{name}": row for t in rounds for name, row in tensors_of(context.state, f"{STATE}{t}").items()}
+        save_tensors(_rows_file(folder, context), rows, {"run": run, "rounds": " ".join(rounds)})
+
+    def _recall(self, context: Context, run: str, accepted: int) -> None:
+        """Read the state of a round of a resumed run from the node's folder, if it is there."""
+        folder = self._run(context).local.folder
+        if not run or folder is None or not _rows_file(folder, context).exists():
+            return
+        with open_tensors(_rows_file(folder, context)) as file:
+            about = file.metadata() or {}
+            if about.get("run") == run and str(accepted) in about.get("rounds", "").split():
+                names = [name for name in file.keys() if name.startswith(f"{accepted}/")]  # noqa: SIM118  # no dict
+                rows = {name.partition("/")[2]: file.get_tensor(name) for name in names}
+                context.state[f"{STATE}{accepted}"] = arrays_of(rows)
+
+    def _restore(self, job: Job, context: Context, accepted: int, seat: int, run: str) -> None:
+        """Put the accepted state into the stores, and forget all others."""
+        newest = f"{STATE}{accepted}"
+        for name in [name for name in context.state if name.startswith(STATE) and name != newest]:
+            del context.state[name]
+        stores = job.state_stores
+        if accepted and newest not in context.state:
+            self._recall(context, run, accepted)
+        tensors = tensors_of(context.state, newest)
+        if accepted and newest not in context.state and any(store.template for store in stores.values()):
+            raise _Lost(f"the state of round {accepted} is not at this node any more; it begins anew")
+        for group, store in stores.items():
+            store.reset()
+            if accepted:
+                rows = {name: row[None] for name, row in group_of(tensors, group).items()}
+                template = remade(store.template, [field[None] for field in store.template])
+                store.write(torch.tensor([seat]), fields_like(template, rows, f"state of {group}"))
+
+    def _down(self, values: dict[str, Any], message: Message, context: Context) -> Any:
+        """What the node receives."""
+        run = self._run(context)
+        assert run.job is not None
+        template = run.job.down(run.server, 1, _ids(values))
+        try:
+            return fields_like(template, tensors_of(message.content, "down"), "download")
+        except WireError as error:
+            raise Refused(f"the server's message does not fit this node's method: {error}") from error
+
+
+class _Lost(FedloomError):
+    """The node has lost the state that the server expects of it."""
+
+
+def _rows_file(folder: Path | str, context: Context) -> Path:
+    return Path(folder) / f"{context.node_id}.rows.safetensors"
+
+
+def _state_dict(model: nn.Module, job: Job, row: Tensor, ids: Tensor) -> dict[str, Tensor]:
+    """The module's state dict with some parameters ``[d]``, and the statistics that a client's samples give it."""
+    job.oracle.set_statistics(row, ids)
+    module = copy.deepcopy(model).to(device="cpu", dtype=job.oracle.dtype)
+    job.oracle.layout.load(module, row.cpu())
+    for target, value in zip(running_statistics(module), running_statistics(job.oracle.module), strict=True):
+        target.copy_(value)
+    return dict(module.state_dict())
+
+
+def _ids(values: dict[str, Any]) -> Tensor:
+    return torch.tensor([values["client"]])

@@ -1,0 +1,195 @@
+"""Records: what server and nodes exchange, as Flower's records."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import math
+import warnings
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+from numpy.lib import format as npy
+from torch import Tensor, nn
+
+from fedloom.errors import ConfigError, Refused, WireError
+from fedloom.trained.model import running_statistics
+from fedloom.version import __version__
+
+HEAD = "fedloom"
+"""Name of the record that has the plain values of a message, and of a reply."""
+NUMPY = "numpy.ndarray"
+"""Form of an array's bytes: those of a file of numpy's."""
+NEAR = 1e-3
+"""Difference of means and spreads from which values that do not train are not the same."""
+log = logging.getLogger("flwr").log
+"""Writes to Flower's log; releases of Flower differ in where it can be imported from."""
+
+
+def array_of(tensor: Tensor) -> Array:
+    """Write a tensor as Flower does, in one pass over its values."""
+    values, header = tensor.detach().cpu().contiguous().numpy(), io.BytesIO()
+    npy.write_array_header_1_0(header, npy.header_data_from_array_1_0(values))
+    return Array(str(values.dtype), values.shape, NUMPY, b"".join([header.getvalue(), values.data]))
+
+
+def arrays_of(tensors: Mapping[str, Tensor], encoded: Mapping[str, Array] = MappingProxyType({})) -> ArrayRecord:
+    """Write tensors as a record.
+
+    Args:
+        tensors: by name.
+        encoded: those that are written already.
+    """
+    return ArrayRecord({name: encoded.get(name) or array_of(tensor) for name, tensor in tensors.items()})
+
+
+def array_of_each(down: Any) -> dict[str, Array]:
+    """Write the fields ``[d]`` of a download, which every client receives, once for all; none of None."""
+    fields = {} if down is None else down._asdict()
+    return {name: array_of(field) for name, field in fields.items() if field.dim() == 1}
+
+
+def tensor_of(array: Array) -> Tensor:
+    """Read an array, whose bytes the tensor shares: it must not be modified."""
+    stream = io.BytesIO(array.data)
+    if array.stype != NUMPY or npy.read_magic(stream) != (1, 0):
+        return torch.from_numpy(array.numpy())
+    shape, is_fortran, dtype = npy.read_array_header_1_0(stream)
+    values = np.frombuffer(array.data, dtype, math.prod(shape), stream.tell())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+        return torch.from_numpy(values.reshape(shape, order="F" if is_fortran else "C"))
+
+
+def tensors_of(records: RecordDict, name: str) -> dict[str, Tensor]:
+    """Read the tensors of a record, which must not be modified; none where it is not there.
+
+    Raises:
+        WireError: an array is damaged.
+    """
+    record = records.get(name)
+    if not isinstance(record, ArrayRecord):
+        return {}
+    try:
+        return {key: tensor_of(array) for key, array in record.items()}
+    except Exception as error:  # of bytes from elsewhere
+        raise WireError(f"the arrays {name!r} cannot be read: {type(error).__name__}") from error
+
+
+def fields_like(template: Any, tensors: Mapping[str, Tensor], what: str) -> Any:
+    """The named tuple of some tensors, of the shapes and types of another.
+
+    Args:
+        template: a named tuple of tensors.
+        tensors: by name.
+        what: the tuple in a word, for errors.
+
+    Raises:
+        WireError: other names, shapes, or no numbers with a fraction.
+    """
+    wanted = {name: tuple(value.shape) for name, value in template._asdict().items()}
+    got = {name: tuple(value.shape) for name, value in tensors.items()}
+    if got != wanted:
+        raise WireError(f"the {what} has the arrays {got}, expected {wanted}")
+    for name, value in tensors.items():
+        if value.is_floating_point() != getattr(template, name).is_floating_point():
+            raise WireError(f"the {what} {name!r} has numbers of type {value.dtype}")
+    return type(template)(*[tensors[name].to(like) for name, like in template._asdict().items()])
+
+
+def head_of(records: RecordDict) -> dict[str, Any]:
+    """Read the plain values of a message.
+
+    Raises:
+        WireError: it is not one of fedloom's.
+        Refused: another release wrote it.
+    """
+    record = records.get(HEAD)
+    if not isinstance(record, ConfigRecord) or "release" not in record:
+        raise WireError(f"the message has no record {HEAD!r}: the other side does not run fedloom_sites.flower")
+    if record["release"] != __version__:
+        raise Refused(f"the other side runs fedloom {record['release']!s}, this one {__version__}")
+    return dict(record)
+
+
+def head(**values: Any) -> ConfigRecord:
+    """Write the plain values of a message.
+
+    Returns:
+        A record with them and the release.
+    """
+    return ConfigRecord({"release": __version__, **values})
+
+
+def state_dict_of(arrays: Any, module: nn.Module) -> dict[str, Tensor]:
+    """Read the values of a module from a record.
+
+    Raises:
+        ConfigError: they are those of another module.
+    """
+    if not isinstance(arrays, ArrayRecord):
+        got = type(arrays).__name__
+        raise ConfigError(f"initial_arrays must be an ArrayRecord, got {got}; give ArrayRecord(model.state_dict())")
+    try:
+        values, expected = dict(arrays.to_torch_state_dict()), module.state_dict()
+    except Exception as error:
+        raise ConfigError(
+            f"initial_arrays: no values of torch ({error}); give ArrayRecord(model.state_dict())"
+        ) from error
+    for name in [*expected, *values]:
+        if name not in values or name not in expected:
+            has, lacks = ("the model", "initial_arrays") if name in expected else ("initial_arrays", "the model")
+            raise ConfigError(f"{has} has {name!r}, but not {lacks}; give ArrayRecord(model.state_dict())")
+        shape, expected_shape = [*values[name].shape], [*expected[name].shape]
+        if shape != expected_shape:
+            raise ConfigError(f"initial_arrays: {name!r} has the shape {shape}, the model's has {expected_shape}")
+        if not values[name].isfinite().all():
+            raise ConfigError(f"initial_arrays: {name!r} has NaN or infinity; give a model with finite values")
+    return values
+
+
+def shapes_of(module: nn.Module) -> str:
+    """Shapes of a module's parameters, and of those values that do not train also mean and spread, as text.
+
+    Statistics of normalisation layers are left out: a node computes them from its samples.
+    """
+    statistics = {id(value) for value in running_statistics(module)}
+    facts: dict[str, Any] = {}
+    for name, value in module.state_dict(keep_vars=True).items():
+        if isinstance(value, nn.Parameter) and value.requires_grad:
+            facts[name] = [[*value.shape]]
+        elif isinstance(value, Tensor) and id(value) not in statistics and not name.endswith("num_batches_tracked"):
+            numbers = torch.view_as_real(value) if value.is_complex() else value
+            values = numbers.detach().double() if value.numel() else torch.zeros(1)
+            facts[name] = [[*value.shape], float(values.mean()), float(values.std(correction=0))]
+    return json.dumps(facts)
+
+
+def check_alike(node: str, server: str) -> None:
+    """Refuse a model that differs from the server's.
+
+    Raises:
+        Refused: the first parameter that differs, on both sides.
+    """
+    facts, expected = json.loads(node), json.loads(server)
+    for name in [*facts, *expected]:
+        got, want = facts.get(name, ["none"]), expected.get(name, ["none"])
+        if (got[0], len(got)) != (want[0], len(want)):
+            raise Refused(
+                f"parameter {name!r} of the node's model has the shape {_described(got)}, that of the server "
+                f"{_described(want)}"
+            )
+        if any(not math.isclose(a, b, rel_tol=NEAR, abs_tol=NEAR) for a, b in zip(got[1:], want[1:], strict=True)):
+            raise Refused(
+                f"{name!r} does not train, and its values at the node are not those of the server (mean and spread "
+                f"{got[1]:.6g} and {got[2]:.6g}, there {want[1]:.6g} and {want[2]:.6g}); load the same at every node"
+            )
+
+
+def _described(facts: list[Any]) -> str:
+    return str(facts[0]) + (" and does not train" if len(facts) > 1 else "")

@@ -1,0 +1,443 @@
+"""Strategy: a method of fedloom, as Flower's strategies are used."""
+
+from __future__ import annotations
+
+import copy
+import secrets
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import replace
+from logging import INFO, WARNING
+from pathlib import Path
+from typing import Any
+
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result
+from flwr.serverapp.strategy import Strategy as FlowerStrategy
+from torch import nn
+
+from fedloom.data.input_spec import InputSpec
+from fedloom.engine.checkpoints import RunCheckpoints
+from fedloom.engine.clients.messages import idle_upload
+from fedloom.engine.job import Job
+from fedloom.engine.round import run_round
+from fedloom.engine.scoring import score_request
+from fedloom.engine.setting import Setting
+from fedloom.engine.setup import make_job
+from fedloom.engine.state import State, initial_state
+from fedloom.errors import ConfigError, RunStopped, Stop
+from fedloom.local.oracles.precision import undisturbed
+from fedloom.rundir import place_of
+from fedloom.trained.model import running_statistics
+from fedloom.values import dump
+from fedloom_sites.deploy.noise import deployed
+from fedloom_sites.deploy.site.local_data import federation_of
+from fedloom_sites.flower.clients import FlowerClients, Members, Remembering
+from fedloom_sites.flower.documents import (
+    PRIVACY,
+    check_counts,
+    check_nodes_suffice,
+    document_of,
+    refuse_privacy,
+    resolved_document,
+    setting_of,
+)
+from fedloom_sites.flower.members import SavedRun, introductions, read_run, write_run
+from fedloom_sites.flower.records import log, shapes_of, state_dict_of
+from fedloom_sites.flower.samples import Signature, adapted
+
+ROUND = "server-round"
+"""Key of a round in the configs of Flower's strategies."""
+INSTEAD = {
+    "train_config": "give local={'lr': ...} to the strategy",
+    "evaluate_config": "for scores of your own, add @app.evaluate('mine') to the nodes",
+}
+"""What to use in the place of Flower's configs."""
+MANY = 1000
+"""Rounds of a run whose options may differ from those of a run of one."""
+
+
+class Strategy(FlowerStrategy):
+    """A method of fedloom at the server of a Flower app, whose nodes have `fedloom_sites.flower.client`.
+
+    Args:
+        algorithm: a name of ``fl.algorithms.REGISTRY``.
+        model: the module, as at the nodes; its values are replaced by ``initial_arrays``.
+        min_nodes: nodes to wait for before the first round; those that are there then are the federation.
+        wait: seconds to wait for them.
+        evaluate_every: rounds between two evaluations at the nodes; 0 for none.
+        folder: of the run's checkpoint, written after every round. `start` with the folder of a run that was
+            interrupted resumes it, with the same nodes. None for no checkpoint.
+        choices: ``local``, ``sampler``, ``weigher``, ``mixer``, ``aggregator``, ``channel``, ``weights``, ``seed``,
+            ``augment`` or ``engine`` as in an experiment file or `fedloom.Setting`; all others are options of
+            the method.
+
+    Attributes:
+        state: the state of the run after the newest round (`fedloom.engine.state.State`); None before the first.
+        client_metrics: figures of every client by round of evaluation.
+
+    Raises:
+        ConfigError: an unknown method, option or choice.
+        Refused: a method that real nodes cannot compute.
+    """
+
+    @undisturbed()
+    def __init__(
+        self, algorithm: str, model: nn.Module, *, min_nodes: int = 2, wait: float = 3600.0, evaluate_every: int = 1,
+        folder: Path | str | None = None, **choices: Any,
+    ) -> None:  # fmt: skip
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"model must be a module, such as Net(), got {model!r:.80}")
+        check_counts(min_nodes=(min_nodes, 1), evaluate_every=(evaluate_every, 0))
+        if type(wait) not in (int, float) or wait < 0:
+            raise ConfigError(f"wait must be a number of seconds, got {wait!r:.80}")
+        self._document = document_of(algorithm, choices)
+        self._name, self._model = algorithm, copy.deepcopy(model)
+        self._min_nodes, self._wait, self._every = min_nodes, wait, evaluate_every
+        self._folder = None if folder is None else place_of(folder, "folder", ", or None for no checkpoint")
+        self._rounds, self._before, self._timeout, self._writes = 0, 0, wait, True  # rounds of `start`
+        self._asked = 0
+        check_nodes_suffice(algorithm, setting_of(self._document, self._model, 1))
+        self._clients: FlowerClients | None = None
+        self._job: Job | None = None
+        self._unread = set[tuple[str, str]]()
+        self._current: list[ArrayRecord] = []  # that Flower's loop may give: the first and the newest
+        self.state: State | None = None
+        self.client_metrics: dict[int, dict[int, dict[str, float]]] = {}
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        num_rounds: int = 3,
+        timeout: float = 3600,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+    ) -> Result:
+        """Run the rounds, or those that an interrupted run has left; see ``flwr.serverapp.strategy.Strategy.start``.
+
+        Local training follows the strategy's ``local``; the configs go along, and no function of fedloom reads them.
+
+        Returns:
+            Flower's result; its rounds are numbered from the first round of the run on.
+
+        Raises:
+            ConfigError: too few nodes are there and fit, or the folder has another run.
+            RunStopped: every node refused a round, or no reply was used in any round, so that nothing was trained.
+        """
+        check_counts(num_rounds=(num_rounds, 1))
+        self._unread = set[tuple[str, str]]()
+        for name, config in (("train_config", train_config), ("evaluate_config", evaluate_config)):
+            self._warn_of_unread(name, config or ConfigRecord())
+        self._rounds, self._timeout = num_rounds, timeout
+        check_nodes_suffice(self._name, setting_of(self._document, self._model, num_rounds))
+        self._clients = self._job = None
+        self._before = done = self._begin(initial_arrays, grid).round
+        if (newest := self._arrays()) is None:
+            log(WARNING, "fedloom: %s has no global model: result.arrays is empty; nodes have the models", self._name)
+            if evaluate_fn:
+                log(WARNING, "fedloom: evaluate_fn is not called, as it scores a global model")
+                evaluate_fn = None
+        elif running_statistics(self._model):
+            log(
+                WARNING,
+                "fedloom: no message has statistics of normalisation layers: evaluate_fn and result.arrays have those "
+                "of initial_arrays; before scoring, let the model see samples in training mode, or use client_metrics",
+            )
+        arrays = newest if done and newest else initial_arrays
+        self._current = [arrays]
+        if done:
+            log(INFO, "fedloom: resumed after round %s of %s", done, num_rounds)
+        shifted = evaluate_fn and (lambda t, arrays: _scores(evaluate_fn(t + done, arrays)))
+        left, self._writes = max(num_rounds - done, 0), evaluate_fn is not None or type(self) is not Strategy
+        try:
+            result = super().start(grid, arrays, left, timeout, train_config, evaluate_config, shifted)
+        finally:
+            self._writes = True
+        if self.state is not None and self.state.round and not self.state.trained:
+            raise RunStopped(
+                Stop.UNUSABLE,
+                f"no reply was used in any of {self.state.round} rounds, so that nothing was trained; the log has the "
+                "reasons",
+            )
+        for name in ("train_metrics_clientapp", "evaluate_metrics_clientapp", "evaluate_metrics_serverapp"):
+            setattr(result, name, {t + done: figures for t, figures in getattr(result, name).items()})
+        result.arrays = self._arrays() or ArrayRecord()
+        return result
+
+    @undisturbed()
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Draw the cohort of the next round, and make its messages.
+
+        Raises:
+            ConfigError: a wrapper of Flower's differential privacy, or arrays that are not this strategy's.
+        """
+        refuse_privacy(config)
+        self._warn_of_unread("train_config", config)
+        if self._clients is None:
+            self._begin(arrays, grid)
+            self._current = [arrays]
+        if not any(arrays is record or arrays == record for record in self._current):
+            raise ConfigError(
+                f"round {server_round}: the arrays are not those that aggregate_train gave, and nodes would train from "
+                f"those; a strategy around this one, or a subclass, must leave them as they are; {PRIVACY}"
+            )
+        clients, job, state = self._running
+        server_round += self._before
+        self._look(grid)
+        sent: list[Message] = []
+
+        def note(messages: Iterable[Message]) -> Iterable[Message]:
+            messages = list(messages)
+            if messages[0].metadata.message_type != "train":
+                return list(grid.send_and_receive(messages, timeout=self._timeout))
+            sent.extend(messages)
+            raise _Configured
+
+        self._answers = Remembering(clients.through(note))
+        with suppress(_Configured, RunStopped):  # `aggregate_train` reports a round that stops
+            run_round(job, self._answers, state)
+        for message in sent:
+            message.content["config"] = ConfigRecord({**config, ROUND: server_round})
+        self._asked = len(sent)
+        log(INFO, "configure_train: %s nodes (out of %s)", len(sent), job.n)
+        return sent
+
+    @undisturbed()
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Aggregate the usable replies; without enough of them nothing changes.
+
+        Returns:
+            The global model, before the last round None where nothing reads it: without an ``evaluate_fn`` or functions
+            of a subclass; and counts of the round, None without enough replies.
+
+        Raises:
+            RunStopped: every node that was asked refused the round, which asking again would not change.
+        """
+        clients, job, before = self._running
+        arrived = list(replies)
+        answering = clients.through(lambda _messages: arrived)
+        replaying = self._answers.replaying(answering)
+        try:
+            state, events = run_round(job, replaying, before)
+        except RunStopped as error:
+            if 0 < self._asked <= len(answering.refusals):
+                first, reason = next(iter(answering.refusals.items()))
+                raise RunStopped(
+                    Stop.FAILED,
+                    f"round {before.round + 1}: all {self._asked} nodes that were asked refused it; node "
+                    f"{self._members[first]}: {reason}",
+                ) from error
+            none = f"round {before.round + 1}: none of its nodes answered"
+            log(WARNING, "fedloom: nothing changes in %s", error.detail if arrived else none)
+            self.state = before.with_(round=before.round + 1)
+            self._save()
+            return None, None
+        for event in events:
+            log(INFO, "fedloom: %s", event)
+        self.state = state.with_(notes=(*state.notes, *events))
+        clients.accepted[state.cohort] = state.round
+        self._save()
+        counts = (state.totals - before.totals).tolist()
+        metrics = MetricRecord({"accepted": len(state.cohort), "dropped": counts[-1], "samples-backward": counts[0]})
+        arrays = self._arrays() if self._writes or state.round >= self._rounds else None
+        self._current[1:] = [] if arrays is None else [arrays]
+        return arrays, metrics
+
+    @undisturbed()
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Ask all nodes for the scores of their models.
+
+        Returns:
+            A request for each node; none in a round that is not evaluated.
+        """
+        if self._job is None or self._clients is None or self.state is None:
+            return []
+        self._warn_of_unread("evaluate_config", config)
+        server_round += self._before
+        last = 0 < self._rounds <= server_round
+        request = score_request(self._job, self.state) if self._every else None
+        if request is None or not (last or server_round % self._every == 0):
+            return []
+        self._request = request
+        self._look(grid)
+        sent = list(self._clients.score_messages(request))
+        for message in sent:
+            message.content["config"] = ConfigRecord({**config, ROUND: server_round})
+        return sent
+
+    @undisturbed()
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Average the scores over the nodes, by samples of the part.
+
+        Returns:
+            The means by ``model/part/metric``; None in a round that is not evaluated.
+        """
+        arrived = list(replies)
+        if not arrived or self._clients is None or self._job is None:
+            return None
+        clients = self._clients.through(lambda _messages: arrived)
+        list(clients.score(self._request))
+        self.client_metrics[server_round + self._before] = clients.scores
+        sizes = {part: self._job.eval_fed.sizes(part).double() for part in ("train", "validation", "test")}
+        figures: dict[str, int | float | list[int] | list[float]] = {}
+        for key in sorted({key for scores in clients.scores.values() for key in scores if key.count("/") == 2}):
+            weights = {c: float(sizes[key.split("/")[1]][c]) for c, scores in clients.scores.items() if key in scores}
+            total = sum(weights.values())
+            if total:
+                figures[key] = sum(w * clients.scores[c][key] for c, w in weights.items()) / total
+        return MetricRecord(figures) if figures else None
+
+    def initialize_parameters(self, client_manager: object) -> None:
+        """Refuse Flower's older server, whose strategies have this function.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "fedloom_sites.flower.Strategy is of Flower's message API, and this server is the older one, of server_fn "
+            "or start_server; call strategy.start(grid, arrays) in a function under @app.main() of a ServerApp"
+        )
+
+    def summary(self) -> None:
+        """Log the method and its choices."""
+        log(INFO, "\t├──> fedloom: %s", self._document)
+
+    @undisturbed()
+    def _begin(self, arrays: ArrayRecord, grid: Grid) -> State:
+        """Find the nodes of the run, make the job of their samples, and return the state that it begins with."""
+        self._model.load_state_dict(state_dict_of(arrays, self._model))
+        parameters = shapes_of(self._model)
+        saved = None if self._folder is None else read_run(self._folder)
+        members, schema, signature = self._greet(grid, parameters, saved)
+        if self._folder is not None and saved is None:
+            write_run(self._folder, SavedRun(members, schema, signature, self._document, parameters))
+        setting = setting_of(self._document, adapted(self._model, signature), max(self._rounds, 1))
+        setting = setting.with_(
+            engine=setting.engine.with_(quorum=1e-9, device="cpu", workers=1, chunk=1),
+            evaluate=setting.evaluate.with_(statistics="own"),  # as nodes score
+        )
+        fed = federation_of(schema, torch.tensor(members.sizes))
+        job, server = make_job(setting, fed)
+        if not self._rounds:
+            _warn_of_rounds(self._name, job.setting, make_job(setting.with_(rounds=MANY), fed)[0].setting)
+        start = (server, job.clients.template, job.kept.template if job.kept_fields else None)
+        idle = idle_upload(job.algorithm, start, job.oracle, job.ctx(0, torch.tensor([0])))
+        self._job = replace(job, setting=deployed(job.setting)).without_states()
+        document = resolved_document(job.setting)
+        self._clients = FlowerClients(self._job, idle, members, document, parameters, grid.send_and_receive)
+        self._checkpoints = RunCheckpoints(self._job, self._folder, members.run)
+        resumed = self._checkpoints.resume(initial_state(self._job, server))
+        self.state = resumed.state
+        self.client_metrics = {t: scores for t, scores in self.client_metrics.items() if t <= self.state.round}
+        self._clients.accepted += torch.tensor(resumed.extras.get("accepted", 0))
+        for note in job.notes:
+            log(INFO, "fedloom: %s", note)
+        return self.state
+
+    @property
+    def _running(self) -> tuple[FlowerClients, Job, State]:
+        """The clients, the job and the state of a run.
+
+        Raises:
+            ConfigError: none has begun.
+        """
+        if self._clients is None or self._job is None or self.state is None:
+            raise ConfigError("no round has begun; call configure_train, whose messages have the replies, or start")
+        return self._clients, self._job, self.state
+
+    def _warn_of_unread(self, name: str, config: ConfigRecord) -> None:
+        """Log once of every key that it does nothing."""
+        keys = [key for key in config if key != ROUND and (name, key) not in self._unread]
+        self._unread |= {(name, key) for key in keys}
+        if keys:
+            log(WARNING, "fedloom: %s has %s, which no node reads; %s", name, ", ".join(map(repr, keys)), INSTEAD[name])
+
+    def _look(self, grid: Grid) -> None:
+        """Look which nodes of the run are there now."""
+        clients = self._running[0]
+        here, before = set(grid.get_node_ids()), clients.reachable
+        clients.reachable = {node for node in self._members if node in here}
+        for node in sorted(before - here):
+            log(WARNING, "fedloom: node %s has left; the run continues without it until it is back", node)
+
+    def _save(self) -> None:
+        """Write a checkpoint, if the run has a folder."""
+        clients, _, state = self._running
+        if self._folder is not None:
+            self._checkpoints.save(state, accepted=clients.accepted.tolist())
+
+    def _greet(self, grid: Grid, parameters: str, saved: SavedRun | None) -> tuple[Members, InputSpec, Signature]:
+        """The nodes of the run in the order of their numbers, and what their samples are.
+
+        Args:
+            grid: the way to the nodes.
+            parameters: of the server's model.
+            saved: the run to resume; None for a new one.
+
+        Raises:
+            ConfigError: too few nodes are there and fit, or the run is another one.
+        """
+        if saved is not None:
+            saved.check(self._document, parameters, self._folder)
+        introduced = introductions(grid, parameters, saved, self._min_nodes, self._wait, self._timeout)
+        self._members = [*introduced]
+        if saved is not None:
+            return saved.members, saved.schema, saved.signature
+        first = introduced[self._members[0]]
+        sizes, run = [node.sizes for node in introduced.values()], ""
+        if self._folder is not None:
+            run = secrets.token_hex(8)
+        return Members(self._members, sizes, run), first.schema, first.signature
+
+    @undisturbed()
+    def _arrays(self) -> ArrayRecord | None:
+        """The global model as a state dict of the module; None where the method has none."""
+        _, job, state = self._running
+        row = job.algorithm.global_model(state.server)
+        if row is None:
+            return None
+        parameters, trained = dict(self._model.named_parameters()), job.oracle.layout.tree(row)
+        new = {id(parameters[name]): value for name, value in trained.items()}  # tied ones have several names
+        values = self._model.state_dict(keep_vars=True)
+        current = {name: new.get(id(old), old.detach()).to(old) for name, old in values.items()}
+        none_in_numpy = torch.bfloat16
+        return ArrayRecord(
+            {k: value.float() if value.dtype == none_in_numpy else value for k, value in current.items()}
+        )
+
+
+def _warn_of_rounds(name: str, setting: Setting, longer: Setting) -> None:
+    """Log which options of a method follow from the number of rounds, which a loop of the app's own lacks."""
+    options, of_many = dump(setting.method), dump(longer.method)
+    derived = {key: value for key, value in options.items() if value != of_many.get(key)}
+    if derived:
+        cure = f"Strategy({name!r}, ..., {'=..., '.join(derived)}=...)"
+        why = "follows from the number of rounds, which only start has, and is that of one round"
+        log(WARNING, "fedloom: %s %s; set it: %s", derived, why, cure)
+
+
+def _scores(answer: Any) -> MetricRecord | None:
+    """What an ``evaluate_fn`` gave.
+
+    Raises:
+        ConfigError: it is no record.
+    """
+    if answer is None or isinstance(answer, MetricRecord):
+        return answer
+    raise ConfigError(
+        f"evaluate_fn must give a MetricRecord or None, got {answer!r:.80}; return MetricRecord({{'accuracy': ...}})"
+    )
+
+
+class _Configured(Exception):
+    """The messages of a round are made; its replies come later."""

@@ -1,0 +1,134 @@
+"""Counters under masks: they open for all sites of a sum together, by the shares of a threshold of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from fedloom.errors import WireError
+from fedloom_sites.deploy.secure import protocol as secure
+from fedloom_sites.deploy.secure import shares
+from fedloom_sites.deploy.secure.counters import (
+    ABSENT,
+    ANSWERED,
+    NEUTRAL,
+    WIDTH,
+    AnswerCounts,
+    check_enough,
+    opened_counters,
+    read_counters,
+    write_counters,
+)
+from fedloom_sites.deploy.secure.protocol import SIGNATURE, Broken
+
+SITES = range(5)
+BOUND = bytes(range(32))
+KEYS = [Ed25519PrivateKey.generate() for _ in SITES]
+PUBLIC = {c: key.public_key() for c, key in enumerate(KEYS)}
+MINE = (ANSWERED, ANSWERED, NEUTRAL, ABSENT, ANSWERED)
+
+
+class Sent(NamedTuple):
+    """A session, what its sites send of `MINE`, and the shares that open it."""
+
+    session: secure.Session
+    messages: dict[int, bytes]
+    told: dict[int, dict[int, bytes]]
+
+    def opened(self, *peers: int, **changes: Mapping[int, Any]) -> tuple[AnswerCounts, set[int]]:
+        given = self._replace(**changes)
+        return opened_counters(self.session, BOUND, peers or SITES, given.messages, given.told, PUBLIC)
+
+
+def sent(arrived: tuple[int, ...] = (*SITES,), bound: bytes = BOUND, mine: Sequence[Sequence[int]] = MINE) -> Sent:
+    """All sites share their secrets, and the counters of some arrive."""
+    secrets = {c: secure.new_secrets() for c in SITES}
+    session = secure.session_of(bytes(32), 3, [secure.advertise(bytes(32), c, secrets[c], KEYS[c]) for c in SITES])
+    sealed = {c: shares.share(session, c, secrets[c], KEYS[c]) for c in SITES}
+    held = {
+        to: {c: all_[to] if c == to else shares.open_share(session, to, secrets[to], c, all_[to], PUBLIC[c])
+             for c, all_ in sealed.items()} for to in SITES
+    }  # fmt: skip
+    messages = {c: write_counters(session, bound, c, secrets[c], KEYS[c], SITES, mine[c]) for c in arrived}
+    told = {c: shares.reveal_shares(held[c], arrived, of_counters=True) for c in arrived}
+    return Sent(session, messages, told)
+
+
+@pytest.mark.parametrize("answering", [5, 3])
+@pytest.mark.parametrize("arrived", [(0, 1, 2, 3, 4), (0, 2, 3), (1, 2, 4)])
+def test_a_threshold_of_them_gives_the_sums(arrived: tuple[int, ...], answering: int) -> None:
+    """Whichever counters are lost before, and whoever drops out after."""
+    one = sent(arrived)
+    told = {c: one.told[c] for c in arrived[-answering:]}
+    assert one.opened(told=told) == (AnswerCounts(*np.array([MINE[c] for c in arrived]).sum(0).tolist()), set())
+
+
+def test_a_wrong_share_changes_nothing_and_its_site_is_named() -> None:
+    one = sent()
+    told = one.told | {2: {c: bytes([part[0] ^ 1]) + part[1:] for c, part in one.told[2].items()}}
+    assert one.opened(told=told) == (AnswerCounts(3, 1), {2})
+
+
+def test_counters_open_for_all_sites_of_a_sum_alone() -> None:
+    one, other = sent(), sent()
+    few = {c: one.told[c] for c in (0, 1)}
+    wrong: dict[str, Callable[[], object]] = {
+        "too few shares": lambda: one.opened(told=few),
+        "shares of another session": lambda: one.opened(told=other.told),
+        "of another session": lambda: one.opened(messages=one.messages | {0: other.messages[0]}),
+        "of another sum": lambda: sent(bound=bytes(32)).opened(),
+        "one is missing": lambda: one.opened(messages={c: m for c, m in one.messages.items() if c}),
+        "in another's name": lambda: one.opened(messages=one.messages | {0: one.messages[1]}),
+    }
+    for make in wrong.values():
+        with pytest.raises(Broken):
+            make()
+
+
+def test_the_shares_of_counters_do_not_open_the_vectors() -> None:
+    """The two sums of a session have seeds of their own, each committed to."""
+    one = sent()
+    with pytest.raises(Broken, match="gives what it is committed to"):
+        shares.restored(one.session, SITES, SITES, one.told)
+    assert shares.restored(one.session, SITES, SITES, one.told, of_counters=True)[1] == set()
+
+
+def test_one_bit_more_is_not_what_a_site_signed() -> None:
+    message = sent().messages[2]
+    for place in (0, SIGNATURE - 1, SIGNATURE, WIDTH - 1):
+        changed = bytearray(message)
+        changed[place] ^= 1
+        with pytest.raises(WireError, match="the signature is not of these counters"):
+            read_counters(bytes(changed), BOUND, PUBLIC[2])
+    for text in (b"", message[:-1], message + b"0"):
+        with pytest.raises(WireError, match=f"have {WIDTH} bytes, got {len(text)}"):
+            read_counters(text, BOUND, PUBLIC[2])
+
+
+def test_what_a_site_sends_is_uniform_whatever_its_counters_are() -> None:
+    """Of all sites together too: the bytes of many sessions have a mean of 127.5 within four standard errors."""
+    draws = [np.frombuffer(m[SIGNATURE:], np.uint8) for _ in range(100) for m in sent().messages.values()]
+    values = np.concatenate(draws).astype(float)
+    assert abs(values.mean() - 127.5) < 4 * 73.9 / np.sqrt(len(values))
+    every = [sent().messages.values() for _ in range(20)]
+    sums = [sum(np.frombuffer(m[SIGNATURE:], "<u8").astype(object) for m in messages) for messages in every]
+    assert min(int(one) % 2**64 for row in sums for one in row) > 5
+
+
+@pytest.mark.parametrize(("answered", "threshold"), [(0, 3), (2, 3), (3, 4)])
+def test_fewer_answers_than_the_threshold_are_not_enough(answered: int, threshold: int) -> None:
+    with pytest.raises(Broken, match=f"{answered} sites have answered .* must be of {threshold}"):
+        check_enough(AnswerCounts(answered, 9), threshold)
+    check_enough(AnswerCounts(threshold, 0), threshold)
+
+
+def test_a_wrong_counter_of_one_site_is_no_sum() -> None:
+    for huge in (6, 2**64 - 1, int.from_bytes(os.urandom(8), "little") | 8):
+        one = sent(mine=[(huge, 0) if c == 1 else ABSENT for c in SITES])
+        with pytest.raises(Broken, match="out of range"):
+            one.opened()

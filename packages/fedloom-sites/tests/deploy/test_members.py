@@ -1,0 +1,319 @@
+"""Sites that come and go: a new agreement, which every site approves for itself, and approval of a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import tomli_w
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from fedloom.errors import ConfigError, Refused, RunDirError, Stop
+from fedloom.lab.cli import app
+from fedloom.lab.experiment import parse
+from fedloom_sites.deploy.audit import SENT, lines_of
+from fedloom_sites.deploy.ops import members
+from fedloom_sites.deploy.ops.directory import Location, write
+from fedloom_sites.deploy.ops.loopback import Loopback
+from fedloom_sites.deploy.ops.members import add, keys_digest, proposed, remove, take
+from fedloom_sites.deploy.ops.plan import plan
+from fedloom_sites.deploy.ops.processes import Processes
+from fedloom_sites.deploy.server.run import serve
+from fedloom_sites.deploy.settings import Server, Site, read_server, read_site
+from fedloom_sites.deploy.site.client import Client
+from tests.deploy.conftest import make_experiment
+from tests.deploy.grid import FakeGrid, outside_flower
+from tests.deploy.scene import FIRST
+
+QUICK: dict[str, Any] = {"deadline": 0.2, "ttl": 0.4, "patience": 0.4}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda _fd: None)
+    outside_flower()
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "secure"])
+def trained(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bool]:
+    """A deployment of three sites with data of their own, whose run stopped after round 1 of 3."""
+    outside_flower()
+    folder = tmp_path_factory.mktemp("members") / "d"
+    experiment = make_experiment(rounds=3, partition={"kind": "iid", "clients": 3, "keep": 30})
+    write(plan(experiment, 3, own_data=True, secure_aggregation=request.param, norm_bound=50.0), folder, Location())
+    assert serve(grid(folder, range(3), rounds=1), read(folder), lambda _: None) is Stop.TOO_FEW
+    return folder, request.param
+
+
+@pytest.fixture
+def ready(trained: tuple[Path, bool], tmp_path: Path) -> Path:
+    return shutil.copytree(trained[0], tmp_path / "d")
+
+
+def read(folder: Path) -> Server:
+    return read_server(folder / "server" / "server.toml").with_(**QUICK)
+
+
+def grid(folder: Path, clients: Any, rounds: int = 99) -> FakeGrid:
+    """The sites of a deployment on a grid; what is of a later round never arrives."""
+    sites = [Client(read_site(path)) for path in sorted(folder.glob("sites/*/site.toml"))]
+    nodes = {FIRST + c.site.client: c.answer for c in sites if c.site.client in clients}
+    return FakeGrid(nodes, lambda _n, message, reply: reply if message.content["head"]["round"] <= rounds else None)
+
+
+def apply(folder: Path, change: members.Change, approving: Any = range(3)) -> None:
+    """Bring a change to the server, the new site, and the sites that approve."""
+    shutil.copytree(change.folder / "server", folder / "server", dirs_exist_ok=True)
+    shutil.copytree(change.folder / "site", folder / "sites" / "new")
+    for c in approving:
+        take(folder / "sites" / f"site-{c}", change.folder / "approval", change.digest)
+
+
+def losses(folder: Path) -> list[tuple[int, float]]:
+    """Test losses of the global model after the last round, by client."""
+    table = pq.read_table(read(folder).results / "metrics.parquet").to_pylist()
+    chosen = [
+        r for r in table if (r["model"], r["part"], r["metric"]) == ("global", "test", "loss") and r["client"] >= 0
+    ]
+    return [(r["client"], r["value"]) for r in chosen if r["round"] == chosen[-1]["round"]]
+
+
+def test_a_site_joins_later_and_training_goes_on_from_the_last_model(ready: Path) -> None:
+    last = load_file(ready / "server" / "results" / "global.safetensors")["rows"].reshape(-1)
+    change = add(ready, "new", Location())
+    apply(ready, change)
+    server = read(ready)
+    assert (server.clients, server.digest) == (4, change.digest)
+    sites = [read_site(p) for p in sorted(ready.glob("sites/*/site.toml"))]
+    assert {site.digest for site in sites} == {change.digest}
+    [received] = [Client(sites[0]).trainer.job.oracle.layout.d]
+    assert received == len(last)
+    start = torch.cat([t.flatten() for t in load_file(ready / "server" / "weights.safetensors").values()])
+    assert torch.equal(start.sort().values, last.sort().values)
+    assert serve(grid(ready, range(4)), server, lambda _: None) is Stop.DONE
+    log = lines_of(server.audit)
+    assert {x["site"] for x in log if x["what"] == "accepted"} == {"site-0", "site-1", "site-2", "new"}
+    document = tomllib.loads((ready / "server" / "experiment.toml").read_text())
+    assert document["method"][0]["rounds"] == 2
+
+
+def test_the_unit_of_a_new_site_can_start_and_reach_the_server(ready: Path) -> None:
+    file = ready / "server" / "server.toml"
+    file.write_text(file.read_text().replace('public = "localhost:8443"', 'public = "192.0.2.7:8443"'))
+    folder = add(ready, "new", Location()).folder / "site"
+    unit = (folder / "fedloom-site.service").read_text()
+    assert "IPAddressAllow=localhost 192.0.2.7\n" in unit
+    [paths] = re.findall("^ReadWritePaths=(.*)", unit, re.MULTILINE)
+    assert all((folder / Path(path).relative_to("/srv/fedloom/site")).is_dir() for path in paths.split())
+
+
+def test_a_further_site_gets_nothing_of_the_file_of_another(tmp_path: Path) -> None:
+    """On one machine it would train on that site's patients, or multiply its own columns by that site's factors."""
+    (tmp_path / "amsel.csv").write_text("age,ill\n" + "\n".join(f"{30 + k},{k % 2}" for k in range(40)))
+    table = {"source": str(tmp_path / "amsel.csv"), "label": "ill"}
+    document = {"data": table, "partition": {"kind": "iid", "clients": 2}, "method": [{"algorithm": "fedavg"}]}
+    write(plan(parse(document), 2, own_data=True), tmp_path / "d", Location())
+    file = tmp_path / "d" / "sites" / "site-0" / "site.toml"
+    before = tomllib.loads(file.read_text())
+    own = {"path": table["source"], "missing": ["-9"], "factors": {"age": 12.0}, "separator": ","}
+    file.write_text(tomli_w.dumps(before | {"data": before["data"] | own}))
+    further = tomllib.loads((add(tmp_path / "d", "new", Location()).folder / "site" / "site.toml").read_text())
+    assert further["data"] == before["data"] == {"source": "csv", "label": "ill", "path": "amsel.csv"}
+
+
+def test_a_server_that_adds_a_site_by_itself_learns_nothing(ready: Path) -> None:
+    """The sites stay with their agreement: they answer no message of another one, and nothing of them leaves."""
+    files = {p: len(lines_of(p)) for p in ready.glob(f"sites/*/state/*/{SENT}")}
+    apply(ready, add(ready, "new", Location()), approving=())
+    assert serve(grid(ready, range(4)), read(ready), lambda _: None) is Stop.TOO_FEW
+    fresh = [line for p, n in files.items() for line in lines_of(p)[n:]]
+    assert fresh
+    assert {(line["status"], line["bytes"], line["numbers"]) for line in fresh} == {("refused", 0, 0)}
+    reasons = {x["reason"] for x in lines_of(read(ready).audit) if x["what"] == "rejected"}
+    assert reasons
+    assert all("experiment is" in reason for reason in reasons)
+    assert all(reason.endswith("; the site has another agreement, or has not approved this one") for reason in reasons)
+
+
+def test_a_key_that_a_server_slips_into_its_own_list_gets_nothing(trained: tuple[Path, bool], ready: Path) -> None:
+    """Under secure aggregation, with the fingerprint as it was: no site shares a secret with a key it does not know."""
+    if not trained[1]:
+        pytest.skip("without masks the server reads each upload anyway")
+    change = add(ready, "new", Location())
+    forged = read_server(change.folder / "server" / "server.toml")
+    old = read(ready)
+    rogue = old.with_(clients=4, sites=forged.sites, secure=forged.secure, quorum=3, checkpoints=ready / "rogue")
+    files = {p: len(lines_of(p)) for p in ready.glob(f"sites/*/state/*/{SENT}")}
+    assert serve(grid(ready, range(3)), rogue, lambda _: None) is Stop.TOO_FEW
+    fresh = [line for p, n in files.items() for line in lines_of(p)[n:]]
+    assert not [line for line in fresh if line["kind"] in ("shares", "masked", "unmask") and line["status"] == "ok"]
+
+
+BENT = {
+    "the experiment file is another one": lambda c: (c / "experiment.toml").write_text("name = 'other'\n[[method]]"),
+    "the initial model is another one": lambda c: (c / "weights.safetensors").write_bytes(b"other"),
+    "the experiment file names other members": lambda c: edit(c, lambda p: p["members"][0].update(site="other")),
+    "the agreement changes": lambda c: edit(c, lambda p: p["shared"].update(fixed_data=True)),
+    "it is no change of this site's agreement": lambda c: edit(c, lambda p: p.update(before="0" * 64)),
+    "it changes settings of the site's own (epsilon, server)": lambda c: edit(
+        c, lambda p: p["shared"].update(epsilon=1e9, server="elsewhere:443")
+    ),
+    "the members are not one more": lambda c: edit(c, lambda p: p["shared"].update(clients=9)),
+}
+
+
+def edit(change: Path, bend: Any) -> None:
+    proposal = json.loads((change / members.CHANGE).read_text())
+    bend(proposal)
+    (change / members.CHANGE).write_text(json.dumps(proposal))
+
+
+@pytest.mark.parametrize("sentence", BENT)
+def test_a_site_approves_one_member_more_and_nothing_else(sentence: str, trained: Any, ready: Path) -> None:
+    if trained[1] and "one more" in sentence:
+        pytest.skip("the keys of secure aggregation are then too few")
+    change = add(ready, "new", Location())
+    before = (ready / "sites" / "site-0" / "site.toml").read_bytes()
+    BENT[sentence](change.folder / "approval")
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        take(ready / "sites" / "site-0", change.folder / "approval", change.digest)
+    assert (ready / "sites" / "site-0" / "site.toml").read_bytes() == before
+
+
+def test_a_change_that_cannot_be_made_leaves_nothing(ready: Path) -> None:
+    path = ready / "server" / "ca.crt"
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(ConfigError, match=r"cannot read .*ca\.crt"):
+        add(ready, "new", Location())
+    assert not (ready / "changes" / "new").exists()
+
+
+ODD = (b"", b"\xff", b"[" * 100_000, b"[1]", b"null", b"{}", b"method = 3", b"method = []", b"[[method]]\nrounds = inf")
+
+
+def test_a_new_agreement_may_be_anything(ready: Path) -> None:
+    approval = add(ready, "new", Location()).folder / "approval"
+    for path in (approval / "experiment.toml", approval / members.CHANGE):
+        content = path.read_bytes()
+        for odd in ODD:
+            path.write_bytes(odd)
+            with pytest.raises(ConfigError):
+                proposed(ready / "sites" / "site-0", approval)
+        path.write_bytes(content)
+    assert proposed(ready / "sites" / "site-0", approval).new
+
+
+def test_a_site_takes_what_was_checked_and_not_what_came_after(ready: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    change, check = add(ready, "new", Location()), members.check_digest
+    names = ("experiment.toml", "weights.safetensors")
+    sent = {name: (change.folder / "approval" / name).read_bytes() for name in names}
+
+    def swap(site: Site, digest: str) -> None:
+        check(site, digest)
+        edit(change.folder / "approval", lambda p: p["shared"].update(fixed_data=True))
+        for name in names:
+            (change.folder / "approval" / name).write_text("name = 'other'\n")
+
+    monkeypatch.setattr(members, "check_digest", swap)
+    site = ready / "sites" / "site-0"
+    assert take(site, change.folder / "approval", change.digest).digest == change.digest
+    assert {name: (site / name).read_bytes() for name in names} == sent
+
+
+def test_a_new_member_is_refused_inside_a_secure_session(trained: tuple[Path, bool], tmp_path: Path) -> None:
+    if not trained[1]:
+        pytest.skip("of secure aggregation")
+    folder = shutil.copytree(trained[0], tmp_path / "d")
+    change = add(folder, "new", Location())
+    lost = grid(folder, range(3))
+    fault = lambda _n, message, reply: None if message.content["head"]["kind"] == "unmask" else reply  # noqa: E731
+    lost.fault = fault
+    assert serve(lost, read(folder), lambda _: None) is Stop.TOO_FEW
+    with pytest.raises(RunDirError, match="secure session is under way: the sum of round 2"):
+        add(folder, "other", Location())
+    site = folder / "sites" / "site-0"
+    record = json.loads(next(site.glob("state/*/session/session.json")).read_bytes().rpartition(b"\n")[0])
+    assert "told" in record  # this site has answered the last step
+    assert take(site, change.folder / "approval", change.digest).clients == 4
+
+
+def test_a_wrong_digest_approves_nothing(ready: Path) -> None:
+    change = add(ready, "new", Location())
+    with pytest.raises(ConfigError, match="the digest of the run is"):
+        take(ready / "sites" / "site-0", change.folder / "approval", "0" * 64)
+    site, new, _ = proposed(ready / "sites" / "site-0", change.folder / "approval")
+    assert site.digest == change.digest
+    assert [(m.site, keys_digest([m])) for m in new] == [("new", change.keys)]
+
+
+def test_the_same_name_or_a_shared_partition_is_refused(written: Path, ready: Path) -> None:
+    with pytest.raises(ConfigError, match="has a site site-1"):
+        add(ready, "site-1", Location())
+    with pytest.raises(ConfigError, match="has a site site-1, got SITE-1; choose a name that differs in more than"):
+        add(ready, "SITE-1", Location())
+    with pytest.raises(ConfigError, match="would cut anew"):
+        add(written, "new", Location())
+
+
+def test_a_site_is_taken_out(trained: tuple[Path, bool], ready: Path) -> None:
+    if trained[1]:
+        with pytest.raises(ConfigError, match="there are 2 sites, a run needs 3"):
+            remove(ready, "site-1")
+        return
+    assert [m.site for m in remove(ready, "site-1").sites] == ["site-0", "site-2"]
+    assert serve(grid(ready, range(3)), read(ready), lambda _: None) is Stop.DONE
+    loss = {client: value for client, value in losses(ready) if client in (0, 2)}
+    table = [row for row in Loopback(ready, Processes()).table() if row["model"] == "global"]
+    assert [(row["site"], row["loss"]) for row in table] == [("site-0", loss[0]), ("site-2", loss[2])]
+    with pytest.raises(ConfigError, match="there is no site site-1; sites: site-0, site-2"):
+        remove(ready, "site-1")
+
+
+def test_nothing_trains_before_the_run_is_approved(ready: Path) -> None:
+    for path in ready.glob("sites/*/site.toml"):
+        path.write_text(tomli_w.dumps(tomllib.loads(path.read_text()) | {"approval": True}))
+    assert serve(grid(ready, range(3)), read(ready), lambda _: None) is Stop.TOO_FEW
+    rejected = [x["reason"] for x in lines_of(read(ready).audit) if x["what"] == "rejected"]
+    assert any("has not approved run" in reason and reason.endswith("--digest DIGEST") for reason in rejected)
+    for path in ready.glob("sites/*/site.toml"):
+        shown = CliRunner().invoke(app, ["deploy", "approve", str(path.parent)])
+        assert read_site(path).digest in shown.output
+        wrong = CliRunner().invoke(app, ["deploy", "approve", str(path.parent), "--digest", "0" * 64])
+        assert wrong.exit_code == 2
+        done = CliRunner().invoke(app, ["deploy", "approve", str(path.parent), "--digest", read(ready).digest])
+        assert done.exit_code == 0, done.output
+    assert serve(grid(ready, range(3)), read(ready), lambda _: None) is Stop.DONE
+
+
+def test_a_run_begins_with_a_file_that_all_have(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    from fedloom.models import Softmax
+
+    weights = tmp_path / "w.safetensors"
+    state = {k: torch.full_like(t, 0.25) for k, t in Softmax().build((1, 8, 8), 10).state_dict().items()}
+    save_file(state, weights)
+    experiment = make_experiment(rounds=1, model={"kind": "softmax", "weights": str(weights)})
+    folder = tmp_path / "d"
+    write(plan(experiment, 3), folder, Location())
+    clients = [Client(read_site(p)) for p in sorted(folder.glob("sites/*/site.toml"))]
+    assert bool((clients[0].trainer._run[1].x == 0.25).all())
+    late = Client(read_site(folder / "sites" / "site-1" / "site.toml"))
+    assert late.trainer.rounds == 1  # the file was compared
+    save_file({k: t + 1 for k, t in state.items()}, folder / "sites" / "site-1" / "weights.safetensors")
+    with pytest.raises(ConfigError, match="its SHA-256 is .* is wanted"):
+        late.prepare()
+    (folder / "sites" / "site-0" / "weights.safetensors").write_bytes(b"other")
+    with pytest.raises(ConfigError, match="is not the initial model that was agreed on"):
+        _ = Client(read_site(folder / "sites" / "site-0" / "site.toml")).trainer.rounds
+    assert issubclass(Refused, ConfigError)

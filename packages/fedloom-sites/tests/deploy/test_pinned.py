@@ -1,0 +1,113 @@
+"""A site's tasks ask for a secret, and run the app that is installed at the site, whatever the server sends."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedloom_sites.deploy.apps import client_app
+from fedloom_sites.deploy.ops.commands import command, environment
+from fedloom_sites.deploy.ops.processes import Process, ProcessError
+from fedloom_sites.deploy.settings import read_site
+from fedloom_sites.deploy.site import pinned
+from fedloom_sites.deploy.site.pinned import NOT_LET_IN, PROGRAM, SECRET, start_executor
+
+
+def started(monkeypatch: pytest.MonkeyPatch, folder: Path) -> dict[str, Any]:
+    """What the process that starts a site's tasks is given, from itself."""
+    from flwr.supercore.superexec import run_superexec
+
+    seen = folder / "seen.json"
+
+    def write(address: str, *, superexec_auth_secret: bytes, **options: object) -> None:
+        known = {"address": address, "secret": superexec_auth_secret.hex(), "path": os.environ["PATH"], **options}
+        seen.write_text(json.dumps({**known, "own parent": os.getppid()}))
+
+    monkeypatch.setattr(run_superexec, "run_superexec", write)
+    os.waitpid(start_executor(["flower-supernode", "--port", "9094", SECRET, str(folder / "secret")], folder), 0)
+    arguments: dict[str, Any] = json.loads(seen.read_text())
+    return arguments
+
+
+def test_the_process_that_starts_tasks_has_the_secret_and_the_sites_own_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secrets = []
+    for _ in range(2):
+        given = started(monkeypatch, tmp_path)
+        assert stat.S_IMODE((tmp_path / "secret").stat().st_mode) == 0o600
+        assert given.pop("secret") == (tmp_path / "secret").read_bytes().hex()
+        secrets.append((tmp_path / "secret").read_bytes())
+    assert [len(s) for s in secrets] == [32, 32]
+    assert secrets[0] != secrets[1]
+    first = given.pop("path").split(os.pathsep)[0]
+    here = os.getpid()
+    assert given == {"address": "127.0.0.1:9094", "insecure": True, "parent_pid": here, "own parent": here}
+    assert first == str(tmp_path / "bin")
+    assert stat.S_IMODE((Path(first) / PROGRAM).stat().st_mode) == 0o700
+
+
+def test_the_program_of_a_task_is_the_sites_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started(monkeypatch, tmp_path)
+    shown = subprocess.run(
+        [tmp_path / "bin" / PROGRAM, "--help"], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert "with the app that is installed here" in " ".join(shown.stdout.split())
+
+
+def test_what_the_server_sent_is_not_installed_nor_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flwr.supernode.runtime import run_clientapp
+
+    seen: list[Any] = []
+
+    def task(address: str, token: str, **options: object) -> None:
+        assert run_clientapp.install_from_fab(b"what the server sent", skip_prompt=True) is None
+        load = run_clientapp.get_load_client_app_fn(default_app_ref="", app_path=None, multi_app=True)
+        seen.extend([load("an app", "1.0.0", "0" * 64), address, token, options])
+
+    for name in ("install_from_fab", "get_project_dir", "get_load_client_app_fn"):
+        monkeypatch.setattr(run_clientapp, name, getattr(run_clientapp, name))
+    monkeypatch.setattr(run_clientapp, "run_clientapp", task)
+    words = ["--runtime-api-address", "127.0.0.1:9", "--token", "abc", "--parent-pid", "7", "--insecure"]
+    monkeypatch.setattr(sys, "argv", [PROGRAM, *words])
+    pinned.main()
+    assert seen == [client_app, "127.0.0.1:9", "abc", {"insecure": True, "parent_pid": 7}]
+
+
+def test_a_site_is_started_with_a_secret_of_its_own(written: Path) -> None:
+    """By the command of its unit and of `deploy local`; the secret is not in the directory that `init` writes."""
+    [file, *_] = sorted(written.glob("sites/*/site.toml"))
+    made = command("supernode", read_site(file), file=file)
+    assert made[made.index("--isolation") + 1] == "process"
+    secret = Path(made[made.index(SECRET) + 1])
+    assert secret.parent == file.parent / "state"
+    assert not secret.exists()
+
+
+def test_a_site_that_is_not_let_in_is_told_why_and_what_to_do(tmp_path: Path) -> None:
+    """Flower has an exit code for a key that it does not know and for one in use, and no reason."""
+    program = """if True:
+        import sys
+        from flwr.supercore.exit import ExitCode, flwr_exit
+        from importlib import import_module
+        from fedloom_sites.deploy.site import pinned
+        pinned.start_executor = lambda *_: None
+        node = import_module("flwr.supernode.cli.flower_supernode")
+        node.flower_supernode = lambda: flwr_exit(ExitCode.SUPERNODE_CONNECTION_ERROR, "[code: 2004] why")
+        pinned.run_network(["flower-supernode"], sys.argv[1])
+    """
+    process = Process("site", [sys.executable, "-c", program, "."], environment(tmp_path), tmp_path / "log")
+    while process.alive():
+        time.sleep(0.05)
+    with pytest.raises(ProcessError, match="site ended with exit status 1") as refusal:
+        process.check()
+    [_, *lines] = str(refusal.value).splitlines()
+    assert lines == ["Exit Code: 305", "[code: 2004] why", NOT_LET_IN]

@@ -1,0 +1,189 @@
+"""A method in a Flower app, whose nodes are in this process, is the method of a simulation."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import ArrayRecord, Context, Message, RecordDict
+from torch import Tensor, nn
+
+import fedloom as fl
+import fedloom_sites.flower as ff
+from fedloom import models
+from fedloom.algorithms import REGISTRY
+from fedloom.data.federation import Federation
+from fedloom.errors import Refused
+from tests.flower.app import App
+
+CLOSE = {"rtol": 1e-10, "atol": 1e-10}
+CHOICES: dict[str, Any] = {
+    "local": {"lr": 0.05, "batch_size": 20, "epochs": 1}, "engine": {"dtype": "float64", "oracle": "looped"}, "seed": 3
+}  # fmt: skip
+QUICK = {"afl", "clustered-sampling", "fedavg", "fedrep", "fiaelt", "flame", "power-of-choice", "scaffold"}
+"""One of every kind."""
+NEEDED: dict[str, dict[str, Any]] = {"fedbn": {"layers": ["1.bias"]}}  # the model has no normalisation layer
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    logger = logging.getLogger("flwr")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    yield
+    logger.setLevel(before)
+
+
+@pytest.fixture(scope="module")
+def fed() -> Federation:
+    return fl.partition.dirichlet(clients=3, beta=0.5, keep=30)(fl.load("digits"), seed=0)
+
+
+def net() -> nn.Module:
+    """Another one each time, as at nodes that start on their own."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).double()
+
+
+def local_of(fed: Federation, net: Callable[[], nn.Module] = net) -> Any:
+    def part(client: int, name: str) -> tuple[Tensor, Tensor]:
+        index = fed.indices(name, client)
+        return fed.fetch(index).double(), fed.targets(index)
+
+    def local(context: Context) -> ff.Local:
+        k = int(context.node_config["partition-id"])
+        return ff.Local(
+            net(), part(k, "train"), nn.CrossEntropyLoss(), testset=part(k, "test"), valset=part(k, "validation")
+        )
+
+    return local
+
+
+def check(fed: Federation, name: str, rounds: int = 3, net: Callable[[], nn.Module] = net, **choices: Any) -> None:
+    options = {**NEEDED.get(name, {}), **{k: v for k, v in choices.items() if k not in fl.Setting.model_fields}}
+    choices = {**CHOICES, **{k: v for k, v in choices.items() if k in fl.Setting.model_fields}}
+    module, app = net(), App(local_of(fed, net), 3)
+    strategy = ff.Strategy(name, net(), **options, **choices)
+    result = strategy.start(app.grid, ArrayRecord(module.state_dict()), num_rounds=rounds)
+    known = fl.simulate(REGISTRY[name](**options), fed, model=module, rounds=rounds, evaluate={"every": 1}, **choices)
+    assert strategy.state is not None
+    assert strategy.state.round == rounds
+    assert torch.equal(strategy.state.totals[:3], known.state.totals[:3])
+    for field in known.state.server._fields:
+        torch.testing.assert_close(getattr(strategy.state.server, field), getattr(known.state.server, field), **CLOSE)
+    if "global" in known.models.kinds():
+        row = torch.cat([value.flatten() for value in result.arrays.to_torch_state_dict().values()])
+        torch.testing.assert_close(row, known.models.rows("global"), **CLOSE)
+    if "personal" in known.models.kinds():
+        rows = known.models.rows("personal")
+        for k, context in enumerate(app.contexts.values()):
+            own = torch.cat([value.flatten() for value in ff.personal_model(context).values()])
+            torch.testing.assert_close(own, rows[k], **CLOSE)
+    model = known.models.kinds()[-1] if known.models.kinds()[-1] != "hybrid" else "personal"
+    for k, figures in strategy.client_metrics[rounds].items():
+        assert figures[f"{model}/test/loss"] == pytest.approx(float(known.final(model, "loss")[k]), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in REGISTRY if n != "centralized"]
+)
+def test_every_method_in_an_app_is_simulated(fed: Federation, name: str) -> None:
+    check(fed, name)
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {"sampler": {"kind": "uniform", "fraction": 0.7}},
+        {"sampler": {"kind": "power-of-choice", "clients": 2, "candidates": 3}},
+        {"aggregator": {"kind": "median"}},
+        {"channel": {"kind": "top-k", "fraction": 0.3}},
+        {"weights": "uniform"},
+        {"mixer": {"kind": "attention", "quantile": 0.3}},
+        {"local": {"lr": 0.01, "batch_size": 20, "optimizer": "adam", "optimizer_state": "kept"}},
+    ],
+    ids=lambda choices: next(iter(choices)),
+)
+def test_parts_by_name_are_those_of_an_experiment_file(fed: Federation, choices: dict[str, Any]) -> None:
+    check(fed, "fedavg", **choices)
+
+
+def deep() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 6), nn.ReLU(), nn.Linear(6, 10))
+
+
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "gpfl": lambda: models.Guided(deep()).double(),
+    "knn-per": lambda: models.WithMemory(deep(), 12).double(),
+    "fedem": lambda: models.Mixture([deep(), deep()]).double(),
+}
+"""Of the methods that need a network of their own form."""
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_method_with_a_network_of_its_own_form_is_simulated(fed: Federation, name: str) -> None:
+    check(fed, name, net=NETWORKS[name])
+
+
+def test_what_is_set_in_torch_changes_no_bit(fed: Federation, set_in_torch: Callable[[], Any]) -> None:
+    """At the server as at the nodes, whose function gives what the app made before."""
+    nets, local = [deep_single() for _ in range(4)], local_of(fed)
+
+    def run(setting: Callable[[], Any]) -> list[Tensor]:
+        made = [replace(local(Context(1, k, {"partition-id": k}, RecordDict(), {})), model=nets[k]) for k in range(3)]
+        app = App(lambda context: made[int(context.node_config["partition-id"])], 3)
+
+        def answering(answer: Callable[[Message], Message]) -> Callable[[Message], Message]:
+            def answered(message: Message) -> Message:
+                with setting():
+                    return answer(message)
+
+            return answered
+
+        app.grid.nodes = {node: answering(answer) for node, answer in app.grid.nodes.items()}
+        with setting():
+            strategy = ff.Strategy("ditto", nets[3], seed=3, local={"lr": 0.05, "batch_size": 20, "optimizer": "adam"})
+            strategy.start(app.grid, ArrayRecord(nets[3].state_dict()), num_rounds=2)
+        assert strategy.state is not None
+        figures = [v for by in strategy.client_metrics.values() for client in by.values() for v in client.values()]
+        personal = [value for context in app.contexts.values() for value in ff.personal_model(context).values()]
+        return [*strategy.state.server, *personal, torch.tensor(figures)]
+
+    want, got = run(nullcontext), run(set_in_torch)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def deep_single() -> nn.Module:
+    """A network in float32 with statistics and randomness of its own."""
+    inside = (nn.Linear(64, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2))
+    return nn.Sequential(nn.Flatten(), *inside, nn.Linear(16, 10))
+
+
+def test_nodes_score_the_global_model_by_their_own_statistics(
+    fed: Federation, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log names the choice of `fl.simulate` that gives the same figures."""
+    logging.getLogger("flwr").setLevel(logging.INFO)
+    modules = [normalised() for _ in range(5)]
+    app = App(local_of(fed, modules.pop), 3)
+    strategy = ff.Strategy("fedavg", modules[0], **CHOICES)
+    strategy.start(app.grid, ArrayRecord(modules[0].state_dict()), num_rounds=2)
+    assert "the client's own (evaluate.statistics)" in caplog.text
+    assert "averaged over the round's clients" not in caplog.text
+    scored = {"every": 1, "statistics": "own"}
+    known = fl.simulate("fedavg", fed, model=modules[0], rounds=2, evaluate=scored, **CHOICES)
+    for k, figures in strategy.client_metrics[2].items():
+        assert figures["global/test/loss"] == pytest.approx(float(known.final("global", "loss")[k]), rel=1e-9)
+
+
+def normalised() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 10)).double()
+
+
+def test_pooling_is_refused() -> None:
+    with pytest.raises(Refused, match="pools the data of all clients"):
+        ff.Strategy("centralized", net())

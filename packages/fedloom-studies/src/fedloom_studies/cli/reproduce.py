@@ -1,0 +1,265 @@
+"""``fedloom reproduce``: the tables and figures of the papers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fedloom.errors import ConfigError
+from fedloom.formats import significant
+from fedloom.lab.cli import DataDir, app, errors, one_of, say, worker_count
+from fedloom_studies.cli._complete import recipes as recipe_names
+
+if TYPE_CHECKING:
+    from fedloom_studies.reproduce import Recipe, TimeBudget
+    from fedloom_studies.reproduce.recipe import Scale
+    from fedloom_studies.reproduce.summary import RecipeSummary
+
+CHEAP = 30.0
+"""Core-minutes at five seeds below which a recipe may have more seeds."""
+
+
+@app.command(rich_help_panel="Studies")
+def reproduce(
+    name: Annotated[
+        str | None, typer.Argument(help="a recipe, see --list", show_default=False, autocompletion=recipe_names)
+    ] = None,
+    scale: Annotated[
+        str,
+        typer.Option(
+            help="smoke, laptop or full (the paper's protocol)", autocompletion=one_of("smoke", "laptop", "full")
+        ),
+    ] = "laptop",
+    seeds: Annotated[str | None, typer.Option(help="seeds instead of the recipe's, e.g. 1,10,100")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="run this method only; may be repeated")] = None,
+    out: Annotated[Path, typer.Option(help="folder of the run directories")] = Path("runs/reproduce"),
+    results: Annotated[Path | None, typer.Option(help="folder of the summaries, read and written")] = None,
+    data_dir: DataDir = None,
+    workers: Annotated[str, typer.Option(help="processes, or 'auto'")] = "1",
+    device: Annotated[str, typer.Option(help="where runs compute: cpu, cuda or cuda:N")] = "cpu",
+    list_: Annotated[bool, typer.Option("--list", help="all recipes: data, state, time taken")] = False,
+    all_: Annotated[bool, typer.Option("--all", help="the next unfinished recipes, in order")] = False,
+    budget: Annotated[str | None, typer.Option(help="stop in time and resume later, e.g. 150m or 2h")] = None,
+    page: Annotated[
+        Path | None, typer.Option(help="write the page of all papers to this file, those of the recipes into a folder")
+    ] = None,
+    estimate: Annotated[
+        bool,
+        typer.Option(
+            "--estimate",
+            help="measure what recipes without a laptop scale need, for --page; with --list, what those not run need",
+        ),
+    ] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="run one seed of NAME again; compare with its summary")
+    ] = False,
+    decide: Annotated[bool, typer.Option("--decide", help="add seeds, up to 20, while a claim is undecided")] = False,
+) -> None:
+    """Run a table or figure of a paper and judge it.
+
+    Run it again to resume.
+
+    Example: fedloom reproduce flame-table3-mnist --scale laptop --data-dir ~/data
+    """
+    if sum((name is not None, list_, all_, page is not None, estimate and not list_)) != 1:
+        raise typer.BadParameter("give one of NAME, --list, --all, --page, --estimate")
+    with errors():
+        from fedloom.outputs import check_output_folder
+        from fedloom.values import choose
+        from fedloom_studies.appendices import check_page
+        from fedloom_studies.reproduce.recipe import SCALES
+        from fedloom_studies.store import folder_of
+
+        for folder in (out, results):
+            if folder is not None:
+                check_output_folder(folder)
+        if page is not None:
+            check_page(page)
+        recorded = folder_of(results)
+        how_much: Scale = choose("scale", {s: s for s in SCALES}, scale)
+        if list_:
+            _list(how_much, recorded, data_dir, estimate)
+            return
+        from fedloom_studies.appendices import write_pages
+        from fedloom_studies.reproduce import TimeBudget, recipe, recipes
+        from fedloom_studies.reproduce.papers import pages
+        from fedloom_studies.reproduce.reasons import FOLDER
+
+        if page is not None:
+            write_pages(page, FOLDER, pages(recipes(), recorded))
+            say(f"page: {page}")
+            return
+        if estimate:
+            from fedloom_studies.reproduce.estimate import keep
+
+            say(f"estimates: {keep(recipes(), recorded, data_dir)}")
+            return
+        if verify:
+            if name is None:
+                raise typer.BadParameter("--verify needs NAME")
+            if device != "cpu":
+                raise typer.BadParameter(
+                    "--verify computes on the CPU, since a GPU rounds otherwise; leave --device out"
+                )
+            _verify(recipe(name), how_much, recorded, data_dir, workers, only or [])
+            return
+        time = TimeBudget(None if budget is None else seconds(budget))
+        chosen = [recipe(name)] if name is not None else list(recipes().values())
+        seed_numbers = _seeds(seeds)
+        for one in chosen:
+
+            def run_with(count: list[int], one: Recipe = one) -> bool:
+                return _run(one, how_much, out, recorded, data_dir, workers, device, count, only or [], time, all_)
+
+            if (
+                time.left <= 0
+                or not run_with(seed_numbers)
+                or (decide and not _decided(one, how_much, recorded, run_with))
+            ):
+                say(f"stopped at {one.name}: the same command resumes from here", err=True)
+                raise typer.Exit(130)
+
+
+def _run(
+    recipe: Recipe, scale: Scale, out: Path, results: Path, data_dir: Path | None, workers: str, device: str,
+    seeds: list[int], only: list[str], budget: TimeBudget, several: bool,
+) -> bool:  # fmt: skip
+    """Run one recipe and print its verdicts; whether the next may follow."""
+    from fedloom.errors import DataError
+    from fedloom.lab.progress import counted
+    from fedloom_studies.reproduce import reproduce as run
+    from fedloom_studies.reproduce.summary import read, with_rivals
+
+    summary = read(results, recipe.name, scale)
+    if several and summary is not None and summary.complete and summary.protocol == recipe.protocol(scale):
+        return True
+    if several and scale == "laptop" and recipe.budget(scale) is None:
+        say(f"{recipe.name}: no laptop scale; left out")
+        return True
+    say(f"{recipe.name}: {recipe.paper.title} ({recipe.sentence(scale)})")
+    try:
+        done = run(
+            recipe, scale, out / recipe.name / scale, results=results, data_dir=data_dir, seeds=seeds, only=only,
+            workers=worker_count(workers), device=device, budget=budget, show=counted,
+        )  # fmt: skip
+    except DataError as error:
+        if not several:
+            raise
+        say(f"{recipe.name}: data missing: {error}", err=True)
+        return True
+    if done is not None:
+        _print_verdicts(recipe, with_rivals(recipe, done, results))
+    return done is not None and done.complete
+
+
+def _print_verdicts(recipe: Recipe, summary: RecipeSummary) -> None:
+    """Both tables of a recipe on standard output."""
+    from fedloom.lab.printing import print_texts
+    from fedloom_studies.reproduce import judge
+    from fedloom_studies.reproduce.cells import cells
+    from fedloom_studies.reproduce.figures import unit
+
+    compare = recipe.as_the_paper(summary.scale, summary.samples)
+    rows = [
+        (c.variant, c.column, unit(c.figure).value(c.mean, c.std), str(c.n), unit(c.figure).value(c.chosen),
+         "-" if c.paper is None else unit(c.figure).value(c.paper, c.paper_std), c.verdict)
+        for c in cells(recipe, summary.numbers, compare=compare)
+    ]  # fmt: skip
+    if rows:
+        print_texts(
+            ("variant", "column", "ours", "seeds", "at validation's round", "paper", "verdict"), rows, names=True
+        )
+    claims = [(c.claim.text, c.summary) for c in judge.claims(recipe, summary.numbers)]
+    if claims:
+        print_texts(("claim", "verdict"), claims, names=True)
+    for failure in summary.failures:
+        say(f"without a result: {failure}")
+
+
+def _decided(recipe: Recipe, scale: Scale, results: Path, run: Callable[[list[int]], bool]) -> bool:
+    """Add seeds up to the next look while a claim is undecided and the recipe is cheap; False where time was over."""
+    from fedloom_studies.reproduce.judge import claims
+    from fedloom_studies.reproduce.looks import LOOKS, UNDECIDED
+    from fedloom_studies.reproduce.summary import read
+
+    if recipe.paper.rivals:  # more seeds of its own method have no rivals to be compared with
+        return True
+    for count, _ in LOOKS[1:]:
+        summary = read(results, recipe.name, scale)
+        if summary is None or scale == "smoke" or summary.minutes * LOOKS[0][0] / len(summary.seeds) >= CHEAP:
+            return True
+        verdicts = [one for one in claims(recipe, summary.numbers) if not one.claim.construction]
+        if any(one.verdict == UNDECIDED for one in verdicts if one.measured) and not run(recipe.seeds(count)):
+            return False
+    return True
+
+
+def _verify(
+    recipe: Recipe, scale: Scale, results: Path, data_dir: Path | None, workers: str, only: list[str]
+) -> None:  # fmt: skip
+    """Say whether one seed of a summary comes out as it was: equal, within numerical noise, or not (exit 1)."""
+    from tempfile import TemporaryDirectory
+
+    from fedloom.lab.progress import counted
+    from fedloom_studies.reproduce.execute import NOISE, verify
+    from fedloom_studies.reproduce.summary import read
+
+    summary = read(results, recipe.name, scale)
+    if summary is None:
+        raise ConfigError(f"{results} holds no summary of {recipe.name} at {scale} scale; run the recipe first")
+    with TemporaryDirectory() as folder:
+        differences = verify(
+            recipe, summary, Path(folder) / "run", data_dir=data_dir, only=only,
+            workers=worker_count(workers), show=counted,
+        )  # fmt: skip
+    worst = max(differences, key=lambda d: d.size)
+    equal = sum(d.size == 0 for d in differences)
+    word = "equal" if equal == len(differences) else "within numerical noise" if worst.size <= NOISE else "not equal"
+    code = f", commit {summary.commit}" if summary.commit else ""
+    say(
+        f"{recipe.name}, seed {summary.seeds[0]}: {word}: {equal} of {len(differences)} values equal, the largest "
+        f"relative difference {significant(worst.size, 2)} ({worst.reference}: {worst.was} then, {worst.now} now; "
+        f"noise is up to {significant(NOISE)})."
+        f" Then: {summary.date}{code}, torch {summary.versions['torch']}, {summary.machine}"
+    )
+    if word == "not equal":
+        raise typer.Exit(1)
+
+
+def _list(scale: Scale, results: Path, data_dir: Path | None, estimated: bool) -> None:
+    from fedloom.lab.printing import print_texts
+    from fedloom_studies.listing import listed
+
+    def rows() -> list[tuple[str, ...]]:
+        from fedloom_studies.reproduce import recipes
+        from fedloom_studies.reproduce.estimate import listing
+
+        return list(listing(recipes(), scale, results, data_dir, estimated=estimated))
+
+    titles = ("recipe", "what", "data", "state", "budget", "time")
+    print_texts(titles, listed("recipes", (scale, estimated), rows, results, data_dir), names=True)
+
+
+def _seeds(text: str | None) -> list[int]:
+    parts = [] if text is None else text.split(",")
+    if not all(part.strip().isdecimal() for part in parts):
+        raise ConfigError(f"--seeds must be numbers with commas between, e.g. 1,10,100, got {text!r}")
+    return [int(part) for part in parts]
+
+
+def seconds(text: str) -> float:
+    """Of a time such as 90s, 150m or 2h.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    unit = {"s": 1.0, "m": 60.0, "h": 3600.0}.get(text[-1:])
+    try:
+        if unit is not None and float(text[:-1]) > 0:
+            return unit * float(text[:-1])
+    except ValueError:
+        pass
+    raise ConfigError(f"--budget must be a time such as 90s, 150m or 2h, got {text!r}")

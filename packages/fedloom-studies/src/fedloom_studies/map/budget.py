@@ -1,0 +1,76 @@
+"""Plan runs of equal gradients: how many rounds of a method FedAvg's gradients buy in a setup."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fedloom.data import Federation
+from fedloom.engine import Setting
+from fedloom.errors import RunStopped
+from fedloom.lab.experiment import parse
+from fedloom.lab.tune import Budget, for_scoring, plain_budget, with_params
+from fedloom_studies.map.records import DONE, CellRecord, stale
+from fedloom_studies.map.setups import Cell, Setup
+
+ALIKE = 0.01
+"""Relative difference up to which gradients are those of FedAvg."""
+
+
+class GradientBudget:
+    """The samples whose gradient FedAvg takes in all rounds of a setup, by seed, and what they buy.
+
+    Args:
+        setup: the federation and its rounds.
+        data_dir: folder of data sets.
+
+    Raises:
+        DataError: the data are not here.
+    """
+
+    def __init__(self, setup: Setup, data_dir: Path | None) -> None:
+        self._setup, self._plan = setup, parse({**setup.document, "method": [{"algorithm": "fedavg"}]}, setup.name)
+        self._samples = self._plan.source.read(data_dir)
+        self._by_seed: dict[int, tuple[Federation, Budget]] = {}
+
+    def rounds(self, cell: Cell, params: Mapping[str, Any], seed: int, *, whole: bool = False) -> int:
+        """Rounds of a method whose gradients come nearest to those of FedAvg, the last and the first work included.
+
+        Args:
+            cell: the method.
+            params: its settings.
+            seed: of the run.
+            whole: play every round, as `fedloom.lab.tune.Budget.rounds` does.
+
+        Raises:
+            ConfigError, RunStopped, ClientError: as `fedloom.lab.tune.Budget.rounds`.
+        """
+        fed, budget = self._of(seed)
+        setting: Setting = parse(with_params(cell.document, 0, params), cell.where).methods[0].setting
+        return budget.rounds(for_scoring(setting, seed), fed, whole=whole)
+
+    def missed(self, samples: float, seed: int) -> bool:
+        """Whether what a run took is so far from FedAvg's gradients that its rounds must be planned again."""
+        return self._of(seed)[1].missed(samples)
+
+    def alike(self, cell: Cell, first: CellRecord | None) -> bool:
+        """Whether every trial and seed of a record at equal rounds is a run that FedAvg's gradients buy, too."""
+        setup = self._setup
+        if first is None or first.status != DONE or stale(Cell(setup, cell.method, first.space), first):
+            return False
+        samples_by_seed = {int(seed): series.gradients[-1] for seed, series in first.seeds.items()}
+        if any(abs(samples / self._of(seed)[1].samples - 1) > ALIKE for seed, samples in samples_by_seed.items()):
+            return False
+        runs = [*((params, setup.tuning[0]) for params, _ in first.trials), *((first.chosen, s) for s in setup.seeds)]
+        try:
+            return all(self.rounds(cell, params, seed) == self._plan.common.rounds for params, seed in runs)
+        except RunStopped:  # a trial that diverges: what it would have taken is not known
+            return False
+
+    def _of(self, seed: int) -> tuple[Federation, Budget]:
+        if seed not in self._by_seed:
+            fed = self._plan.partition(self._samples, seed)
+            setting = for_scoring(self._plan.methods[0].setting, seed)
+            self._by_seed[seed] = fed, plain_budget(setting, fed, self._plan.common.rounds)
+        return self._by_seed[seed]

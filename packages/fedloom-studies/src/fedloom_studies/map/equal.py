@@ -1,0 +1,187 @@
+"""State what methods gain and lose at equal gradients: a section of the map's page, and one of the page of a setup."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from fedloom.formats import fixed, options, significant
+from fedloom.lab.report import TestedDifference, differences, family
+from fedloom_studies.map.budget import ALIKE
+from fedloom_studies.map.judge import SetupVerdict, judge
+from fedloom_studies.map.records import DONE, REUSED, CellRecord, stale, with_reused
+from fedloom_studies.map.setups import MARKS, Cell, Protocol, Setup, methods_of
+from fedloom_studies.map.statements import (
+    FOLDER,
+    enumerated,
+    in_percent,
+    joined,
+    listed,
+    rivals_of,
+    sentences,
+    share_of_cells,
+    signed,
+)
+
+PROTOCOL: Protocol = "gradients"
+Records = Mapping[tuple[str, str], CellRecord]
+ABOUT = """FedAvg, local training, FedAvg-FT and {picked} methods that a rule fixed beforehand picked. Every run takes
+as many gradients as FedAvg takes at equal rounds, to within a tenth, in as many rounds as these buy. What is spent
+before the first round and after the last one counts.{dearer} Settings are searched anew, with the same trials, seeds
+and data. A method that takes FedAvg's gradients at equal rounds has the same work here, so its change is not tested:
+its runs are reused, or were made again. Measured: {cells}, {reused} of them reused and {repeated} made again. *Lower*
+and *higher* are methods whose mean differs significantly from their own at equal rounds (paired t tests over seeds,
+Holm's correction over the methods of a setup whose work differs)."""
+
+
+class BothProtocols(NamedTuple):
+    """A setup under both protocols.
+
+    Attributes:
+        rounds: at equal rounds.
+        gradients: at equal gradients.
+        records: at equal gradients, as they were recorded: what is reused has no figures of its own.
+        changes: of the mean from equal rounds to equal gradients, of every method whose work is not the same, as one
+            family of tests.
+    """
+
+    rounds: SetupVerdict
+    gradients: SetupVerdict
+    records: Mapping[str, CellRecord]
+    changes: dict[str, TestedDifference]
+
+    @property
+    def repeated(self) -> list[str]:
+        """The methods that were run again with the work that they take at equal rounds."""
+        again = [name for name, record in self.records.items() if record.status == DONE and name not in self.changes]
+        return [name for name in again if self.rounds.of(name) is not None]
+
+    def changed(self, sign: int) -> list[str]:
+        """Choose the methods with a significant change of this sign, the largest first."""
+        clear = [(name, c) for name, c in self.changes.items() if c.significant and sign * c.mean > 0]
+        return [f"{name} {signed(change)}" for name, change in sorted(clear, key=lambda item: -abs(item[1].mean))]
+
+
+def compare(rounds: SetupVerdict, first: Records, second: Records) -> BothProtocols:
+    """Judge a setup at equal gradients, and the change of every method.
+
+    Args:
+        rounds: the setup at equal rounds.
+        first: all records at equal rounds.
+        second: all records at equal gradients.
+    """
+    gradients = judge(rounds.setup, with_reused(second, first))
+    recorded = {method: record for (name, method), record in second.items() if name == rounds.setup.name}
+    means, fedavg = {}, rounds.of(MARKS[1])
+    for s in gradients.standings:
+        before, reused = rounds.of(s.method), recorded[s.method].status == REUSED
+        if before and not reused and not (fedavg and _same_work(before.record, fedavg.record)):
+            means[s.method] = differences(s.figures["mean"], before.figures["mean"])
+    return BothProtocols(rounds, gradients, recorded, family(means))
+
+
+def _same_work(one: CellRecord, fedavg: CellRecord) -> bool:
+    """Whether a method takes the gradients of FedAvg with every seed."""
+    spent = [(series.gradients[-1], fedavg.seeds[seed].gradients[-1])
+             for seed, series in one.seeds.items() if seed in fedavg.seeds]  # fmt: skip
+    return all(abs(samples / fedavgs - 1) <= ALIKE for samples, fedavgs in spent)
+
+
+def changes_in_words(c: BothProtocols) -> str:
+    """State which methods have a significantly other mean at equal gradients than at equal rounds."""
+    if not c.changes:
+        return ""
+    lower, higher = c.changed(-1), c.changed(1)
+    named = [f" {word} {'is' if len(names) < 2 else 'are'} {listed(names)}." if names else ""
+             for word, names in (("Lower", lower), ("Higher", higher))]  # fmt: skip
+    return (
+        f"Of {len(c.changes)} methods that take other work than FedAvg at equal rounds, {len(lower) or 'none'} "
+        f"{'is' if len(lower) < 2 else 'are'} significantly lower at equal gradients, and {len(higher) or 'none'} "
+        f"{'is' if len(higher) < 2 else 'are'} significantly higher.{''.join(named)}"
+    )
+
+
+def summary(comparisons: Sequence[BothProtocols]) -> Iterator[str]:
+    """Lines of the map's page: the protocol, and a row for every setup in which local and FedAvg are there."""
+    methods = methods_of(PROTOCOL)
+    records = [record for c in comparisons for name, record in c.records.items() if name in methods]
+    yield from ("## At equal gradients", "")
+    yield ABOUT.format(
+        picked=len(methods) - 3, cells=share_of_cells(len(records), len(methods) * len(comparisons)),
+        reused=sum(record.status == REUSED for record in records), dearer=_dearer(comparisons),
+        repeated=sum(len(c.repeated) for c in comparisons) or "none",
+    )  # fmt: skip
+    begun = [c for c in comparisons if c.gradients.reference]
+    if begun:
+        titles = ["your clients", "cells", "best mean", "better than the better of local and FedAvg", "lower", "higher"]
+        yield from ("", f"| {' | '.join(titles)} |")
+        yield "|---|---|---|---|---|---|"
+    for c in begun:
+        j = c.gradients
+        top, better = j.standings[0], listed(s.method for s in rivals_of(j) if s.better)
+        link = f"[{j.setup.title}]({FOLDER}/{j.setup.name}.md#at-equal-gradients)"
+        outside = len(c.records.keys() - set(methods))
+        count = f"{len(c.records) - outside} of {len(methods)}{f' and {outside} more' if outside else ''}"
+        shown = [link, count, f"{top.method} {in_percent(top.figures['mean'])}",
+                 better or "none", listed(c.changed(-1)) or "none", listed(c.changed(1)) or "none"]  # fmt: skip
+        yield f"| {' | '.join(shown)} |"
+    waiting = [c.rounds.setup.name for c in comparisons if c not in begun]
+    if waiting:
+        yield from ("", f"Not run: {joined(waiting)}. Command: `fedloom map --protocol gradients --setup NAME`")
+    yield ""
+
+
+def _dearer(comparisons: Sequence[BothProtocols]) -> str:
+    """State which methods take over a tenth more gradients than FedAvg, as one round of theirs takes them already."""
+    named = []
+    for c in comparisons:
+        fedavg = c.gradients.of(MARKS[1])
+        times = {s.method: s.figures["gradients"].mean / fedavg.figures["gradients"].mean
+                 for s in c.gradients.standings if fedavg}  # fmt: skip
+        methods = [f"{name} ({significant(share, 2)} times)" for name, share in times.items() if share > 1.1]
+        if methods:
+            named.append(f"{enumerated(methods)} in *{c.rounds.setup.title}*")
+    return f" A run has at least one round, and so takes more with {enumerated(named)}." if named else ""
+
+
+def section(c: BothProtocols) -> Iterator[str]:
+    """Lines of the page of a setup: sentences, a row for every method, and what was not run."""
+    setup, j = c.rounds.setup, c.gradients
+    yield from ("## At equal gradients", "", " ".join([*sentences(j), changes_in_words(c)]).strip())
+    if j.standings:
+        titles = ["at equal rounds", "at equal gradients", "change", "rounds", "of FedAvg's gradients", "chosen"]
+        yield from ("", f"| method | {' | '.join(titles)} | |", f"|{'---|' * (len(titles) + 2)}")
+    fedavg = j.of(MARKS[1])
+    for s in j.standings:
+        before, change = c.rounds.of(s.method), c.changes.get(s.method)
+        rounds = np.mean([series.rounds[-1] for series in s.record.seeds.values()])
+        share = s.figures["gradients"].mean / fedavg.figures["gradients"].mean if fedavg else float("nan")
+        shown = [s.method, in_percent(before.figures["mean"] if before else None), in_percent(s.figures["mean"]),
+                 signed(change) if change else "-", fixed(float(rounds), 0), significant(share, 3) if fedavg else "-",
+                 options(s.record.chosen, 3), _notes(setup, c, s.method)]  # fmt: skip
+        yield f"| {' | '.join(shown)} |"
+    yield ""
+    for record in c.records.values():
+        if record.status not in (DONE, REUSED):
+            yield f"- {record.method}: {record.status}: {record.reason}"
+    missing = [name for name in methods_of(PROTOCOL) if name not in c.records]
+    if missing:
+        named = joined(missing) if c.records else "every method"
+        yield f"- Not run: {named}. Command: `fedloom map --protocol gradients --setup {setup.name}`"
+    yield ""
+
+
+def _notes(setup: Setup, c: BothProtocols, method: str) -> str:
+    """Remarks on a cell: stale, reused, significant changes and gains."""
+    record, standing, change = c.records[method], c.gradients.of(method), c.changes.get(method)
+    old = stale(Cell(setup, method, record.space, PROTOCOL), record)
+    remarks = [f"stale: {old}"] if old else []
+    remarks += ["the same runs"] if record.status == REUSED else []
+    remarks += ["the same work, run again"] if method in c.repeated else []
+    if standing is not None and (standing.better or standing.worse):
+        remarks.append(f"{standing.verdict} than the better of local and FedAvg")
+    if change is not None and change.significant:
+        remarks.append(f"significantly {'higher' if change.mean > 0 else 'lower'} than at equal rounds")
+    return "; ".join(remarks)

@@ -1,0 +1,248 @@
+"""Judge the records: figures per seed, and gains over the better of local and FedAvg.
+
+All differences of a setup are one family of moderated tests (`fedloom.lab.report.comparison.family`): every method
+against the better of local and FedAvg. Seeds split the same samples anew, and a verdict is about these samples: about
+what other splits, cohorts and initial models would give. Over setups methods are compared by Friedman's test of the
+ranks of their means with Nemenyi's test of every pair (scikit-posthocs), over the setups and methods in which nothing
+is missing; a setup that is not tuned is none of these.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedloom.lab.report import (
+    LEVEL,
+    MODERATED_LEVEL,
+    NEAR,
+    Estimate,
+    PairVerdict,
+    TestedDifference,
+    differences,
+    family,
+    pair_verdict,
+    prior_of,
+    seeds_for,
+)
+from fedloom.metrics import variance, worst
+from fedloom_studies.map.records import DONE, CellRecord, Series
+from fedloom_studies.map.setups import MARKS, POOLED, Setup
+
+LEAST = 3
+"""Setups, and methods, without which there is no statement on all setups together."""
+Table = NDArray[np.float64]
+Groups = list[tuple[int, int]]
+"""First and last place of every group of neighbours that a test does not separate."""
+WANTED = 0.03
+"""Gain that a setup should show: fewer points would not pay for another method's work and traffic."""
+POWER = 0.8
+"""Probability with which it should; the usual one of plans."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A method in a setup.
+
+    Attributes:
+        figures: by seed: ``mean``, ``worst10`` and ``variance`` of the metric over clients after the last round;
+            ``gain_local`` and ``gain_fedavg``, the mean over clients of the difference to that method's model, and
+            ``gainers_local`` and ``gainers_fedavg``, the share of clients for which it is above 0;
+            ``mean_at_fedavg_work``, the mean at the last evaluated round with no more gradients than FedAvg took in
+            all, nan where there is none; ``gradients`` of samples and ``bytes`` of the whole run; ``rounds_to_95``, the
+            first evaluated round with 95 % of the setup's best mean, nan where it is not reached.
+        gain: of ``mean`` over the better of local and FedAvg; None for that one, and where these are not both done.
+        confirmed: whether the gain is significant with the seeds of the second look too; None without one.
+    """
+
+    method: str
+    record: CellRecord
+    figures: dict[str, Estimate]
+    gain: TestedDifference | None
+    confirmed: bool | None
+
+    @property
+    def verdict(self) -> PairVerdict:
+        """The verdict on it against the better of local and FedAvg."""
+        return pair_verdict(self.gain, higher=True)
+
+    @property
+    def better(self) -> bool:
+        """Whether it is better than the better of local and FedAvg."""
+        return self.verdict == PairVerdict.BETTER
+
+    @property
+    def worse(self) -> bool:
+        """Whether it is worse than the better of local and FedAvg."""
+        return self.verdict == PairVerdict.WORSE
+
+
+@dataclass(frozen=True)
+class SetupVerdict:
+    """A setup with what was recorded of it.
+
+    Attributes:
+        reference: the better of local and FedAvg by its mean over seeds; empty where both are not there.
+        spread: standard deviation over seeds that the gains have in common, by the prior of the moderated test; nan
+            where too few are tested for one.
+        needed: seeds that show a gain of `WANTED` with probability `POWER` at that spread and at the first step of
+            Holm's correction, whatever was observed; 0 where the spread is not known.
+        standings: of the methods that are done, the best mean first.
+        records: of every method.
+    """
+
+    setup: Setup
+    reference: str
+    spread: float
+    needed: int
+    standings: tuple[Standing, ...]
+    records: dict[str, CellRecord]
+
+    def of(self, method: str) -> Standing | None:
+        """The standing of a method; None where it has no result."""
+        return next((s for s in self.standings if s.method == method), None)
+
+    @property
+    def rivals(self) -> list[Standing]:
+        """The standings without that of pooled data, the best mean first."""
+        return [s for s in self.standings if s.method != POOLED]
+
+    @property
+    def decides(self) -> bool:
+        """Whether the seeds that were run are enough to show a gain of `WANTED`."""
+        return 0 < self.needed <= len(self.setup.seeds)
+
+
+def judge(setup: Setup, records: Mapping[tuple[str, str], CellRecord]) -> SetupVerdict:
+    """A setup with the records of it, and every difference that is stated of it as one family of tests."""
+    cells = {method: record for (name, method), record in records.items() if name == setup.name}
+    done = {method: record for method, record in cells.items() if record.status == DONE}
+    means = {method: last(record.seeds) for method, record in done.items()}
+    order = sorted(done, key=lambda method: -means[method].mean)
+    reference = next((m for m in order if m in MARKS[:2]), "") if {*MARKS[:2]} <= done.keys() else ""
+    members = {m: differences(means[m], means[reference]) for m in order if reference and m != reference}
+    tests = family(members, moderate=True)
+    again = {m: last(record.again) for m, record in done.items()}
+    look = family({m: differences(again[m], again[reference]) for m in order if reference and again[m].by_seed})
+
+    def confirmed(method: str) -> bool | None:
+        if method not in look or method == reference:
+            return None
+        return look[method].significant and look[method].mean * tests[method].mean > 0
+
+    best = means[order[0]].mean if order else math.nan
+    standings = tuple(Standing(m, cells[m], _figures(cells[m], done, best), tests.get(m), confirmed(m)) for m in order)
+    tested = [m for m, test in tests.items() if test.testable]
+    prior = prior_of([_array([*members[m].values()]) for m in tested])
+    needed = seeds_for(WANTED, prior, MODERATED_LEVEL / len(tested), POWER) if prior else 0
+    return SetupVerdict(setup, reference, math.sqrt(prior.variance) if prior else math.nan, needed, standings, cells)
+
+
+def last(seeds: Mapping[str, Series]) -> Estimate:
+    """The mean over clients after the last round, by seed."""
+    return Estimate({int(seed): float(np.nanmean(_array(one.clients))) for seed, one in seeds.items()})
+
+
+def _array(values: object) -> Table:
+    return np.array(values, np.float64)
+
+
+def _figures(record: CellRecord, done: Mapping[str, CellRecord], best: float) -> dict[str, Estimate]:
+    figures: dict[str, dict[int, float]] = {}
+    for seed, one in record.seeds.items():
+        clients, mean = _array(one.clients), _array(one.mean)
+        row = {
+            "mean": float(np.nanmean(clients)),
+            "worst10": worst(clients, low=True),
+            "variance": variance(clients),
+            "gradients": one.gradients[-1],
+            "bytes": one.bytes[-1],
+        }
+        near = np.flatnonzero(mean >= NEAR * best)
+        row["rounds_to_95"] = one.rounds[near[0]] if len(near) else math.nan
+        for mark in MARKS[:2]:
+            of_mark = done[mark].seeds.get(seed) if mark in done else None
+            if of_mark is None:
+                continue
+            if mark == "fedavg":
+                within = mean[_array(one.gradients) <= of_mark.gradients[-1]]
+                row["mean_at_fedavg_work"] = float(within[-1]) if len(within) else math.nan
+            difference = clients - _array(of_mark.clients)
+            difference = difference[np.isfinite(difference)]
+            row |= {f"gain_{mark}": float(difference.mean()), f"gainers_{mark}": float((difference > 0).mean())}
+        for name, value in row.items():
+            figures.setdefault(name, {})[int(seed)] = value
+    return {name: Estimate(by_seed) for name, by_seed in figures.items()}
+
+
+def groups(count: int, apart: Callable[[int, int], bool]) -> Groups:
+    """The longest runs of places in which the first is apart from none; a run within another is left out.
+
+    >>> groups(4, lambda i, k: k - i > 1), groups(3, lambda i, k: True)
+    ([(0, 1), (1, 2), (2, 3)], [(0, 0), (1, 1), (2, 2)])
+    """
+    longest: Groups = []
+    for i in range(count):
+        end = next((k for k in range(i + 1, count) if apart(i, k)), count) - 1
+        if not longest or end > longest[-1][1]:
+            longest.append((i, end))
+    return longest
+
+
+class Overall(NamedTuple):
+    """All setups together.
+
+    Attributes:
+        methods: by their mean rank, the best first.
+        ranks: mean ranks over the setups; 1 is the best.
+        setups: in which all of the methods are done.
+        p: of Friedman's test that all methods are alike.
+        groups: of methods that Nemenyi's test does not separate.
+    """
+
+    methods: tuple[str, ...]
+    ranks: tuple[float, ...]
+    setups: tuple[str, ...]
+    p: float
+    groups: Groups
+
+
+def overall(verdicts: list[SetupVerdict]) -> Overall | None:
+    """Friedman's and Nemenyi's tests over the largest block of setups and methods without a gap; None if it is small.
+
+    Raises:
+        ModuleNotFoundError: scikit-posthocs is not installed.
+    """
+    from scipy.stats import friedmanchisquare
+
+    setups, methods, table, ranks = ranked(verdicts)
+    if not methods:
+        return None
+    from scikit_posthocs import posthoc_nemenyi_friedman
+
+    p = posthoc_nemenyi_friedman(table).to_numpy()
+    pair = friedmanchisquare(*table.T).pvalue
+    return Overall(methods, ranks, setups, float(pair), groups(len(methods), lambda i, k: bool(p[i, k] < LEVEL)))
+
+
+def ranked(verdicts: list[SetupVerdict]) -> tuple[tuple[str, ...], tuple[str, ...], Table, tuple[float, ...]]:
+    """Setups and methods of the largest block without a gap, the means in it, and the mean ranks, the best first.
+
+    There is nothing in it where it has fewer than `LEAST` setups or methods. Only setups with `Setup.ranks` are in it.
+    """
+    from scipy.stats import rankdata
+
+    means = {j.setup.name: {s.method: s.figures["mean"].mean for s in j.standings} for j in verdicts if j.setup.ranks}
+    order = sorted(means, key=lambda name: -len(means[name]))
+    blocks = [(order[:k], set.intersection(*(set(means[n]) for n in order[:k]))) for k in range(LEAST, len(order) + 1)]
+    setups, methods = max(blocks, key=lambda block: len(block[0]) * len(block[1]), default=([], set[str]()))
+    names = sorted(methods) if len(methods) >= LEAST else []
+    table = np.array([[means[setup][method] for method in names] for setup in setups]).reshape(len(setups), len(names))
+    ranks = rankdata(-table, axis=1).mean(0) if names else np.zeros(0)
+    places = np.argsort(ranks, kind="stable")
+    return tuple(setups), tuple(names[k] for k in places), table[:, places], tuple(ranks[places].tolist())

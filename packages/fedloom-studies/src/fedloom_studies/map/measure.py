@@ -1,0 +1,300 @@
+"""Measuring cells: trials, then fresh seeds; what is missing only, in any order, until the time is over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fedloom.data import Federation
+from fedloom.errors import ConfigError, DataError, FedloomError, RunDirError, RunStopped, Stop
+from fedloom.lab.experiment import Listener, Plan, parse
+from fedloom.lab.report import read_runs
+from fedloom.processes import check_alone
+from fedloom.storage import lock
+from fedloom_studies.map.budget import GradientBudget
+from fedloom_studies.map.records import (
+    DONE,
+    FAILED,
+    NOT_APPLICABLE,
+    REUSED,
+    CellRecord,
+    new_record,
+    read,
+    series_of,
+    stale,
+    write,
+)
+from fedloom_studies.map.setups import MARKS, Cell, Protocol, Setup, methods_of
+from fedloom_studies.reproduce import summary as summaries
+from fedloom_studies.reproduce.estimate import per_round
+from fedloom_studies.reproduce.execute import Show, TimeBudget
+from fedloom_studies.reproduce.recipe import Nominal
+
+if TYPE_CHECKING:
+    from fedloom.lab.tune import SearchResult
+
+EMPTY: Mapping[str, Any] = MappingProxyType({})
+
+
+def due(
+    setups: Iterable[Setup], records: Mapping[tuple[str, str], CellRecord], methods: Sequence[str] = (),
+    space: Mapping[str, object] = EMPTY, *, again: bool = False, old: bool = False, protocol: Protocol = "rounds",
+) -> list[Cell]:  # fmt: skip
+    """The cells to run, setup by setup, those that others are compared with first.
+
+    Args:
+        setups: in which.
+        records: the records that there are.
+        methods: asked for; of them stale cells are due too. Every method of the protocol when empty.
+        space: of the methods that are asked for.
+        again: for a second look at what is recorded, instead of what is missing.
+        old: stale cells too.
+        protocol: of the cells, and of the records.
+    """
+    cells_due = []
+    for setup in setups:
+        for name in dict.fromkeys([*MARKS[:2], *methods]) if methods else methods_of(protocol):
+            cell = Cell(setup, name, dict(space) if name in methods else {}, protocol)
+            record = records.get((setup.name, name))
+            if again:
+                wants = record is not None and record.status == DONE and not record.again and not stale(cell, record)
+            else:
+                wants = record is None or ((old or name in methods) and bool(stale(cell, record)))
+            cells_due += [cell] if wants else []
+    return cells_due
+
+
+def measure_all(
+    todo: Iterable[Cell], records: Mapping[tuple[str, str], CellRecord], results: Path, out: Path,
+    data_dir: Path | None, budget: TimeBudget, show: Show, say: Callable[[str], object], *, again: bool = False,
+) -> bool:  # fmt: skip
+    """Run cells and write their records; whether all came to an end. What another process is at is left to it.
+
+    Args:
+        todo: what to run.
+        records: the records that there were.
+        results: file of the records.
+        out: folder of the run directories; a cell has one of its own in it.
+        data_dir: folder of data sets; a setup without its data is left out.
+        budget: time that may be spent.
+        show: shows progress.
+        say: called for every cell.
+        again: a second look at each.
+
+    Raises:
+        ConfigError: torchrun has started several ranks.
+    """
+    check_alone("the map")
+    missing, budgets = set[str](), dict[str, GradientBudget]()
+    for cell in todo:
+        if budget.left <= 0:
+            return False
+        key = cell.setup.name, cell.method
+        before = records.get(key)
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(lock(out / cell.file))
+            except RunDirError as busy:
+                say(f"{cell.where}: left out: {busy}")
+                continue
+            if cell.setup.name in missing or (before is None and key in read(results, cell.protocol)):
+                continue
+            try:
+                if cell.protocol == "gradients" and cell.setup.name not in budgets:
+                    budgets = {cell.setup.name: GradientBudget(cell.setup, data_dir)}
+                work = _Work(cell, out / cell.file, data_dir, budget, show, budgets.get(cell.setup.name))
+                if again and before:
+                    record = work.look_again(before)
+                else:
+                    record = work.reuse(results) or work.confirm(before) or work.measure()
+            except DataError as error:
+                say(f"{cell.setup.name}: data missing: {error}")
+                missing.add(cell.setup.name)
+                continue
+        if record is None:
+            return False
+        write(record, results)
+        say(f"{cell.where}: {record.status}{record.reason and f': {record.reason}'}")
+    return True
+
+
+class _Work(NamedTuple):
+    """A cell with its folder, and what its runs are given."""
+
+    cell: Cell
+    folder: Path
+    data_dir: Path | None
+    budget: TimeBudget
+    show: Show
+    gradients: GradientBudget | None
+    """That of its setup; None at equal rounds."""
+
+    def reuse(self, results: Path) -> CellRecord | None:
+        """The record of a cell at equal gradients whose runs are those at equal rounds; None of any other."""
+        if self.gradients is None:
+            return None
+        first = read(results).get((self.cell.setup.name, self.cell.method))
+        with summaries.counted(self.folder, "planned"):
+            try:
+                alike = self.gradients.alike(self.cell, first)
+            except ConfigError:  # `measure` has its sentence
+                return None
+        reason = "FedAvg's gradients at equal rounds, so the same runs"
+        return new_record(self.cell, REUSED, reason, self._minutes("planned")) if alike else None
+
+    def measure(self) -> CellRecord | None:
+        """The record of the cell, after running what is missing; None where that was interrupted."""
+        cell = self.cell
+        with summaries.counted(self.folder, "cell") as note:
+            listeners = (self.budget, lambda _event: note())
+            try:
+                finding = self._search(listeners) if cell.setup.trials > 1 else None
+                chosen = dict(finding.best.params) if finding and finding.best else {}
+                fields = self._run(cell.setup.seeds, chosen, listeners) if finding is None or finding.best else {}
+            except ConfigError as refused:
+                return new_record(cell, NOT_APPLICABLE, str(refused).removeprefix(f"{cell.where}: "), 0.0)
+            except RunStopped as stopped:
+                if stopped.reason is not Stop.INTERRUPTED:
+                    raise
+                return None
+        if fields is None:
+            return None
+        trials = finding.trials if finding else ()
+        reason = fields.pop("reason") if fields else f"no trial completed: {trials[-1].reason}"
+        fields["trials"] = [(dict(trial.params), trial.value) for trial in trials] or [({}, None)]
+        return new_record(cell, FAILED if reason else DONE, reason, self._minutes("cell"), chosen=chosen, **fields)
+
+    def confirm(self, record: CellRecord | None) -> CellRecord | None:
+        """The record of an earlier commit as one of this, where the first seed gives the same figures to the digit."""
+        if record is None or record.status != DONE or record.digest != self.cell.digest:
+            return None
+        first = self.cell.setup.seeds[:1]
+        with summaries.counted(self.folder, "confirmed") as note:
+            fields = self._run(first, record.chosen, (self.budget, lambda _event: note()))
+        same = fields is not None and fields["seeds"].items() <= record.seeds.items() and len(fields["seeds"]) == 1
+        return replace(record, source=self.cell.source) if same else None
+
+    def _search(self, listeners: tuple[Listener, ...]) -> SearchResult:
+        """Every trial, and the best."""
+        from fedloom.lab.tune import Tuning
+
+        cell = self.cell
+        place = self.folder / f"tune-{cell.digest.partition('-')[0]}-{cell.source}"  # more trials may come
+        tuning = Tuning(cell.search, cell.where, place, self.data_dir)
+        with self.show(tuning.rounds) as tell:
+            (finding,) = tuning.run(lambda *_: None, tell, *listeners, tuned=False)
+        return finding
+
+    def look_again(self, record: CellRecord) -> CellRecord | None:
+        """The record with the seeds of the second look, and what was chosen then; None where it was interrupted."""
+        with summaries.counted(self.folder, "again") as note:
+            fields = self._run(self.cell.setup.again, record.chosen, (self.budget, lambda _event: note()))
+        if fields is None:
+            return None
+        return replace(record, again=fields["seeds"], minutes=round(record.minutes + self._minutes("again"), 3))
+
+    def _minutes(self, what: str) -> float:
+        return summaries.spent(self.folder)[what] / 60
+
+    def _run(
+        self, seeds: Sequence[int], chosen: Mapping[str, object], listeners: tuple[Listener, ...]
+    ) -> dict[str, Any] | None:
+        """The fields of a record that come from its runs; None where they were interrupted."""
+        if self.gradients is None:
+            return self._play(seeds, chosen, listeners)
+        fields: dict[str, Any] = {}
+        for seed in seeds:  # what the budget buys depends on how the seed draws the clients
+            of_seed = self._buy(self.gradients, seed, chosen, listeners)
+            if of_seed is None:
+                return None
+            lost = fields.get("reason") or of_seed["reason"]
+            fields = {**of_seed, **fields, "seeds": fields.get("seeds", {}) | of_seed["seeds"], "reason": lost}
+        return fields
+
+    def _buy(
+        self, budget: GradientBudget, seed: int, chosen: Mapping[str, Any], listeners: tuple[Listener, ...]
+    ) -> dict[str, Any] | None:
+        """The fields of a run of as many rounds as a budget buys, which is planned again where the first plan fails."""
+        try:
+            rounds = budget.rounds(self.cell, chosen, seed)
+        except RunStopped as stopped:
+            return {"seeds": {}, "reason": f"seed {seed} without a result: {stopped}"}
+        fields = self._play((seed,), chosen, listeners, rounds=rounds)
+        spent = [series.gradients[-1] for series in fields["seeds"].values()] if fields else []
+        if any(budget.missed(samples, seed) for samples in spent):
+            again = budget.rounds(self.cell, chosen, seed, whole=True)
+            return fields if again == rounds else self._play((seed,), chosen, listeners, rounds=again)
+        return fields
+
+    def _play(
+        self, seeds: Sequence[int], chosen: Mapping[str, Any], listeners: tuple[Listener, ...], **more: int
+    ) -> dict[str, Any] | None:
+        """The fields of runs whose method has what was chosen and ``more``; None where they were interrupted."""
+        from fedloom.lab.tune import with_params
+
+        cell = self.cell
+        document = with_params({**cell.document, "seeds": list(seeds)}, 0, chosen, **more)
+        digest = sha256(repr((document, cell.digest, cell.source)).encode()).hexdigest()[:16]
+        place = self.folder / f"run-{digest}"
+        plan = Plan(parse(document, cell.where), place, self.data_dir)
+        with self.show(plan.rounds) as tell:
+            outcomes = plan.run(tell, *listeners, page=False)
+        if any(outcome.status == "interrupted" for outcome in outcomes):
+            return None
+        fields = series_of(read_runs([place])[0], cell.method, seeds)
+        lost = [outcome for outcome in outcomes if str(outcome.seed) not in fields["seeds"]]
+        note = f"{len(lost)} of {len(outcomes)} seeds without a result: {lost[0].reason}" if lost else ""
+        return {**fields, "reason": note}
+
+
+def estimates(
+    setups: Iterable[Setup],
+    todo: Sequence[Cell],
+    records_by_cell: Mapping[tuple[str, str], CellRecord],
+    data_dir: Path | None,
+    protocol: Protocol = "rounds",
+) -> list[dict[str, Any]]:
+    """A row per setup: what is recorded and due, and estimated core-minutes, corrected by those that were measured."""
+    rows = []
+    for setup in setups:
+        records = [record for (name, _), record in records_by_cell.items() if name == setup.name]
+        cells_of_setup = [cell for cell in todo if cell.setup is setup]
+        spent, searched = sum(r.minutes for r in records), setup.trials if setup.trials > 1 else 0
+        runs, share = searched * len(setup.tuning) + len(setup.seeds), setup.share_of(protocol)
+        row = {"setup": setup.name, "clients": setup.title, "recorded": len(records), "due": len(cells_of_setup),
+               "trials": setup.trials, "minutes so far": round(spent, 1), "share": share}  # fmt: skip
+        rows.append(row)
+        try:
+            plan = parse({**setup.document, "method": [{"algorithm": "fedavg"}]}, setup.name)
+            fed = plan.partition(plan.source.read(data_dir), setup.seeds[0])
+        except DataError:
+            rows[-1] = {**row, "note": "data missing"}
+            continue
+        done = [record for record in records if record.status == DONE]
+        guessed = sum(_minutes(Cell(setup, r.method, r.space, protocol), fed) for r in done) * runs
+        factor = sum(r.minutes for r in done) / guessed if guessed else 1.0
+        each = factor * sum(_minutes(cell, fed) for cell in cells_of_setup)
+        row["estimate"] = round(each * runs, 1)
+        fit = int(((share - spent) / each - len(setup.seeds)) / len(setup.tuning)) if each else setup.trials
+        if fit < setup.trials:
+            row["note"] = f"beyond its share; {max(0, fit)} trials would fit"
+    return rows
+
+
+def _minutes(cell: Cell, fed: Federation) -> float:
+    """Estimated core-minutes of one run of a cell, of a trial or of a fresh seed; 0 of what is not applicable.
+
+    At equal gradients every method takes what FedAvg takes.
+    """
+    try:
+        plan = cell.plan if cell.protocol == "rounds" else Cell(cell.setup, "fedavg").plan
+    except FedloomError:
+        return 0.0
+    data = Nominal(0, 0, tuple(fed.data.x.shape[1:]), max(2, len(fed.data.classes)))
+    samples = float(fed.sizes("train").sum()) / fed.n
+    return plan.common.rounds * per_round(plan, plan.methods[0], data, fed.n, samples) / 60

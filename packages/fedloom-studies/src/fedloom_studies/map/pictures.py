@@ -1,0 +1,122 @@
+"""Draw the pictures of the map as SVG, in colours that can be read on a light and on a dark ground."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+
+from fedloom.formats import rounded
+from fedloom.lab.report import kit, look
+from fedloom_studies.map.judge import Groups, SetupVerdict
+from fedloom_studies.map.records import DONE, FAILED, NOT_APPLICABLE, NOT_RUN
+
+ROW, BAR = 16, 8
+"""Pixels of a row, and of a bar beside the rows."""
+CLIP = 0.1
+"""Gains beyond this have the fullest colour."""
+SIGNS = {NOT_RUN: "·", NOT_APPLICABLE: "\N{EN DASH}", FAILED: "\N{MULTIPLICATION SIGN}"}
+"""In cells without a gain."""
+
+
+def overview(verdicts: Sequence[SetupVerdict], methods: Sequence[str]) -> str:
+    """Methods x setups: the colour is the gain over the better of local and FedAvg, pale where inconclusive.
+
+    A triangle that points up or down is a verdict of better or worse, which needs no colours.
+    """
+    cells = []
+    for j in verdicts:
+        for method in methods:
+            record, standing = j.records.get(method), j.of(method)
+            gain = rounded(100 * standing.gain.mean) if standing and standing.gain else None
+            gain = 0.0 if method == j.reference else gain
+            status = record.status if record else NOT_RUN
+            sign = SIGNS.get(status, "") if status != DONE else ""
+            way = (
+                "triangle-up"
+                if standing and standing.better
+                else "triangle-down"
+                if standing and standing.worse
+                else ""
+            )
+            cells.append({"setup": j.setup.title, "method": method, "gain": gain, "sign": sign, "way": way,
+                          "clear": 1.0 if way else 0.3})  # fmt: skip
+    y = kit.names("method", methods, axis={"labelOverlap": False})
+    whole = {"labelOverlap": False, "labelLimit": 0}
+    x = kit.names("setup", [j.setup.title for j in verdicts], axis={"orient": "top", "labelAngle": -90} | whole)
+    limit = 100 * CLIP
+    colour = kit.shade("gain", "points over the better of local and FedAvg") | {
+        "scale": {
+            "domain": [-limit, 0, limit],
+            "range": [look.ORANGE, look.GREY, look.BLUE],
+            "clamp": True,
+            "interpolate": "rgb",
+        }
+    }
+    opacity = {"field": "clear", "type": "quantitative", "scale": None}
+    spec = kit.chart(
+        kit.mark("rect", {"x": x, "y": y, "color": colour, "opacity": opacity}, {"filter": "isValid(datum.gain)"}),
+        kit.mark(
+            "point",
+            {"x": x, "y": y, "shape": {"field": "way", "type": "nominal", "scale": None}},
+            {"filter": "datum.way"},
+            filled=True,
+            color="white",
+            size=24,
+            opacity=1,
+        ),
+        kit.mark("text", {"x": x, "y": y, "text": {"field": "sign"}}, color=look.GREY),
+    )
+    room = look.PHONE - look.LETTER * max(map(len, methods)) - 8
+    steps = {"width": {"step": int(room / max(1, len(verdicts)))}, "height": {"step": ROW}}
+    return look.svg_for_pages({**spec, **steps, "datasets": {"rows": cells}})
+
+
+def ladder(
+    names: Sequence[str],
+    values: Sequence[float],
+    halves: Sequence[float],
+    title: str,
+    *,
+    groups: Groups | None = None,
+    full: Collection[str] | None = None,
+) -> str:
+    """A row per method with its value and interval.
+
+    Args:
+        names: of the methods, the best first.
+        values: of each.
+        halves: half of the interval of each; nan where there is none.
+        title: of the values.
+        groups: of methods that a test does not separate, each drawn as a bar beside its rows.
+        full: methods that are drawn as full circles, the others as empty ones; None: all.
+    """
+    rows = [
+        {
+            "method": name,
+            "value": rounded(value),
+            "low": rounded(value - half),
+            "high": rounded(value + half),
+            "full": float(full is None or name in full),
+        }
+        for name, value, half in zip(names, values, halves, strict=True)
+        if math.isfinite(value)
+    ]
+    y = kit.names("method", names, axis={"labelOverlap": False})
+    x = kit.number("value", title, axis={"tickCount": 4})
+    filled = {"field": "full", "type": "quantitative", "scale": None}
+    layers = kit.intervals({"y": y, "color": {"value": look.BLUE}}, x, fill=look.BLUE, size=42)
+    layers[1]["encoding"]["fillOpacity"] = filled
+    bars = [{"group": k, "method": names[a], "last": names[b]} for k, (a, b) in enumerate(groups or ()) if b > a]
+    beside = BAR * len(bars) + 6 if bars else 0
+    width = round(look.PHONE - look.LETTER * max(map(len, names)) - 14 - beside)
+    points = {**kit.chart(*layers), "width": width, "height": {"step": ROW}}
+    if not bars:
+        return look.svg_for_pages({**points, "datasets": {"rows": rows}})
+    place = {"field": "group", "type": "ordinal", "axis": None}
+    bar = kit.mark(
+        "rule", {"x": place, "y": {**y, "axis": None, "scale": {"domain": [*names]}}, "y2": {"field": "last"}},
+        data="bars", color=look.ORANGE, strokeWidth=3, strokeCap="round",
+    )  # fmt: skip
+    sized = {**bar, "width": {"step": BAR}, "height": {"step": ROW}}
+    both = {"hconcat": [points, sized], "spacing": 6, "datasets": {"rows": rows, "bars": bars}}
+    return look.svg_for_pages(both)

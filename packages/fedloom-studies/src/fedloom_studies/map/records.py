@@ -1,0 +1,183 @@
+"""Records of the cells of the map."""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedloom.errors import FedloomError
+from fedloom.formats import rounded
+from fedloom.lab.report import MODELS, Key, Run, cumulative, curve, test_metrics
+from fedloom.metrics import leading
+from fedloom_studies.map.setups import Cell, Protocol
+from fedloom_studies.reproduce.summary import commit, machine
+from fedloom_studies.store import not_a_record, put, records
+
+DONE, FAILED, NOT_APPLICABLE, NOT_RUN = "done", "failed", "not applicable", "not run"
+REUSED = "reused"
+"""Of a cell at equal gradients of a method that takes FedAvg's gradients at equal rounds: the runs are the same."""
+DIGITS = 6
+"""Significant digits that are kept."""
+Values = list[float | None]
+
+
+class Series(NamedTuple):
+    """What a run of one seed gave, all of the model that a client would use.
+
+    Attributes:
+        clients: the metric of every client's test part after the last round ``[n]``; None where nothing is known, as of
+            attackers.
+        rounds: evaluated rounds ``[k]``.
+        mean: over clients, at those rounds.
+        gradients: samples whose gradient was taken until then.
+        bytes: sent until then, both ways.
+    """
+
+    clients: Values
+    rounds: list[int]
+    mean: Values
+    gradients: list[float]
+    bytes: list[float]
+
+
+@dataclass(frozen=True)
+class CellRecord:
+    """What came of a cell.
+
+    Attributes:
+        protocol: what the runs have in common with those of FedAvg.
+        digest: `Cell.digest` of what was run.
+        source: `Cell.source` of the code that ran.
+        space: search space of the method's own settings, where it was given.
+        status: done, failed (diverged with some seed), not applicable, or reused.
+        reason: why it is not done, or reused.
+        metric: of the figures; higher is better.
+        model: that a client would use: hybrid where there are a global and a personal one, else the one there is.
+        chosen: settings of the best trial.
+        trials: settings and validation metric of every trial; None where it did not complete.
+        seeds: `Series` by seed.
+        again: the same for the seeds of the second look.
+        minutes: time of the processor, trials and evaluation included, in core-minutes.
+        commit: of fedloom, with "-dirty" where it was changed; empty where it is not known.
+    """
+
+    setup: str
+    method: str
+    protocol: Protocol
+    digest: str
+    source: str
+    space: dict[str, Any]
+    status: str
+    reason: str
+    minutes: float
+    date: str
+    commit: str
+    machine: str
+    versions: dict[str, str] = field(default_factory=dict[str, str])
+    metric: str = ""
+    model: str = ""
+    chosen: dict[str, Any] = field(default_factory=dict[str, Any])
+    trials: list[tuple[dict[str, Any], float | None]] = field(default_factory=list[Any])
+    seeds: dict[str, Series] = field(default_factory=dict[str, Series])
+    again: dict[str, Series] = field(default_factory=dict[str, Series])
+
+
+def new_record(cell: Cell, status: str, reason: str, minutes: float, **more: Any) -> CellRecord:
+    """The record of a cell, as of here and now."""
+    today = datetime.date.today().isoformat()
+    return CellRecord(
+        cell.setup.name, cell.method, cell.protocol, cell.digest, cell.source, cell.space, status, reason,
+        round(minutes, 3), today, commit(), machine(), **more,
+    )  # fmt: skip
+
+
+def write(record: CellRecord, file: Path) -> None:
+    """Record a cell in a file."""
+    put(file, record.__dict__, ("setup", "method", "protocol"))
+
+
+def read(file: Path, protocol: Protocol = "rounds") -> dict[tuple[str, str], CellRecord]:
+    """Every record of a protocol by setup and method.
+
+    Raises:
+        RunDirError: a line is not a record of the map.
+    """
+    cells = {}
+    for number, fields in enumerate(records(file), 1):
+        try:
+            for looks in ("seeds", "again"):
+                fields[looks] = {seed: Series(*values) for seed, values in fields[looks].items()}
+            record = CellRecord(**fields)
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise not_a_record(file, number, error) from None
+        if record.protocol == protocol:
+            cells[record.setup, record.method] = record
+    return cells
+
+
+def with_reused(
+    records: Mapping[tuple[str, str], CellRecord], first: Mapping[tuple[str, str], CellRecord]
+) -> dict[tuple[str, str], CellRecord]:
+    """Put what was run at equal rounds in the place of what is reused of it.
+
+    Args:
+        records: at equal gradients.
+        first: at equal rounds. What is reused of them and not there is left out.
+    """
+    whole = {}
+    for key, record in records.items():
+        if record.status != REUSED:
+            whole[key] = record
+        elif key in first:
+            facts = {name: getattr(record, name) for name in ("protocol", "digest", "source", "reason", "minutes")}
+            whole[key] = replace(first[key], **facts)
+    return whole
+
+
+def stale(cell: Cell, record: CellRecord) -> str:
+    """Why a record is not of what is here: another protocol, or another code of the method; empty if it is."""
+    try:
+        if record.digest != cell.digest:
+            return "of another protocol"
+        return "" if record.source == cell.source else "of another commit of the method"
+    except FedloomError:  # the protocol of what is not applicable cannot be resolved, nor code that is not here
+        return ""
+
+
+def series_of(run: Run, method: str, seeds: Sequence[int]) -> dict[str, Any]:
+    """The fields of a record that come from a run directory: metric, model, and the series of the seeds.
+
+    A seed without a result is left out.
+    """
+    kinds = {key.model for key in run.series if key.part == "test"}
+    model = next((kind for kind in reversed(MODELS) if kind in kinds), "")
+    metric = leading(test_metrics(run, method, model))
+    lost = {record.seed for record in run.summary.runs if record.lost or record.status == "interrupted"}
+    series = {}
+    for seed in sorted(set(seeds) - lost):
+        key = Key(method, seed, model, "test", metric)
+        means, points = curve(run, key, "mean"), run.benign(key)
+        if points is None or not math.isfinite(means.last):
+            continue
+        clients = np.full(run.clients, math.nan)
+        last = points.round == points.round.max()
+        clients[points.client[last]] = points.value[last]
+        costs = [cumulative(run, method, seed, cost) for cost in ("samples_backward", "bytes")]
+        spent = [[total.value[total.round <= r].max(initial=0.0) for r in means.round] for total in costs]
+        series[str(seed)] = Series(_rounded(clients), means.round.tolist(), _rounded(means.value), *map(_exact, spent))
+    versions: Mapping[str, str] = run.options["resolved"]["versions"]
+    return {"metric": metric, "model": model, "seeds": series, "versions": dict(versions)}
+
+
+def _rounded(values: Any) -> Values:
+    return [rounded(value, DIGITS) for value in values]
+
+
+def _exact(values: Sequence[float]) -> list[float]:
+    return [float(v) for v in values]

@@ -1,0 +1,130 @@
+"""Reference models of scikit-learn on the map's own parts and metric, where data are a table: no network, no rounds."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedloom.data import Federation
+from fedloom.formats import fixed, pair
+from fedloom.lab.experiment import parse
+from fedloom.lab.report import Estimate, differences
+from fedloom.metrics import leading
+from fedloom.tasks import task_of
+from fedloom_studies.map.judge import SetupVerdict, last
+from fedloom_studies.map.records import DONE, CellRecord, Series, new_record
+from fedloom_studies.map.setups import Cell, Setup
+
+MODELS = {"logistic": "logistic regression", "forest": "random forest"}
+PER_CLIENT, POOLED = "per client", "pooled"
+References = Mapping[tuple[str, str], CellRecord]
+
+
+def names() -> Iterator[tuple[str, str, str]]:
+    """Yield the name of every reference, its kind of model, and whether a client or all of them train it."""
+    for kind, words in MODELS.items():
+        for protocol in (PER_CLIENT, POOLED):
+            yield f"{words}, {protocol}", kind, protocol
+
+
+def measure(setup: Setup, data_dir: Path | None) -> Iterator[CellRecord]:
+    """Fit every reference on the training parts of every seed as scikit-learn has it by default, and score test parts.
+
+    Raises:
+        DataError: the data are not here.
+    """
+    plan = parse({**setup.document, "method": [{"algorithm": "fedavg"}]}, setup.name)
+    data, setting = plan.source.read(data_dir), plan.methods[0].setting
+    feds = {seed: plan.partition(data, seed) for seed in setup.seeds}
+    for name, kind, protocol in names():
+        begin, seeds, metric = time.process_time(), dict[str, Series](), ""
+        for seed, fed in feds.items():
+            scores = task_of(fed.data, setting.task).metrics(*_outputs(fed, kind, protocol, seed), fed.n)
+            metric = metric or leading(scores)
+            clients = scores[metric].tolist()
+            seeds[str(seed)] = Series(clients, [0], [float(np.nanmean(clients))], [0.0], [0.0])
+        minutes, model = (time.process_time() - begin) / 60, "personal" if protocol == PER_CLIENT else "global"
+        record = new_record(Cell(setup, "local"), DONE, "", minutes, metric=metric, model=model, seeds=seeds)
+        yield CellRecord(**{**record.__dict__, "method": name, "source": kind, "digest": protocol})
+
+
+def _outputs(fed: Federation, kind: str, protocol: str, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs of the models on the clients' test parts, the targets, and whose they are."""
+    parts = {part: [fed.indices(part, i) for i in range(fed.n)] for part in ("train", "test")}
+    trained = parts["train"] if protocol == PER_CLIENT else [torch.cat(parts["train"])] * fed.n
+    outputs = []
+    fitted = None
+    for train, test in zip(trained, parts["test"], strict=True):
+        fitted = _fit(fed, kind, train, seed) if fitted is None or protocol == PER_CLIENT else fitted
+        outputs.append(_logits(fed, fitted, test))
+    owner = torch.repeat_interleave(torch.arange(fed.n), torch.tensor([len(test) for test in parts["test"]]))
+    return torch.cat(outputs), fed.targets(torch.cat(parts["test"])), owner
+
+
+def _fit(fed: Federation, kind: str, index: Tensor, seed: int) -> Any:
+    from sklearn.dummy import DummyClassifier
+    from sklearn.ensemble import RandomForestClassifier
+    from sklearn.linear_model import LogisticRegression
+
+    x, y = fed.fetch(index).flatten(1).numpy(), fed.targets(index).flatten().numpy().astype(int)
+    if len(set(y.tolist())) == 1:
+        return DummyClassifier().fit(x, y)
+    model = LogisticRegression() if kind == "logistic" else RandomForestClassifier(random_state=seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that its default of 100 iterations does not converge
+        return model.fit(x, y)
+
+
+def _logits(fed: Federation, fitted: Any, index: Tensor) -> Tensor:
+    """Logarithms of probabilities as the task takes them: of all classes, or the log odds of the second of two."""
+    probabilities = fitted.predict_proba(fed.fetch(index).flatten(1).numpy())
+    shares = np.full((len(probabilities), max(2, len(fed.data.classes))), 1e-9)
+    shares[:, fitted.classes_] = probabilities.clip(1e-9)
+    logs = torch.from_numpy(np.log(shares))
+    return logs[:, 1:] - logs[:, :1] if fed.data.task == "binary" else logs
+
+
+def lines(j: SetupVerdict, references: References) -> Iterator[str]:
+    """Lines of the page of a setup: every reference, and the gain of methods over the best model of a client alone."""
+    rows, local = _rows(j, references), j.of("local")
+    if not j.setup.references:
+        return
+    if not rows or local is None:
+        yield from ("", f"Reference models: not run. Command: `fedloom map --references --setup {j.setup.name}`")
+        return
+    alone = models_alone(j, references)
+    best = max(alone, key=lambda name: alone[name].mean)
+    yield from (
+        "",
+        "Reference models of scikit-learn by default on the same parts, and methods over the best model of a",
+    )
+    yield f"client alone, which is {best}; ± is half of the 95 % interval over seeds, in points."
+    yield from ("", f"| model | {j.standings[0].record.metric} | over {best} |", "|---|---|---|")
+    methods = [s for s in (*j.rivals[:3], j.of("fedavg")) if s is not None and s.method != "local"]
+    shown = rows | {s.method: s.figures["mean"] for s in methods} | {"local": alone["local"]}
+    for name, figure in sorted(shown.items(), key=lambda item: -item[1].mean):
+        gain = "-" if name == best else _points(Estimate(differences(figure, alone[best])), sign="+")
+        yield f"| {name} | {_points(figure)} | {gain} |"
+
+
+def models_alone(j: SetupVerdict, references: References) -> dict[str, Estimate]:
+    """Choose the figures of every model that a client trains alone: local training, and references where there are."""
+    rows, local = _rows(j, references), j.of("local")
+    per_client = {name: rows[name] for name, _, protocol in names() if protocol == PER_CLIENT and name in rows}
+    return per_client | ({"local": local.figures["mean"]} if local is not None else {})
+
+
+def _rows(j: SetupVerdict, references: References) -> dict[str, Estimate]:
+    keys = [(j.setup.name, name) for name, *_ in names()]
+    return {key[1]: last(references[key].seeds) for key in keys if key in references}
+
+
+def _points(figure: Estimate, sign: str = "") -> str:
+    return (sign if figure.mean > 0 else "") + pair(fixed(100 * figure.mean, 1), fixed(100 * figure.half, 1))

@@ -1,0 +1,203 @@
+"""Setups and cells: what the map measures, as ``setups.toml`` declares it.
+
+A cell is a method in a setup. Its settings are chosen by `fedloom.lab.tune` on validation, with equally many trials in
+one search space per method at full length, on seeds of their own; then it runs with fresh seeds.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import inspect
+import json
+import sys
+import tomllib
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal
+
+from fedloom.algorithms import REGISTRY, Algorithm, Preset
+from fedloom.lab.experiment import Experiment, Tune, parse
+from fedloom.rundir import file_name
+from fedloom.storage import read_toml
+from fedloom.values import choose, dump, make
+from fedloom_studies.reproduce.recipe import merged, without_uniform
+
+Scale = Literal["smoke", "full"]
+Protocol = Literal["rounds", "gradients"]
+"""What runs have in common: their rounds, or the gradients that FedAvg takes in these."""
+POOLED = "centralized"
+MARKS = ("local", "fedavg", POOLED)
+"""Methods that all others are compared with, or read beside: no collaboration, one model for all, one place."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A federation with how its clients train.
+
+    Attributes:
+        title: for people, what is special about its clients.
+        says: how it is made.
+        share: core-minutes that all of its cells at equal rounds may take together.
+        trials: of every method; with one nothing is searched, and every method runs as it comes.
+        tuning: their seeds.
+        seeds: of the figures.
+        again: seeds for a second look.
+        space: of every method, on top of the default spaces.
+        document: the experiment, without methods.
+        references: whether models of scikit-learn are fitted beside its methods (`fedloom_studies.map.references`).
+    """
+
+    name: str
+    title: str
+    says: str
+    share: float
+    trials: int
+    tuning: tuple[int, ...]
+    seeds: tuple[int, ...]
+    again: tuple[int, ...]
+    space: dict[str, Any]
+    document: dict[str, Any]
+    references: bool = False
+
+    @property
+    def ranks(self) -> bool:
+        """Whether its means count in ranks over setups: every method runs in it with settings that were tuned."""
+        return self.trials > 1
+
+    def share_of(self, protocol: Protocol) -> float:
+        """Choose the core-minutes that all cells of a protocol may take together, by the number of its methods."""
+        return round(self.share * len(methods_of(protocol)) / len(REGISTRY), 1)
+
+    @property
+    def training(self) -> str:
+        """The model, the rounds and the tuning in words."""
+        model = ", ".join(f"{key} {value}" for key, value in self.document["model"].items() if key != "kind")
+        tuned = f"{self.trials} trials a method" if self.trials > 1 else "not tuned, every method as it comes"
+        kind = self.document["model"]["kind"]
+        return f"{kind}{f' ({model})' if model else ''}, {self.document['rounds']} rounds, {tuned}"
+
+
+def setups(scale: Scale) -> dict[str, Setup]:
+    """Every setup of a scale by name, in the order of the file."""
+    declared = _declared()
+    change = declared["smoke"] if scale == "smoke" else {}
+    names = change.pop("setups", declared["setup"])
+    by_name = {}
+    for name in names:
+        declared_setup = merged({**declared["base"], **declared["protocol"]}, merged(declared["setup"][name], change))
+        plain: dict[str, Any] = {key: declared_setup.pop(key) for key in ("title", "says", "share", "trials")}
+        seeds: dict[str, Any] = {key: tuple(declared_setup.pop(key)) for key in ("tuning", "seeds", "again")}
+        by_name[name] = Setup(
+            name, **plain, **seeds, space=declared["space"], references=declared_setup.pop("references", False),
+            document=declared_setup,
+        )  # fmt: skip
+    return by_name
+
+
+def _declared() -> dict[str, Any]:
+    return tomllib.loads(files("fedloom_studies.map").joinpath("setups.toml").read_text(encoding="utf-8"))
+
+
+def parts_of_networks() -> dict[str, dict[str, Any]]:
+    """The parts that methods ask of every setup's network."""
+    parts: dict[str, dict[str, Any]] = _declared()["models"]
+    return parts
+
+
+def methods_of(protocol: Protocol) -> tuple[str, ...]:
+    """Choose the methods that a protocol has in every setup, those that others are compared with first."""
+    if protocol == "rounds":
+        return tuple(dict.fromkeys([*MARKS, *REGISTRY]))
+    return (*MARKS[:2], "fedavg-ft", *_declared()["gradients"]["methods"])
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A method in a setup, under a protocol.
+
+    Attributes:
+        method: a name of the registry, or an import path.
+        space: where its own settings are looked for, on top of the default spaces.
+        protocol: what its trials and runs have in common with those of FedAvg.
+    """
+
+    setup: Setup
+    method: str
+    space: dict[str, Any] = field(default_factory=dict)
+    protocol: Protocol = "rounds"
+
+    @property
+    def where(self) -> str:
+        """Its name in messages."""
+        return f"{self.method} in {self.setup.name}{' at equal gradients' if self.protocol == 'gradients' else ''}"
+
+    @property
+    def file(self) -> Path:
+        """Where its runs lie in the folder of runs."""
+        place = Path(self.setup.name, file_name(self.method))
+        return place if self.protocol == "rounds" else self.protocol / place
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """The experiment of its fresh seeds, before settings are chosen."""
+        method: dict[str, Any] = {"algorithm": self.method, "label": self.method}
+        if parts := parts_of_networks().get(self.method):
+            method["model"] = {**self.setup.document["model"], **parts}
+        return {**self.setup.document, "name": self.where, "seeds": list(self.setup.seeds), "method": [method]}
+
+    @property
+    def search(self) -> dict[str, Any]:
+        """The experiment of its search for settings."""
+        plain = {"model": "used", "prune": False, "equal_work": self.protocol == "gradients"}
+        space = {"all": self.setup.space} | ({self.method: self.space} if self.space else {})
+        tune = {"trials": self.setup.trials, "seeds": list(self.setup.tuning), **plain, "space": space}
+        return {**self.document, "tune": tune}
+
+    @cached_property
+    def plan(self) -> Experiment:
+        """The experiment of its search.
+
+        Raises:
+            ConfigError: the method does not exist, or has no such settings.
+        """
+        return parse(self.search, self.where)
+
+    @cached_property
+    def digest(self) -> str:
+        """Digest of all that decides its figures but the code, and the number of trials."""
+        from fedloom.lab.tune import space_of
+
+        space = space_of(self.plan.methods[0], self.plan.tune, self.where)
+        resolved = {key: list(d) if isinstance(d, tuple) else dump(d) for key, d in space.items()}
+        search = without_uniform({**self.search, "tune": {**self.search["tune"], "trials": None}})
+        text = hashlib.sha256(json.dumps([search, resolved], sort_keys=True).encode()).hexdigest()[:16]
+        return f"{text}-{self.setup.trials}"
+
+    @cached_property
+    def source(self) -> str:
+        """Digest of the method's code, its docstrings left out; of a preset, of the code of its parts."""
+        entry: Any = choose("algorithm", REGISTRY, self.method, base=Algorithm)
+        parts = entry.parts if isinstance(entry, Preset) else [entry]
+        trees = [ast.parse(inspect.getsource(sys.modules[part.__module__])) for part in parts]
+        for node in (node for tree in trees for node in ast.walk(tree)):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+                node.body = node.body[1:]
+        return hashlib.sha256("".join(map(ast.unparse, trees)).encode()).hexdigest()[:16]
+
+
+def space_from(path: Path, method: str) -> dict[str, Any]:
+    """The search space of a file: ``setting = [choices]`` or ``{low, high, log}``, as in ``[tune.space.NAME]``.
+
+    Raises:
+        ConfigError: the file cannot be read, names a setting that the method has not, or has no space for one.
+    """
+    from fedloom.lab.tune import check_values, space_of
+
+    space = read_toml(path, "search space")
+    make(Tune, {"space": {method: space}}, str(path), Tune.model_fields)
+    cell = Cell(next(iter(setups("smoke").values())), method, space)
+    check_values(cell.document, 0, space_of(cell.plan.methods[0], cell.plan.tune, str(path)), str(path))
+    return space

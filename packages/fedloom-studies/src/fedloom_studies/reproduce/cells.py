@@ -1,0 +1,95 @@
+"""Cells of a table: ours beside the paper's.
+
+A cell is within when |ours - paper| <= 2 sqrt(s1^2/n1 + s2^2/n2).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fedloom.formats import fixed
+from fedloom.lab.report import half_width
+from fedloom_studies.reproduce.figures import Reference, unit
+from fedloom_studies.reproduce.looks import Untested
+from fedloom_studies.reproduce.recipe import Recipe
+
+Numbers = Mapping[str, Mapping[str, Mapping[str, float | None]]]
+"""variant -> reference -> seed -> value, as in a summary."""
+
+
+@dataclass(frozen=True)
+class TableCell:
+    """One number of a table: ours (mean, half of its 95 % interval, seeds), at the chosen round, and the paper's."""
+
+    variant: str
+    column: str
+    figure: str
+    mean: float
+    std: float
+    n: int
+    half: float
+    chosen: float
+    paper: float | None
+    paper_std: float | None
+    verdict: str
+
+
+def cells(recipe: Recipe, numbers: Numbers, *, compare: bool) -> list[TableCell]:
+    """Every cell that was run, or that the paper prints, row by row."""
+    paper, rows = recipe.paper, []
+    for variant, by_reference in numbers.items():
+        row = paper.cells.get(variant, (None,) * len(paper.columns))
+        for (title, text), cell in zip(paper.columns.items(), row, strict=True):
+            reference = Reference.of(text, paper.figure)
+            measured = finite(by_reference.get(str(reference), {}))
+            if cell is None and str(reference) not in by_reference:
+                continue
+            values = list(measured.values())
+            mean = float(np.mean(values)) if values else math.nan
+            std = float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
+            papers_value, spread = printed(cell, paper.percent)
+            at = reference.chosen()
+            chosen = finite(by_reference.get(str(at), {})) if at else {}
+            best = float(np.mean(list(chosen.values()))) if chosen else math.nan
+            verdict: str = Untested.LOST if str(reference) in by_reference else Untested.NOT_RUN
+            if values:
+                comparison = within(mean, std, len(values), papers_value, spread, paper.seeds, reference.figure)
+                verdict = comparison if compare else "-"
+            half, name = half_width(values), reference.figure
+            rows.append(
+                TableCell(variant, title, name, mean, std, len(values), half, best, papers_value, spread, verdict)
+            )
+    return rows
+
+
+def within(
+    mean: float, std: float, n: int, paper: float | None, spread: float | None, seeds: int, figure: str
+) -> str:  # fmt: skip
+    """within, above or below, with the difference in the figure's unit and in standard errors."""
+    if paper is None:
+        return "-"
+    variance = 0.0 if math.isnan(std) else std**2 / n
+    error = math.sqrt(variance + (spread or 0.0) ** 2 / seeds)
+    gap = mean - paper
+    word = "within" if abs(gap) <= 2 * error else "above" if gap > 0 else "below"
+    errors = f"{fixed(gap / error, 1, signed=True)} standard errors" if error else "no deviation known"
+    return f"{word} ({unit(figure).difference(gap)}, {errors})"
+
+
+def finite(by_seed: Mapping[str, Any]) -> dict[str, float]:
+    """The values by seed that are known."""
+    return {seed: value for seed, value in by_seed.items() if value is not None and math.isfinite(value)}
+
+
+def printed(cell: object, percent: bool) -> tuple[float | None, float | None]:
+    """Mean and standard deviation of a cell of the paper, as a fraction."""
+    if cell is None:
+        return None, None
+    mean, std = cell if isinstance(cell, tuple) else (cell, None)
+    scale = 0.01 if percent else 1.0
+    return scale * mean, None if std is None else scale * std

@@ -1,0 +1,278 @@
+"""Settings that a recipe leaves to be chosen, by `fedloom.lab.tune`: every candidate is tried, with one seed or some.
+
+``choose = {eta = [0.01, 0.1]}`` in a ``[[method]]`` names the candidates (a key of `local` as ``"local.lr"``); several
+keys make a grid, which is the whole search space of the method. The score is the last round's validation accuracy (or
+the first metric by which `fedloom.lab.tune` goes), the mean over the models that the method has; ``model = "auto"``
+takes the personal one where there is one. A ``[choose]`` table may shorten the ``rounds`` of these trials and take the
+mean over the first ``seeds``; ``once = true`` lets the first variant choose for all, and ``metric =
+"accuracy/weighted"`` scores by the figure that a recipe's claims are judged by. Test data play no part. With ``extend =
+K`` a grid whose best value is at an edge is extended, at most K times: the next value is the edge times the factor
+between it and its     neighbour; alike for all methods. ``edges = "every"`` extends in every key that is at its edge,
+and tries what combines the best values with the next ones; without it the first such key is extended, with all values
+of the method's other keys.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedloom.errors import ConfigError
+from fedloom.formats import rounded, significant
+from fedloom.lab.experiment import parse
+from fedloom.rundir import label_of
+from fedloom.storage import write_atomic
+from fedloom_studies.reproduce.recipe import merged
+from fedloom_studies.store import read_document
+
+if TYPE_CHECKING:
+    from fedloom.lab.tune import SearchResult
+
+TRIALS = "choose"
+"""Folder beside the run directories of the variants: for each, the directory of its search for settings."""
+CHOSEN = "chosen.json"
+"""In the directory of a search: what was chosen, and the score of every candidate."""
+
+
+def candidates(method: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Text and method table of every candidate; one with empty text if there is nothing to choose."""
+    grid = method.get("choose", {})
+    every = [dict(zip(grid, combination, strict=True)) for combination in product(*grid.values())]
+    return [(_text(grid, values), _with(method, values)) for values in every]
+
+
+def _with(method: Mapping[str, object], values: Mapping[str, object]) -> dict[str, Any]:
+    """The method table with chosen values; a key before a dot names a table."""
+    table = {k: v for k, v in method.items() if k != "choose"}
+    for key, value in values.items():
+        outer, dot, inner = key.partition(".")
+        table = merged(table, {outer: {inner: value}} if dot else {outer: value})
+    return table
+
+
+def searches(folder: Path, document: Mapping[str, Any]) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Folder and document of the search for a document's settings, then of its extensions, each when it is wanted."""
+    yield folder, dict(document)
+    choices = read_choices(folder, document)
+    for k in range(1, document.get("choose", {}).get("extend", 0) + 1):
+        further = extensions(document, choices)
+        if not further:
+            return
+        for part, searched in enumerate(further):
+            place = folder.with_name(f"{folder.name}@{k}" + f".{part}" * bool(part))
+            yield place, searched
+            choices = _joined(choices, read_choices(place, searched))
+
+
+def extensions(document: Mapping[str, Any], choices: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Documents with the methods whose best value is at an edge of its grid, and grids of what is to be tried beyond.
+
+    One document, or as many as a method has keys that go on: none of their grids holds what another one has.
+    """
+    every = document.get("choose", {}).get("edges", "first") == "every"
+    parts: list[list[dict[str, Any]]] = []
+    for method in document["method"]:
+        choice = choices.get(label_of(method), {})
+        edges = at_an_edge(choice["chosen"], choice["scores"]) if choice else []
+        further = _beyond(document, method, choice, edges if every else edges[:1])
+        if not every:
+            grids = [{**method["choose"], key: [value]} for key, value in further.items()]
+        else:
+            best = {key: [value] for key, value in _values(method, choice).items()} if further else {}
+            grids = []
+            for key, value in further.items():
+                grids.append({**best, key: [value]})
+                best[key] = [*best[key], value]
+        for part, grid in enumerate(grids):
+            parts += [[]] * (part == len(parts))
+            parts[part] = [*parts[part], {**method, "choose": grid}]
+    return [{**document, "method": methods} for methods in parts]
+
+
+def _beyond(
+    document: Mapping[str, Any], method: Mapping[str, Any], choice: Mapping[str, Any], edges: Iterable[str]
+) -> dict[str, Any]:
+    """The next value of keys whose best value is at the edge of those tried, where the method may have it."""
+    extended = {}
+    for key in edges:
+        values, tried = _parsed(choice["chosen"], choice["scores"])
+        ordered = sorted({size for v in tried if (size := _size(v.get(key))) is not None})
+        edge, beside = (ordered[0], ordered[1]) if _size(values[key]) == ordered[0] else (ordered[-1], ordered[-2])
+        size, like = (rounded(edge * edge / beside, 3) or 0.0) if beside else edge, method["choose"][key][0]
+        next_value = f"{significant(size, 6)}x" if isinstance(like, str) else type(like)(size)
+        if size != edge and _allowed(document, _with(method, {**values, key: next_value})):
+            extended[key] = next_value
+    return extended
+
+
+def _values(method: Mapping[str, Any], choice: Mapping[str, Any]) -> dict[str, Any]:
+    """What was chosen, in the order of the method's grid; its first candidate where no trial completed."""
+    by_key = choice.get("values") or {key: values[0] for key, values in method["choose"].items()}
+    return {key: by_key[key] for key in method["choose"]}
+
+
+def _allowed(document: Mapping[str, object], method: Mapping[str, object]) -> bool:
+    """Whether a method may have these settings."""
+    try:
+        parse({**{k: v for k, v in document.items() if k != "choose"}, "method": [method]}, "candidates")
+    except ConfigError:
+        return False
+    return True
+
+
+def at_an_edge(chosen: str, scores: Iterable[str]) -> list[str]:
+    """The keys of numbers or multiples of which the chosen candidate has the smallest or the largest of several."""
+    values, tried = _parsed(chosen, scores)
+    edges = []
+    for key, value in values.items():
+        sizes = {size for v in tried if (size := _size(v.get(key))) is not None}
+        if len(sizes) > 1 and _size(value) in (min(sizes), max(sizes)):
+            edges.append(key)
+    return edges
+
+
+def _size(value: Any) -> float | None:
+    """A number, or that of a multiple such as ``0.5x``; None for a word."""
+    if isinstance(value, str):
+        return float(value[:-1]) if re.fullmatch(r"\d*\.?\d+(?:e-?\d+)?x", value) else None
+    return None if value is None or isinstance(value, bool) else float(value)
+
+
+def beyond(choice: Mapping[str, object]) -> int:
+    """How many candidates beyond the edges of the grid were tried."""
+    return _trials(choice)["beyond"]
+
+
+def _parsed(chosen: str, scores: Iterable[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The values of candidates from their texts."""
+
+    def read(text: str) -> dict[str, Any]:
+        pairs = (part.split(" = ", 1) for part in text.split(", ") if " = " in part)
+        return {key: _value(value) for key, value in pairs}
+
+    return read(chosen), [read(text) for text in scores]
+
+
+def _value(text: str) -> Any:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _joined(choices: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """The better of both choices of every method, with the scores of both; the former of equals."""
+    joined = dict(choices)
+    for label, new in more.items():
+        old = choices[label]
+        sign = 1 if new["higher"] else -1
+        scored = [c for c in (old, new) if c["scores"][c["chosen"]] is not None]
+        best = max(scored, key=lambda c: sign * c["scores"][c["chosen"]], default=old)
+        trials = {**_trials(old), "beyond": _trials(old)["beyond"] + len(new["scores"])}
+        joined[label] = {**best, "scores": {**old["scores"], **new["scores"]}, "trials": trials}
+    return joined
+
+
+def _trials(choice: Mapping[str, Any]) -> dict[str, int]:
+    """How many candidates of the recipe's own grid were tried, and how many beyond its edges."""
+    counts: dict[str, int] = choice.get("trials", {"grid": len(choice["scores"]), "beyond": 0})
+    return counts
+
+
+def choices_so_far(folder: Path, document: Mapping[str, object]) -> dict[str, Any]:
+    """What was chosen so far by the searches of a document, extensions and all; `read_choices` of each."""
+    choices: dict[str, Any] = {}
+    for place, searched in searches(folder, document):
+        choices = _joined(choices, read_choices(place, searched)) if choices else read_choices(place, searched)
+    return choices
+
+
+def first(document: Mapping[str, object]) -> dict[str, Any]:
+    """The experiment with the first candidate of every method."""
+    return chosen(document, {})
+
+
+def open_methods(document: Mapping[str, Any], choices: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Methods of which something is to be chosen and has not been."""
+    return [m for m in document["method"] if m.get("choose") and label_of(m) not in choices]
+
+
+def rounds_of(document: Mapping[str, Any], method: Mapping[str, Any]) -> int:
+    """Rounds of every trial of a method."""
+    return int(method.get("rounds", document.get("choose", {}).get("rounds", document["rounds"])))
+
+
+def search_of(document: Mapping[str, Any]) -> dict[str, Any]:
+    """The experiment file of the search: the methods of which something is to be chosen, and their grids."""
+    methods = open_methods(document, {})
+    grids: dict[str, dict[str, Any]] = {label_of(m): m["choose"] for m in methods}
+    # a method may be called as another one's algorithm is: its grid is not the other one's
+    space = {label_of(m): {key: [] for key in grids.get(m["algorithm"], {})} | m["choose"] for m in methods}
+    tune = {
+        "trials": max(len(candidates(m)) for m in methods),
+        "rounds": document.get("choose", {}).get("rounds", document["rounds"]),
+        "seeds": document["seeds"][: document.get("choose", {}).get("seeds", 1)],
+        "model": document.get("choose", {}).get("model", "mean"),
+        **({"metric": metric} if (metric := document.get("choose", {}).get("metric")) else {}),
+        "prune": False,
+        "equal_work": False,
+        "defaults": False,
+        "space": space,
+    }
+    plain = [{k: v for k, v in m.items() if k != "choose"} for m in methods]
+    return {k: v for k, v in document.items() if k != "choose"} | {"method": plain, "tune": tune}
+
+
+def trials_of(document: Mapping[str, Any], variant: str) -> str:
+    """Name of the folder of a variant's trials."""
+    return "once" if document.get("choose", {}).get("once") else variant
+
+
+def chosen(document: Mapping[str, Any], choices: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The experiment with what was chosen; the first candidate where nothing was."""
+    methods: list[dict[str, Any]] = []
+    for method in document["method"]:
+        options, choice = dict(candidates(method)), choices.get(label_of(method), {})
+        extended = _with(method, choice["values"]) if choice.get("values") else next(iter(options.values()))
+        methods.append(options.get(str(choice.get("chosen")), extended))
+    return {k: v for k, v in document.items() if k != "choose"} | {"method": methods}
+
+
+def read_choices(folder: Path, document: Mapping[str, Any]) -> dict[str, Any]:
+    """What was chosen so far by the search in a folder: per method the winner, and the score of every candidate.
+
+    A method whose candidates are others by now is left out.
+    """
+    choices = read_document(folder / CHOSEN, dict)
+    candidates_by_label = {label_of(m): {text for text, _ in candidates(m)} for m in document["method"]}
+    return {
+        label: choice
+        for label, choice in choices.items()
+        if choice.get("scores", {}).keys() == candidates_by_label.get(label)
+    }
+
+
+def write_choices(folder: Path, document: Mapping[str, Any], findings: Iterable[SearchResult]) -> None:
+    """Write what a search gave beside what was known; the first candidate wins where no trial completed."""
+    choices = read_choices(folder, document)
+    methods = {label_of(m): m for m in document["method"]}
+    for study, trials, best in findings:
+        method = methods[study.method.label]
+        values = {_text(method["choose"], t.params): t.value for t in trials}
+        scores = {text: values[text] for text, _ in candidates(method)}
+        choices[study.method.label] = {
+            "chosen": next(iter(scores)) if best is None else _text(method["choose"], best.params),
+            "values": {} if best is None else {key: best.params[key] for key in method["choose"]},
+            "higher": study.search.higher,
+            "scores": {text: None if value is None else round(value, 6) for text, value in scores.items()},
+            "trials": {"grid": len(scores), "beyond": 0},
+        }
+    write_atomic(folder / CHOSEN, json.dumps(choices, indent=1).encode())
+
+
+def _text(grid: Iterable[str], values: Mapping[str, object]) -> str:
+    return ", ".join(f"{key} = {values[key]}" for key in grid)

@@ -1,0 +1,192 @@
+"""Estimate how long a recipe takes here: counted samples of gradients times measured seconds per sample.
+
+Samples: a method's first round is played on a tiny federation and its gradients are counted, which gives gradients per
+training sample and round; the rest is rounds, seeds, participation and the nominal size of the data. Seconds: FedAvg
+takes two steps on random data of the same shape, with the same model, batch size and engine.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fedloom as fl
+from fedloom.algorithms import FedAvg
+from fedloom.data import Dataset, Source
+from fedloom.engine import Setting
+from fedloom.errors import DataError, FedloomError
+from fedloom.formats import duration, option, rounded
+from fedloom.lab.experiment import Experiment, Method, measure_rounds, samples_per_round
+from fedloom.local import LocalSGD
+from fedloom.models import MLP, ModelSpec
+from fedloom.seeds import generator
+from fedloom.storage import make_folder, write_atomic
+from fedloom_studies.reproduce.choices import candidates, first, rounds_of
+from fedloom_studies.reproduce.execute import experiment
+from fedloom_studies.reproduce.page import earlier, last, state
+from fedloom_studies.reproduce.recipe import NOMINAL, Nominal, Recipe, Scale
+from fedloom_studies.reproduce.summary import ESTIMATES, Need, read
+
+HEAVY = 10
+"""Largest batch with which convolutional networks are timed."""
+FIXED = ("fiaelt", "fedadmm-inexact")
+"""Methods whose local work does not grow with the client's samples."""
+_SECONDS_OF_ROUND: dict[str, float] = {}
+
+
+def minutes(recipe: Recipe, scale: Scale) -> float:
+    """Estimated core-minutes of a recipe at a scale, what is to be chosen included; evaluation is left out."""
+    total = 0.0
+    for number, document in enumerate(recipe.at(scale).values()):
+        plan = experiment(first(document), recipe.name)
+        data = NOMINAL[document["data"]["source"]]
+        if recipe.paper.samples is not None and scale != "smoke":
+            data = data._replace(train=recipe.paper.samples, test=0)
+        clients, samples = _sizes(document, data)
+        for method, table in zip(plan.methods, document["method"], strict=True):
+            seconds = per_round(plan, method, data, clients, samples / clients)
+            seeds = min(document.get("choose", {}).get("seeds", 1), len(document["seeds"]))
+            trials = seeds * len(candidates(table)) if scale != "smoke" and len(candidates(table)) > 1 else 0
+            trials = 0 if number and document.get("choose", {}).get("once") else trials
+            rounds = method.setting.rounds * len(plan.head.seeds) + trials * rounds_of(document, table)
+            total += seconds * rounds
+    return total / 60
+
+
+def per_round(plan: Experiment, method: Method, data: Nominal, clients: int, samples: float) -> float:
+    """Estimated seconds of the processor of a round; evaluation is left out.
+
+    Args:
+        plan: what the method is compared in.
+        method: one of the plan's.
+        data: shape and classes of the samples.
+        clients: of the federation.
+        samples: training samples of a client.
+    """
+    gradients = _gradients(method, samples) * _cohort(method, clients)
+    return gradients * _speed(plan, method, data, min(clients, 10), samples)
+
+
+def _sizes(document: Mapping[str, Any], data: Nominal) -> tuple[int, float]:
+    """Clients, and training samples of all of them."""
+    cut = document["partition"]
+    samples: float = data.train + (data.test if cut.get("pool") else 0)
+    share = 1 - (cut.get("test", 0.2) if cut.get("test_from", "own") == "own" else 0) - cut.get("validation", 0.1)
+    clients = cut.get("clients") or sum(cut.get("sizes", ())) or data.users
+    if cut["kind"] == "clusters" and cut.get("per_class"):
+        each = cut["per_class"] if isinstance(cut["per_class"], list) else [cut["per_class"]] * len(cut["sizes"])
+        samples = sum(n * c * k for n, c, k in zip(cut["sizes"], cut["classes"], each, strict=True))
+    return clients, min(samples * share, clients * cut.get("keep", math.inf))
+
+
+def _cohort(method: Method, clients: int) -> float:
+    """Clients of a round."""
+    if method.setting.pooled:
+        return clients
+    sampler = method.setting.sampler
+    fixed = getattr(sampler, "clients", None)
+    return float(fixed or clients * getattr(sampler, "fraction", getattr(sampler, "probability", 1.0)))
+
+
+def _gradients(method: Method, samples: float) -> float:
+    """Gradients of samples that one client takes in a round."""
+    local = method.setting.local
+    size = 20 if local.batch_size == "full" else local.batch_size
+    sized = local if local.batch_size == "full" else local.with_(batch_size=size)
+    try:
+        counted = _counted(method.setting.method, sized, 2 * size)
+    except FedloomError:
+        counted = 2 * size * max(1, local.epochs)
+    fixed = local.steps is not None or method.algorithm in FIXED
+    return counted * (1 if fixed else samples / (2 * size))
+
+
+def _counted(algorithm: object, local: LocalSGD, samples: int) -> float:
+    """Gradients of samples of one client in a round on a tiny federation, played once."""
+    key = repr((algorithm, local, samples))  # options of an optimiser have no hash
+    if key not in _SECONDS_OF_ROUND:
+        _SECONDS_OF_ROUND[key] = _tried(algorithm, local, samples)
+    return _SECONDS_OF_ROUND[key]
+
+
+def _tried(algorithm: object, local: LocalSGD, samples: int) -> float:
+    fed = fl.partition.iid(clients=2, test=0.0, validation=0.0)(_random((4,), 3, 2 * samples), 0)
+    setting = Setting(algorithm=algorithm, model=MLP(hidden=(3,)), rounds=1, local=local)
+    return samples_per_round(setting, fed) / 2
+
+
+@cache
+def _seconds(spec: ModelSpec, shape: tuple[int, ...], classes: int, batch: int, clients: int) -> float:
+    """Seconds of the processor per gradient of a sample: the second of two rounds of two steps."""
+    data = _random(shape, classes, clients * 2 * batch)
+    fed = fl.partition.iid(clients=clients, test=0.0, validation=0.0)(data, 0)
+    local = LocalSGD(batch_size=batch, lr=1e-4)
+    setting = Setting(algorithm=FedAvg(), model=spec, local=local, rounds=2)
+    second_round = measure_rounds(setting, fed, 2, time.process_time).rounds[1]
+    return (second_round.seconds or 0.0) / second_round.samples
+
+
+def _speed(plan: Experiment, method: Method, data: Nominal, clients: int, samples: float) -> float:
+    wanted, model = method.setting.local.batch_size, plan.common.model
+    batch = int(samples) if wanted == "full" else wanted
+    heavy = len(data.shape) == 3 and not isinstance(model, MLP) and plan.model_kind != "softmax"
+    size = max(1, min(batch, int(samples), HEAVY if heavy else batch))
+    return _seconds(model, data.shape, 10 if heavy else data.classes, size, 1 if heavy else clients)
+
+
+def _random(shape: tuple[int, ...], classes: int, samples: int) -> Dataset:
+    rng = generator(0, purpose="estimate")
+    x = torch.rand(samples, *shape, generator=rng)
+    names = tuple(str(c) for c in range(classes))
+    return Dataset("random", x, torch.arange(samples) % classes, "classification", names)
+
+
+def listing(
+    recipes: Mapping[str, Recipe], scale: Scale, results: Path, data_dir: Path | None, *, estimated: bool = False
+) -> Iterator[tuple[str, ...]]:
+    """One row per recipe: name, title, data needed, state, stated budget, and the time that it took.
+
+    Where it was not run, that is the time which it may take here if ``estimated``, for which every kind of model is
+    timed once.
+    """
+    missing: dict[str, bool] = {}
+    for name, recipe in recipes.items():
+        needed = {d["data"]["source"]: experiment(first(d), name).source for d in recipe.at(scale).values()}
+        for source in needed.keys() - missing.keys():
+            missing[source] = not _is_there(needed[source], data_dir)
+        data = ", ".join(f"{source}{' (data missing)' if missing[source] else ''}" for source in sorted(needed))
+        budget, summary = recipe.budget(scale), read(results, name, scale)
+        stated = "-" if budget is None else f"{option(budget)} min"
+        if summary is not None and summary.complete and not earlier(recipe, summary):
+            time_spent = f"took {duration(summary.minutes)}, {len(summary.seeds)} seeds"
+        else:
+            time_spent = f"about {duration(minutes(recipe, scale))}" if estimated else "-"
+        yield name, recipe.paper.title, data, state(recipe, summary), stated, time_spent
+
+
+def keep(recipes: Mapping[str, Recipe], results: Path, data_dir: Path | None) -> Path:
+    """Write what recipes that were not run and have no laptop scale need at full scale, beside the summaries."""
+    estimates = {}
+    for name, recipe in recipes.items():
+        if recipe.budget("laptop") is None and last(recipe, results) is None:
+            sources = {d["data"]["source"]: experiment(first(d), name).source for d in recipe.at("full").values()}
+            missing = sorted(source for source, one in sources.items() if not _is_there(one, data_dir))
+            estimates[name] = Need(rounded(minutes(recipe, "full"), 2) or 0.0, missing)._asdict()
+    make_folder(results)
+    write_atomic(results / ESTIMATES, (json.dumps(estimates, indent=1) + "\n").encode())
+    return results / ESTIMATES
+
+
+def _is_there(source: Source, data_dir: Path | None) -> bool:
+    try:
+        source.load(data_dir)
+    except DataError:
+        return False
+    return True

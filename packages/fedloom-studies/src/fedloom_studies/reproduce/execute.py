@@ -1,0 +1,284 @@
+"""Running a recipe: what is to be chosen, then every variant; what is missing only, and within a budget."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedloom.errors import RunDirError, RunStopped, Stop
+from fedloom.lab.experiment import Event, Experiment, Listener, Plan, parse
+from fedloom.lab.report import read_runs
+from fedloom.processes import check_alone
+from fedloom.rundir import file_name, label_of
+from fedloom.storage import make_folder, write_atomic
+from fedloom_studies.reproduce import summary as summaries
+from fedloom_studies.reproduce.choices import (
+    TRIALS,
+    choices_so_far,
+    chosen,
+    first,
+    open_methods,
+    read_choices,
+    search_of,
+    searches,
+    trials_of,
+    write_choices,
+)
+from fedloom_studies.reproduce.recipe import Recipe, Scale, digest_of
+from fedloom_studies.reproduce.summary import RecipeSummary
+from fedloom_studies.store import alone, read_document
+
+PROTOCOL = "protocol.json"
+"""In a recipe's folder: what its runs are of, as digests."""
+DEVICE = "engine.device"
+"""Key of the device there, which is named."""
+NOISE = 0.002
+"""Relative difference up to which a value is the same but for the order of sums, which differs between processors."""
+Show = Callable[[int | Mapping[str, int]], AbstractContextManager[Listener]]
+"""Shows the progress of runs that have so many rounds together, or by label of the method."""
+
+
+def _quiet(_rounds: int | Mapping[str, int]) -> AbstractContextManager[Listener]:
+    return nullcontext(lambda _event: None)
+
+
+def experiment(document: Mapping[str, Any], where: str, workers: int | str = 1) -> Experiment:
+    """The experiment of a document in which nothing is left to choose.
+
+    Raises:
+        ConfigError: as `fedloom.lab.experiment.parse`.
+    """
+    return parse({**document, "engine": {"workers": workers, **document.get("engine", {})}}, where)
+
+
+class TimeBudget:
+    """Time that may be spent; when it is over, the run at hand is saved and stopped, and can be resumed."""
+
+    def __init__(self, seconds: float | None = None) -> None:
+        self._end = None if seconds is None else time.monotonic() + seconds
+        self._stop_requested = False
+
+    @property
+    def left(self) -> float:
+        """Seconds left."""
+        return float("inf") if self._end is None else self._end - time.monotonic()
+
+    def __call__(self, event: Event) -> None:
+        """Stop a run that exceeds its time."""
+        here = threading.current_thread() is threading.main_thread()  # else all other processes are asked as one
+        if self.left <= 0 and not event.status and (here or not self._stop_requested):
+            self._stop_requested = True
+            signal.raise_signal(signal.SIGINT)
+
+
+def reproduce(
+    recipe: Recipe,
+    scale: Scale,
+    out: Path,
+    *,
+    results: Path | None = None,
+    data_dir: Path | None = None,
+    seeds: Sequence[int] = (),
+    only: Sequence[str] = (),
+    workers: int | str = 1,
+    device: str = "cpu",
+    budget: TimeBudget | None = None,
+    show: Show = _quiet,
+) -> RecipeSummary | None:
+    """Run what is missing of a recipe; the summary is written after every variant.
+
+    Args:
+        recipe: what to run.
+        scale: how much of it.
+        out: the recipe's folder; a run directory per variant is made in it.
+        results: folder of summaries; None writes none.
+        data_dir: folder of data sets.
+        seeds: instead of the recipe's.
+        only: labels of the methods to run; all when empty.
+        workers: processes.
+        device: where its runs and trials compute, as in ``[engine]``.
+        budget: time that may be spent.
+        show: shows progress.
+
+    Returns:
+        The summary, not complete where the budget or the user ended it; None if nothing has a result.
+
+    Raises:
+        DataError: the data are missing.
+        ConfigError: the recipe has no such method, or torchrun has started several ranks.
+        RunDirError: the folder holds something else, or what an earlier version of the recipe ran or chose.
+        ModuleNotFoundError: settings are to be chosen, and Optuna is not installed.
+    """
+    check_alone("a recipe")
+    budget, documents = budget or TimeBudget(), recipe.at(scale, seeds, only)
+    if device != "cpu":
+        documents = {name: {**d, "engine": {**d.get("engine", {}), "device": device}} for name, d in documents.items()}
+    if scale != "smoke" and any(open_methods(document, {}) for document in documents.values()):
+        import fedloom.lab.tune  # noqa: F401 (without Optuna nothing is begun)
+
+    _claim(out, documents)
+    command = shlex.join(
+        ["fedloom", "reproduce", recipe.name, "--scale", scale]
+        + (["--seeds", ",".join(map(str, seeds))] if seeds else [])
+        + [part for label in only for part in ("--only", label)]
+        + (["--device", device] if device != "cpu" else [])
+    )
+    done, samples = None, _samples(documents, data_dir)
+    for variant, document in documents.items():
+        folder = out / file_name(variant)
+        with summaries.counted(out, variant) as note:
+            chooses = next(iter(documents.values())) if document.get("choose", {}).get("once") else document
+            listeners: tuple[Listener, ...] = (budget, lambda _event, note=note: note())  # type: ignore[misc]
+            ended = budget.left > 0 and _variant(
+                recipe, scale, variant, document, chooses, folder, data_dir, workers, show, *listeners
+            )
+        done = summaries.summarise(recipe, scale, command, documents, out, samples)
+        if done is not None and results is not None:
+            summaries.write(done, results)
+        if not ended:
+            break
+    return done
+
+
+def _claim(out: Path, documents: Mapping[str, Mapping[str, Any]]) -> None:
+    """Make the folder that of these documents; methods and seeds may be added or left out.
+
+    Raises:
+        RunDirError: it holds runs or trials of a variant that was something else.
+    """
+    make_folder(out)
+    with alone(out):
+        _add_digests(out / PROTOCOL, out, documents)
+
+
+def _add_digests(file: Path, out: Path, documents: Mapping[str, Mapping[str, Any]]) -> None:
+    before: dict[str, dict[str, str]] = read_document(file, dict, f"choose another --out, or delete {out}")
+    for variant, document in documents.items():
+        was, now = before.get(variant, {}), _digests(document)
+        folder = out / file_name(variant)
+        shares = document.get("choose", {}).get("once") and variant != next(iter(documents))
+        trials = [] if shares else [out / TRIALS / trials_of(document, folder.name)]
+        places = [place for place in (folder, *trials) if place.exists()]
+        changed = {part for part in was.keys() & now.keys() if was[part] != now[part]} if places else set()
+        what = " and ".join(map(str, places))
+        if DEVICE in changed:
+            raise RunDirError(
+                f"variant {variant!r} was run on device {was[DEVICE]} in {what}, now it is {now[DEVICE]}; repeat it "
+                f"with --device {was[DEVICE]}, delete that, or choose another --out"
+            )
+        if changed:
+            raise RunDirError(
+                f"variant {variant!r} has changed since it was run in {what}; delete that, or choose another --out"
+            )
+        before[variant] = (was if places else {}) | now
+    write_atomic(file, json.dumps(before, indent=1).encode())
+
+
+def _digests(document: Mapping[str, Any]) -> dict[str, str]:
+    """Of each method's table, candidates and all, by label; and of all else that is not the seeds, by ``""``.
+
+    The device stands there by its name too, for a message.
+    """
+    parts = {label_of(method): method for method in document["method"]}
+    parts[""] = {key: value for key, value in document.items() if key not in ("method", "name", "seeds")}
+    device = document.get("engine", {}).get("device", "cpu")
+    return {part: digest_of(table) for part, table in parts.items()} | {DEVICE: device}
+
+
+def _samples(documents: Mapping[str, Mapping[str, Any]], data_dir: Path | None) -> dict[str, int]:
+    """Samples of every data set, by source."""
+    sources = {d["data"]["source"]: experiment(first(d), "data").source for d in documents.values()}
+    return {name: len(source.load(data_dir)) for name, source in sources.items()}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A value of a summary, and what the same run gives here."""
+
+    reference: str
+    was: float | None
+    now: float | None
+
+    @property
+    def size(self) -> float:
+        """Relative to the value, or to one where that is larger."""
+        if self.was is None or self.now is None:
+            return 0.0 if self.was == self.now else math.inf
+        return abs(self.was - self.now) / max(1.0, abs(self.was))
+
+
+def verify(
+    recipe: Recipe, summary: RecipeSummary, folder: Path, *, data_dir: Path | None = None, only: Sequence[str] = (),
+    workers: int | str = 1, show: Show = _quiet,
+) -> list[Difference]:  # fmt: skip
+    """Run the first seed of a summary's first variant again, with what was chosen then.
+
+    Args:
+        recipe: of the summary.
+        summary: what to compare with.
+        folder: an empty folder, for the run.
+        data_dir: folder of data sets.
+        only: labels of the methods to run; all when empty.
+        workers: processes.
+        show: shows progress.
+
+    Raises:
+        RunDirError: the summary is of an earlier version of the recipe.
+    """
+    if summary.protocol != recipe.protocol(summary.scale):
+        raise RunDirError(f"the summary of {recipe.name} is of an earlier version of the recipe; run the recipe again")
+    variant, seed = next(iter(summary.numbers)), summary.seeds[0]
+    document = recipe.at(summary.scale, [seed], only)[variant]
+    choices: dict[str, Any] = summary.choices.get(variant) or next(iter(summary.choices.values()), {})
+    plan = Plan(experiment(chosen(document, choices), f"recipe {recipe.name}, {variant}", workers), folder, data_dir)
+    with show(plan.rounds) as listener:
+        plan.run(listener, page=False)
+    now = summaries.numbers_of(recipe, document, read_runs([folder])[0])
+    was, key = summary.numbers[variant], str(seed)
+    return [Difference(ref, was[ref].get(key), by_seed.get(key)) for ref, by_seed in now.items() if ref in was]
+
+
+def _variant(
+    recipe: Recipe, scale: Scale, variant: str, document: dict[str, Any], chooses: dict[str, Any], folder: Path,
+    data_dir: Path | None, workers: int | str, show: Show, *listeners: Listener,
+) -> bool:  # fmt: skip
+    """Run one variant with the settings that are chosen on the document ``chooses``; whether it came to its end."""
+    where = f"recipe {recipe.name}, {variant}"
+
+    def run(document: Mapping[str, object], *, page: bool = False) -> bool:
+        plan = Plan(experiment(document, where, workers), folder, data_dir)
+        with show(plan.rounds) as listener:
+            return all(outcome.status != "interrupted" for outcome in plan.run(listener, *listeners, page=page))
+
+    def search(place: Path, searched: dict[str, Any]) -> bool:
+        from fedloom.lab.tune import Tuning
+
+        def read(document: Mapping[str, object], where: str) -> Experiment:
+            return experiment(document, where, workers)
+
+        tuning = Tuning(search_of(searched), where, place, data_dir, read=read)
+        with show(tuning.rounds) as listener:
+            try:
+                write_choices(place, searched, tuning.run(lambda *_: None, listener, *listeners, tuned=False))
+            except RunStopped as stopped:
+                if stopped.reason is not Stop.INTERRUPTED:
+                    raise
+                return False
+        return True
+
+    if scale == "smoke":
+        return run(first(document))
+    trials = folder.parent / TRIALS / trials_of(document, folder.name)
+    for place, searched in searches(trials, chooses):
+        if open_methods(searched, read_choices(place, searched)) and not search(place, searched):
+            return False
+    return run(chosen(document, choices_so_far(trials, chooses)), page=True)

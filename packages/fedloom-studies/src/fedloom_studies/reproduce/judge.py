@@ -1,0 +1,346 @@
+"""Verdicts: what the paper claims, claim by claim, and rival by rival.
+
+A rival is one side that the claim's subject is compared with. It is judged on one number per seed, the mean over
+variants of the difference in the claimed direction, paired over seeds (equal seeds: equal data, cohorts, initial model
+and batches), by a t test with Holm's correction over the claim's rivals. In a claim on each variant, as under every
+attack, a side is a rival in each of them. A claim holds where every rival is clearly behind, and does not hold where
+one is clearly ahead; no rival can carry or drown the others. It is looked at after 5, 10 and 20 seeds, at levels of 1,
+1.5 and 2.5 %, together 5 % (Bonferroni), and is decided by the first look that is clear. Claims of equivalence are
+tested by two one-sided tests. Claims on standard deviations over seeds are judged alike on the distances of the seeds'
+values from their median (Levene's test as Brown and Forsythe have it). Single comparisons have Holm's correction over
+all of the recipe; where one of them is clearly against the claim, it holds in part at most. Variances, work and traffic
+are compared by their ratios, as the papers claim them: on the logarithmic scale one heavy seed rules no mean. The
+interval of a difference has the level of its look and of its step of Holm's procedure, so that it is the one that
+decides. Verdicts are about the paper's own samples, with other seeds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from fedloom.formats import significant
+from fedloom.lab.report import log_ratio
+from fedloom_studies.reproduce.cells import Numbers, finite, printed
+from fedloom_studies.reproduce.figures import Reference, unit
+from fedloom_studies.reproduce.looks import (
+    FAILS,
+    HOLDS,
+    LOOKS,
+    PARTLY,
+    ROUNDING,
+    UNDECIDED,
+    UNTESTED,
+    ClaimVerdict,
+    Look,
+    Untested,
+    claim_words,
+    decided_looks,
+    first_look,
+    look_at,
+)
+from fedloom_studies.reproduce.recipe import Claim, Recipe
+
+
+@dataclass(frozen=True)
+class ClaimPair:
+    """One pair of a claim; its verdict has Holm's correction."""
+
+    left: str
+    right: str
+    look: Look
+
+
+@dataclass(frozen=True)
+class Rival:
+    """One side that a claim's subject is compared with.
+
+    Attributes:
+        name: the side, without a variant of its own.
+        look: the test of its differences, one per seed, at the look that decides the claim.
+        clear: by Holm's procedure over the claim's rivals.
+    """
+
+    name: str
+    look: Look
+    clear: bool
+
+    @property
+    def verdict(self) -> ClaimVerdict:
+        """Of the claim against this rival alone."""
+        return self.look.verdict if self.clear else UNDECIDED
+
+
+@dataclass(frozen=True)
+class JudgedClaim:
+    """A claim with the tests of its rivals, and its comparisons beside it.
+
+    Attributes:
+        claim: what is claimed.
+        figure: that it is about.
+        rivals: of which something was run.
+        comparisons: every pair.
+        planned: comparisons that the recipe has in all.
+        lost: those of them that were run, and of which a side has no result.
+    """
+
+    claim: Claim
+    figure: str
+    rivals: tuple[Rival, ...]
+    comparisons: tuple[ClaimPair, ...]
+    planned: int
+    lost: int = 0
+
+    @property
+    def reason(self) -> Untested | None:
+        """Why it is not tested; None where it is."""
+        return None if self.measured else Untested.LOST if self.lost else Untested.NOT_RUN
+
+    @property
+    def words(self) -> str:
+        """The verdict for people."""
+        return claim_words(self.verdict, self.reason)
+
+    @property
+    def verdict(self) -> ClaimVerdict:
+        """Holds against every rival; in part against some with none ahead, or where a comparison is against it."""
+        if self.reason:
+            return UNTESTED
+        word = decided(self.claim, self.rivals)
+        against = any(c.look.verdict == FAILS for c in self.measured)
+        return PARTLY if word == HOLDS and against and not self.claim.most else word
+
+    @property
+    def least(self) -> Rival:
+        """The rival nearest to contradicting the claim: with the smallest difference, or the farthest from equal.
+
+        Of a claim that does not hold it is one of those that are clearly against it.
+        """
+        against = [r for r in self.rivals if r.verdict == FAILS] if self.verdict == FAILS else []
+        return min(
+            against or self.rivals,
+            key=lambda r: -abs(r.look.difference) if self.claim.equivalent else r.look.difference,
+        )
+
+    @property
+    def measured(self) -> list[ClaimPair]:
+        """The comparisons of which something was run."""
+        return [c for c in self.comparisons if c.look.n]
+
+    @property
+    def right(self) -> int:
+        """Comparisons whose mean is as claimed."""
+        return sum(as_claimed(self.claim, c.look.difference) for c in self.measured)
+
+    @property
+    def count(self) -> str:
+        """How many comparisons are as claimed, are clear by themselves, for it and against it, and have no result."""
+        rest = self.planned - len(self.measured) - self.lost
+        clear = [sum(c.look.verdict == v for c in self.measured) for v in (HOLDS, FAILS)]
+        alone = f"; by themselves {clear[0]} clearly so, {clear[1]} clearly against it"
+        tested = "" if self.claim.construction else alone
+        left = "".join(f"; {n} {word}" for n, word in ((self.lost, Untested.LOST), (rest, Untested.NOT_RUN)) if n)
+        return f"{self.right} of {len(self.measured)} comparisons as claimed{tested}{left}"
+
+    @property
+    def summary(self) -> str:
+        """Verdict and count."""
+        if not self.measured:
+            return self.words
+        return f"by construction; {self.verdict}" if self.claim.construction else f"{self.verdict} ({self.count})"
+
+
+def decided(claim: Claim, rivals: Sequence[Rival]) -> ClaimVerdict:
+    """The verdict of a claim from those of its rivals."""
+    words = [rival.verdict for rival in rivals]
+    held, failed = words.count(HOLDS), words.count(FAILS)
+    if claim.most:
+        return HOLDS if 2 * held > len(words) else FAILS if failed and 2 * failed >= len(words) else UNDECIDED
+    if failed:
+        return FAILS
+    return UNDECIDED if not held else HOLDS if held == len(words) else PARTLY
+
+
+def claims(recipe: Recipe, numbers: Numbers) -> list[JudgedClaim]:
+    """Every claim, with Holm's correction for its single comparisons over all of the recipe."""
+    pairs = [[(pair, _leads(claim, *pair, numbers)) for pair in _pairs(recipe, claim, numbers)]
+             for claim in recipe.paper.claims]  # fmt: skip
+    looks = [[first_look(claim, recipe.ordered(lead), lead) for _, lead in pairs_of_claim]
+             for claim, pairs_of_claim in zip(recipe.paper.claims, pairs, strict=True)]  # fmt: skip
+    places = [
+        (i, k)
+        for i, pairs_of_claim in enumerate(looks)
+        for k, look in enumerate(pairs_of_claim)
+        if math.isfinite(look.p)
+    ]
+    clear = dict(zip(places, decided_looks([looks[i][k] for i, k in places]), strict=True))
+    verdicts = []
+    for i, (claim, pairs_of_claim) in enumerate(zip(recipe.paper.claims, pairs, strict=True)):
+        singles = tuple(
+            ClaimPair(_name(left), _name(right), _single(*clear.get((i, k), (look, True))))
+            for k, (((left, right), _), look) in enumerate(zip(pairs_of_claim, looks[i], strict=True))
+        )
+        planned = len(_pairs(recipe, claim, {variant: {} for variant in recipe.variants}))
+        figure = Reference.of(claim.subject, recipe.paper.figure).figure
+        lost = sum(not lead and any(_is_lost(side, numbers) for side in pair) for pair, lead in pairs_of_claim)
+        verdicts.append(JudgedClaim(claim, figure, _rivals(recipe, claim, pairs_of_claim), singles, planned, lost))
+    return verdicts
+
+
+def _single(look: Look, clear: bool) -> Look:
+    return look if clear else replace(look, verdict=UNDECIDED)
+
+
+def _rivals(
+    recipe: Recipe, claim: Claim, pairs_of_claim: Sequence[tuple[tuple[Reference, Side], Mapping[str, float]]]
+) -> tuple[Rival, ...]:
+    """The rivals at the first look that decides the claim, else at the last that there are seeds for."""
+    by_rival: dict[str, list[Mapping[str, float]]] = {}
+    for (left, right), lead in pairs_of_claim:
+        if lead:
+            by_rival.setdefault(_rival(claim, left, right), []).append(lead)
+    if not by_rival:
+        return ()
+    means = {name: _mean(leads) for name, leads in by_rival.items()}
+    seeds = recipe.ordered(set.intersection(*(set(mean) for mean in means.values())))
+    rivals = _looked(claim, means, seeds, math.nan)
+    for n, level in LOOKS:
+        if len(seeds) < n or decided(claim, rivals) in (HOLDS, FAILS):
+            break
+        rivals = _looked(claim, means, seeds[:n], level)
+    return rivals
+
+
+def _looked(
+    claim: Claim, means: Mapping[str, Mapping[str, float]], seeds: Sequence[str], level: float
+) -> tuple[Rival, ...]:
+    """The rivals with so many seeds, at a level."""
+    looks = {name: look_at(claim, [mean[seed] for seed in seeds], level) for name, mean in means.items()}
+    if claim.construction and seeds:
+        least = {name: min(mean[seed] for seed in seeds) for name, mean in means.items()}
+        verdicts = {name: HOLDS if least[name] >= -ROUNDING else FAILS for name in looks}
+        return tuple(Rival(name, replace(look, verdict=verdicts[name]), clear=True) for name, look in looks.items())
+    if any(math.isnan(look.p) for look in looks.values()):
+        return tuple(Rival(name, look, clear=False) for name, look in looks.items())
+    return tuple(Rival(name, *one) for name, one in zip(looks, decided_looks([*looks.values()]), strict=True))
+
+
+def _mean(leads: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """One number per seed that all of them have."""
+    common = set.intersection(*(set(lead) for lead in leads)) if leads else set[str]()
+    return {seed: float(np.mean([lead[seed] for lead in leads])) for seed in common}
+
+
+def between(
+    recipe: Recipe, left: Mapping[str, float | None], right: Mapping[str, float | None], *, log: bool = False
+) -> Look:
+    """The look at the paired difference of two references, or at the logarithm of their ratio, from values by seed."""
+    a, b = finite(left), finite(right)
+    subtract = log_ratio if log else float.__sub__
+    lead = {seed: subtract(float(a[seed]), float(b[seed])) for seed in a.keys() & b.keys()}
+    return first_look(Claim(text="", higher="left", than=("right",)), recipe.ordered(lead), lead)
+
+
+def at_validation(recipe: Recipe, verdict: JudgedClaim, numbers: Numbers) -> JudgedClaim | None:
+    """A claim judged at the round that is best on validation; None where its figures are of a named round."""
+    figure = recipe.paper.figure
+
+    def chosen(side: str | float) -> str | float:
+        reference = None if isinstance(side, float) else Reference.of(side, figure)
+        at = reference.chosen() if reference else None
+        return side if at is None else f"{at.variant} | {at}" if at.variant else str(at)
+
+    claim = verdict.claim
+    role = "lower" if claim.higher is None else "higher"
+    moved = claim.with_(**{role: chosen(claim.subject), "than": tuple(chosen(side) for side in claim.than)})
+    if moved == claim:
+        return None
+    (one,) = claims(replace(recipe, paper=recipe.paper.with_(claims=(moved,))), numbers)
+    return one if one.measured else None
+
+
+def as_claimed(claim: Claim, difference: float) -> bool:
+    """Whether a difference is as claimed, whatever its interval."""
+    if claim.equivalent:
+        return abs(difference) <= claim.margin
+    return difference >= -ROUNDING if claim.construction else difference > -claim.margin
+
+
+def papers_lead(recipe: Recipe, claim: Claim) -> float:
+    """The smallest over rivals of the paper's own mean lead in the claimed direction; nan where it prints none."""
+    texts = {Reference.of(text, recipe.paper.figure)._replace(variant=""): k
+             for k, text in enumerate(recipe.paper.columns.values())}  # fmt: skip
+    cells = {
+        variant: {str(ref): printed(row[k], recipe.paper.percent)[claim.spread] for ref, k in texts.items()}
+        for variant, row in recipe.paper.cells.items()
+        if row
+    }
+    numbers = {v: {ref: {"0": value} for ref, value in row.items()} for v, row in cells.items()}
+    by_rival: dict[str, list[float]] = {}
+    for left, right in _pairs(recipe, claim, numbers):
+        if lead := _leads(claim.with_(spread=False), left, right, numbers):
+            by_rival.setdefault(_rival(claim, left, right), []).append(lead["0"])
+    return min((float(np.mean(leads)) for leads in by_rival.values()), default=math.nan)
+
+
+Side = Reference | float
+
+
+def _pairs(recipe: Recipe, claim: Claim, numbers: Numbers) -> list[tuple[Reference, Side]]:
+    figure = recipe.paper.figure
+    left = Reference.of(claim.subject, figure)
+    rights: list[Side] = [Reference.of(side, figure) if isinstance(side, str) else side for side in claim.than]
+    variants = claim.variants or tuple(recipe.variants)
+    if left.variant:
+        variants = (left.variant,)
+    variants_run = [v for v in variants if v in numbers] if not left.variant else list(variants)
+    return [(left._replace(variant=variant), _in(variant, right)) for variant in variants_run for right in rights]
+
+
+def _is_lost(side: Side, numbers: Numbers) -> bool:
+    """Whether a side was run, and no run has its figure."""
+    by_seed = numbers.get(side.variant, {}).get(str(side)) if isinstance(side, Reference) else None
+    return by_seed is not None and not finite(by_seed)
+
+
+def _in(variant: str, side: Side) -> Side:
+    return side._replace(variant=side.variant or variant) if isinstance(side, Reference) else side
+
+
+def _name(side: Side) -> str:
+    if not isinstance(side, Reference):
+        return significant(side, 6)
+    return f"{side.variant} | {side}" if side.variant else str(side)
+
+
+def _rival(claim: Claim, left: Reference, right: Side) -> str:
+    """The rival's name: that of the side, with a variant where it is not the subject's, or the claim is on each."""
+    if claim.each:
+        return _name(right) if isinstance(right, Reference) else f"{left.variant} | {_name(right)}"
+    shared = isinstance(right, Reference) and right.variant == left.variant
+    return _name(right._replace(variant="") if shared and isinstance(right, Reference) else right)
+
+
+def _leads(claim: Claim, left: Reference, right: Side, numbers: Numbers) -> dict[str, float]:
+    """Differences by common seed, positive in the claimed direction; logarithms of ratios where `Unit.ratio`."""
+    a = finite(numbers.get(left.variant, {}).get(str(left), {}))
+    b = (
+        dict.fromkeys(a, right)
+        if isinstance(right, float)
+        else finite(numbers.get(right.variant, {}).get(str(right), {}))
+    )
+    sign = 1.0 if claim.higher is not None else -1.0
+    common = a.keys() & b.keys()
+    if claim.spread:
+        a, b = (_distances({seed: values[seed] for seed in common}) for values in (a, b))
+    subtract = log_ratio if unit(left.figure).ratio and not claim.spread else float.__sub__
+    return {seed: sign * subtract(float(a[seed]), float(b[seed])) for seed in common}
+
+
+def _distances(by_seed: Mapping[str, float]) -> dict[str, float]:
+    """How far each seed's value is from their median."""
+    centre = float(np.median(list(by_seed.values()))) if by_seed else math.nan
+    return {seed: abs(value - centre) for seed, value in by_seed.items()}

@@ -1,0 +1,151 @@
+"""Looks at a claim: tests of paired differences after 5, 10 and 20 seeds, each at a level of its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+import numpy as np
+from scipy.special import nctdtrinc, stdtr, stdtrit
+
+from fedloom.lab.report import LEVEL, holm
+from fedloom_studies.reproduce.recipe import Claim
+
+LOOKS = ((5, 0.01), (10, 0.015), (20, 0.025))
+"""Seeds at which a claim is looked at, and the level of each look, two-sided; with fewer seeds nothing is decided."""
+POWER = 0.8
+"""With this probability a difference of the size called detectable would have been decided."""
+ROUNDING = 1e-9
+"""What equal means may differ by."""
+
+
+class ClaimVerdict(StrEnum):
+    """Name every outcome of a claim of a paper; a claim that is not tested has a reason, one of `Untested`."""
+
+    HOLDS = "holds"
+    PARTLY = "holds in part"
+    FAILS = "does not hold"
+    UNDECIDED = "undecided"
+    UNTESTED = "not tested"
+
+
+HOLDS, PARTLY, FAILS, UNDECIDED, UNTESTED = ClaimVerdict
+
+
+class Untested(StrEnum):
+    """Name every reason why a claim is not tested.
+
+    Attributes:
+        UNASKED: no recipe tests it.
+        NOT_RUN: the recipe, as it is now, has not been run.
+        LOST: every run of a method that it needs diverged or failed.
+        REGIME: what was run is in another regime than the paper's run, by figures that both have.
+        GPU: what was run is so much smaller than the paper's run that more seeds change nothing.
+    """
+
+    UNASKED = "not asked"
+    NOT_RUN = "not run"
+    LOST = "without a result"
+    REGIME = "another regime"
+    GPU = "needs a GPU"
+
+
+@dataclass(frozen=True)
+class Look:
+    """A test of paired differences in the claimed direction; no margin is part of them.
+
+    Attributes:
+        n: seeds that were used.
+        difference: their mean.
+        level: at which it is decided: of the look, and among several of the step of Holm's procedure; nan without a
+            test.
+        error: standard error of the difference; nan without a test.
+        p: two-sided p of the nearer of claim and contradiction, in the claim's own test.
+        verdict: holds, does not hold or undecided, at the level of the look.
+    """
+
+    n: int
+    difference: float
+    level: float
+    error: float
+    p: float
+    verdict: ClaimVerdict
+
+    @property
+    def half(self) -> float:
+        """Half width of the interval that decides; nan without a test."""
+        return self._quantile * self.error
+
+    @property
+    def detectable(self) -> float:
+        """The difference that would have been decided with probability `POWER`, at the spread of these seeds."""
+        return float(nctdtrinc(self.n - 1, 1 - POWER, self._quantile)) * self.error
+
+    @property
+    def _quantile(self) -> float:
+        return float(stdtrit(self.n - 1, 1 - self.level / 2)) if math.isfinite(self.level) else math.nan
+
+
+def first_look(claim: Claim, order: Sequence[str], lead: Mapping[str, float]) -> Look:
+    """The first look that decides, else the last that there are seeds for, else what fewer seeds give."""
+    values = [lead[seed] for seed in order]
+    look = look_at(claim, values, math.nan)
+    for n, level in LOOKS:
+        if len(values) < n or look.verdict != UNDECIDED:
+            break
+        look = look_at(claim, values[:n], level)
+    return look
+
+
+def look_at(claim: Claim, values: list[float], level: float) -> Look:
+    """Test differences by seed at a level; nan: without a test."""
+    n, mean = len(values), float(np.mean(values)) if values else math.nan
+    if math.isnan(level) or claim.construction:
+        return Look(n, mean, math.nan, math.nan, math.nan, UNDECIDED)
+    error = _error(values)
+    m = claim.margin
+    right, wrong = _one_sided(mean + m, error, n), _one_sided(-m - mean, error, n)
+    if error == 0:  # equal in every seed is not more
+        wrong = 1.0 - right
+    if claim.equivalent:
+        right, wrong = max(right, _one_sided(m - mean, error, n)), min(wrong, _one_sided(mean - m, error, n))
+    p = min(1.0, 2 * min(right, wrong))
+    verdict = UNDECIDED if p > level else HOLDS if right < wrong else FAILS
+    return Look(n, mean, level, error, p, verdict)
+
+
+def _error(values: Sequence[float]) -> float:
+    """The standard error of a mean; of values that are all infinite alike 0."""
+    if not all(map(math.isfinite, values)):
+        return 0.0 if len(set(values)) == 1 else math.inf
+    return float(np.std(values, ddof=1)) / math.sqrt(len(values))
+
+
+def _one_sided(lead: float, error: float, n: int) -> float:
+    """p of a t test that the mean is above, by which it is by ``lead``."""
+    if error == 0:
+        return 0.0 if lead > 0 else 1.0
+    return float(stdtr(n - 1, -lead / error))
+
+
+def decided_looks(looks: Sequence[Look]) -> list[tuple[Look, bool]]:
+    """Every look at the level of its step of Holm's procedure, and whether it is clear there.
+
+    Each p counts as a share of the level of its own look.
+    """
+    shares = [min(1.0, LEVEL * look.p / look.level) for look in looks]
+    clear = [p <= LEVEL for p in holm(shares)]
+    order = sorted(range(len(looks)), key=shares.__getitem__)
+    left = {place: len(looks) - min(rank, sum(clear)) for rank, place in enumerate(order)}
+    return [(replace(look, level=look.level / left[k]), clear[k]) for k, look in enumerate(looks)]
+
+
+def claim_words(verdict: ClaimVerdict, reason: Untested | None = None) -> str:
+    """A verdict for people, with the reason of a claim that is not tested.
+
+    >>> claim_words(HOLDS), claim_words(UNTESTED, Untested.GPU)
+    ('holds', 'not tested (needs a GPU)')
+    """
+    return f"{verdict} ({reason})" if reason else str(verdict)

@@ -1,0 +1,307 @@
+"""The page of one recipe: Markdown made from its summary, run or not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedloom.formats import fixed, option, rounded, total
+from fedloom.lab.report import WORK
+from fedloom.rundir import label_of
+from fedloom_studies.reproduce import judge, looks
+from fedloom_studies.reproduce.cells import cells, finite
+from fedloom_studies.reproduce.charts import alt, chart, charted
+from fedloom_studies.reproduce.choices import at_an_edge, beyond, candidates
+from fedloom_studies.reproduce.figures import Reference, unit
+from fedloom_studies.reproduce.recipe import SCALES, Recipe, Scale
+from fedloom_studies.reproduce.summary import Need, RecipeSummary, read, with_rivals
+
+MODES = {
+    "published": "The paper's own settings, its public code's variants and its own way to choose.",
+    "fair": "Grids of equal size for every method, chosen on validation data; budgets are stated.",
+    "near": "The stated protocol; what it leaves open is taken alike for all methods.",
+}
+
+EMPTY = "-"
+"""A cell of a table that has nothing."""
+
+
+def last(recipe: Recipe, results: Path) -> RecipeSummary | None:
+    """The summary of the largest scale that was run, with its rivals' figures; smoke shows nothing."""
+    scales: list[Scale] = [scale for scale in reversed(SCALES) if scale != "smoke"]
+    summary = next((s for scale in scales if (s := read(results, recipe.name, scale))), None)
+    return None if summary is None else with_rivals(recipe, summary, results)
+
+
+def state(recipe: Recipe, summary: RecipeSummary | None) -> str:
+    """One phrase: not run, unfinished or run, at which scale, and whether of an earlier version of the recipe."""
+    if summary is None:
+        return "not run"
+    done = "run" if summary.complete else "unfinished"
+    old = ", an earlier version of the recipe" if earlier(recipe, summary) else ""
+    return f"{done}, {summary.scale} scale, {summary.date}{old}"
+
+
+def earlier(recipe: Recipe, summary: RecipeSummary) -> bool:
+    """Whether a summary is of an earlier version of the recipe."""
+    return summary.protocol != recipe.protocol(summary.scale)
+
+
+def not_run(recipe: Recipe, need: Need | None) -> str:
+    """Why a recipe has no summary, and the time that it would need, as far as it is known."""
+    budget = recipe.budget("laptop")
+    if budget is not None:
+        return f"not run (up to {option(budget)} core-minutes)"
+    why = f"{', '.join(need.missing)} is not there" if need and need.missing else "no laptop scale"
+    return f"not run: {why}{f' (about {duration(need.minutes)} at full scale)' if need else ''}"
+
+
+def duration(minutes: float) -> str:
+    """A time of one processor core in words."""
+    if minutes < 600:
+        return f"{fixed(minutes, 0)} core-minutes"
+    return f"{total(rounded(minutes / 1440, 2) or 0.0)} core-days"
+
+
+def plot(recipe: Recipe, summary: RecipeSummary | None) -> str:
+    """The figure of a recipe's table as SVG; empty where nothing was run or there is no table."""
+    return "" if summary is None else chart(cells(recipe, summary.numbers, compare=False))
+
+
+def has_plot(recipe: Recipe, summary: RecipeSummary | None) -> bool:
+    """Whether `plot` gives a figure; it is slow to draw."""
+    return summary is not None and bool(charted(cells(recipe, summary.numbers, compare=False)))
+
+
+def picture(recipe: Recipe, summary: RecipeSummary, folder: str) -> str:
+    """The figure of a recipe on a page, with a sentence for those who do not see it."""
+    shown = cells(recipe, summary.numbers, compare=False)
+    return f"![{alt(recipe.paper.title, shown)}]({folder}{recipe.name}.svg)"
+
+
+def page(recipe: Recipe, summary: RecipeSummary | None, need: Need | None = None, regime: str = "") -> str:
+    """The page of a recipe as Markdown, with a sentence on its regime where that is not the paper's."""
+    return "\n".join(_lines(recipe, summary, need, regime)).rstrip() + "\n"
+
+
+def _lines(recipe: Recipe, summary: RecipeSummary | None, need: Need | None, regime: str) -> Iterator[str]:
+    paper = recipe.paper
+    yield from (f"# {recipe.name}", "", f"{paper.title}. {MODES[paper.mode]} Protocol: {paper.protocol}", "")
+    yield from ("[All papers](../papers.md)", "")
+    if paper.reduced:
+        yield from (f"Reduced: {paper.reduced}; so claims are judged, and no cell is.", "")
+    if regime:
+        yield from (regime, "")
+    for unknown in paper.open:
+        yield f"- Not stated: {unknown.what}. Taken: {unknown.choice} ({unknown.reason})."
+    yield from searched(recipe, summary)
+    old = summary is not None and earlier(recipe, summary)
+    verdicts = judge.claims(recipe, summary.numbers) if summary else []
+    moved = {one.claim.text: judge.at_validation(recipe, one, summary.numbers) for one in verdicts} if summary else {}
+    yield from (turn := [] if regime else _turns(verdicts, moved))
+    if paper.open or turn:
+        yield ""
+    if summary is None:
+        not_run_note = not_run(recipe, need)
+        yield f"{not_run_note[0].upper()}{not_run_note[1:]}. Command: `fedloom reproduce {recipe.name}`"
+        return
+    budget = recipe.budget(summary.scale)
+    code = f", commit {summary.commit[:12]}{'-dirty' * summary.commit.endswith('-dirty')}" if summary.commit else ""
+    yield (
+        f"{'Run' if summary.complete else 'Unfinished'}: `{summary.command}`; {summary.says}; seeds {summary.seeds}, "
+        f"{summary.rounds} rounds, {fixed(summary.minutes, 1)} core-minutes"
+        f"{f' of a budget of {option(budget)}' if budget else ''},"
+        f" {summary.date}{code}, torch {summary.versions['torch']}, {summary.machine}."
+    )
+    if old:
+        yield from (
+            "",
+            "The recipe has changed since; the results are those of its earlier version and judge no claim.",
+        )
+    claim_lines = () if regime else _claims(recipe, verdicts, moved, old=old)
+    yield from ("", *_table(recipe, summary), *claim_lines, *_rest(recipe, summary))
+
+
+SINGLE = (
+    "Every comparison by itself, with Holm's correction over the whole recipe. It is stricter than that of a verdict, "
+    "which is over the rivals of one claim, so a claim can be decided where no comparison is clear."
+)
+SHOWN = 3
+"""Comparisons listed for a claim of which the reported round decides some."""
+Moved = Mapping[str, judge.JudgedClaim | None]
+"""Claims by their text, at the round that is best on validation."""
+
+
+def _turns(verdicts: list[judge.JudgedClaim], moved: Moved) -> list[str]:
+    """The comparisons that go the other way in another reported round."""
+    lines = []
+    for one in verdicts:
+        at, of = moved[one.claim.text], unit(one.figure)
+        pairs = zip(one.comparisons, at.comparisons, strict=True) if at and not one.claim.construction else ()
+        turned = [
+            f"against {c.right} {of.lead(c.look.difference)} in the last round, "
+            f"{of.lead(then.look.difference)} in the one best on validation"
+            for c, then in pairs
+            if c.look.n
+            and then.look.n
+            and len({judge.as_claimed(one.claim, look.difference) for look in (c.look, then.look)}) > 1
+        ]
+        if turned:
+            more = f"; and {len(turned) - SHOWN} more" if len(turned) > SHOWN else ""
+            lines.append(
+                f"- The reported round decides {len(turned)} of {len(one.measured)} comparisons: {one.claim.text}: "
+                f"{'; '.join(turned[:SHOWN])}{more}."
+            )
+    return lines
+
+
+def _table(recipe: Recipe, summary: RecipeSummary) -> Iterator[str]:
+    compare = recipe.as_the_paper(summary.scale, summary.samples)
+    table_cells = cells(recipe, summary.numbers, compare=compare)
+    if not table_cells:
+        return
+    if any(c.n for c in table_cells):
+        yield from (picture(recipe, summary, ""), "")
+    rows = []
+    for cell in table_cells:
+        of = unit(cell.figure)
+        few = f" (n = {cell.n})" if cell.n < len(summary.seeds) else ""
+        measured = cell.verdict if not cell.n else of.value(cell.mean, cell.std) + few
+        paper = EMPTY if cell.paper is None else of.value(cell.paper, cell.paper_std)
+        rows.append(
+            [cell.variant, cell.column, measured, of.value(cell.chosen), paper, cell.verdict if compare else EMPTY]
+        )
+    yield from _filled(["", "", "ours (mean ± std)", "round chosen on validation", "paper", "verdict"], rows)
+    if compare and recipe.paper.nearest:
+        yield f"\nThese cells are counted in [{recipe.paper.nearest}]({recipe.paper.nearest}.md), nearer to the paper."
+    elif not compare and recipe.paper.reduced is None and not summary.samples:
+        yield "\nThe size of the data was not recorded, so no cell is compared."
+    yield ""
+
+
+def _filled(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Lines of a table, without the columns that are empty in every row: a phone has room for few."""
+    places = [place for place in range(len(titles)) if any(row[place] != EMPTY for row in rows)]
+    yield "|" + "".join(f" {titles[place]} |".replace("  ", " ") for place in places)
+    yield f"|{'---|' * len(places)}"
+    yield from (f"| {' | '.join(row[place] for place in places)} |" for row in rows)
+
+
+def _claims(recipe: Recipe, verdicts: list[judge.JudgedClaim], moved: Moved, *, old: bool) -> Iterator[str]:
+    if not verdicts:
+        return
+    titles = ["claim", "verdict", "least difference over rivals", "at the round chosen on validation", "the paper's"]
+    rows = []
+    for one in verdicts:
+        papers_margin = unit(one.figure).lead(judge.papers_lead(recipe, one.claim))
+        if old or not one.measured:
+            rows.append(
+                [
+                    one.claim.text,
+                    looks.claim_words(looks.UNTESTED, looks.Untested.NOT_RUN) if old else one.words,
+                    EMPTY,
+                    EMPTY,
+                    papers_margin,
+                ]
+            )
+            continue
+        verdict = f"by construction; {one.verdict}" if one.claim.construction else f"{one.verdict}{shows(one)}"
+        at = moved[one.claim.text]
+        then = difference(at) if at else EMPTY
+        rows.append([one.claim.text, f"{verdict}; {one.count}", difference(one), then, papers_margin])
+    yield from (*_filled(titles, rows), "")
+    if old:
+        return
+    several = [one for one in verdicts if len(one.measured) > 1 and not one.claim.construction]
+    if several:
+        yield from (SINGLE, "", "| comparison | difference | verdict (Holm) |", "|---|---|---|")
+    pairs: dict[str, str] = {}
+    for one in several:
+        statistic = "standard deviations over seeds, " if one.claim.spread else ""
+        for c in sorted(one.measured, key=lambda c: c.look.difference):
+            pair = f"{statistic}{c.left} against {c.right}".replace("|", "\\|")
+            pairs.setdefault(pair, f"| {pair} | {interval(c.look, one.figure)} | {c.look.verdict} |")
+    yield from pairs.values()
+    if several:
+        yield ""
+
+
+def difference(verdict: judge.JudgedClaim) -> str:
+    """The difference to the rival that is nearest to contradicting the claim, and the margin beside it."""
+    least, of = verdict.least, unit(verdict.figure)
+    margin = of.value(verdict.claim.margin).replace("%", of.gap)
+    within = "" if not verdict.claim.margin else f"; margin {'±' if verdict.claim.equivalent else '-'}{margin}"
+    return f"{interval(least.look, verdict.figure)} against {least.name}{within}".replace("|", "\\|")
+
+
+def interval(look: looks.Look, figure: str) -> str:
+    """A difference with its interval, the interval's level and the seeds."""
+    level = f"{option(100 * (1 - look.level))} %, " if math.isfinite(look.level) else ""
+    return f"{unit(figure).lead(look.difference, look.half)} ({level}n = {look.n})"
+
+
+def shows(verdict: judge.JudgedClaim) -> str:
+    """For an undecided claim the smallest difference that so many seeds could have shown."""
+    look = verdict.least.look
+    if verdict.verdict != looks.UNDECIDED or not math.isfinite(look.detectable):
+        return ""
+    shown = unit(verdict.figure).lead(look.detectable).removeprefix("+")
+    return f" ({look.n} seeds show {shown} or more)"
+
+
+def _rest(recipe: Recipe, summary: RecipeSummary) -> Iterator[str]:
+    """Work, choices, failures, and what was tried."""
+    first = next(iter(summary.numbers))
+    methods = dict.fromkeys(Reference.of(text, "").method for text, by in summary.numbers[first].items() if finite(by))
+    work = []
+    for method in methods:
+        means = {n: _mean(summary.numbers[first].get(str(Reference("", method, "", n)), {})) for n in WORK}
+        traffic = unit("bytes_up").value(means["bytes_up"] + means["bytes_down"])
+        work.append(f"{method} {unit('samples_backward').value(means['samples_backward'])} and {traffic}")
+    yield f"Gradients of samples and traffic of a run ({first}): {'; '.join(work)}."
+    chosen = [(v, m, c) for v, methods in summary.choices.items() for m, c in methods.items()]
+    if recipe.paper.mode == "fair" and not earlier(recipe, summary):
+        chosen = []
+    if chosen:
+        yield from ("", "| chosen on validation | method | chosen | of |", "|---|---|---|---|")
+    for variant, method, choice in chosen:
+        yield f"| {variant} | {method} | {choice['chosen']}{_edge(choice)} | {' / '.join(choice['scores'])} |"
+    for failure in summary.failures:
+        yield f"\nWithout a result: {failure}."
+    for tried in recipe.paper.tried:
+        yield f"\n{tried}"
+
+
+def _mean(by_seed: Mapping[str, float | None]) -> float:
+    """The mean over the seeds that have a result; nan where none has."""
+    measured = [value for value in by_seed.values() if value is not None]
+    return sum(measured) / len(measured) if measured else math.nan
+
+
+def searched(recipe: Recipe, summary: RecipeSummary | None) -> Iterator[str]:
+    """Of a fair recipe what every method's search goes through, and what it chose."""
+    if recipe.paper.mode != "fair":
+        return
+    scale = summary.scale if summary else "laptop"
+    choices = summary.choices if summary and not earlier(recipe, summary) else {}
+    titles, rows = ["variant", "method", "options searched", "trials", "chosen", "values at an edge"], []
+    for variant, document in recipe.at(scale).items():
+        for method in document["method"]:
+            label, grid = label_of(method), method.get("choose", {})
+            options = "; ".join(f"{key} {', '.join(map(str, values))}" for key, values in grid.items())
+            choice = choices.get(variant, {}).get(label)
+            edges = ", ".join(at_an_edge(choice["chosen"], choice["scores"])) if choice else ""
+            trials = f"{len(candidates(method))}{f' and {beyond(choice)} beyond' if choice and beyond(choice) else ''}"
+            chosen_text = choice["chosen"] if choice else looks.Untested.NOT_RUN
+            rows.append([variant, label, options or "none", trials, chosen_text, edges or EMPTY])
+    yield from ("", *_filled(titles, rows))
+    for label, why in recipe.paper.fixed.items():
+        yield f"\nNot searched for {label}: {why}."
+    yield ""
+
+
+def _edge(choice: Mapping[str, Any]) -> str:
+    keys = at_an_edge(choice["chosen"], choice["scores"])
+    return f" (edge of the grid: {', '.join(keys)})" if keys else ""

@@ -1,0 +1,332 @@
+"""Recipe: a table or figure of a paper as one declarative file, an experiment with the paper's claims.
+
+A recipe is an experiment file with more tables:
+
+- ``base = "NAME"``: another recipe that this one changes. Tables are merged key by key; a table that names another
+  ``kind`` or ``source`` takes the place of the base's, and so does everything that is not a table. Columns and cells
+  are taken as a whole (new columns leave no old cells), and every recipe has its own ``[scale.laptop]``,
+  ``nearest`` and ``rivals`` or none.
+- ``[paper]``: where the numbers come from, and what is claimed of them; see `Paper`.
+- ``[variant.NAME]``: changes of the experiment, one run directory each; ``options.LABEL`` changes one method. Without
+  variants there is one, called ``all``; ``variants = [...]`` keeps these and leaves out the base's others.
+- ``[scale.NAME]``: changes for smoke, laptop or full, on top of a variant's; ``variants`` and ``methods`` leave some
+  out, ``options.LABEL`` changes one method, ``budget`` is in core-minutes, its sentence for the report is `SENTENCE`.
+- ``choose = {KEY = [values]}`` in a ``[[method]]``: values of which one is chosen on validation data, by
+  `fedloom.lab.tune`; `choices`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Annotated, Any, Literal, NamedTuple, get_args
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from fedloom.errors import ConfigError
+from fedloom.rundir import label_of
+from fedloom.values import Value, choose, make
+
+Scale = Literal["smoke", "laptop", "full"]
+SCALES: tuple[Scale, ...] = get_args(Scale)
+SENTENCE = "says"
+"""Key of a scale: how it differs from the protocol, as a sentence of the report."""
+ONLY = "all"
+"""The variant of a recipe without variants."""
+SMOKE = {"data": {"source": "digits"}, "partition": {"min_size": 1, "keep": 20}, "rounds": 1, "evaluate": {"every": 1}}
+"""Every recipe's choices at smoke scale, unless it has its own."""
+
+
+class Nominal(NamedTuple):
+    """A data set as its paper has it: training and test samples, shape of one, classes, natural clients."""
+
+    train: int
+    test: int
+    shape: tuple[int, ...]
+    classes: int
+    users: int = 0
+
+
+NOMINAL = {
+    "cifar-10": Nominal(50_000, 10_000, (3, 32, 32), 10),
+    "cifar-100": Nominal(50_000, 10_000, (3, 32, 32), 100),
+    "digits": Nominal(1797, 0, (1, 8, 8), 10),
+    "fashion-mnist": Nominal(60_000, 10_000, (1, 28, 28), 10),
+    "femnist": Nominal(14_708, 1685, (1, 28, 28), 62, 105),
+    "medical-mnist": Nominal(58_954, 0, (1, 64, 64), 6),
+    "mnist": Nominal(60_000, 10_000, (1, 28, 28), 10),
+    "synthetic": Nominal(13_500, 1_500, (60,), 10, 30),
+    "tiny-imagenet": Nominal(100_000, 10_000, (3, 64, 64), 200),
+}
+
+
+class Claim(Value):
+    """An ordering that the paper asserts, between references ``[VARIANT |] METHOD: MODEL[: FIGURE]``.
+
+    Without a variant the claim is judged in every variant that has the methods. Figures: see `figures`.
+    """
+
+    text: str = Field(description="the paper's claim, in its words where they are short")
+    higher: str | None = Field(None, description="what is claimed to be higher; or give lower")
+    lower: str | None = Field(None, description="what is claimed to be lower; or give higher")
+    than: tuple[str | float, ...] = Field(min_length=1, description="than each of these references or numbers")
+    margin: float = Field(0.0, ge=0, description="worse by at most this, in the figure's own unit")
+    equivalent: bool = Field(False, description="comparable: neither worse nor better by more than the margin")
+    most: bool = Field(False, description="of more than half of the sides after than, not of every one")
+    each: bool = Field(False, description="in each variant by itself, not in the mean over them")
+    spread: bool = Field(False, description="of the standard deviations over seeds, not of the means")
+    construction: bool = Field(False, description="holds by construction, whatever the methods do")
+    variants: tuple[str, ...] = Field((), description="the variants that it is about; all when empty")
+
+    @model_validator(mode="after")
+    def _one_side(self) -> Claim:
+        if (self.higher is None) == (self.lower is None):
+            raise ValueError("give higher or lower, and not both")
+        if self.equivalent and not self.margin:
+            raise ValueError("a claim of equivalence needs a margin")
+        if self.spread and not all(isinstance(side, str) for side in self.than):
+            raise ValueError("a claim on spreads compares references, not numbers")
+        return self
+
+    @property
+    def subject(self) -> str:
+        """What the claim is about."""
+        return self.higher or self.lower or ""
+
+
+class Unknown(Value):
+    """What a protocol does not say, what was taken, and why."""
+
+    what: str
+    choice: str
+    reason: str
+
+
+Cell = Annotated[float | tuple[float, float] | None, BeforeValidator(lambda cell: None if cell == [] else cell)]
+
+
+class Paper(Value):
+    """The paper's statements on the table or figure."""
+
+    title: str = Field(description="paper, and table or figure")
+    protocol: str = Field(description="the protocol, as the paper states it")
+    order: int = Field(description="place among all recipes")
+    mode: Literal["published", "fair", "near"] = Field(
+        "near",
+        description="published: with the paper's own settings, its code's variants and its way to choose; fair: equal"
+        " trials and stated budgets; near: the stated protocol, with what it leaves open taken alike for all methods",
+    )
+    nearest: str = Field("", description="the recipe nearer to the protocol, in which this one's cells count")
+    rivals: str = Field(
+        "", description="the recipe with the same experiment whose record has the other methods of the claims"
+    )
+    figure: str = Field("accuracy", description="figure of a reference that names none")
+    percent: bool = Field(False, description="the cells are printed in percent")
+    seeds: int = Field(1, ge=1, description="repetitions behind a printed cell")
+    columns: dict[str, str] = Field(default_factory=dict, description="title and reference of every column")
+    cells: dict[str, tuple[Cell, ...]] = Field(
+        default_factory=dict, description="by variant, a mean or (mean, standard deviation) per column; [] is none"
+    )
+    claims: tuple[Claim, ...] = ()
+    unknown: tuple[Unknown, ...] = ()
+    fixed: dict[str, str] = Field(
+        default_factory=dict, description="of a fair recipe, by method: its own options that are not searched, and why"
+    )
+    stated: tuple[str, ...] = Field((), description="unknowns of the base that are known here")
+    reduced: str | None = Field(None, description="how much less data there is than in the protocol, as a factor")
+    samples: int | None = Field(None, ge=1, description="samples of the reduced data")
+    tried: tuple[str, ...] = Field((), description="what was tried where a claim does not hold")
+
+    @model_validator(mode="after")
+    def _table_fits(self) -> Paper:
+        for variant, row in self.cells.items():
+            if len(row) != len(self.columns):
+                raise ValueError(f"cells of {variant!r}: {len(row)} for {len(self.columns)} columns")
+        foreign = set(self.stated) - {u.what for u in self.unknown}
+        if foreign:
+            raise ValueError(f"stated: no unknown is called {', '.join(sorted(foreign))}")
+        return self
+
+    @property
+    def open(self) -> tuple[Unknown, ...]:
+        """What is not stated here."""
+        return tuple(u for u in self.unknown if u.what not in self.stated)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe; `recipes` has all of them."""
+
+    name: str
+    paper: Paper
+    document: dict[str, Any]
+    variants: dict[str, dict[str, Any]]
+    scales: dict[str, dict[str, Any]]
+
+    def budget(self, scale: Scale) -> float | None:
+        """Core-minutes that a scale may take; None where none is stated."""
+        return self.scales.get(scale, {}).get("budget")
+
+    def sentence(self, scale: Scale) -> str:
+        """How a scale differs from the protocol, for people."""
+        if scale == "smoke":
+            return "handwritten digits in place of the data, hardly any rounds: shows only that the recipe runs"
+        plain = "as in the protocol" if self.paper.reduced is None else "as reduced"
+        return str(self.scales.get(scale, {}).get(SENTENCE, plain))
+
+    def as_the_paper(self, scale: Scale, samples: Mapping[str, int]) -> bool:
+        """Whether a scale is the protocol, but for seeds, and for variants or methods left out.
+
+        Args:
+            scale: of the run.
+            samples: of every source that was used; one that is not known, or smaller than the paper's, is not the
+                paper's.
+        """
+        free = {"budget", SENTENCE, "seeds", "variants", "methods"}
+        if scale == "smoke" or self.paper.reduced is not None or set(self.scales.get(scale, {})) - free:
+            return False
+        used = {document["data"]["source"] for document in self.at(scale).values()}
+        papers = {source: NOMINAL[source].train + NOMINAL[source].test for source in used & NOMINAL.keys()}
+        return used == papers.keys() and all(samples.get(source, 0) >= size for source, size in papers.items())
+
+    def ordered(self, seeds: Iterable[str]) -> list[str]:
+        """Seeds in the order in which claims look at them: the recipe's own, then the others by size."""
+        places = {str(seed): k for k, seed in enumerate(self.document["seeds"])}
+        return sorted(seeds, key=lambda seed: (places.get(seed, len(places)), int(seed)))
+
+    def seeds(self, count: int) -> list[int]:
+        """So many seeds: the recipe's own, then the smallest numbers that are none of them."""
+        seeds_of_recipe = list(self.document["seeds"])
+        return [*seeds_of_recipe, *(k for k in range(count) if k not in seeds_of_recipe)][
+            : max(count, len(seeds_of_recipe))
+        ]
+
+    def protocol(self, scale: Scale) -> str:
+        """Digest of what a scale runs, so that results can be matched to this recipe."""
+        return digest_of(self.at(scale))
+
+    def at(self, scale: Scale, seeds: Sequence[int] = (), only: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
+        """The experiment document of every variant, with ``choose`` still in the methods.
+
+        Raises:
+            ConfigError: a variant or method that the recipe does not have.
+        """
+        documents = {}
+        change = {k: v for k, v in self.scales.get(scale, {}).items() if k not in ("budget", SENTENCE)}
+        for variant in change.pop("variants", list(self.variants)[: 1 if scale == "smoke" else None]):
+            variant_options = dict(choose("variant", self.variants, variant, self.name))
+            options = merged(variant_options.pop("options", {}), change.get("options", {}))
+            document = merged(self.document, variant_options)
+            document = merged(document, SMOKE) if scale == "smoke" else document
+            document = merged(document, {k: v for k, v in change.items() if k not in ("methods", "options")})
+            methods = [merged(m, options.get(label_of(m), {})) for m in document["method"]]
+            named = {label_of(m): m for m in methods}
+            wanted = [choose("method", named, label, self.name) for label in only or change.get("methods", named)]
+            seeds_here = list(seeds) or (document["seeds"][:1] if scale == "smoke" else document["seeds"])
+            document |= {"method": wanted, "seeds": seeds_here, "name": f"{self.name}, {variant}"}
+            documents[variant] = document
+        return documents
+
+
+def merged(base: Mapping[str, object], change: Mapping[str, object]) -> dict[str, Any]:
+    """``base`` with the keys of ``change``, tables within tables."""
+    result = deepcopy(dict(base))
+    for key, value in change.items():
+        old = result.get(key)
+        if (
+            isinstance(old, dict)
+            and isinstance(value, dict)
+            and not any(value.get(name, old.get(name)) != old.get(name) for name in ("kind", "source") if name in old)
+        ):
+            result[key] = merged(old, value)
+        else:
+            result[key] = deepcopy(value)
+    return result
+
+
+def digest_of(document: object) -> str:
+    """16 hexadecimal digits of what JSON can hold; of experiments, without uniform weights.
+
+    Uniform weights were the default when the first records were made, which did not state them.
+    """
+    if isinstance(document, Mapping):
+        document = {key: without_uniform(value) for key, value in without_uniform(document).items()}
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def without_uniform(document: object) -> Any:
+    """An experiment document as it was written while clients counted alike by default."""
+    if not isinstance(document, Mapping) or document.get("weights") != "uniform":
+        return document
+    return {key: value for key, value in document.items() if key != "weights"}
+
+
+def names() -> Iterator[str]:
+    """Names of the recipes that the package brings."""
+    for file in files("fedloom_studies.reproduce").joinpath("recipes").iterdir():
+        if file.name.endswith(".toml"):
+            yield file.name.removesuffix(".toml")
+
+
+@cache
+def recipes() -> dict[str, Recipe]:
+    """Every recipe by name, in the order in which they are run."""
+    documents = dict.fromkeys(names())
+    by_name = {name: make_recipe(name, _resolved(name, documents)) for name in documents}
+    return dict(sorted(by_name.items(), key=lambda item: (item[1].paper.order, item[0])))
+
+
+def titles() -> list[tuple[str, str]]:
+    """List every recipe by name with the title of its table or figure."""
+    return [(name, recipe.paper.title) for name, recipe in recipes().items()]
+
+
+def recipe(name: str) -> Recipe:
+    """A recipe by name.
+
+    Raises:
+        ConfigError: there is none; the message has the nearest name.
+    """
+    return choose("recipe", recipes(), name)
+
+
+def _resolved(name: str, documents: Mapping[str, object]) -> dict[str, Any]:
+    """The document of a recipe on top of those that it is based on."""
+    choose("recipe", documents, name)
+    text = files("fedloom_studies.reproduce").joinpath("recipes", f"{name}.toml").read_text()
+    document = tomllib.loads(text)
+    if "base" not in document:
+        return document
+    base = _resolved(document.pop("base"), documents)
+    base.get("scale", {}).pop("laptop", None)
+    for key in ("nearest", "rivals"):
+        base.get("paper", {}).pop(key, None)
+    for table, follows in (("columns", ("columns", "cells")), ("cells", ("cells",))):
+        if table in document.get("paper", {}):
+            base["paper"] |= {key: {} for key in follows}
+    return merged(base, document)
+
+
+def make_recipe(name: str, document: Mapping[str, Any]) -> Recipe:
+    """The recipe of a resolved document.
+
+    Raises:
+        ConfigError: [paper] or weights is missing, [paper] has a value that cannot be, or there is an unknown scale.
+    """
+    rest = deepcopy(dict(document))
+    if "paper" not in rest:
+        raise ConfigError(f"recipe {name}: the table [paper] is missing")
+    if "weights" not in rest:
+        raise ConfigError(f"recipe {name}: weights is missing; say how its clients are weighed, 'uniform' or 'samples'")
+    paper = make(Paper, rest.pop("paper"), f"recipe {name}: [paper]", Paper.model_fields)
+    scales, variants = rest.pop("scale", {}), rest.pop("variant", {}) or {ONLY: {}}
+    variants = {v: choose("variant", variants, v, f"recipe {name}") for v in rest.pop("variants", variants)}
+    for scale in scales:
+        choose("scale", dict.fromkeys(SCALES), scale, f"recipe {name}")
+    return Recipe(name, paper, rest, variants, scales)

@@ -1,0 +1,252 @@
+"""Summaries of the runs of recipes: one record each, kept with the code; verdicts are made from them."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import os
+import platform
+import subprocess
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fedloom.errors import RunDirError
+from fedloom.formats import rounded
+from fedloom.lab.report import MODELS, WORK, Run, read_runs
+from fedloom.rundir import file_name, label_of
+from fedloom.storage import write_atomic
+from fedloom_studies.reproduce.choices import TRIALS, choices_so_far, trials_of
+from fedloom_studies.reproduce.figures import Reference, values
+from fedloom_studies.reproduce.recipe import Recipe, Scale, recipes
+from fedloom_studies.store import alone, not_a_record, put, read_document, records
+
+SUMMARIES = "papers.jsonl"
+"""File of the summaries."""
+SPENT = "spent.json"
+PAUSE = 5.0
+"""Seconds of the processor after which ``spent.json`` is brought up to date."""
+DIGITS = 7
+"""Significant digits that are kept."""
+ESTIMATES = "estimates.json"
+"""Beside the summaries: what the recipes without one, and without a laptop scale, would need."""
+
+
+class Need(NamedTuple):
+    """What a recipe would need at full scale: core-minutes, and data sets that are not there."""
+
+    minutes: float
+    missing: list[str]
+
+
+@dataclass(frozen=True)
+class RecipeSummary:
+    """What was run of a recipe at a scale.
+
+    Attributes:
+        protocol: `Recipe.protocol` of the recipe that was run.
+        says: how it differed from the paper's protocol.
+        numbers: variant -> reference -> seed -> value; null where a run has no result.
+        minutes: time of the processor so far, trials and evaluation included, in core-minutes.
+        complete: whether every variant, method and seed has been run.
+        choices: variant -> method -> what was chosen, with the score of every candidate.
+        failures: sentences on runs that diverged or failed.
+        commit: of the code that ran, with "-dirty" where it was changed; empty where it is not known.
+        samples: of every data set that was used; empty in summaries that did not record it.
+    """
+
+    recipe: str
+    scale: Scale
+    protocol: str
+    says: str
+    command: str
+    date: str
+    machine: str
+    versions: dict[str, str]
+    complete: bool
+    seeds: list[int]
+    rounds: int
+    minutes: float
+    choices: dict[str, Any]
+    failures: list[str]
+    numbers: dict[str, dict[str, dict[str, float | None]]]
+    commit: str = ""
+    samples: dict[str, int] = field(default_factory=dict[str, int])
+
+
+def summarise(
+    recipe: Recipe, scale: Scale, command: str, documents: Mapping[str, Any], out: Path, samples: Mapping[str, int]
+) -> RecipeSummary | None:
+    """The summary of the run directories in ``out``, one per variant; None if nothing has been run."""
+    numbers: dict[str, Any] = {}
+    chosen: dict[str, Any] = {}
+    failures: list[str] = []
+    versions: dict[str, str] = {}
+    missing = False
+    for variant, document in documents.items():
+        folder = out / file_name(variant)
+        if not (folder / "summary.json").exists():
+            missing = True
+            continue
+        run = read_runs([folder])[0]
+        versions = run.options["resolved"]["versions"]
+        numbers[variant] = numbers_of(recipe, document, run)
+        trials = trials_of(document, folder.name)
+        choices = {} if trials != folder.name and chosen else choices_so_far(out / TRIALS / trials, document)
+        chosen |= {variant: choices} if choices else {}
+        wanted = {(label_of(m), seed) for m in document["method"] for seed in document["seeds"]}
+        ended = {(r.method, r.seed): r for r in run.summary.runs if r.status != "interrupted"}
+        missing |= not wanted <= ended.keys()
+        failures += [f"{variant}: {r.method}, seed {r.seed}: {r.reason}" for r in ended.values() if r.status != "done"]
+    if not numbers:
+        return None
+    some = next(iter(documents.values()))
+    return RecipeSummary(
+        recipe.name, scale, recipe.protocol(scale), recipe.sentence(scale), command, datetime.date.today().isoformat(),
+        machine(), versions, not missing, list(some["seeds"]), some["rounds"],
+        round(sum(spent(out).values()) / 60, 2), chosen, failures, numbers, commit(), dict(samples),
+    )  # fmt: skip
+
+
+@cache
+def commit() -> str:
+    """The commit of this code, with "-dirty" where the source differs from it; empty outside its repository."""
+    here = Path(__file__)
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(here.parent), *arguments],
+            check=True, capture_output=True, text=True,
+        ).stdout.strip()  # fmt: skip
+
+    try:
+        git("ls-files", "--error-unmatch", here.name)
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", str(here.parents[2]))
+        return git("rev-parse", "HEAD") + "-dirty" * bool(changed)
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def machine() -> str:
+    """The processor, for people."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        name = platform.processor() or platform.machine()
+    return f"{name}, one thread per process"
+
+
+def write(summary: RecipeSummary, folder: Path) -> None:
+    """Record a summary in a folder."""
+    put(folder / SUMMARIES, summary.__dict__, ("recipe", "scale"))
+
+
+def read(folder: Path, recipe: str, scale: Scale) -> RecipeSummary | None:
+    """The summary of a recipe at a scale, or None.
+
+    Raises:
+        RunDirError: a line of the file is not a summary.
+    """
+    file = folder / SUMMARIES
+    summary = None
+    for number, record in enumerate(records(file), 1):
+        if (record.get("recipe"), record.get("scale")) == (recipe, scale):
+            try:
+                summary = RecipeSummary(**record)
+            except TypeError as error:
+                raise not_a_record(file, number, error) from None
+    return summary
+
+
+def with_rivals(recipe: Recipe, summary: RecipeSummary, folder: Path) -> RecipeSummary:
+    """A summary with the figures of the methods that another recipe of the same experiment has (``rivals``).
+
+    Equal seeds draw equal data, cohorts, initial models and batches in both. A record of the other recipe that is of an
+    earlier version, or of another experiment, adds nothing.
+    """
+    other = recipes()[recipe.paper.rivals] if recipe.paper.rivals else None
+    record = read(folder, other.name, summary.scale) if other else None
+    if other is None or record is None or record.protocol != other.protocol(summary.scale):
+        return summary
+    numbers = dict(summary.numbers)
+    for variant, document in recipe.at(summary.scale).items():
+        beside = other.at(summary.scale).get(variant, {})
+        if variant in numbers and _experiment(document) == _experiment(beside):
+            numbers[variant] = {**record.numbers.get(variant, {}), **numbers[variant]}
+    return replace(summary, numbers=numbers)
+
+
+def _experiment(document: Mapping[str, Any]) -> dict[str, Any]:
+    """What methods share; a choice of settings is made beside the run, and a name is no part of it."""
+    return {key: value for key, value in document.items() if key not in ("method", "name", "choose")}
+
+
+def needs(folder: Path) -> dict[str, Need]:
+    """The estimates that were kept, by recipe."""
+    file = folder / ESTIMATES
+    try:
+        return {name: Need(**need) for name, need in read_document(file, dict).items()}
+    except TypeError as error:
+        raise RunDirError(f"{file} is damaged: {error}; delete it and run it again") from None
+
+
+def numbers_of(recipe: Recipe, document: Mapping[str, Any], run: Run) -> dict[str, dict[str, float | None]]:
+    """reference -> seed -> value of everything that a summary keeps of a run."""
+    numbers, runs = {}, run.summary.runs
+    lost = {r.method for r in runs} - {r.method for r in runs if r.status in ("done", "interrupted")}
+    for reference in _wanted(recipe, [label_of(m) for m in document["method"]]):
+        by_seed = values(run, reference)
+        is_lost = reference.method in lost and reference.figure not in WORK
+        if is_lost or any(math.isfinite(v) for v in by_seed.values()):
+            numbers[str(reference)] = {str(s): rounded(v, DIGITS) for s, v in sorted(by_seed.items())}
+    return numbers
+
+
+def _wanted(recipe: Recipe, methods: Iterable[str]) -> list[Reference]:
+    """References of the columns and claims, each at the chosen round too, and the work and traffic of every method."""
+    paper = recipe.paper
+    texts = [*paper.columns.values(), *(t for c in paper.claims for t in (c.subject, *c.than) if isinstance(t, str))]
+    methods = list(methods)
+    named = [Reference.of(text, paper.figure)._replace(variant="") for text in texts]
+    named += [Reference("", method, model, paper.figure) for method in methods for model in MODELS]
+    named += [chosen for reference in named if (chosen := reference.chosen())]
+    named += [Reference("", method, "", name) for method in methods for name in WORK]
+    return list(dict.fromkeys(reference for reference in named if reference.method in methods))
+
+
+@contextmanager
+def counted(out: Path, variant: str) -> Iterator[Callable[[], None]]:
+    """Adds the time of the processor that is spent within to ``spent.json`` of a recipe's folder.
+
+    Gives a function to be called now and then, which brings the file up to date, so that little is lost to a kill.
+    """
+    last_written = _processor()
+
+    def write() -> None:
+        nonlocal last_written
+        if out.is_dir():
+            with alone(out):
+                seconds_by_variant, now = spent(out), _processor()
+                seconds_by_variant[variant] = seconds_by_variant.get(variant, 0.0) + now - last_written
+                write_atomic(out / SPENT, json.dumps(seconds_by_variant, indent=1).encode())
+                last_written = now
+
+    try:
+        yield lambda: write() if _processor() - last_written >= PAUSE else None
+    finally:
+        write()
+
+
+def _processor() -> float:
+    """Seconds of the processor so far, those of ended children included."""
+    return sum(os.times()[:4])
+
+
+def spent(out: Path) -> dict[str, float]:
+    """Seconds of the processor by variant, as `counted` added them up."""
+    return read_document(out / SPENT, float)

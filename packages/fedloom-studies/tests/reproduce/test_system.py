@@ -1,0 +1,160 @@
+"""The table of the system: every row is one that runs, and the page's statements are those of the records."""
+
+from __future__ import annotations
+
+import json
+import re
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import stats
+from statsmodels.stats.multitest import multipletests
+
+from fedloom.engine.setup import check
+from fedloom.lab.experiment import parse
+from fedloom_studies.reproduce.choices import candidates, first
+
+ROOT = Path(__file__).parents[4]
+SCRIPT = ROOT / "studies" / "scripts" / "system"
+
+
+@pytest.fixture(scope="module")
+def system() -> Any:
+    loader = SourceFileLoader("system_table", str(SCRIPT))
+    spec = spec_from_loader(loader.name, loader)
+    assert spec is not None
+    module = module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+def test_every_row_of_the_table_runs_after_equal_trials(system: Any) -> None:
+    recipe = system.federation_recipes()["groups"]
+    assert [*recipe.variants] == ["groups", "groups, sign flip", "groups, label poisoning"]
+    for document in recipe.at("full").values():
+        parse(first(document), "system")
+    for document in recipe.at("smoke").values():
+        experiment = parse(first(document), "system")
+        fed = experiment.partition(experiment.source.read(None), 0)
+        for method in experiment.methods:
+            check(method.setting, fed)
+        assert {len(candidates(method)) for method in document["method"]} == {8}
+
+
+def records_of(system: Any, federations: list[str]) -> list[dict[str, Any]]:
+    """Records of runs whose parts are worth something, nothing, or harm, by the row and the setting."""
+    rng, recipes, made = np.random.default_rng(0), system.federation_recipes(), []
+    for federation in federations:
+        numbers: dict[str, Any] = {}
+        for setting in recipes[federation].variants:
+            easy, numbers[setting] = rng.normal(0, 0.03, 5), {}
+            for row, label in enumerate(system.labels()):
+                gain = 0.03 * ((row % 3) - 1) if " + " in label else 0.0
+                model = "global" if label.startswith(("fedavg", "fiaelt", "equitable")) else "personal"
+                values = 0.8 + easy + gain + rng.normal(0, 0.006, 5)
+                for figure in system.FIGURES:
+                    numbers[setting][f"{label}: {model}: {figure}"] = {str(s): float(v) for s, v in enumerate(values)}
+        recipe = f"system-{federation}"
+        facts = {"choices": {}, "failures": [], "minutes": 1.0, "machine": "a processor"}
+        made.append({"recipe": recipe, "scale": "full", "numbers": numbers, **facts})
+    return made
+
+
+def check_page(system: Any, records: list[dict[str, Any]], text: str) -> None:
+    """Hold the findings of a page to what scipy and statsmodels make of the records."""
+    numbers = {setting: table for record in records for setting, table in record["numbers"].items()}
+
+    def accuracies(setting: str, label: str) -> dict[str, float]:
+        references = (f"{label}: {model}: accuracy" for model in ("personal", "global"))
+        by_seed = next((numbers[setting][r] for r in references if r in numbers[setting]), {})
+        return {seed: value for seed, value in by_seed.items() if value is not None}
+
+    clear, gains = set[tuple[str, str, str]](), dict[tuple[str, str], float]()
+    for setting in numbers:
+        pairs, p, means = [], [], []
+        for label in (label for label in system.labels() if " + " in label):
+            with_part, without = accuracies(setting, label), accuracies(setting, label.split(" + ")[0])
+            seeds = sorted(with_part.keys() & without.keys())
+            if len(seeds) >= 5:
+                ends = [[by_seed[seed] for seed in seeds] for by_seed in (with_part, without)]
+                pairs.append(label)
+                means.append(100 * float(np.mean(np.subtract(*ends))))
+                p.append(float(stats.ttest_rel(*ends).pvalue))
+        rejected = multipletests(p, method="holm")[0] if p else []
+        for label, mean, sure in zip(pairs, means, rejected, strict=True):
+            row = next(r for r in text.split(f"### {setting}\n")[1].splitlines() if r.startswith(f"| {label} |"))
+            word = ("better" if mean > 0 else "worse") if sure else "inconclusive"
+            assert row.endswith(f", {word} |")
+            assert float(row.split("|")[-2].split()[0]) == pytest.approx(mean, abs=0.051)
+            if sure:
+                clear.add((label, setting, "better" if mean > 0 else "worse"))
+                gains |= {(label, setting): mean} if mean > 0 else {}
+    listed = set[tuple[str, str, str]]()
+    for name, method, rest in re.findall(r"^- \*\*(.*)\*\* on `(.*)`: (.*)$", text, re.MULTILINE):
+        for word, settings in re.findall(r"([Bb]etter|[Ww]orse) in (.*?\))\.", rest):
+            listed |= {(f"{method} + {name}", s, word.lower()) for s in re.findall(r"(?:^|; )([a-z, ]+) \(", settings)}
+    assert listed == clear
+    better, worse = (len({label for label, _, word in clear if word == w}) for w in ("better", "worse"))
+    (head,) = re.findall(r"Of (\d+) parts, (\d+) raise .* and (\d+) lower", text)
+    assert tuple(map(int, head))[1:] == (better, worse)
+    check_headline(text, gains, {label for label, _, _ in clear})
+
+
+def check_headline(text: str, gains: dict[tuple[str, str], float], clear: set[str]) -> None:
+    """Hold the first sentence to the clear gains, in points by part and setting, and the second to the other parts."""
+    named = re.findall(r"([a-z+ -]+) on `([a-z]+)` \(\+([0-9.]+) ± [0-9.]+ in ([a-z, ]+?)\)", text.split(".**")[0])
+    largest = dict[str, tuple[float, str]]()
+    for (label, setting), gain in gains.items():
+        largest[label] = max(largest.get(label, (0.0, "")), (gain, setting))
+    best = sorted(largest.items(), key=lambda item: -item[1][0])[:3]
+    names = [name.removeprefix(" and").strip(" ,:") for name, *_ in named]
+    assert [(f"{method} + {name}", where) for name, (_, method, _, where) in zip(names, named, strict=True)] == [
+        (label, setting) for label, (_, setting) in best
+    ]
+    for (_, _, points, _), (_, (gain, _)) in zip(named, best, strict=True):
+        assert float(points) == pytest.approx(gain, abs=0.051)
+    without = re.findall(r"Inconclusive in every setting are (.*?)\. Of", text)
+    shown = {
+        f"{m} + {n.removeprefix('and ')}" for line in without for n, m in re.findall(r"([a-z+ -]+?) on `(.*?)`", line)
+    }
+    rows = {f"{method} + {name}" for name, method in re.findall(r"^- \*\*(.*)\*\* on `(.*)`:", text, re.MULTILINE)}
+    assert {" ".join(name.split()).replace("+ and ", "+ ") for name in shown} == rows - clear
+
+
+def test_the_page_states_what_other_libraries_find_in_the_records(system: Any, tmp_path: Path) -> None:
+    records, out, where = records_of(system, ["labels", "groups"]), tmp_path / "out", tmp_path / "system.md"
+    out.mkdir()
+    (out / "papers.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    system.write_page(out, tmp_path / "kept.jsonl", where)
+    text = where.read_text()
+    check_page(system, records, text)
+    assert {"better", "worse"} <= set(re.findall(r"(better|worse) in ", text.lower()))
+    assert "Not run: writers; writers, sign flip; writers, label poisoning." in text
+    assert where.with_suffix(".svg").read_text().startswith("<svg")
+    system.write_page(tmp_path / "nowhere", tmp_path / "none.jsonl", where)
+    assert "**Not run.**" in where.read_text()
+
+
+def test_the_page_is_that_of_its_records(system: Any) -> None:
+    records = [record for record in system.records(system.RECORDS) if record["scale"] == "full"]
+    text = system.PAGE.read_text()
+    assert text == system.page(records)
+    if records:
+        check_page(system, records, text)
+
+
+def test_the_table_has_the_variance_over_clients_once_it_is_recorded(system: Any) -> None:
+    records = records_of(system, ["labels"])
+    rows = [row for row in system.page(records).split("### labels\n")[1].splitlines() if row.startswith("| ")]
+    assert "variance, points²" in rows[0]
+    for record in records:
+        for references in record["numbers"].values():
+            for reference in [r for r in references if r.endswith("/variance")]:
+                del references[reference]
+    text = system.page(records)
+    assert "No record has the variance yet." in text
+    assert "points²" not in text

@@ -1,0 +1,94 @@
+"""fedloom: federated learning for clients that differ.
+
+Every public name is imported when it is first touched, so ``import fedloom`` costs nothing and loads no torch.
+
+>>> import fedloom as fl
+>>> fl.seeds.derive(0, purpose="cohort") == fl.seeds.derive(0, purpose="cohort")
+True
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+if sys.platform == "win32":
+    raise ImportError("fedloom runs on Linux and macOS: on Windows, install and run it inside WSL (wsl --install)")
+
+from fedloom.lazy import getter
+from fedloom.version import __version__
+
+if TYPE_CHECKING:
+    from fedloom import algorithms as algorithms
+    from fedloom import callbacks as callbacks
+    from fedloom import errors as errors
+    from fedloom import models as models
+    from fedloom import seeds as seeds
+    from fedloom import sklearn as sklearn
+    from fedloom import tasks as tasks
+    from fedloom import testing as testing
+    from fedloom.choose import mixers as mixers
+    from fedloom.choose import samplers as samplers
+    from fedloom.choose import weighers as weighers
+    from fedloom.data import partition as partition
+    from fedloom.data.dataset import Dataset as Dataset
+    from fedloom.data.federation import Federation as Federation
+    from fedloom.data.sources import load as load
+    from fedloom.data.sources.fetch import fetch as fetch
+    from fedloom.engine.setting import Engine as Engine
+    from fedloom.engine.setting import Evaluate as Evaluate
+    from fedloom.engine.setting import Setting as Setting
+    from fedloom.engine.simulate import simulate as simulate
+    from fedloom.errors import FedloomError as FedloomError
+    from fedloom.lab import experiment as experiment
+    from fedloom.lab.comparison.compare import compare as compare
+    from fedloom.lab.experiment import open_run as open_run
+    from fedloom.local.settings import LocalSGD as LocalSGD
+    from fedloom.rows import aggregate as aggregate
+    from fedloom.rows import attacks as attacks
+    from fedloom.rows import channel as channel
+    from fedloom.rows import prox as prox
+    from fedloom.trained.opened import open_model as open_model
+
+
+_WHERE = {
+    "Dataset": "fedloom.data.dataset:Dataset",
+    "Engine": "fedloom.engine.setting:Engine",
+    "Evaluate": "fedloom.engine.setting:Evaluate",
+    "Federation": "fedloom.data.federation:Federation",
+    "FedloomError": "fedloom.errors:FedloomError",
+    "LocalSGD": "fedloom.local.settings:LocalSGD",
+    "Setting": "fedloom.engine.setting:Setting",
+    "aggregate": "fedloom.rows.aggregate",
+    "algorithms": "fedloom.algorithms",
+    "attacks": "fedloom.rows.attacks",
+    "callbacks": "fedloom.callbacks",
+    "channel": "fedloom.rows.channel",
+    "compare": "fedloom.lab.comparison.compare:compare",
+    "errors": "fedloom.errors",
+    "experiment": "fedloom.lab.experiment",
+    "fetch": "fedloom.data.sources.fetch:fetch",
+    "load": "fedloom.data.sources:load",
+    "mixers": "fedloom.choose.mixers",
+    "models": "fedloom.models",
+    "open_model": "fedloom.trained.opened:open_model",
+    "open_run": "fedloom.lab.experiment:open_run",
+    "partition": "fedloom.data.partition",
+    "prox": "fedloom.rows.prox",
+    "samplers": "fedloom.choose.samplers",
+    "seeds": "fedloom.seeds",
+    "sklearn": "fedloom.sklearn",
+    "simulate": "fedloom.engine.simulate:simulate",
+    "tasks": "fedloom.tasks",
+    "testing": "fedloom.testing",
+    "weighers": "fedloom.choose.weighers",
+}
+
+__all__ = ["__version__", *_WHERE]
+
+
+__getattr__ = getter(__name__, _WHERE, "methods are in fl.algorithms, models in fl.models")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

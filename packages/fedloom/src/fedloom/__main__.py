@@ -1,0 +1,5 @@
+"""``python -m fedloom`` is the command ``fedloom``."""
+
+from fedloom.lab.cli import main
+
+main()

@@ -1,0 +1,119 @@
+"""Callbacks: functions that `fedloom.simulate` calls with the run's state after every round.
+
+A callback is any ``f(state)``; it changes nothing. One that returns a sentence ends the run after this round, which is
+evaluated first; the sentence is `Result.detail`. One that raises `fedloom.errors.RunStopped` ends the run at once. Any
+other `Exception` is a warning and a note of the result: the run goes on, and calls the function after the next round.
+
+What a callback decides from ``state.records`` survives a restart, because the records of all rounds are in every
+checkpoint; a memory of its own does not. A run that a callback has ended is done: running it again gives the same
+result.
+
+    history = fl.callbacks.History()
+    fl.simulate(method, fed, progress=[history, fl.callbacks.EarlyStop(patience=5)])
+    history.table()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal
+
+import pyarrow as pa
+from pydantic import Field, field_validator
+
+from fedloom.engine.records import Record, Records
+from fedloom.engine.state import State
+from fedloom.errors import unknown
+from fedloom.lazy import display, lister
+from fedloom.metrics import METRICS
+from fedloom.metrics import metric as facts
+from fedloom.values import Value
+
+if TYPE_CHECKING:
+    from altair import LayerChart
+
+
+class EarlyStop(Value):
+    """Ends a run whose validation metric has not improved in the last evaluations.
+
+    The metric is the mean over clients. The models of the result are those of the last round, not of the best one.
+    """
+
+    metric: str = Field("loss", description="which metric should improve (`fedloom.metrics.METRICS`)")
+    model: Literal["global", "personal", "hybrid"] | None = Field(
+        None, description="whose; None: the personal model, the global one where there is none"
+    )
+    part: Literal["validation", "train"] = Field("validation", description="of the clients; never the test part")
+    patience: int = Field(5, ge=1, description="evaluations without an improvement")
+    least: float = Field(0.0, ge=0, description="smallest improvement that counts")
+
+    @field_validator("metric")
+    @classmethod
+    def _check_metric(cls, metric: str) -> str:
+        if metric.partition("[")[0] not in METRICS:
+            raise unknown("metric", metric, METRICS)
+        return metric
+
+    def __call__(self, state: State) -> str | None:
+        """The sentence that ends the run, or None."""
+        models = {r.model for r in state.records.items if self._is_mine(r)}
+        model = self.model or ("personal" if "personal" in models else "global")
+        history = [(r.round, float(r.values[0])) for r in state.records.items if self._is_mine(r) and r.model == model]
+        if not history or history[-1][0] != state.round:
+            return None
+        sign = -1.0 if facts(self.metric).higher else 1.0
+        best, last = history[0][1], 0
+        for k, (_, value) in enumerate(history):
+            if sign * value < sign * best - self.least:
+                best, last = value, k
+        if len(history) - 1 - last < self.patience:
+            return None
+        what = f"{model} {self.part} {self.metric}"
+        return f"{what} has not improved on {best:.4g} since round {history[last][0]}"
+
+    def _is_mine(self, record: Record) -> bool:
+        return record.total and (record.part, record.metric) == (self.part, f"{self.metric}/mean")
+
+
+class VirtualTime(Value):
+    """Ends a run when its clock has passed some seconds."""
+
+    seconds: float = Field(gt=0, description="virtual time, of a run with devices")
+
+    def __call__(self, state: State) -> str | None:
+        """The sentence that ends the run, or None."""
+        if state.clock is None or state.clock.now < self.seconds:
+            return None
+        return f"{state.clock.now:.6g} of {self.seconds:.6g} simulated seconds have passed"
+
+
+class History:
+    """The measurements so far, during the run; after a restart also what was measured before it.
+
+    Args:
+        show: called with this history after every evaluation; in a notebook
+            ``handle = display(display_id=True); History(show=handle.update)`` draws a curve that grows.
+    """
+
+    def __init__(self, show: Callable[[History], object] | None = None) -> None:
+        self._show, self._records, self.round = show, Records(), 0
+
+    def __call__(self, state: State) -> None:
+        """Takes note of a round."""
+        self._records, self.round = state.records, state.round
+        if self._show is not None and state.records.items and state.records.items[-1].round == state.round:
+            self._show(self)
+
+    def table(self) -> pa.Table:
+        """Tidy, as `fedloom.engine.result.Result.table`."""
+        return self._records.table()
+
+    def chart(self, metric: str | None = None, part: str = "test") -> LayerChart:
+        """An Altair chart of a metric by round; see `fedloom.lazy.display`."""
+        return display().chart(self.table(), metric, part)
+
+    def _repr_html_(self) -> str:
+        return display().page(self.table(), f"round {self.round}")
+
+
+__dir__ = lister(__name__)

@@ -1,0 +1,123 @@
+"""The guarantee of a channel's noise: epsilon for a given delta, by dp-accounting (extra ``privacy``).
+
+Noise of the channel is local: each client adds it before its upload leaves the device. The figure is then the
+client-level local differential privacy of all that one client has sent, against everyone who receives it, the server
+included. Noise of the aggregator ``private-mean`` is central: the server adds it to the sum, and the figure holds
+against those who receive the models that leave the server, not against the server. Both are the Gaussian mechanism
+composed over the rounds in which a client took part, for the client that took part most often: one Gaussian mechanism
+with multiplier / sqrt(rounds), whose epsilon is exact with ``pld``. No amplification by sampling is claimed.
+
+A simulation draws continuous noise from seeded generators and protects no client; its figure is that of the same run
+with ideal Gaussian noise. A deployment adds discrete Gaussian noise on a grid (`fedloom_sites.deploy.noise`) and always
+accounts by ``rdp``: the discrete Gaussian in any dimension is rho-concentrated with the rho of the continuous one
+(Canonne, Kamath, Steinke, NeurIPS 2020, Theorem 14), so its Renyi divergence of every order alpha > 1 is at most alpha
+* rho, which is what ``rdp`` composes and converts (Proposition 12). The exact epsilon of ``pld`` is proven for
+continuous noise only.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from importlib.util import find_spec
+from typing import Literal
+
+from torch import Tensor
+
+from fedloom.algorithms import Algorithm, exact_fields, upload_fields
+from fedloom.choose import Sampler, Weigher
+from fedloom.errors import ConfigError, Refused
+from fedloom.rows.aggregate import Aggregator, PrivateMean
+from fedloom.rows.channel import Channel, GaussianNoise
+
+Accountant = Literal["rdp", "pld"]
+
+
+Noise = GaussianNoise | PrivateMean
+"""What adds Gaussian noise: clients before they send, or the server to their sum."""
+
+
+def accounted(channel: Channel | None, aggregator: Aggregator | None = None) -> Noise | None:
+    """What epsilon is recorded of: Gaussian noise with a delta, that of the clients first."""
+    noises = [v for v in (channel, aggregator) if isinstance(v, Noise) and v.delta is not None]
+    return noises[0] if noises else None
+
+
+def check_privacy(
+    algorithm: Algorithm, channel: Channel | None, aggregator: Aggregator | None, sampler: Sampler, weigher: Weigher
+) -> None:
+    """Refuse to account for what the accountant cannot know.
+
+    Raises:
+        ConfigError: the accountant is not installed.
+        Refused: clients also send answers that no noise is added to, or what is clipped is no difference.
+    """
+    fields, name = upload_fields(type(algorithm)).values(), type(algorithm).__name__
+    if isinstance(aggregator, PrivateMean):
+        if any(k.primary and k.base == "zero" for k in fields):
+            raise Refused(
+                f"aggregator 'private-mean' clips differences, but {name} uploads absolute values; use channel "
+                "'gaussian-noise', which acts on their changes"
+            )
+        if any(k.single for k in fields):
+            raise Refused(
+                f"aggregator 'private-mean' protects means only, but the server of {name} also gets uploads of single "
+                "clients; use channel 'gaussian-noise'"
+            )
+    if accounted(channel, aggregator) is None:
+        return
+    if find_spec("dp_accounting") is None:
+        raise ConfigError("delta needs the extra privacy; run: pip install 'fedloom[privacy]'")
+    if exact := exact_fields(type(algorithm)):
+        raise Refused(
+            f"delta requires epsilon, but clients of {name} also upload {' and '.join(exact)} without noise, so none "
+            "holds; leave delta out or take another method"
+        )
+    reports = type(sampler).report is not Sampler.report and sampler.learns
+    for what, kind, asks in (
+        ("weigher", weigher.kind, weigher.probes),
+        ("sampler", sampler.kind, sampler.probes or reports),
+    ):
+        if asks:
+            raise Refused(
+                f"delta requires epsilon, but {what} {kind!r} has clients answer without noise, so none holds; "
+                "leave delta out or take another"
+            )
+
+
+def epsilon(channel: Noise, uploads: int) -> float:
+    """Epsilon at ``channel.delta`` of one client that ``uploads`` uploads came from.
+
+    With sensitivity 2 clip (``replace``: any two uploads, local differential privacy) or clip (``zero``: an upload
+    against none), the noise multiplier is sigma / 2 or sigma.
+    """
+    assert channel.delta is not None
+    multiplier = channel.sigma / (2 if channel.neighbours == "replace" else 1)
+    return composed(multiplier, uploads, channel.delta, channel.accountant)
+
+
+def spent(channel: Noise, sampler: Sampler, uploads: Tensor, round: int) -> float:
+    """Epsilon of the worst client after a round.
+
+    Args:
+        channel: with a delta.
+        sampler: one that learns from uploads could reveal something by whom it draws: every round counts for all then.
+        uploads: ``[n]`` rounds in which every client took part.
+        round: rounds done.
+    """
+    return epsilon(channel, round if sampler.learns else int(uploads.max()))
+
+
+@cache
+def composed(multiplier: float, times: int, delta: float, accountant: Accountant) -> float:
+    """Epsilon of ``times`` Gaussian mechanisms with this noise multiplier: of one with multiplier/sqrt(times)."""
+    if not times:
+        return 0.0
+    from dp_accounting import dp_event, get_epsilon_gaussian, rdp
+
+    together = multiplier / math.sqrt(times)
+    if accountant == "pld":
+        return float(get_epsilon_gaussian(together, delta))
+    book = rdp.RdpAccountant()
+    book.compose(dp_event.GaussianDpEvent(together))
+    return float(book.get_epsilon(delta))

@@ -1,0 +1,274 @@
+"""Result of a run: what was measured, and the models."""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from fedloom.data.input_spec import InputSpec
+from fedloom.engine.clients.scores import choose_model, line_of, pass_own, pass_shared, personal_models
+from fedloom.engine.job import Job
+from fedloom.engine.records import not_measured
+from fedloom.engine.state import State
+from fedloom.engine.virtual.clock import FATE, LOG, Clock, Fate
+from fedloom.errors import ConfigError, Stop
+from fedloom.formats import as_pandas, folded
+from fedloom.lazy import display
+from fedloom.local.oracles.precision import undisturbed
+from fedloom.local.rows import to_device
+from fedloom.metrics import SUMMARY, leading
+from fedloom.metrics import metric as facts
+from fedloom.trained.adapt import ServerSide
+from fedloom.trained.model import ModelRecipe, running_statistics
+from fedloom.trained.model_source import KINDS
+from fedloom.trained.models import MOST_PERSONAL_FIRST, Models
+
+if TYPE_CHECKING:
+    from altair import LayerChart
+
+
+class Result:
+    """What a run gave.
+
+    Attributes:
+        stop: why it ended.
+        detail: round, clients and numbers of an early end.
+        rounds: rounds done.
+        notes: sentences on the data and how they were split, which begin with ``data:``, and on the run, such as
+            dropped clients; equal ones once, with how often they came.
+        status: how it ended in a word: done, diverged, interrupted or failed.
+        diverged: by which round a run had diverged that went on to its end with figures that are finite, else None.
+        seconds: of every round, without evaluation, and without the one-off costs of a process's first round.
+        startup: those costs, of every round: compilation, forks, page faults; see `fedloom.engine.state.Times`.
+        models: "global", "personal" and "hybrid", as far as the method has them; see `Models`.
+    """
+
+    def __init__(self, job: Job, state: State, stop: Stop, detail: str, diverged: int | None = None) -> None:
+        job = job.with_shares(state.shares)
+        self.job, self.state, self.stop, self.detail, self.diverged = job, state, stop, detail, diverged
+        self.rounds, self.notes, self.status = state.round, folded(state.notes), stop.status
+        self.seconds, self.startup = state.times.without_startup(), state.times.startup()
+        self.models = Models(Live(job, state))
+
+    def table(self) -> pa.Table:
+        """Tidy: round, client (-1 is the federation), model, part, metric, value."""
+        return self.state.records.table()
+
+    def to_pandas(self) -> Any:
+        """`table` as a pandas DataFrame.
+
+        Raises:
+            ConfigError: pandas is not installed.
+        """
+        return as_pandas(self.table())
+
+    def final(self, model: str | None = None, metric: str | None = None, part: str = "test") -> Tensor:
+        """A metric of every client that is scored (`Job.scored_ids`) after the last evaluated round, float64 ``[s]``.
+
+        Args:
+            model: "global", "personal" or "hybrid"; None: the model that a client would use, the hybrid one where it
+                was measured, else the personal one, else the global one.
+            metric: its name; None: accuracy, or the metric that leads where that was not measured.
+            part: of the clients' samples.
+
+        Raises:
+            ConfigError: it was not measured.
+        """
+        metric, model = self._measured(model, metric, part)
+        values = self.state.records.last(model, part, metric)
+        assert values is not None
+        return torch.from_numpy(values)
+
+    def _measured(self, model: str | None, metric: str | None, part: str) -> tuple[str, str]:
+        """The metric and the model that are meant, of which every client has a figure."""
+        model = model or self.used
+        names = {r.metric for r in self.state.records.items if (r.model, r.part) == (model, part) and not r.total}
+        metric = metric or ("accuracy" if "accuracy" in names else leading(names))
+        if metric not in names:
+            measured = ((r.model, r.part, r.metric) for r in self.state.records.items if not r.total)
+            raise not_measured(model, metric, part, measured)
+        return metric, model
+
+    @property
+    def used(self) -> str:
+        """The model that a client would use: the most personal one that was measured."""
+        measured = {r.model for r in self.state.records.items}
+        return next((kind for kind in MOST_PERSONAL_FIRST if kind in measured), MOST_PERSONAL_FIRST[-1])
+
+    def uploads(self) -> pa.Table:
+        """Every piece of work in virtual time, in the order in which it ended.
+
+        Columns: ``client``; ``version``, the server's steps at its dispatch; ``round``, the step that took it or in
+        which it was given up; ``start``, ``end`` and ``busy`` in seconds; ``fate``, in a word
+        (`fedloom.engine.virtual.clock.Fate`); and ``staleness``, steps of the server in between.
+
+        Raises:
+            ConfigError: the run has no devices.
+        """
+        log = self._clock().history()
+        columns: dict[str, Any] = {name: log[:, k].astype(np.int64) for k, name in enumerate(LOG[:3])}
+        columns |= {name: log[:, k] for k, name in enumerate(LOG) if name in ("start", "end", "busy")}
+        fates = [Fate(int(code)).name.lower() for code in log[:, FATE]]
+        return pa.table({**columns, "fate": fates, "staleness": columns["round"] - columns["version"] - 1})
+
+    def time_to(
+        self,
+        target: float,
+        metric: str | None = None,
+        model: str | None = None,
+        part: str = "test",
+        by: Literal["all", "client", "device"] = "all",
+    ) -> dict[str, float]:
+        """Simulated seconds until a metric first reaches a target in an evaluation; infinite where it never does.
+
+        Args:
+            target: the value to reach.
+            metric: its name; None: accuracy, or the metric that leads where that was not measured.
+            model: "global", "personal" or "hybrid"; None: the model that a client would use.
+            part: of the clients' samples.
+            by: "all": of the mean over the clients; "client": of each, by number; "device": of the mean of each class.
+
+        Raises:
+            ConfigError: the run has no devices, or the metric was not measured.
+        """
+        self._clock()
+        fleet = self.job.fleet
+        assert fleet is not None
+        name, wanted = self._measured(model, metric, part)
+        ids, items = self.job.scored_ids, self.state.records.items
+        times = {r.round: float(r.values[0]) for r in items if r.metric == "simulated_seconds"}
+        groups = {"all": torch.zeros(len(ids), dtype=torch.long), "client": torch.arange(len(ids))}
+        member = groups.get(by, fleet.member[ids]).numpy()
+        names = {"all": ["all"], "client": [str(i) for i in ids.tolist()]}.get(by, [*fleet.names])
+        reached = dict.fromkeys((label for k, label in enumerate(names) if (member == k).any()), math.inf)
+        for r in items:
+            if (r.model, r.part, r.metric, r.total) != (wanted, part, name, False):
+                continue
+            for k, label in enumerate(names):
+                group_values = r.values[member == k]
+                if len(group_values) and not np.isnan(group_values).all() and math.isinf(reached[label]):
+                    mean = float(np.nanmean(group_values))
+                    if mean >= target if facts(name).higher else mean <= target:
+                        reached[label] = times[r.round]
+        return reached
+
+    def _clock(self) -> Clock:
+        if self.state.clock is None:
+            raise ConfigError("this run has no clock; give simulate devices, as devices='lognormal'")
+        return self.state.clock
+
+    def chart(self, metric: str | None = None, part: str = "test") -> LayerChart:
+        """An Altair chart of a metric by round; see `fedloom.lazy.display`."""
+        return display().chart(self.table(), metric, part)
+
+    plot = chart
+
+    def _repr_html_(self) -> str:
+        """A small table and a curve, for notebooks."""
+        return display().page(self.table(), repr(self))
+
+    def __repr__(self) -> str:
+        """One line on how it went."""
+        end = f" ({self.detail})" if self.detail else ""
+        parts = [type(self.job.algorithm).__name__, f"{self.rounds} rounds", f"{self.stop.value}{end}"]
+        names = {r.metric for r in self.state.records.items if (r.model, r.part) == (self.used, "test") and not r.total}
+        if names:
+            name = leading(names)
+            values = self.final(None, name)
+            parts.append(f"test {name} {float(values.nanmean()):.4g} ({self.used})")
+        return f"Result({', '.join(parts)})"
+
+
+class Live:
+    """A `Source` of models from a run in memory."""
+
+    def __init__(self, job: Job, state: State) -> None:
+        self._job, self._state = job, state
+        self.names = job.eval_fed.names
+        run, facts = job.setting, InputSpec.of(job.eval_fed.data)
+        self.recipe = ModelRecipe(run.model, facts, run.seed, job.oracle.dtype, run.task)
+        name = type(job.algorithm).__name__
+        conversion = job.eval_fed.data.conversion
+        self.about = {"method": name, "algorithm": name, "seed": job.setting.seed, "rounds": state.round}
+        self.about |= {"conversion": conversion} if conversion else {}
+
+    @property
+    def fitted(self) -> Tensor | None:
+        fitted = self._job.eval_fed.data.fitted
+        return None if fitted is None else fitted.values
+
+    def kinds(self) -> list[str]:
+        shared = self._job.algorithm.global_model(self._state.server) is not None
+        personal = self._job.has_personal
+        evaluate, every = self._job.setting.evaluate, len(self._job.scored_ids) == len(self.names)
+        chosen = evaluate.select_on in evaluate.parts and every
+        return [
+            k for k, exists in zip(KINDS, (shared, personal, shared and personal and chosen), strict=True) if exists
+        ]
+
+    @undisturbed()
+    def shared(self) -> tuple[Tensor, Tensor]:
+        row = self._job.algorithm.global_model(self._state.server)
+        assert row is not None
+        return row.cpu(), self._statistics(row, self._state.cohort)
+
+    @undisturbed()
+    def personal(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        job = self._job
+        rows = personal_models(job, self._down, max(self._state.round, 1), ids)
+        width = sum(s.numel() for s in running_statistics(job.oracle.module))
+        statistics = torch.zeros(len(ids), width, dtype=job.oracle.dtype)
+        for k, i in enumerate(ids if width else ()):
+            statistics[k] = self._statistics(rows[k], i[None])
+        return rows.cpu(), statistics
+
+    @cached_property
+    def _down(self) -> Any:
+        """The download of all clients, which may mix all that is kept."""
+        return self._job.down(self._state.server, max(self._state.round, 1))
+
+    @undisturbed()
+    def calibration(self, kind: str) -> Tensor | None:
+        job, ids = self._job, torch.arange(len(self.names))
+        part = job.setting.task.line_part
+        if part is None:
+            return None
+        if kind == "personal":
+            models = personal_models(job, self._down, max(self._state.round, 1), ids)
+            return line_of(job, pass_own(job, models, ids, part))
+        row = job.algorithm.global_model(self._state.server)
+        assert row is not None
+        job.oracle.set_statistics(row.to(job.oracle.device), self._state.cohort)
+        return line_of(job, pass_shared(job, row.to(job.oracle.device), ids, part))
+
+    def takes_global(self) -> Tensor:
+        records, part = self._state.records, self._job.setting.evaluate.select_on
+        scores: Any = {
+            (model, part): {
+                metric: torch.from_numpy(values)
+                for metric in SUMMARY
+                if (values := records.last(model, part, metric)) is not None
+            }
+            for model in ("global", "personal")
+        }
+        return choose_model(scores, part)
+
+    def server(self) -> ServerSide:
+        job, cpu = self._job, torch.device("cpu")
+        kept = job.kept.read(torch.arange(job.n)) if job.algorithm.mixes else None
+        server = to_device(self._state.server, cpu)
+        local, seed = job.setting.local, job.setting.seed
+        return ServerSide(job.algorithm, local, server, kept, job.alpha, job.train_sizes, self._state.round, seed)
+
+    def _statistics(self, row: Tensor, ids: Tensor) -> Tensor:
+        """Running statistics ``[b]`` of a model, from the training parts of clients."""
+        oracle = self._job.oracle
+        oracle.set_statistics(row.to(oracle.device), ids)
+        statistics = [s.flatten() for s in running_statistics(oracle.module)]
+        return torch.cat([torch.zeros(0, dtype=oracle.dtype, device=oracle.device), *statistics]).cpu()

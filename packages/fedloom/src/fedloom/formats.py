@@ -1,0 +1,219 @@
+"""Write numbers for people: the one place where a number of a table, a page, a chart or a line becomes text.
+
+A table becomes a DataFrame here too.
+"""
+
+from __future__ import annotations
+
+import math
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from fedloom.errors import ConfigError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+DASH = "\N{EN DASH}"
+"""Stands for a number that is not known."""
+LARGE = 1e6
+"""Means from here on are written with an exponent; totals from a thousand times more on."""
+ZERO = 1e-12
+"""Means below are what is left of 0 after sums."""
+PERCENT, PLAIN = (1, 2), (0, 6)
+"""The least and the most decimals of percentages, and of other figures."""
+_THIN = "\u202f"
+
+
+def significant(value: float, digits: int = 4) -> str:
+    """So many significant digits, with an exponent where it is needed.
+
+    >>> significant(123456789.0, 3), significant(0.5), significant(0.123456)
+    ('1.23e8', '0.5', '0.1235')
+    """
+    return f"{value:.{digits}g}".replace("e+0", "e").replace("e+", "e")
+
+
+def rounded(value: float, digits: int = 5) -> float | None:
+    """The number with so many significant digits, enough for a picture; None where it is not finite."""
+    return float(f"{value:.{digits}g}") if math.isfinite(value) else None
+
+
+def finite(value: float) -> float | None:
+    """A number for a file; None for one that is not finite."""
+    return value if math.isfinite(value) else None
+
+
+def fixed(value: float, decimals: int, *, signed: bool = False) -> str:
+    r"""So many decimals, thin spaces between thousands, and with ``signed`` a plus above 0.
+
+    >>> fixed(12345.678, 1), fixed(0.5, 2, signed=True), fixed(-0.5, 2, signed=True)
+    ('12\u202f345.7', '+0.50', '-0.50')
+    """
+    text = f"{value:,.{decimals}f}".replace(",", _THIN)
+    return f"+{text}" if signed and value > 0 else text
+
+
+def percent(share: float, decimals: int = 0, *, signed: bool = False) -> str:
+    """A share as percent.
+
+    >>> percent(0.3), percent(0.1234, 1)
+    ('30 %', '12.3 %')
+    """
+    return f"{fixed(100 * share, decimals, signed=signed)} %"
+
+
+def total(value: float) -> str:
+    r"""A total: three significant digits below 100, else whole, with thin spaces between thousands.
+
+    >>> total(99.94), total(1234567), total(2.5e9)
+    ('99.9', '1\u202f234\u202f567', '2.5e9')
+    """
+    if abs(value) >= 1000 * LARGE or abs(value) < 100:
+        return significant(value, 3)
+    return fixed(value, 0)
+
+
+def interval(mean: float, half: float, decimals: tuple[int, int] = PLAIN, *, signed: bool = False) -> tuple[str, str]:
+    """A mean and the half width of its interval, with as many decimals as give the latter two significant digits.
+
+    Without an interval the mean gets four significant digits and the second text is empty; without a mean both are.
+
+    Args:
+        mean: the estimate.
+        half: of the width of its interval; nan where there is none.
+        decimals: the least and the most.
+        signed: write a plus before a mean above 0.
+
+    >>> interval(3.1695, 13.9), interval(0.123456, float("nan")), interval(7.856937935508588e15, 9e16)
+    (('3', '14'), ('0.1235', ''), ('7.86e15', '9e16'))
+    >>> interval(-1e-17, 2e-16, (1, 1), signed=True)
+    ('0.0', '0.0')
+    """
+    if not math.isfinite(mean):
+        return "", ""
+    mean = 0.0 if abs(mean) < ZERO else mean
+    plus = "+" if signed and mean > 0 else ""
+    if max(abs(mean), abs(half) if math.isfinite(half) else 0.0) >= LARGE:
+        return plus + significant(mean, 3), significant(half, 3) if math.isfinite(half) else ""
+    measured = math.isfinite(half) and half > 0
+    places = min(max(_decimals(half, 2) if measured else _decimals(mean, 4), decimals[0]), decimals[1])
+    return plus + fixed(mean, places), fixed(half, places) if math.isfinite(half) else ""
+
+
+def pair(mean: str, half: str) -> str:
+    """A mean and its half width as one text.
+
+    >>> pair("91.2", "0.4"), pair("91.2", "")
+    ('91.2 ± 0.4', '91.2')
+    """
+    return f"{mean} ± {half}" if half else mean
+
+
+def factor(log: float, half: float) -> str:
+    """A ratio with its interval, from the logarithm of the ratio and the half width of its interval.
+
+    >>> import math
+    >>> factor(math.log(0.5), math.log(1.25)), factor(math.log(2), math.nan), factor(-math.inf, 0.0)
+    ('0.5 (0.4 to 0.625) times', '2 times', '0 times')
+    """
+    if math.isnan(log):
+        return ""
+    ends = f" ({_factor(log - half)} to {_factor(log + half)})" if math.isfinite(log) and math.isfinite(half) else ""
+    return f"{_factor(log)}{ends} times"
+
+
+def _factor(log: float) -> str:
+    return significant(math.exp(log) if log < 700 else math.inf, 3)
+
+
+def p_value(p: float) -> str:
+    """A p value as journals print it.
+
+    >>> p_value(0.0213), p_value(0.00004), p_value(float("nan"))
+    ('0.021', '< 0.001', '–')
+    """
+    if not math.isfinite(p):
+        return DASH
+    return "< 0.001" if p < 0.001 else fixed(p, 3)
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    """The first of some names, and how many more there are.
+
+    >>> listed(["a", "b", "c"], 2)
+    'a, b and 1 more'
+    """
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def folded(notes: Iterable[str]) -> list[str]:
+    """Return notes in the order of their first time, those that are equal but for the number of a round once.
+
+    >>> folded(["round 1: 2 late", "slow", "round 2: 2 late", "round 4: 2 late", "slow"])
+    ['round 1: 2 late (and in 2 more rounds, the last of them 4)', 'slow (2 times)']
+    """
+    rounds = dict[tuple[bool, str], list[str]]()
+    for note in notes:
+        start = re.match(r"round (\d+)\b", note)
+        key = (True, note[start.end() :]) if start else (False, note)
+        rounds.setdefault(key, []).append(start[1] if start else "")
+    return [_folded(text, of_rounds, counted) for (of_rounds, text), counted in rounds.items()]
+
+
+def _folded(text: str, of_rounds: bool, rounds: Sequence[str]) -> str:
+    more = len(rounds) - 1
+    if not of_rounds:
+        return f"{text} ({more + 1} times)" if more else text
+    first = f"round {rounds[0]}{text}"
+    if not more:
+        return first
+    return f"{first} (and in {more} more round{'s, the last of them' if more > 1 else ','} {rounds[-1]})"
+
+
+def duration(minutes: float) -> str:
+    """Seconds, minutes, hours or days.
+
+    >>> duration(3.2), duration(0.2), duration(200), duration(5000)
+    ('3 min', '12 s', '3 h', '3 days')
+    """
+    for unit, size in (("days", 60 * 24), ("h", 60), ("min", 1)):
+        if minutes >= (2 * size if size > 1 else 1):
+            return f"{fixed(minutes / size, 0)} {unit}"
+    return f"{fixed(minutes * 60, 0)} s"
+
+
+def option(value: object, digits: int = 4) -> str:
+    """The value of an option, a number with so many significant digits.
+
+    >>> option(0.1), option("auto"), option(1 / 3)
+    ('0.1', 'auto', '0.3333')
+    """
+    return significant(value, digits) if isinstance(value, float) else str(value)
+
+
+def options(values: Mapping[str, object], digits: int = 4) -> str:
+    """Options in one line.
+
+    >>> options({"lr": 0.1, "steps": 3})
+    'lr = 0.1, steps = 3'
+    """
+    return ", ".join(f"{name} = {option(value, digits)}" for name, value in values.items())
+
+
+def _decimals(value: float, digits: int) -> int:
+    """Decimals that show so many significant digits of the value."""
+    return digits if value == 0 else max(0, digits - 1 - math.floor(math.log10(abs(value))))
+
+
+def as_pandas(table: pa.Table) -> Any:
+    """Return the table as a pandas DataFrame.
+
+    Raises:
+        ConfigError: pandas is not installed.
+    """
+    if find_spec("pandas") is None:
+        raise ConfigError("to_pandas needs pandas: pip install pandas; table() is the same without it")
+    return table.to_pandas()

@@ -1,0 +1,52 @@
+"""The command line: ``fedloom run FILE.toml`` and what goes with it. Only the commands that need torch import it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.metadata import entry_points
+from io import BufferedWriter, FileIO, TextIOWrapper
+from typing import TYPE_CHECKING
+
+from fedloom.lab.cli import bench, cox, facts, glm, init, models, runs, tune, watch
+from fedloom.lab.cli._app import DataDir, app, errors, say, worker_count
+from fedloom.lab.cli._complete import algorithms, offer, one_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = [
+    "DataDir", "algorithms", "app", "bench", "cox", "errors", "facts", "glm", "init", "main", "models",
+    "offer", "one_of", "runs", "say", "tune", "watch", "worker_count",
+]  # fmt: skip
+
+# A package of commands imports the names above, so it comes last.
+for _package in entry_points(group="fedloom.commands"):
+    _package.load()
+
+
+class Log(FileIO):
+    """Standard error, which ends no run: what cannot be written, as to a pipe without a reader, is left out."""
+
+    def write(self, data: Buffer, /) -> int:
+        """Write bytes, or not."""
+        try:
+            return super().write(data)
+        except OSError:
+            return memoryview(data).nbytes
+
+
+def main() -> None:
+    """Entry point of the command ``fedloom``; a standard stream that its caller has closed is the null device.
+
+    What the encoding of the output lacks, such as a table's rule in ASCII, is a question mark.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 (until the process ends)
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+    if isinstance(sys.stderr, TextIOWrapper):
+        log, form = BufferedWriter(Log(sys.stderr.fileno(), "w", closefd=False)), sys.stderr
+        sys.stderr = TextIOWrapper(log, form.encoding, form.errors, line_buffering=True)
+    app()

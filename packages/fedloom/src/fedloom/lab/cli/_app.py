@@ -1,0 +1,188 @@
+"""The application, the form of its errors, and the arguments that commands share."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from typer import core
+from typer.core import TyperGroup
+
+from fedloom.errors import ConfigError, FedloomError, printable
+from fedloom.version import __version__
+
+core.HAS_RICH = False  # else typer writes "\\[required]" in plain help, an escape that only rich's markup needs
+
+
+MAY_BE_EMPTY = ("--event",)
+"""Options whose empty word has a meaning."""
+
+
+def _refuse(sentence: str) -> NoReturn:
+    typer.echo(f"error: {printable(sentence)}", err=True)
+    raise typer.Exit(2)
+
+
+@contextmanager
+def _for_reader() -> Iterator[None]:
+    """End as other programs do, and without a word, once the output has no reader, as after ``| head -1``."""
+    try:
+        yield
+    except BrokenPipeError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in (sys.__stdout__, sys.__stderr__):  # what they hold yet is flushed at the end of the process
+            if stream is not None:
+                os.dup2(nowhere, stream.fileno())
+        raise typer.Exit(128 + signal.SIGPIPE) from None
+
+
+PANELS = ("Start", "Run", "Use models", "Statistics", "Real sites", "Studies")
+"""Groups of commands in the help, in the order in which a newcomer meets them."""
+
+
+class Words(TyperGroup):
+    """A group of commands that refuses words which are empty or not text: the name of a file may be any bytes.
+
+    An empty word is mostly a variable of the shell that is not set, and as a path would be the current folder.
+    """
+
+    def make_context(self, *args: Any, **extra: Any) -> Any:
+        """The context; help and the version are printed here."""
+        with _for_reader():
+            return super().make_context(*args, **extra)
+
+    def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
+        """Run the command."""
+        with _for_reader(), errors():
+            return super().invoke(ctx)
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        """The words that are left for the command."""
+        for k, word in enumerate(args):
+            empty = word == "" or (word.startswith("--") and word.find("=") == len(word) - 1)
+            if empty and (word or args[max(k - 1, 0)]).rstrip("=") not in MAY_BE_EMPTY:
+                place = f" after {args[k - 1]}" if k and word == "" else f": {word}" if word else ""
+                _refuse(f"an empty word{place}; is a variable of the shell not set? give a value, or leave it out")
+            try:
+                word.encode()
+            except UnicodeEncodeError:
+                _refuse(f"{word!a} is not text in UTF-8; use a name that is")
+        return super().parse_args(ctx, args)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the commands by `PANELS`; commands without a panel come last."""
+        panels: dict[str, list[tuple[str, str]]] = {panel: [] for panel in PANELS}
+        width = formatter.width - 6 - max(map(len, self.list_commands(ctx)), default=0)
+        for name in self.list_commands(ctx):
+            command = self.get_command(ctx, name)
+            if command is not None and not command.hidden:
+                panel = getattr(command, "rich_help_panel", None)
+                title = panel if isinstance(panel, str) else "Commands"
+                panels.setdefault(title, []).append((name, command.get_short_help_str(width)))
+        for title, rows in panels.items():
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
+
+    def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:  # type: ignore[override]
+        """The command that the first word names; for a wrong word the nearest ones, once."""
+        try:
+            return super().resolve_command(ctx, args)
+        except Exception as error:
+            if "Did you mean" in getattr(error, "message", "") and hasattr(error, "possibilities"):
+                error.possibilities = None  # click's, which typer has in the message already
+            raise
+
+
+app = typer.Typer(
+    cls=Words,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Federated learning for clients that differ: compare personalised, fair, robust and sparse methods.",
+)
+
+
+def _version(requested: bool) -> None:
+    if requested:
+        typer.echo(f"fedloom {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="show the version")
+    ] = False,
+) -> None:
+    """Options of the program itself."""
+
+
+def say(*lines: object, err: bool = False) -> None:
+    """Write lines to the terminal; names in them come from files, so control characters are shown as escapes."""
+    for line in lines:
+        typer.echo(printable(line), err=err)
+
+
+FileArgument = Annotated[Path, typer.Argument(help="experiment file (TOML)", show_default=False)]
+Trust = Annotated[
+    bool,
+    typer.Option(
+        "--trust",
+        help="run code that the file names by import path, though it is another user's or a package's; read it first",
+    ),
+]
+DataDir = Annotated[Path | None, typer.Option(help="folder of data sets; else the environment variable FEDLOOM_DATA")]
+
+
+def worker_count(text: str) -> int | str:
+    """Read the value of --workers: a number from 1, or 'auto'.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if text != "auto" and not (text.isdecimal() and int(text) > 0):
+        raise ConfigError(f"--workers must be a number from 1 or 'auto', got {text!r}")
+    return text if text == "auto" else int(text)
+
+
+EXTRAS = {
+    **dict.fromkeys(("Crypto", "cryptography", "prometheus_client"), "fedloom-sites[deploy]"),
+    **dict.fromkeys(("flwr", "opendp"), "fedloom-sites"),
+    **dict.fromkeys(("altair", "vl_convert"), "fedloom[charts]"),
+    "optuna": "fedloom[tune]",
+    "scikit_posthocs": "fedloom-studies",
+}
+"""Modules that a command imports, and the package that brings them."""
+
+
+@contextmanager
+def errors() -> Iterator[None]:
+    """An expected error is a sentence on standard error and an exit code: 2 for what was asked, 1 for what happened."""
+    try:
+        yield
+    except FedloomError as error:
+        say(f"error: {error}", err=True)
+        raise typer.Exit(2 if isinstance(error, ValueError) else 1) from None
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            say("error: the disk is full; free some space and run the same command again", err=True)
+            raise typer.Exit(1) from None
+        if error.filename is None:
+            raise
+        say(f"error: {error.filename}: {error.strerror}; check the path and its permissions", err=True)
+        raise typer.Exit(1) from None
+    except ModuleNotFoundError as error:
+        package = EXTRAS.get((error.name or "").partition(".")[0])
+        if package is None:
+            raise
+        say(f"error: this needs {error.name}; install it with: pip install '{package}'", err=True)
+        raise typer.Exit(2) from None

@@ -1,0 +1,74 @@
+"""Completion after Tab, without torch: names are read from the sources and from run directories."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+Offer = Callable[[str], list[str]]
+"""The word so far -> words that go on from it."""
+
+PACKAGE = Path(__file__).parents[2]
+
+
+def offer(words: Callable[[], Iterable[str]]) -> Offer:
+    """Complete a word by those of ``words()`` that begin with it."""
+
+    def offered(incomplete: str) -> list[str]:
+        return [word for word in words() if word.startswith(incomplete)]
+
+    return offered
+
+
+def one_of(*words: str) -> Offer:
+    """Fixed words."""
+    return offer(lambda: words)
+
+
+def _keys(module: str, name: str) -> Iterator[str]:
+    """Keys of the dictionary that a module calls ``name``, as its text has them."""
+    for node in ast.parse((PACKAGE / module).read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Dict) and ast.unparse(node.target) == name:
+            yield from (
+                key.value for key in node.value.keys if isinstance(key, ast.Constant) and type(key.value) is str
+            )
+
+
+def _algorithms() -> Iterator[str]:
+    yield from _keys("algorithms/__init__.py", "ALGORITHMS")
+    yield from _keys("algorithms/presets.py", "PRESETS")
+
+
+def _summary() -> dict[str, Any]:
+    """``summary.json`` of the first run directory on the line; empty if there is none.
+
+    The line is what the shell hands over: nothing of it is parsed while an option waits for its value.
+    """
+    line = os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS", "")
+    for word in line.split():
+        try:
+            summary = json.loads((Path(word).expanduser() / "summary.json").read_text(encoding="utf-8"))
+        except (OSError, RuntimeError, ValueError):
+            continue
+        return summary if isinstance(summary, dict) else {}
+    return {}
+
+
+def _of_runs(key: str) -> Offer:
+    return offer(lambda: dict.fromkeys(str(run[key]) for run in _summary().get("runs", ()) if key in run))
+
+
+algorithms = offer(_algorithms)
+"""Names for ``fedloom describe``."""
+sources = offer(lambda: _keys("data/sources/__init__.py", "SOURCES"))
+"""Names for ``fedloom data``."""
+methods, seeds = _of_runs("method"), _of_runs("seed")
+"""Labels and seeds of a run directory."""
+clients = offer(lambda: map(str, range(min(int(_summary().get("clients", 0)), MOST))))
+"""Numbers of clients of a run directory."""
+MOST = 1000
+"""Clients that are offered."""

@@ -1,0 +1,138 @@
+"""``fedloom bench``."""
+
+from __future__ import annotations
+
+from math import isfinite
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fedloom.formats import duration, fixed, significant
+from fedloom.lab.cli import _complete as offer
+from fedloom.lab.cli._app import DataDir, FileArgument, Trust, app, errors, say, worker_count
+
+if TYPE_CHECKING:
+    from fedloom.lab.experiment.measure.bench import Speed
+    from fedloom.processes.costs import Costs, Parts, Place
+
+
+@app.command(rich_help_panel="Run")
+def bench(
+    file: FileArgument,
+    workers: Annotated[
+        list[str] | None,
+        typer.Option(help="processes to measure, or 'auto'; may be repeated; 1 and all cores by default"),
+    ] = None,
+    oracle: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="how gradients are computed: fused, stacked or looped; may be repeated; all by default",
+            autocompletion=offer.one_of("fused", "stacked", "looped"),
+        ),
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="rounds to measure, of one more that is played")] = 5,
+    patience: Annotated[float, typer.Option(min=0, help="seconds to wait for a quiet machine, per row")] = 0,
+    ranks: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="calculate rounds with so many ranks on a machine instead; may be repeated"),
+    ] = None,
+    machines: Annotated[int | None, typer.Option(min=1, help="with --ranks: machines; 1 by default")] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option(min=0.001, help="with --ranks: megabits per second of a machine's link; 1000 by default"),
+    ] = None,
+    trip: Annotated[
+        float | None, typer.Option(min=0, help="with --ranks: milliseconds there and back; 1 by default")
+    ] = None,
+    clients: Annotated[int | None, typer.Option(min=1, help="with --ranks: clients, if not those of the file")] = None,
+    cohort: Annotated[
+        int | None, typer.Option(min=1, help="with --ranks: clients of a round, if not as many as in the file")
+    ] = None,
+    data_dir: DataDir = None,
+    trust: Trust = False,
+) -> None:
+    """Measure how fast an experiment runs here.
+
+    It estimates how long all of it takes. Nothing is written.
+
+    Seconds are the median per round, without the first and without evaluation. A row during which other processes
+    used more than a tenth of a core is marked as unreliable. With --ranks, rounds on other machines like this one are
+    calculated from what one process takes, as with --ranks 8 --machines 4 --rate 1000 --trip 50.
+
+    Example: fedloom bench examples/quickstart.toml --workers 1 --workers 2 --rounds 5
+    """
+    with errors():
+        counts = [worker_count(text) for text in workers or ()]
+        from fedloom.errors import ConfigError
+        from fedloom.lab.experiment import read
+        from fedloom.lab.experiment.measure.bench import Bench
+        from fedloom.lab.printing import print_rows
+        from fedloom.processes.costs import Link, Place
+
+        for option, number in (("--patience", patience), ("--rate", rate), ("--trip", trip)):
+            if number is not None and not isfinite(number):
+                raise ConfigError(f"{option} must be a finite number, got {number}")
+        elsewhere = {"--machines": machines, "--rate": rate, "--trip": trip, "--clients": clients, "--cohort": cohort}
+        unread: dict[str, Any] = {"--workers": workers, "--oracle": oracle} if ranks else elsewhere
+        if wrong := [name for name, value in unread.items() if value is not None]:
+            raise ConfigError(f"{' and '.join(wrong)}: {'not with' if ranks else 'only with'} --ranks")
+        plan = Bench(read(file, trust=trust), data_dir, rounds=rounds, oracles=oracle or (), workers=counts)
+        if ranks:
+            link = Link((rate or 1000) * 1e6 / 8, (1 if trip is None else trip) / 1e3)
+            places = [Place(r, machines or 1, link) for r in ranks]
+            rows = []
+            for method in plan.experiment.methods:
+                costs = plan.costs(method)
+                say(f"{method.label}: {_costs_text(costs)}", err=True)
+                n, m = clients or plan.federation.n, cohort or costs.cohort
+                rows += [{"method": method.label} | _calculated(p, costs.round(max(n, m), m, p)) for p in places]
+            print_rows(rows)
+            return
+        speeds: list[Speed] = []
+        total = sum(map(len, plan.ways.values()))
+        for speed in plan.measure(patience):
+            speeds.append(speed)
+            way = speed.way
+            say(f"{len(speeds)}/{total}: {speed.method}, {way.oracle}, workers {way.workers}", err=True)
+        print_rows([_row(speed) for speed in speeds], ("method", "oracle", "workers"))
+        runs = len(plan.experiment.methods) * len(plan.experiment.head.seeds)
+        beside = f", {plan.processes} at a time" if plan.processes > 1 else ""
+        say(f"the whole experiment, {runs} runs{beside}, without evaluation: {duration(plan.minutes(speeds))}")
+
+
+def _row(speed: Speed) -> dict[str, Any]:
+    return {
+        "method": speed.method,
+        "oracle": speed.way.oracle,
+        "workers": speed.way.workers,
+        "picked": "yes" if speed.way.picked else "",
+        "s/round": speed.seconds,
+        "samples/s": round(speed.samples),
+        "busy cores": f"{fixed(speed.other_cores, 2)}{' (unreliable)' if speed.disturbed else ''}",
+    }
+
+
+def _costs_text(costs: Costs) -> str:
+    return (
+        f"{significant(1e3 * costs.share, 3)} ms a client of the cohort, "
+        f"{fixed(costs.crowd, 2)} times that where all {costs.cores} cores compute, "
+        f"{significant(1e3 * costs.result, 3)} ms and {significant(costs.message / 1e6, 3)} MB "
+        f"a chunk of up to {costs.chunk} clients, "
+        f"{significant(1e9 * costs.client, 3)} ns a client of the federation, "
+        f"{significant(1e3 * costs.fixed, 3)} ms fixed, "
+        f"{significant(costs.row / 1e6, 3)} MB kept of a client"
+    )
+
+
+def _calculated(place: Place, parts: Parts) -> dict[str, Any]:
+    return {
+        "ranks": f"{place.machines} x {place.ranks}",
+        "s/round": parts.seconds,
+        "local work": parts.work,
+        "results": parts.results,
+        "link": parts.link,
+        "all clients": parts.clients,
+        "fixed": parts.fixed,
+        "MB received": parts.bytes / 1e6,
+        "ranks without work": parts.idle,
+    }

@@ -1,0 +1,150 @@
+"""Commands that look up facts: ``fedloom list``, ``describe``, ``schema`` and ``data``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from importlib.metadata import entry_points
+from shutil import get_terminal_size
+from textwrap import wrap
+from typing import Annotated, Any
+
+import typer
+
+from fedloom.errors import unknown
+from fedloom.lab.cli import _complete as offer
+from fedloom.lab.cli._app import DataDir, app, errors, say
+
+LISTS = entry_points(group="fedloom.lists")
+"""Kinds of parts that other packages add; each is a function that returns names with a line each."""
+KINDS = (
+    "methods", "partitions", "models", "data", "samplers", "weighers", "mixers", "aggregators", "attacks", "channels",
+    "devices", "schedules", "metrics", *LISTS.names,
+)  # fmt: skip
+"""Kinds of parts that can be listed."""
+NAME = 22
+"""Characters that the column of names has at least."""
+
+
+@app.command(name="list", rich_help_panel="Start")
+def list_command(
+    what: Annotated[
+        str, typer.Argument(help=f"one of {', '.join(KINDS)}", autocompletion=offer.one_of(*KINDS))
+    ] = "methods",
+) -> None:
+    """List methods, or another kind of part, by name.
+
+    Each has one line.
+
+    Example: fedloom list partitions
+    """
+    with errors():
+        if what not in KINDS:
+            raise unknown("kind of part", what, KINDS, "fedloom list")
+        if what in LISTS.names:
+            _print(LISTS[what].load()())
+            return
+        from fedloom.lab.experiment.index import index
+
+        if what == "methods":
+            for family, methods in index().families.items():
+                say(family)
+                _print(methods)
+        else:
+            _print(index().parts[what])
+
+
+def _print(lines: list[tuple[str, str]]) -> None:
+    width = get_terminal_size().columns if sys.stdout.isatty() else None
+    for line in in_two_columns(lines, width):
+        say(line)
+
+
+def in_two_columns(lines: list[tuple[str, str]], width: int | None) -> Iterator[str]:
+    """Yield names with their lines beside them, or below where a terminal is narrow; None folds nothing.
+
+    >>> [*in_two_columns([("fedavg", "average of models.")], 18)]
+    ['  fedavg', '    average of', '    models.']
+    """
+    indent = 2 + max(NAME, 2 + max(len(name) for name, _ in lines))
+    for name, line in lines:
+        if width is None or indent + len(line) <= width:
+            yield f"  {name}".ljust(indent) + line
+        elif width - indent >= NAME:
+            first, *rest = wrap(line, width - indent)
+            yield f"  {name}".ljust(indent) + first
+            yield from (" " * indent + text for text in rest)
+        else:
+            yield f"  {name}"
+            yield from wrap(line, width, initial_indent="    ", subsequent_indent="    ")
+
+
+@app.command(rich_help_panel="Start")
+def describe(
+    name: Annotated[
+        str,
+        typer.Argument(help="a method, see 'fedloom list'", show_default=False, autocompletion=offer.algorithms),
+    ],
+) -> None:
+    """Print a method's card and its options.
+
+    The card has its problem, reference, symbols, traffic, deviations, and when to use it.
+
+    Example: fedloom describe flame
+    """
+    with errors():
+        from fedloom.imports import is_path
+
+        if is_path(name):
+            from fedloom.lab.experiment.cards import card
+            from fedloom.trust import vouch
+
+            vouch([name])
+            say(card(name))
+            return
+        from fedloom.lab.experiment.index import index
+        from fedloom.values import choose
+
+        say(choose("algorithm", index().cards, name))
+
+
+@app.command(rich_help_panel="Start")
+def schema() -> None:
+    """Print the JSON schema of experiment files.
+
+    Editors complete and check files by it.
+
+    Example: fedloom schema > fedloom.schema.json
+    """
+    from fedloom.lab.experiment.index import index
+
+    say(index().schema)
+
+
+@app.command(rich_help_panel="Start")
+def data(
+    name: Annotated[
+        str, typer.Argument(help="a data set's name, or a path", show_default=False, autocompletion=offer.sources)
+    ],
+    data_dir: DataDir = None,
+    fetch: Annotated[
+        bool, typer.Option("--fetch", help="fetch its original files first, checked by their digests (extra fetch)")
+    ] = False,
+) -> None:
+    """Print what a data set has; with --fetch get it first.
+
+    These are counts, shapes, classes and the checksum.
+
+    Example: fedloom data mnist --data-dir ~/data --fetch
+    """
+    with errors():
+        from fedloom.data import load
+
+        if fetch:
+            from fedloom.data.sources.fetch import fetch as fetched
+
+            say(f"files      {fetched(name, data_dir)}")
+        facts: dict[str, Any] = load(name, data_dir).describe()
+        for key, value in facts.items():
+            say(f"{key:<10} {json.dumps(value) if isinstance(value, dict) else value}")

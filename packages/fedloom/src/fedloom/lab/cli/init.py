@@ -1,0 +1,83 @@
+"""``fedloom init``: surveys a table, reports every finding at once, and drafts an experiment file that runs."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fedloom.errors import ConfigError
+from fedloom.lab.cli._app import app, errors, say
+
+if TYPE_CHECKING:
+    from fedloom.data import Dataset
+
+
+@app.command(rich_help_panel="Start")
+def init(
+    table: Annotated[Path, typer.Argument(help="CSV or Parquet file, a row per sample", show_default=False)],
+    by: Annotated[str | None, typer.Option(help="column that names the site of a row; '' for none")] = None,
+    target: Annotated[str | None, typer.Option(help="column to predict")] = None,
+    event: Annotated[
+        str | None, typer.Option(help="column with 1 for an event, where the target is the time to it; '' for none")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="experiment file; beside the table by default")] = None,
+    agree: Annotated[
+        bool, typer.Option("--agree", help="write a document on the columns too, which all sites can agree on")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="replace an experiment file that is there")] = False,
+) -> None:
+    """Look at a table and draft an experiment file.
+
+    Everything found in the table is reported at once. The draft runs as it is, unless it has questions: then
+    its questions stand in the file, with the options that answer them.
+
+    Example: fedloom init patients.csv --by hospital --target died
+    """
+    with errors():
+        from fedloom.data.survey.columns import Survey
+        from fedloom.data.survey.draft import Draft, unnamed
+        from fedloom.outputs import FileKind, check_output_file, never
+        from fedloom.storage.files import make_folder, write_atomic
+
+        place = out or table.parent / f"{table.name.lstrip('.').partition('.')[0] or 'data'}.toml"
+        if place.is_dir():
+            raise ConfigError(f"{place} is a folder; give --out the path of the experiment file")
+        document = place.with_name(f"{place.stem}.agreement.toml")
+        for path in (place, document) if agree else (place,):
+            check_output_file(path, FileKind("TOML", "an experiment file", never), (table,), force=force)
+        draft = Draft(Survey(table), by, target, event)
+        say(*draft.report)
+        text = draft.text(place)
+        data = None if draft.asks else _try(text, place)
+        say(*(f"  {note}" for note in ([] if data is None else data.notes)))
+        if agree and (data is None or draft.questions):
+            raise ConfigError(f"{table}: no agreement is written while a question is open: {draft.questions[0]}")
+        make_folder(place.parent)
+        if agree and data is not None:
+            agreement = draft.agreement(data)
+            write_atomic(document, agreement.text().encode())
+            text = draft.text(place, document)
+            _try(text, place)
+            say(*(f"  {sentence}" for sentence in unnamed(data, agreement)))
+        write_atomic(place, text.encode())
+        if draft.questions:
+            say(f"\ndraft: {place}; it does not run before this is answered:")
+            say(*(f"  {question}" for question in draft.questions))
+            return
+        say(f"\ndraft: {place}; run it with: fedloom run {place}")
+        if agree:
+            say(f"agreement: {document}; fill in its units, and let every site read and sign it")
+
+
+def _try(text: str, place: Path) -> Dataset:
+    """The data, read with the draft's options, so that no draft is written that would not run."""
+    from fedloom.lab.experiment import parse
+
+    document = {key: value for key, value in tomllib.loads(text).items() if key != "questions"}
+    experiment = parse(document, str(place))
+    data = experiment.source.read(None)
+    experiment.partition(data, seed=0)
+    return data

@@ -1,0 +1,292 @@
+"""Models in hand: ``fedloom models``, ``evaluate``, ``predict``, ``adapt`` and ``export``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fedloom.errors import ConfigError
+from fedloom.lab.cli import _complete as offer
+from fedloom.lab.cli._app import DataDir, Trust, app, errors, say
+
+if TYPE_CHECKING:
+    from fedloom.lab.experiment import RecordedRun, RunDirectory
+    from fedloom.trained.predictions import Predictions
+
+RunArgument = Annotated[Path, typer.Argument(help="run directory of 'fedloom run'", show_default=False)]
+DataOption = Annotated[str, typer.Option("--data", help="new data: a file, a folder, or a name", show_default=False)]
+MethodOption = Annotated[
+    str | None, typer.Option("--method", help="label of a method of the run", autocompletion=offer.methods)
+]
+SeedOption = Annotated[int | None, typer.Option("--seed", help="seed of the run", autocompletion=offer.seeds)]
+ClientOption = Annotated[
+    str | None, typer.Option("--client", help="a client of the run, by name or number", autocompletion=offer.clients)
+]
+ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        help="global, personal, hybrid, or the file of an adapted model",
+        autocompletion=offer.one_of("global", "personal", "hybrid"),
+    ),
+]
+
+
+KeepOption = Annotated[
+    list[str] | None, typer.Option("--keep", help="column that goes with the predictions, as an id; may be repeated")
+]
+ThresholdOption = Annotated[
+    float | None,
+    typer.Option("--threshold", help="probability from which the second class is predicted; 0.5 by default"),
+]
+ForceOption = Annotated[bool, typer.Option("--force", help="replace a file of another kind that is there")]
+
+
+@app.command(name="models", rich_help_panel="Use models")
+def models_command(run: RunArgument) -> None:
+    """List the models of a run directory with their scores.
+
+    They are global, personal, hybrid and adapted ones.
+
+    Example: fedloom models runs/patients
+    """
+    with errors():
+        from fedloom.lab.experiment import listed, open_run
+        from fedloom.lab.printing import print_rows
+
+        print_rows(listed(open_run(run)), ("method", "seed", "model"))
+
+
+@app.command(rich_help_panel="Use models")
+def evaluate(
+    run: RunArgument,
+    data: DataOption,
+    method: MethodOption = None,
+    seed: SeedOption = None,
+    client: ClientOption = None,
+    model: ModelOption = None,
+    data_dir: DataDir = None,
+    trust: Trust = False,
+) -> None:
+    """Score models on new data with labels.
+
+    Models are used as predict does: those of each row's site or of --client, else the global one.
+
+    Example: fedloom evaluate runs/patients --data new.csv --method ditto --client south
+    """
+    with errors():
+        from fedloom.lab.experiment import open_run
+        from fedloom.lab.printing import print_rows
+
+        opened = open_run(run, trust=trust)
+        fresh = opened.read(data, data_dir)
+        lines = list(opened.evaluate(fresh, method, seed, client, model))
+        print_rows([line.row() for line in lines])
+        notes = [note for line in lines for note in line.choice.strange(line.rows.x)]
+        say(*dict.fromkeys((*fresh.notes, *lines[0].rows.notes, *notes)))
+
+
+@app.command(rich_help_panel="Use models")
+def predict(
+    run: RunArgument,
+    data: Annotated[str, typer.Argument(help="rows without labels: a file, or a name", show_default=False)],
+    method: Annotated[
+        str | None,
+        typer.Option("--method", help="label; the best on validation by default", autocompletion=offer.methods),
+    ] = None,
+    seed: SeedOption = None,
+    client: Annotated[
+        str | None,
+        typer.Option("--client", help="whose model; by default that of each row's site", autocompletion=offer.clients),
+    ] = None,
+    model: ModelOption = None,
+    out: Annotated[Path, typer.Option(help="CSV file to write")] = Path("predictions.csv"),
+    keep: KeepOption = None,
+    threshold: ThresholdOption = None,
+    force: ForceOption = False,
+    data_dir: DataDir = None,
+    trust: Trust = False,
+) -> None:
+    """Predict rows without labels: a class, or a value.
+
+    Classes come with their probabilities.
+
+    Example: fedloom predict runs/patients patients.csv --out predictions.csv
+    """
+    with errors():
+        from fedloom.lab.experiment import open_run
+
+        file = PredictionsFile(out, (data, model), force=force)
+        predictions = open_run(run, trust=trust).predict(data, method, seed, client, model, data_dir, tuple(keep or ()))
+        file.write(predictions, threshold)
+
+
+class PredictionsFile:
+    """The CSV file of a command's predictions.
+
+    A file that is there is replaced without ``force`` only if it has the same columns as the new one, so that a table
+    with labels, or predictions to which someone has added a column, are kept.
+
+    Args:
+        path: the file.
+        inputs: what the command reads.
+        force: replace a file of another kind.
+
+    Raises:
+        ConfigError: predictions must not be written there.
+    """
+
+    def __init__(self, path: Path, inputs: Sequence[object], *, force: bool) -> None:
+        self._path, self._inputs, self._force = path, inputs, force
+        self._check(_are_columns_of_predictions)
+
+    def write(self, predictions: Predictions, threshold: float | None, by: str = "") -> None:
+        """Write predictions, decided at a threshold of the probability, and print their notes.
+
+        Raises:
+            ConfigError: the file that is there has other columns.
+        """
+        from fedloom.lab.report.csv_files import csv_of_table
+        from fedloom.storage.files import make_folder, write_atomic
+
+        predictions = predictions.decided(threshold)
+        content = csv_of_table(predictions.table())
+        columns, _, _ = content.partition(b"\n")
+        self._check(lambda line: line == columns)
+        make_folder(self._path.parent)
+        write_atomic(self._path, content)
+        say(*predictions.notes, f"{len(predictions.scores)} predictions{by}: {self._path}")
+
+    def _check(self, are_columns: Callable[[bytes], bool]) -> None:
+        from fedloom.outputs import FileKind, check_output_file
+
+        def is_own(path: Path) -> bool:
+            with path.open("rb") as file:
+                return are_columns(file.readline().rstrip(b"\n"))
+
+        kind = FileKind("CSV", "a CSV file of predictions with the same columns", is_own)
+        check_output_file(self._path, kind, self._inputs, force=self._force)
+
+
+def _are_columns_of_predictions(line: bytes) -> bool:
+    """Whether the first line of a file may be that of predictions, whose exact columns are not known yet."""
+    cells = line.decode(errors="replace").replace('"', "").split(",")
+    return cells[0] == "row" and "model" in cells and any(cell.startswith("prediction") for cell in cells)
+
+
+@app.command(rich_help_panel="Use models")
+def adapt(
+    run: RunArgument,
+    data: DataOption,
+    method: MethodOption = None,
+    seed: SeedOption = None,
+    rounds: Annotated[int, typer.Option(help="client steps of the method; the server's state is fixed")] = 1,
+    epochs: Annotated[int | None, typer.Option(help="passes over the data per round; the run's by default")] = None,
+    steps: Annotated[int | None, typer.Option(help="steps per round, instead of epochs")] = None,
+    lr: Annotated[float | None, typer.Option(help="step size, instead of the run's schedule")] = None,
+    holdout: Annotated[float, typer.Option(help="share of the data that is scored and not trained on")] = 0.2,
+    out: Annotated[Path | None, typer.Option(help="safetensors file; RUN/adapted/... by default")] = None,
+    force: ForceOption = False,
+    data_dir: DataDir = None,
+    trust: Trust = False,
+) -> None:
+    """Make a personal model for a client new to the run.
+
+    The method's own client step trains it.
+
+    Example: fedloom adapt runs/patients --data new.csv --method ditto --rounds 5
+    """
+    with errors():
+        from fedloom.lab.experiment import open_run
+        from fedloom.lab.printing import print_rows
+        from fedloom.rundir import file_name
+        from fedloom.trained.files import check_model_file
+
+        opened = open_run(run, trust=trust)
+        chosen = _one(opened, method, seed)
+        if out is None and (run / "adapted").is_symlink():
+            raise ConfigError(
+                f"{run / 'adapted'} is a link, through which other files could be overwritten; give --out"
+            )
+        name = f"{file_name(chosen.method)}-{chosen.seed}-{Path(data).stem}"
+        place = out or run / "adapted" / f"{name}.safetensors"
+        check_model_file(place, inputs=(data,), force=force)
+        if "personal" not in chosen.models.kinds():
+            able = [r.method for r in opened.runs(seed=chosen.seed) if "personal" in r.models.kinds()]
+            raise ConfigError(
+                f"{chosen.method} has no personal models: every client uses its global model; "
+                f"methods with personal models: {', '.join(able) or 'none'}"
+            )
+        adapted_model = chosen.models.adapt(
+            opened.read(data, data_dir), rounds=rounds, epochs=epochs, steps=steps, lr=lr, holdout=holdout
+        )
+        path = adapted_model.save(place, force=force)
+        samples = adapted_model.about["samples"]
+        who = {"method": chosen.method, "seed": chosen.seed}
+        scores = adapted_model.about.get("scores", {})
+        if scores:
+            say(f"trained on {samples['train']} samples; on the {samples['test']} held out:")
+            print_rows([{**who, "model": kind, **values} for kind, values in scores.items()])
+        else:
+            say(f"trained on {samples['train']} samples; none were held out to score it")
+        say(f"model: {path}")
+
+
+@app.command(rich_help_panel="Use models")
+def export(
+    run: RunArgument,
+    out: Annotated[Path, typer.Option(help="file to write", show_default=False)],
+    method: MethodOption = None,
+    seed: SeedOption = None,
+    client: ClientOption = None,
+    model: ModelOption = None,
+    format: Annotated[
+        str,
+        typer.Option(help="safetensors, torch or onnx", autocompletion=offer.one_of("safetensors", "torch", "onnx")),
+    ] = "safetensors",
+    factorise: Annotated[
+        bool | None,
+        typer.Option(help="two thin layers for each of low rank; by default for methods of low rank, as FedSLR"),
+    ] = None,
+    threshold: ThresholdOption = None,
+    force: ForceOption = False,
+    trust: Trust = False,
+) -> None:
+    """Write a model for other programs.
+
+    It is the model that predict uses, as an ONNX or torch graph that takes raw rows, or its parameters alone.
+
+    Example: fedloom export runs/patients --method ditto --client south --format onnx --out south.onnx
+    """
+    with errors():
+        from fedloom.lab.experiment import open_run
+        from fedloom.trained.export import decision, units
+        from fedloom.trained.export import export as write
+        from fedloom.trained.files import check_model_file
+
+        check_model_file(out, format, inputs=(model,), force=force)
+        opened = open_run(run, trust=trust)
+        if model in (None, "global", "personal", "hybrid"):
+            chosen = _one(opened, method, seed).models.ready(model, client)
+        else:
+            chosen = opened.adapted(model, method, seed)
+        thin = opened.low_rank(chosen.about["method"]) if factorise is None else factorise
+        ranks = write(chosen, out, format, factorised=thin, threshold=threshold, force=force)
+        if ranks:
+            say(f"factorised: {', '.join(f'{name} has rank {rank}' for name, rank in ranks.items())}")
+            if format == "safetensors":
+                say("load it into fedloom.models.thin(module, ranks), or export with --no-factorise")
+        say(*filter(None, (decision(chosen, format, threshold), units(chosen, opened.new_data.factors))))
+        say(f"{chosen.about['kind']} model of {chosen.about['method']}: {out}")
+
+
+def _one(opened: RunDirectory, method: str | None, seed: int | None) -> RecordedRun:
+    """The run that is meant: the only method's, the first seed's."""
+    runs = opened.runs(method, seed)
+    methods = list(dict.fromkeys(r.method for r in runs))
+    if len(methods) > 1:
+        raise ConfigError(f"which method? give --method: {', '.join(methods)}")
+    return runs[0]

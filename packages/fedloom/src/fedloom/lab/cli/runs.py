@@ -1,0 +1,223 @@
+"""``fedloom run`` and ``fedloom report``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fedloom.errors import unknown
+from fedloom.formats import duration
+from fedloom.lab.cli import _complete as offer
+from fedloom.lab.cli._app import DataDir, FileArgument, Trust, app, errors, say, worker_count
+
+if TYPE_CHECKING:
+    from fedloom.lab.experiment import Plan
+
+
+@app.command(rich_help_panel="Run")
+def run(
+    file: FileArgument,
+    out: Annotated[
+        Path | None, typer.Option(help="run directory; runs/<name of the file> by default, with -refit after --refit")
+    ] = None,
+    workers: Annotated[str | None, typer.Option(help="processes, or 'auto'; replaces [engine] workers")] = None,
+    data_dir: DataDir = None,
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force",
+            help="forget what the run directory holds and start anew; with --method, of these methods only",
+        ),
+    ] = False,
+    track: Annotated[
+        str | None,
+        typer.Option(
+            help="log figures to 'tensorboard', 'mlflow' or 'wandb' (offline) as they come",
+            autocompletion=offer.one_of("tensorboard", "mlflow", "wandb"),
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="print the plan, its sizes and its estimated time; write nothing")
+    ] = False,
+    values: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            help="another value, as local.lr=0.1, settings=paper or method.LABEL.mu=1; a method's own table stays; "
+            "may be repeated",
+        ),
+    ] = None,
+    method: Annotated[
+        list[str] | None, typer.Option(help="run this method only, by label or algorithm; may be repeated")
+    ] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="communication rounds of every method")] = None,
+    refit: Annotated[
+        bool,
+        typer.Option(
+            "--refit", help="train on all samples with the first seed, as after cross-validation: no test part"
+        ),
+    ] = False,
+    trust: Trust = False,
+) -> None:
+    """Run an experiment: all its methods and seeds.
+
+    Run it again to resume.
+
+    With --dry-run, print the plan and an estimate, and write nothing.
+
+    Example: fedloom run examples/quickstart.toml --out runs/quickstart --workers 2
+    On several machines or GPUs: torchrun --nproc-per-node 4 -m fedloom.lab.cli run FILE.toml
+    """
+    with errors():
+        count = None if workers is None else worker_count(workers)
+        from fedloom.lab.experiment import read
+
+        experiment = read(file, values or (), method or (), rounds, trust=trust, refit=refit, workers=count)
+        from fedloom.lab.experiment import Plan
+        from fedloom.lab.experiment.track import Tracker, check_tracker
+        from fedloom.lab.progress import shown
+        from fedloom.processes.distributed import joined
+
+        with joined() as ranks:
+            where = out or Path("runs") / (f"{file.stem}-refit" if refit else file.stem)
+            check_tracker(track)
+            plan = Plan(
+                experiment, where, data_dir, force=force, partly=bool(method), dry=dry_run, reads=(file,), ranks=ranks
+            )
+            say(*(plan.remarks if ranks.rank == 0 else ()), err=True)
+            if dry_run:
+                if ranks.rank == 0:
+                    _preview(plan)
+                return
+            tracker = Tracker(track, plan.experiment, where) if track and ranks.rank == 0 else None
+            with shown(plan) as show:
+                outcomes = plan.run(show, *([tracker] if tracker else []))
+    if plan.ranks.rank == 0:
+        _print_table(plan.out)
+        for outcome in outcomes:
+            if outcome.status != "done":
+                say(f"{outcome.label}, seed {outcome.seed}: {outcome.reason}", err=True)
+        if (plan.out / "report.html").exists():
+            say(f"report: {plan.out / 'report.html'}")
+        if tracker is not None:
+            say(f"tracked: {tracker.view}")
+    if any(o.status == "interrupted" for o in outcomes):
+        raise typer.Exit(130)
+    if any(o.status != "done" for o in outcomes):
+        raise typer.Exit(1)
+
+
+def _preview(plan: Plan) -> None:
+    """What a run would do, on standard output."""
+    from fedloom.lab.experiment.measure.bench import estimates, minutes
+    from fedloom.lab.printing import print_rows
+
+    head, fed = plan.experiment.head, plan.federations[plan.experiment.head.seeds[0]]
+    methods, seeds = len(plan.experiment.methods), len(head.seeds)
+    sizes = {part: fed.sizes(part) for part in fed.parts}
+    train = sizes["train"]
+    say(f"{head.name}: {methods} methods, {seeds} seeds, {methods * seeds} runs, into {plan.out}")
+    source, shape = plan.experiment.source_options["source"], list(fed.data.shape)
+    say(f"data: {source}, {len(fed.data)} samples of shape {shape}, {fed.data.task}")
+    say(
+        f"clients: {fed.n}, {int(train.min())} to {int(train.max())} training samples each; "
+        + ", ".join(f"{part} {int(size.sum())}" for part, size in sizes.items())
+    )
+    costs = {}
+    for label, cost in estimates(plan):
+        costs[label] = cost
+        say(f"tried {len(costs)}/{methods}: {label}", err=True)
+    timed = any(cost.round.simulated is not None for cost in costs.values())
+    beside = any(any(cost.other) for cost in costs.values())
+    print_rows(
+        [
+            {
+                "method": label,
+                "rounds": cost.rounds,
+                "clients/round": round(cost.round.clients, 1),
+                "steps/round": round(cost.round.steps),
+                "samples/round": round(cost.round.samples),
+                "MB up/round": cost.round.bytes_up / 1e6,
+                "MB down/round": cost.round.bytes_down / 1e6,
+                "parameters": cost.parameters,
+                "s/round": cost.round.seconds,
+                **({"simulated s/round": cost.round.simulated} if timed else {}),
+                **({"other samples": round(cost.other.samples)} if beside else {}),
+                **({"other MB": (cost.other.bytes_up + cost.other.bytes_down) / 1e6} if beside else {}),
+            }
+            for label, cost in costs.items()
+        ]
+    )
+    if beside:
+        say("other, once for a run: clusters found for shares, and personal models trained for the last evaluation")
+    time = minutes(plan, costs)
+    say("estimated time: " + ("unknown, with so few rounds" if time is None else f"about {duration(time)}"))
+
+
+def _print_table(out: Path) -> None:
+    from fedloom.lab import report
+    from fedloom.lab.printing import print_results
+
+    if (out / "metrics.parquet").exists():
+        print_results(report.result_table(out))
+
+
+@app.command(name="report", rich_help_panel="Run")
+def report_command(
+    runs: Annotated[list[Path], typer.Argument(help="run directories", show_default=False)],
+    out: Annotated[
+        Path | None, typer.Option(help="HTML file; report.html of the first run directory by default")
+    ] = None,
+    columns: Annotated[
+        str | None,
+        typer.Option(help="columns of results.tex, by their names in results.csv: 'accuracy,bytes_up'; six by default"),
+    ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            help="the method that every other one is compared with (pairs.csv, pairs.tex); local or fedavg by default"
+        ),
+    ] = None,
+    models: Annotated[
+        str,
+        typer.Option(
+            help="rows of a method that are compared and printed: used (the model that a client would use), personal "
+            "(the personal one, else the global one), all",
+            autocompletion=offer.one_of("used", "personal", "all"),
+        ),
+    ] = "used",
+    margin: Annotated[
+        float | None,
+        typer.Option(help="methods that differ by no more are equivalent, in the metric's units: 0.01 is a point"),
+    ] = None,
+    card: Annotated[
+        bool, typer.Option("--card", help="write a model card too: card.md, for people to complete")
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="replace files that are there and that no report wrote")
+    ] = False,
+) -> None:
+    """Write the report of runs as one offline HTML page.
+
+    It takes one or several run directories. Every chart is written beside it, as SVG and CSV.
+
+    Example: fedloom report runs/a --against local
+    """
+    with errors():
+        from fedloom.lab import report
+        from fedloom.lab.report.comparison.contenders import MODELS
+
+        chosen = None if columns is None else [name.strip() for name in columns.split(",") if name.strip()]
+        kind = next((kind for kind in MODELS if kind == models), None)
+        if kind is None:
+            raise unknown("choice", models, MODELS, "--models")
+        page = out or runs[0] / "report.html"
+        beside = page.with_suffix("") / "card.md"
+        if card:
+            report.check_card(beside)
+        shown = report.write(runs, page, columns=chosen, against=against, models=kind, margin=margin, force=force)
+        say(f"report: {shown}")
+        if card:
+            say(f"model card: {report.write_card(runs, beside)}")

@@ -1,0 +1,76 @@
+"""``fedloom tune``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fedloom.errors import RunStopped, Stop
+from fedloom.formats import significant
+from fedloom.lab.cli._app import DataDir, FileArgument, Trust, app, errors, say, worker_count
+
+if TYPE_CHECKING:
+    from fedloom.lab.tune import Trial
+
+
+@app.command(rich_help_panel="Run")
+def tune(
+    file: FileArgument,
+    out: Annotated[
+        Path | None, typer.Option(help="directory of the search; runs/<name of the file>-tune by default")
+    ] = None,
+    trials: Annotated[int | None, typer.Option(min=1, help="settings per method; replaces [tune] trials")] = None,
+    workers: Annotated[str | None, typer.Option(help="methods at a time, or 'auto'; replaces [engine] workers")] = None,
+    data_dir: DataDir = None,
+    force: Annotated[bool, typer.Option("--force", help="forget what the directory holds and start anew")] = False,
+    trust: Trust = False,
+) -> None:
+    """Choose every method's settings on validation data.
+
+    Methods have equal trials and equal work. Run it again to resume.
+
+    Writes tuned.toml, the experiment with what was chosen, and tuning.md, what was tried.
+
+    Example: fedloom tune examples/quickstart.toml --out runs/quickstart-tune --trials 20
+    """
+    with errors():
+        count = None if workers is None else worker_count(workers)
+        from fedloom.storage import read_toml
+        from fedloom.trust import check_document
+        from fedloom.values import table
+
+        document = read_toml(file, "experiment file")
+        check_document(document, file, trust=trust)
+        for name, key, value in (("tune", "trials", trials), ("engine", "workers", count)):
+            if value is not None:
+                document[name] = {**table(document.get(name, {}), f"{file}: [{name}]"), key: value}
+        from fedloom.lab.tune import Tuning
+        from fedloom.lab.tune.search import beyond, shorter
+
+        search = Tuning(document, str(file), out or Path("runs") / f"{file.stem}-tune", data_dir, force=force)
+        for sentence in search.remarks:
+            say(f"note: {sentence}", err=True)
+        try:
+            findings = search.run(_tell)
+        except RunStopped as stop:
+            if stop.reason is not Stop.INTERRUPTED:
+                raise
+            say(str(stop), err=True)
+            raise typer.Exit(130) from None
+    for f in findings:
+        if f.best is not None and f.best.value is not None:
+            say(
+                f"{f.study.method.label}: {f.best.setting}, validation {search.goal.metric} {significant(f.best.value)}"
+            )
+    for sentence in beyond(findings):
+        say(f"warning: {sentence}", err=True)
+    for sentence in shorter(findings):
+        say(f"note: {sentence}", err=True)
+    say(f"report: {search.out / 'tuning.md'}\nnext:   fedloom run {search.out / 'tuned.toml'}")
+
+
+def _tell(label: str, trial: Trial) -> None:
+    end = trial.reason if trial.value is None else significant(trial.value)
+    say(f"{label}, trial {trial.number}: {trial.setting}: {trial.state}, {end}")

@@ -1,0 +1,152 @@
+"""``fedloom watch``: the report of a run or of a deployment in progress, on this machine only."""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+import threading
+from contextlib import suppress
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedloom.errors import ConfigError, FedloomError, RunDirError
+from fedloom.lab.cli._app import app, errors, say
+
+HOST = "127.0.0.1"
+WAITING = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>fedloom</title></head>
+<body><main><h1>No figures yet</h1><p>They come with an evaluation; this page looks again by itself.</p></main></body>
+</html>"""
+LIVE = """<script>
+let tag = null;
+setInterval(async () => {
+  try {
+    const answer = await fetch("/", { headers: { "If-None-Match": tag } });
+    if (answer.status === 200) renewReport(await answer.text());
+    tag = answer.headers.get("ETag");
+  } catch { /* the command has ended: the last figures stay */ }
+}, %d);
+</script></body>"""
+"""What makes a report look for news: only what has changed is drawn again."""
+
+
+@app.command(rich_help_panel="Run")
+def watch(
+    run: Annotated[Path, typer.Argument(help="run directory, or directory of a deployment", show_default=False)],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="port on loopback; 0: a free one")] = 8321,
+    every: Annotated[int, typer.Option(min=1, help="seconds between two looks")] = 5,
+) -> None:
+    """Serve the report of a run in progress.
+
+    A browser on this machine shows it. Ctrl-C ends the serving, not the run.
+
+    Example: fedloom watch runs/quickstart
+    """
+    with errors():
+        page = Page(run, every)
+        try:
+            server = ThreadingHTTPServer((HOST, port), handler(page))
+        except OSError as error:
+            raise ConfigError(f"port {port} cannot be used ({error.strerror}); give another --port, or 0") from None
+        say(f"report: http://{HOST}:{server.server_port}/ (Ctrl-C ends)")
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            say("")
+        finally:
+            server.server_close()
+            page.close()
+
+
+class Page:
+    """The report of a directory, written anew when its figures have changed.
+
+    Args:
+        folder: of a run, or of a deployment.
+        every: seconds between two looks of the browser.
+
+    Raises:
+        RunDirError: the folder is neither.
+    """
+
+    def __init__(self, folder: Path, every: int) -> None:
+        self._folder, self._every = folder, every
+        if not folder.is_dir():
+            raise RunDirError(f"{folder} is not a directory; give the --out of 'fedloom run', or a deployment's")
+        if not (folder / "experiment.toml").is_file():
+            places = [entry.load() for entry in entry_points(group="fedloom.results")]
+            if not places:
+                raise RunDirError(f"{folder} is no run directory; give the --out of 'fedloom run'")
+            self._folder = places[0](folder)
+        self._draft = tempfile.TemporaryDirectory(prefix="fedloom-watch-")
+        self._lock, self._shown_files, self._text = threading.Lock(), object(), WAITING
+
+    def text(self) -> str:
+        """The page as it is now; what cannot be read at this moment leaves the last one."""
+        from fedloom.lab import report
+        from fedloom.lab.experiment.live import newest, snapshot
+        from fedloom.lab.report.document import POLICY
+
+        with self._lock, suppress(FedloomError, FileNotFoundError):
+            if (newest_files := newest(self._folder)) != self._shown_files:
+                place = Path(self._draft.name)
+                tables = snapshot(self._folder, place / self._folder.resolve().name)
+                self._text = report.write([tables], place / "page.html", charts=False).read_text(encoding="utf-8")
+                self._shown_files = newest_files
+        if self._text is WAITING:
+            refresh = f'<meta http-equiv="refresh" content="{self._every}">'
+            return self._text.replace('<meta charset="utf-8">', f'<meta charset="utf-8">{refresh}', 1)
+        live = self._text.replace(POLICY, f"{POLICY}; connect-src 'self'", 1)
+        return (LIVE % (1000 * self._every)).join(live.rsplit("</body>", 1))
+
+    def close(self) -> None:
+        """Removes what was written for it."""
+        self._draft.cleanup()
+
+
+def handler(page: Page) -> type[BaseHTTPRequestHandler]:
+    """Answers ``GET /`` with the page, and refuses every other path, and every host but this one by its own name.
+
+    The name is checked since another site could have its own name resolved to this machine and read the page.
+    """
+
+    class Handler(BaseHTTPRequestHandler):
+        server: ThreadingHTTPServer
+
+        def do_GET(self) -> None:
+            self._answer(body=True)
+
+        def do_HEAD(self) -> None:
+            self._answer(body=False)
+
+        def _answer(self, *, body: bool) -> None:
+            hosts = {f"{name}:{self.server.server_port}" for name in (HOST, "localhost")}
+            if self.headers.get("Host", "") not in hosts:
+                self.send_error(HTTPStatus.FORBIDDEN, "Wrong host")
+                return
+            if self.path.partition("?")[0] != "/":
+                self.send_error(HTTPStatus.NOT_FOUND)
+                return
+            content = page.text().encode()
+            tag = f'"{hashlib.sha256(content).hexdigest()}"'
+            if self.headers.get("If-None-Match") == tag:
+                content = b""
+            self.send_response(HTTPStatus.OK if content else HTTPStatus.NOT_MODIFIED)
+            self.send_header("ETag", tag)
+            self.send_header("Content-Type", "text/html; charset=utf-8")
+            self.send_header("Content-Length", str(len(content)))
+            self.send_header("Cache-Control", "no-store")
+            self.send_header("X-Content-Type-Options", "nosniff")
+            self.send_header("X-Frame-Options", "DENY")
+            self.end_headers()
+            with suppress(ConnectionError):  # the browser has gone on
+                self.wfile.write(content if body else b"")
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Nothing: the terminal is the user's."""
+
+    return Handler

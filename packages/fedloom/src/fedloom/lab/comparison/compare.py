@@ -1,0 +1,196 @@
+"""compare: several methods with several seeds on the same clients, tested and ready for a paper, in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from importlib.util import find_spec
+from inspect import signature
+from pathlib import Path
+from shutil import rmtree
+from tempfile import mkdtemp
+from typing import Any, Unpack
+from weakref import finalize
+
+from fedloom.data.dataset import on_cpu
+from fedloom.engine.result import Result
+from fedloom.engine.setting import Choices, GivenModel
+from fedloom.errors import ConfigError, RunDirError, RunStopped, Stop, unknown
+from fedloom.lab.comparison.given import GivenExperiment
+from fedloom.lab.experiment import Plan
+from fedloom.lab.experiment.events import Listener
+from fedloom.lab.experiment.outputs import Outcome
+from fedloom.lab.progress import counted, remark, shown
+from fedloom.lab.report.comparison.contenders import MODELS, Models
+from fedloom.lab.report.comparison.pairs import checked_margin
+from fedloom.lab.report.comparison.recorded import RecordedComparison
+from fedloom.rundir import place_of
+
+
+class Comparison(RecordedComparison):
+    """What `compare` gives: the recorded comparison, and every run of it with its models.
+
+    Attributes:
+        folder: the run directory, as `fedloom run` writes it; `fedloom.open_run` opens it too.
+        results: of every run that has one, by (label, seed).
+        failures: the sentence on every run without a result, by (label, seed).
+        chosen: the settings that were chosen for every method by its label; empty without a search.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        outcomes: Sequence[Outcome],
+        against: str | None,
+        models: Models,
+        chosen: Mapping[str, Mapping[str, object]],
+        margin: float | None = None,
+    ) -> None:
+        super().__init__(folder, against, models, margin)
+        self.results: dict[tuple[str, int], Result] = {
+            (one.label, one.seed): one.result for one in outcomes if one.result is not None
+        }
+        self.failures = {(one.label, one.seed): one.reason for one in outcomes if one.result is None}
+        self.chosen = chosen
+
+    def __repr__(self) -> str:
+        lines = [f"{label}, seed {seed}: {sentence}" for (label, seed), sentence in self.failures.items()]
+        return "\n  ".join([super().__repr__(), *lines])
+
+    def __getitem__(self, key: tuple[str, int]) -> Result:
+        if key not in self.results:
+            keys = ", ".join(map(str, self.results))
+            raise ConfigError(f"no result of {key!r}; give a label and a seed, as comparison['fedavg', 0], of {keys}")
+        return self.results[key]
+
+
+@on_cpu()
+def compare(
+    methods: Mapping[str, object] | Sequence[object],
+    data: object,
+    model: GivenModel | None = None,
+    *,
+    partition: object = None,
+    seeds: Iterable[int] = range(5),
+    tune: int | Mapping[str, object] | None = None,
+    against: str | None = None,
+    models: Models = "used",
+    margin: float | None = None,
+    folder: Path | str | None = None,
+    progress: bool = True,
+    name: str = "comparison",
+    **choices: Unpack[Choices],
+) -> Comparison:
+    """Run methods with several seeds on the same clients, and compare them.
+
+    Runs are paired: with one seed, all methods have the same split, cohorts, initial model and batches. It is the
+    experiment that a file gives to `fedloom tune` and `fedloom run`, run, resumed and reported by the same code.
+
+    Args:
+        methods: by label: a method (``fl.algorithms.Ditto(lam=1.0)``, an instance of your own class), its name, or a
+            table with ``algorithm``, its options and what it has for itself: ``model``, ``task``, ``local``,
+            ``rounds``, ``sampler``, ``weigher``, ``mixer``, ``aggregator``, ``channel``. A list of methods
+            is labelled by their names.
+        data: a federation; or a data set, its name, or arrays ``(x, y)`` and whatever else `fedloom.Dataset.of` takes;
+            or clients as `fedloom.Federation.of` takes them, such as a list with a pair ``(train, test)`` of each.
+        model: as in `fedloom.simulate`; softmax when None.
+        partition: how a data set is split among clients, such as ``fl.partition.dirichlet(clients=20, beta=0.1)``;
+            drawn anew with every seed. A federation is split already, and seeds change all else.
+        seeds: one run of every method per seed; with fewer than five nothing is tested. Seeds with which the
+            runs of two methods only repeat others, since they draw nothing that matters, count once.
+        tune: trials per method, chosen on validation data with equal work, before the runs; or the table ``[tune]`` of
+            an experiment file. None: the settings are taken as they are.
+        against: label of the method that the others are tested against; None: local or FedAvg if one is there.
+        models: the model of a method that is compared: ``used``, the one that a client would use (of a global and a
+            personal model the better one on the client's validation part); ``personal``, as papers report it; ``all``.
+        margin: differences up to it do not matter, in the units of the leading metric (0.01 of an accuracy is one
+            point): methods within it are equivalent. None: none is stated, and no methods are called equivalent.
+        folder: the run directory, from which the same call resumes; a search has ``<folder>-tune`` beside it. None: a
+            temporary one.
+        progress: show a bar (in a terminal) or lines, on standard error.
+        name: of the comparison, in titles.
+        choices: further fields of `fedloom.Setting` for all methods, such as ``rounds=50`` or ``local={"lr": 0.1}``.
+
+    Returns:
+        The comparison: figures of every method, their tests, models, and the report.
+
+    Raises:
+        ConfigError: values that cannot work, or (Refused) do not work together; nothing has been run then.
+        DataError: no data set can be made of the data.
+        RunDirError: the folder holds another comparison.
+        RunStopped: interrupted (the same call with the folder resumes), or a search of which no trial completed.
+    """
+    if tune is not None and find_spec("optuna") is None:
+        raise ConfigError("compare: tune needs Optuna: pip install 'fedloom[tune]'")
+    if not isinstance(tune, int | Mapping | None):
+        raise ConfigError(f"compare: tune must be a number of trials or the table [tune] of a file, got {tune!r:.80}")
+    table = {"trials": tune} if isinstance(tune, int) else dict(tune or {})
+    place = None if folder is None else place_of(folder, "compare: folder")
+    checked_margin(margin)
+    if models not in MODELS:
+        raise unknown("choice", models, MODELS, "compare: models")
+    keywords = [keyword for keyword in signature(compare).parameters if keyword != "choices"]
+    definition = GivenExperiment(methods, data, partition, seeds, table, name, {"model": model, **choices}, keywords)
+    if against is not None and against not in definition.references:
+        raise unknown("method to compare with", against, definition.references, "compare: against")
+    if place is not None:
+        return _compared(definition, place, (against, models, margin), tune is not None, progress)
+    temporary = Path(mkdtemp(prefix="fedloom-"))
+    try:
+        comparison = _compared(definition, temporary / "run", (against, models, margin), tune is not None, progress)
+    except BaseException:
+        rmtree(temporary, ignore_errors=True)
+        raise
+    finalize(comparison, rmtree, temporary, ignore_errors=True)
+    return comparison
+
+
+def _compared(
+    definition: GivenExperiment,
+    place: Path,
+    shown_as: tuple[str | None, Models, float | None],
+    tunes: bool,
+    progress: bool,
+) -> Comparison:
+    """The comparison in a folder, after all that is missing has been run."""
+    document, chosen = definition.document(), dict[str, Mapping[str, Any]]()
+    try:
+        if tunes:
+            document, chosen = _tuned(definition, document, place.with_name(f"{place.name}-tune"), progress)
+        plan = Plan(definition.read(document), place)
+        for line in plan.remarks if progress else ():
+            remark(line)
+        with shown(plan) if progress else nullcontext(_silent) as hear:
+            outcomes = plan.run(hear, page=False)
+    except RunDirError as error:
+        what, flag, _ = str(error).partition("; choose another --out")
+        seed = "; where its code is the same, call torch.manual_seed before the module is made, as it draws weights"
+        drawn = seed if ": model.digest was " in what else ""
+        raise RunDirError(f"{what}{drawn}; give another folder, or remove this one" if flag else what) from None
+    if any(one.status == "interrupted" for one in outcomes):
+        raise RunStopped(Stop.INTERRUPTED, "the same call resumes from its folder, if it names one")
+    if all(one.result is None for one in outcomes):
+        first = outcomes[0]
+        raise RunStopped(Stop.FAILED, f"no run has a result; {first.label}, seed {first.seed}: {first.reason}")
+    against, models, margin = shown_as
+    return Comparison(place, outcomes, against, models, chosen, margin)
+
+
+def _tuned(
+    definition: GivenExperiment, document: dict[str, Any], out: Path, progress: bool
+) -> tuple[dict[str, Any], dict[str, Mapping[str, Any]]]:
+    """The document with the settings that a search has chosen, and these by label."""
+    from fedloom.lab.tune import Tuning  # needs the extra 'tune'
+    from fedloom.lab.tune.search import beyond, shorter
+
+    search = Tuning(document, "compare", out, read=definition.read)
+    shows: AbstractContextManager[Listener] = counted(search.rounds) if progress else nullcontext(_silent)
+    with shows as hear:
+        findings = search.run(lambda *_: None, hear)
+    for sentence in (*(f"warning: {one}" for one in beyond(findings)), *shorter(findings)) if progress else ():
+        remark(sentence)
+    return search.tuned(findings), {one.study.method.label: dict(one.best.params) for one in findings if one.best}
+
+
+def _silent(event: object) -> None:
+    """Hear of an event and show nothing."""

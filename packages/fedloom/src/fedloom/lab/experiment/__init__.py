@@ -1,0 +1,53 @@
+"""Experiments: TOML files, validated values, runs and run directories.
+
+Every name is imported when it is first touched: `fedloom list` answers without torch, and a deployed site runs no plan.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fedloom.lazy import getter, lister
+
+if TYPE_CHECKING:
+    from fedloom.lab.experiment.editors import json_schema as json_schema
+    from fedloom.lab.experiment.events import Event as Event
+    from fedloom.lab.experiment.events import Listener as Listener
+    from fedloom.lab.experiment.execute import Plan as Plan
+    from fedloom.lab.experiment.file import parse as parse
+    from fedloom.lab.experiment.file import read as read
+    from fedloom.lab.experiment.listing import listed as listed
+    from fedloom.lab.experiment.measure.cost import measure_rounds as measure_rounds
+    from fedloom.lab.experiment.measure.cost import samples_per_round as samples_per_round
+    from fedloom.lab.experiment.opened import RunDirectory as RunDirectory
+    from fedloom.lab.experiment.opened import open_run as open_run
+    from fedloom.lab.experiment.outputs import Outcome as Outcome
+    from fedloom.lab.experiment.recorded import RecordedRun as RecordedRun
+    from fedloom.lab.experiment.schema import Experiment as Experiment
+    from fedloom.lab.experiment.schema import Method as Method
+    from fedloom.lab.experiment.tuning import Tune as Tune
+
+_MODULES = {
+    "Event": "events",
+    "Experiment": "schema",
+    "Listener": "events",
+    "Method": "schema",
+    "RunDirectory": "opened",
+    "Outcome": "outputs",
+    "Plan": "execute",
+    "RecordedRun": "recorded",
+    "Tune": "tuning",
+    "measure_rounds": "measure.cost",
+    "samples_per_round": "measure.cost",
+    "json_schema": "editors",
+    "listed": "listing",
+    "open_run": "opened",
+    "parse": "file",
+    "read": "file",
+}
+
+__all__ = [*_MODULES]
+
+__getattr__ = getter(__name__, {name: f"{__name__}.{module}:{name}" for name, module in _MODULES.items()})
+
+__dir__ = lister(__name__)

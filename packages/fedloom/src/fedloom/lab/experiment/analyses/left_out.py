@@ -1,0 +1,69 @@
+"""A new client: every method without each client in turn, its model scored at the one that was left out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pyarrow as pa
+import torch
+
+from fedloom.data.dataset import Dataset
+from fedloom.data.federation import PARTS, Federation, Split
+from fedloom.data.tables import Fitted
+from fedloom.engine.result import Result
+from fedloom.lab.experiment.inspection import NUMBER, TEXT, WHOLE, table_of
+from fedloom.tasks import task_of
+from fedloom.trained.model import Model
+from fedloom.trained.predictions import NEW_SCALE, TYPICAL_SCALE
+
+SAMPLES = "samples"
+"""Name under which the number of samples of the left out client is recorded."""
+
+
+def without(fed: Federation, client: int) -> Federation:
+    """The federation of all clients but one; samples of that one stay in the data set and belong to no client."""
+    ids = torch.tensor([i for i in range(fed.n) if i != client])
+    parts = {}
+    for part in PARTS:
+        index, sizes = fed.gather(part, ids)
+        parts[part] = Split(index, torch.cat([torch.zeros(1, dtype=torch.long, device=sizes.device), sizes.cumsum(0)]))
+    data = fed.data
+    if data.fitted is not None:
+        data = replace(data, fitted=Fitted(data.fitted.table, data.fitted.values[ids]))
+    names = tuple(fed.names[i] for i in ids.tolist())
+    groups = None if fed.groups is None else fed.groups[ids.to(fed.groups.device)]
+    return replace(fed, data=data, parts=parts, names=names, groups=groups, test=None)
+
+
+def scores_of_new(result: Result, raw: Dataset, fed: Federation, client: int) -> pa.Table:
+    """The global model of a run without a client on all samples of this one: client, scaling, metric, value.
+
+    Columns of a table are scaled by the medians of the other clients, which is how a new client uses the model; and on
+    the client's own rows, which is what it could do with its rows at hand.
+
+    Args:
+        result: of the run without the client.
+        raw: the data set as its source gave it.
+        fed: with the client.
+        client: who was left out.
+    """
+    rows: list[tuple[int, str, str, float]] = []
+    index = torch.cat([fed.indices(part, client) for part in PARTS]).cpu()
+    if len(index):
+        for scaling, model in _models(result, raw, index):
+            y = fed.targets(index.to(fed.device)).cpu()
+            outputs = model.outputs(raw.x[index])
+            owner = torch.zeros(len(index), dtype=torch.long)
+            values = task_of(fed.data, model.recipe.objective).metrics(outputs.flatten(0, -2), y, owner, 1)
+            rows.append((client, scaling, SAMPLES, float(len(index))))
+            rows += [(client, scaling, name, float(value)) for name, value in values.items()]
+    return table_of(rows, client=WHOLE, scaling=TEXT, metric=TEXT, value=NUMBER)
+
+
+def _models(result: Result, raw: Dataset, index: torch.Tensor) -> Iterator[tuple[str, Model]]:
+    model = result.models.ready("global")
+    yield TYPICAL_SCALE, model
+    if (table := model.recipe.facts.table) is not None:
+        x, owner = raw.x[index], torch.zeros(len(index), dtype=torch.long)
+        yield NEW_SCALE, replace(model, fitted=table.fit(x, owner, owner == 0)[0])

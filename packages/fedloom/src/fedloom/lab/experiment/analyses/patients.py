@@ -1,0 +1,89 @@
+"""Test samples one by one after the last round: what was predicted, and scores of groups within clients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from fedloom.data.groups import groups_of, row_counts
+from fedloom.engine.clients.scores import final_outputs
+from fedloom.engine.result import Result
+from fedloom.lab.experiment.inspection import NUMBER, TEXT, WHOLE, table_of
+from fedloom.rundir import FEDERATION, SAMPLES
+
+GroupScore = tuple[int, str, str, str, float]
+"""Client (-1: all together), model, group, metric and value."""
+
+
+def _final(result: Result) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
+    """Every kind of model with its outputs ``[N, k]`` on test samples, their places ``[N]`` and clients ``[N]``."""
+    job, kinds = result.job, result.models.kinds()
+    outputs_of = {kind: final_outputs(job, result.state, kind) for kind in ("global", "personal") if kind in kinds}
+    for kind, (outputs, index, sizes) in outputs_of.items():
+        yield kind, outputs.cpu(), index.cpu(), job.scored_ids.repeat_interleave(sizes.cpu())
+    if "hybrid" in kinds:
+        shared, index, sizes = outputs_of["global"]
+        owner = job.scored_ids.repeat_interleave(sizes.cpu())
+        takes = result.models.takes_global()
+        chosen = torch.zeros(job.n, dtype=torch.bool).index_copy(0, job.scored_ids, takes[: len(job.scored_ids)])
+        outputs = torch.where(chosen[owner][:, None], shared.cpu(), outputs_of["personal"][0].cpu())
+        yield "hybrid", outputs, index.cpu(), owner
+
+
+def predictions(result: Result) -> pa.Table:
+    """Columns client, model, row (place in the data), target [and event], and prediction, or a probability per class.
+
+    Predictions are probabilities of classes, of a binary task that of the second one, values in units of the label,
+    means of counts, and risks by the horizon (without one log hazards) of a survival task.
+    """
+    data, task, parts = result.job.eval_fed.data, result.job.oracle.task, []
+    for kind, outputs, index, owner in _final(result):
+        y, z = data.y.cpu()[index], outputs.double()
+        targets = {"target": y.double() if y.ndim == 1 else y[:, 0].double() * data.unit + data.centre}
+        if data.task == "survival":
+            targets["event"] = y[:, 1].double()
+            z = z if result.job.setting.task.horizon is None else -torch.expm1(-z.exp())
+        elif data.task == "binary":
+            z = z.sigmoid()
+        elif data.task == "classification":
+            z = z.softmax(-1)
+        else:
+            z = task.predict(z) * data.unit + data.centre
+        names = ["prediction"] if z.shape[1] == 1 else [f"prediction {k}" for k in range(z.shape[1])]
+        columns = {"client": owner, "row": index, **targets, **dict(zip(names, z.unbind(1), strict=True))}
+        table = pa.table({name: values.numpy() for name, values in columns.items()})
+        parts.append(table.add_column(1, "model", pa.array([kind] * len(table), pa.string())))
+    return pa.concat_tables(parts)
+
+
+def group_scores(result: Result) -> pa.Table:
+    """Columns client (-1: all together), model, subgroup, metric, value; of every group first its samples.
+
+    Groups of fewer samples than `group_least`, or rows of a class or events, have no other figure.
+    """
+    job = result.job
+    data, ids = job.eval_fed.data, job.scored_ids.tolist()
+    evaluate = job.setting.evaluate
+    groups = groups_of(data, evaluate.groups)
+    rows: list[GroupScore] = []
+    for kind, outputs, index, owner in _final(result):
+        y = job.eval_fed.targets(index.to(job.eval_fed.device)).cpu()
+        for name, members in groups.items():
+            inside = members.cpu()[index]
+            for client in (FEDERATION, *ids):
+                some = inside if client == FEDERATION else inside & (owner == client)
+                count = int(some.sum())
+                rows.append((client, kind, name, SAMPLES, float(count)))
+                counts = row_counts(data.task, y[some], job.oracle.task.outputs).sum(0)
+                if bool((counts >= evaluate.group_least).all()):
+                    scores = job.oracle.task.metrics(outputs[some], y[some], torch.zeros(count, dtype=torch.long), 1)
+                    rows += [(client, kind, name, metric, float(value)) for metric, value in scores.items()]
+    return group_table(rows)
+
+
+def group_table(rows: Sequence[GroupScore]) -> pa.Table:
+    """Scores of groups as a table."""
+    return table_of(rows, client=WHOLE, model=TEXT, subgroup=TEXT, metric=TEXT, value=NUMBER)

@@ -1,0 +1,66 @@
+"""The JSON schema of experiment files, for editors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from fedloom.algorithms import REGISTRY, Preset
+from fedloom.algorithms._base import SETTINGS
+from fedloom.engine.setting import Setting
+from fedloom.imports import PATTERN
+from fedloom.lab.experiment.schema import TABLES, Top
+from fedloom.values import Value
+
+Schema = dict[str, Any]
+"""A JSON schema."""
+
+
+def json_schema() -> str:
+    """The JSON schema of experiment files, for editors."""
+    shared: Schema = {}
+
+    def one(value: type[Value] | Preset) -> Schema:
+        if hasattr(value, "model_json_schema"):
+            schema: Schema = value.model_json_schema()
+            shared.update(schema.pop("$defs", {}))
+            for field in schema.get("properties", {}).values():
+                field.pop("title", None)  # the key once more
+            return schema
+        properties = {k: v for part in value.parts for k, v in one(part).get("properties", {}).items()}
+        return {"type": "object", "properties": properties, "additionalProperties": False}
+
+    def kinds(registry: Mapping[str, type[Value] | Preset], key: str = "kind", **more: object) -> Schema:
+        choices = []
+        for name, value in registry.items():
+            schema = one(value)
+            properties = {key: {"const": name}, **schema.get("properties", {}), **more}
+            choices.append({**schema, "title": name, "properties": properties, "required": [key]})
+        for name, field in choices[0]["properties"].items() if len(choices) > 2 else ():
+            if all(c["properties"].get(name) == field for c in choices) and shared.setdefault(name, field) == field:
+                for c in choices:
+                    c["properties"][name] = {"$ref": f"#/$defs/{name}"}  # once for all kinds
+        path = {"type": "string", "pattern": PATTERN, "description": "import path of a class of user code"}
+        choices.append({"type": "object", "title": "user code", "properties": {key: path, **more}, "required": [key]})
+        return {"type": "object", "anyOf": choices}
+
+    head = one(Top)["properties"]
+    tables = {name: kinds(t.classes(), t.key) if t.kinds else one(t.base) for name, t in TABLES.items()}
+    other = {"type": "object", "properties": {"source": {"type": "string", "pattern": "[/:.]"}}, "required": ["source"]}
+    tables["data"]["anyOf"].append({**other, "title": "a path or hub:owner/name"})
+    overridable = {name: tables.pop(name) for name in Setting.per_method if name in tables}
+    links = {name: {"$ref": f"#/$defs/{name}"} for name in overridable}
+    words = {"enum": list(SETTINGS), "description": "constants of the options that are not given"}
+    label = {"type": "string"}
+    method = kinds(REGISTRY, "algorithm", **links, rounds=head["rounds"], label=label, settings=words)
+    document = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "fedloom experiment",
+        "type": "object",
+        "additionalProperties": False,
+        "required": ["data", "method"],
+        "properties": {**head, **tables, "method": {"type": "array", "minItems": 1, "items": method}, **links},
+        "$defs": {**shared, **overridable},
+    }
+    return json.dumps(document, separators=(",", ":"))

@@ -1,0 +1,50 @@
+"""Keep cards, names and the JSON schema in the user's cache, so that `list`, `describe` and `schema` need no torch.
+
+What is kept holds for the very sources that it was made of.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+from fedloom import cache
+
+NAME = "index.json"
+
+
+class Index(NamedTuple):
+    """The texts that commands print.
+
+    Attributes:
+        families: methods by family: (name, first line of the card).
+        parts: the other parts by kind: (name, one line).
+        cards: the card of every method, by name.
+        schema: the JSON schema of experiment files.
+    """
+
+    families: dict[str, list[tuple[str, str]]]
+    parts: dict[str, list[tuple[str, str]]]
+    cards: dict[str, str]
+    schema: str
+
+
+def index() -> Index:
+    """Return the index that is kept; where there is none, or one of other sources, make it."""
+    text = cache.find(NAME, _sources())
+    return _make() if text is None else Index(**json.loads(text))
+
+
+def _make() -> Index:
+    from fedloom.lab.experiment.cards import PARTS, cards, families, parts
+    from fedloom.lab.experiment.editors import json_schema
+
+    texts = Index(families(), {what: parts(what) for what in (*PARTS, "metrics")}, cards(), json_schema())
+    cache.keep(NAME, _sources(), json.dumps(texts._asdict()))
+    return texts
+
+
+def _sources() -> str:
+    """Digest the files of the package, and the versions behind them."""
+    return cache.fingerprint([Path(__file__).parents[2]])

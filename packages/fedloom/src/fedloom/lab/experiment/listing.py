@@ -1,0 +1,67 @@
+"""The models of a run directory and their scores."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fedloom.errors import LayoutError
+from fedloom.lab.experiment.opened import RunDirectory
+from fedloom.lab.experiment.recorded import RecordedRun
+from fedloom.metrics import leading, metric, worst
+from fedloom.rundir import ADAPTED, MODELS, folder_of
+from fedloom.trained.model import facts_of, open_tensors
+from fedloom.trained.model_source import KINDS
+
+Row = dict[str, str | int | float | None]
+"""A model: cells by column."""
+
+
+def listed(opened: RunDirectory) -> list[Row]:
+    """A row for every model: method, seed, kind, how many, its leading metric, and its file.
+
+    The metric is the mean over the clients' test parts after the last evaluated round, and the mean over the worst
+    tenth of the clients; of an adapted model it is that on the samples that were held out.
+    """
+    table = opened.table()
+    lead = leading(table["metric"].unique().to_pylist())
+    rows = [row for run in opened for row in _rows(opened, run, lead)]
+    return rows + [_adapted(file, opened.path, lead) for file in sorted((opened.path / ADAPTED).glob("*.safetensors"))]
+
+
+def _rows(opened: RunDirectory, run: RecordedRun, lead: str) -> list[Row]:
+    measured = run.measured()
+    rows = list[Row]()
+    for kind in KINDS:
+        if (kind, "test", lead) not in measured:
+            continue
+        values = run.final(kind, lead)
+        file = folder_of(opened.path, MODELS, run.method, run.seed) / f"{kind}.safetensors"
+        rows.append(
+            {
+                "method": run.method,
+                "seed": run.seed,
+                "model": kind,
+                "models": 1 if kind == "global" else len(values),
+                f"test {lead}": float(values.nanmean()),
+                "worst 10 %": worst(values.numpy(), low=metric(lead).higher),
+                "file": str(file.relative_to(opened.path)) if file.is_file() else f"none: {run.status}",
+            }
+        )
+    return rows
+
+
+def _adapted(path: Path, folder: Path, lead: str) -> Row:
+    try:
+        with open_tensors(path) as file:
+            about = facts_of(file, path)[1]
+    except LayoutError:
+        about = {}
+    return {
+        "method": about.get("method", "?"),
+        "seed": about.get("seed", "?"),
+        "model": f"adapted to {about.get('client', '?')}",
+        "models": 1,
+        f"test {lead}": about.get("scores", {}).get("adapted", {}).get(lead),
+        "worst 10 %": None,
+        "file": str(path.relative_to(folder)),
+    }

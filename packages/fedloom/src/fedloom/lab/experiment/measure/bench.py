@@ -1,0 +1,251 @@
+"""Measure how fast an experiment runs here: every method with every oracle that can, and several numbers of workers."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing import get_context
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from fedloom.choose import Uniform
+from fedloom.data.federation import Federation, Split
+from fedloom.engine.job import Job
+from fedloom.engine.setting import Setting
+from fedloom.engine.setup import check, make_job
+from fedloom.errors import Refused
+from fedloom.lab.experiment.execute import Plan, side_by_side
+from fedloom.lab.experiment.measure.cost import RoundCost, RunCost, measure_rounds, run_cost
+from fedloom.lab.experiment.schema import Experiment, Method
+from fedloom.local.oracles import ORACLES
+from fedloom.processes.costs import Costs, MeasuredWorkers
+from fedloom.processes.machine_load import QUIET, wait_for_quiet, watch_others
+from fedloom.processes.pool import WorkerPool, Workers, cores
+from fedloom.values import choose
+
+PATIENCE = 60.0
+"""Seconds that a process waits for others to begin a round."""
+
+CROWD, CROWD_BYTES = 200_000, 1 << 30
+"""Clients of the federation on which costs per client are measured, as many as rows of so many bytes allow."""
+
+
+class Way(NamedTuple):
+    """An oracle and a number of workers; ``picked`` if a run of the experiment takes them."""
+
+    oracle: str
+    workers: int
+    picked: bool
+
+
+class Speed(NamedTuple):
+    """What was measured of one method in one way.
+
+    Attributes:
+        seconds: median over rounds, the first left out.
+        samples: samples per second whose gradient was taken, the first round left out.
+        others: cores that other processes used meanwhile.
+    """
+
+    method: str
+    way: Way
+    seconds: float
+    samples: float
+    other_cores: float
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether other processes used more than `fedloom.processes.machine_load.QUIET` cores."""
+        return self.other_cores > QUIET
+
+
+class Bench:
+    """The measurements of an experiment, with the federation of its first seed.
+
+    Args:
+        experiment: what to measure.
+        data_dir: folder of data sets.
+        rounds: rounds that are counted, of one more that is played.
+        oracles: names to measure beside the one that is picked; all that can compute the model when empty.
+        workers: numbers to measure beside the one that is picked, or ``auto``; 1 and the number of cores when empty.
+
+    Raises:
+        DataError: the data cannot be read.
+        ConfigError: the experiment cannot work, or (Refused) an oracle that was named cannot compute the model.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        data_dir: Path | None = None,
+        *,
+        rounds: int = 5,
+        oracles: Sequence[str] = (),
+        workers: Sequence[int | str] = (),
+    ) -> None:
+        for name in oracles:
+            choose("oracle", {**ORACLES}, name)
+        self.experiment, self.rounds = experiment, rounds
+        seed = experiment.head.seeds[0]
+        self.federation: Federation = experiment.partition(experiment.source.read(data_dir), seed)
+        self.processes = side_by_side(experiment, [self.federation])
+        counts = workers or (1, cores() if experiment.common.engine.device == "cpu" else 1)
+        self.ways = {m.label: self._ways(m, oracles, counts) for m in experiment.methods}
+
+    def measure(self, patience: float = 0.0) -> Iterator[Speed]:
+        """One row after another, what is picked first; waits up to ``patience`` seconds for a quiet machine."""
+        gc.collect()
+        gc.freeze()  # what is there by now is not visited again before every row
+        try:
+            for method in self.experiment.methods:
+                for way in self.ways[method.label]:
+                    wait_for_quiet(patience)
+                    with watch_others() as other_processes:
+                        rounds_measured = measure_rounds(
+                            self._setting(method, way.oracle, way.workers), self.federation, self.rounds + 1
+                        )
+                    times = [_seconds(cost) for cost in rounds_measured.rounds[1:]]
+                    samples = sum(cost.samples for cost in rounds_measured.rounds[1:]) / sum(times)
+                    yield Speed(method.label, way, statistics.median(times), samples, other_processes.cores)
+        finally:
+            gc.unfreeze()
+
+    def minutes(self, speeds: Sequence[Speed]) -> float:
+        """Minutes for all methods, rounds and seeds, as measured in the way that is picked, without evaluation."""
+        return sum(s.seconds * self.experiment.rounds[s.method] for s in speeds if s.way.picked) / self.processes / 60
+
+    def costs(self, method: Method) -> Costs:
+        """Constants of a method on this federation; see `costs_of`."""
+        return costs_of(self._setting(method, method.setting.engine.oracle, 1), self.federation, self.rounds)
+
+    def _setting(self, method: Method, oracle: str, workers: int | str) -> Setting:
+        engine = method.setting.engine.with_(oracle=oracle, workers=workers)
+        return method.setting.with_(engine=engine)
+
+    def _ways(self, method: Method, oracles: Sequence[str], workers: Sequence[int | str]) -> list[Way]:
+        def job_of(wanted: int | str) -> Job:
+            return make_job(self._setting(method, method.setting.engine.oracle, wanted), self.federation)[0]
+
+        job = job_of(self.experiment.common.engine.workers if self.processes == 1 else 1)
+        picked = Way(job.oracle.name, job.workers, picked=True)
+        able = [picked.oracle, *(name for name in oracles or ORACLES if self._can(method, name, named=bool(oracles)))]
+        counts = dict.fromkeys([picked.workers, *(job_of(n).workers for n in workers)])
+        alternatives = [Way(oracle, count, picked=False) for oracle in dict.fromkeys(able) for count in counts]
+        return [picked, *(way for way in alternatives if way[:2] != picked[:2])]
+
+    def _can(self, method: Method, oracle: str, *, named: bool) -> bool:
+        try:
+            check(self._setting(method, oracle, 1), self.federation)
+        except Refused:
+            if named:
+                raise
+            return False
+        return True
+
+
+def costs_of(setting: Setting, fed: Federation, rounds: int) -> Costs:
+    """Constants of a setting with one worker, from rounds in this process; one more is played, and left out."""
+    job, _ = make_job(setting, fed)
+    measured = _measured_rounds(setting, fed, rounds)
+    row = sum(t.numel() * t.element_size() for store in job.stores.values() for t in store.template)
+    cohort = round(statistics.fmean(w.clients for _, w in measured))
+    client = _per_client(setting, fed, rounds, cohort, row)
+    share = statistics.median(w.work / w.clients for _, w in measured)
+    crowded = cores() > 1 and setting.engine.device == "cpu"
+    return Costs(
+        share=share,
+        result=statistics.median(w.passing / w.chunks for _, w in measured),
+        client=client,
+        fixed=max(0.0, statistics.median(rest for rest, _ in measured) - client * fed.n),
+        message=sum(w.bytes for _, w in measured) / sum(w.chunks for _, w in measured),
+        row=row,
+        chunk=job.chunk,
+        cohort=cohort,
+        crowd=max(1.0, _share_in_a_crowd(setting, fed, rounds) / share) if crowded else 1.0,
+        cores=cores(),
+    )
+
+
+def _share_in_a_crowd(setting: Setting, fed: Federation, rounds: int) -> float:
+    """Seconds of local work per client where every core computes the same rounds; of each round the slowest process."""
+    together = get_context("fork").Barrier(cores())
+
+    def wait() -> None:
+        together.wait(timeout=PATIENCE)
+
+    def shares(_shared: None, _task: int) -> list[float]:
+        return [w.work / w.clients for _, w in _measured_rounds(setting, fed, rounds, wait)]
+
+    with WorkerPool([shares], cores()) as pool:
+        shares_by_core: list[list[float]] = list(pool.map(shares, None, range(cores())))
+    slowest: list[float] = [max(each) for each in zip(*shares_by_core, strict=True)]
+    return statistics.median(slowest)
+
+
+def _measured_rounds(
+    setting: Setting, fed: Federation, rounds: int, before: Callable[[], None] = lambda: None
+) -> list[tuple[float, MeasuredWorkers]]:
+    """Rounds without the first: seconds outside chunks, and what was seen of these; ``before`` is called in each."""
+    by_worker: list[MeasuredWorkers] = []
+
+    def through(workers: Workers) -> Workers:
+        before()
+        by_worker.append(MeasuredWorkers(workers))
+        return by_worker[-1]
+
+    measured = measure_rounds(setting, fed, rounds + 1, through=through)
+    return [(_seconds(r) - w.work - w.passing, w) for r, w in zip(measured.rounds, by_worker, strict=True)][1:]
+
+
+def _seconds(cost: RoundCost) -> float:
+    return cost.seconds or 0.0
+
+
+def _per_client(setting: Setting, fed: Federation, rounds: int, cohort: int, row: int) -> float:
+    """Seconds per client of a federation, whatever the cohort, from two whose clients have a sample each."""
+    many = min(CROWD, CROWD_BYTES // max(1, row))
+    setting, few = setting.with_(sampler=Uniform(clients=cohort)), max(cohort, many // 10)
+    if many < 2 * few:
+        return 0.0
+    small, large = (
+        statistics.median(rest for rest, _ in _measured_rounds(setting, _crowd(fed, n), rounds)) for n in (few, many)
+    )
+    return max(0.0, (large - small) / (many - few))
+
+
+def _crowd(fed: Federation, n: int) -> Federation:
+    """``n`` clients with a training sample each, of all that there are, again and again."""
+    index = fed.parts["train"].index
+    train = Split(index[torch.arange(n) % len(index)], torch.arange(n + 1))
+    none = Split(index[:0], torch.zeros(n + 1, dtype=torch.long))
+    return Federation(fed.data, {"train": train, "validation": none, "test": none}, tuple(map(str, range(n))))
+
+
+def estimates(plan: Plan) -> Iterator[tuple[str, RunCost]]:
+    """Label and cost of one method after another, with the federation of the first seed; nothing is written.
+
+    Raises:
+        CodeError: code of a method failed.
+    """
+    fed, alone = plan.federations[plan.experiment.head.seeds[0]], _processes(plan) == 1
+    for method in plan.experiment.methods:
+        setting = method.setting
+        if not alone:
+            setting = setting.with_(engine=setting.engine.with_(workers=1))
+        yield method.label, run_cost(setting, fed)
+
+
+def minutes(plan: Plan, costs: Mapping[str, RunCost]) -> float | None:
+    """Minutes for all runs of a plan, from the cost of a run by label; None where a method's rounds have no time."""
+    seconds = {label: cost.seconds for label, cost in costs.items()}
+    if any(whole is None for whole in seconds.values()):
+        return None
+    of_rounds = ((whole or 0.0) / costs[label].rounds * plan.rounds[label] for label, whole in seconds.items())
+    return sum(of_rounds) / _processes(plan) / 60
+
+
+def _processes(plan: Plan) -> int:
+    return side_by_side(plan.experiment, plan.federations.values())

@@ -1,0 +1,370 @@
+"""A finished run directory: its numbers and its models, without computing anything again and without its data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from fedloom.algorithms import REGISTRY, encodings
+from fedloom.data.dataset import Dataset
+from fedloom.data.new_data import NewData
+from fedloom.data.new_rows import new_rows
+from fedloom.engine.setting import Setting
+from fedloom.errors import ConfigError, RunDirError, nearest
+from fedloom.formats import option
+from fedloom.imports import is_path
+from fedloom.lab.experiment.file import parse
+from fedloom.lab.experiment.recorded import RecordedRun
+from fedloom.lab.experiment.schema import Experiment
+from fedloom.lab.report import result_table
+from fedloom.lab.report.reading import read_table
+from fedloom.metrics import leading, metric
+from fedloom.models.imported import Held, OwnModel, given_model
+from fedloom.rundir import METRICS, MODELS, SETTINGS, SUMMARY, check_digest, folder_of, place_of, read_summary
+from fedloom.storage import read_toml
+from fedloom.trained.model import Model, facts_of, open_tensors
+from fedloom.trained.model_source import KINDS
+from fedloom.trained.models import MOST_PERSONAL_FIRST
+from fedloom.trained.predictions import (
+    OWN_SCALE,
+    Evaluated,
+    Predictions,
+    alone,
+    assigned,
+    evaluated,
+    predicted,
+)
+from fedloom.trained.saved import SavedModels
+from fedloom.trust import check_document
+
+COLUMNS = ("method", "seed", "round", "client", "model", "part", "metric", "value")
+
+
+class RunDirectory:
+    """A run directory.
+
+    Iterating gives its runs; ``opened["flame", 0]`` is the run of a method and a seed.
+
+    Args:
+        path: the directory.
+        model: see `open_run`.
+        trust: run the code that it names by import path, though it is another user's.
+
+    Raises:
+        RunDirError: the directory is not one, or damaged.
+        ConfigError: a model is given that is none, or for runs whose settings name theirs.
+    """
+
+    def __init__(self, path: Path | str, model: OwnModel | None = None, *, trust: bool = False) -> None:
+        self.path, self._model, self._trust = place_of(path, "path"), model, trust
+        settings = self.path / SETTINGS
+        if deployed := _deployed(self.path):
+            raise RunDirError(f"{path} is {deployed}")
+        if not self.path.is_dir() or not settings.is_file():
+            what = "has no experiment.toml" if self.path.is_dir() else "is not a directory"
+            raise RunDirError(f"{path} is not a run directory: it {what}; give the --out of 'fedloom run'")
+        try:
+            self._document = read_toml(settings, "settings of the run")
+            check_digest(settings, settings.read_bytes())
+            summary = read_summary(self.path / SUMMARY)
+            self._runs = {(record.method, record.seed): record for record in summary.runs}
+        except OSError:
+            raise RunDirError(f"{path} has no summary.json yet; let 'fedloom run' finish first") from None
+        except RunDirError:
+            raise
+        except ConfigError as error:
+            raise RunDirError(f"{path} is damaged: {error}") from None
+        if not self._runs:
+            raise RunDirError(f"{path} holds no run yet; let 'fedloom run' finish first")
+        if model is None:
+            return
+        if given_model(model) is None:
+            raise ConfigError(f"open_run: model must be an nn.Module or what makes one, got {model!r:.80}")
+        if not any(_held(table) for table in (self._document, *self._methods)):
+            raise ConfigError(f"{settings} names the models of its runs; leave model out")
+
+    def __iter__(self) -> Iterator[RecordedRun]:
+        return (self[key] for key in self._runs)
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    def __getitem__(self, key: tuple[str, int]) -> RecordedRun:
+        pair: Any = key
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            label, seed = next(iter(self._runs))
+            raise ConfigError(
+                f"{self.path}: a run is known by its method and seed, as in [{label!r}, {seed}], got {key!r:.80}"
+            )
+        if key not in self._runs:
+            runs = ", ".join(f"{method!r} with seed {seed}" for method, seed in self._runs)
+            raise ConfigError(f"{self.path} has no run of {key[0]!r} with seed {key[1]}; it has {runs}")
+        run = self._runs[key]
+        return RecordedRun(*key, run.status, run.reason, run.rounds, self.table, partial(self.saved_models, *key))
+
+    def runs(self, method: str | None = None, seed: int | None = None) -> list[RecordedRun]:
+        """The runs of a method, of a seed, of both, or all.
+
+        Raises:
+            ConfigError: there is no such method or seed.
+        """
+        methods, seeds = ({key[k] for key in self._runs} for k in (0, 1))
+        if method is not None and method not in methods:
+            raise ConfigError(f"{self.path} has no method {method!r}; {nearest(method, map(str, methods))}")
+        if seed is not None and seed not in seeds:
+            raise ConfigError(f"{self.path} has no seed {seed}; it has {', '.join(map(str, sorted(seeds)))}")
+        return [run for run in self if method in (None, run.method) and seed in (None, run.seed)]
+
+    @cached_property
+    def _table(self) -> pa.Table:
+        return read_table(self.path / METRICS, COLUMNS)
+
+    def table(self) -> pa.Table:
+        """Every figure of every run, with the columns ``method`` and ``seed`` first.
+
+        Raises:
+            RunDirError: the file is missing or damaged.
+        """
+        if not (self.path / METRICS).is_file():
+            raise RunDirError(f"{self.path} has no metrics.parquet; run the experiment again to write it")
+        return self._table
+
+    @cached_property
+    def experiment(self) -> Experiment:
+        """The settings; its data and clients are not looked for, they may be elsewhere by now.
+
+        Raises:
+            ConfigError: a part of user code cannot be imported any more, or the directory is another user's.
+        """
+        return self._experiment(self._methods)
+
+    def _experiment(self, methods: Sequence[Mapping[str, Any]]) -> Experiment:
+        """The settings with some of the methods: what another method names may be gone."""
+        check_document(self._document, self.path / SETTINGS, trust=self._trust)
+        document = {k: v for k, v in self._document.items() if k not in ("resolved", "partition")}
+        tables = {"data": {"source": "digits"}, "method": [self._with_model(method) for method in methods]}
+        return parse({**self._with_model(document), **tables}, str(self.path / SETTINGS))
+
+    @property
+    def _methods(self) -> list[Mapping[str, Any]]:
+        """The tables of the methods."""
+        methods = self._document.get("method")
+        return [m for m in methods if isinstance(m, Mapping)] if isinstance(methods, list) else []
+
+    def _with_model(self, table: Mapping[str, Any]) -> dict[str, Any]:
+        """A table of settings, whose model is the one in hand where it names none."""
+        held = self._model is not None and _held(table)
+        return {**table, **({"model": {**table["model"], "held": self._model}} if held else {})}
+
+    def _setting(self, label: str) -> Setting:
+        """The settings of a method."""
+        tables = [m for m in self._methods if m.get("label") == label]
+        name = tables[0].get("algorithm") if tables else None
+        if name not in REGISTRY and not is_path(name):
+            raise ConfigError(
+                f"{self.path / SETTINGS}: no name or import path leads to the method of {label!r} ({name}); in Python, "
+                "the same call of fl.compare with this folder has its models, and runs nothing again"
+            )
+        return self._experiment(tables).methods[0].setting
+
+    def saved_models(self, method: str, seed: int) -> SavedModels:
+        """The files of the models of a run."""
+        run, folder = self._setting(method), folder_of(self.path, MODELS, method, seed)
+        return SavedModels(folder, run.method, run.model, run.local, seed, method, run.task)
+
+    @cached_property
+    def new_data(self) -> NewData:
+        """How new data are read: with the options of the run."""
+        return NewData(self._document.get("data", {}))
+
+    def read(self, data: str | Path, data_dir: str | Path | None = None) -> Dataset:
+        """New data with labels: a name or a path, as ``[data] source`` has it, in the terms of the run's models.
+
+        Raises:
+            DataError: it is missing or damaged.
+            ConfigError: an unknown name.
+        """
+        return self.new_data.labelled(next(iter(self)).models.recipe.facts, data, data_dir)
+
+    def predict(
+        self,
+        data: object,
+        method: str | None = None,
+        seed: int | None = None,
+        client: str | int | None = None,
+        kind: str | None = None,
+        data_dir: str | Path | None = None,
+        keep: Sequence[str] = (),
+    ) -> Predictions:
+        """Predictions for rows without labels.
+
+        Args:
+            data: a file of rows (of texts: lines of a .txt), or what `fedloom.data.new_rows.new_rows` takes. Of a
+                table, the column that named the clients in training names them here too.
+            method: label; None: the best on validation, see `best`.
+            seed: of the run; None: the first.
+            client: whose model predicts all rows; None: each row its site's, without sites the global one.
+            kind: "global", "personal" or "hybrid", or the file of an adapted model, which takes all rows; None: a
+                client's best.
+            data_dir: folder of data sets.
+            keep: columns of a table that go with the predictions.
+
+        Raises:
+            ConfigError: no such method, seed, client or model.
+            DataError: other columns or shape, and cells that the training did not take.
+        """
+        first = self.runs(method, seed)[0].models
+        new_data = NewData({**first.about.get("conversion", {}), **self.new_data.options})
+        rows = new_data.rows(first.recipe.facts, data, data_dir, keep)
+        if kind is not None and kind not in KINDS:
+            model = self.adapted(kind, method, seed)
+            return predicted(rows, alone(model, rows)._replace(notes=(f"the model of {kind} for all rows",)))
+        if method is None:
+            sites = set(rows.sites or ()) if client is None else {first.names[0]}
+            chosen = self.best(seed, personal=bool(sites), shared=not sites or not sites <= set(first.names))
+        else:
+            chosen = self.runs(method, seed)[0]
+        predictions = predicted(rows, assigned(chosen.models, rows, kind, client))
+        by_validation = method is None and len({run.method for run in self.runs(seed=seed)}) > 1
+        note = f"{chosen.method}, seed {chosen.seed}" + (", the best method on validation" if by_validation else "")
+        return replace(predictions, notes=(note, *predictions.notes))
+
+    def evaluate(
+        self,
+        data: Dataset,
+        method: str | None = None,
+        seed: int | None = None,
+        client: str | int | None = None,
+        kind: str | None = None,
+    ) -> Iterator[Evaluated]:
+        """Models scored on new data with labels, each as `predict` uses it; arguments and errors as `predict`.
+
+        Without a client and a kind: of every run all models where each row's site is a client of it, else the global
+        one. Where a table's model would be scaled as at the clients on average, a second line has it scaled on the new
+        rows themselves, as a client that has them for training would.
+        """
+        runs = self.runs(method, seed)
+        data = runs[0].models.recipe.facts.labelled(data)
+        rows = new_rows(runs[0].models.recipe.facts, data)
+        if kind is not None and kind not in KINDS:
+            model = self.adapted(kind, method, seed)
+            yield Evaluated(model.about, model.about["kind"], OWN_SCALE, alone(model, rows), rows, data)
+            return
+        yield from evaluated([run.models for run in runs], data, rows, client, kind)
+
+    def load(self, path: Path | str) -> Model:
+        """A model that was adapted to one of the runs, from its file.
+
+        Raises:
+            LayoutError: no file of a model, or of another architecture.
+        """
+        with open_tensors(Path(path), check=False) as file:  # checked in whole by Model.load
+            label = facts_of(file, Path(path))[1].get("method")
+        of_run = label in {method for method, _ in self._runs}
+        setting = self._setting(str(label)) if of_run else self._experiment([{"algorithm": "fedavg"}]).common
+        return Model.load(path, setting.model, setting.task)
+
+    def adapted(self, path: Path | str, method: str | None = None, seed: int | None = None) -> Model:
+        """The model of a file, which must have been adapted to one of some runs.
+
+        Raises:
+            LayoutError: no file of a model, or of another architecture.
+            ConfigError: it was adapted to another run than asked for.
+        """
+        model = self.load(path)
+        run = (model.about.get("method"), model.about.get("seed"))
+        if run not in {(one.method, one.seed) for one in self.runs(method, seed)}:
+            raise ConfigError(f"{path} was adapted to {run[0]}, seed {run[1]}")
+        return model
+
+    def best(self, seed: int | None = None, personal: bool = True, shared: bool = False) -> RecordedRun:
+        """The run of the method whose models are best on validation after the last round, mean over clients and seeds.
+
+        Args:
+            seed: of the run; None: the first that is done.
+            personal: the clients' own models count, where a method has them; else global models only.
+            shared: the method must have a global model.
+
+        Raises:
+            ConfigError: no run is done, or nothing was measured on validation.
+        """
+        done = [run for run in self if run.status == "done"]
+        methods = list(dict.fromkeys(run.method for run in done))
+        if len(methods) == 1:
+            return next(run for run in done if seed in (None, run.seed))
+        figures: dict[str, float] = {}
+        for name in methods:
+            runs = [run for run in done if run.method == name]
+            measured = runs[0].measured()
+            metrics = {m for _, part, m in measured if part == "validation"}
+            kinds = [
+                k for k in (MOST_PERSONAL_FIRST if personal else ("global",)) if (k, "validation", "loss") in measured
+            ]
+            if kinds and metrics and (not shared or ("global", "validation", "loss") in measured):
+                lead = leading(metrics, "settings")
+                values = [float(run.final(kinds[0], lead, "validation").nanmean()) for run in runs]
+                figures[name] = sum(values) / len(values) * (1 if metric(lead).higher else -1)
+        if not figures:
+            what = "no run is done" if not done else "nothing was measured on validation that could choose a method"
+            raise ConfigError(f"{self.path}: {what}; give a method: {', '.join(methods) or 'none'}")
+        top = max(figures, key=lambda name: figures[name])
+        return next(run for run in done if run.method == top and seed in (None, run.seed))
+
+    def low_rank(self, method: str) -> bool:
+        """Whether a method's server sends a model of low rank."""
+        return any(s.encoding == "lowrank" for s in encodings(self._setting(method).method, "down").values())
+
+    def _repr_html_(self) -> str:
+        """The result table: a row per method and model, means over seeds."""
+        from fedloom.lab.report import notebook as display
+
+        rows = result_table(self.path).to_pylist()
+        lead = leading(rows[0])
+        figures = {lead: f"test {lead}"} if lead in rows[0] else {}
+        heads = {"method": "method", "model": "model", "seeds": "seeds", **figures, "status": "status"}
+        shown = [[option(row[key]) for key in heads] for row in rows]
+        return display.html_table(list(heads.values()), shown)
+
+    def __repr__(self) -> str:
+        return f"RunDirectory({str(self.path)!r}, {len(self)} runs)"
+
+
+def _deployed(path: Path) -> str:
+    """What part of a deployment a folder is, and the commands for its models; empty for any other folder."""
+    if (path / "site.toml").is_file():
+        return f"a site of a deployment: use 'fedloom deploy predict {path} ROWS' (evaluate and export too)"
+    if (path.parent / "site.toml").is_file():
+        return f"of a site of a deployment: use 'fedloom deploy predict {path.parent} ROWS' (evaluate and export too)"
+    if (path / "sites").is_dir() or (path / "server.toml").is_file() or (path.parent / "server.toml").is_file():
+        return "of a deployment, whose models are at its sites: use 'fedloom deploy predict SITE ROWS' there"
+    return ""
+
+
+def _held(table: Mapping[str, Any]) -> bool:
+    """Whether a table of settings has a model that no name leads to."""
+    model = table.get("model")
+    return isinstance(model, Mapping) and model.get("kind") == Held.kind
+
+
+def open_run(path: Path | str, model: OwnModel | None = None, *, trust: bool = False) -> RunDirectory:
+    """A run directory that `fedloom run` wrote: its table, its runs, and their models; nothing is computed again.
+
+    Only code that its ``experiment.toml`` names by import path is executed, and that when models are asked for; a file
+    of a model never names any.
+
+    Args:
+        path: the directory.
+        model: the module, class or function that `fedloom.compare` was given as the model, where no import path leads
+            to it; of a module the weights do not matter.
+        trust: run that code though the directory is another user's.
+
+    Raises:
+        RunDirError: it is not a run directory, or damaged.
+        ConfigError: a model is given that is none, or for runs whose settings name theirs.
+    """
+    return RunDirectory(path, model, trust=trust)

@@ -1,0 +1,306 @@
+"""The files of a run directory that people and the report read."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import platform
+from collections.abc import Collection, Mapping, Sequence
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import tomli_w
+from numpy.typing import NDArray
+
+from fedloom.data.federation import Federation, Split
+from fedloom.engine.result import Result
+from fedloom.engine.setting import Evaluate
+from fedloom.errors import RunDirError
+from fedloom.lab.experiment.analyses.importance import importance
+from fedloom.lab.experiment.analyses.patients import group_scores, predictions
+from fedloom.lab.experiment.analyses.references import references
+from fedloom.lab.experiment.inspection import confusion, tsne
+from fedloom.lab.experiment.schema import Experiment
+from fedloom.rundir import (  # fmt: skip
+    CONFUSION,
+    GROUPS,
+    IMPORTANCE,
+    LEFT_OUT,
+    METRICS,
+    NO_DIGEST,
+    PARTITION,
+    PREDICTIONS,
+    REFERENCES,
+    SETTINGS,
+    SUMMARY,
+    TIMINGS,
+    TSNE,
+    RunRecord,
+    Summary,
+    check_digest,
+    with_digest,
+)
+from fedloom.storage.disk import regular
+from fedloom.storage.files import write_atomic
+from fedloom.version import __version__
+
+VERSIONS = ("torch", "numpy", "scipy", "scikit-learn", "pyarrow", "pydantic")
+
+
+Spent = tuple[Sequence[float], Sequence[float]]
+"""Seconds of every round, and its one-off costs."""
+
+
+class Outcome(NamedTuple):
+    """One run of the comparison: its result, or why there is none.
+
+    damaged: what it had saved cannot be read, so that its figures of before stay in the tables.
+    """
+
+    label: str
+    algorithm: str
+    seed: int
+    result: Result | None
+    failure: str = ""
+    damaged: bool = False
+
+    @property
+    def status(self) -> str:
+        """done, diverged, interrupted or failed."""
+        return "failed" if self.result is None else self.result.status
+
+    @property
+    def complete(self) -> bool:
+        """Whether the run went to its end, with figures and models that are finite."""
+        return self.result is not None and (self.status == "done" or self.result.diverged is not None)
+
+    @property
+    def reason(self) -> str:
+        """The sentence on how it ended."""
+        if self.result is None:
+            return self.failure
+        return f"{self.result.stop.value}{f' ({self.result.detail})' if self.result.detail else ''}"
+
+
+_version = cache(version)
+"""Looked up once: metadata are read from files and parsed each time."""
+
+
+def write_settings(out: Path, experiment: Experiment) -> None:
+    """``experiment.toml``: everything resolved, with versions."""
+    versions = {
+        "fedloom": __version__,
+        "python": platform.python_version(),
+        **{v: _version(v) for v in VERSIONS},
+    }
+    document = {**experiment.settings(), "resolved": {"versions": versions}}
+    write_atomic(out / SETTINGS, with_digest(f"{tomli_w.dumps(document)}# {NO_DIGEST}\n".encode()))
+
+
+def write_tables(out: Path, outcomes: Sequence[Outcome]) -> None:
+    """``metrics.parquet`` (no times in it) and ``timings.parquet``."""
+    done = [(o, o.result) for o in outcomes if o.result is not None]
+    runs = [(o.label, o.seed, r.table(), (r.seconds, r.startup)) for o, r in done]
+    write_measured(out, runs, [(o.label, o.seed) for o in outcomes if o.damaged])
+
+
+def write_measured(
+    out: Path,
+    runs: Sequence[tuple[str, int, pa.Table, tuple[Sequence[float], Sequence[float]]]],
+    keep: Sequence[tuple[str, int]] = (),
+) -> None:
+    """The same files, from a method's label, a seed, its figures, and the seconds and one-off costs of its rounds.
+
+    Of the runs to ``keep``, the rows that the files have stay.
+    """
+    metrics = [labelled(table, label, seed) for label, seed, table, _ in runs]
+    seconds = [labelled(_timings(*spent), label, seed) for label, seed, _, spent in runs]
+    write_parquet(out / METRICS, metrics, keep)
+    write_parquet(out / TIMINGS, seconds, keep)
+
+
+def write_inspection(out: Path, evaluate: Evaluate, outcomes: Sequence[Outcome]) -> list[str]:
+    """Write the analyses of `Evaluate` after the last round, a file each for complete runs; notes are returned."""
+    done = sorted(
+        ((o, o.result) for o in outcomes if o.result is not None and o.complete),
+        key=lambda pair: (pair[0].label, pair[0].seed),
+    )
+    analyses = {
+        CONFUSION: (evaluate.confusion, confusion),
+        GROUPS: (evaluate.groups, group_scores),
+        PREDICTIONS: (evaluate.predictions, predictions),
+        IMPORTANCE: (evaluate.importance, importance),
+    }
+    tables = {name: list[pa.Table]() for name in (*analyses, TSNE)}
+    notes, fitted = list[str](), dict[int, pa.Table]()
+    for outcome, result in done:
+        for name, (wanted, analysis) in analyses.items():
+            if wanted:
+                tables[name].append(labelled(analysis(result), outcome.label, outcome.seed))
+        if evaluate.tsne:
+            table, tsne_notes = tsne(result, evaluate.tsne)
+            tables[TSNE].append(labelled(table, outcome.label, outcome.seed))
+            notes += tsne_notes
+        if evaluate.references and outcome.seed not in fitted:
+            fitted[outcome.seed] = labelled(references(result), "", outcome.seed)
+    for name, some in tables.items():
+        write_parquet(out / name, some, [(o.label, o.seed) for o in outcomes if o.damaged])
+    write_parquet(out / REFERENCES, [*fitted.values()])
+    return notes
+
+
+def left_out_before(out: Path) -> list[tuple[str, int]]:
+    """Labels and seeds of the runs of which ``left_out.parquet`` has scores; none where it is damaged."""
+    names = ["method", "seed"]
+    try:
+        check_digest(out / LEFT_OUT, regular(out / LEFT_OUT).read_bytes())
+        keys = pq.read_table(out / LEFT_OUT, columns=names).group_by(names).aggregate([])
+    except (FileNotFoundError, RunDirError, pa.ArrowException):
+        return []
+    return list(zip(keys["method"].to_pylist(), keys["seed"].to_pylist(), strict=True))
+
+
+def write_left_out(
+    out: Path, tables: Mapping[tuple[str, int], Sequence[pa.Table]], keep: Sequence[tuple[str, int]]
+) -> None:
+    """``left_out.parquet``: scores of clients by models that were trained without them, by method's label and seed.
+
+    Of the runs to ``keep``, the rows that the file has stay.
+    """
+    rows = [labelled(pa.concat_tables(some), *run) for run, some in sorted(tables.items())]
+    write_parquet(out / LEFT_OUT, rows, keep)
+
+
+def write_parquet(path: Path, tables: list[pa.Table], keep: Sequence[tuple[str, int]] = ()) -> None:
+    """One table of all, and of the rows of the runs to ``keep`` that are there; without any, no file is left."""
+    if keep and path.exists():
+        tables = [*tables, of_runs(pq.read_table(path), keep)]
+    if not tables:
+        path.unlink(missing_ok=True)
+        return
+    sink, table = io.BytesIO(), pa.concat_tables(tables)
+    with pq.ParquetWriter(sink, table.schema, compression="zstd") as writer:
+        writer.write_table(table)
+        writer.add_key_value_metadata({"digest": NO_DIGEST})
+    write_atomic(path, with_digest(sink.getvalue()))
+
+
+def of_runs(table: pa.Table, runs: Collection[tuple[str, int]], *, invert: bool = False) -> pa.Table:
+    """The rows of the named runs of a table of several; ``invert``: of all that are not named."""
+    keys = zip(table["method"].to_pylist(), table["seed"].to_pylist(), strict=True)
+    return table.filter(pa.array([(key in runs) != invert for key in keys], pa.bool_()))
+
+
+def write_summary(
+    out: Path,
+    experiment: Experiment,
+    outcomes: Sequence[Outcome],
+    federations: Mapping[int, Federation],
+    more: Sequence[str] = (),
+) -> None:
+    """``summary.json``: how every run ended; ``partition.parquet``: how the data were split."""
+    feds = list(federations.values())
+    attackers = {o.seed: o.result.job.attackers.numpy() for o in outcomes if o.result is not None}
+    write_splits(out, federations, attackers)
+    of_data = {seed: fed.remarks for seed, fed in federations.items()}
+    notes = [f"data, seed {seed}: {note}" for seed, remarks in of_data.items() for note in remarks]
+    notes += [
+        f"{o.label}, seed {o.seed}: {note}"
+        for o in outcomes
+        if o.result is not None
+        for note in o.result.notes
+        if note.removeprefix("data: ") not in of_data.get(o.seed, ())
+    ]
+    summary = Summary(
+        name=experiment.head.name,
+        runs=tuple(map(_run, outcomes)),
+        clients=feds[0].n,
+        classes=feds[0].data.classes,
+        select_on=experiment.common.evaluate.select_on,
+        metrics={k: v for m in experiment.methods for k, v in m.setting.task.directions.items()},
+        warnings=tuple(dict.fromkeys([*notes, *more])),
+    )
+    write_atomic(out / SUMMARY, summary.content())
+
+
+def write_splits(
+    out: Path, federations: Mapping[int, Federation], attackers: Mapping[int, NDArray[np.int64]] | None = None
+) -> None:
+    """``partition.parquet``: how the data were split with every seed, and who attacks, as far as that is known."""
+    attackers_by_seed = attackers or {}
+    tables = [_partition(seed, fed, attackers_by_seed.get(seed)) for seed, fed in federations.items()]
+    write_parquet(out / PARTITION, tables)
+
+
+def _run(outcome: Outcome) -> RunRecord:
+    result = outcome.result
+    fields = {"method": outcome.label, "algorithm": outcome.algorithm, "seed": outcome.seed}
+    fields |= {"status": outcome.status, "reason": outcome.reason, "rounds": 0}
+    if result is not None:
+        oracle = result.job.oracle
+        fields |= {"rounds": result.rounds, "oracle": oracle.name, "chunk": result.job.chunk}
+        fields |= {"device": str(oracle.device), "parameters": oracle.layout.d}
+        fields |= {} if result.diverged is None else {"diverged": result.diverged}
+        fields |= {} if result.job.fleet is None else {"device_classes": result.job.fleet.names}
+    return RunRecord.model_validate(fields)
+
+
+def _partition(seed: int, fed: Federation, attackers: NDArray[np.int64] | None) -> pa.Table:
+    groups = None if fed.groups is None else fed.groups.numpy()
+    sizes = fed.sizes("train").numpy()
+    return partition_table(seed, fed.names, sizes, fed.class_counts().numpy(), groups, attackers, fed.parts["test"])
+
+
+def partition_table(
+    seed: int,
+    names: Sequence[str],
+    sizes: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    groups: NDArray[np.int64] | None = None,
+    attackers: NDArray[np.int64] | None = None,
+    tests: Split | None = None,
+) -> pa.Table:
+    """A row per client of the n.
+
+    Args:
+        seed: of the cut.
+        names: of the clients.
+        sizes: training samples ``[n]``.
+        counts: of them by class ``[n, C]``; C = 0 for a regression, and where only the sizes are known.
+        groups: planted group ``[n]``; None: -1 for all.
+        attackers: numbers of the clients that attack.
+        tests: the clients' test parts, of which their sizes and one digest of all are written; None: not known.
+    """
+    n, ends = len(names), np.arange(len(names) + 1) * counts.shape[1]
+    columns = {
+        "seed": np.full(n, seed),
+        "client": np.arange(n),
+        "name": pa.array(names, pa.string()),
+        "size": sizes,
+        "group": np.full(n, -1) if groups is None else groups,
+        "attacks": np.isin(np.arange(n), [] if attackers is None else attackers),
+        "counts": pa.ListArray.from_arrays(pa.array(ends, pa.int32()), pa.array(counts.flatten())),
+    }
+    if tests is not None:
+        parts = b"".join(part.numpy().tobytes() for part in (tests.offsets, tests.index))
+        digest = hashlib.sha256(parts).hexdigest()[:16]
+        columns |= {"tested": tests.offsets.diff().numpy(), "tests": pa.array([digest] * n, pa.string())}
+    return pa.table(columns)
+
+
+def _timings(seconds: Sequence[float], startup: Sequence[float]) -> pa.Table:
+    rounds = pa.array(range(1, len(seconds) + 1), pa.int64())
+    columns = {"seconds": seconds, "startup": startup}
+    return pa.table({"round": rounds, **{name: pa.array(values, pa.float64()) for name, values in columns.items()}})
+
+
+def labelled(table: pa.Table, label: str, seed: int) -> pa.Table:
+    """Put columns for the method and the seed before a table."""
+    count = table.num_rows
+    table = table.add_column(0, "method", pa.array([label] * count, pa.string()))
+    return table.add_column(1, "seed", pa.array([seed] * count, pa.int64()))

@@ -1,0 +1,114 @@
+"""Overrides: an experiment file with other values, fewer methods or other rounds, as the command line gives them."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fedloom.errors import ConfigError, unknown
+from fedloom.rundir import label_of
+from fedloom.values import FACTOR, table
+
+WORD = re.compile(rf"[A-Za-z_][\w./:-]*|{FACTOR}")
+"""Text that needs no quotes, for the shell takes them away."""
+
+TESTED = ("predictions", "importance", "references", "confusion", "tsne")
+"""Keys of [evaluate] that look at test samples."""
+
+
+def with_overrides(
+    document: Mapping[str, object],
+    where: str,
+    values: Sequence[str] = (),
+    methods: Sequence[str] = (),
+    rounds: int | None = None,
+    *,
+    refit: bool = False,
+) -> dict[str, Any]:
+    """Apply the changes of the command line to a document; `fedloom.lab.experiment.parse` checks the outcome.
+
+    Args:
+        document: of an experiment file.
+        where: the file, for messages.
+        values: ``table.key=value``, ``key=value`` or ``method.LABEL.key=value``, the value as in TOML. Another ``kind``
+            or ``source`` starts its table anew; epochs take the place of steps, and the other way round.
+        methods: labels, or names of algorithms, of the methods that stay; all when empty.
+        rounds: of every method, in place of the file's.
+        refit: train on all samples with the first seed, as after a cross-validation: there is nothing to test on.
+
+    Raises:
+        ConfigError: a text of another form, or a method that is not there; the message names the key.
+    """
+    changed: dict[str, Any] = {**document}
+    methods_before = changed.get("method")
+    entries = (
+        [{**m} if isinstance(m, Mapping) else m for m in methods_before] if isinstance(methods_before, list) else []
+    )
+    if entries:
+        changed["method"] = entries
+    for text in values:
+        _set(changed, text, where)
+    named = [m for m in entries if isinstance(m, dict)]
+    if methods:
+        names = list(dict.fromkeys(name for m in named for name in (label_of(m), str(m.get("algorithm")))))
+        for name in methods:
+            if name not in names:
+                raise unknown("method", name, names, f"{where}: --method")
+        changed["method"] = [m for m in named if {label_of(m), m.get("algorithm")} & {*methods}]
+    if rounds is not None:
+        changed["rounds"] = rounds
+        for m in named:
+            m.pop("rounds", None)
+    return _refitted(changed, where) if refit else changed
+
+
+def _refitted(document: dict[str, Any], where: str) -> dict[str, Any]:
+    """The experiment without test samples, and without validation ones unless models are recalibrated on them."""
+    tables = {name: table(document.get(name, {}), f"{where}: [{name}]") for name in ("partition", "evaluate", "task")}
+    partition = {k: v for k, v in tables["partition"].items() if k not in ("folds", "leave")} | {"test": 0.0}
+    if not tables["task"].get("calibrate"):
+        partition["validation"] = 0.0
+    evaluate = {k: v for k, v in tables["evaluate"].items() if k not in TESTED}
+    seeds = document.get("seeds", [0])
+    first = seeds[:1] if isinstance(seeds, list) else seeds
+    return {**document, "partition": partition, "evaluate": evaluate, "seeds": first}
+
+
+def _set(document: dict[str, Any], text: str, where: str) -> None:
+    key, equals, value = text.partition("=")
+    key, parts = key.strip(), [part.strip() for part in key.split(".")]
+    if not equals or not all(parts):
+        raise ConfigError(f"--set {text!r} must be key=value, for example --set local.lr=0.1")
+    setting, place = _value(key, value.strip()), document
+    if parts[0] == "method":
+        place, parts = _method(document, parts, text, where)
+    for part in parts[:-1]:
+        place[part] = {**table(place.get(part, {}), f"{where}: --set {key}: [{part}]")}
+        place = place[part]
+    last = parts[-1]
+    if last in ("kind", "source") and len(parts) > 1 and place.get(last, setting) != setting:
+        place.clear()
+    if parts[-2:-1] == ["local"] and last in ("epochs", "steps"):
+        place.pop("steps" if last == "epochs" else "epochs", None)
+    place[last] = setting
+
+
+def _method(document: Mapping[str, Any], parts: list[str], text: str, where: str) -> tuple[dict[str, Any], list[str]]:
+    """The table of a method that a key names, and the rest of the key."""
+    labels = {label_of(m): m for m in document.get("method", ()) if isinstance(m, dict)}
+    if len(parts) < 3:
+        raise ConfigError(f"--set {text!r}: a key of a method is method.LABEL.key; labels: {', '.join(labels)}")
+    if parts[1] not in labels:
+        raise unknown("method", parts[1], labels, f"{where}: --set {text}")
+    return labels[parts[1]], parts[2:]
+
+
+def _value(key: str, text: str) -> object:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError as error:
+        if WORD.fullmatch(text):
+            return text
+        raise ConfigError(f"--set {key}: {text!r} is not a value of TOML: {error}") from None

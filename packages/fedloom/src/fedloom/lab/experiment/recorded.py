@@ -1,0 +1,100 @@
+"""One run of a run directory: its numbers and its models, as they were when it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from torch import Tensor
+
+from fedloom.engine.records import not_measured
+from fedloom.lab.report.reading import rows_where
+from fedloom.metrics import leading
+from fedloom.trained.models import MOST_PERSONAL_FIRST, Models
+from fedloom.trained.saved import SavedModels
+
+if TYPE_CHECKING:
+    from altair import LayerChart
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """One run of a directory: what `fedloom.engine.result.Result` was when it ended.
+
+    Attributes:
+        method: label of its method.
+        seed: its seed.
+        status: done, diverged, interrupted or failed.
+        reason: the sentence on how it ended.
+        rounds: rounds done.
+    """
+
+    method: str
+    seed: int
+    status: str
+    reason: str
+    rounds: int
+    _whole: Callable[[], pa.Table] = field(repr=False, compare=False)
+    _saved: Callable[[], SavedModels] = field(repr=False, compare=False)
+
+    def table(self) -> pa.Table:
+        """Tidy: round, client (-1 is the federation), model, part, metric, value."""
+        whole = self._whole()
+        return rows_where(whole, method=self.method, seed=self.seed).drop_columns(["method", "seed"])
+
+    def final(self, model: str | None = None, metric: str | None = None, part: str = "test") -> Tensor:
+        """A metric of every client that is scored after the last evaluated round, float64 ``[s]``.
+
+        Args:
+            model: as in `fedloom.engine.result.Result.final`; None: the model that a client would use.
+            metric: its name; None: accuracy, or the metric that leads where that was not measured.
+            part: of the clients' samples.
+
+        Raises:
+            ConfigError: it was not measured.
+        """
+        if model is None:
+            measured = {kind for kind, _, _ in self.measured()}
+            model = next((kind for kind in MOST_PERSONAL_FIRST if kind in measured), MOST_PERSONAL_FIRST[-1])
+        names = {name for kind, place, name in self.measured() if (kind, place) == (model, part)}
+        metric = metric or ("accuracy" if "accuracy" in names else leading(names))
+        if (model, part, metric) not in self.measured():
+            raise not_measured(model, metric, part, self.measured())
+        rows = rows_where(self._clients, model=model, part=part, metric=metric)
+        last = rows.filter(pc.equal(rows["round"], pc.max(rows["round"]))).sort_by("client")
+        return torch.from_numpy(last["value"].to_numpy().copy())
+
+    def chart(self, metric: str | None = None, part: str = "test") -> LayerChart:
+        """An Altair chart of a metric by round; see `fedloom.lab.report.notebook.chart`."""
+        from fedloom.lab.report import notebook as display  # slow to import, needed where charts are drawn
+
+        return display.chart(self.table(), metric, part)
+
+    def _repr_html_(self) -> str:
+        from fedloom.lab.report import notebook as display
+
+        return display.page(self.table(), f"{self.method}, seed {self.seed}: {self.rounds} rounds, {self.reason}")
+
+    def measured(self) -> set[tuple[str, str, str]]:
+        """What was measured of every client: (model, part, metric)."""
+        kinds = self._clients.group_by(["model", "part", "metric"]).aggregate([])
+        return {(r["model"], r["part"], r["metric"]) for r in kinds.to_pylist()}
+
+    @cached_property
+    def _clients(self) -> pa.Table:
+        return self.table().filter(pc.field("client") >= 0)
+
+    @cached_property
+    def models(self) -> Models:
+        """Its models, read when they are asked for.
+
+        Raises:
+            RunDirError: there are none, as of a run that is not done.
+            LayoutError: their files are damaged, or of another architecture.
+        """
+        return Models(self._saved())

@@ -1,0 +1,166 @@
+"""Experiment: a comparison as a value; one federation, one model, several methods."""
+
+from __future__ import annotations
+
+import unicodedata
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, NonNegativeInt, create_model, field_validator
+
+from fedloom.algorithms import REGISTRY, Algorithm, Preset
+from fedloom.data.partition import PARTITIONS, Partition
+from fedloom.data.sources import SOURCES, Source
+from fedloom.engine.setting import Rounds, Setting, Shares
+from fedloom.engine.tables import SettingTable
+from fedloom.errors import direction_in
+from fedloom.lab.experiment.tuning import Tune
+from fedloom.values import Value, choose, dump, fields_of
+
+
+@dataclass(frozen=True)
+class Method:
+    """One method of the comparison.
+
+    Attributes:
+        label: what it is called.
+        algorithm: what the file names: an entry of the registry, or a class of user code.
+        options: its own keys.
+        setting: its run, with the first seed.
+        kind: its class or preset, where no name leads to it.
+    """
+
+    label: str
+    algorithm: str
+    options: dict[str, Any]
+    setting: Setting
+    kind: type[Algorithm] | Preset | None = None
+
+    @property
+    def entry(self) -> type[Algorithm] | Preset:
+        """What `algorithm` names."""
+        return self.kind or choose("algorithm", REGISTRY, self.algorithm, base=Algorithm)
+
+    def settings(self) -> dict[str, Any]:
+        """The method as a TOML table, defaults filled in."""
+        fields, algorithm = fields_of(self.entry), dump(self.setting.method)
+        choices = {k: v for k, v in self.setting.document().items() if k in Setting.per_method}
+        named = {"algorithm": self.algorithm, "label": self.label}
+        return {**named, **{k: v for k, v in algorithm.items() if k in fields}, **self.options, **choices}
+
+
+def _printable(text: str) -> str:
+    if not text.strip() or any(unicodedata.category(c) in ("Cc", "Cs") for c in text):
+        raise ValueError(f"must be text that can be printed, got {text!r}")
+    if disguised := direction_in(text):
+        raise ValueError(disguised)
+    return text
+
+
+Title = Annotated[str, AfterValidator(_printable)]
+"""What tables and charts call something."""
+
+
+Constants = Literal["default", "paper", "released"]
+"""The constants of options that are not given: fedloom's defaults, the paper's own, or those of its public code."""
+
+
+def _no_path(text: str) -> str:
+    if "/" in text or "\\" in text or text in (".", ".."):
+        raise ValueError(f"must be a name, which a file can have, without / and \\, got {text!r}")
+    return text
+
+
+class Head(Value):
+    """The plain keys of an experiment file that are no choices of a run; the others are those of `Setting`."""
+
+    name: Annotated[Title, AfterValidator(_no_path)] = Field("experiment", description="name of the experiment")
+    seeds: tuple[NonNegativeInt, ...] = Field((0,), min_length=1, description="one run of every method per seed")
+    settings: Constants = Field(
+        "default", description="of every method that does not say its own: default, paper or released"
+    )
+
+    @field_validator("seeds")
+    @classmethod
+    def _different(cls, seeds: tuple[int, ...]) -> tuple[int, ...]:
+        if len(set(seeds)) < len(seeds):
+            raise ValueError(f"every seed once, got {list(seeds)}")
+        return seeds
+
+
+class MethodKeys(Value):
+    """The plain keys of a method that every one may have."""
+
+    label: Title = Field(description="what the method is called in tables and charts")
+    rounds: Rounds | None = Field(None, description="communication rounds, if not the experiment's")
+    weights: Shares | None = Field(None, description="clients' shares of the objective, if not the experiment's")
+    settings: Constants = Field("default", description="constants of the options that are not given")
+
+
+_plain: Any = {name: (field.annotation, field) for name, field in Setting.model_fields.items()}
+_questions: Any = (
+    tuple[str, ...],
+    Field((), description="open questions of a draft, which runs once they are answered and deleted"),
+)
+Top = create_model("Top", __base__=Head, questions=_questions, **{name: _plain[name] for name in Setting.plain()})
+"""All plain keys of an experiment file."""
+TABLES: dict[str, SettingTable] = {
+    "data": SettingTable(Source, SOURCES, key="source"),
+    "partition": SettingTable(Partition, PARTITIONS, "iid"),
+    **Setting.tables(),
+    "tune": SettingTable(Tune),
+}
+"""The tables of an experiment file beside its methods."""
+SHARED = ("model", "task")
+"""What a method has from the experiment unless it has its own; settings name it there alone."""
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A comparison of methods on the same federation, over seeds.
+
+    Attributes:
+        head: its name and seeds.
+        source: where the data come from.
+        source_options: the table [data].
+        partition: how they are split.
+        model_kind: kind of the table [model].
+        common: what methods have that choose nothing for themselves.
+        tune: the table [tune].
+        methods: what is compared.
+    """
+
+    head: Head
+    source: Source
+    source_options: dict[str, Any]
+    partition: Partition
+    model_kind: str
+    common: Setting
+    tune: Tune
+    methods: tuple[Method, ...]
+
+    @property
+    def rounds(self) -> dict[str, int]:
+        """Rounds of every method, all seeds together, by label."""
+        return {method.label: method.setting.rounds * len(self.head.seeds) for method in self.methods}
+
+    def with_(self, **choices: object) -> Experiment:
+        """The same experiment with other choices, in every method."""
+        methods = tuple(replace(m, setting=m.setting.with_(**choices)) for m in self.methods)
+        return replace(self, common=self.common.with_(**choices), methods=methods)
+
+    def settings(self) -> dict[str, Any]:
+        """The whole experiment as a TOML document, defaults filled in."""
+        whole = self.common.document()
+        shared = (*Setting.plain(), *SHARED)
+        common = {k: v for k, v in whole.items() if k in shared or k not in Setting.per_method}
+        methods = [m.settings() for m in self.methods]
+        return {
+            **dump(self.head),
+            **{k: common.pop(k) for k in Setting.plain()},
+            "data": self.source_options,
+            "partition": dump(self.partition, kind=self.partition.kind),
+            **common,
+            "model": {**common["model"], "kind": self.model_kind},
+            "method": [{k: v for k, v in m.items() if k not in SHARED or v != whole[k]} for m in methods],
+        }

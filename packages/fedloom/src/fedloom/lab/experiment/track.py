@@ -1,0 +1,324 @@
+"""Tracking: the figures of a run in progress, in TensorBoard, MLflow (extra ``track``) or W&B (extra ``wandb``).
+
+Figures are those of the whole federation; what is logged is the same after a restart. The files of all are in the run
+directory's folder ``tracking``; with MLFLOW_TRACKING_URI set, MLflow logs there instead. W&B works offline unless
+WANDB_MODE is set otherwise; ``wandb sync`` sends what it wrote.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from fedloom.engine.checks.guard import Guard
+from fedloom.errors import ConfigError, sentence_of, unknown
+from fedloom.lab.experiment.events import Event, Figures
+from fedloom.lab.experiment.schema import Experiment
+from fedloom.rundir import folder_of
+from fedloom.storage.files import make_folder
+
+if TYPE_CHECKING:
+    from mlflow.tracking import MlflowClient
+
+RETRY_SECONDS = 60.0
+"""How long a tracker that has failed is left alone during a run: a server that is away costs up to `HTTP_SECONDS` and a
+retry, so that a run spends a small part of its time on it."""
+HTTP_SECONDS, HTTP_RETRIES = 10, 1
+"""Patience with MLflow's server, unless the environment has other values: its own are 120 seconds and 7 retries, which
+would hold a run up for many minutes in every evaluation."""
+LONGEST_CAUSE = 300
+"""Most characters of a library's error in a warning."""
+LONGEST_NAME = 250
+"""Most characters of a name in MLflow."""
+FOLDER = "tracking"
+MOST = 1000
+"""Metrics that MLflow takes at once."""
+
+
+class Writer(Protocol):
+    """Where the figures of one run go."""
+
+    last: int
+    """The last round that is there."""
+
+    def write(self, round: int, figures: Figures) -> None:
+        """Adds the figures of a later round."""
+        ...
+
+    def close(self, status: str) -> None:
+        """Record how the run ended."""
+        ...
+
+
+class Tracker:
+    """A listener that gives the figures of every run of an experiment to a writer of its own.
+
+    A tracker that fails, as one whose server is away, costs a warning and no run. Figures wait until it works again: it
+    is asked anew after `RETRY_SECONDS`, and at the end of the run. Running the experiment again with it brings what it
+    still lacks.
+
+    Args:
+        kind: one of `TRACKERS`.
+        experiment: what is run.
+        out: its run directory.
+
+    Attributes:
+        view: the command that shows what was tracked.
+
+    Raises:
+        ConfigError: an unknown kind, or its packages are missing.
+    """
+
+    def __init__(self, kind: str, experiment: Experiment, out: Path) -> None:
+        check_tracker(kind)
+        self._kind, (self._make, self.view) = kind, TRACKERS[kind](experiment, out)
+        self._writers: dict[tuple[str, int], Writer] = {}
+        self._waiting: dict[tuple[str, int], dict[int, Figures]] = {}
+        self._lock, self._guard, self._retry_at = threading.Lock(), Guard(), 0.0
+
+    def __call__(self, event: Event) -> None:
+        """Writes what is newer than the last round that is there; closes the writer at the end of the run."""
+        key = event.label, event.seed
+        with self._lock:
+            self._waiting.setdefault(key, {}).update(event.figures)
+            if not event.status and time.monotonic() < self._retry_at:
+                return
+            try:
+                self._write(key, event.status)
+            except Exception as error:  # of a library, a network, a database or a disk
+                self._fail(key, event.status, error)
+
+    def _write(self, key: tuple[str, int], status: str) -> None:
+        if key not in self._writers:
+            self._writers[key] = self._make(*key)
+        writer, waiting = self._writers[key], self._waiting[key]
+        for round in sorted(waiting):
+            if round > writer.last:
+                writer.write(round, {name: v for name, v in waiting[round].items() if math.isfinite(v)})
+            del waiting[round]
+        if status:
+            writer.close(status)
+
+    def _fail(self, key: tuple[str, int], status: str, error: Exception) -> None:
+        first, self._retry_at = not self._retry_at, time.monotonic() + RETRY_SECONDS
+        missing = len(self._waiting[key])
+        if first or status:
+            lost = f"; {missing} rounds of {key[0]}, seed {key[1]}, are not there" if status and missing else ""
+            cause = f"{sentence_of(error)}".splitlines()[0][:LONGEST_CAUSE]
+            self._guard.warn(
+                f"--track {self._kind}: {cause}{lost}; the run goes on; run the same command again with --track "
+                f"{self._kind} to track what is missing"
+            )
+
+
+class TensorBoard:
+    """Event files of one run; they are written anew, from the first round, when it is resumed."""
+
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        make_folder(folder)
+        for old in folder.glob("events.out.tfevents.*"):
+            old.unlink()
+        self._events, self.last = SummaryWriter(str(folder)), -1
+
+    def write(self, round: int, figures: Figures) -> None:
+        for name, value in figures.items():
+            self._events.add_scalar(name, value, round)
+        self._events.flush()
+        self.last = round
+
+    def close(self, status: str) -> None:
+        self._events.add_text("status", status)
+        self._events.close()
+
+
+class MLflow:
+    """A run in MLflow; it is found again, and continued after its last round, when it is resumed."""
+
+    ENDS: Mapping[str, str] = {"done": "FINISHED", "interrupted": "KILLED"}
+
+    def __init__(
+        self, client: MlflowClient, experiment: str, name: str, origin: str, settings: Mapping[str, object]
+    ) -> None:
+        from mlflow.entities import Param
+
+        self._client = client
+        recorded_runs = client.search_runs([experiment], f"tags.`fedloom.run` = '{origin}'")
+        if recorded_runs:
+            recorded = recorded_runs[0]
+            self._run, self.last = recorded.info.run_id, int(recorded.data.tags.get("fedloom.round", -1))
+            client.update_run(self._run, status="RUNNING")
+            return
+        run = client.create_run(experiment, run_name=name, tags={"fedloom.run": origin})
+        self._run, self.last = run.info.run_id, -1
+        client.log_batch(self._run, params=[Param(key, str(value)[:500]) for key, value in _flat(settings).items()])
+
+    def write(self, round: int, figures: Figures) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        names = mlflow_names(figures)
+        metrics = [Metric(names[name], value, now, round) for name, value in figures.items()]
+        for start in range(0, len(metrics), MOST):
+            self._client.log_batch(self._run, metrics=metrics[start : start + MOST])
+        self._client.set_tag(self._run, "fedloom.round", round)
+        self.last = round
+
+    def close(self, status: str) -> None:
+        self._client.set_terminated(self._run, self.ENDS.get(status, "FAILED"))
+
+
+def mlflow_names(names: Iterable[str]) -> dict[str, str]:
+    """Return the names of figures as MLflow allows them, by ours; those that differ stay different.
+
+    >>> mlflow_names(["global/test/recall[0]/mean", "global/test/a(b)", "global/test/a_b_"])
+    {'global/test/recall[0]/mean': 'global/test/recall.0/mean', \
+'global/test/a(b)': 'global/test/a_b_ 2', 'global/test/a_b_': 'global/test/a_b_'}
+    """
+    originals = list(names)
+    cleaned = {name: _mlflow_name(name) for name in originals}
+    used = {name for name in originals if cleaned[name] == name}
+    for name in originals:
+        clean, number = cleaned[name], 1
+        while cleaned[name] != name and cleaned[name] in used:
+            number += 1
+            cleaned[name] = f"{clean[: LONGEST_NAME - 5]} {number}"
+        used.add(cleaned[name])
+    return cleaned
+
+
+def _mlflow_name(name: str) -> str:
+    """Letters, digits and ``_-. :/``; no part is empty or leads elsewhere as a path would."""
+    parts = re.sub(r"\[(.*?)\]", r".\1", name).split("/")
+    parts = [re.sub(r"[^\w. :-]", "_", part) for part in parts]
+    return "/".join("_" if part in ("", ".", "..") else part for part in parts)[:LONGEST_NAME]
+
+
+class WandB:
+    """An offline run of W&B; it is written anew, from the first round, when it is resumed."""
+
+    def __init__(self, folder: Path, project: str, name: str, settings: Mapping[str, object]) -> None:
+        import wandb
+
+        shutil.rmtree(folder / "wandb", ignore_errors=True)
+        make_folder(folder)
+        self._run = wandb.init(
+            project=project,
+            name=name,
+            dir=str(folder),
+            config=dict(settings),
+            mode=os.environ.get("WANDB_MODE", "offline"),
+            reinit="create_new",
+            settings=wandb.Settings(console="off", silent=True),
+        )
+        self.last = -1
+
+    def write(self, round: int, figures: Figures) -> None:
+        self._run.log(dict(figures), step=round)
+        self.last = round
+
+    def close(self, status: str) -> None:
+        self._run.summary["status"] = status
+        self._run.finish(exit_code=0 if status == "done" else 1)
+
+
+Make = Callable[[str, int], Writer]
+"""(label, seed) -> the writer of a run."""
+
+
+def check_tracker(kind: str | None) -> None:
+    """Refuse a tracker before any work starts.
+
+    Raises:
+        ConfigError: an unknown kind, or its packages are missing.
+    """
+    if kind is None:
+        return
+    if kind not in TRACKERS:
+        raise unknown("tracker", kind, TRACKERS, "--track")
+    for package in NEEDED[kind]:
+        if find_spec(package) is None:
+            extra = "wandb" if kind == "wandb" else "track"
+            raise ConfigError(f"--track {kind} needs {package}: pip install 'fedloom[{extra}]'")
+
+
+def _tensorboard(experiment: Experiment, out: Path) -> tuple[Make, str]:
+    def make(label: str, seed: int) -> Writer:
+        return TensorBoard(folder_of(out, FOLDER, label, seed))
+
+    return make, f"tensorboard --logdir {out / FOLDER}"
+
+
+def _mlflow(experiment: Experiment, out: Path) -> tuple[Make, str]:
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", str(HTTP_SECONDS))
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", str(HTTP_RETRIES))
+    folder = (out / FOLDER).resolve()
+    uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder / 'mlflow.db'}"
+    settings = {m.label: m.settings() for m in experiment.methods}
+
+    @cache
+    def opened() -> tuple[MlflowClient, str]:
+        """The client and the number of its experiment; a run's directory is its own only once the run has begun."""
+        from mlflow.exceptions import MlflowException
+        from mlflow.tracking import MlflowClient
+
+        for name in ("mlflow", "alembic"):
+            logging.getLogger(name).setLevel(logging.WARNING)
+        make_folder(folder)
+        client = MlflowClient(uri)
+        name = experiment.head.name
+        existing = client.get_experiment_by_name(name)
+        if existing is None:
+            try:
+                return client, client.create_experiment(name, (folder / "artifacts").as_uri())
+            except MlflowException:
+                existing = client.get_experiment_by_name(name)
+                if existing is None:  # else another run, which logs to the same place, was the first
+                    raise
+        return client, existing.experiment_id
+
+    def make(label: str, seed: int) -> Writer:
+        client, id = opened()
+        origin = f"{out.resolve()}#{label}#{seed}"
+        return MLflow(client, id, f"{label}-{seed}", origin, {"seed": seed, **settings[label]})
+
+    return make, f"mlflow ui --backend-store-uri {uri}"
+
+
+def _wandb(experiment: Experiment, out: Path) -> tuple[Make, str]:
+    settings, project = {m.label: m.settings() for m in experiment.methods}, experiment.head.name
+
+    def make(label: str, seed: int) -> Writer:
+        named = {"seed": seed, **settings[label]}
+        return WandB(folder_of(out, FOLDER, label, seed), project, f"{label}-{seed}", named)
+
+    return make, f"wandb sync {out / FOLDER}/*/wandb/offline-run-*"
+
+
+TRACKERS: Mapping[str, Callable[[Experiment, Path], tuple[Make, str]]] = {
+    "tensorboard": _tensorboard,
+    "mlflow": _mlflow,
+    "wandb": _wandb,
+}
+"""The trackers of ``fedloom run --track``."""
+NEEDED = {"tensorboard": ("tensorboard",), "mlflow": ("mlflow", "sqlalchemy", "alembic"), "wandb": ("wandb",)}
+"""The packages of each; MLflow's database needs the last two."""
+
+
+def _flat(settings: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    dotted: dict[str, object] = {}
+    for key, value in settings.items():
+        dotted |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return dotted

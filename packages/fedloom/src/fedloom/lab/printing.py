@@ -1,0 +1,148 @@
+"""Print tables on standard output, whole at any width of the terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from textwrap import wrap
+
+import pyarrow as pa
+from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+from fedloom.errors import printable
+from fedloom.formats import DASH, option, pair
+from fedloom.lab.report.naming import figure, within_line
+from fedloom.lab.report.tables import column_of, headline, measured
+from fedloom.metrics import leading
+
+COLUMN = 12
+"""Characters that a folded column has at least."""
+GAP = 3
+"""Characters between two columns."""
+UNFOLDED = 100_000
+"""Characters of a line that no table reaches."""
+
+
+class _Output(Console):
+    """Standard output, which leaves it to the program what it does once there is no reader."""
+
+    def on_broken_pipe(self) -> None:
+        raise
+
+
+def print_texts(
+    titles: Sequence[str], rows: Iterable[Iterable[str]], *, right: Collection[str] = (), width: int = 160,
+    names: bool = False, lead: int = 0,
+) -> None:  # fmt: skip
+    """Texts in columns. Numbers are never folded: what does not fit follows below, beside the first columns again.
+
+    Args:
+        titles: of the columns.
+        rows: a text for each column.
+        right: titles of the columns that are aligned to the right.
+        width: characters of a line where the output is no terminal.
+        names: the first column has names that people copy; they are never folded. Where they leave no room for the
+            other columns, these stand below each name.
+        lead: number of columns that each block begins with; 0 for those before the first of ``right``.
+    """
+    texts = [[printable(text) for text in row] for row in rows]
+    console = _Output()
+    if not console.is_terminal:
+        console.width = width
+    whole = _columns(titles, texts, range(len(titles)), right, names)
+    if _width(console, whole) <= console.width or not texts:
+        console.print(whole)
+    elif names:
+        longest = max(len(row[0]) for row in texts)
+        if console.width - longest >= COLUMN * (len(titles) - 1):
+            console.print(whole)
+            return
+        for first, *cells in texts:
+            line = "; ".join(f"{title}: {text}" for title, text in zip(titles[1:], cells, strict=True) if text)
+            indented = wrap(line, console.width, initial_indent="  ", subsequent_indent="  ")
+            console.print(Text("\n".join([first, *indented])), soft_wrap=True)
+    else:
+        lead = lead or next((place for place, title in enumerate(titles) if title in right), 1) or 1
+        places = list(range(lead))
+        for place in range(lead, len(titles)):
+            wider = _columns(titles, texts, [*places, place], right)
+            if len(places) > lead and _width(console, wider) > console.width:
+                _print_block(console, titles, texts, places, right)
+                places = list(range(lead))
+            places.append(place)
+        _print_block(console, titles, texts, places, right)
+
+
+def _print_block(
+    console: Console, titles: Sequence[str], rows: Sequence[Sequence[str]], places: Sequence[int],
+    right: Collection[str],
+) -> None:  # fmt: skip
+    """Print some columns. The last one stands below each row where a word of it, such as a path, would be broken."""
+    *first, last = places
+    room = console.width - _width(console, _columns(titles, rows, first, right)) - GAP
+    longest = max(cell_len(word) for row in rows for word in [*row[last].split(), ""])
+    if not first or titles[last] in right or longest <= room:
+        console.print(_columns(titles, rows, places, right))
+        return
+    for row in rows:
+        names = "  ".join(row[place] for place in first)
+        console.print(Text(f"{names}\n  {titles[last]}: {row[last]}"), soft_wrap=True)
+
+
+def _columns(
+    titles: Sequence[str], rows: Sequence[Sequence[str]], places: Sequence[int], right: Collection[str],
+    names: bool = False,
+) -> Table:  # fmt: skip
+    """The table of some columns."""
+    shown = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for place in places:
+        kept, justify = names and place == 0, "right" if titles[place] in right else "left"
+        longest = max((cell_len(row[place]) for row in rows), default=0) if kept else None
+        shown.add_column(titles[place], justify=justify, overflow="fold", no_wrap=kept, min_width=longest)  # type: ignore[arg-type]
+    for row in rows:
+        shown.add_row(*(Text(row[place]) for place in places))
+    return shown
+
+
+def _width(console: Console, table: Table) -> int:
+    """Characters of a table's line with nothing folded."""
+    return Measurement.get(console, console.options.update(max_width=UNFOLDED), table).maximum
+
+
+def print_results(table: pa.Table) -> None:
+    """The result table of a run: mean over seeds with 95 % confidence interval, and the work it took."""
+    lead = leading(table.column_names)
+    figures = {name: figure(name).title for name in headline(lead) if column_of(name) in table.column_names}
+    figures |= {lead: f"test {lead}"} if lead in figures else {}
+    titles = ("method", "model", "seeds", *map(within_line, figures.values()), "status")
+    rows = [
+        (
+            row["method"], row["model"], str(row["seeds"]),
+            *(_figure(name, row[column_of(name)], row[f"{column_of(name)}_ci95"]) for name in figures), row["status"],
+        )
+        for row in table.to_pylist()
+    ]  # fmt: skip
+    print_texts(titles, rows, right=titles[2:-1])
+
+
+def print_rows(rows: Sequence[Mapping[str, object]], first: Sequence[str] = (), *, width: int = 200) -> None:
+    """Rows of any keys, numbers with four digits.
+
+    Args:
+        rows: the columns are the keys of all, in the order in which they come.
+        first: columns that come before them, in each block of a narrow terminal.
+        width: characters of a line where the output is no terminal.
+    """
+    columns = list(dict.fromkeys([*first, *(name for row in rows for name in row)]))
+    numbers = [name for name in columns if any(isinstance(row.get(name), int | float) for row in rows)]
+    cells = [[DASH if row.get(name) is None else option(row[name]) for name in columns] for row in rows]
+    print_texts(columns, cells, right=numbers, width=width, lead=len(first))
+
+
+def _figure(name: str, mean: float | None, half: float | None) -> str:
+    return pair(*measured(name, math.nan if mean is None else mean, math.nan if half is None else half))

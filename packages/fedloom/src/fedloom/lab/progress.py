@@ -1,0 +1,269 @@
+"""Show a running experiment: as bars in a terminal, as a line in a notebook, else as plain lines on standard error."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from fedloom.formats import duration, significant
+from fedloom.metrics import METRICS, leading
+
+if TYPE_CHECKING:
+    from fedloom.lab.experiment import Plan
+    from fedloom.lab.experiment.events import Event, Listener
+
+SECONDS_PER_LINE = 5.0
+"""Time between two plain lines of one run."""
+NOTEBOOK = 0.2
+"""Seconds between two looks of a notebook's line."""
+
+
+def remark(line: str) -> None:
+    """Writes a line to standard error; where that is closed, full or without a reader, the line is left out."""
+    with suppress(OSError, ValueError):
+        if sys.stderr is not None:
+            sys.stderr.write(f"{line}\n")
+            sys.stderr.flush()
+
+
+@contextmanager
+def shown(plan: Plan) -> Iterator[Listener]:
+    """Shows the progress of a plan, on rank 0; gives the listener for its events."""
+    if plan.ranks.rank > 0:
+        yield lambda _event: None
+        return
+    with counted(plan.rounds, "saving models and tables") as hear:
+        yield hear
+
+
+@contextmanager
+def counted(rounds: int | Mapping[str, int], after: str = "") -> Iterator[Listener]:
+    """Shows the progress of runs; gives the listener for their events.
+
+    Args:
+        rounds: of all runs together, or of the runs of every label.
+        after: what is done after the last round, which may take a while.
+    """
+    runs, console = _Runs(rounds, after), Console(stderr=True)
+    if (display := notebook_display()) is not None:
+        line = _NotebookLine(runs, display)
+        yield line
+        line.end()
+        return
+    if not console.is_terminal:
+        yield _Lines(runs)
+        return
+    columns = [
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[line]}", markup=False),
+    ]
+    with Progress(*columns, console=console) as bars:
+        everything = bars.add_task("all runs", total=sum(runs.rounds.values()), line="")
+        rows: dict[tuple[str, int], Any] = {}
+
+        def hear(event: Event) -> None:
+            if not runs.take(event):
+                return
+            key = event.label, event.seed
+            if event.diverged:
+                bars.print(f"{_name(event)}: {event.diverged}", markup=False)
+            if event.status:
+                bars.remove_task(rows.pop(key)) if key in rows else None
+            else:
+                if key not in rows:
+                    rows[key] = bars.add_task(_name(event), total=event.rounds, line="")
+                left = runs.left_of(event)
+                words = [runs.figures.get(key, ""), "" if left is None else f"{duration(left / 60)} left"]
+                bars.update(rows[key], completed=event.round, line=", ".join(filter(None, words)))
+            left = runs.left()
+            line_of_all = runs.after or ("" if left is None else f"about {duration(left / 60)} left")
+            bars.update(everything, completed=sum(runs.done.values()), line=line_of_all)
+
+        yield hear
+
+
+def notebook_display() -> Any:
+    """Return what shows a value in the notebook that this process is the kernel of; None elsewhere."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    return sys.modules["IPython"].display.display if hasattr(shell, "kernel") else None
+
+
+class _Runs:
+    """How far runs are, and how fast.
+
+    Attributes:
+        rounds: of the runs of every label; of all runs together under the empty one.
+        done: rounds done, by label and seed; all of a run that has ended.
+        figures: the newest figures of every run, as text.
+    """
+
+    def __init__(self, rounds: int | Mapping[str, int], after: str = "") -> None:
+        self.rounds: Mapping[str, int] = {"": rounds} if isinstance(rounds, int) else rounds
+        self._after = after
+        self.done: dict[tuple[str, int], int] = {}
+        self.figures: dict[tuple[str, int], str] = {}
+        self._going: dict[tuple[str, int], Event] = {}
+        self._measured: dict[tuple[str, int], tuple[int, str]] = {}
+        self._pace: dict[str, float] = {}
+
+    def take(self, event: Event) -> bool:
+        """Note an event; False if it has nothing new."""
+        key = event.label, event.seed
+        if self.done.get(key) == event.rounds and not event.status:
+            return False
+        self.done[key] = event.rounds if event.status else event.round
+        if event.figures:
+            self._measured[key] = max(event.figures), _latest(event)
+        if key in self._measured:
+            round, text = self._measured[key]
+            self.figures[key] = f"{text} (round {round})" if text and round < event.round else text
+        if event.pace is not None:
+            self._pace[self._owner(event.label)] = event.pace
+        self._going[key] = event
+        if event.status or event.round == event.rounds:
+            del self._going[key]
+        return True
+
+    @property
+    def after(self) -> str:
+        """What is done now that all runs have ended; empty before."""
+        return self._after if sum(self.done.values()) == sum(self.rounds.values()) else ""
+
+    def left(self) -> float | None:
+        """Seconds until all runs have ended, those that go on side by side; None while that is not known."""
+        open_ = dict(self.rounds)
+        for (label, _), done in self.done.items():
+            open_[self._owner(label)] -= done
+        needed = {label for label, rounds in open_.items() if rounds > 0}
+        if not needed <= self._pace.keys():
+            return None
+        alone = [self.left_of(event) or 0.0 for event in self._going.values()]
+        work = sum(open_[label] * self._pace[label] for label in needed)
+        return max([work / max(1, len(alone)), *alone])
+
+    def left_of(self, event: Event) -> float | None:
+        """Seconds until a run has ended."""
+        return None if event.pace is None else (event.rounds - event.round) * event.pace
+
+    def _owner(self, label: str) -> str:
+        return label if label in self.rounds else ""
+
+
+class _Lines:
+    """Plain lines: one for every run that ends, and one every few seconds of a long one."""
+
+    def __init__(self, runs: _Runs) -> None:
+        self._runs, self._last = runs, time.monotonic()
+        self._ended: set[tuple[str, int]] = set()
+
+    def __call__(self, event: Event) -> None:
+        key, now = (event.label, event.seed), time.monotonic()
+        if not self._runs.take(event):
+            return
+        if event.diverged:
+            remark(f"{_name(event)}: {event.diverged}")
+        end = event.round == event.rounds
+        if key in self._ended or event.status == "interrupted" or (not (end or event.status) and self._waits(now)):
+            return
+        self._ended |= {key} if end or event.status else set()
+        self._last, left, left_of_run = now, self._runs.left(), self._runs.left_of(event)
+        parts = [f"round {event.round}/{event.rounds}", self._runs.figures.get(key, "")]
+        parts += [event.status] if event.status and not end else []
+        if left is not None and left >= 0.5:
+            parts.append(f"about {duration(left / 60)} left")
+        elif left_of_run is not None and not end:
+            parts.append(f"about {duration(left_of_run / 60)} left of this run")
+        remark(f"{_name(event)}: {', '.join(filter(None, parts))}")
+        if self._runs.after:
+            remark(self._runs.after)
+
+    def _waits(self, now: float) -> bool:
+        return now - self._last < SECONDS_PER_LINE
+
+
+class Line:
+    """What a notebook shows in place of itself: HTML, or plain text where a reader has no HTML."""
+
+    def __init__(self, markup: str, text: str) -> None:
+        self._markup, self._text = markup, text
+
+    def _repr_html_(self) -> str:
+        return self._markup
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+class _NotebookLine:
+    """A bar with the run at work behind it, drawn again in its place; at the end, how many runs took how long."""
+
+    def __init__(self, runs: _Runs, display: Callable[..., Any]) -> None:
+        self._runs, self._display = runs, display
+        self._began, self._last = time.monotonic(), -math.inf
+        self._handle: Any = None
+        self._cut: set[tuple[str, int]] = set()
+
+    def __call__(self, event: Event) -> None:
+        if event.status == "interrupted":
+            self._cut.add((event.label, event.seed))
+        if not self._runs.take(event):
+            return
+        if event.diverged:
+            self._display(Line(escape(f"{_name(event)}: {event.diverged}"), f"{_name(event)}: {event.diverged}"))
+        now = time.monotonic()
+        if self._runs.after:
+            self._show(Line(escape(self._runs.after), self._runs.after))
+        if now - self._last < NOTEBOOK or self._runs.after:
+            return
+        self._last, left = now, self._runs.left()
+        done, total = sum(self._runs.done.values()), sum(self._runs.rounds.values())
+        words = [
+            f"{_name(event)}, round {event.round}/{event.rounds}",
+            self._runs.figures.get((event.label, event.seed), ""),
+        ]
+        words += [] if left is None else [f"about {duration(left / 60)} left"]
+        text = f"{done}/{total} rounds: {', '.join(filter(None, words))}"
+        self._show(Line(f'<progress value="{done}" max="{total}"></progress> {escape(text)}', text))
+
+    def end(self) -> None:
+        """Put the sum in the place of the bar."""
+        count = len(self._runs.done)
+        text = f"{count} run{'' if count == 1 else 's'} in {duration((time.monotonic() - self._began) / 60)}"
+        text = f"interrupted: {count - len(self._cut)} of {text}" if self._cut else text
+        self._show(Line(escape(text), text))
+
+    def _show(self, line: Line) -> None:
+        if self._handle is None:
+            self._handle = self._display(line, display_id=True)
+        else:
+            self._handle.update(line)
+
+
+def _name(event: Event) -> str:
+    return f"{event.label}, seed {event.seed}"
+
+
+def _latest(event: Event) -> str:
+    """The newest validation figures of the personal model, of the global one where there is none."""
+    figures = event.figures[max(event.figures)]
+    for model in ("personal", "global"):
+        by_metric = {name: figures.get(f"{model}/validation/{name}/mean") for name in METRICS}
+        by_name = {name: value for name, value in by_metric.items() if value is not None}
+        if by_name:
+            texts = [
+                f"{name} {significant(by_name[name])}"
+                for name in dict.fromkeys(("loss", leading(by_name)))
+                if name in by_name
+            ]
+            return f"{model} validation {', '.join(texts)}"
+    return ""

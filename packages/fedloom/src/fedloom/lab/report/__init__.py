@@ -1,0 +1,73 @@
+"""Reports of recorded runs: one offline page, tables as Arrow, CSV and LaTeX, charts as SVG. Reads files only."""
+
+from __future__ import annotations
+
+from fedloom.lab.report.charts import kit, look
+from fedloom.lab.report.comparison.card import check_card, write_card
+from fedloom.lab.report.comparison.criteria import NEAR, cumulative
+from fedloom.lab.report.comparison.family import (
+    LEVEL,
+    MODERATED_LEVEL,
+    PairVerdict,
+    TestedDifference,
+    differences,
+    family,
+    holm,
+    log_ratio,
+    pair_verdict,
+    prior_of,
+)
+from fedloom.lab.report.comparison.moderated import seeds_for
+from fedloom.lab.report.csv_files import csv_of_table
+from fedloom.lab.report.numbers import (
+    EMPTY,
+    ENOUGH,
+    MODELS,
+    WORK,
+    Curve,
+    Estimate,
+    curve,
+    half_width,
+    seeds_of,
+    test_metrics,
+)  # fmt: skip
+from fedloom.lab.report.page import write
+from fedloom.lab.report.reading import read_runs
+from fedloom.lab.report.run import Key, Run
+from fedloom.lab.report.tables import result_table
+
+__all__ = [
+    "EMPTY",
+    "ENOUGH",
+    "LEVEL",
+    "MODELS",
+    "MODERATED_LEVEL",
+    "NEAR",
+    "WORK",
+    "Curve",
+    "Estimate",
+    "Key",
+    "PairVerdict",
+    "Run",
+    "TestedDifference",
+    "check_card",
+    "csv_of_table",
+    "cumulative",
+    "curve",
+    "differences",
+    "family",
+    "half_width",
+    "holm",
+    "kit",
+    "log_ratio",
+    "look",
+    "pair_verdict",
+    "prior_of",
+    "read_runs",
+    "result_table",
+    "seeds_for",
+    "seeds_of",
+    "test_metrics",
+    "write",
+    "write_card",
+]  # fmt: skip

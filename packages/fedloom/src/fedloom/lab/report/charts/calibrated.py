@@ -1,0 +1,210 @@
+"""Probabilities in use: calibration curves, operating points of thresholds, and net benefit, site by site.
+
+References: E. W. Steyerberg, "Clinical Prediction Models", 2nd ed., Chapter 15; A. J. Vickers and E. B. Elkin,
+"Decision Curve Analysis", Medical Decision Making 2006. Intervals of shares: E. B. Wilson, JASA 1927.
+"""
+
+from __future__ import annotations
+
+import math
+from html import escape
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedloom.formats import DASH, fixed, percent, rounded, significant
+from fedloom.lab.report.charts import kit
+from fedloom.lab.report.charts.kit import Figure, Rows
+from fedloom.lab.report.comparison.gains import FEW, leader_of
+from fedloom.lab.report.csv_files import csv_of
+from fedloom.lab.report.numbers import Row
+from fedloom.lab.report.patients import Predicted, is_binary, tested
+from fedloom.lab.report.run import Run
+from fedloom.lab.report.tables import scrolling
+
+BINS, PER_BIN = 10, 10
+"""Bins of a calibration curve at most, and samples of one at least."""
+THRESHOLDS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5)
+CURVE = np.linspace(0.01, 0.6, 60)
+"""Thresholds of the table and of the curves."""
+Z = 1.959963984540054
+LEAD = (
+    "Who is flagged at a threshold of the predicted probability, on all test samples of a site. Sensitivity: share of "
+    "events that are flagged. Specificity: share of the others that are not. Net benefit counts flagged events, less "
+    "false alarms weighed by the threshold's odds; a threshold is useful where it is above 0 and that of treating all."
+)
+
+
+class OperatingPoint(NamedTuple):
+    """What a threshold does: who is flagged (probability at least `threshold`).
+
+    Attributes:
+        threshold: of the probability.
+        flagged: share of samples.
+        sensitivity: share of events that are flagged.
+        specificity: share of others that are not.
+        predictive: share of flagged that are events.
+        benefit: net benefit per sample.
+        treating_all: net benefit if all were flagged.
+    """
+
+    threshold: float
+    flagged: float
+    sensitivity: float
+    specificity: float
+    predictive: float
+    benefit: float
+    treating_all: float
+
+
+def point(samples: Predicted, threshold: float) -> OperatingPoint:
+    """The operating point of a threshold; nan where a share is of no sample."""
+    hit, ill = samples.prediction >= threshold, samples.target == 1
+    odds, size = threshold / (1 - threshold), len(ill)
+
+    def share(part: NDArray[np.bool_], of: NDArray[np.bool_]) -> float:
+        return float(part.sum() / of.sum()) if of.any() else math.nan
+
+    benefit = float(((hit & ill).sum() - odds * (hit & ~ill).sum()) / size)
+    everyone = float(((ill).sum() - odds * (~ill).sum()) / size)
+    return OperatingPoint(
+        threshold, float(hit.mean()), share(hit & ill, ill), share(~hit & ~ill, ~ill), share(hit & ill, hit), benefit,
+        everyone,
+    )  # fmt: skip
+
+
+def wilson(share: float, size: int) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share of so many samples."""
+    middle = (share + Z * Z / (2 * size)) / (1 + Z * Z / size)
+    half = Z / (1 + Z * Z / size) * math.sqrt(share * (1 - share) / size + Z * Z / (4 * size * size))
+    return middle - half, middle + half
+
+
+def curve(samples: Predicted) -> list[tuple[float, float, int]]:
+    """Mean probability, share of events and samples of bins of equal size, by rising probability."""
+    order = np.argsort(samples.prediction, kind="stable")
+    bins = np.array_split(order, max(1, min(BINS, len(order) // PER_BIN)))
+    return [(float(samples.prediction[b].mean()), float(samples.target[b].mean()), len(b)) for b in bins]
+
+
+def _chosen(runs: list[Run], rows: list[Row], lead: str) -> list[tuple[Run, Row, list[tuple[str, Predicted]]]]:
+    """Runs of binary tasks with kept predictions, the federated method that leads, and the samples of its sites."""
+    chosen = []
+    for run in runs:
+        best = leader_of(run, runs, rows, lead)
+        samples = None if best is None else tested(run, best.method, best.model)
+        if best is None or samples is None or not is_binary(run, samples):
+            continue
+        sites = [(run.titled_client(k), samples.at(k)) for k in range(run.clients)] if run.clients <= FEW else []
+        chosen.append((run, best, [("All", samples), *((name, some) for name, some in sites if len(some.target))]))
+    return chosen
+
+
+def calibrated(runs: list[Run], rows: list[Row], lead: str) -> list[Figure]:
+    """Calibration and decision curves of every run with kept predictions of a binary task."""
+    figures = []
+    for place, (run, best, sites) in enumerate(_chosen(runs, rows, lead), start=1):
+        words = f"{best.method}, {best.model} model{f', {run.label}' if len(runs) > 1 else ''}"
+        mark = f"-{place}" if len(runs) > 1 else ""
+        figures += [_calibration(sites, words, mark), _decision(sites, words, mark)]
+    return figures
+
+
+def _calibration(sites: list[tuple[str, Predicted]], words: str, mark: str) -> Figure:
+    data: Rows = []
+    for name, samples in sites:
+        for mean, observed, size in curve(samples):
+            low, high = wilson(observed, size)
+            numbers = {"predicted": mean, "observed": observed, "low": low, "high": high}
+            data.append({"client": name, **{k: rounded(v) for k, v in numbers.items()}, "samples": size})
+    most = max(max(row["predicted"], row["high"]) for row in data)
+    ideal: Rows = [{"predicted": end, "observed": end} for end in (0.0, most)]
+    place = {"x": kit.number("predicted"), "y": kit.number("observed", "Observed share")}
+    ends = {"x": place["x"], "y": {**place["y"], "field": "low"}, "y2": {"field": "high"}}
+    hints = kit.tips(
+        ("client", "Site"), ("predicted", "Predicted", ".3f"), ("observed", "Observed", ".3f"), ("samples", "Samples")
+    )
+    inner = kit.chart(
+        kit.mark("line", place, data="ideal", style="ghost", strokeDash=[4, 4], strokeWidth=1),
+        kit.mark("rule", ends),
+        kit.mark("line", place, strokeWidth=1),
+        kit.mark("point", {**place, "tooltip": hints}),
+    )
+    caption = (
+        "Share of events against the mean predicted probability, in bins of equal size of each site's test samples, "
+        f"with Wilson's 95 % intervals; on the dashed line predictions are right ({words})."
+    )
+    spec = kit.panels(inner, "client", [name for name, _ in sites], "Predicted probability", high=200)
+    return Figure(
+        f"calibration-curve{mark}", "patients", "Calibration", "Calibration by site", caption, spec,
+        {"rows": data, "ideal": ideal}, "square",
+    )  # fmt: skip
+
+
+def _decision(sites: list[tuple[str, Predicted]], words: str, mark: str) -> Figure:
+    data: Rows = []
+    for name, samples in sites:
+        for threshold in CURVE.tolist():
+            now = point(samples, threshold)
+            floor = -0.1 * float(samples.target.mean())
+            for policy, value in (("model", now.benefit), ("treat all", now.treating_all), ("treat none", 0.0)):
+                if value >= floor or policy == "model":
+                    data.append(
+                        {"client": name, "threshold": rounded(threshold), "policy": policy, "benefit": rounded(value)}
+                    )
+    order = ["model", "treat all", "treat none"]
+    tint = {"field": "policy", "type": "nominal", "scale": {"domain": order}, "legend": {"title": None}}
+    hints = kit.tips(
+        ("client", "Site"), ("policy", "Policy"), ("threshold", "Threshold", ".2f"), ("benefit", "Net benefit", ".4f")
+    )
+    encoding = {
+        "x": kit.number("threshold"), "y": kit.number("benefit", "Net benefit"), "color": tint, "tooltip": hints,
+    }  # fmt: skip
+    caption = (
+        "Net benefit per patient by the probability from which one would treat, of the model, of treating all and of "
+        f"treating none, on each site's test samples ({words})."
+    )
+    spec = kit.panels(
+        kit.chart(kit.mark("line", encoding, strokeWidth=1.5)), "client", [name for name, _ in sites],
+        "Threshold of the probability", high=200, scale={"y": "independent"},
+    )  # fmt: skip
+    return Figure(
+        f"net-benefit{mark}", "patients", "Net benefit", "Net benefit by site", caption, spec, {"rows": data}, "square"
+    )
+
+
+def threshold_tables(runs: list[Run], rows: list[Row], lead: str) -> str:
+    """The operating points of `THRESHOLDS` at every site, an HTML table per run."""
+    heads = ("Site", "Patients tested", "Events", "Threshold", "Flagged", "Sensitivity", "Specificity",
+             "Predictive value", "Net benefit", "Treating all")  # fmt: skip
+    text = ""
+    for run, best, sites in _chosen(runs, rows, lead):
+        lines = []
+        for name, samples in sites:
+            for k, threshold in enumerate(THRESHOLDS):
+                now = point(samples, threshold)
+                shares = (now.flagged, now.sensitivity, now.specificity, now.predictive)
+                first = (escape(name), str(len(samples.target)), str(int(samples.target.sum())))
+                lines.append([
+                    *(first if k == 0 else ("", "", "")), significant(threshold),
+                    *(DASH if math.isnan(share) else percent(share) for share in shares),
+                    fixed(now.benefit, 4), fixed(now.treating_all, 4),
+                ])  # fmt: skip
+        label = f"{best.method}, {best.model} model{f', {run.label}' if len(runs) > 1 else ''}"
+        text += f"<h3>{escape(label)}</h3>" + scrolling(f"Thresholds by site: {label}", heads, lines)
+    return text
+
+
+def thresholds_csv(runs: list[Run], rows: list[Row], lead: str) -> str:
+    """The same as CSV, unrounded."""
+    lines = [
+        (run.label, best.method, best.model, name, len(samples.target), int(samples.target.sum()),
+         *(None if math.isnan(value) else value for value in point(samples, threshold)))
+        for run, best, sites in _chosen(runs, rows, lead)
+        for name, samples in sites
+        for threshold in THRESHOLDS
+    ]  # fmt: skip
+    return (
+        csv_of(("run", "method", "model", "site", "samples", "events", *OperatingPoint._fields), lines) if lines else ""
+    )

@@ -1,0 +1,191 @@
+"""Draw the results of single clients: one by one, and over rounds."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from fedloom.formats import interval, pair, rounded
+from fedloom.lab.report.charts import kit
+from fedloom.lab.report.charts.kit import Figure, Rows
+from fedloom.lab.report.charts.spread import Seeds, last_results, pooled, relative, spread, without_attackers
+from fedloom.lab.report.comparison.contenders import best_row
+from fedloom.lab.report.comparison.criteria import tasks
+from fedloom.lab.report.naming import METRICS, metric, titled
+from fedloom.lab.report.numbers import Estimate, Row, run_of, seeds_of
+from fedloom.lab.report.run import Integers, Key, Numbers, Run
+
+NAMED, WORST = 60, 40
+"""Up to so many clients are shown one by one; of more, so many of the worst."""
+NUMBERED = 8
+"""Up to so many clients have their number written into the cell."""
+PANELS = 16
+"""Up to so many clients are drawn over rounds."""
+POINTS, FEWEST = 2500, 5
+"""Up to so many points in all over rounds; lines are thinned, but not below the fewest."""
+
+
+def clients(runs: list[Run], rows: list[Row], lead: str) -> list[Figure | None]:
+    """The charts of this module, None for those without data."""
+    last = [
+        {seed: last_results(run_of(runs, row), row, seed, lead) for seed in seeds_of(run_of(runs, row), row.method)}
+        for row in rows
+    ]
+    scored = [i for i, seeds in enumerate(last) if any(len(values) for _, values in seeds.values())]
+    if not scored:
+        return []
+    sign = 1 if metric(lead).higher else -1
+    shown = [rows[i] for i in scored]
+    leaders = [best for _, _, peers in tasks(runs, shown) if (best := best_row(peers, lead)) is not None]
+    first = leaders[0] if leaders else shown[0]
+    clients, means = _means(last[next(i for i in scored if rows[i] is first)])
+    order = clients[np.argsort(sign * means, kind="stable")]
+    calibration = [_one_by_one(runs, rows, "calibration_error", order, first)] if lead != "calibration_error" else []
+    return [
+        spread(runs, shown, [last[i] for i in scored], lead),
+        _one_by_one(runs, rows, lead, order, first),
+        *calibration,
+        _over_rounds(runs, rows, lead, clients, order, first, leaders),
+        relative(runs, rows, lead),
+    ]
+
+
+def _means(seeds: Seeds) -> tuple[Integers, Numbers]:
+    """Clients and their means over seeds."""
+    clients, place = np.unique(np.concatenate([ids for ids, _ in seeds.values()]), return_inverse=True)
+    return clients, np.bincount(place, pooled(seeds)) / np.bincount(place)
+
+
+def _one_by_one(runs: list[Run], rows: list[Row], name: str, order: Integers, best: Row) -> Figure | None:
+    """Rows x clients, mean over seeds; of many clients the worst of the best row."""
+    many = max(run.clients for run in runs) > NAMED
+    wanted = np.sort(order[:WORST]) if many else None
+    data = [cell for row in rows for cell in _cells(run_of(runs, row), row, name, wanted)]
+    if not data:
+        return None
+    shown, title, higher = metric(name), titled(metric(name)), metric(name).higher
+    few = len({cell["client"] for cell in data}) <= NUMBERED
+    off = kit.off_axis({cell["row"]: max(abs(c["value"]) for c in data if c["row"] == cell["row"]) for cell in data})
+    values = [cell["value"] for cell in data if cell["row"] not in off]
+    domain = [min(values), max(values)]
+    methods = list(dict.fromkeys(cell["row"] for cell in data))
+    sites = [run.client(i) for run in runs for i in (order[:WORST].tolist() if many else range(run.clients))]
+    spec = kit.heat_map(
+        kit.names("client", sites, f"Client, the worst {WORST} first" if many else "Client", scale={"padding": 0.06}),
+        kit.names("row", methods, scale={"padding": 0.06}, axis={"labelOverlap": False}),
+        kit.shade("value", title, reverse=not higher, domain=domain),
+        kit.tips(
+            *(("row", "Method"), ("client", "Client"), ("value", title, ".4~g")),
+            *(("half", "95 % interval, half width", ".3~g"), ("seeds", "Seeds")),
+        ),
+        "label" if few else "",
+        f"datum.value {'>' if higher else '<'} {sum(domain) / 2!r}",
+    )
+    selection = f"the {WORST} clients that are worst with {best.title}" if many else "every client"
+    caption = (
+        f"{shown.title} of {selection} with every method on its own test part at the last round, mean over seeds"
+        + (" with half the width of the 95 % interval" if few else "")
+        + f"; darker is better (in the dark look: lighter).{kit.off_words(off)}{without_attackers(runs)}"
+    )
+    first = shown is not METRICS.get("calibration_error")
+    id, tab = ("single-clients", "Client by client") if first else ("single-clients-calibration", shown.title)
+    head = f"{shown.title}, client by client"
+    spec |= {"width": 640, "height": 26 * len(methods)}
+    return Figure(id, "clients", tab, head, caption, spec, {"rows": data}, "wide")
+
+
+def _cells(run: Run, row: Row, name: str, wanted: Integers | None) -> Rows:
+    by_client: dict[int, dict[int, float]] = {}
+    for seed in seeds_of(run, row.method):
+        clients, values = last_results(run, row, seed, name)
+        chosen = np.isin(clients, wanted) if wanted is not None else np.ones(len(clients), bool)
+        for client, value in zip(clients[chosen].tolist(), values[chosen].tolist(), strict=True):
+            by_client.setdefault(client, {})[seed] = value
+    cells: Rows = []
+    for client, by_seed in sorted(by_client.items()):
+        estimate = Estimate(by_seed)
+        digits = 1 if metric(name).scale == 100 else 3
+        label, half = (interval(v, math.nan, (digits, digits))[0] for v in (estimate.mean, estimate.half))
+        cells.append(
+            {
+                "row": row.title,
+                "method": row.name,
+                "model": row.model,
+                "client": run.client(client),
+                "value": rounded(estimate.mean),
+                "half": rounded(estimate.half),
+                "seeds": len(by_seed),
+                "label": pair(label, half),
+                "label_narrow": label,
+            }
+        )
+    return cells
+
+
+def _over_rounds(
+    runs: list[Run], rows: list[Row], lead: str, clients: Integers, order: Integers, first: Row, leaders: list[Row]
+) -> Figure | None:
+    """A panel per client with a line per row, mean over seeds; those of leaders are thick."""
+    if len(order) > PANELS:
+        clients = order[np.linspace(0, len(order) - 1, PANELS).round().astype(int)]
+    lines = {row.title: _lines(run_of(runs, row), row, lead, clients) for row in rows}
+    models = {row.title: row.model for row in rows}
+    budget = max(FEWEST, POINTS // (len(lines) * len(clients)))
+    off = kit.off_axis(
+        {
+            r: max((abs(v) for line in by_client.values() for _, v in line), default=0.0)
+            for r, by_client in lines.items()
+        }
+    )
+    data: Rows = []
+    shown = [run_of(runs, first).titled_client(client) for client in clients.tolist()]
+    for row, by_client in lines.items():
+        for client in [name for name in shown if name in by_client]:
+            values = by_client[client]
+            kept = np.unique(np.linspace(0, len(values) - 1, min(budget, len(values))).round().astype(int))
+            tags = {"client": client, "row": row, "model": models[row]}
+            data += [{**tags, "round": int(values[k][0]), "value": rounded(values[k][1])} for k in kept]
+    if len({point["round"] for point in data}) < 2:
+        return None
+    some = f" {len(clients)} of {len(order)} clients, from the worst to the best with {first.title}."
+    titles = [row.title for row in leaders]
+    apart = " of runs with equal data and attack" if len(leaders) > 1 else ""
+    thick = f" Thick: {' and '.join(titles)}, the best mean over all clients{apart}." if leaders else ""
+    caption = (
+        f"{metric(lead).title} of each client on its own test part, a line per method and model, mean over seeds."
+        f"{thick}{some if len(order) > PANELS else ''}{kit.off_words(off)}{without_attackers(runs)}"
+    )
+    title = titled(metric(lead))
+    near = [point["value"] for point in data if point["row"] not in off]
+    x = kit.number("round", axis={"tickCount": 3, "grid": False})
+    y = kit.number("value", title, axis={"tickCount": 4}, scale={"domain": [min(near), max(near)]} if off else {})
+    place = {"x": x, "y": y, "color": kit.colour(rows), "detail": {"field": "row"}}
+    hints = kit.tips(("client", "Client"), ("row", "Method"), ("round", "Round"), ("value", title, ".4~g"))
+    inner = kit.chart(
+        kit.mark("line", place, strokeWidth=1, opacity=0.45, tooltip=None, clip=True),
+        kit.mark(
+            "line", place, {"filter": {"field": "row", "oneOf": titles}}, strokeWidth=2.6, tooltip=None, clip=True
+        ),
+        kit.mark("point", {**place, "tooltip": hints}, size=40, opacity=0, clip=True),
+    )
+    head = f"{metric(lead).title} of each client over rounds"
+    spec = kit.panels(inner, "client", shown, "Round")
+    return Figure("each-client", "clients", "Over rounds", head, caption, spec, {"rows": data}, "facet")
+
+
+def _lines(run: Run, row: Row, name: str, clients: Integers) -> dict[str, list[tuple[int, float]]]:
+    """Rounds and means over seeds by client; attackers are left out."""
+    by_place: dict[tuple[int, int], list[float]] = {}
+    for seed in seeds_of(run, row.method):
+        points = run.benign(Key(row.method, seed, row.model, "test", name))
+        if points is None or seed in row.lost:
+            continue
+        wanted = np.isfinite(points.value) & np.isin(points.client, clients)
+        columns = (points.client[wanted].tolist(), points.round[wanted].tolist(), points.value[wanted].tolist())
+        for client, t, value in zip(*columns, strict=True):
+            by_place.setdefault((client, t), []).append(value * metric(name).scale)
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for (client, t), values in sorted(by_place.items()):
+        lines.setdefault(run.titled_client(client), []).append((t, sum(values) / len(values)))
+    return lines

@@ -1,0 +1,72 @@
+"""Draw the importance of columns at every site."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from fedloom.formats import fixed, rounded
+from fedloom.lab.report.charts import kit
+from fedloom.lab.report.charts.kit import Figure, Rows
+from fedloom.lab.report.comparison.gains import leader_of
+from fedloom.lab.report.naming import metric
+from fedloom.lab.report.numbers import Row
+from fedloom.lab.report.reading import rows_where, table_of
+from fedloom.lab.report.run import Run
+from fedloom.rundir import IMPORTANCE
+
+MOST = 30
+"""Columns and sites that are drawn."""
+NAMES = ("method", "seed", "client", "model", "column", "metric", "value", "spread")
+
+
+def importances(runs: list[Run], rows: list[Row], lead: str) -> list[Figure]:
+    """A heat map per run that permuted columns, of the federated method that leads."""
+    figures = []
+    for place, run in enumerate(runs, start=1):
+        best = leader_of(run, runs, rows, lead)
+        table = None if best is None else table_of(run.path / IMPORTANCE, NAMES)
+        if best is None or table is None:
+            continue
+        table = rows_where(table, method=best.method)
+        model = best.model if best.model in set(table["model"].to_pylist()) else "personal"
+        lines = rows_where(table, model=model).to_pylist()
+        if lines:
+            figures.append(_figure(run, lines, f"{best.method}, {model} model", place if len(runs) > 1 else 0))
+    return figures
+
+
+def _figure(run: Run, lines: Rows, words: str, place: int) -> Figure:
+    values: dict[tuple[str, int], list[float]] = {}
+    for line in lines:
+        if math.isfinite(line["value"]):
+            values.setdefault((line["column"], line["client"]), []).append(line["value"])
+    means = {key: float(np.mean(some)) for key, some in values.items()}
+    columns = list(dict.fromkeys(column for column, _ in means))
+    overall = {column: float(np.mean([v for (c, _), v in means.items() if c == column])) for column in columns}
+    columns = sorted(columns, key=lambda column: -overall[column])[:MOST]
+    clients = sorted({client for _, client in means})[:MOST]
+    data: Rows = [
+        {"site": run.client(client), "column": column, "value": rounded(means[column, client]),
+         "text": fixed(means[column, client], 3)}
+        for column in columns for client in clients if (column, client) in means
+    ]  # fmt: skip
+    top = max(max(row["value"] for row in data), 1e-9)
+    lead = metric(str(lines[0]["metric"])).title
+    inner = kit.heat_map(
+        kit.names("site", [run.client(client) for client in clients]), kit.names("column", columns),
+        kit.shade("value", "Importance", domain=[0, top]),
+        kit.tips(("site", "Site"), ("column", "Column"), ("value", "Importance", ".4f")), "text",
+        f"datum.value > {top / 2}",
+    )  # fmt: skip
+    caption = (
+        f"How much worse {lead} of a site's test samples gets when a column is permuted among them, mean over "
+        f"permutations and seeds ({words}). Correlated columns share their importance, which is no effect of a "
+        "column on patients."
+    )
+    title = "Importance of columns" + (f" ({run.label})" if place else "")
+    id = f"importance-{place}" if place else "importance"
+    return Figure(
+        id, "importance", title, title, caption, {**inner, "width": 560, "height": {"step": 22}}, {"rows": data}, "wide"
+    )

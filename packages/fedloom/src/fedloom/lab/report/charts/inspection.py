@@ -1,0 +1,153 @@
+"""Charts of what models do on single clients: confusion, and representations in the plane.
+
+In the plane of representations colour and shape mean the class.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from fedloom.formats import rounded, significant
+from fedloom.lab.report.charts import kit
+from fedloom.lab.report.charts.kit import Figure, Rows, Spec
+from fedloom.lab.report.charts.spread import without_attackers
+from fedloom.lab.report.reading import rows_where, table_of
+from fedloom.lab.report.run import Key, Run
+
+PANELS = 12
+"""Up to so many clients are drawn."""
+COUNTED = 6
+"""Up to so many classes have their counts written into the cells."""
+SHAPES = ("circle", "square", "triangle-up", "diamond", "cross", "triangle-down")
+
+
+def inspection(runs: list[Run]) -> list[Figure | None]:
+    """The charts of this module, None for those without data."""
+    several = len(runs) > 1
+    figures: list[Figure | None] = []
+    for place, run in enumerate(runs, start=1):
+        figures += [_confusion(run, place if several else 0), _representations(run, place if several else 0)]
+    return figures
+
+
+def _chosen(run: Run, table: Any) -> tuple[str, int, str]:
+    """Method, seed and model that are drawn: the best by test accuracy of those in the table, its first seed."""
+    keys = table.group_by(["method", "seed", "model"]).aggregate([]).to_pylist()
+    recorded = sorted((key["method"], key["seed"], key["model"]) for key in keys)
+
+    def score(key: tuple[str, int, str]) -> float:
+        points = run.benign(Key(*key, "test", "accuracy"))
+        last = points.value[points.round == points.round[-1]] if points and len(points.round) else np.empty(0)
+        return float(np.nanmean(last)) if np.isfinite(last).any() else -1.0
+
+    method, _, model = max(recorded, key=score)
+    return method, min(seed for m, seed, kind in recorded if (m, kind) == (method, model)), model
+
+
+def _drawn(run: Run, name: str, columns: tuple[str, ...]) -> tuple[Rows, str] | None:
+    """Rows of the drawn method, model and seed, of its first benign clients; words on them."""
+    table = table_of(run.path / f"{name}.parquet", ("method", "seed", "client", "model", *columns))
+    if table is None or not len(table):
+        return None
+    method, seed, model = _chosen(run, table)
+    hostile = pa.array(sorted(run.attackers(seed)), pa.int64())
+    table = rows_where(table, method=method, seed=seed, model=model)
+    table = table.filter(pc.invert(pc.is_in(table["client"], value_set=hostile)))
+    clients = sorted(pc.unique(table["client"]).to_pylist())
+    rows = table.filter(pc.is_in(table["client"], value_set=pa.array(clients[:PANELS], pa.int64()))).to_pylist()
+    some = f"; the first {PANELS} of {len(clients)} clients" if len(clients) > PANELS else ""
+    return rows, f"{method}, {model} model, seed {seed}{some}"
+
+
+def _class(run: Run, code: float) -> str:
+    classes = run.summary.classes
+    return "" if code != code else classes[int(code)] if 0 <= code < len(classes) else significant(code, 6)
+
+
+def _confusion(run: Run, place: int) -> Figure | None:
+    sample_of_run = _drawn(run, "confusion", ("true", "predicted", "count"))
+    if sample_of_run is None:
+        return None
+    rows, words = sample_of_run
+    total: dict[tuple[int, float], float] = {}
+    for r in rows:
+        total[r["client"], r["true"]] = total.get((r["client"], r["true"]), 0) + r["count"]
+    classes = [_class(run, c) for c in sorted({r["true"] for r in rows} | {r["predicted"] for r in rows})]
+    data: Rows = [
+        {
+            "client": run.titled_client(r["client"]),
+            "count": int(r["count"]),
+            **{name: _class(run, r[name]) for name in ("true", "predicted")},
+            "share": rounded(r["count"] / total[r["client"], r["true"]]),
+        }
+        for r in rows
+    ]
+    more: Spec = {"scale": {"domain": classes, "padding": 0.04}, "axis": {"labelLimit": 70}}
+    hints = kit.tips(
+        *((n, n.capitalize()) for n in ("client", "true", "predicted", "count")), ("share", "Share", ".0%")
+    )
+    inner = kit.heat_map(
+        kit.names("predicted", classes, **more),
+        kit.names("true", classes, "True", **more),
+        kit.shade("share", "Share of the true class", form="%", domain=[0, 1]),
+        hints,
+        "count" if len(classes) <= COUNTED else "",
+        "datum.share > 0.5",
+        cornerRadius=0,
+    )
+    caption = (
+        "Predicted class by true class on every client's own test part after the last round: each row is the share of "
+        f"a true class; the diagonal is right ({words}).{without_attackers([run])}"
+    )
+    return _figure(run, place, "confusion", ("Confusion", "Confusion per client"), caption, inner, data, "Predicted")
+
+
+def _representations(run: Run, place: int) -> Figure | None:
+    sample_of_run = _drawn(run, "tsne", ("label", "x", "y"))
+    if sample_of_run is None:
+        return None
+    rows, words = sample_of_run
+    classes = [_class(run, c) for c in sorted({r["label"] for r in rows if r["label"] == r["label"]})]
+    data: Rows = [
+        {
+            "client": run.titled_client(r["client"]),
+            "class": _class(run, r["label"]),
+            **{axis: rounded(r[axis]) for axis in ("x", "y")},
+        }
+        for r in rows
+    ]
+    bare: Spec = {"axis": {"labels": False, "grid": False}, "scale": {"padding": 8}}
+    encoding: Spec = {
+        "x": kit.number("x", **bare),
+        "y": kit.number("y", **bare),
+        "tooltip": kit.tips(("client", "Client"), ("class", "Class")),
+    }
+    if classes:
+        legend = {"columns": 6, "symbolStrokeWidth": 0}
+        of_class = {"field": "class", "type": "nominal", "sort": classes, "title": "Class", "legend": legend}
+        shapes = [SHAPES[(i // 6 + i) % 6] for i in range(len(classes))]
+        encoding["color"] = {**of_class, "scale": {"domain": classes}}
+        encoding["shape"] = {**of_class, "scale": {"domain": classes, "range": shapes}}
+    caption = (
+        "t-SNE of the last layer's inputs for every client's test samples; each client has a plane of its own, whose "
+        "axes mean nothing. Samples of a class lie together where the representation separates it "
+        f"({words}).{without_attackers([run])}"
+    )
+    inner = kit.chart(kit.mark("point", encoding, size=26, opacity=0.75))
+    titles = ("Representations", "Representations per client")
+    figure = _figure(run, place, "tsne", titles, caption, inner, data, None)
+    figure.chart["resolve"]["scale"] = {"x": "independent", "y": "independent"}
+    return figure
+
+
+def _figure(
+    run: Run, place: int, kind: str, titles: tuple[str, str], caption: str, inner: Spec, data: Rows, below: str | None
+) -> Figure:
+    tab, title = (f"{text} ({run.label})" if place else text for text in titles)
+    spec = kit.panels(inner, "client", [row["client"] for row in data], below, high=200)
+    spec["spec"]["view"] = {"stroke": "#8a8f98", "strokeOpacity": 0.4}
+    return Figure(f"{kind}-{place}" if place else kind, "clients", tab, title, caption, spec, {"rows": data}, "square")

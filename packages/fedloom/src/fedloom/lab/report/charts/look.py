@@ -1,0 +1,148 @@
+"""Draw charts: the colours and fonts of the light and the dark look, and specifications as SVG and for notebooks."""
+
+from __future__ import annotations
+
+import re
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from fedloom.errors import ConfigError
+
+if TYPE_CHECKING:
+    import altair as alt
+
+Spec = dict[str, Any]
+
+FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
+WIDE = f"'DejaVu Sans', Verdana, {FONT}"
+"""Fonts of charts in files, whose words are measured where they are made: none that is common is wider."""
+BLUE, ORANGE, GREY = "#3b82f6", "#e0730d", "#808690"
+"""Colours that have at least 3 to 1 on a light and on a dark ground."""
+INKS = ("#57606a", "#b1bac4")
+"""Colours of words on a light and on a dark ground: each at least 4.5 to 1."""
+_BY_READER = f"<style>text{{fill:{INKS[0]}}}@media(prefers-color-scheme:dark){{text{{fill:{INKS[1]}}}}}</style>"
+"""Goes before what Vega-Lite has as the fill of a text."""
+_SPARE = re.compile(r' (?:role|pointer-events|aria-[a-z]+)="[^"]*"')
+"""Attributes of an SVG that an image on a page does not need."""
+PHONE = 364
+"""Width in pixels of a picture that a phone of 390 pixels shows without making its words smaller."""
+LETTER = 7.0
+"""Width in pixels of a letter of a label, on average."""
+
+NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+"""Characters that no document of XML 1.0 may have."""
+
+
+def _drawable(value: object) -> Any:
+    """A specification whose texts XML can hold; the library ends the process at others."""
+    if isinstance(value, str):
+        return NOT_XML.sub("\ufffd", value)
+    if isinstance(value, dict):
+        return {_drawable(key): _drawable(inner) for key, inner in value.items()}
+    return [_drawable(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def theme(*, dark: bool, font: str = FONT) -> Spec:
+    """Vega-Lite configuration. The three colours are Okabe and Ito's blue, vermilion and green, lighter on dark."""
+    ink, soft, line, paper = (
+        ("#e8e6e1", "#a3a19b", "#3a3b3f", "#17181b") if dark else ("#1f2328", "#5f6670", "#dcdfe3", "#ffffff")
+    )
+    category = (
+        ["#56b4e9", "#f0883e", "#2ebd8f", "#cc79a7", "#e6c229", "#9aa0a6"]
+        if dark
+        else ["#0072b2", "#c8500a", "#00805c", "#a6467b", "#8a6d00", "#5f6670"]
+    )
+    ramp = ["#1d2530", "#2b5c85", "#56b4e9", "#d6ecfa"] if dark else ["#f3f6f9", "#a9cbe3", "#3b86b8", "#083a5c"]
+    text = {"labelColor": soft, "titleColor": soft, "labelFont": font, "titleFont": font, "titleFontWeight": "normal"}
+    axis = {"labelFontSize": 11, "titleFontSize": 11.5, "gridColor": line, "gridOpacity": 0.7, "domain": False}
+    legend = {"labelColor": ink, "labelFontSize": 12, "symbolOpacity": 1, "symbolStrokeWidth": 2.5, "orient": "top"}
+    return {
+        "background": paper,
+        "font": font,
+        "view": {"stroke": None},
+        "axis": {**text, **axis, "ticks": False, "labelPadding": 6, "titlePadding": 8},
+        "header": {**text, "labelColor": ink, "labelFontSize": 12, "labelFontWeight": 600, "labelPadding": 6},
+        "legend": {**text, **legend, "titleLimit": 400},
+        "title": {"color": ink, "font": font},
+        "range": {"category": category, "ramp": ramp, "heatmap": ramp},
+        "text": {"color": ink, "fontSize": 11.5, "font": font},
+        "rule": {"color": soft},
+        "style": {
+            "ghost": {"color": soft},
+            "plain": {"color": "#7d8794", "opacity": 0.8},
+            "onstrong": {"color": "#0d1216" if dark else "#ffffff"},
+            "onweak": {"color": "#f1f4f6" if dark else "#1f2328"},
+        },
+        "line": {"strokeWidth": 2, "strokeCap": "round", "strokeJoin": "round"},
+        "point": {"size": 60, "filled": True},
+    }
+
+
+def svg(spec: Spec, *, dark: bool = False) -> str:
+    """A chart in the light or the dark look, on a ground of its own."""
+    return _svg({**spec, "config": theme(dark=dark, font=WIDE)})
+
+
+def svg_for_pages(spec: Spec) -> str:
+    """A chart without a ground of its own, in colours for a page of either look, its words by the reader's choice."""
+    common = theme(dark=False, font=WIDE)
+    for part in ("axis", "header", "legend"):
+        common[part] = {**common[part], "labelColor": GREY, "titleColor": GREY}
+    config: Spec = {
+        **common,
+        "aria": False,
+        "background": "transparent",
+        "axis": {**common["axis"], "gridColor": GREY, "gridOpacity": 0.25, "labelFontSize": 12, "titleFontSize": 12},
+        "title": {"color": GREY, "font": WIDE, "fontWeight": "normal", "fontSize": 12, "anchor": "start"},
+        "range": {"category": [BLUE, ORANGE, GREY]},
+        "style": {**common["style"], "plain": {"color": GREY}, "ghost": {"color": GREY}},
+        "text": {"color": GREY, "font": WIDE, "fontSize": 12},
+    }
+    text = _SPARE.sub("", _svg({**spec, "config": config}))
+    return text.replace(">", f">{_BY_READER}", 1) + "\n"
+
+
+def notebook(spec: Spec) -> alt.Chart | alt.LayerChart | alt.FacetChart | alt.VConcatChart:
+    """A chart for a notebook, which a reader can change with Altair.
+
+    It is shown by the notebook's own Vega-Lite where there is one, else as an SVG: nothing is fetched. The look of the
+    first is the notebook's.
+    """
+    alt = import_charts("altair")
+
+    chart: alt.Chart | alt.LayerChart | alt.FacetChart | alt.VConcatChart = alt.Chart.from_dict(spec)
+    vega = f"application/vnd.vegalite.{alt.SCHEMA_VERSION.partition('.')[0]}+json"
+
+    def bundle(shown: Any, *_: Any, **__: Any) -> Spec:
+        """What a notebook chooses from, richest first."""
+        drawn = shown.to_dict()
+        return {vega: drawn, "image/svg+xml": svg(drawn), "text/plain": repr(shown)}
+
+    kind = type(chart)
+    shown_by = type(kind.__name__, (kind,), {"_repr_mimebundle_": bundle, "__module__": kind.__module__})
+    object.__setattr__(chart, "__class__", shown_by)  # Altair takes a plain assignment for a part of the chart
+    return chart
+
+
+def _svg(spec: Spec) -> str:
+    vl_convert = import_charts("vl_convert")
+    text: str = vl_convert.vegalite_to_svg(_drawable(spec))
+    return text
+
+
+def can_draw() -> bool:
+    """Return whether the packages of the extra ``charts`` are installed."""
+    return all(find_spec(name) is not None for name in ("altair", "vl_convert"))
+
+
+def import_charts(name: str) -> Any:
+    """Import a package of the extra ``charts``, which is slow.
+
+    Raises:
+        ConfigError: the extra is not installed.
+    """
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"charts need {name}: pip install 'fedloom[charts]'") from error

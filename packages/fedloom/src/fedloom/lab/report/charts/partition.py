@@ -1,0 +1,313 @@
+"""Draw how the samples are split: clients by classes, skew of every seed, recovered clusters and their shares."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from html import escape
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedloom.formats import fixed, rounded, significant
+from fedloom.lab.report.charts import kit
+from fedloom.lab.report.charts.kit import Figure, Rows, Spec
+from fedloom.lab.report.numbers import Row, run_of, seeds_of
+from fedloom.lab.report.run import Integers, Key, Numbers, Run, RunPartition
+from fedloom.lab.report.tables import scrolling
+
+CELLS = 4_000
+"""Up to so many client x class cells are drawn."""
+HOSTILE = "\N{BLACK FLAG}"
+"""Stands after the name of a client that attacks."""
+MANY = 60
+"""From so many clients on they are sorted by their largest class and not named."""
+SPLITS = 10
+"""Up to so many partitions of a run are drawn, fewer where they are large."""
+ROUNDS, CLUSTERED = 60, 60
+"""Up to so many rounds and clients of recovered clusters are drawn."""
+SHARE = "share"
+"""The figure of a client's share of the objective, where shares are by recovered clusters."""
+TITLES = {
+    "sizes": "Samples per client",
+    "emd": "Earth mover's distance",
+    "js": "Jensen-Shannon divergence",
+    "effective_classes": "Effective classes",
+}
+
+
+class Skew(NamedTuple):
+    """How unlike the clients of one partition are, a value per client each; nan for a client without samples.
+
+    Attributes:
+        label: runs and seed, for people.
+        values: ``sizes``; and for classes, against the labels of all: ``emd`` (sum of absolute differences, in [0, 2]),
+            ``js`` (Jensen-Shannon divergence to base 2, in [0, 1]), ``effective_classes`` (exponential of the entropy).
+    """
+
+    run: Run
+    label: str
+    seed: int
+    values: dict[str, Numbers]
+
+
+def splits(runs: list[Run]) -> list[Figure | None]:
+    """The partitions of all seeds, of as many as have `CELLS` cells together; runs on the same data share theirs."""
+    figures: list[Figure | None] = []
+    for place, group in enumerate(_same_data(runs), start=1):
+        skews = _skews(group)
+        size = max((skew.run.partitions[skew.seed].counts.size for skew in skews), default=1)
+        several = len(runs) != len(group)
+        for index, skew in enumerate(skews[: max(1, min(SPLITS, CELLS // max(size, 1)))]):
+            id = f"partition-{place}-{index}" if several else f"partition-{index}"
+            figures.append(_picture(skew, id, f"{skew.label}, " if several else ""))
+    return figures
+
+
+def skew_table(runs: list[Run]) -> str:
+    """An HTML table: a line per run and seed, mean over clients with the smallest and the largest."""
+    groups = _same_data(runs)
+    skews = [skew for group in groups for skew in _skews(group)]
+    if not skews:
+        return ""
+    shown = [name for name in TITLES if any(name in skew.values for skew in skews)]
+    several = len(groups) > 1
+    lines = [
+        [*([escape(skew.label)] if several else []), str(skew.seed), *(_range(skew.values.get(n)) for n in shown)]
+        for skew in skews
+    ]
+    if len(skews) > 1:
+        pooled = (np.concatenate([skew.values.get(n, np.empty(0)) for skew in skews]) for n in shown)
+        lines.append(["All", *([""] if several else []), *(_range(values) for values in pooled)])
+    heads = [*(["Run"] if several else []), "Seed", *(TITLES[name] for name in shown)]
+    labels = (
+        " Earth mover's distance (0 to 2) and Jensen-Shannon divergence (0 to 1) are of a client's labels to those of "
+        "all clients; effective classes are the exponential of the entropy of its labels."
+    )
+    return (
+        "<h3>Skew of every seed</h3><p class=lead>Mean over the clients, and the smallest and largest of them."
+        f"{labels if 'emd' in shown else ''}</p>{scrolling('Skew of every seed', heads, lines)}"
+    )
+
+
+def _range(values: Numbers | None) -> str:
+    finite = np.empty(0) if values is None else values[np.isfinite(values)]
+    if not len(finite):
+        return ""
+    mean, low, high = (fixed(v, 2 if finite.max() < 20 else 0) for v in (finite.mean(), finite.min(), finite.max()))
+    return f'{mean} <span class="half">{low} to {high}</span>'
+
+
+def _same_data(runs: list[Run]) -> list[list[Run]]:
+    """The runs with partitions, in groups whose clients hold the same samples by class, seed by seed."""
+    groups: dict[int, list[Run]] = {}
+    for run in runs:
+        tables = tuple((seed, p.counts.tobytes(), p.sizes.tobytes()) for seed, p in run.partitions.items())
+        if tables:
+            groups.setdefault(hash((tables, tuple(run.names))), []).append(run)
+    return list(groups.values())
+
+
+def _skews(group: list[Run]) -> list[Skew]:
+    """The skew of every recorded partition of runs on the same data."""
+    label = ", ".join(run.label for run in group)
+    return [Skew(group[0], label, seed, _skew(part)) for seed, part in group[0].partitions.items()]
+
+
+def _skew(part: RunPartition) -> dict[str, Numbers]:
+    return label_skew(part.counts) if part.counts.shape[1] else {"sizes": part.sizes}
+
+
+def label_skew(counts: Numbers) -> dict[str, Numbers]:
+    """See `Skew`; counts are ``[n, C]``."""
+    size = counts.sum(1)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        p, q = counts / size[:, None], counts.sum(0) / counts.sum()
+        js = (_entropy((p + q) / 2) - (_entropy(p) + _entropy(q[None])) / 2) / math.log(2)
+    effective = np.exp(_entropy(p))
+    return {"sizes": size, "emd": np.abs(p - q).sum(1), "js": np.maximum(js, 0), "effective_classes": effective}
+
+
+def _entropy(p: Numbers) -> Numbers:
+    entropies: Numbers = -np.where(p > 0, p * np.log(np.where(p > 0, p, 1)), p * 0).sum(1)
+    return entropies
+
+
+def _picture(skew: Skew, id: str, where: str) -> Figure | None:
+    """Clients x classes: the share of each class in a client's data, and the client's size."""
+    run, part = skew.run, skew.run.partitions[skew.seed]
+    counts, size = part.counts, part.sizes
+    n, classes = counts.shape
+    if not classes:
+        return None
+    share = counts / np.maximum(size, 1)[:, None]
+    many = n > MANY
+    order = np.lexsort((-share.max(1), share.argmax(1))) if many else np.arange(n)
+    shown = order[np.linspace(0, n - 1, min(n, max(1, CELLS // classes))).round().astype(int)].tolist()
+    clients = {i: run.client(i) + (f" {HOSTILE}" if i in part.attackers else "") for i in shown}
+    titles = run.summary.classes if len(run.summary.classes) == classes else tuple(map(str, range(classes)))
+    cells: Rows = [
+        {
+            "place": place,
+            "client": clients[i],
+            "class": titles[c],
+            "count": int(counts[i, c]),
+            "share": rounded(float(share[i, c])),
+        }
+        for place, i in enumerate(shown)
+        for c in range(classes)
+        if counts[i, c] or not many
+    ]
+    sizes: Rows = [{"place": place, "client": clients[i], "size": int(size[i])} for place, i in enumerate(shown)]
+    high = max(120, min(520, 22 * len(shown)))
+    title = "Clients, sorted by their largest class" if many else "Client"
+    y = kit.names("place" if many else "client", [], title, scale={"padding": 0 if many else 0.08}) | {"sort": None}
+    y["axis"] = None if many and len(shown) > 300 else y["axis"] | {"labels": not many}
+    x = kit.names("class", titles, "Class", scale={"padding": 0.04})
+    hints = kit.tips(("client", "Client"), ("class", "Class"), ("count", "Samples"))
+    share_shade = kit.shade("share", "Share of the client's samples", form="%", domain=[0, 1])
+    heat = kit.heat_map(x, y, share_shade, hints, cornerRadius=0 if many else 2) | {"width": 480, "height": high}
+    across = {
+        "x": kit.number("size", "Samples", scale={"zero": True}, axis={"tickCount": 2}),
+        "y": {**y, "axis": None},
+    }
+    tooltip = kit.tips(("client", "Client"), ("size", "Samples"))
+    bars = kit.mark(
+        "bar", {**across, "tooltip": tooltip}, data="sizes", style="plain", cornerRadiusEnd=0 if many else 2
+    )
+    means = {n: float(np.nanmean(v)) for n, v in skew.values.items() if n != "sizes" and np.isfinite(v).any()}
+    words = ", ".join(
+        f"{TITLES[n] if n == 'js' else TITLES[n].lower()} {significant(mean, 3)}" for n, mean in means.items()
+    )
+    some = f" {len(shown)} of {n} clients are drawn." if len(shown) < n else ""
+    attack = f" {HOSTILE}: client that attacks." if part.attackers else ""
+    caption = (
+        f"Share of each class in a client's training samples, and their number.{some}{attack} Mean over the clients: "
+        f"{words}."
+    )
+    tab = f"{where}seed {skew.seed}"
+    spec = {"hconcat": [heat, bars | {"width": 110, "height": high}], "spacing": 14}
+    data = {"rows": cells, "sizes": sizes}
+    return Figure(id, "partition", tab, f"Who holds what ({tab})", caption, spec, data, "beside", many)
+
+
+def clusters(runs: list[Run], rows: list[Row]) -> Figure | None:
+    """A panel per method that clusters its clients, of its first seed: cluster by round and client; else None."""
+    data: Rows = []
+    planted = some = False
+    for run, row, seed in _first_seeds(runs, rows, "cluster"):
+        part = run.partitions.get(seed)
+        groups = part.groups if part is not None and (part.groups >= 0).any() else None
+        planted |= groups is not None
+        some |= run.clients > CLUSTERED
+        data += _clustered(run, row, seed, groups)
+    if not data:
+        return None
+    order = [cell["client"] for cell in sorted(data, key=lambda cell: cell["planted"])]
+    tint = {"field": "cluster", "type": "nominal", "title": "Cluster", "scale": {"range": "category"}}
+    drawn = _by_round(data, order, tint, ("cluster", "planted", "seed"))
+    beside = (
+        " Clients are sorted by their planted group, which their names end with; clusters have the number of the group "
+        "that they share most clients with."
+        if planted
+        else " Clusters keep their number where they share most clients with one of the round before."
+    )
+    sample = f" {CLUSTERED} of the clients, evenly by number." if some else ""
+    caption = (
+        f"The cluster of every client after each recorded round, first seed; colour means the cluster.{sample}{beside}"
+    )
+    title = "Recovered clusters over rounds"
+    return Figure("clusters", "clusters", "Clusters", title, caption, drawn, {"rows": data}, "facet")
+
+
+def cluster_shares(runs: list[Run], rows: list[Row]) -> Figure | None:
+    """A panel per method with shares by recovered clusters: every client's by round, of its first seed."""
+    cells: Rows = []
+    for run, row, seed in _first_seeds(runs, rows, SHARE):
+        points, chosen = run.series[Key(row.method, seed, "", "", SHARE)], _evenly(run.clients, CLUSTERED)
+        shown = points.at(
+            np.isin(points.round, _evenly(np.unique(points.round), ROUNDS)) & np.isin(points.client, chosen)
+        )
+        cells += [
+            {"method": row.name, "seed": seed, "round": t, "client": run.client(client), SHARE: share}
+            for t, client, share in zip(*(column.tolist() for column in shown), strict=True)
+        ]
+    if not cells:
+        return None
+    order = [cell["client"] for cell in cells]
+    drawn = _by_round(cells, order, kit.shade(SHARE, "Share", form="%"), (SHARE, "seed"))
+    caption = (
+        "How much every client counts in the objective after each recorded round, first seed: every recovered cluster "
+        "counts the same, and in a cluster every client."
+    )
+    title = "Clients' shares by recovered clusters"
+    return Figure("cluster-shares", "clusters", "Shares", title, caption, drawn, {"rows": cells}, "facet")
+
+
+def _first_seeds(runs: list[Run], rows: list[Row], name: str) -> Iterator[tuple[Run, Row, int]]:
+    """Every method that recorded a series of its clients: its run, one of its rows, and the first seed that has it."""
+    for row in {row.name: row for row in rows}.values():
+        run = run_of(runs, row)
+        seeds = [s for s in seeds_of(run, row.method) if Key(row.method, s, "", "", name) in run.series]
+        if seeds:
+            yield run, row, seeds[0]
+
+
+def _by_round(cells: Rows, clients: list[str], colour: Spec, more: tuple[str, ...]) -> Spec:
+    """A panel for each method: rounds across, clients down; a hint has the columns ``more`` too."""
+    inner = kit.heat_map(
+        {**kit.names("round", [], scale={"padding": 0.06}), "type": "ordinal", "sort": None},
+        kit.names("client", clients, "Client", scale={"padding": 0.1}),
+        colour,
+        kit.tips(*((name, name.capitalize()) for name in ("method", "client", "round", *more))),
+        cornerRadius=1,
+    )
+    high = max(120, min(600, 18 * len(set(clients))))
+    return kit.panels(inner, "method", [cell["method"] for cell in cells], "Round", high=high)
+
+
+def _evenly(items: int | Integers, most: int) -> Integers:
+    """At most so many of the items, or of the numbers up to one, evenly by place."""
+    numbers = np.arange(items) if isinstance(items, int) else items
+    places = np.linspace(0, len(numbers) - 1, min(most, len(numbers))).round()
+    chosen: Integers = numbers[np.unique(places.astype(int))]
+    return chosen
+
+
+def _clustered(run: Run, row: Row, seed: int, groups: Integers | None) -> Rows:
+    points = run.series[Key(row.method, seed, "", "", "cluster")]
+    chosen = set(_evenly(run.clients, CLUSTERED).tolist())
+    before = groups
+    cells: Rows = []
+    for t in _evenly(np.unique(points.round), ROUNDS).tolist():
+        now = points.round == t
+        clients, labels = points.client[now], points.value[now].astype(np.int64)
+        if before is not None:
+            labels = aligned(labels, before[clients])
+        if groups is None:
+            before = np.full(run.clients, -1, np.int64)
+            before[clients] = labels
+        for client, label in zip(clients.tolist(), labels.tolist(), strict=True):
+            if label >= 0 and client in chosen:
+                group = -1 if groups is None else int(groups[client])
+                name = run.client(client) + (f" ({group + 1})" if groups is not None else "")
+                tags = {"method": row.name, "seed": seed, "round": t, "client": name}
+                cells.append({**tags, "cluster": label + 1, "planted": group + 1})
+    return cells
+
+
+def aligned(labels: Integers, reference: Integers) -> Integers:
+    """Labels renamed so that as many as can be equal the others; -1 (unknown) stays.
+
+    >>> aligned(np.array([1, 1, 0, -1]), np.array([0, 0, 1, 1])).tolist()
+    [0, 0, 1, -1]
+    """
+    from scipy.optimize import linear_sum_assignment  # slow to import, needed by clusters only
+
+    count = int(max(labels.max(), reference.max())) + 1
+    both: NDArray[np.int64] = np.zeros((count, count), np.int64)
+    labelled = (labels >= 0) & (reference >= 0)
+    np.add.at(both, (labels[labelled], reference[labelled]), 1)
+    names = np.append(linear_sum_assignment(both, maximize=True)[1], -1)
+    return names[labels]

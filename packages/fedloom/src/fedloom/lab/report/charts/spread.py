@@ -1,0 +1,163 @@
+"""Draw how results differ from client to client: as they are, and as gains over a baseline."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fedloom.formats import rounded
+from fedloom.lab.report.charts import kit
+from fedloom.lab.report.charts.kit import Figure, Rows, Spec
+from fedloom.lab.report.naming import metric, titled, within_line
+from fedloom.lab.report.numbers import Row, run_of, seeds_of
+from fedloom.lab.report.run import Integers, Key, Numbers, Run
+
+DOTS, FEWEST = 2000, 40
+"""Up to so many clients (times seeds) of all rows are drawn as dots, of one row at least so many."""
+BASELINES = ("local", "fedavg")
+"""The first of these algorithms that was run is the baseline of gains (FedSLR, Fig. 3, has FedAvg)."""
+
+Seeds = dict[int, tuple[Integers, Numbers]]
+"""Clients and their values by seed."""
+
+
+def without_attackers(runs: list[Run]) -> str:
+    """The sentence on attackers for a chart of clients."""
+    return " Clients that attacked are left out." if any(run.attacked for run in runs) else ""
+
+
+def last_results(run: Run, row: Row, seed: int, name: str) -> tuple[Integers, Numbers]:
+    """Benign clients and their finite values at the last recorded round; none of a seed that was lost."""
+    points = run.benign(Key(row.method, seed, row.model, "test", name))
+    if points is None or not len(points.round) or seed in row.lost:
+        return np.empty(0, np.int64), np.empty(0)
+    scored = (points.round == points.round[-1]) & np.isfinite(points.value)
+    return points.client[scored], points.value[scored] * metric(name).scale
+
+
+def pooled(seeds: Seeds) -> Numbers:
+    """The values of all seeds."""
+    return np.concatenate([np.empty(0), *(values for _, values in seeds.values())])
+
+
+def spread(runs: list[Run], rows: list[Row], last: list[Seeds], lead: str) -> Figure | None:
+    """The leading metric of single clients."""
+    higher, title = metric(lead).higher, titled(metric(lead))
+    spec, data, words = _distribution(runs, rows, last, title, -1 if higher else 1)
+    caption = (
+        f"{metric(lead).title} of single clients on their own test parts at the last round, all seeds together. "
+        f"{words}{without_attackers(runs)}"
+    )
+    return Figure("clients", "clients", "Spread", "How clients differ", caption, spec, data, "wide", table="dots")
+
+
+def relative(runs: list[Run], rows: list[Row], lead: str) -> Figure | None:
+    """Gain of each client over the baseline with the same seed, above 0 where the method is better (FedSLR, Fig. 3)."""
+    shown, sign = metric(lead), 1 if metric(lead).higher else -1
+    gains: list[tuple[Row, Seeds]] = []
+    against: dict[str, None] = {}
+    for row in rows:
+        run, base = run_of(runs, row), _baseline(rows, row)
+        if base is None or (base.method, base.model) == (row.method, row.model):
+            continue
+        by_seed: Seeds = {}
+        for seed in seeds_of(run, row.method):
+            (ids, scores), (base_ids, base_scores) = (last_results(run, r, seed, lead) for r in (row, base))
+            both, i, j = np.intersect1d(ids, base_ids, assume_unique=True, return_indices=True)
+            by_seed[seed] = (both, sign * (scores[i] - base_scores[j]))
+        if len(pooled(by_seed)) > 1:
+            against[base.name] = None
+            gains.append((row, by_seed))
+    if not gains:
+        return None
+    compared, found_gains = [row for row, _ in gains], [by_seed for _, by_seed in gains]
+    name = within_line(shown.title)
+    axis = f"Gain in {name}{' (points)' * (shown.scale == 100)}"
+    spec, data, words = _distribution(runs, compared, found_gains, axis, -1, zero=True)
+    base_names = " or ".join(against)
+    caption = (
+        f"Gain of each client: its {name} on its own test part at the last round "
+        + (f"minus that of {base_names}" if sign > 0 else f"subtracted from that of {base_names}")
+        + f" with the same seed; right of the red line clients gain, left of it they lose. {words}"
+        f"{without_attackers(runs)}"
+    )
+    title = f"Gain in {name} over {base_names}"
+    return Figure("relative", "clients", f"Gain over {base_names}", title, caption, spec, data, "wide", table="dots")
+
+
+def _baseline(rows: list[Row], row: Row) -> Row | None:
+    """The row of the same run that the others are compared with."""
+    same_run = [other for other in rows if other.run == row.run]
+    candidates = [
+        r for name in BASELINES for r in same_run if r.algorithm == name and r.model in ("global", "personal")
+    ]
+    return candidates[0] if candidates else None
+
+
+def _distribution(
+    runs: list[Run], rows: list[Row], scores: list[Seeds], title: str, sign: int, *, zero: bool = False
+) -> tuple[Spec, dict[str, Rows], str]:
+    """Box plots with the clients as dots below, sorted by median.
+
+    Args:
+        runs: of the rows.
+        rows: what is compared.
+        scores: of the clients, by row.
+        title: of the axis.
+        sign: 1 puts the smallest median on top, -1 the largest.
+        zero: draw a line at 0.
+
+    Returns:
+        The specification, its data sets, and a sentence on what is drawn.
+    """
+    order = sorted(range(len(rows)), key=lambda i: sign * float(np.median(pooled(scores[i]))))
+    boxes: Rows = []
+    dots: Rows = []
+    most = max(FEWEST, DOTS // len(rows))
+    for i in order:
+        values, tags = pooled(scores[i]), {"row": rows[i].title, "model": rows[i].model}
+        p10, q1, median, q3, p90 = (rounded(float(v)) for v in np.quantile(values, [0.1, 0.25, 0.5, 0.75, 0.9]))
+        box = {"minimum": rounded(values.min()), "p10": p10, "q1": q1, "median": median, "q3": q3, "p90": p90}
+        more = {"better": rounded(float((values > 0).mean()))} if zero else {}
+        boxes.append({**tags, "method": rows[i].name, **box, "maximum": rounded(values.max()), **more,
+                      "clients": len(values)})  # fmt: skip
+        seeds = np.concatenate([np.full(len(ids), seed) for seed, (ids, _) in scores[i].items()])
+        clients = np.concatenate([ids for ids, _ in scores[i].values()])
+        places = np.linspace(0, len(values) - 1, min(len(values), most)).astype(int)
+        for k in np.argsort(values, kind="stable")[places].tolist():
+            client = run_of(runs, rows[i]).client(int(clients[k]))
+            dots.append({**tags, "seed": int(seeds[k]), "client": client, "value": rounded(float(values[k]))})
+    off = set() if zero else kit.off_axis({box["row"]: max(abs(box["p10"]), abs(box["p90"])) for box in boxes})
+    near = [box for box in boxes if box["row"] not in off]
+    low, high = min(box["p10"] for box in near), max(box["p90"] for box in near)
+    room = 1.5 * (high - low) or 1.0
+    ends = [max(low - room, min(box["minimum"] for box in near)), min(high + room, max(b["maximum"] for b in near))]
+    scale = {"domain": kit.domain(ends, 0.03), "nice": False}
+    x = kit.number("value", title, scale=scale, axis={"tickCount": 6})
+    y = kit.names("row", [box["row"] for box in boxes], axis={"labelOverlap": False})
+    place, tint = {"x": x, "y": y}, kit.colour(rows)
+    quartiles = kit.tips(
+        *(("row", "Method"), ("q1", "a quarter below", ".4~g"), ("median", "median", ".4~g")),
+        ("q3", "a quarter above", ".4~g"),
+        *((("better", "gain", ".0%"),) if zero else ()),
+    )
+    summary = {"lookup": "row", "from": {"data": {"name": "rows"}, "key": "row", "fields": ["q1", "q3", "better"]}}
+    middle = {"joinaggregate": [{"op": "median", "field": "value", "as": "median"}], "groupby": ["row"]}
+    dot = kit.tips(("row", "Method"), ("client", "Client"), ("seed", "Seed"), ("value", title, ".4~g"))
+    box_plot = {"size": 9, "outliers": False, "opacity": 0.75, "median": {"color": "white", "strokeWidth": 2}}
+    layers = [
+        *([kit.mark("rule", {"x": {"datum": 0}}, color="#d33f3f", strokeWidth=1.4, aria=False)] if zero else []),
+        kit.mark("boxplot", {**place, "color": tint, "tooltip": quartiles}, summary, middle, data="dots", clip=True,
+                 **box_plot),
+        kit.mark("point", {**place, "color": tint, "tooltip": dot}, data="dots", size=18, opacity=0.3, clip=True,
+                 yOffset=13),
+    ]  # fmt: skip
+    spec = kit.chart(*layers, width=640, height=44 * len(boxes))
+    thinned = any(box["clients"] > most for box in boxes)
+    each = "a sample of the clients, evenly from the worst to the best" if thinned else "every client"
+    words = f"Box: middle half, with the median; line: clients up to 1.5 boxes away from it; dots: {each}."
+    cut = any(box["minimum"] < ends[0] or box["maximum"] > ends[1] for box in near)
+    return (
+        spec,
+        {"rows": boxes, "dots": dots},
+        words + " Some clients lie outside of the axis." * cut + kit.off_words(off),
+    )

@@ -1,0 +1,242 @@
+"""Results against their price (fairness, sparsity), and the price itself: work and traffic."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from fedloom.formats import percent
+from fedloom.lab.report.charts import kit
+from fedloom.lab.report.charts.kit import HAS_INTERVAL, MEAN, SINGLE, Figure, Rows, Spec
+from fedloom.lab.report.comparison.contenders import Models
+from fedloom.lab.report.comparison.criteria import NEAR, common_target, cost_to_reach, goal_of, tasks
+from fedloom.lab.report.naming import COSTS, MB, figure, metric, titled, within_line
+from fedloom.lab.report.numbers import Estimate, Row
+from fedloom.lab.report.run import Run
+
+REACHED = {"bytes": ("Traffic, both ways (MB)", 1 / MB), "samples_backward": ("Gradients of samples", 1.0)}
+
+
+class Price(NamedTuple):
+    """What is across: a figure of the rows, its name as a column, its title, and whether less of it is better."""
+
+    figure: str
+    column: str
+    title: str
+    less: bool = True
+
+
+def tradeoffs(runs: list[Run], rows: list[Row], lead: str) -> list[Figure | None]:
+    """The leading result against the variance of losses, the worst tenth of the clients, and non-zero parameters."""
+    what, side = metric(lead).title, "top" if metric(lead).higher else "bottom"
+    variance = Price("loss/variance", "variance", "Variance of the clients' test losses")
+    title = f"Worst 10 % of the clients: {titled(metric(lead))}"
+    worst = Price(f"{lead}/worst10", "worst", title, not metric(lead).higher)
+    fair = ("fairness", "fairness", "Variance", f"{what} against fairness", f"{side} left")
+    corner = "top right" if metric(lead).higher else "bottom left"
+    tenth = ("worst", "fairness", "Worst 10 %", f"{what} against the worst tenth", corner)
+    figures = [_trade_off(runs, rows, lead, variance, fair), _trade_off(runs, rows, lead, worst, tenth)]
+    if any("nonzeros" in row.figures for row in rows):
+        sparse = ("sparsity", "structure", "Trade-off", f"{what} against sparsity", f"{side} left")
+        price = Price("nonzeros", "nonzeros", "Non-zero parameters")
+        figures.append(_trade_off(runs, [_counted(row) for row in rows], lead, price, sparse))
+    return figures
+
+
+def costs(runs: list[Run], rows: list[Row], lead: str, models: Models) -> list[Figure | None]:
+    """Totals of work and traffic, and the price of a common result."""
+    return [_totals(rows), _reached(runs, rows, lead, models)]
+
+
+def _counted(row: Row) -> Row:
+    """The row with its non-zero parameters: a model that was not counted is dense."""
+    dense = {record.seed: float(record.parameters) for record in row.records if record.parameters}
+    return replace(row, figures={**({"nonzeros": Estimate(dense)} if dense else {}), **row.figures})
+
+
+def _trade_off(
+    runs: list[Run], rows: list[Row], lead: str, price: Price, words: tuple[str, str, str, str, str]
+) -> Figure | None:
+    """A point per row with both figures; ``words`` are id, group, tab, title and the corner that is best."""
+    up, across = metric(lead).scale, metric(lead).scale if price.figure.startswith(lead) else 1.0
+    data: Rows = []
+    singles: Rows = []
+    for row in rows:
+        result, cost = row.figures.get(lead), row.figures.get(price.figure)
+        if result is None or cost is None or not (math.isfinite(result.mean) and math.isfinite(cost.mean)):
+            continue
+        tags = {"method": row.name, "model": row.model}
+        (first, *one), (second, *other) = result.points(up), cost.points(across)
+        ends = {"low": first["low"], "high": first["high"], price.column: second["value"]}
+        ends |= {f"{price.column}_low": second["low"], f"{price.column}_high": second["high"]}
+        data.append({**tags, "result": first["value"], **ends})
+        both = {point["seed"]: point["value"] for point in other}
+        singles += [
+            {**tags, "seed": p["seed"], "result": p["value"], price.column: both[p["seed"]]}
+            for p in one
+            if p["seed"] in both
+        ]
+    if len(data) < 2 or len({point[price.column] for point in data}) == 1:
+        return None
+    signs = (1 if metric(lead).higher else -1, -1 if price.less else 1)
+    for _, _, task_rows in tasks(runs, rows):
+        sound = {(row.name, row.model): row.sound for row in task_rows}
+        task_points = [point for point in data if (point["method"], point["model"]) in sound]
+        peers = [point for point in task_points if sound[point["method"], point["model"]]]
+        for point in task_points:
+            beaten = any(_better(other, point, price.column, signs) for other in peers)
+            point["best"] = point in peers and not beaten
+    axes = []
+    off: set[str] = set()
+    for column, open_ended in (("result", True), (price.column, price.column != "nonzeros")):
+        largest = {f"{p['method']} {p['model']}".strip(): p[column] for p in data}
+        far = kit.off_axis(largest) if open_ended else set()
+        axes.append(kit.domain([value for name, value in largest.items() if name not in far], 0.12))
+        off |= far
+    _name(data, price.column, axes[1], axes[0])
+    id, group, tab, title, corner = words
+    several = any(point["low"] is not None for point in data)
+    lines = " Lines are 95 % intervals over seeds, cut at the edge." if several else ""
+    lines = " Small dots are single seeds." if singles else lines
+    among = " among those of equal data and attack" if len(tasks(runs, rows)) > 1 else ""
+    never = "" if all(row.sound for row in rows) else " Methods of which a run diverged or failed have no ring."
+    caption = (
+        f"{title}, one point per model and method: {corner} is best. Ringed: Pareto-optimal{among}, none is as good in "
+        f"both and better in one.{never}{lines} Points close to a named one carry no name (point at a dot)."
+        f"{kit.off_words(off)}"
+    )
+    spec = _scatter(data, singles, rows, lead, price, axes)
+    return Figure(id, group, tab, title, caption, spec, {"rows": data, "seeds": singles}, "wide")
+
+
+def _better(one: dict[str, Any], other: dict[str, Any], column: str, signs: tuple[int, int]) -> bool:
+    gains: list[float] = [sign * (one[n] - other[n]) for n, sign in zip(("result", column), signs, strict=True)]
+    return min(gains) >= 0 and max(gains) > 0
+
+
+def _name(data: Rows, column: str, across: list[float], up: list[float]) -> None:
+    """Give a name to every point that has no named one near it, the ringed ones first."""
+    named: list[tuple[float, float]] = []
+    for point in sorted(data, key=lambda p: not p["best"]):
+        x, y = ((point[n] - low) / (high - low) for n, (low, high) in ((column, across), ("result", up)))
+        near = any(abs(x - other) < 0.24 and abs(y - height) < 0.05 for other, height in named)
+        point["label"] = "" if near or not (0 <= x <= 1 and 0 <= y <= 1) else point["method"]
+        point["side"] = "right" if x > 0.6 else "left"
+        named += [] if near else [(x, y)]
+
+
+def _scatter(data: Rows, seeds: Rows, rows: list[Row], lead: str, price: Price, axes: list[list[float]]) -> Spec:
+    title, column = titled(metric(lead)), price.column
+    y, x = (
+        kit.number(name, words, scale={"domain": ends, "nice": False})
+        for name, words, ends in zip(("result", column), (title, price.title), axes, strict=True)
+    )
+    place, tint = {"x": x, "y": y}, {"color": kit.colour(rows)}
+    hints = kit.tips(("method", "Method"), ("model", "Model"), ("result", title, ".4~g"), (column, price.title, ".4~g"))
+    vertical = {"x": x, "y": {**y, "field": "low"}, "y2": {"field": "high"}, **tint}
+    level = {"x": {**x, "field": f"{column}_low"}, "x2": {"field": f"{column}_high"}, "y": y, **tint}
+    sides = [
+        kit.mark(
+            "text", {**place, "text": {"field": "label"}}, {"filter": f"datum.side === '{align}'"}, align=align, dx=dx
+        )
+        for align, dx in (("left", 12), ("right", -12))
+    ]
+    intervals = [
+        kit.mark("rule", vertical, HAS_INTERVAL, opacity=0.3, clip=True),
+        kit.mark("rule", level, HAS_INTERVAL, opacity=0.3, clip=True),
+    ]
+    single = kit.mark("point", {**place, **tint}, data="seeds", size=14, opacity=0.5, clip=True, tooltip=None)
+    return kit.chart(
+        *(intervals if any(point["low"] is not None for point in data) else []),
+        *([single] if seeds else []),
+        kit.mark(
+            "point",
+            place,
+            {"filter": "datum.best"},
+            size=220,
+            filled=False,
+            strokeWidth=1.2,
+            style="ghost",
+            opacity=1,
+            clip=True,
+            tooltip=None,
+        ),
+        kit.mark("point", {**place, **tint, "tooltip": hints}, size=80, opacity=1, clip=True),
+        *sides,
+        width=640,
+        height=360,
+    )
+
+
+def _totals(rows: list[Row]) -> Figure | None:
+    """Bars per method: models of a method share its work."""
+    data: Rows = []
+    for measure in COSTS:
+        first = {row.name: row for row in reversed(rows) if measure in row.figures}
+        for name in dict.fromkeys(row.name for row in rows if row.name in first):
+            spent = first[name].figures[measure]
+            if math.isfinite(spent.mean):
+                tags = {"measure": figure(measure).title, "method": name}
+                data += [{**tags, **point} for point in spent.points(figure(measure).scale)]
+    if not data:
+        return None
+    caption = (
+        "Totals over all clients up to the last round, mean over seeds with the 95 % interval (with few seeds, a dot "
+        "each). MB is 10⁶ bytes of the messages as sent; samples count every gradient, also of inner problems. Seconds "
+        "depend on the machine."
+    )
+    return _by_measure("costs", "In all", "Work and traffic in all", caption, data, "method", None)
+
+
+def _reached(runs: list[Run], rows: list[Row], lead: str, models: Models) -> Figure | None:
+    """Dots per row: what was spent when the mean result first came to the target of its task."""
+    data: Rows = []
+    missed: list[str] = []
+    targets = []
+    for _, own_runs, compared in tasks(runs, rows):
+        target = common_target(own_runs, compared, lead, models)
+        for cost, (title, scale) in REACHED.items():
+            spent = cost_to_reach(own_runs, compared, lead, target, cost)
+            targets += [goal_of(lead, target)] if spent else []
+            for i, estimate in spent.items():
+                tags = {
+                    "measure": title,
+                    "row": compared[i].title,
+                    "method": compared[i].name,
+                    "model": compared[i].model,
+                }
+                data += [{**tags, "target": target, **point} for point in estimate.points(scale)]
+            missed += [f"{row.name} {row.model}".strip() for i, row in enumerate(compared) if spent and i not in spent]
+    if len({point["row"] for point in data}) < 2:
+        return None
+    goal = f"{within_line(metric(lead).title)} {' or '.join(dict.fromkeys(targets))}"
+    never = f" Never there with every seed: {', '.join(dict.fromkeys(missed))}." if missed else ""
+    best = f"{percent(NEAR)} of the best result" if metric(lead).higher else f"the best result over {percent(NEAR)}"
+    caption = (
+        f"Spent by all clients until the mean test result first comes to {goal}, which is {best} of the models "
+        "that the overview compares; mean over seeds with the 95 % interval (with few seeds, a small dot each); left "
+        f"is better.{never}"
+    )
+    tint = kit.colour([row for row in rows if any(point["model"] == row.model for point in data)])
+    return _by_measure("costs-reached", "Until a common result", f"Spent until {goal}", caption, data, "row", tint)
+
+
+def _by_measure(id: str, tab: str, title: str, caption: str, data: Rows, field: str, tint: Spec | None) -> Figure:
+    """A panel per measure: bars from 0, or dots in the colour of the model if there is a ``tint``."""
+    order = list(dict.fromkeys(point[field] for point in data))
+    x = kit.number("value", axis={"tickCount": 3}, scale={"zero": tint is None})
+    place = {"x": x, "y": kit.names(field, order, axis={"labelOverlap": False}), **({"color": tint} if tint else {})}
+    ends = {**place, "x": {**x, "field": "low"}, "x2": {"field": "high"}}
+    look = {"size": 80, "opacity": 1} if tint else {"size": 11, "cornerRadiusEnd": 2, "style": "plain"}
+    hints = kit.tips((field, "Method"), ("measure", "Measure")) + kit.interval_tips("Mean over seeds")
+    inner = kit.chart(
+        kit.mark("point" if tint else "bar", {**place, "tooltip": hints}, MEAN, **look),
+        kit.mark("rule", ends, HAS_INTERVAL, strokeWidth=1.4, opacity=0.7),
+        kit.mark("point", place, SINGLE, size=12, opacity=0.7, tooltip=None),
+    )
+    inner["layer"] = [layer for layer in inner["layer"] if layer["transform"][0] in kit.drawn(data)]
+    measures = [point["measure"] for point in data]
+    spec = kit.panels(inner, "measure", measures, None, high=24 * len(order))
+    spec["resolve"]["scale"] = {"x": "independent"}
+    return Figure(id, "costs", tab, title, caption, spec, {"rows": data}, "facet")

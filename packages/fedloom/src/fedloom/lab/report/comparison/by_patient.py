@@ -1,0 +1,149 @@
+"""Gains over test samples: the metric of a site alone and together, and an interval of the difference.
+
+The interval of AUROC is DeLong's, that of another metric has the standard error of a bootstrap.
+
+Reference: E. R. DeLong et al., "Comparing the areas under two or more correlated receiver operating characteristic
+curves", Biometrics 1988, Eq. 5 to 8; by mid-ranks as X. Sun and W. Xu, IEEE Signal Process. Lett. 2014.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from html import escape
+from typing import NamedTuple
+
+import numpy as np
+from scipy.stats import norm, rankdata
+
+from fedloom.formats import DASH, fixed, p_value, pair
+from fedloom.lab.report.comparison.bootstrap import standard_error, weighted
+from fedloom.lab.report.comparison.gains import SiteGains
+from fedloom.lab.report.csv_files import csv_of
+from fedloom.lab.report.naming import figure, metric
+from fedloom.lab.report.numbers import run_of
+from fedloom.lab.report.patients import Predicted, is_binary, tested
+from fedloom.lab.report.run import Numbers, Run
+from fedloom.lab.report.tables import scrolling
+
+LEVEL = 0.95
+BOOTSTRAPPED = ("c_index", "r2", "rmse", "mae", "deviance")
+"""Metrics whose interval is a bootstrap's."""
+LEAST = 2
+"""Test samples of each class from which a difference has an interval."""
+
+ABOUT = (
+    "The same, patient by patient: every test sample with the mean of its predictions over the seeds that tested it, "
+    "and a 95 % interval of the difference (DeLong's of AUROC, else by a bootstrap over patients): how the gain would "
+    "vary over new patients of a site. Errors are in units of the label. "
+    "With folds every patient is tested once."
+)
+
+
+class SiteDifference(NamedTuple):
+    """A site, or all of them (``site`` is "All").
+
+    Attributes:
+        site: its name.
+        samples: test samples.
+        metric: that is compared.
+        events: of the second class, or of times; None of other tasks.
+        alone: of the site's own model.
+        together: of the federated one.
+        half: half the width of the interval of their difference; nan where there is none.
+        p: two-sided, of no difference.
+    """
+
+    site: str
+    samples: int
+    metric: str
+    events: int | None
+    alone: float
+    together: float
+    half: float
+    p: float
+
+
+def delong(scores: Numbers, target: Numbers) -> tuple[Numbers, Numbers]:
+    """AUROC of models ``[k]`` on the same samples, and the covariance ``[k, k]`` of these estimates.
+
+    Args:
+        scores: ``[k, N]``, higher for the second class.
+        target: ``[N]`` 0 or 1, at least `LEAST` of each.
+    """
+    cases, controls = scores[:, target == 1], scores[:, target == 0]
+    m, n = cases.shape[1], controls.shape[1]
+    whole = np.stack([rankdata(row) for row in np.concatenate([cases, controls], 1)])
+    won = (whole[:, :m] - np.stack([rankdata(row) for row in cases])) / n  # controls below each case
+    lost = 1 - (whole[:, m:] - np.stack([rankdata(row) for row in controls])) / m  # cases above each control
+    return won.mean(1), np.atleast_2d(np.cov(won)) / m + np.atleast_2d(np.cov(lost)) / n
+
+
+def differences(run: Run, table: SiteGains) -> list[SiteDifference]:
+    """A line per site and one over all of them; none where predictions were not kept, or have no such metric."""
+    alone, shared = (tested(run, row.method, row.model) for row in (table.alone, table.together))
+    if alone is None or shared is None or not np.array_equal(alone[:2], shared[:2]):
+        return []
+    lead = "auroc" if is_binary(run, alone) else table.metric
+    if lead not in ("auroc", *BOOTSTRAPPED) or (lead == "c_index" and alone.event is None):
+        return []
+    places: list[tuple[str, int | None]] = [(run.client(k), k) for k in range(run.clients)]
+    return [_difference(name, lead, alone.at(place), shared.at(place)) for name, place in (*places, ("All", None))]
+
+
+def _difference(name: str, lead: str, alone: Predicted, shared: Predicted) -> SiteDifference:
+    count = len(alone.target)
+    if lead == "auroc":
+        cases = int(alone.target.sum())
+        events: int | None = cases
+        if min(cases, count - cases) < LEAST:
+            return SiteDifference(name, count, lead, cases, math.nan, math.nan, math.nan, math.nan)
+        areas, covariance = delong(np.stack([alone.prediction, shared.prediction]), alone.target)
+        values = (float(areas[0]), float(areas[1]))
+        se = math.sqrt(max(0.0, covariance[0, 0] + covariance[1, 1] - 2 * covariance[0, 1]))
+    else:
+        events = None if alone.event is None else int(alone.event.sum())
+        once = np.ones((1, count))
+        values = (float(weighted(lead, once, alone)[0]), float(weighted(lead, once, shared)[0]))
+        se = standard_error(lead, alone, shared)
+    change = values[1] - values[0]
+    p = float(2 * norm.sf(abs(change) / se)) if se > 0 else 1.0 if change == 0 else math.nan
+    return SiteDifference(name, count, lead, events, *values, float(norm.ppf(0.5 + LEVEL / 2)) * se, p)
+
+
+def by_patients(runs: list[Run], by_site: Sequence[SiteGains]) -> list[tuple[str, list[SiteDifference]]]:
+    """Gains over test samples of the runs that kept their predictions, by the run's label where there are several."""
+    by_run = [(table.run, differences(run_of(runs, table.alone), table)) for table in by_site]
+    return [(label, lines) for label, lines in by_run if lines]
+
+
+def differences_html(tables: Sequence[tuple[str, Sequence[SiteDifference]]]) -> str:
+    """A table per run, by its label."""
+    text = ""
+    for label, lines in tables:
+        cells = [
+            [escape(line.site), str(line.samples), DASH if line.events is None else str(line.events), *_words(line)]
+            for line in lines
+        ]
+        title = figure(lines[0].metric).title
+        heads = ("Site", "Patients tested", "Events", f"{title} alone", "Together", "Gain", "p")
+        text += f"<h3>{escape(label)}</h3>" * bool(label) + scrolling(f"Gains by patient {label}".strip(), heads, cells)
+    return f'<p class="lead">{ABOUT}</p>{text}' if text else ""
+
+
+def _words(line: SiteDifference) -> list[str]:
+    if math.isnan(line.alone) or math.isnan(line.together):
+        return [DASH] * 4
+    gain = (line.together - line.alone) * (1 if metric(line.metric).higher else -1)
+    difference = pair(fixed(gain, 3, signed=True), fixed(line.half, 3)) if line.half == line.half else DASH
+    return [fixed(line.alone, 3), fixed(line.together, 3), difference, escape(p_value(line.p))]
+
+
+def differences_csv(tables: Sequence[tuple[str, Sequence[SiteDifference]]]) -> str:
+    """The same as CSV, unrounded; empty cells where there is no figure."""
+    rows = [
+        (label, *(None if isinstance(value, float) and math.isnan(value) else value for value in line))
+        for label, lines in tables
+        for line in lines
+    ]
+    return csv_of(("run", *SiteDifference._fields), rows)

@@ -1,0 +1,148 @@
+"""A model card of a run as Markdown: what was recorded, and headings that people fill in."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from fedloom.errors import ConfigError
+from fedloom.formats import significant
+from fedloom.lab.report.comparison.contenders import best_row, contenders
+from fedloom.lab.report.comparison.gains import FEW, federated_leader, site_estimate, values_by_seed
+from fedloom.lab.report.groups import group_cells
+from fedloom.lab.report.naming import figure, titled
+from fedloom.lab.report.numbers import Row, leading_metric, rows_of, test_metrics
+from fedloom.lab.report.page import explained, replace_text
+from fedloom.lab.report.reading import read_runs
+from fedloom.lab.report.run import Run
+from fedloom.lab.report.tables import cell_text
+from fedloom.metrics import SUMMARY
+from fedloom.outputs import FileKind, check_output_file, never
+from fedloom.rundir import FOLDERS
+
+OPEN = "*To be filled in by the people who answer for the model.*"
+
+
+def write_card(run_dirs: Sequence[Path], out: Path) -> Path:
+    """Write the model cards of runs, one after the other.
+
+    Args:
+        run_dirs: output directories of runs.
+        out: the Markdown file.
+
+    Returns:
+        The file.
+
+    Raises:
+        ConfigError: the file is there; people may have written into it.
+        RunDirError: a directory is not a run, or one of its files is damaged.
+        CheckpointError: the disk is full or refuses.
+    """
+    check_card(out)
+    text = "\n".join(card(run) for run in read_runs(run_dirs))
+    with explained(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+    replace_text(out, text)
+    return out
+
+
+def check_card(out: Path) -> None:
+    """Refuse to write a model card over a file.
+
+    Raises:
+        ConfigError: the file is there; people may have written into it.
+    """
+    if out.exists():
+        raise ConfigError(f"{out} is there and may hold what people wrote into it; move it, then write it anew")
+
+    def owns(place: Path) -> bool:
+        return len(place.parts) == 2 and place.parts[0] not in FOLDERS
+
+    check_output_file(out, FileKind("Markdown", "a model card", never), owns=owns)
+
+
+def card(run: Run) -> str:
+    """The card of the model that leads by the leading metric, federated if there is such a one that ended well."""
+    lead = leading_metric([run])
+    shown = [row for row in contenders([run], rows_of([run])) if row.result(lead)]
+    methods = [row for row in shown if row.algorithm]
+    row = federated_leader(shown, lead) or best_row(methods, lead) or next(iter(methods), None)
+    options = run.options
+    data = options.get("data", {})
+    parts = [f"# Model card: {_plain(run.summary.name or run.label)}", ""]
+    if row is None:
+        return "\n".join([*parts, "No result has been recorded yet.", ""])
+    parameters = next((record.parameters for record in row.records if record.parameters), None)
+    model = options.get("model", {}).get("kind", "own")
+    parts += [
+        "## Model", "",
+        f"- Method: {_plain(row.method)} ({_plain(row.algorithm)}), {row.model} model",
+        f"- Network: {_plain(str(model))}" + (f", {parameters} parameters" if parameters else ""),
+        f"- Rounds: {max((record.rounds for record in row.records), default=0)}",
+        f"- Status: {_plain(row.status)}", "",
+        "## Intended use", "", OPEN, "",
+        "## Limits and risks", "", OPEN, "",
+        "## Data", "",
+        f"- Source: {_plain(str(data.get('source', 'own')))}",
+        *(f"- {key.title()}: {_plain(str(data[key]))}" for key in ("label", "event") if key in data),
+        f"- Split over clients: {_plain(str(options.get('partition', {}).get('kind', 'own')))}, {run.clients} clients",
+        *([f"- Classes: {', '.join(map(_plain, run.summary.classes))}"] if run.summary.classes else []), "",
+        "## Results", "", *_results(run, row), "", *_groups(run, row, lead),
+        "## Privacy", "", _privacy(run, row), "",
+        "## Versions", "", _versions(run), "",
+    ]  # fmt: skip
+    return "\n".join(parts)
+
+
+def _results(run: Run, row: Row) -> list[str]:
+    """Figures on test parts at the last round: mean over seeds with half the width of the 95 % interval."""
+    names = [name for name in SUMMARY if name in test_metrics(run, row.method, row.model)]
+    heads = ["Site", "Samples in training", *(titled(figure(name)) for name in names)]
+    lines = [heads, ["---"] * len(heads)]
+    values = {name: values_by_seed(run, row, name) for name in names}
+    if 0 < len(run.names) <= FEW:
+        for place, site in enumerate(run.names):
+            sizes = sorted({int(part.sizes[place]) for part in run.partitions.values()})
+            size = " to ".join(dict.fromkeys((str(sizes[0]), str(sizes[-1])))) if sizes else ""
+            lines.append([_plain(site), size, *(cell_text(n, site_estimate(values[n], place)) for n in names)])
+    lines.append(["Mean over clients", "", *(cell_text(name, row.figures.get(name)) for name in names)])
+    about = "On the clients' test parts at the last round: mean over seeds ± half the width of the 95 % interval."
+    return [about, "", *(f"| {' | '.join(line)} |" for line in lines)]
+
+
+def _groups(run: Run, row: Row, lead: str) -> list[str]:
+    """The leading metric of groups of patients, where they were scored."""
+    cells = group_cells(run, row, lead)
+    if cells is None:
+        return []
+    heads, lines, lead = cells
+    table = [heads, ["---"] * len(heads), *lines]
+    about = (
+        f"{titled(figure(lead))} of test samples, their number in brackets; a dash is a group too small to be scored."
+    )
+    return ["## Groups of patients", "", about, "", *(f"| {' | '.join(map(_plain, line))} |" for line in table), ""]
+
+
+def _privacy(run: Run, row: Row) -> str:
+    spent = [
+        float(points.value.max())
+        for key, points in run.totals.items()
+        if key.method == row.method and key.metric == "epsilon" and len(points.value)
+    ]
+    if spent:
+        return f"Epsilon spent by the client that took part most often: {significant(max(spent))}."
+    return "No epsilon was recorded: the model has no guarantee of differential privacy."
+
+
+def _versions(run: Run) -> str:
+    return ", ".join(f"{name} {_plain(version)}" for name, version in run.versions.items()) + "."
+
+
+def _plain(text: str) -> str:
+    r"""A recorded text that Markdown shows as it is, on one line.
+
+    >>> _plain("a|b <i>*\n")
+    'a\\|b \\<i\\>\\*'
+    """
+    return re.sub(r"([\\`*_{}\[\]<>#|&~])", r"\\\1", " ".join(text.split()))

@@ -1,0 +1,164 @@
+"""Whom a comparison is about: one row per method, and the natural rival of models that clients choose themselves.
+
+The model that a client would use is the better one of a global and a personal model on the client's validation part
+(the hybrid model), or the only one of a method. Where such models are compared, their rival stands beside them: each
+client's better one of training alone and FedAvg, chosen on validation by the same rule. It needs no method at all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+from fedloom.lab.report.numbers import (
+    COUNTED,
+    Estimate,
+    Row,
+    close,
+    over_clients,
+    repeated,
+    run_of,
+    seeds_of,
+    test_metrics,
+)
+from fedloom.lab.report.run import Key, Points, Run
+from fedloom.metrics import leading, metric
+
+Models = Literal["used", "personal", "all"]
+"""Rows of a method: the one of the model that a client would use, that of its personal model (of its global one where
+it has none), as papers report it, or all."""
+MODELS: tuple[Models, ...] = ("used", "personal", "all")
+ORDER = {"used": ("hybrid", "personal", "global"), "personal": ("personal", "global", "hybrid")}
+
+
+def contenders(runs: Sequence[Run], rows: Sequence[Row], models: Models = "used") -> list[Row]:
+    """The rows that are compared.
+
+    Args:
+        runs: of the rows.
+        rows: every model of every method.
+        models: which rows of a method.
+    """
+    if models == "all":
+        return list(rows)
+    chosen: dict[tuple[str, str], Row] = {}
+    for row in rows:
+        place = row.run, row.method
+        if place not in chosen or _rank(row, models) < _rank(chosen[place], models):
+            chosen[place] = row
+    shown = list(chosen.values())
+    for run in runs:
+        run_rows = [row for row in shown if run_of(list(runs), row) is run]
+        if any(row.model == "hybrid" for row in run_rows):
+            shown += [rival for rival in [better_of_both(run, run_rows)] if rival is not None]
+    return shown
+
+
+def one_per_method(runs: Sequence[Run], rows: Sequence[Row], models: Models = "used") -> list[Row]:
+    """The rows that are compared, at most one of a method also where all are asked for."""
+    return contenders(runs, rows, "used" if models == "all" else models)
+
+
+def contenders_of(run: Run, runs: list[Run], rows: Sequence[Row], lead: str) -> list[Row]:
+    """The rows of one of several runs that are compared and have the metric ``lead``."""
+    return [row for row in contenders([run], [r for r in rows if run_of(runs, r) is run]) if lead in row.figures]
+
+
+def best_row(rows: Sequence[Row], lead: str) -> Row | None:
+    """The row with the best mean, of those with the most seeds of which no run diverged or failed; None without one."""
+    sound = [row for row in rows if row.sound and row.result(lead)]
+    seeds = {row.title: len(row.figures[lead].finite) for row in sound}
+    sign = 1 if metric(lead).higher else -1
+    fair = [row for row in sound if seeds[row.title] == max(seeds.values())]
+    return max(fair, key=lambda row: sign * row.figures[lead].mean, default=None)
+
+
+def reference(rows: Sequence[Row]) -> str | None:
+    """The method that others are compared with unless one is named: the first `local`, else the first `fedavg`."""
+    first = [row.name for name in ("local", "fedavg") for row in rows if row.algorithm == name]
+    return next(iter(first), None)
+
+
+def _rank(row: Row, models: Models) -> int:
+    order = ORDER[models]
+    return order.index(row.model) if row.model in order else len(order)
+
+
+def better_of_both(run: Run, rows: Sequence[Row]) -> Row | None:
+    """Each client's better one of training alone and FedAvg on validation; None where a run has not both.
+
+    Args:
+        run: with the clients' results.
+        rows: of the run.
+    """
+    local = next((row for row in rows if (row.algorithm, row.model) == ("local", "personal")), None)
+    shared = next((row for row in rows if (row.algorithm, row.model) == ("fedavg", "global")), None)
+    if local is None or shared is None:
+        return None
+    figures: dict[str, dict[int, float]] = {}
+    for seed in seeds_of(run, local.method):
+        takes = _takes_shared(run, local, shared, seed)
+        if takes is None:
+            continue
+        for name in test_metrics(run, local.method, local.model):
+            local_points, shared_points = (last_points(run, row, seed, "test", name) for row in (local, shared))
+            if local_points is None or shared_points is None or local_points.client.shape != shared_points.client.shape:
+                continue
+            mixed = local_points._replace(value=np.where(takes, shared_points.value, local_points.value))
+            higher = metric(name).higher
+            figures.setdefault(name, {})[seed] = over_clients(mixed, "mean", higher).last
+            figures.setdefault(f"{name}/worst10", {})[seed] = over_clients(mixed, "worst10", higher).last
+            if name == "loss":
+                figures.setdefault("loss/variance", {})[seed] = over_clients(mixed, "variance", higher).last
+    lost = local.lost | shared.lost
+    by_seed = {name: values | dict.fromkeys(lost & values.keys(), math.nan) for name, values in figures.items()}
+    if not by_seed:
+        return None
+    repeats = repeated(by_seed)
+    estimates = {name: Estimate(values, repeats) for name, values in by_seed.items()}
+    return Row(local.run, f"{local.method} or {shared.method}", "", "hybrid", local.records + shared.records, estimates)
+
+
+def _takes_shared(run: Run, local: Row, shared: Row, seed: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]] | None:
+    """Clients ``[n]`` for which the shared model is strictly better on the part that chooses; None if not recorded."""
+    part = run.summary.select_on
+    names = {key.metric for key in run.series if (key.method, key.seed, key.part) == (local.method, seed, part)}
+    if not names:
+        return None
+    name = leading(names, "client")
+    local_points, shared_points = (last_points(run, row, seed, part, name) for row in (local, shared))
+    if local_points is None or shared_points is None or local_points.client.shape != shared_points.client.shape:
+        return None
+    sign = 1.0 if metric(name).higher else -1.0
+    takes: np.ndarray[tuple[int], np.dtype[np.bool_]] = sign * shared_points.value > sign * local_points.value
+    return takes
+
+
+def last_points(run: Run, row: Row, seed: int, part: str, name: str) -> Points | None:
+    """The clients' values after the last evaluated round; None where there are none."""
+    points = run.benign(Key(row.method, seed, row.model, part, name))
+    return None if points is None or not len(points.round) else points.at(points.round == points.round[-1])
+
+
+def same(one: Row, other: Row) -> bool:
+    """Whether two rows are of the same models: every figure that both have is equal with every seed, costs aside."""
+    names = one.figures.keys() & other.figures.keys() - set(COUNTED)
+    results = any(row.figures[name].finite for row in (one, other) for name in names)
+    return results and all(_equal(one.figures[name], other.figures[name]) for name in names)
+
+
+def _equal(one: Estimate, other: Estimate) -> bool:
+    return one.finite.keys() == other.finite.keys() and all(
+        close(value, other.finite[seed]) for seed, value in one.finite.items()
+    )
+
+
+def distinct(rows: Sequence[Row], places: Sequence[int]) -> dict[int, int]:
+    """For every place the first place whose row is of the same models."""
+    first: dict[int, int] = {}
+    for place in places:
+        first[place] = next((k for k in first.values() if same(rows[k], rows[place])), place)
+    return first

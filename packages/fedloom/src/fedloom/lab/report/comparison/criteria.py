@@ -1,0 +1,286 @@
+"""Which method wins by which criterion, and how sure that is.
+
+Methods are compared seed by seed (same seed, same data split): the leader against every row of another method, as one
+family of tests (`fedloom.lab.report.comparison.family`). With fewer than five common seeds nothing is decided: the test
+would rest on a spread that so few numbers cannot show.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from fedloom.formats import significant
+from fedloom.lab.report.comparison.contenders import Models, distinct, one_per_method, same
+from fedloom.lab.report.comparison.family import differences, family
+from fedloom.lab.report.naming import COSTS, MB, figure, is_ratio, metric, within_line
+from fedloom.lab.report.numbers import EMPTY, Curve, Estimate, Row, curve, run_of
+from fedloom.lab.report.run import Key, Run
+
+NEAR = 0.95
+"""The common target of costs is this share of the best result."""
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """One question with a winner.
+
+    Attributes:
+        figure: name in ``values``, e.g. ``accuracy/worst10``.
+        values: the figure of every row that has it, by index of the row.
+        higher: whether more is better.
+    """
+
+    figure: str
+    title: str
+    unit: str
+    scale: float
+    higher: bool
+    values: dict[int, Estimate]
+
+
+@dataclass(frozen=True)
+class Winner:
+    """The leader of a criterion.
+
+    Attributes:
+        row: index of the leader; None where nothing could be compared.
+        rivals: rows of other methods that it does not beat significantly, the nearest first.
+        equals: rows of other methods that are the same models, and so no rivals.
+        runner_up: the best row of another method.
+        lead: mean lead over the runner-up over common seeds, in the criterion's own units (before scaling), positive;
+            the logarithm of their ratio where `is_ratio`.
+        half: half width of the lead's interval, the one that decides; nan with fewer than two common seeds.
+        provisional: whether some runs are unfinished.
+        seeds: common seeds of the leader and the runner-up.
+        decidable: whether there were enough common seeds to test.
+        excluded: whether other methods have no result, or not with every seed, and are not compared.
+    """
+
+    criterion: Criterion
+    row: int | None
+    rivals: tuple[int, ...] = ()
+    equals: tuple[int, ...] = ()
+    runner_up: int | None = None
+    lead: float = math.nan
+    half: float = math.nan
+    provisional: bool = False
+    seeds: int = 0
+    decidable: bool = False
+    excluded: bool = False
+
+
+def tasks(runs: list[Run], rows: list[Row]) -> list[tuple[str, list[Run], list[Row]]]:
+    """What may be compared: runs of equal data, partition and attack, with their rows and labels."""
+    groups: dict[str, tuple[list[Run], list[Row]]] = {}
+    for run in runs:
+        options = run.options
+        attack = options.get("attack", {})
+        same = repr([options.get("data"), options.get("partition"), attack if attack.get("fraction") else {}])
+        group = groups.setdefault(same, ([], []))
+        group[0].append(run)
+        group[1].extend(row for row in rows if run_of(runs, row) is run)
+    return [(", ".join(run.label for run in task_runs), task_runs, shown) for task_runs, shown in groups.values()]
+
+
+def winners(runs: list[Run], rows: list[Row], lead: str) -> list[Winner]:
+    """The winner of every criterion that the recorded figures allow."""
+    ratio = max((run.ratio for run in runs), default=0.0)
+    return [winner(criterion, rows, ratio) for criterion in _criteria(runs, rows, lead) if criterion.values]
+
+
+class Marks(NamedTuple):
+    """Rows of a column that a table marks: the best of it, and those that are not significantly worse."""
+
+    best: frozenset[int] = frozenset()
+    beside: frozenset[int] = frozenset()
+
+    def moved(self, by: int) -> Marks:
+        """The same marks of rows that stand further down."""
+        return Marks(*(frozenset(place + by for place in places) for places in self))
+
+    @staticmethod
+    def union(several: Iterable[Marks]) -> Marks:
+        """The marks of several parts of a table."""
+        return Marks(*(frozenset().union(*places) for places in zip(*several, strict=True)))
+
+
+def marks(rows: list[Row], columns: Iterable[str], ratio: float = 0.0) -> dict[str, Marks]:
+    """What a table marks in every column with a direction that is better, costs aside; each column is a family.
+
+    ``ratio`` corrects the tests as in `family`.
+    """
+    marks_of_columns: dict[str, Marks] = {}
+    for name in columns:
+        shown = figure(name)
+        values = _results(rows, name)
+        if name in COSTS or not shown.rated or len(values) < 2:
+            continue
+        first = winner(Criterion(name, "", "", 1.0, shown.higher, values), rows, ratio)
+        if first.row is not None:
+            beside = first.rivals if first.decidable else ()
+            alike = [k for i in beside for k in values if same(rows[k], rows[i])]
+            marks_of_columns[name] = Marks(frozenset((first.row, *first.equals)), frozenset(alike))
+    return marks_of_columns
+
+
+def _results(rows: list[Row], name: str) -> dict[int, Estimate]:
+    """A figure of every row that has it, by the row's place."""
+    return {i: estimate for i, row in enumerate(rows) if (estimate := row.result(name)) is not None}
+
+
+def _criteria(runs: list[Run], rows: list[Row], lead: str) -> list[Criterion]:
+    shown = metric(lead)
+    worst = f"Worst 10 % of clients, {within_line(shown.title)}"
+
+    target = common_target(runs, rows, lead)
+    costs = {name: cost_to_reach(runs, rows, lead, target, name) for name in ("bytes", "samples_backward")}
+    clocked = any(key.metric == "simulated_seconds" for run in runs for key in run.totals)
+    time = [("simulated_seconds", "Simulated hours", "", 1 / 3600)] if clocked else []
+    goal = f"until {within_line(shown.title)} {goal_of(lead, target)}"
+    return [
+        Criterion(
+            lead, f"{shown.title}, mean over clients", shown.unit, shown.scale, shown.higher, _results(rows, lead)
+        ),
+        Criterion(f"{lead}/worst10", worst, shown.unit, shown.scale, shown.higher, _results(rows, f"{lead}/worst10")),
+        Criterion(
+            "loss/variance",
+            "Fairness: variance of clients' test losses",
+            "",
+            1.0,
+            False,
+            _results(rows, "loss/variance"),
+        ),
+        Criterion("bytes", f"Traffic {goal}", "MB", 1 / MB, False, costs["bytes"]),
+        Criterion("samples_backward", f"Gradients of samples {goal}", "", 1.0, False, costs["samples_backward"]),
+        *(
+            Criterion(name, f"{title} {goal}", unit, scale, False, cost_to_reach(runs, rows, lead, target, name))
+            for name, title, unit, scale in time
+        ),
+    ]
+
+
+def common_target(runs: list[Run], rows: list[Row], lead: str, models: Models = "used") -> float:
+    """95 % of the best mean result (the best over 95 % where less is better) of methods that ran to their end.
+
+    It is of one row per method, whichever of its rows are shown. Where no method ran to its end, it is of those that
+    are still running. A row of no method, whose work is not known, sets none; nor does a best result that is not above
+    0. Without a target it is nan.
+
+    Args:
+        runs: of equal data, partition and attack.
+        rows: of these runs.
+        lead: metric of the result.
+        models: which row of a method counts.
+    """
+    methods = [row for row in one_per_method(runs, rows, models) if row.algorithm and row.sound and row.result(lead)]
+    means = [row.figures[lead].mean for row in [row for row in methods if row.done] or methods]
+    best = (max if metric(lead).higher else min)(means, default=0.0)
+    if best <= 0:
+        return math.nan
+    return NEAR * best if metric(lead).higher else best / NEAR
+
+
+def goal_of(lead: str, target: float) -> str:
+    """A target of a metric for people, with its unit."""
+    shown = metric(lead)
+    return f"{significant(target * shown.scale)} {shown.unit}".rstrip()
+
+
+def target_of(run: Run, runs: list[Run], rows: list[Row], lead: str, models: Models = "used") -> float:
+    """The target of one of several runs: that of all runs which it may be compared with."""
+    own_runs, own_rows = next((group, shown) for _, group, shown in tasks(runs, rows) if any(r is run for r in group))
+    return common_target(own_runs, own_rows, lead, models)
+
+
+def cost_to_reach(runs: list[Run], rows: list[Row], lead: str, target: float, cost: str) -> dict[int, Estimate]:
+    """Traffic (``bytes``), work (``samples_backward``) or ``simulated_seconds`` until the mean reaches the target.
+
+    Rows that miss the target with any seed are left out; a target that a model meets before the first round
+    has no cost, and no row a figure.
+    """
+    spent_by_row: dict[int, Estimate] = {}
+    for i, row in enumerate(rows):
+        spent: dict[int, float] = {}
+        seeds = row.figures[lead].by_seed if lead in row.figures else {}
+        for seed in seeds:
+            run = run_of(runs, row)
+            result = curve(run, Key(row.method, seed, row.model, "test", lead), "mean")
+            reached = round_of(result, target, metric(lead).higher)
+            if reached == 0:
+                return {}
+            total = cumulative(run, row.method, seed, cost)
+            if reached is not None and len(total.round):
+                spent[seed] = up_to(total, reached)
+        if spent and len(spent) == len(seeds):
+            spent_by_row[i] = Estimate(spent, row.repeats)
+    return spent_by_row
+
+
+def cumulative(run: Run, method: str, seed: int, cost: str) -> Curve:
+    """Work or traffic spent up to every recorded round; ``bytes`` is both directions, ``seconds`` the rounds' time."""
+    if cost == "seconds":
+        spent = run.seconds.get((method, seed))
+        return Curve(spent.round, np.cumsum(spent.value)) if spent else EMPTY
+    names = ("bytes_up", "bytes_down") if cost == "bytes" else (cost,)
+    parts = [run.totals.get(Key(method, seed, "", "", name)) for name in names]
+    curves = [part for part in parts if part is not None]
+    if len(curves) < len(names) or any(not np.array_equal(curves[0].round, part.round) for part in curves):
+        return EMPTY
+    return Curve(curves[0].round, np.sum([part.value for part in curves], axis=0))
+
+
+def round_of(result: Curve, target: float, higher: bool) -> int | None:
+    """The first recorded round at which a result is at a target; None if it never is."""
+    reached = result.value >= target if higher else result.value <= target
+    return int(result.round[np.argmax(reached)]) if reached.any() else None
+
+
+def up_to(total: Curve, round: int) -> float:
+    """What was spent up to a round."""
+    before = np.flatnonzero(total.round <= round)
+    return float(total.value[before[-1]]) if len(before) else 0.0
+
+
+def winner(criterion: Criterion, rows: list[Row], ratio: float = 0.0) -> Winner:
+    """The best row of a criterion among those whose every seed ended well (or is still running, then provisionally).
+
+    ``ratio`` corrects the tests as in `family`.
+    """
+    sound = {i: estimate for i, estimate in criterion.values.items() if rows[i].sound}
+    if not sound:
+        return Winner(criterion, None)
+    seeds = max(len(estimate.finite) for estimate in sound.values())
+    fair = {i: estimate for i, estimate in sound.items() if len(estimate.finite) == seeds}
+    sign = 1 if criterion.higher else -1
+    order = sorted(fair, key=lambda i: -sign * fair[i].mean)
+    best = order[0]
+    provisional = any(rows[i].running for i in criterion.values)
+    rivals = [i for i in order if rows[i].name != rows[best].name]
+    equals: tuple[int, ...] = ()
+    if criterion.figure not in COSTS:  # which the same models may have different ones of
+        first = distinct(rows, [best, *rivals])
+        equals = tuple(i for i in rivals if first[i] == best)
+        rivals = [i for i in rivals if first[i] == i]
+    if not rivals:
+        return Winner(criterion, best, equals=equals, provisional=provisional)
+    log = is_ratio(criterion.figure)
+    leads = family({i: differences(fair[best], fair[i], log=log) for i in rivals}, ratio=ratio)
+    nearest = leads[rivals[0]] if criterion.higher else -leads[rivals[0]]
+    return Winner(
+        criterion,
+        best,
+        tuple(i for i in rivals if not (leads[i].significant and sign * leads[i].mean > 0)),
+        equals,
+        rivals[0],
+        nearest.mean,
+        nearest.half,
+        provisional,
+        nearest.seeds,
+        any(lead.testable for lead in leads.values()),
+        any(row.name not in {rows[i].name for i in fair} for row in rows),
+    )

@@ -1,0 +1,115 @@
+"""Classes of devices: what their clients get, how many uploads they send, and when they reach a common target."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from html import escape
+
+import numpy as np
+
+from fedloom.formats import DASH, finite, fixed, significant
+from fedloom.lab.report.comparison.contenders import Models, contenders_of
+from fedloom.lab.report.comparison.criteria import cumulative, goal_of, round_of, target_of, up_to
+from fedloom.lab.report.csv_files import csv_of
+from fedloom.lab.report.naming import figure, titled
+from fedloom.lab.report.numbers import Estimate, Row, over_clients, seeds_of
+from fedloom.lab.report.run import Key, Numbers, Run
+from fedloom.lab.report.tables import cell_text, scrolling
+from fedloom.rundir import UPLOADS
+
+LEAD = (
+    "The clients of every class of devices, by the model that a client would use: mean over seeds. Uploads and "
+    "staleness are of a client; idle is the share of the time in which devices are there. The time is simulated, until "
+    "the mean of the class reaches the target of all methods, which is 95 % of the best result in the overview (where "
+    "less is better, the best over 95 %). A dash: some seed never does. devices.csv has the same figures."
+)
+NAMES = ("clients", "mean", "worst10", "uploads", "staleness", "idle_share", "seconds_to_target")
+
+
+def device_tables(runs: list[Run], rows: list[Row], lead: str, models: Models = "used") -> str:
+    """An HTML table per run whose clients have devices of several classes."""
+    text, shown = "", figure(lead)
+    for run in runs:
+        by_class, lines = [*_figures(run, runs, rows, lead, models)], []
+        for row, name, _, figures in by_class:
+            of_metric = (cell_text(lead, figures[key]) for key in ("mean", "worst10"))
+            counts = (fixed(figures[key].mean, 1) for key in ("uploads", "staleness"))
+            hours, idle = figures["seconds_to_target"], fixed(100 * figures["idle_share"].mean, 1)
+            missed = len(hours.finite) < len(hours.by_seed)
+            lines.append(
+                [
+                    escape(f"{row.method}, {name}"), fixed(figures["clients"].mean, 0), *of_metric, *counts, idle,
+                    DASH if missed else significant(hours.mean / 3600),
+                ]
+            )  # fmt: skip
+        if not lines:
+            continue
+        target = by_class[0][2]
+        goal = "the target" if math.isnan(target) else goal_of(lead, target)
+        heads = [
+            "Method and class", "Clients", titled(shown), "Worst 10 %", "Uploads", "Staleness", "Idle (%)",
+            f"Hours until {goal}",
+        ]  # fmt: skip
+        if len(runs) > 1:
+            text += f"<h3>{escape(run.label)}</h3>"
+        text += scrolling("Classes of devices", heads, lines)
+    return text
+
+
+def devices_csv(runs: list[Run], rows: list[Row], lead: str, models: Models = "used") -> str:
+    """The figures of every class, means over seeds, unscaled; empty where they are not known."""
+    lines = [
+        (run.label, row.method, row.model, name, lead, target, *(finite(figures[key].mean) for key in NAMES))
+        for run in runs
+        for row, name, target, figures in _figures(run, runs, rows, lead, models)
+    ]
+    return csv_of(("run", "method", "model", "class", "metric", "target", *NAMES), lines) if lines else ""
+
+
+def _figures(
+    run: Run, runs: list[Run], rows: list[Row], lead: str, models: Models
+) -> Iterator[tuple[Row, str, float, dict[str, Estimate]]]:
+    """Yield every compared row and class with the common target and the figures; none of methods with one class."""
+    compared = contenders_of(run, runs, rows, lead)
+    target = target_of(run, runs, rows, lead, models)
+    for row in compared:
+        names = next((record.device_classes for record in row.records if record.device_classes), ())
+        for place, name in enumerate(names if len(names) > 1 else ()):
+            by_seed = {seed: _of_seed(run, row, seed, place, lead, target) for seed in seeds_of(run, row.method)}
+            some = {seed: numbers for seed, numbers in by_seed.items() if numbers}
+            if some:
+                yield row, name, target, {key: Estimate({s: v[key] for s, v in some.items()}) for key in NAMES}
+
+
+def _of_seed(run: Run, row: Row, seed: int, place: int, lead: str, target: float) -> dict[str, float]:
+    """The figures of a class in one run; empty where none of its clients has a result."""
+    scores = run.benign(Key(row.method, seed, row.model, "test", lead))
+    classes = run.series.get(Key(row.method, seed, "", "", "device_class"))
+    if scores is None or classes is None or seed in row.lost:
+        return {}
+    scores = scores.at(np.isin(scores.client, classes.client[classes.value == place]))
+    if not len(scores.round):
+        return {}
+    clients = np.unique(scores.client)
+
+    def last(name: str) -> Numbers:
+        points = run.series[Key(row.method, seed, "", "", name)]
+        return points.at((points.round == points.round[-1]) & np.isin(points.client, clients)).value
+
+    higher = figure(lead).higher
+    mean, uploads, stale, idle = (
+        over_clients(scores, "mean", higher),
+        last(UPLOADS),
+        last("staleness"),
+        last("idle_seconds"),
+    )
+    present, reached = float((last("busy_seconds") + idle).sum()), round_of(mean, target, higher)
+    seconds = cumulative(run, row.method, seed, "simulated_seconds")
+    return {
+        "clients": float(len(clients)), "mean": mean.last, "worst10": over_clients(scores, "worst10", higher).last,
+        "uploads": float(uploads.mean()),
+        "staleness": float(np.nansum(stale * uploads) / uploads.sum()) if uploads.any() else math.nan,
+        "idle_share": float(idle.sum()) / present if present else math.nan,
+        "seconds_to_target": math.nan if reached is None else up_to(seconds, reached),
+    }  # fmt: skip

@@ -1,0 +1,297 @@
+"""Compare every named site alone and together, with a paired interval of the difference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from html import escape
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedloom.formats import DASH, finite, interval, pair
+from fedloom.lab.report.comparison.contenders import best_row, contenders, contenders_of, last_points
+from fedloom.lab.report.comparison.family import (
+    PairVerdict,
+    TestedDifference,
+    differences,
+    family,
+    pair_verdict,
+    untested_reason,
+)
+from fedloom.lab.report.csv_files import csv_of
+from fedloom.lab.report.naming import figure, metric, titled, within_line
+from fedloom.lab.report.numbers import ENOUGH, Estimate, Row, run_of, test_metrics
+from fedloom.lab.report.run import Key, Numbers, Run
+from fedloom.lab.report.tables import BOOKTABS, cell, decimals, marked, scrolling, tabular, tex
+
+FEW = 20
+"""Up to so many sites are listed one by one."""
+BY_SITE = ("column", "writers")
+"""Kinds of partition whose clients are sites, even where their names are numbers."""
+APART = ("local", "centralized", "")
+"""Algorithms of rows that are no federation: alone, with all samples in one place, and rivals that need no method."""
+MEANS = ("Mean of the sites", "Mean by training samples")
+
+LEAD = (
+    "Alone: a model that the site trains on its own samples. Together: the federated method with the best mean. "
+    "A gain is the difference between them with the same seed; above 0, together is better. The interval of a gain is "
+    "the one that decides: together is better where it is above 0, and worse where it is below. All lines are one "
+    f"family of paired t tests (Holm's correction, level 5 %; at least {ENOUGH} seeds). Seeds and folds share samples: "
+    "the variance of a gain is corrected for it (Nadeau and Bengio) by the site's own test and training samples. The "
+    "method was chosen by the same results, so its gain is somewhat flattered."
+)
+
+
+class Gain(NamedTuple):
+    """A line of the table: a site, or a mean over sites.
+
+    Attributes:
+        site: name of the site or of the mean.
+        samples: training samples with each seed; empty where none are recorded.
+        events: training samples of the second class with each seed; empty unless the task is binary.
+        alone: result of the site's own model by seed.
+        together: result of the federated method by seed.
+        comparison: together minus alone, positive where together is better, one of the family of all lines.
+        reason: why there is no gain, as a sentence; empty where there is one.
+    """
+
+    site: str
+    samples: tuple[int, ...]
+    events: tuple[int, ...]
+    alone: Estimate
+    together: Estimate
+    comparison: TestedDifference
+    reason: str
+
+    @property
+    def verdict(self) -> PairVerdict:
+        """The verdict on together against alone."""
+        return pair_verdict(self.comparison, higher=True)
+
+    @property
+    def words(self) -> str:
+        """The verdict, with the reason where it is not tested."""
+        reason = untested_reason(self.comparison) if self.comparison.seeds else "no result"
+        return f"{self.verdict} ({reason})" if reason else str(self.verdict)
+
+
+class SiteGains(NamedTuple):
+    """The gains of one run.
+
+    Attributes:
+        run: label, empty where there is but one run.
+        metric: the leading metric.
+        alone: row of training alone.
+        together: row of the federated method with the best mean.
+        lines: a gain per site, then the means over sites.
+    """
+
+    run: str
+    metric: str
+    alone: Row
+    together: Row
+    lines: tuple[Gain, ...]
+
+
+def gains(runs: list[Run], rows: list[Row], lead: str) -> list[SiteGains]:
+    """A table for every run of few sites that has training alone and a federated method.
+
+    Args:
+        runs: of the rows.
+        rows: every model of every method.
+        lead: metric that is compared.
+    """
+    tables = (_table(run, [row for row in rows if run_of(runs, row) is run], lead) for run in runs if _by_site(run))
+    return [table for table in tables if table is not None]
+
+
+def _by_site(run: Run) -> bool:
+    numbered = all(name.isdigit() for name in run.names)
+    return 1 < len(run.names) <= FEW and (not numbered or run.options.get("partition", {}).get("kind") in BY_SITE)
+
+
+def _table(run: Run, rows: list[Row], lead: str) -> SiteGains | None:
+    shown = [row for row in contenders([run], rows) if row.result(lead)]
+    alone = next((row for row in shown if row.algorithm == "local"), None)
+    together = federated_leader(shown, lead)
+    if alone is None or together is None:
+        return None
+    sign = 1 if metric(lead).higher else -1
+    results = [values_by_seed(run, row, lead) for row in (alone, together)]
+    pairs = [(site_estimate(results[0], k), site_estimate(results[1], k)) for k in range(len(run.names))]
+    pairs += [_means(run, *results, weigh=weigh) for weigh in (False, True)]
+    pairs = [(replace(a, repeats=alone.repeats), replace(b, repeats=together.repeats)) for a, b in pairs]
+    better = (differences(shared, local) if sign > 0 else differences(local, shared) for local, shared in pairs)
+    ratios = run.ratios
+    by_line = [*(ratios if ratios is not None else [0.0] * len(run.names)), run.ratio, run.ratio]
+    tests = family(dict(enumerate(better)), ratio=dict(enumerate(map(float, by_line))))
+    lines = []
+    for k, (name, (local, shared)) in enumerate(zip((*run.names, *MEANS), pairs, strict=True)):
+        place = k if k < len(run.names) else None
+        samples, events = _counts(run, place, lead)
+        reason = _reason(run, alone, place, name, samples, events, lead) if not tests[k].seeds else ""
+        lines.append(Gain(name, samples, events, local, shared, tests[k], reason))
+    return SiteGains(alone.run, lead, alone, together, tuple(lines))
+
+
+def federated_leader(rows: Sequence[Row], lead: str) -> Row | None:
+    """The row of a federated method with the best mean (`best_row`); None without one.
+
+    Args:
+        rows: one of each method.
+        lead: metric that is compared.
+    """
+    return best_row([row for row in rows if row.algorithm not in APART], lead)
+
+
+def leader_of(run: Run, runs: list[Run], rows: Sequence[Row], lead: str) -> Row | None:
+    """The federated method of one of several runs with the best mean, None if there is none."""
+    return federated_leader(contenders_of(run, runs, rows, lead), lead)
+
+
+def values_by_seed(run: Run, row: Row, name: str) -> dict[int, Numbers]:
+    """Values ``[n]`` of the clients at the last round of every seed; nan where there is none."""
+    values, count = {}, run.clients
+    for record in row.records:
+        points = None if record.lost else last_points(run, row, record.seed, "test", name)
+        if points is not None:
+            values[record.seed] = np.full(count, np.nan)
+            values[record.seed][points.client] = points.value
+    return values
+
+
+def site_estimate(values: dict[int, Numbers], place: int) -> Estimate:
+    """Value of the client at a place with every seed."""
+    return Estimate({seed: float(by_client[place]) for seed, by_client in values.items()})
+
+
+def _means(
+    run: Run, alone: dict[int, Numbers], together: dict[int, Numbers], *, weigh: bool
+) -> tuple[Estimate, Estimate]:
+    """Means over the sites that have both results with a seed, plain or by training samples."""
+    means: tuple[dict[int, float], dict[int, float]] = {}, {}
+    for seed in alone.keys() & together.keys():
+        both = np.isfinite(alone[seed]) & np.isfinite(together[seed])
+        if not both.any() or (weigh and seed not in run.partitions):
+            continue
+        weights = run.partitions[seed].sizes[both] if weigh else np.ones(both.sum())
+        for mean, values in zip(means, (alone, together), strict=True):
+            mean[seed] = float(np.average(values[seed][both], weights=weights)) if weights.sum() else math.nan
+    return Estimate(means[0]), Estimate(means[1])
+
+
+def _counts(run: Run, place: int | None, lead: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Training samples and events of a site, or of all sites, with each seed."""
+    parts = [*run.partitions.values()]
+    chosen = slice(None) if place is None else slice(place, place + 1)
+    binary = lead == "auroc" and all(part.counts.shape[1] == 2 for part in parts)
+    samples = tuple(int(part.sizes[chosen].sum()) for part in parts)
+    return samples, tuple(int(part.counts[chosen, 1].sum()) for part in parts) if binary else ()
+
+
+def _reason(
+    run: Run, alone: Row, place: int | None, name: str, samples: tuple[int, ...], events: tuple[int, ...], lead: str
+) -> str:
+    if place is None:
+        return f"{name}: no seed has both results."
+    parts = [f"{_span(samples)} samples"] if samples else []
+    parts += [f"{_span(events)} event{'s' * (_span(events) != '1')}"] if events else []
+    about = f"{name} ({', '.join(parts)} in training)" if parts else name
+    seeds = [record.seed for record in alone.records]
+    if seeds and all(place in run.attackers(seed) for seed in seeds):
+        return f"{about} attacks and is not scored."
+    tested = any(
+        np.isfinite(points.value[points.client == place]).any()
+        for seed in seeds
+        for other in test_metrics(run, alone.method, alone.model)
+        if (points := run.series.get(Key(alone.method, seed, alone.model, "test", other))) is not None
+    )
+    title = within_line(metric(lead).title)
+    if not tested:
+        return f"{about} has no {title}: none of its samples was tested."
+    return f"{about} has no {title}{': its test parts hold one class only' if lead in ('auroc', 'auprc') else ''}."
+
+
+def _span(values: tuple[int, ...]) -> str:
+    """The smallest and the largest of some counts.
+
+    >>> _span((16, 17, 16)), _span((1, 1)), _span(())
+    ('16 to 17', '1', '–')
+    """
+    ends = sorted({min(values), max(values)}) if values else []
+    return " to ".join(map(str, ends)) or DASH
+
+
+def gains_csv(tables: Sequence[SiteGains]) -> str:
+    """The gains as CSV, unrounded and unscaled; empty cells where nothing is known."""
+    records = [_record(table, line) for table in tables for line in table.lines]
+    return csv_of(list(records[0]), records) if records else ""
+
+
+def _record(table: SiteGains, line: Gain) -> dict[str, Any]:
+    test = line.comparison
+    numbers = {
+        "samples": float(np.mean(line.samples)) if line.samples else math.nan,
+        "events": float(np.mean(line.events)) if line.events else math.nan,
+        "alone": line.alone.mean, "together": line.together.mean, "gain": test.mean, "half_width": test.half,
+        "p": test.p, "p_holm": test.holm,
+    }  # fmt: skip
+    return {
+        "run": table.run, "site": line.site, "metric": table.metric, "alone_method": table.alone.method,
+        "together_method": table.together.method, "together_model": table.together.model, "seeds": test.seeds,
+        **{key: finite(value) for key, value in numbers.items()},
+        "verdict": str(line.verdict), "reason": line.reason or untested_reason(line.comparison),
+    }  # fmt: skip
+
+
+def gains_html(tables: Sequence[SiteGains]) -> str:
+    """The gains as tables of the page, each followed by the sites without a result."""
+    text = ""
+    for table in tables:
+        lines = [[escape(word) for word in _words(table, line)] for line in table.lines]
+        title = f"<h3>{escape(table.run)}</h3>" if table.run else ""
+        reasons = "".join(f"<li>{escape(line.reason)}</li>" for line in table.lines if line.reason)
+        text += title + scrolling(f"Every site alone and together {table.run}".strip(), _heads(table), lines)
+        text += f"<ul>{reasons}</ul>" if reasons else ""
+    return text
+
+
+def _heads(table: SiteGains) -> list[str]:
+    shown = figure(table.metric)
+    unit = " (points)" if shown.scale == 100 else ""
+    together = f"{table.together.method} {table.together.model}".strip()
+    return ["Site", "Samples in training", "Events", f"{titled(shown)} alone", f"Together ({together})",
+            f"Gain{unit}", "Verdict"]  # fmt: skip
+
+
+def _numbers(table: SiteGains, line: Gain) -> list[tuple[str, str]]:
+    """Alone, together and gain, each with the half width of its interval."""
+    scale = figure(table.metric).scale
+    mean, half = line.comparison.mean * scale, line.comparison.half * scale
+    gain = interval(mean, half, decimals(table.metric), signed=True) if line.comparison.seeds else (DASH, "")
+    return [*(cell(table.metric, estimate) for estimate in (line.alone, line.together)), gain]
+
+
+def _words(table: SiteGains, line: Gain) -> list[str]:
+    numbers = [pair(*number) for number in _numbers(table, line)]
+    return [line.site, _span(line.samples), _span(line.events), *numbers, line.words]
+
+
+def gains_latex(tables: Sequence[SiteGains], caption: str) -> str:
+    """The gains as LaTeX, a tabular per run; needs the package booktabs. Bold: the site gains."""
+    text = [BOOKTABS]
+    for table in tables:
+        words = tex(f"{caption}, {table.run}" if table.run else caption) + (
+            ": every site alone and together. Gains are paired over seeds; bold: together is better (paired t "
+            "test, Holm, 5\\,\\%). The interval of a gain is the one that decides."
+        )
+        lines = []
+        for line in table.lines:
+            site, samples, events, *_, verdict = (tex(word).replace(DASH, "--") for word in _words(table, line))
+            alone, together, gain = _numbers(table, line)
+            cells = [marked(*alone), marked(*together), marked(*gain, best=line.verdict == PairVerdict.BETTER)]
+            lines.append(" & ".join([site, samples, events, *cells, verdict]) + " \\\\")
+        text += tabular(words, "lrrrrrl", _heads(table), lines)
+    return "\n".join([*text, ""])

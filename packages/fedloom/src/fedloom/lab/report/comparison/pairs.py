@@ -1,0 +1,200 @@
+"""Every method against one of them: differences, intervals and p values, as CSV, as LaTeX and as HTML."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from html import escape
+from typing import Any, NamedTuple
+
+from fedloom import formats
+from fedloom.errors import ConfigError, unknown
+from fedloom.formats import DASH, p_value
+from fedloom.lab.report.comparison.contenders import Models, contenders, distinct, reference
+from fedloom.lab.report.comparison.criteria import tasks
+from fedloom.lab.report.comparison.family import (
+    PairVerdict,
+    TestedDifference,
+    differences,
+    family,
+    pair_verdict,
+    scope,
+    untested_reason,
+)
+from fedloom.lab.report.csv_files import csv_of
+from fedloom.lab.report.naming import figure, is_ratio, titled
+from fedloom.lab.report.numbers import Row, leading_metric, run_of
+from fedloom.lab.report.run import Run
+from fedloom.lab.report.tables import BOOKTABS, cell, difference, marked, scrolling, tabular, tex
+
+HEADS = ("Method", "Model", "Mean", "Against", "Difference", "p", "Holm p", "Verdict")
+
+
+class Pair(NamedTuple):
+    """A method beside the reference.
+
+    Attributes:
+        row: of the method.
+        reference: the row that it is compared with.
+        figure: name in ``Row.figures`` of what is compared.
+        comparison: method minus reference, one of the family of all methods, or the logarithm of their ratio where
+            `is_ratio`; None where both are the same models.
+        margin: differences up to it do not matter, in the units of the comparison; None: none is stated.
+        ratio: test samples per training sample by which the test is corrected; see `family`.
+    """
+
+    row: Row
+    reference: Row
+    figure: str
+    comparison: TestedDifference | None
+    margin: float | None = None
+    ratio: float = 0.0
+
+    @property
+    def verdict(self) -> PairVerdict:
+        """The verdict on the method."""
+        return pair_verdict(self.comparison, higher=bool(figure(self.figure).higher), margin=self.margin)
+
+    @property
+    def reason(self) -> str:
+        """Why the pair is not tested; empty where it is."""
+        return untested_reason(self.comparison)
+
+    @property
+    def words(self) -> str:
+        """The verdict with the reason of a pair that is not tested, and a remark on runs without a result."""
+        reason = f" ({self.reason})" if self.reason else ""
+        return ", ".join(filter(None, (f"{self.verdict}{reason}", self.row.remark)))
+
+    def record(self) -> dict[str, Any]:
+        """The pair as plain values, unrounded and unscaled; None where there is nothing."""
+        comparison = self.comparison
+        half = comparison.half if comparison and math.isfinite(comparison.mean) else math.nan  # of a ratio to 0
+        numbers = {
+            "difference": comparison and comparison.mean, "half_width": half,
+            "p": comparison and comparison.p, "p_holm": comparison and comparison.holm,
+        }  # fmt: skip
+        return {
+            "run": self.row.run, "method": self.row.method, "model": self.row.model,
+            "reference": self.reference.method, "reference_model": self.reference.model, "figure": self.figure,
+            "seeds": comparison.seeds if comparison else len(self.row.figures[self.figure].finite),
+            "mean": self.row.figures[self.figure].mean, "reference_mean": self.reference.figures[self.figure].mean,
+            **{key: value if value is not None and math.isfinite(value) else None for key, value in numbers.items()},
+            "scale": "log ratio" if is_ratio(self.figure) else "difference", "margin": self.margin,
+            "verdict": str(self.verdict), "reason": self.reason,
+        }  # fmt: skip
+
+
+def pairs(
+    runs: list[Run], rows: list[Row], against: str | None, models: Models = "used", name: str | None = None,
+    margin: float | None = None,
+) -> list[Pair]:  # fmt: skip
+    """Every method against a reference, the best first; runs of other data or attacks are families of their own.
+
+    Args:
+        runs: of the rows.
+        rows: every model of every method.
+        against: label of the reference, such as ``local``; of several runs it may be that of one, as ``local · run``.
+            None: that of `reference` for each family, of which some may have none.
+        models: which rows of a method are compared.
+        name: figure that is compared, such as ``accuracy`` or ``accuracy/worst10``; the leading metric when None.
+        margin: differences up to it do not matter, in the figure's units (0.01 of an accuracy is a point; of a ratio
+            its logarithm); None: none is stated.
+
+    Raises:
+        ConfigError: there is no such method, or it has no such figure.
+    """
+    lead = name or leading_metric(runs)
+    comparisons: list[Pair] = []
+    everyone: list[Row] = []
+    for _, own_runs, task_rows in tasks(runs, rows):
+        shown = [row for row in contenders(own_runs, task_rows, models) if lead in row.figures]
+        everyone += shown
+        label = against or reference(shown)
+        row = next((row for row in shown if label in (row.method, row.name)), None)
+        comparisons += _family(shown, row, lead, own_runs, margin) if row else []
+    if not everyone and name is not None:
+        raise unknown("figure", lead, {shown: None for row in rows for shown in row.figures})
+    if against is not None and not any(against in (row.method, row.name) for row in everyone):
+        raise unknown("method to compare with", against, dict.fromkeys(row.name for row in everyone))
+    sign = -1 if figure(lead).higher else 1
+    return sorted(comparisons, key=lambda pair: (pair.reference.run, sign * pair.row.figures[lead].mean))
+
+
+def _family(shown: list[Row], base: Row, lead: str, runs: list[Run], margin: float | None) -> list[Pair]:
+    place = shown.index(base)
+    rivals = [k for k in range(len(shown)) if k != place]
+    first = distinct(shown, [place, *rivals])
+    log, ratio = is_ratio(lead), run_of(runs, base).ratio
+    tests = family(
+        {k: differences(shown[k].figures[lead], base.figures[lead], log=log) for k in rivals if first[k] == k},
+        ratio=ratio,
+    )
+    return [Pair(shown[k], base, lead, tests.get(first[k]), margin, ratio) for k in rivals]
+
+
+def checked_margin(margin: object) -> float | None:
+    """Return a margin that can be one.
+
+    Raises:
+        ConfigError: it is no number above 0.
+    """
+    if margin is None:
+        return None
+    if isinstance(margin, int | float) and not isinstance(margin, bool) and 0 < margin < math.inf:
+        return float(margin)
+    raise ConfigError(f"margin must be a number above 0, in the units of the figure (0.01 is a point), got {margin!r}")
+
+
+def pairs_csv(comparisons: Sequence[Pair]) -> str:
+    """The pairs as CSV; empty cells where nothing is known."""
+    records = [pair.record() for pair in comparisons]
+    return csv_of(list(records[0]), records) if records else ""
+
+
+def pairs_latex(comparisons: Sequence[Pair], caption: str) -> str:
+    """The pairs as LaTeX; needs the package booktabs. Bold is better than the reference."""
+    lead = comparisons[0].figure if comparisons else ""
+    against = ", ".join(dict.fromkeys(pair.reference.name for pair in comparisons))
+    unit = "points" if figure(lead).scale == 100 and not is_ratio(lead) else ""
+    gap_head = "Ratio" if is_ratio(lead) else f"Difference{f' ({unit})' if unit else ''}"
+    heads = ["Method", "Model", titled(figure(lead)), gap_head, "p", "Holm p", "Verdict"]
+    about = scope(max((pair.ratio for pair in comparisons), default=0.0))
+    words = (
+        f"{tex(caption)}: every method against {tex(against)}, paired over seeds. Bold: better (paired t test, Holm, "
+        f"5\\,\\%). The interval of a difference is the one that decides. {tex(about)}"
+    )
+    lines = []
+    for pair in comparisons:
+        mean, gap, p, holm = _numbers(pair)
+        cells = [
+            tex(f"{pair.row.name} ({pair.row.remark})" if pair.row.remark else pair.row.name),
+            tex(pair.row.model),
+            marked(*mean, best=pair.verdict == PairVerdict.BETTER),
+            marked(*gap),
+            *(f"${text}$" if text != DASH else "--" for text in (p, holm)),
+            tex(pair.words),
+        ]
+        lines.append(" & ".join(cells) + " \\\\")
+    return "\n".join([BOOKTABS, *tabular(words, "llrrrrl", heads, lines), ""])
+
+
+def pairs_html(comparisons: Sequence[Pair]) -> str:
+    """The pairs as a table of the page."""
+    lines = []
+    for pair in comparisons:
+        mean, gap, p, holm = _numbers(pair)
+        shown = [formats.pair(*mean), pair.reference.name, formats.pair(*gap)]
+        words = [pair.row.name, pair.row.model, *shown, p, holm, pair.words]
+        lines.append([escape(word) for word in words])
+    against = ", ".join(dict.fromkeys(pair.reference.name for pair in comparisons))
+    return scrolling(f"Every method against {against}", HEADS, lines, text=(1, 3, 7))
+
+
+def _numbers(pair: Pair) -> tuple[tuple[str, str], tuple[str, str], str, str]:
+    """Mean and difference, each with the half width of its interval, p, and p by Holm."""
+    one = pair.comparison
+    mean = cell(pair.figure, pair.row.figures[pair.figure])
+    if one is None:
+        return mean, (DASH, ""), DASH, DASH
+    return mean, difference(pair.figure, one.mean, one.half), p_value(one.p), p_value(one.holm)

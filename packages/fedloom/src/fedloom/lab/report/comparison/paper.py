@@ -1,0 +1,32 @@
+"""The result table for a paper: at most one row per method, marked where it is the best or not significantly worse."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fedloom.lab.report.comparison.contenders import Models, contenders
+from fedloom.lab.report.comparison.criteria import Marks, marks, tasks
+from fedloom.lab.report.numbers import Row
+from fedloom.lab.report.run import Run
+from fedloom.lab.report.tables import latex, printed
+
+
+def results_latex(
+    runs: list[Run], rows: list[Row], columns: Sequence[str] | None = None, models: Models = "used"
+) -> str:
+    """The result table as LaTeX: at most one row per method unless all models are asked for; see `latex`."""
+    shown: list[Row] = []
+    places: dict[str, list[Marks]] = {}
+    for _, own_runs, task_rows in tasks(runs, rows):
+        part, ratio = contenders(own_runs, task_rows, models), max(run.ratio for run in own_runs)
+        for name, column_marks in marks(part, printed(rows, columns), ratio).items():
+            places.setdefault(name, []).append(column_marks.moved(len(shown)))
+        shown += part
+    joint = {name: Marks.union(column_marks) for name, column_marks in places.items()}
+    return latex(shown, title(runs), columns, joint)
+
+
+def title(runs: list[Run]) -> str:
+    """The names of the experiments."""
+    names = dict.fromkeys(run.summary.name or str(run.options.get("name", run.label)) for run in runs)
+    return ", ".join(names)

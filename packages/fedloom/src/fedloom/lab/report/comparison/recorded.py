@@ -1,0 +1,185 @@
+"""A comparison that was recorded: its tables, tests, LaTeX, chart and report, read from a run directory."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from fedloom.errors import ConfigError, unknown
+from fedloom.formats import as_pandas, p_value, pair
+from fedloom.lab.report import notebook as display
+from fedloom.lab.report.comparison.contenders import Models, contenders, reference
+from fedloom.lab.report.comparison.pairs import Pair, checked_margin, pairs, pairs_latex
+from fedloom.lab.report.comparison.paper import results_latex, title
+from fedloom.lab.report.naming import figure, titled, within_line
+from fedloom.lab.report.numbers import Row, leading_metric, rows_of
+from fedloom.lab.report.page import write
+from fedloom.lab.report.reading import read_runs
+from fedloom.lab.report.run import Run
+from fedloom.lab.report.tables import arrow, cell_text, difference
+from fedloom.rundir import place_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from altair import LayerChart
+
+
+class RecordedComparison:
+    """A recorded comparison.
+
+    Args:
+        folder: the run directory.
+        against: label of the method that every other one is compared with; None: of those that are there the first of
+            local and FedAvg, else the first method.
+        models: which model of a method is compared; see `fedloom.lab.report.comparison.contenders.Models`.
+        margin: differences of the leading metric up to it do not matter, in its own units (0.01 of an accuracy is one
+            point): methods within it are equivalent. None: none is stated, and no methods are called equivalent.
+
+    Raises:
+        RunDirError: the folder is not a readable run directory.
+        ConfigError: there is no such method, or the margin is no number above 0.
+    """
+
+    def __init__(
+        self, folder: Path | str, against: str | None = None, models: Models = "used", margin: float | None = None
+    ) -> None:
+        self.folder, self.models, self.margin = Path(folder), models, checked_margin(margin)
+        self.against = against or reference(self._rows) or self._rows[0].name
+        self._pairs(self.against)
+
+    def table(self) -> pa.Table:
+        """A row per method: means over seeds of every figure, half widths of the 95 % intervals (``_ci95``), status.
+
+        Its columns are those of ``results.csv`` (`fedloom.lab.report.result_table`). Beside hybrid models stands their
+        rival, for each client the better of training alone and FedAvg on validation.
+        """
+        return arrow(contenders(self._runs, self._rows, self.models))
+
+    def significance(
+        self, against: str | None = None, figure: str | None = None, margin: float | None = None
+    ) -> pa.Table:
+        """Every method against one, the best first, as one family of paired tests over seeds.
+
+        Args:
+            against: label of the reference; that of the comparison when None.
+            figure: what is compared, such as ``accuracy`` or ``accuracy/worst10``; the leading metric when None.
+            margin: as of the comparison, for this figure; of a figure that is compared by ratios, the logarithm of the
+                largest ratio that does not matter.
+
+        Returns:
+            Columns method, model, reference, seeds, mean, reference_mean, difference (method minus reference; of costs
+            and variances the logarithm of their ratio, by the column scale), half_width (of the interval that decides:
+            it leaves out 0 exactly where the difference is significant), p (paired t test), p_holm (Holm's correction),
+            scale, margin, verdict (better, worse, equivalent, inconclusive or not tested), and the reason where it is
+            not tested: same models, or fewer than five seeds.
+
+        Raises:
+            ConfigError: there is no such method or figure, or no second method, or the margin is no number above 0.
+        """
+        compared = self._tests(against, figure, checked_margin(margin))
+        records = [{k: v for k, v in pair.record().items() if k != "run"} for pair in compared]
+        return pa.table({name: [record[name] for record in records] for name in records[0]})
+
+    def latex(self, columns: Sequence[str] | None = None) -> str:
+        """The result table for a paper, a row per method: the best in bold, a dagger where not significantly worse.
+
+        Args:
+            columns: by their names in `table`; up to six that fit the task when None.
+        """
+        return results_latex(self._runs, self._rows, columns, self.models)
+
+    def significance_latex(self, against: str | None = None) -> str:
+        """`significance` for a paper.
+
+        Raises:
+            ConfigError: there is no such method, or no second one.
+        """
+        return pairs_latex(self._tests(against), title(self._runs))
+
+    def report(self, out: Path | str | None = None) -> Path:
+        """Write the offline HTML report, with ``results`` and ``pairs`` as CSV and LaTeX in a folder beside it.
+
+        Args:
+            out: the HTML file; ``report.html`` in the comparison's folder when None.
+
+        Returns:
+            The HTML file.
+        """
+        place = self.folder / "report.html" if out is None else place_of(out, "out")
+        return write([self.folder], place, against=self.against, models=self.models, margin=self.margin, charts=False)
+
+    def plot(self, name: str | None = None) -> LayerChart:
+        """An Altair chart: the mean of every method with its 95 % interval over seeds, and every seed as a dot.
+
+        Args:
+            name: the figure; the leading metric when None.
+
+        Raises:
+            ConfigError: there is no such figure.
+        """
+        chosen = name or self._lead
+        estimates = {r.method: r.figures[chosen] for r in contenders(self._runs, self._rows, self.models)
+                     if chosen in r.figures}  # fmt: skip
+        if not estimates:
+            raise unknown("figure", chosen, {name: None for row in self._rows for name in row.figures})
+        return display.comparison_chart(estimates, chosen)
+
+    def to_pandas(self) -> Any:
+        """`table` as a pandas DataFrame.
+
+        Raises:
+            ConfigError: pandas is not installed.
+        """
+        return as_pandas(self.table())
+
+    def _repr_html_(self) -> str:
+        shown = figure(self._lead)
+        metric = within_line(titled(shown))
+        heads = ["method", "model", f"test {metric}", f"difference to {self.against}", "Holm p", "verdict"]
+        return display.html_table(heads, self._lines()) + display.drawn(self.plot())
+
+    def __repr__(self) -> str:
+        lines = [
+            ", ".join([f"{m}: {value}", *([f"{d} to {self.against}"] if d else []), *([v] if v else [])])
+            for m, _, value, d, _, v in self._lines()
+        ]
+        metric = within_line(titled(figure(self._lead)))
+        return "\n  ".join([f"Comparison({title(self._runs)}, test {metric})", *lines])
+
+    def _lines(self) -> list[list[str]]:
+        """Method, model, mean, difference, Holm's p and verdict as texts."""
+        beside = {(pair.row.method, pair.row.model): pair for pair in self._pairs(self.against)}
+        lines = []
+        for row in contenders(self._runs, self._rows, self.models):
+            result, other = cell_text(self._lead, row.figures.get(self._lead)), beside.get((row.method, row.model))
+            one = other.comparison if other else None
+            gap = pair(*difference(self._lead, one.mean, one.half)) if one else ""
+            holm = p_value(one.holm) if one and one.testable else ""
+            lines.append([row.method, row.model, result, gap, holm, other.words if other else row.remark])
+        return lines
+
+    def _tests(self, against: str | None, name: str | None = None, margin: float | None = None) -> list[Pair]:
+        if tests := self._pairs(against or self.against, name, margin):
+            return tests
+        raise ConfigError(f"{self.against} is the only method: there is nothing to compare it with")
+
+    def _pairs(self, against: str, name: str | None = None, margin: float | None = None) -> list[Pair]:
+        if margin is None and name in (None, self._lead):
+            margin = self.margin
+        return pairs(self._runs, self._rows, against, self.models, name, margin)
+
+    @cached_property
+    def _runs(self) -> list[Run]:
+        return read_runs([self.folder])
+
+    @cached_property
+    def _rows(self) -> list[Row]:
+        return rows_of(self._runs)
+
+    @cached_property
+    def _lead(self) -> str:
+        return leading_metric(self._runs)

@@ -1,0 +1,257 @@
+"""Write the page of a report as one HTML text: its sections, its charts as data, and the scripts that draw them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cache
+from html import escape
+from importlib.metadata import version
+from importlib.resources import files
+
+from fedloom.cache import find, keep
+from fedloom.lab.report import overview
+from fedloom.lab.report.charts.calibrated import LEAD as IN_USE
+from fedloom.lab.report.charts.calibrated import threshold_tables
+from fedloom.lab.report.charts.kit import HIDDEN, Figure, Rows
+from fedloom.lab.report.charts.look import can_draw, import_charts, theme
+from fedloom.lab.report.charts.partition import skew_table
+from fedloom.lab.report.comparison.by_patient import by_patients, differences_html
+from fedloom.lab.report.comparison.contenders import Models, contenders
+from fedloom.lab.report.comparison.cox import cox_tables
+from fedloom.lab.report.comparison.devices import LEAD as DEVICES
+from fedloom.lab.report.comparison.devices import device_tables
+from fedloom.lab.report.comparison.family import scope
+from fedloom.lab.report.comparison.gains import LEAD, SiteGains, gains_html
+from fedloom.lab.report.comparison.pairs import Pair, pairs_html
+from fedloom.lab.report.comparison.paper import title
+from fedloom.lab.report.groups import LEAD as GROUPED
+from fedloom.lab.report.groups import group_tables
+from fedloom.lab.report.left_out import LEAD as NEW
+from fedloom.lab.report.left_out import left_out_tables
+from fedloom.lab.report.numbers import Row, leading_metric
+from fedloom.lab.report.references import LEAD as REFERENCE
+from fedloom.lab.report.references import reference_tables
+from fedloom.lab.report.run import Run
+from fedloom.lab.report.settings import settings
+from fedloom.lab.report.sites import SITES, privacy_tables, site_tables
+from fedloom.lab.report.tables import csv_text
+
+POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+"""What the page may do: run its own scripts; it can reach no network."""
+MARK = " · fedloom report</title>"
+"""End of the title of a report, which no other page has."""
+BUNDLE = "vega.js"
+"""Name of the scripts that are kept."""
+PLACES = {
+    "patients": ("Calibrated", IN_USE),
+    "importance": ("What drives it", "Which columns the model uses, site by site."),
+    "references": ("Reference models", REFERENCE),
+    "left_out": ("A new site", NEW),
+    "groups": ("Groups of patients", GROUPED),
+    "curves": ("Learning curves", "How the result grows with rounds, traffic, gradients of samples and time."),
+    "clients": ("Clients", "A mean hides who gains and who loses; here is every client."),
+    "devices": ("Classes of devices", DEVICES),
+    "fairness": ("Fairness", "A good mean that costs no client its share is best."),
+    "attacks": ("Robustness", "How the result falls as more clients attack."),
+    "clusters": ("Clusters", "Which clients were found to be alike, and how well that agrees with the planted groups."),
+    "structure": ("Sparsity and rank", "How small the models are, and what that costs."),
+    "costs": ("Work and traffic", "What the methods spent."),
+    "privacy": (
+        "Privacy",
+        "Epsilon spent after each round, of the client that took part most often; no amplification.",
+    ),
+    "convergence": ("Convergence", "How near the methods are to a solution of their problem."),
+    "others": ("Other figures", "What else was recorded about the whole federation."),
+    "partition": ("Data", "How the samples are split over the clients."),
+}
+"""Sections of the page by group of figures, in order."""
+
+PAIRS = (
+    "Every method against one of them, as one family of tests. The interval of a difference is the one that decides: "
+    "it leaves out 0 exactly where the verdict is better or worse. Equivalent is an interval within a stated margin."
+)
+READING = {
+    "Result": "Mean over the clients' own test parts at the last round, then mean over seeds; "
+    "± is half the width of the 95 % Student t interval over seeds.",
+    "At best validation round": "The same test mean, at the round whose validation mean is best. "
+    "No round is ever chosen on test.",
+    "Worst 10 %": "Mean over the tenth of the clients with the worst results, over one client at least.",
+    "Variance of losses": "Variance over clients of their test losses: 0 is perfectly fair.",
+    "Models": "Global: one model for all. Personal: each client's own; methods that tune it from the global one where "
+    "it is scored, as FedAvg-FT and FedBABU, do so in round 0 too. "
+    "Hybrid: for each client the better of the two on its validation part. A method is compared by the model that a "
+    "client would use, the hybrid one of two, else its only one; on request by its personal one. Beside hybrid models "
+    "stands what they must beat: for each client the better of training alone and FedAvg.",
+    "Work and traffic": "Totals over all clients up to the last round. MB is 10⁶ bytes of the messages as sent.",
+    "Better, inconclusive, not tested": "The leader is compared with every other method, one row each, seed by "
+    "seed (paired t test, Holm's correction, level 5 %). A lead's interval is the one that decides: it leaves out 0 "
+    "exactly where the leader is better. Work, traffic and variances are compared by their ratios. With fewer than "
+    "five common seeds nothing is tested. Seeds that repeat runs to the last digit count once. Runs with other data, "
+    "another partition or another attack are not compared with each other.",
+    "These samples, new samples": "Where every seed splits the same samples anew, its results depend on each other. "
+    "The variance of a difference then has the correction of Nadeau and Bengio (2003), and a verdict is about new "
+    "samples from the same source. Where seeds share their test parts, a verdict is about these samples.",
+    "Attacks": "Where clients attack, every result is of the benign ones; work and traffic are of all.",
+}
+
+
+@cache
+def _scripts() -> str:
+    """Vega, Vega-Lite and Vega-Embed in one script, safe within a script element; kept, since it takes seconds."""
+    key = version("vl-convert-python") if can_draw() else ""
+    kept = find(BUNDLE, key)
+    if kept is not None:
+        return kept
+    vl_convert = import_charts("vl_convert")
+    bundle: str = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
+    text = bundle.replace("</script", "<\\/script").replace("<!--", "<\\!--")
+    keep(BUNDLE, key, text)
+    return text
+
+
+def _asset(name: str) -> str:
+    return (files("fedloom.lab.report") / name).read_text(encoding="utf-8")
+
+
+def _json(id: str, value: object) -> str:
+    """A value for the page's script, so written that it cannot end its element."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    for letter in "<>&":
+        text = text.replace(letter, f"\\u{ord(letter):04x}")
+    return f'<script type="application/json" id="{id}">{text}</script>'
+
+
+def document(
+    runs: list[Run],
+    rows: list[Row],
+    shown: list[Figure],
+    tex: str,
+    compared: Sequence[Pair] = (),
+    by_site: Sequence[SiteGains] = (),
+    models: Models = "used",
+) -> str:
+    """The whole page as text."""
+    name = escape(title(runs))
+    bodies = {group: _gallery([figure for figure in shown if figure.group == group]) for group in PLACES}
+    lead = leading_metric(runs)
+    bodies["patients"] += threshold_tables(runs, rows, lead)
+    bodies["importance"] += cox_tables(runs)
+    bodies["references"] += reference_tables(runs, rows, lead)
+    bodies["left_out"] += left_out_tables(runs, rows, lead)
+    bodies["groups"] += group_tables(runs, rows, lead)
+    bodies["devices"] += device_tables(runs, rows, lead, models)
+    bodies["partition"] += skew_table(runs)
+    bodies["privacy"] += privacy_tables(runs)
+    gained = gains_html(by_site) + differences_html(by_patients(runs, by_site)) if by_site else ""
+    parts = {
+        **({"gains": ("Who gains", LEAD, gained)} if by_site else {}),
+        "overview": ("Overview", "Who leads by which criterion.", overview.cards(runs, rows, models)),
+        **({"pairs": ("Pairs", f"{PAIRS} {_scope(runs)}", pairs_html(compared))} if compared else {}),
+        "results": ("Results", READING["Result"], overview.results([*rows, *_rivals(runs, rows)], runs) + _downloads()),
+        **{group: (*PLACES[group], body) for group, body in bodies.items() if body},
+        **({"sites": ("Sites", SITES, table)} if (table := site_tables(runs)) else {}),
+        "settings": ("Settings", "Exactly what ran.", settings(runs)),
+        "reading": ("How to read this report", "", _glossary()),
+    }
+    links = "".join(
+        f'<li><a href="#{id}">{name.removesuffix(" this report")}</a></li>' for id, (name, *_) in parts.items()
+    )
+    payload = [_payload(figure) for figure in shown]
+    return f"""<!doctype html>
+<html lang="en" data-look="light">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{POLICY}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{name}{MARK}
+<link rel="icon" href="data:,">
+<style>{_asset("page.css")}</style>
+</head>
+<body>
+<a class="skip" href="#{next(iter(parts))}">Skip to the results</a>
+<header class="wrap">
+<div class="top"><h1>{name}</h1><button data-do="look">Dark look</button></div>
+<p class="facts">{escape(overview.facts(runs, rows))}</p>
+{overview.note_list(runs, rows)}
+</header>
+<nav aria-label="Sections"><div class="wrap"><ul>{links}</ul></div></nav>
+<main class="wrap">
+<noscript><p>The charts need JavaScript; the tables do not.</p></noscript>
+{"".join(_section(id, *part) for id, part in parts.items())}
+</main>
+<footer class="wrap">Made by fedloom from recorded files only. This page works offline and makes no request.</footer>
+{_json("figures", payload)}
+{_json("themes", {"light": theme(dark=False), "dark": theme(dark=True)})}
+{_json("file-csv", csv_text(rows))}
+{_json("file-tex", tex)}
+<script>{_scripts()}</script>
+<script>{_asset("page.js")}</script>
+</body>
+</html>
+"""
+
+
+def _scope(runs: list[Run]) -> str:
+    return scope(max(run.ratio for run in runs))
+
+
+def _rivals(runs: list[Run], rows: list[Row]) -> list[Row]:
+    """The rows of the comparison that are of no method."""
+    return [row for row in contenders(runs, rows) if row not in rows]
+
+
+def _payload(figure: Figure) -> dict[str, object]:
+    """A figure for the page's script: its data sets as columns and lists of cells."""
+
+    def compact(name: str, rows: Rows) -> dict[str, object]:
+        columns = figure.columns(name)
+        return {"columns": columns, "rows": [[row.get(column) for column in columns] for row in rows]}
+
+    data = {name: compact(name, rows) for name, rows in figure.data.items()}
+    spec = {**figure.spec(), "datasets": data}
+    about = {"id": figure.id, "layout": figure.layout, "canvas": figure.canvas, "table": figure.table}
+    return {**about, "hidden": HIDDEN, "spec": spec}
+
+
+def _section(id: str, title: str, lead: str, body: str) -> str:
+    first = f'<p class="lead">{lead}</p>' if lead else ""
+    return f'<section id="{id}" aria-labelledby="{id}-title"><h2 id="{id}-title">{title}</h2>{first}{body}</section>\n'
+
+
+def _downloads() -> str:
+    return (
+        '<div class="tools"><button data-do="file" value="file-csv" data-name="results.csv" data-type="text/csv">'
+        'Table as CSV</button><button data-do="file" value="file-tex" data-name="results.tex" data-type="text/x-tex">'
+        "Table as LaTeX</button></div>"
+    )
+
+
+def _gallery(figures: list[Figure]) -> str:
+    """The figures of a group, one at a time behind tabs where there are several."""
+    tabs = ""
+    if len(figures) > 1:
+        choices = "".join(
+            f'<label><input type="radio" name="tab-{f.group}" value="place-{escape(f.id)}"'
+            f"{'' if i else ' checked'}>{escape(f.tab)}</label>"
+            for i, f in enumerate(figures)
+        )
+        tabs = f'<fieldset class="tabs"><legend class="unseen">Which chart</legend>{choices}</fieldset>'
+    return tabs + "".join(_figure(f, hidden=i > 0) for i, f in enumerate(figures))
+
+
+def _figure(figure: Figure, *, hidden: bool) -> str:
+    id, title = escape(figure.id), escape(figure.title)
+    return (
+        f'<figure id="place-{id}"{" hidden" if hidden else ""}>'
+        f'<div class="chart" data-figure="{id}" role="img" aria-label="{title}. {escape(figure.caption)}"></div>'
+        f"<figcaption>{escape(figure.caption)}</figcaption>"
+        f'<div class="tools"><button data-do="svg" value="{id}">SVG<span class="unseen"> of {title}</span></button>'
+        f'<button data-do="csv" value="{id}">CSV<span class="unseen"> of {title}</span></button></div>'
+        f'<details data-data="{id}"><summary>Data of this chart</summary>'
+        f'<div class="scroll" tabindex="0" role="region" aria-label="Data: {title}"></div></details></figure>'
+    )
+
+
+def _glossary() -> str:
+    return f"<dl>{''.join(f'<dt>{term}</dt><dd>{text}</dd>' for term, text in READING.items())}</dl>"

@@ -1,0 +1,94 @@
+"""Groups within clients: the leading metric of every group at every site."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from html import escape
+
+import numpy as np
+import pyarrow as pa
+
+from fedloom.formats import DASH, fixed
+from fedloom.lab.report.comparison.gains import FEW, leader_of
+from fedloom.lab.report.csv_files import csv_of
+from fedloom.lab.report.naming import figure, titled
+from fedloom.lab.report.numbers import Row
+from fedloom.lab.report.reading import rows_where, table_of
+from fedloom.lab.report.run import Run
+from fedloom.lab.report.tables import scrolling
+from fedloom.metrics import leading
+from fedloom.rundir import FEDERATION, GROUPS, SAMPLES
+
+NAMES = ("method", "seed", "client", "model", "subgroup", "metric", "value")
+LEAD = (
+    "Test samples of every group of patients, all sites together and site by site, by the method with the best mean: "
+    "mean over seeds, test samples in brackets. A dash is a group too small to be scored there, or, at real sites, a "
+    "metric that ranks samples of several, such as AUROC. groups.csv has every method and metric."
+)
+
+
+def group_tables(runs: list[Run], rows: list[Row], lead: str) -> str:
+    """An HTML table per run whose groups were scored."""
+    text = ""
+    for run in runs:
+        best = leader_of(run, runs, rows, lead)
+        table = None if best is None else group_cells(run, best, lead)
+        if best is None or table is None:
+            continue
+        heads, cells, shown = table
+        lines = [[escape(cell) for cell in line] for line in cells]
+        label = f"{titled(figure(shown))}, {best.method}{f', {run.label}' if len(runs) > 1 else ''}"
+        text += f"<h3>{escape(label)}</h3>" + scrolling(f"Groups of patients: {label}", heads, lines)
+    return text
+
+
+def group_cells(run: Run, row: Row, lead: str) -> tuple[list[str], list[list[str]], str] | None:
+    """Titles and lines of the table of groups of one model, and its metric; None where no groups were scored.
+
+    The metric is the leading one of those that were scored: secure sums have none that ranks samples.
+    """
+    table = _read(run)
+    if table is None:
+        return None
+    table = rows_where(table, method=row.method, model=row.model)
+    means = _means(table, ["client", "subgroup", "metric"])
+    recorded = {client for client, *_ in means} - {FEDERATION}
+    metrics = dict.fromkeys(str(name) for *_, name in means)
+    lead = lead if lead in metrics or leading(metrics) not in metrics else leading(metrics)
+    clients = [FEDERATION, *(range(run.clients) if recorded and run.clients <= FEW else [])]
+    heads = ["Group", *("All sites" if client == FEDERATION else run.titled_client(client) for client in clients)]
+    groups = dict.fromkeys(table["subgroup"].to_pylist())
+    return heads, [[group, *(_cell(means, client, group, lead) for client in clients)] for group in groups], lead
+
+
+def _read(run: Run) -> pa.Table | None:
+    return table_of(run.path / GROUPS, NAMES)
+
+
+def _means(table: pa.Table, keys: Sequence[str]) -> dict[tuple[object, ...], float]:
+    """Means over seeds of finite values, by key."""
+    values: dict[tuple[object, ...], list[float]] = {}
+    for row in table.to_pylist():
+        if math.isfinite(row["value"]):
+            values.setdefault(tuple(row[key] for key in keys), []).append(row["value"])
+    return {key: float(np.mean(some)) for key, some in values.items()}
+
+
+def _cell(means: dict[tuple[object, ...], float], client: int, group: str, lead: str) -> str:
+    samples, value = means.get((client, group, SAMPLES), 0.0), means.get((client, group, lead))
+    shown = figure(lead)
+    number = DASH if value is None else fixed(value * shown.scale, 1 if shown.scale == 100 else 3)
+    return f"{number} ({fixed(samples, 0)})"
+
+
+def groups_csv(runs: list[Run]) -> str:
+    """Every group's figures, means over seeds, unscaled; the client is empty for all together."""
+    keys = ("method", "model", "client", "subgroup", "metric")
+    lines: list[tuple[object, ...]] = []
+    for run in runs:
+        if (table := _read(run)) is not None:
+            for (method, model, client, *rest), value in _means(table, keys).items():
+                site = "" if client == FEDERATION else run.client(int(str(client)))
+                lines.append((run.label, method, model, site, *rest, value))
+    return csv_of(("run", "method", "model", "site", "group", "metric", "value"), lines) if lines else ""

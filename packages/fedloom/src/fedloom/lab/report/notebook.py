@@ -1,0 +1,131 @@
+"""Show a run in a notebook: a small table and a curve, from the tidy table of its figures."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+import pyarrow as pa
+
+from fedloom import metrics
+from fedloom.errors import ConfigError, nearest, unknown
+from fedloom.formats import DASH, significant
+from fedloom.lab.report.charts import kit, look
+from fedloom.lab.report.naming import figure, metric, titled
+from fedloom.lab.report.numbers import MODELS, Estimate
+from fedloom.lab.report.reading import rows_where
+
+if TYPE_CHECKING:
+    from altair import LayerChart
+
+    from fedloom.lab.report.charts.kit import Spec
+
+
+def chart(table: pa.Table, name: str | None = None, part: str = "test") -> LayerChart:
+    """The mean over clients of a metric by round, a line per model.
+
+    Args:
+        table: columns round, client, model, part, metric, value; see `fedloom.engine.result.Result.table`.
+        name: the metric; accuracy, AUROC or what else leads when None.
+        part: of the clients' samples.
+
+    Raises:
+        ConfigError: it was not measured.
+    """
+    shown = name or leading(table)
+    return cast("LayerChart", look.notebook(_chart(_curves(table, shown, part), shown, part)))
+
+
+def leading(table: pa.Table) -> str:
+    """The most informative of the metrics that were measured."""
+    return metrics.leading(set(table["metric"].unique().to_pylist()))
+
+
+def page(table: pa.Table, title: str) -> str:
+    """A table of the models and the curve of the leading metric, as HTML with an inline SVG; nothing is fetched."""
+    name = leading(table)
+    scale, shown = metric(name).scale, titled(metric(name))
+    heads = ["model", f"test {shown}", "worst 10 %", "validation"]
+    rows = []
+    for model in MODELS:
+        figures = [
+            _last(table, model, part, f"{name}/{statistic}")
+            for part, statistic in (("test", "mean"), ("test", "worst10"), ("validation", "mean"))
+        ]
+        if any(value is not None for value in figures):
+            rows.append([model, *(DASH if value is None else significant(value * scale) for value in figures)])
+    parts = [f"<p><b>{html.escape(title)}</b></p>"]
+    if rows:
+        parts.append(html_table(heads, rows))
+    curves = _curves(table, name, "test", strict=False)
+    if len({row["round"] for row in curves}) > 1:
+        parts.append(look.svg(_chart(curves, name, "test")))
+    return "\n".join(parts)
+
+
+def drawn(chart: LayerChart) -> str:
+    """A chart as an inline SVG."""
+    return f"<p>{look.svg(chart.to_dict())}</p>"
+
+
+def comparison_chart(estimates: Mapping[str, Estimate], name: str) -> LayerChart:
+    """The mean of every method with its 95 % interval over seeds, and every seed as a dot, the best on top.
+
+    Args:
+        estimates: the figure by the label of the method.
+        name: the figure.
+    """
+    shown = figure(name)
+    sign = -1 if shown.higher else 1
+    order = sorted(estimates, key=lambda label: sign * estimates[label].mean)
+    means, seeds = [], []
+    for label in order:
+        mean, half = estimates[label].mean * shown.scale, estimates[label].half * shown.scale
+        ends = {"low": mean - half, "high": mean + half} if half == half else {}
+        means.append({"method": label, "value": mean, **ends})
+        seeds += [{"method": label, "seed": s, "value": v * shown.scale} for s, v in estimates[label].finite.items()]
+    y, x = kit.names("method", order), kit.number("value", titled(shown))
+    hints = kit.tips(("method", "Method"), ("seed", "Seed"), ("value", titled(shown), ".4~g"))
+    single = kit.mark("point", {"x": x, "y": y, "tooltip": hints}, data="seeds", size=24, opacity=0.35, filled=True)
+    spec = kit.chart(single, *kit.intervals({"y": y}, x, tooltip=hints[::2]), width=380)
+    return cast("LayerChart", look.notebook({**spec, "datasets": {"rows": means, "seeds": seeds}}))
+
+
+def _chart(rows: list[dict[str, Any]], name: str, part: str) -> Spec:
+    tint = {"field": "model", "type": "nominal", "title": None, "scale": {"domain": list(MODELS)}}
+    x, y = kit.number("round", "Round"), kit.number("value", f"{titled(metric(name))}, {part}")
+    hints = kit.tips(("model", "Model"), ("round", "Round"), ("value", titled(metric(name)), ".4~g"))
+    line = kit.mark("line", {"x": x, "y": y, "color": tint, "tooltip": hints}, point=True)
+    return kit.chart(line, width=380, height=200, datasets={"rows": rows})
+
+
+def _curves(table: pa.Table, name: str, part: str, *, strict: bool = True) -> list[dict[str, Any]]:
+    rows = rows_where(table, metric=f"{name}/mean", part=part).sort_by("round")
+    if strict and not len(rows):
+        if part not in (parts := set(table["part"].to_pylist()) - {""}):
+            raise unknown("part", part, parts)
+        measured = set(rows_where(table, part=part)["metric"].to_pylist())
+        names = [metric.removesuffix("/mean") for metric in measured if metric.endswith("/mean")]
+        raise ConfigError(f"{name!r} on the part {part!r} was not measured; {nearest(name, names)}")
+    scale = metric(name).scale
+    return [
+        {"round": row["round"], "model": row["model"], "value": row["value"] * scale}
+        for row in rows.select(["round", "model", "value"]).to_pylist()
+        if row["value"] == row["value"]
+    ]
+
+
+def _last(table: pa.Table, model: str, part: str, name: str) -> float | None:
+    rows = rows_where(table, model=model, part=part, metric=name)
+    if not len(rows):
+        return None
+    value = rows.sort_by([("round", "descending")])["value"][0].as_py()
+    return None if value != value else float(value)
+
+
+def html_table(heads: list[str], rows: list[list[str]]) -> str:
+    """An HTML table of texts."""
+    head = "".join(f"<th>{html.escape(text)}</th>" for text in heads)
+    body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

@@ -1,0 +1,367 @@
+"""From recorded points to figures: curves, per-seed results, intervals over seeds.
+
+An interval is the two-sided 95 % Student t interval of the mean over seeds. Where a statistic over clients was recorded
+it is taken as it is, else it is computed from the clients' values. A seed that failed,
+or diverged before its end, has no result. The work of seeds that ended early is not pooled with that of whole runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from fedloom.formats import rounded
+from fedloom.lab.report.naming import METRICS, metric
+from fedloom.lab.report.run import Integers, Key, Numbers, Points, Run
+from fedloom.metrics import leading, worst
+from fedloom.rundir import RunRecord
+
+MODELS = ("global", "personal", "hybrid")
+WORK = (
+    "steps",
+    "samples_backward",
+    "samples_forward",
+    "bytes_up",
+    "bytes_down",
+    "bytes_up_paper",
+    "bytes_down_paper",
+    "simulated_seconds",
+)
+COUNTED = (*WORK, "seconds")
+"""Figures that a seed has which ended early; they count where no seed came to its end."""
+LOST = ("diverged", "failed")
+"""Statuses of runs without a result."""
+UNTESTED = "no client has a test sample: give clients test parts, as by test = 0.2 in [partition]"
+"""What became of a method without a figure on test parts, where even the loss has none."""
+ENOUGH = 5
+"""With fewer seeds nothing is decided, and charts show the seeds instead of an interval."""
+SAME = 1e-9
+"""Figures that differ by no more than this share are the same."""
+
+
+class Curve(NamedTuple):
+    """A statistic over rounds, ``[k]`` each."""
+
+    round: Integers
+    value: Numbers
+
+    @property
+    def last(self) -> float:
+        """Value at the last recorded round; nan if there is none."""
+        return float(self.value[-1]) if len(self.value) else math.nan
+
+    def at(self, round: int) -> float:
+        """Value at a round, nan if it was not recorded."""
+        hit = np.flatnonzero(self.round == round)
+        return float(self.value[hit[0]]) if len(hit) else math.nan
+
+
+EMPTY = Curve(np.empty(0, np.int64), np.empty(0))
+
+
+def curve(run: Run, key: Key, statistic: str) -> Curve:
+    """``mean``, ``worst10`` or ``variance`` over the benign clients of ``key.metric``, round by round."""
+    recorded = run.totals.get(key._replace(metric=f"{key.metric}/{statistic}"))
+    if recorded is not None:
+        return Curve(recorded.round, recorded.value)
+    points = run.benign(key)
+    return EMPTY if points is None else over_clients(points, statistic, metric(key.metric).higher)
+
+
+def over_clients(points: Points, statistic: str, higher: bool) -> Curve:
+    """``mean``, ``worst10`` or ``variance`` of the clients' values, by round; clients without one are left out."""
+    rounds, starts = np.unique(points.round, return_index=True)
+    return Curve(rounds, np.array([_statistic(v, statistic, higher) for v in np.split(points.value, starts[1:])]))
+
+
+def _statistic(values: Numbers, statistic: str, higher: bool) -> float:
+    values = values[~np.isnan(values)]
+    if not len(values):
+        return math.nan
+    if statistic == "worst10":
+        return worst(values, low=higher)
+    with np.errstate(invalid="ignore", over="ignore"):
+        if statistic == "variance":
+            return float(values.var(ddof=1)) if len(values) > 1 else math.nan
+        return float(values.mean())
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A figure per seed, and its mean over the seeds where it is finite; see `repeated` for ``repeats``."""
+
+    by_seed: dict[int, float]
+    repeats: Mapping[int, int] = field(default_factory=dict[int, int])
+
+    @property
+    def finite(self) -> dict[int, float]:
+        """The seeds with a finite value."""
+        return {seed: value for seed, value in self.by_seed.items() if math.isfinite(value)}
+
+    @property
+    def mean(self) -> float:
+        """Mean over seeds; nan if there is none."""
+        values = list(self.finite.values())
+        return sum(values) / len(values) if values else math.nan
+
+    @property
+    def half(self) -> float:
+        """Half width of the 95 % t interval; nan with fewer than two seeds."""
+        return half_width(list(self.finite.values()))
+
+    def points(self, scale: float = 1.0) -> list[dict[str, float | int | None]]:
+        """Rows of a chart: the mean (``seed`` None) with its interval, or with the single seeds if they are few."""
+        count = len(self.finite)
+        half = self.half if count >= ENOUGH else math.nan
+        ends = {"value": self.mean, "low": self.mean - half, "high": self.mean + half}
+        first: dict[str, float | int | None] = {"seed": None, **{k: rounded(v * scale) for k, v in ends.items()}}
+        few = self.finite.items() if 1 < count < ENOUGH else ()
+        return [first | {"seeds": count}, *({"seed": seed, "value": rounded(v * scale)} for seed, v in few)]
+
+
+def half_width(values: Sequence[float], level: float = 0.05) -> float:
+    """Half width of the t interval of the mean of ``values`` at level 1 - ``level``; nan with fewer than two."""
+    if len(values) < 2:
+        return math.nan
+    from scipy.special import stdtrit  # slow to import, needed with two seeds and more
+
+    spread = float(np.std(values, ddof=1))
+    return float(stdtrit(len(values) - 1, 1 - level / 2)) * spread / math.sqrt(len(values))
+
+
+def repeated(figures: Mapping[str, Mapping[int, float]]) -> dict[int, int]:
+    """Seeds whose runs only repeat that of an earlier seed, with that seed: every figure is the same, costs aside.
+
+    Such runs draw nothing that matters, so that they are one result and no sample of several.
+    """
+    results = [values for name, values in figures.items() if name not in COUNTED]
+    first: dict[int, int] = {}
+    for seed in sorted({seed for values in results for seed in values}):
+        first[seed] = next((k for k in first.values() if _same_run(results, k, seed)), seed)
+    return {seed: earlier for seed, earlier in first.items() if earlier != seed}
+
+
+def _same_run(results: list[Mapping[int, float]], one: int, other: int) -> bool:
+    """Whether the figures of two seeds are the same, and there are some."""
+    pairs = [(values.get(one, math.nan), values.get(other, math.nan)) for values in results]
+    return all(close(*pair) for pair in pairs) and any(math.isfinite(figure) for figure, _ in pairs)
+
+
+def close(one: float, other: float) -> bool:
+    """Whether two figures are the same; two that are not there are."""
+    return math.isclose(one, other, rel_tol=SAME) or (math.isnan(one) and math.isnan(other))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model of one method of one run, over all seeds.
+
+    ``figures`` has, per metric on the clients' test parts, ``metric`` (mean over clients at the last round) and
+    ``metric/worst10``, and where recorded ``metric/weighted``, ``metric/sigma`` and ``metric/jain``; further
+    ``loss/variance``, ``metric@validation`` (at the round that was best on validation), ``metric@common`` (common test
+    set), and the totals of work and traffic.
+    """
+
+    run: str
+    method: str
+    algorithm: str
+    model: str
+    records: tuple[RunRecord, ...]
+    figures: dict[str, Estimate]
+
+    @property
+    def name(self) -> str:
+        """Method and run, for people."""
+        return f"{self.method} · {self.run}" if self.run else self.method
+
+    @property
+    def title(self) -> str:
+        """Method, run and model."""
+        return f"{self.name} · {self.model}" if self.model else self.name
+
+    def result(self, name: str) -> Estimate | None:
+        """A figure, if some seed has it."""
+        estimate = self.figures.get(name)
+        return estimate if estimate is not None and estimate.finite else None
+
+    @property
+    def repeats(self) -> Mapping[int, int]:
+        """Seeds that repeat an earlier one, with that seed."""
+        return next((estimate.repeats for estimate in self.figures.values()), {})
+
+    @property
+    def measured(self) -> int:
+        """Seeds that have a result."""
+        return max((len(e.finite) for name, e in self.figures.items() if name not in COUNTED), default=0)
+
+    @property
+    def sound(self) -> bool:
+        """Whether no run diverged or failed."""
+        return not any(record.status in LOST for record in self.records)
+
+    @property
+    def remark(self) -> str:
+        """The status where a run diverged or failed, or no client was tested; else empty."""
+        return UNTESTED if self.untested else "" if self.sound else self.status
+
+    @property
+    def untested(self) -> bool:
+        """Whether every seed ran to its last round, and none has a figure of the clients' test parts."""
+        tested = [e for name, e in self.figures.items() if name not in COUNTED and "@" not in name]
+        return self.done and bool(tested) and not any(e.finite for e in tested)
+
+    @property
+    def lost(self) -> frozenset[int]:
+        """Seeds without a result."""
+        return frozenset(record.seed for record in self.records if record.lost)
+
+    @property
+    def done(self) -> bool:
+        """Whether every seed ran to its last round."""
+        return bool(self.records) and all(record.status == "done" for record in self.records)
+
+    @property
+    def running(self) -> bool:
+        """Whether some seed has not come to its end."""
+        return not self.records or any(record.status == "interrupted" for record in self.records)
+
+    @property
+    def status(self) -> str:
+        """One short phrase, e.g. ``diverged by round 7 (seed 2)``."""
+        seeds: dict[str, list[int]] = {}
+        for record in self.records:
+            if record.status != "done":
+                seeds.setdefault(_phrase(record), []).append(record.seed)
+        if self.untested:
+            return f"done, but {UNTESTED}"
+        if not seeds:
+            return "done" if self.records else "unfinished"
+        shown = [phrase + self._share(some) for phrase, some in seeds.items()]
+        more = sum(map(len, seeds.values())) - sum(map(len, [*seeds.values()][:2]))
+        return "; ".join(shown[:2]) + (f" and {more} more" if more else "")
+
+    def _share(self, seeds: list[int]) -> str:
+        """Write which seeds, or how many of them where they are several; nothing where they are all."""
+        if len(seeds) == 1:
+            return f" (seed {seeds[0]})"
+        return "" if len(seeds) == len(self.records) else f" ({len(seeds)} of {len(self.records)} seeds)"
+
+
+def _phrase(record: RunRecord) -> str:
+    if record.diverged is not None:
+        return f"{record.status} by round {record.diverged}"
+    return f"{record.status} after round {record.rounds}"
+
+
+def rows_of(runs: list[Run]) -> list[Row]:
+    """Every method and model of the runs, in the order of the experiments."""
+    rows = []
+    for run in runs:
+        label = run.label if len(runs) > 1 else ""
+        for method in run.methods:
+            records = tuple(record for record in run.summary.runs if record.method == method)
+            algorithm = records[0].algorithm if records else ""
+            for model in _models(run, method):
+                figures = _figures(run, method, model)
+                rows.append(Row(label, method, algorithm, model, records, figures))
+    return rows
+
+
+def run_of(runs: list[Run], row: Row) -> Run:
+    """The run that a row belongs to."""
+    return next(run for run in runs if run.label == row.run or len(runs) == 1)
+
+
+def _models(run: Run, method: str) -> list[str]:
+    models = {key.model for key in [*run.series, *run.totals] if key.method == method and key.model}
+    return [model for model in MODELS if model in models] + sorted(models - set(MODELS)) or [""]
+
+
+def test_metrics(run: Run, method: str, model: str) -> list[str]:
+    """Metrics recorded on the clients' test parts."""
+    about = (method, model, "test")
+    names = {key.metric for key in run.series if (key.method, key.model, key.part) == about}
+    totals = {key.metric for key in run.totals if (key.method, key.model, key.part) == about}
+    names |= {name.partition("/")[0] for name in totals if name in METRICS or "/" in name}
+    return [name for name in METRICS if name in names] + sorted(names - set(METRICS))
+
+
+def leading_metric(runs: list[Run]) -> str:
+    """The metric that leads the report."""
+    names = {
+        name
+        for run in runs
+        for method in run.methods
+        for m in _models(run, method)
+        for name in test_metrics(run, method, m)
+    }
+    return leading(names)
+
+
+def seeds_of(run: Run, method: str) -> list[int]:
+    """Seeds of a method, in order."""
+    named = {record.seed for record in run.summary.runs if record.method == method}
+    return sorted(named | {key.seed for key in [*run.series, *run.totals] if key.method == method})
+
+
+def other_figure(key: Key) -> bool:
+    """Whether a federation-wide series is neither work nor a statistic of a client metric."""
+    plain = "/" not in key.metric and key.metric not in METRICS and key.metric not in WORK
+    return plain and key.part in ("", "test")
+
+
+def _figures(run: Run, method: str, model: str) -> dict[str, Estimate]:
+    records = [record for record in run.summary.runs if record.method == method]
+    lost = {record.seed for record in records if record.lost}
+    early = lost | {record.seed for record in records if record.status == "interrupted"}
+    by_name: dict[str, dict[int, float]] = {}
+    for seed in seeds_of(run, method):
+        for name in test_metrics(run, method, model):
+            key = Key(method, seed, model, "test", name)
+            test = curve(run, key, "mean")
+            by_name.setdefault(name, {})[seed] = test.last
+            by_name.setdefault(f"{name}/worst10", {})[seed] = curve(run, key, "worst10").last
+            for statistic in ("weighted", "sigma", "jain"):
+                total = run.totals.get(key._replace(metric=f"{name}/{statistic}"))
+                if total is not None:
+                    by_name.setdefault(f"{name}/{statistic}", {})[seed] = float(total.value[-1])
+            by_name.setdefault(f"{name}@validation", {})[seed] = _chosen(
+                curve(run, key._replace(part="validation"), "mean"), test, name
+            )
+            common = run.totals.get(key._replace(part="common")) or run.totals.get(
+                key._replace(part="common", metric=f"{name}/mean")
+            )
+            if common is not None:
+                by_name.setdefault(f"{name}@common", {})[seed] = float(common.value[-1])
+        loss = Key(method, seed, model, "test", "loss")
+        by_name.setdefault("loss/variance", {})[seed] = curve(run, loss, "variance").last
+        for name in WORK:
+            total = run.totals.get(Key(method, seed, "", "", name))
+            if total is not None:
+                by_name.setdefault(name, {})[seed] = float(total.value[-1])
+        for key, points in run.totals.items():
+            if (key.method, key.seed, key.model) == (method, seed, model) and other_figure(key):
+                by_name.setdefault(key.metric, {})[seed] = float(points.value[-1])
+        spent = run.seconds.get((method, seed))
+        if spent is not None:
+            by_name.setdefault("seconds", {})[seed] = float(spent.value.sum())
+    for name, values in by_name.items():
+        out = lost if name not in COUNTED else early if values.keys() - early else set[int]()
+        values.update(dict.fromkeys(out & values.keys(), math.nan))
+    repeats = repeated(by_name)
+    figures = {name: Estimate(values, repeats) for name, values in by_name.items()}
+    return {name: e for name, e in figures.items() if e.finite or ("@" not in name and "/" not in name)}
+
+
+def _chosen(validation: Curve, test: Curve, name: str) -> float:
+    """Test value at the round that is best on validation (the earliest of equals); nan without validation."""
+    finite = np.isfinite(validation.value)
+    if not finite.any():
+        return math.nan
+    sign = 1 if metric(name).higher else -1
+    best = np.argmax(np.where(finite, sign * validation.value, -np.inf))
+    return test.at(int(validation.round[best]))

@@ -1,0 +1,356 @@
+"""The top of the page as HTML: facts, notes, a card per criterion, the result table; every recorded text is escaped."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from html import escape
+
+import numpy as np
+
+from fedloom.formats import DASH, factor, interval, pair, percent, total
+from fedloom.lab.report.charts.kit import off_axis
+from fedloom.lab.report.charts.tradeoffs import REACHED
+from fedloom.lab.report.comparison.contenders import Models, one_per_method
+from fedloom.lab.report.comparison.criteria import Winner, tasks, winners
+from fedloom.lab.report.naming import COSTS, figure, is_ratio, metric, within_line
+from fedloom.lab.report.numbers import ENOUGH, Row, leading_metric, run_of, seeds_of
+from fedloom.lab.report.run import Run
+from fedloom.lab.report.tables import cell, columns_of
+
+SHOWN = 4
+"""Further notes are folded away."""
+BEYOND = 1.1
+"""Work up to this share of the least is called equal, as `fedloom tune` plans it; more of FedAvg's is named."""
+NAMED = 20
+"""Up to so many clients without a result are named."""
+TIE = 1e-6
+"""Results that differ by less than this share are called equal."""
+
+
+def model_tag(model: str) -> str:
+    """The model's name with its coloured dot."""
+    return f'<span class="model" data-model="{escape(model)}">{escape(model)}</span>' if model else ""
+
+
+def facts(runs: list[Run], rows: list[Row]) -> str:
+    """One line: how many methods, seeds, clients and rounds, and how large the model is."""
+
+    def span(values: list[int]) -> str:
+        low, high = min(values, default=0), max(values, default=0)
+        return f"{low}" if low == high else f"{low} to {high}"
+
+    records = [record for run in runs for record in run.summary.runs]
+    measured = {(row.run, row.method): row.measured for row in rows}
+    reached = [int(points.round.max()) for run in runs for points in run.series.values()]  # of runs that go on
+
+    def counted(number: str, what: str) -> str:
+        return f"{number} {what}{'s' * (number != '1')}"
+
+    parts = [
+        f"{len(runs)} runs" if len(runs) > 1 else "",
+        counted(f"{len({method for _, method in measured})}", "method"),
+        counted(span([*measured.values()]), "seed"),
+        counted(span([run.clients for run in runs]), "client"),
+        counted(span([max([record.rounds for record in records] or reached, default=0)]), "round"),
+        f"{total(records[0].parameters)} parameters" if records and records[0].parameters else "",
+    ]
+    return " · ".join(part for part in parts if part)
+
+
+def cards(runs: list[Run], rows: list[Row], models: Models = "used") -> str:
+    """A card per criterion: who leads, with what, and how sure that is; runs of other data or attacks apart.
+
+    Args:
+        runs: of the rows.
+        rows: every model of every method.
+        models: which row of a method is compared; one at most, also where all are asked for.
+    """
+    lead = leading_metric(runs)
+    parts = []
+    several = tasks(runs, rows)
+    for label, own_runs, task_rows in several:
+        card_rows = task_rows if len(own_runs) > 1 else [replace(row, run="") for row in task_rows]
+        card_rows = one_per_method(own_runs, card_rows, models)
+        own_cards = "".join(_card(winner, card_rows) for winner in winners(own_runs, card_rows, lead))
+        title = f"<h3>{escape(label)}</h3>" if len(several) > 1 else ""
+        parts.append(f'{title}<div class="cards" role="list">{own_cards}</div>')
+    return "".join(parts)
+
+
+def _card(winner: Winner, rows: list[Row]) -> str:
+    criterion = winner.criterion
+    head = f'<div class="card" role="listitem"><p class="what">{escape(criterion.title)}</p>'
+    if winner.row is None:
+        why = "Every method that has this result diverged or failed with some seed."
+        return f'{head}<p class="who">{DASH}</p><p class="sure">{why}</p></div>'
+    best = criterion.values[winner.row]
+    row = rows[winner.row]
+    if criterion.figure in REACHED:
+        value, half = total(best.mean * criterion.scale), ""
+    else:
+        value, half = cell(criterion.figure, best)
+    unit = f" {criterion.unit}" if criterion.unit else ""
+    interval = f' <span class="half">± {half}</span>' if half else ""
+    return (
+        f'{head}<p class="who">{escape(row.name)} {model_tag(row.model)}</p>'
+        f'<p class="value">{value}{interval}{unit}</p><p class="sure">{sure(winner, rows)}</p></div>'
+    )
+
+
+def sure(winner: Winner, rows: list[Row]) -> str:
+    """How sure the lead of a winner is, as HTML."""
+    criterion = winner.criterion
+    equals = ", ".join(escape(rows[i].name) for i in winner.equals)
+    same = f" The models of {equals} are the same." if equals else ""
+    if winner.runner_up is None:
+        alone = "No other method comes to this result with every seed."
+        rest = "No other method has this result from runs that ended well." if not same else same.strip()
+        return alone if criterion.figure in REACHED else rest
+    other = rows[winner.runner_up]
+    name = escape(f"{other.name} {other.model}".strip())
+    unit = " points" if criterion.unit == "%" else f" {criterion.unit}" if criterion.unit else ""
+    amount, half = interval(abs(winner.lead) * criterion.scale, winner.half * criterion.scale)
+    behind = winner.lead < 0  # over the common seeds; over its own it is the best
+    words = ("behind" if behind else "ahead of") if criterion.higher else ("above" if behind else "below")
+    lead = f"{pair(amount, half)}{unit} {words} {name}" + " over the common seeds" * behind
+    log = is_ratio(criterion.figure)
+    if log:
+        lead = (
+            f"{factor(winner.lead if criterion.higher else -winner.lead, winner.half)} {name}'s"
+            + " over the common seeds" * behind
+        )
+    if abs(winner.lead) <= TIE * (1.0 if log else abs(criterion.values[winner.row or 0].mean)):
+        lead = f"equal to {name}"
+    if not winner.seeds:
+        verdict = f"<b>Not tested</b>: no common seed with {name} ({ENOUGH} are needed)."
+    elif not winner.decidable:
+        seeds = f"{winner.seeds} common seed{'s' * (winner.seeds != 1)}"
+        verdict = f"<b>Not tested</b> with {seeds} ({ENOUGH} are needed): {lead}."
+    elif not winner.rivals:
+        sound = "comes to this result" if criterion.figure in REACHED else "ended well"
+        compared = "every other method" + f" that {sound} with every seed" * winner.excluded
+        verdict = f"<b>Better</b> than {compared}: {lead}."
+    elif winner.runner_up in winner.rivals:
+        more = len(winner.rivals) - 1
+        rest = f"; {more} other{'s are' if more > 1 else ' is'} not significantly worse either" if more else ""
+        verdict = f"<b>Inconclusive</b>: {lead}{rest}."
+    else:
+        verdict = f"<b>Inconclusive</b> against {len(winner.rivals)} of the others, though {lead}."
+    return verdict + same + (" Provisional: some runs are unfinished." if winner.provisional else "")
+
+
+def results(rows: list[Row], runs: Sequence[Run] = ()) -> str:
+    """The result table: every row with its figures, status, work and traffic.
+
+    Args:
+        rows: of the table.
+        runs: of the rows; the best of a column is bold among those of equal data and attack, without runs among all.
+    """
+    columns = columns_of(rows)
+    if not columns:
+        return "<p>No results have been recorded yet.</p>"
+    lead = next(iter(columns))
+    groups = [peers for _, _, peers in tasks(list(runs), rows)] if runs else [rows]
+    rated = [name for name in columns if name not in COSTS]
+    best = {(id(row), name): top for peers in groups for name in rated for top in [_best(name, peers)] for row in peers}
+    heads = [("Method", "text"), ("Model", "text"), *((title, "") for title in columns.values())]
+    cells = "".join(
+        f'<th scope="col" class="{kind}"><button data-do="sort">{escape(title)}</button></th>' for title, kind in heads
+    )
+    apart = " and of runs with equal data and attack" if len(groups) > 1 else ""
+    span = _span(lead, rows)
+    body = []
+    for row in rows:
+        remark = "" if row.done and not row.untested else f' <span class="odd">{escape(row.status)}</span>'
+        line = [
+            f'<th scope="row" data-value="{escape(row.name)}">{escape(row.name)}{remark}</th>',
+            f'<td class="text" data-value="{escape(row.model)}">{model_tag(row.model)}</td>',
+        ]
+        for name in columns:
+            estimate = row.figures.get(name)
+            mean, half = cell(name, estimate)
+            value = "" if estimate is None or not estimate.finite else f"{estimate.mean!r}"
+            leads = row.sound and estimate is not None and _equals(estimate.mean, best.get((id(row), name)))
+            strong = ' class="best"' if leads else ""
+            shown = f"<span{strong}>{mean}</span>" + (f' <span class="half">± {half}</span>' if half else "")
+            if name == lead and estimate is not None and 0 < len(estimate.finite) < len(estimate.by_seed):
+                shown += f' <span class="odd">({len(estimate.finite)} of {len(estimate.by_seed)} seeds)</span>'
+            line.append(f'<td data-value="{value}">{shown}{_bar(row, name, span) if name == lead else ""}</td>')
+        body.append(f"<tr>{''.join(line)}</tr>")
+    return (
+        '<div class="scroll" tabindex="0" role="region" aria-label="Results, scrolls sideways">'
+        '<table class="results"><caption class="unseen">Mean over seeds with half the width of the 95 % interval; '
+        f"the best of a column in bold, of methods of which no run diverged or failed{apart}; methods without a remark "
+        "ran to the end. Heads sort.</caption>"
+        f"<thead><tr>{cells}</tr></thead><tbody>{''.join(body)}</tbody></table></div>"
+    )
+
+
+def _equals(value: float, best: float | None) -> bool:
+    return best is not None and abs(value - best) <= TIE * abs(best)
+
+
+def _best(name: str, rows: list[Row]) -> float | None:
+    """Best mean of a column, of sound rows; None where there is nothing to compare, or no direction is better."""
+    means = [estimate.mean for row in rows if row.sound and (estimate := row.result(name)) is not None]
+    return (max if figure(name).higher else min)(means) if len(means) > 1 and figure(name).rated else None
+
+
+def _span(name: str, rows: list[Row]) -> tuple[float, float]:
+    """Ends of the scale of a column, without what is far outside."""
+    means = {row.title: estimate.mean for row in rows if (estimate := row.result(name)) is not None}
+    off = off_axis(means)
+    near = [mean for title, mean in means.items() if title not in off] or [0.0]
+    air = 0.2 * (max(near) - min(near)) or 1.0
+    return min(near) - air, max(near) + air
+
+
+def _bar(row: Row, name: str, span: tuple[float, float]) -> str:
+    """A dot with its interval, or with few seeds these, on the scale of the whole column."""
+    estimate = row.result(name)
+    if estimate is None:
+        return ""
+
+    def place(value: float) -> float:
+        return round(4 + 102 * min(1.0, max(0.0, (value - span[0]) / (span[1] - span[0]))), 1)
+
+    few = len(estimate.finite) < ENOUGH
+    half = 0.0 if few else estimate.half
+    low, mid, high = (place(v) for v in (estimate.mean - half, estimate.mean, estimate.mean + half))
+    line = f'<line x1="{low}" x2="{high}" y1="7" y2="7" stroke="currentColor" stroke-width="1.5" opacity=".55"/>'
+    seeds = (
+        f'<circle cx="{place(v)}" cy="7" r="1.6" fill="currentColor" opacity=".6"/>' for v in estimate.finite.values()
+    )
+    return (
+        f'<svg class="bar" data-model="{escape(row.model)}" viewBox="0 0 110 14" aria-hidden="true">'
+        f'{"".join(seeds) if few else line}<circle cx="{mid}" cy="7" r="3.5" fill="currentColor"/></svg>'
+    )
+
+
+def note_list(runs: list[Run], rows: list[Row]) -> str:
+    """The notes as HTML: the first ones open, the others behind a fold."""
+    lines = [f"<li>{escape(note)}</li>" for note in notes(runs, rows)]
+    if not lines:
+        return ""
+    shown = lines if len(lines) <= SHOWN + 1 else lines[:SHOWN]
+    rest = lines[len(shown) :]
+    more = f"<details><summary>{len(rest)} more notes</summary><ul>{''.join(rest)}</ul></details>" if rest else ""
+    return f'<div class="notes" role="note" aria-label="Notes"><ul>{"".join(shown)}</ul>{more}</div>'
+
+
+def notes(runs: list[Run], rows: list[Row]) -> list[str]:
+    """One sentence each; those of this report first, then the warnings of the runs."""
+    remarks = [note for run in runs for note in _of_run(run, [row for row in rows if run_of(runs, row) is run], rows)]
+    where = {id(run): f"{run.label}: " if len(runs) > 1 else "" for run in runs}
+    warnings = [where[id(run)] + warning for run in runs for warning in _merged(run.summary.warnings)]
+    texts = [f"{where[id(run)]}{text}" for run, text in remarks] + warnings
+    return list(dict.fromkeys(texts))
+
+
+def _of_run(run: Run, run_rows: list[Row], rows: list[Row]) -> list[tuple[Run, str]]:
+    texts = [_odd(run_rows), _attack(run), _work(run_rows), *_clients(run, run_rows), _dropped(run), _seeds(run)]
+    texts.append(_repeats(run, run_rows))
+    if run.summary.select_on == "test":
+        texts.insert(0, "Hybrid models were chosen on test data (select_on = test): their results are optimistic.")
+    return [(run, text) for text in texts if text]
+
+
+def _odd(run_rows: list[Row]) -> str:
+    odd = dict.fromkeys(f"{row.method} {row.status}" for row in run_rows if not row.done)
+    if not odd:
+        return ""
+    lost = any(row.lost for row in run_rows)
+    end = "Seeds that failed, or diverged before their end, have no result" if lost else "What was measured is shown"
+    return f"Not every run ended well: {'; '.join(odd)}. {end}."
+
+
+def _attack(run: Run) -> str:
+    if not run.attacked:
+        return ""
+    counts = sorted({len(partition.attackers) for partition in run.partitions.values()})
+    several = " to ".join(dict.fromkeys(map(str, (counts[0], counts[-1]))))
+    share = f"{several} of {run.clients} clients attack{'s' * (several == '1')} ({run.options['attack']['kind']})"
+    return f"{share}. All results are of the other, benign clients."
+
+
+def _work(run_rows: list[Row]) -> str:
+    work = {
+        row.method: row.figures["samples_backward"].mean
+        for row in run_rows
+        if row.done and "samples_backward" in row.figures
+    }
+    if not work or max(work.values()) <= BEYOND * min(work.values()):
+        return ""
+    algorithms = {row.algorithm: row.method for row in reversed(run_rows) if row.method in work}
+    least = algorithms.get("fedavg") or min(work, key=work.__getitem__)
+    beyond = [f"{m} has {percent(w / work[least])}" for m, w in work.items() if w > BEYOND * work[least]]
+    named = f" ({', '.join(beyond)} of the gradients of {least})" if work[least] and beyond else ""
+    return (
+        f"The methods did not do equal work: {total(min(work.values()))} to {total(max(work.values()))} samples "
+        f"backward{named}. Compare them by gradients of samples too."
+    )
+
+
+def _clients(run: Run, run_rows: list[Row]) -> list[str]:
+    lead = leading_metric([run])
+    without = [clients for row in run_rows for clients in _clients_without(run, row, lead)]
+    most = max(map(len, without), default=0)
+    if not most or any("test part" in warning for warning in run.summary.warnings):
+        return []
+    everyone = sorted(frozenset[int]().union(*without))
+    always = frozenset(everyone).intersection(*without)
+    listed = ", ".join(run.client(k) + " (with some seeds)" * (k not in always) for k in everyone)
+    who = f"; {listed}" if len(everyone) <= NAMED else ""
+    return [
+        f"Clients without {within_line(metric(lead).title)}, left out of the means: up to {most} of {run.clients}{who}."
+    ]
+
+
+def _clients_without(run: Run, row: Row, name: str) -> list[frozenset[int]]:
+    """Benign clients without a value at the last round, by seed that has a result."""
+    without = []
+    for key in run.series:
+        about = (key.method, key.model, key.part, key.metric)
+        points = (
+            run.benign(key) if about == (row.method, row.model, "test", name) and key.seed not in row.lost else None
+        )
+        if points is not None and len(points.round):
+            empty = (points.round == points.round[-1]) & np.isnan(points.value)
+            without.append(frozenset(points.client[empty].tolist()))
+    return without
+
+
+def _dropped(run: Run) -> str:
+    dropped = sum(float(points.value[-1]) for key, points in run.totals.items() if key.metric == "dropped")
+    return f"{total(dropped)} uploads were dropped (not finite, out of bounds, late or lost)." if dropped else ""
+
+
+def _seeds(run: Run) -> str:
+    one = any(len(seeds_of(run, method)) == 1 for method in run.methods)
+    return "One seed only: no intervals, and no winner can be decided." if one else ""
+
+
+def _repeats(run: Run, run_rows: list[Row]) -> str:
+    methods = dict.fromkeys(row.method for row in run_rows if row.repeats)
+    if not methods:
+        return ""
+    who = "every method" if len(methods) == len(run.methods) else ", ".join(methods)
+    return (
+        f"With {who}, runs with other seeds repeat a run to the last digit: their seeds draw nothing that matters. "
+        "In a test of two such methods they count once."
+    )
+
+
+def _merged(warnings: tuple[str, ...]) -> list[str]:
+    """Warnings that several seeds share, once with all of them."""
+    by_text: dict[tuple[str, str], list[str]] = {}
+    for warning in warnings:
+        match = re.fullmatch(r"(.+), seed (\d+): (.*)", warning, re.DOTALL)
+        who, seed, text = match.groups() if match else ("", "", warning)
+        by_text.setdefault((who, text), []).append(seed)
+    return [
+        f"{who}, seed{'s' * (len(seeds) > 1)} {', '.join(seeds)}: {text}" if who else text
+        for (who, text), seeds in by_text.items()
+    ]

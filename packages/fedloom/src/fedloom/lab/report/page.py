@@ -1,0 +1,232 @@
+"""Write the report: one HTML file that needs nothing else, and its tables and charts as files beside it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+
+from pyarrow import ArrowException
+
+from fedloom.errors import ConfigError, FedloomError, RunDirError, check_folder, explain_os_error
+from fedloom.lab.report.charts.calibrated import calibrated, thresholds_csv
+from fedloom.lab.report.charts.clients import clients
+from fedloom.lab.report.charts.curves import curves, robustness
+from fedloom.lab.report.charts.importance import importances
+from fedloom.lab.report.charts.inspection import inspection
+from fedloom.lab.report.charts.kit import HIDDEN, Figure
+from fedloom.lab.report.charts.partition import cluster_shares, clusters, splits
+from fedloom.lab.report.charts.tradeoffs import costs, tradeoffs
+from fedloom.lab.report.comparison.by_patient import by_patients, differences_csv
+from fedloom.lab.report.comparison.contenders import Models
+from fedloom.lab.report.comparison.cox import cox_csv
+from fedloom.lab.report.comparison.devices import devices_csv
+from fedloom.lab.report.comparison.gains import gains, gains_csv, gains_latex
+from fedloom.lab.report.comparison.pairs import checked_margin, pairs, pairs_csv, pairs_latex
+from fedloom.lab.report.comparison.paper import results_latex, title
+from fedloom.lab.report.csv_files import csv_of
+from fedloom.lab.report.document import MARK, document
+from fedloom.lab.report.groups import groups_csv
+from fedloom.lab.report.left_out import left_out_csv
+from fedloom.lab.report.numbers import Row, leading_metric, rows_of
+from fedloom.lab.report.reading import read_runs
+from fedloom.lab.report.run import Run
+from fedloom.lab.report.tables import csv_text
+from fedloom.outputs import KINDS, FileKind, check_output_file, is_run_directory
+from fedloom.rundir import FOLDERS, REPORT
+
+FIRST_BYTES = 4096
+"""Bytes of a page within which its title ends; the name of an experiment has far fewer characters."""
+
+
+def write(
+    run_dirs: Sequence[Path],
+    out: Path,
+    *,
+    columns: Sequence[str] | None = None,
+    charts: bool = True,
+    against: str | None = None,
+    models: Models = "used",
+    margin: float | None = None,
+    force: bool = False,
+) -> Path:
+    """Writes a report of one or several run directories.
+
+    ``out`` becomes one self-contained page, from which every chart can be saved as SVG and its data as CSV. A folder
+    of the same name without its suffix receives ``results.csv`` and ``results.tex``, and where there is a method to
+    compare the others with, ``pairs.csv`` and ``pairs.tex``; where clients are few and named, ``sites.csv`` and
+    ``sites.tex``.
+
+    Args:
+        run_dirs: output directories of runs; several are compared.
+        out: the HTML file, e.g. ``RUN/report.html``; its folder is made if need be.
+        columns: figures of ``results.tex``, by their names in ``results.csv``; up to six that fit the task when None.
+        charts: write every chart as SVG and its data as CSV into the folder too.
+        against: label of the method that every other one is compared with; `local` or `fedavg` when None, if there.
+        models: rows of a method in ``results.tex`` and in the comparison: that of the model that a client would use,
+            that of the personal one, or all.
+        margin: differences of the leading metric up to it do not matter, in its own units; None: none is stated.
+        force: replace files that no report wrote.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        RunDirError: a directory is not a run, or one of its files is damaged, or ``out`` would lie in a file; nothing
+            is written.
+        ConfigError: ``out`` does not end in ``.html``, lies in a run but for ``RUN/NAME.html``, or is there and no
+            report, or its folder has files that no report wrote; or there is no such column or method, or the margin
+            is no number above 0.
+        CheckpointError: the disk is full or refuses; the runs are as they were.
+    """
+    beside = check_report(run_dirs, out, force=force)
+    with _recorded(run_dirs):
+        runs = read_runs(run_dirs)
+        rows = rows_of(runs)
+        shown = figures(runs, rows, models)
+        tex = results_latex(runs, rows, columns, models)
+        compared = pairs(runs, rows, against, models, margin=checked_margin(margin))
+        by_site = gains(runs, rows, leading_metric(runs))
+        text = document(runs, rows, shown, tex, compared, by_site, models)
+    contents = {"results.csv": csv_text(rows), "results.tex": tex}
+    if compared:
+        contents |= {"pairs.csv": pairs_csv(compared), "pairs.tex": pairs_latex(compared, title(runs))}
+    if by_site:
+        contents |= {"sites.csv": gains_csv(by_site), "sites.tex": gains_latex(by_site, title(runs))}
+    more = {
+        "left_out": left_out_csv(runs),
+        "groups": groups_csv(runs),
+        "devices": devices_csv(runs, rows, leading_metric(runs), models),
+        "cox": cox_csv(runs),
+        "thresholds": thresholds_csv(runs, rows, leading_metric(runs)),
+        "sites-by-patient": differences_csv(by_patient) if (by_patient := by_patients(runs, by_site)) else "",
+    }
+    contents |= {f"{name}.csv": table for name, table in more.items() if table}
+    for figure in shown if charts else ():
+        contents |= {f"{figure.id}.svg": figure.svg(), f"{figure.id}.csv": _data_csv(figure)}
+    check_tables(out, beside, contents, force=force)
+    with explained(beside):
+        beside.mkdir(parents=True, exist_ok=True)
+    for name, content in contents.items():
+        replace_text(beside / name, content)
+    replace_text(out, text)
+    return out
+
+
+@contextmanager
+def _recorded(run_dirs: Sequence[Path]) -> Iterator[None]:
+    """Say of files that are readable one by one, but make no results together, that they do not."""
+    try:
+        yield
+    except FedloomError:
+        raise
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RecursionError,
+        TypeError,
+        ValueError,
+        ArrowException,
+    ) as error:
+        where = ", ".join(map(str, run_dirs))
+        raise RunDirError(
+            f"{where}: what the files record does not fit together ({type(error).__name__}: {error!s:.200}); run the "
+            "experiment again to write them anew"
+        ) from error
+
+
+def figures(runs: list[Run], rows: list[Row], models: Models = "used") -> list[Figure]:
+    """Every chart that the recorded figures allow; colour means the model unless the caption has another legend."""
+    lead = leading_metric(runs)
+    charts = [
+        *calibrated(runs, rows, lead),
+        *importances(runs, rows, lead),
+        *clients(runs, rows, lead),
+        *inspection(runs),
+        *tradeoffs(runs, rows, lead),
+        *robustness(runs, rows, lead),
+        clusters(runs, rows),
+        cluster_shares(runs, rows),
+        *curves(runs, rows, lead),
+        *costs(runs, rows, lead, models),
+        *splits(runs),
+    ]
+    return [figure for figure in charts if figure is not None]
+
+
+def _data_csv(figure: Figure) -> str:
+    columns = [name for name in figure.columns(figure.table) if name not in HIDDEN]
+    return csv_of(columns, figure.data[figure.table])
+
+
+def check_report(run_dirs: Sequence[Path], out: Path, *, force: bool = False) -> Path:
+    """Return the folder beside a report, in which its tables and charts lie, once both may be written.
+
+    Raises:
+        RunDirError: the folder is a file.
+        ConfigError: see `fedloom.lab.report.write`.
+    """
+    beside = out.with_suffix("")
+    if out.suffix.lower() not in KINDS["HTML"] or out.is_dir():
+        raise ConfigError(f"a report is one HTML file, got {out}; give a name such as {out.with_suffix('.html')}")
+    if beside.is_symlink():
+        raise ConfigError(f"{beside} is a link, through which a report would overwrite other files; remove the link")
+    check_folder(beside)
+
+    def owns(place: Path) -> bool:
+        return len(place.parts) == 1 and place.stem not in FOLDERS
+
+    check_output_file(out, FileKind("HTML", "a report", _is_report), run_dirs, owns=owns, force=force)
+    if is_run_directory(beside):
+        raise ConfigError(f"{beside} is a run directory, and the tables of {out} would lie in it; give another path")
+    return beside
+
+
+def _is_report(path: Path) -> bool:
+    if path.name == REPORT and is_run_directory(path.parent):
+        return True
+    with path.open("rb") as file:
+        return MARK.encode() in file.read(FIRST_BYTES)
+
+
+def check_tables(out: Path, beside: Path, names: Iterable[str], *, force: bool) -> None:
+    """Refuse to replace files in the folder beside a report that no report wrote.
+
+    A report wrote the files if the report itself is there, which `check_report` has looked at, or if the folder belongs
+    to a run directory. A link among them is replaced, not followed.
+
+    Raises:
+        ConfigError: a file is there without a report.
+    """
+    if force or out.exists() or is_run_directory(out.parent):
+        return
+    kind = FileKind("other", "a table or chart of a report", lambda _path: False)
+    for name in names:
+        if os.path.lexists(beside / name):
+            check_output_file(beside / name, kind)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a text under a temporary name first, so that no half-written file is ever seen.
+
+    Raises:
+        CheckpointError: the disk is full or refuses.
+    """
+    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with explained(path):
+        try:
+            draft.unlink(missing_ok=True)
+            draft.touch(exist_ok=False)  # a file of its own, not a link to another
+            draft.write_text(text, encoding="utf-8")
+            os.replace(draft, path)
+        except OSError:
+            with suppress(OSError):
+                draft.unlink(missing_ok=True)
+            raise
+
+
+def explained(path: Path) -> AbstractContextManager[None]:
+    """Report in one sentence that a file of a report could not be written."""
+    return explain_os_error(path, "the results of the run are", "'fedloom report' with the run directory writes it")

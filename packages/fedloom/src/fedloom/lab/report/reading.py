@@ -1,0 +1,250 @@
+"""Read a run directory: every file is checked, and nothing but recorded numbers is used."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from fedloom.errors import RunDirError
+from fedloom.lab.report.run import Key, Points, Run, RunPartition
+from fedloom.metrics import declare
+from fedloom.rundir import (
+    FEDERATION,
+    MEND,
+    METRICS,
+    MOST_CLIENTS,
+    PARTITION,
+    SETTINGS,
+    SUMMARY,
+    TABLES,
+    TIMINGS,
+    Summary,
+    check_digest,
+    read_summary,
+)  # fmt: skip
+
+_TEXT, _INTEGER = (
+    ("method", "model", "part", "metric", "subgroup", "scaling", "column"),
+    ("seed", "round", "client", "row"),
+)
+_KINDS = {
+    **dict.fromkeys(_TEXT, pa.string()),
+    **dict.fromkeys((*_INTEGER, "group", "tested"), pa.int64()),
+    "name": pa.string(),
+    "tests": pa.string(),
+    "column": pa.string(),
+    "ties": pa.string(),
+    "attacks": pa.bool_(),
+    "counts": pa.list_(pa.float64()),
+}
+_CODES = pa.dictionary(pa.int32(), pa.string())
+
+
+def read_runs(run_dirs: Sequence[Path]) -> list[Run]:
+    """The run directories, with labels that differ.
+
+    Raises:
+        RunDirError: there is none, one is given twice, or one is not a readable run directory.
+    """
+    paths = [Path(path).resolve() for path in run_dirs]
+    if not paths:
+        raise RunDirError("a report needs at least one run directory, got none")
+    for path in paths:
+        if paths.count(path) > 1:
+            raise RunDirError(f"run directory {path} is given twice")
+    names = [path.name for path in paths]
+    labels = [path.name if names.count(path.name) == 1 else f"{path.parent.name}/{path.name}" for path in paths]
+    return [_read(path, label) for path, label in zip(paths, labels, strict=True)]
+
+
+def _read(path: Path, label: str) -> Run:
+    if not path.is_dir():
+        raise RunDirError(f"{path} is not a directory; give the output directory of 'fedloom run'")
+    if not (path / SETTINGS).is_file():
+        raise RunDirError(
+            f"{path} is not a run directory: no experiment.toml; give the output directory of 'fedloom run'"
+        )
+    if not (path / METRICS).is_file():
+        raise RunDirError(f"{path} has no metrics.parquet yet; run the experiment until its first method has a result")
+    settings = _text(path / SETTINGS)
+    _check_settings(path / SETTINGS, settings)
+    table = read_table(path / METRICS, (*Key._fields, "round", "client", "value"), coded=True)
+    series: dict[Key, Points] = {}
+    totals: dict[Key, Points] = {}
+    for key, points in _split(table).items():
+        of_clients = points.client != FEDERATION
+        for target, rows in ((series, of_clients), (totals, ~of_clients)):
+            if rows.any():
+                target[key] = points if rows.all() else points.at(rows)
+    summary, seconds = _summary(path / SUMMARY), _seconds(path / TIMINGS)
+    declare(summary.metrics)
+    partitions, names = _partitions(path / PARTITION)
+    most = max((int(points.client.max()) for points in series.values()), default=FEDERATION)
+    if most >= (len(names) or MOST_CLIENTS):
+        raise RunDirError(f"{path / METRICS}: client {most} is not one of the {len(names)} of partition.parquet")
+    if any(int(points.client.min()) < FEDERATION for points in series.values()):
+        raise RunDirError(f"{path / METRICS}: a client has a number below 0")
+    return Run(path, label, settings, summary, partitions, names, series, totals, seconds)
+
+
+def _text(path: Path) -> str:
+    try:
+        content = path.read_bytes()
+        check_digest(path, content)
+        return content.decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RunDirError(f"{path} cannot be read: {error}") from error
+
+
+def _check_settings(path: Path, settings: str) -> None:
+    """Refuse what is no document of settings: every key a plain value or a table, as `fedloom run` writes them."""
+    try:
+        document = tomllib.loads(settings)
+    except RecursionError as error:
+        raise RunDirError(f"{path} is damaged: nested too deeply") from error
+    except ValueError as error:
+        raise RunDirError(f"{path} is damaged: {error}") from error
+    for name in (*TABLES, "resolved"):
+        if not isinstance(document.get(name, {}), dict):
+            raise RunDirError(f"{path} is damaged: [{name}] must be a table")
+    if not isinstance(document.get("resolved", {}).get("versions", {}), dict):
+        raise RunDirError(f"{path} is damaged: [resolved] versions must be a table")
+    methods = document.get("method", [])
+    if not isinstance(methods, list) or not all(isinstance(method, dict) for method in methods):
+        raise RunDirError(f"{path} is damaged: [[method]] must be a list of tables")
+
+
+def _summary(path: Path) -> Summary:
+    """The summary; an empty one while the first method is still running."""
+    try:
+        return read_summary(path)
+    except FileNotFoundError:
+        return Summary()
+    except OSError as error:
+        raise RunDirError(f"{path} cannot be read: {error}") from error
+
+
+def _seconds(path: Path) -> dict[tuple[str, int], Points]:
+    if not path.exists():
+        return {}
+    table = read_table(path, ("method", "seed", "round", "seconds"))
+    for name in ("model", "part", "metric"):
+        table = table.append_column(name, pa.array([""] * len(table)))
+    series = _split(table.append_column("client", table["seed"]).append_column("value", table["seconds"]))
+    return {(key.method, key.seed): points for key, points in series.items()}
+
+
+def _partitions(path: Path) -> tuple[dict[int, RunPartition], list[str]]:
+    """The split of every seed, and the names of the clients; empty while the first method is still running."""
+    if not path.exists():
+        return {}, []
+    needed = ("seed", "client", "name", "size", "group", "attacks", "counts")
+    table = read_table(path, needed, lacking=("tested", "tests"))
+    seed, attacks = table["seed"].to_numpy(), table["attacks"].to_numpy()
+    partitions, names = {}, []
+    for value in dict.fromkeys(seed.tolist()):
+        clients = rows_where(table, seed=value).sort_by("client")
+        if clients["client"].to_pylist() != list(range(len(clients))):
+            raise RunDirError(f"{path}: seed {value}: clients must be numbered from 0 to {len(clients) - 1}, each once")
+        flat = clients["counts"].combine_chunks().flatten().to_numpy()
+        if len(flat) % len(clients) or (pc.count_distinct(pc.list_value_length(clients["counts"])).as_py() or 1) > 1:
+            raise RunDirError(f"{path}: column 'counts': every client needs one count per class")
+        groups = clients["group"].to_numpy()
+        hostile = frozenset(np.flatnonzero(attacks[seed == value]).tolist())
+        partitions[int(value)] = RunPartition(
+            flat.reshape(len(clients), -1), clients["size"].to_numpy(), groups, hostile,
+            *((clients["tested"].to_numpy(), clients["tests"][0].as_py()) if "tests" in clients.column_names else ()),
+        )  # fmt: skip
+        names = clients["name"].to_pylist()
+    return partitions, names
+
+
+def read_table(path: Path, names: tuple[str, ...], *, coded: bool = False, lacking: tuple[str, ...] = ()) -> pa.Table:
+    """The named columns, cast to the type that each name has in every file of a run directory.
+
+    ``coded``: text as codes with a dictionary. ``lacking``: further columns, which directories of earlier versions
+    lack; where one is missing, none of them is read.
+
+    Raises:
+        RunDirError: the file is damaged, or lacks one of them.
+    """
+    if path.exists() and not path.is_file():
+        raise RunDirError(f"{path} is no regular file; remove it")
+    try:
+        check_digest(path, path.read_bytes())
+        schema = pq.read_schema(path)
+        stored = schema.names
+        names += lacking if {*lacking} <= {*stored} else ()
+        if twice := [name for name in names if stored.count(name) > 1]:
+            raise RunDirError(f"{path} is damaged: two columns are named {twice[0]!r}")
+        for name in names:
+            if name in stored and pa.types.is_nested(schema.field(name).type) != (name == "counts"):
+                raise RunDirError(
+                    f"{path}: column {name!r} is {schema.field(name).type}; it was not written by fedloom"
+                )
+        with pq.ParquetFile(path, read_dictionary=[n for n in stored if coded and n in _TEXT]) as file:
+            table = file.read(columns=[n for n in names if n in stored])
+        table.validate(full=True)
+    except (OSError, pa.ArrowException) as error:
+        raise RunDirError(f"{path} is damaged: {str(error).rstrip('.')}; {MEND}") from error
+    missing = [name for name in names if name not in stored]
+    if missing:
+        raise RunDirError(f"{path} has no column {missing[0]!r}; its columns are {', '.join(stored)}")
+    columns: dict[str, Any] = {}
+    for name in names:
+        kind = _CODES if coded and name in _TEXT else _KINDS.get(name, pa.float64())
+        try:
+            columns[name] = table[name] if table[name].type == kind else pc.cast(table[name], kind)
+        except pa.ArrowException as error:
+            raise RunDirError(f"{path}: column {name!r} must be {kind}, got {table[name].type}") from error
+        if name in _KINDS and columns[name].null_count:
+            raise RunDirError(f"{path}: column {name!r} has {columns[name].null_count} empty cells")
+    return pa.table(columns)
+
+
+def table_of(path: Path, names: tuple[str, ...]) -> pa.Table | None:
+    """The named columns of a file of a run directory, None where it is not there; see `read_table`."""
+    return read_table(path, names) if path.exists() else None
+
+
+def rows_where(table: pa.Table, **values: object) -> pa.Table:
+    """The rows in which the named columns have these values."""
+    for name, value in values.items():
+        table = table.filter(pc.equal(table[name], value))
+    return table
+
+
+def _split(table: pa.Table) -> dict[Key, Points]:
+    """The rows grouped by key, each group sorted by round, then client."""
+    if not len(table):
+        return {}
+    categories: dict[str, list[Any]] = {}
+    code = np.zeros(len(table), dtype=np.int64)
+    for name in Key._fields:
+        coded = table[name].combine_chunks().dictionary_encode()
+        categories[name] = coded.dictionary.to_pylist()
+        code = code * len(categories[name]) + coded.indices.to_numpy()
+    small = np.int16 if code.max() <= np.iinfo(np.int16).max else np.int64
+    order = np.argsort(code.astype(small), kind="stable")  # int16 is sorted by radix, in linear time
+    code = code[order]
+    ends = [*np.flatnonzero(np.diff(code)) + 1, len(code)]
+    points = Points(*(table[name].to_numpy()[order] for name in ("round", "client", "value")))
+    groups: dict[Key, Points] = {}
+    for start, end in zip([0, *ends], ends, strict=False):
+        number, parts = int(code[start]), []
+        for name in reversed(Key._fields):
+            number, place = divmod(number, len(categories[name]))
+            parts.append(categories[name][place])
+        series = points.at(slice(start, end))
+        later = np.diff(series.round)
+        if not ((later > 0) | ((later == 0) & (np.diff(series.client) >= 0))).all():
+            series = series.at(np.lexsort((series.client, series.round)))
+        groups[Key(*reversed(parts))] = series
+    return groups

@@ -1,0 +1,79 @@
+"""Sites of a deployment: rounds that each took part in or missed, and why its replies were rejected; privacy spent."""
+
+from __future__ import annotations
+
+from html import escape
+
+import numpy as np
+
+from fedloom.formats import fixed, percent, significant
+from fedloom.lab.report.run import Run
+from fedloom.lab.report.tables import scrolling
+from fedloom.rundir import SiteSummary
+
+MOST = 25
+"""Lines of a table over rounds; more rounds are thinned evenly, with the first and the last among them."""
+
+SITES = "Where the run took place. A round counts for a site once its upload was accepted."
+
+
+def site_tables(runs: list[Run]) -> str:
+    """An HTML table per deployed run, nothing where all runs are simulations."""
+    parts = []
+    for run in runs:
+        rounds = max((record.rounds for record in run.summary.runs), default=0)
+        lines = [_line(name, site, rounds) for name, site in run.summary.sites.items()]
+        stale = [site.staleness for site in run.summary.sites.values()]
+        if lines:
+            title = f"<h3>{escape(run.label)}</h3>" if len(runs) > 1 else ""
+            heads: tuple[str, ...] = (
+                "Site",
+                "Rounds",
+                "Share",
+                "Missed",
+                "Last reply",
+                "Rejected",
+                "Why, by step of the check",
+            )
+            if any(s is not None for s in stale):
+                heads = (*heads, "Mean staleness")
+                lines = [[*line, "" if s is None else fixed(s, 1)] for line, s in zip(lines, stale, strict=True)]
+            parts.append(title + scrolling(f"Sites of {run.label}", heads, lines, (4, 6)))
+    return "".join(parts)
+
+
+def privacy_tables(runs: list[Run]) -> str:
+    """An HTML table of epsilon by round per run that spent any: a column per method, the largest over seeds."""
+    parts = []
+    for run in runs:
+        spent: dict[str, dict[int, float]] = {}
+        for key, points in run.totals.items():
+            if key.metric == "epsilon":
+                by_round = spent.setdefault(key.method, {})
+                for t, value in zip(points.round.tolist(), points.value.tolist(), strict=True):
+                    by_round[t] = max(value, by_round.get(t, 0.0))
+        if spent:
+            rounds = sorted(set[int]().union(*spent.values()))
+            places = np.unique(np.linspace(0, len(rounds) - 1, MOST).round().astype(int))
+            values = [[significant(spent[m][t]) if t in spent[m] else "" for m in spent] for t in rounds]
+            lines = [[f"{rounds[k]}", *values[k]] for k in places]
+            title = f"<h3>{escape(run.label)}</h3>" if len(runs) > 1 else ""
+            parts.append(title + scrolling(f"Privacy spent in {run.label}", ("Round", *spent), lines))
+    return "".join(parts)
+
+
+def _line(name: str, site: SiteSummary, rounds: int) -> list[str]:
+    share = percent(site.accepted / rounds) if rounds else ""
+    last = (site.last_reply or "")[:19].replace("T", " ") or ("none accepted" if site.rejected else "never")
+    why = "; ".join(f"step {step}: {one.reason} ({one.count})" for step, one in site.rejected.items())
+    rejected = sum(one.count for one in site.rejected.values())
+    cells = (
+        name,
+        f"{site.accepted}",
+        share,
+        f"{site.missed}",
+        last + ("" if site.here else " (gone)"),
+        f"{rejected}",
+        why,
+    )
+    return [escape(cell) for cell in cells]

@@ -1,0 +1,250 @@
+"""Tables: results as Arrow, as CSV and as LaTeX (booktabs); numbers and HTML tables for people."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from types import MappingProxyType
+from typing import TypeVar
+
+import pyarrow as pa
+
+from fedloom.errors import ConfigError
+from fedloom.formats import DASH, PERCENT, PLAIN, factor, finite, interval, pair, total
+from fedloom.lab.report.comparison.criteria import Marks
+from fedloom.lab.report.csv_files import csv_of
+from fedloom.lab.report.naming import COSTS, METRICS, TOTALS, figure, is_ratio, titled
+from fedloom.lab.report.numbers import WORK, Estimate, Row, rows_of
+from fedloom.lab.report.reading import read_runs
+from fedloom.metrics import leading
+
+T = TypeVar("T")
+
+HIDDEN = set(WORK) - set(COSTS)
+"""Figures of the CSV that the table for people leaves out."""
+PRINTED = 6
+"""Columns of the LaTeX table where none are chosen."""
+BOOKTABS = "% \\usepackage{booktabs}"
+TERMINAL = ("steps", "bytes_down")
+"""Costs that a LaTeX table leaves out where no columns are chosen."""
+
+
+def result_table(run_dir: Path) -> pa.Table:
+    """One row per method and model of a run, numbers unrounded and unscaled.
+
+    Columns ``run, method, algorithm, model, status, seeds, rounds, parameters``, then for every figure its mean over
+    seeds under its own name, the half width of the 95 % t interval under ``<name>_ci95`` and the number of seeds with a
+    finite value under ``<name>_seeds``. Figures: ``<metric>`` (mean over the clients' test parts at the last round),
+    ``<metric>_worst10``, ``<metric>_at_validation`` (at the round best on validation), ``<metric>_common`` (common test
+    set), ``loss_variance``, work, traffic in bytes and seconds.
+
+    Raises:
+        RunDirError: ``run_dir`` is not a readable run directory.
+    """
+    return arrow(rows_of(read_runs([run_dir])))
+
+
+def arrow(rows: list[Row]) -> pa.Table:
+    """The rows as an Arrow table; see `result_table`."""
+    columns: dict[str, list[str | int | float | None]] = {
+        "run": [row.run for row in rows],
+        "method": [row.method for row in rows],
+        "algorithm": [row.algorithm for row in rows],
+        "model": [row.model for row in rows],
+        "status": [row.status for row in rows],
+        "seeds": [row.measured for row in rows],
+        "rounds": [max((record.rounds for record in row.records), default=None) for row in rows],
+        "parameters": [next((record.parameters for record in row.records), None) for row in rows],
+    }
+    for name in dict.fromkeys(name for row in rows for name in row.figures):
+        column = column_of(name)
+        estimates = [row.figures.get(name) for row in rows]
+        columns[column] = [finite(e.mean) if e else None for e in estimates]
+        columns[f"{column}_ci95"] = [finite(e.half) if e else None for e in estimates]
+        columns[f"{column}_seeds"] = [len(e.finite) if e else None for e in estimates]
+    return pa.table(columns)
+
+
+def column_of(name: str) -> str:
+    """Column of a figure in the CSV.
+
+    >>> column_of("accuracy/worst10"), column_of("accuracy@validation")
+    ('accuracy_worst10', 'accuracy_at_validation')
+    """
+    return name.replace("/", "_").replace("@validation", "_at_validation").replace("@", "_")
+
+
+def csv_text(rows: list[Row]) -> str:
+    """`arrow` as CSV; empty cells where nothing is known."""
+    table = arrow(rows)
+    return csv_of(table.column_names, table.to_pylist())
+
+
+def columns_of(rows: list[Row]) -> dict[str, str]:
+    """Figures of the table for people, with their titles, the leading metric first."""
+    have = {name for row in rows for name, estimate in row.figures.items() if estimate.finite}
+    lead = leading(have)
+    parts = ("@validation", "@common", "/weighted", "/sigma", "/jain")
+    order = [*headline(lead), *(lead + part for part in parts)]
+    order += [*METRICS, *TOTALS, *sorted(name for name in have if not set(name) & set("/@"))]
+    return {name: titled(figure(name)) for name in dict.fromkeys(order) if name in have and name not in HIDDEN}
+
+
+def headline(lead: str) -> tuple[str, ...]:
+    """Figures that come first in every table for people, under a leading metric."""
+    return lead, f"{lead}/worst10", "calibration_error", "loss/variance", *COSTS
+
+
+def printed(rows: list[Row], chosen: Sequence[str] | None = None) -> dict[str, str]:
+    """Figures of the LaTeX table with their titles: those chosen by their name in the CSV, else up to `PRINTED`.
+
+    Raises:
+        ConfigError: there is no such figure.
+    """
+    shown = columns_of(rows)
+    if chosen is None:
+        order = [name for name in headline(next(iter(shown), "")) if name in shown and name not in TERMINAL]
+        return {name: shown[name] for name in order[:PRINTED]}
+    name_of_column = {column_of(name): name for row in rows for name in row.figures}
+    unknown = [name for name in chosen if name not in name_of_column]
+    if unknown or not chosen:
+        got = f"got {unknown[0]!r}" if unknown else "got none"
+        raise ConfigError(f"--columns: {got}; the columns of these runs are {', '.join(name_of_column)}")
+    return {name_of_column[name]: titled(figure(name_of_column[name])) for name in chosen}
+
+
+def cell(name: str, estimate: Estimate | None) -> tuple[str, str]:
+    """A figure for people: mean and half width of the interval, the latter with two significant digits.
+
+    ``(DASH, "")`` where nothing is known.
+
+    >>> cell("accuracy", Estimate({0: 0.9, 1: 0.92}))
+    ('91.0', '12.7')
+    """
+    if estimate is None or not estimate.finite:
+        return DASH, ""
+    return measured(name, estimate.mean, estimate.half)
+
+
+def cell_text(name: str, estimate: Estimate | None) -> str:
+    """The same in one text."""
+    return pair(*cell(name, estimate))
+
+
+def measured(name: str, mean: float, half: float) -> tuple[str, str]:
+    """A figure for people from its mean and half width, unscaled; see `cell`."""
+    scale = figure(name).scale
+    if not math.isfinite(mean):
+        return DASH, ""
+    return (total(mean * scale), "") if name in COSTS else interval(mean * scale, half * scale, decimals(name))
+
+
+def difference(name: str, mean: float, half: float) -> tuple[str, str]:
+    """The text of a difference of a figure, and of its interval; of a ratio one text, from its logarithm."""
+    scale = figure(name).scale
+    if is_ratio(name):
+        return factor(mean, half), ""
+    return interval(mean * scale, half * scale, decimals(name), signed=True)
+
+
+def decimals(name: str) -> tuple[int, int]:
+    """The least and the most decimals of a figure."""
+    return PERCENT if figure(name).scale == 100 else PLAIN
+
+
+def latex(
+    rows: list[Row],
+    caption: str,
+    chosen: Sequence[str] | None = None,
+    marks: Mapping[str, Marks] = MappingProxyType({}),
+) -> str:
+    """The results as LaTeX; needs the package booktabs. See `printed` for its columns.
+
+    Args:
+        rows: of the table.
+        caption: of the table.
+        chosen: columns, by their names in the CSV.
+        marks: what is bold and what has a dagger, by figure.
+    """
+    columns = printed(rows, chosen)
+    several = len({row.run for row in rows}) > 1
+    head = [*(["Run"] if several else []), "Method", "Model", *columns.values()]
+    legend = [
+        *(["Bold: the best mean of a column."] if any(m.best for m in marks.values()) else []),
+        *(
+            ["$^{\\dagger}$: not significantly worse than the best (paired t test over seeds, Holm, 5\\,\\%)."]
+            if any(m.beside for m in marks.values())
+            else []
+        ),
+    ]
+    lines = []
+    for place, row in enumerate(rows):
+        cells = [*([tex(row.run)] if several else []), tex(row.method), tex(row.model)]
+        for name in columns:
+            mark = marks.get(name, Marks())
+            best, beside = place in mark.best, place in mark.beside
+            cells.append(marked(*cell(name, row.figures.get(name)), best=best, dagger=beside))
+        lines.append(" & ".join(cells) + " \\\\" + ("" if row.done else f" % {row.status}"))
+    words = ". ".join([tex(caption), *([" ".join(legend)] if legend else [])])
+    return "\n".join([BOOKTABS, *tabular(words, "l" * (3 if several else 2) + "r" * len(columns), head, lines), ""])
+
+
+def tabular(caption: str, columns: str, heads: Sequence[str], lines: Sequence[str]) -> list[str]:
+    """The lines of a LaTeX table.
+
+    Args:
+        caption: of the table, as LaTeX.
+        columns: a letter for each, as ``llr``.
+        heads: titles of the columns, as plain text.
+        lines: rows, as LaTeX.
+    """
+    head = " & ".join(map(tex, heads)) + " \\\\"
+    first = ["\\begin{table}", "\\centering", f"\\caption{{{caption}}}", f"\\begin{{tabular}}{{{columns}}}"]
+    return [*first, "\\toprule", head, "\\midrule", *lines, "\\bottomrule", "\\end{tabular}", "\\end{table}"]
+
+
+_TEX = {"\\": "\\textbackslash{}", "~": "\\textasciitilde{}", "^": "\\textasciicircum{}", "²": "$^2$", "·": "$\\cdot$"}
+
+
+def tex(text: str) -> str:
+    """A text with the characters escaped that LaTeX would read as commands."""
+    return "".join(_TEX.get(c, f"\\{c}" if c in "&%$#_{}" else c) for c in text)
+
+
+def marked(mean: str, half: str, *, best: bool = False, dagger: bool = False) -> str:
+    r"""A cell of a LaTeX table: a figure with its half width, in bold, or with a dagger.
+
+    >>> marked("91.2", "0.4"), marked("91.2", "0.4", best=True), marked("91", "", dagger=True)
+    ('$91.2 \\pm 0.4$', '$\\mathbf{91.2 \\pm 0.4}$', '$91^{\\dagger}$')
+    """
+    if mean == DASH:
+        return "--"
+    body = re.sub(r"e(-?\d+)", r" \\times 10^{\1}", f"{mean} \\pm {half}" if half else mean)
+    body = f"\\mathbf{{{body}}}" if best else f"{body}^{{\\dagger}}" if dagger else body
+    plain_text = not (half or best or dagger or "times" in body or body.startswith(("+", "-")))
+    return (body if plain_text else f"${body}$").replace("\u202f", "\\,")
+
+
+def scrolling(label: str, heads: Sequence[str], lines: Sequence[Sequence[str]], text: Sequence[int] = ()) -> str:
+    """An HTML table that scrolls sideways; cells are HTML, the first of a line is its head.
+
+    Args:
+        label: what the table is, for screen readers.
+        heads: titles of the columns.
+        lines: cells; a line that begins with ``All`` is set apart.
+        text: columns besides the first that hold sentences.
+    """
+    head = "".join(
+        f'<th scope="col"{" class=text" if i in (0, *text) else ""}>{escape(h)}</th>' for i, h in enumerate(heads)
+    )
+    body = ""
+    for first, *cells in lines:
+        row = "".join(f"<td{' class=reason' if i in text else ''}>{cell}</td>" for i, cell in enumerate(cells, start=1))
+        body += f'<tr{" class=all" if first == "All" else ""}><th scope="row">{first}</th>{row}</tr>'
+    return (
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(label)}"><table><thead><tr>{head}</tr>'
+        f"</thead><tbody>{body}</tbody></table></div>"
+    )

@@ -1,0 +1,20 @@
+"""Tuning: the settings of every method of an experiment, chosen on validation with equal trials and equal work."""
+
+from __future__ import annotations
+
+from fedloom.lab.tune.search import SearchResult, check_values, space_of, with_params
+from fedloom.lab.tune.trial import Trial, for_scoring
+from fedloom.lab.tune.tuning import Tuning
+from fedloom.lab.tune.work import Budget, plain_budget
+
+__all__ = [
+    "Budget",
+    "SearchResult",
+    "Trial",
+    "Tuning",
+    "check_values",
+    "for_scoring",
+    "plain_budget",
+    "space_of",
+    "with_params",
+]

@@ -1,0 +1,157 @@
+"""Report what was tried: ``trials.csv``, ``tuning.md`` and a chart of every trial, ``trials.svg``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fedloom.formats import percent, significant
+from fedloom.lab.experiment.tuning import Dimension, Range, Tune
+from fedloom.lab.report.charts.kit import Figure, mark, number, panels
+from fedloom.lab.report.charts.kit import chart as parts
+from fedloom.lab.report.csv_files import csv_of
+from fedloom.lab.report.naming import metric as named
+from fedloom.lab.report.naming import titled
+from fedloom.lab.tune.search import ALL, SearchResult, beyond, defaults, shorter
+from fedloom.lab.tune.trial import Trial
+from fedloom.lab.tune.work import Goal
+from fedloom.storage.files import write_atomic
+
+REPORTS = CSV, SVG, PAGE = "trials.csv", "trials.svg", "tuning.md"
+"""Files of the report of a search."""
+
+
+def write_report(
+    out: Path, name: str, tune: Tune, goal: Goal, findings: Sequence[SearchResult], *, tuned: bool
+) -> None:
+    """Write the three files; ``tuned``: there is a ``tuned.toml`` to speak of."""
+    write_atomic(out / CSV, _csv(findings).encode())
+    write_atomic(out / SVG, _chart(goal, findings).svg().encode())
+    write_atomic(out / PAGE, "\n".join(_page(name, tune, goal, findings, tuned=tuned)).encode())
+
+
+def _csv(findings: Sequence[SearchResult]) -> str:
+    keys = sorted({key for f in findings for key in f.study.space})
+    rows: list[list[object]] = []
+    for f in findings:
+        for t in f.trials:
+            values = [t.params.get(key, "") for key in keys]
+            chosen = f.best is not None and t.number == f.best.number
+            row = [f.study.method.label, t.number, t.state, "" if t.value is None else t.value, *values]
+            rows.append([*row, t.rounds, t.samples_backward, int(chosen), t.reason])
+    columns = ["method", "trial", "state", "value", *keys, "rounds", "samples_backward", "chosen", "reason"]
+    return csv_of(columns, rows)
+
+
+def _page(name: str, tune: Tune, goal: Goal, findings: Sequence[SearchResult], *, tuned: bool) -> list[str]:
+    shown = named(goal.metric)
+    budget = ("", "") if goal.samples is None else (" of the budget |", "---|")
+    lines = [
+        f"# Tuning of {name}",
+        "",
+        f"Every method had {tune.trials} trials{_whole(findings)}. {_work(goal, findings)} "
+        "It is scored by the validation "
+        f"{titled(shown)} after its last round, {_mean(goal)}"
+        f"{', and over the models of the table' if tune.model == 'mean' else ''}. The test data were not read.",
+        "",
+        "Trial 0 is the setting of the experiment file, where the search space holds it. "
+        + (
+            f"After {tune.startup} trials, one below the median of the complete ones at the same point is stopped."
+            if tune.prune
+            else "No trial was stopped early."
+        ),
+        "",
+        "![Every trial](trials.svg)",
+        "",
+        "## Chosen",
+        "",
+        f"| method | model | {titled(shown)} | setting | rounds | samples_backward |{budget[0]} pruned | failed |",
+        f"|---|---|---|---|---|---|{budget[1]}---|---|",
+    ]
+    for f in findings:
+        states = [t.state for t in f.trials]
+        ends = f"{states.count('pruned')} | {states.count('failed')}"
+        label, b = f.study.method.label, f.best
+        if b is None:
+            share = "" if goal.samples is None else " - |"
+            lines.append(f"| {label} | {f.study.model} | - | no trial completed | - | - |{share} {ends} |")
+            continue
+        share = "" if f.share is None else f" {percent(f.share, 1)} |"
+        lines.append(
+            f"| {label} | {f.study.model} | {_value(b, goal)} | {b.setting} | {b.rounds} | "
+            f"{b.samples_backward:,} |{share} {ends} |"
+        )
+    lines += [line for sentence in beyond(findings) for line in ("", f"**{sentence}**")]
+    lines += [line for sentence in shorter(findings) for line in ("", sentence)]
+    lines += ["", "## Where was looked", "", "| method | setting | where | from |", "|---|---|---|---|"]
+    for f in findings:
+        for key, dimension in f.study.space.items():
+            source = _source(f.study.method.algorithm, f.study.method.label, key, tune)
+            lines.append(f"| {f.study.method.label} | {key} | {_where(dimension)} | {source} |")
+    more = " The experiment with what was chosen: `tuned.toml`." if tuned else ""
+    return [*lines, "", f"All trials: [trials.csv](trials.csv).{more}", ""]
+
+
+def _whole(findings: Sequence[SearchResult]) -> str:
+    """The part of a sentence on spaces that were gone through whole."""
+    spaces = [f"{f.study.method.label} ({len(f.trials)})" for f in findings if f.study.search.whole]
+    if not spaces:
+        return ""
+    return (
+        f"; a space of lists that holds no more settings than that was gone through whole, every setting once, by "
+        f"Optuna's GridSampler: {', '.join(spaces)}"
+    )
+
+
+def _work(goal: Goal, findings: Sequence[SearchResult]) -> str:
+    """The sentence on how long a trial trains."""
+    seeds = ", ".join(str(s) for s in goal.seeds)
+    if goal.samples is not None:
+        return (
+            f"A trial trains for the work of {goal.rounds} rounds of plain local training per seed "
+            f"({goal.samples:,} samples_backward over seeds {seeds}), in as many of its own rounds as come nearest."
+        )
+    budgets = [
+        f", of {f.study.method.label} {f.study.goal.rounds}" for f in findings if f.study.goal.rounds != goal.rounds
+    ]
+    return f"A trial trains for {goal.rounds} rounds per seed{''.join(budgets)} (seeds {seeds}), whatever they cost."
+
+
+def _chart(goal: Goal, findings: Sequence[SearchResult]) -> Figure:
+    rows: list[dict[str, Any]] = [
+        {"method": f.study.method.label, "trial": t.number, "value": value, "state": t.state}
+        for f in findings
+        for t in f.trials
+        if (value := t.value if t.value is not None else t.marks.get(max(t.marks, default=-1))) is not None
+    ]
+    shown = named(goal.metric)
+    state = {"field": "state", "type": "nominal", "title": None}
+    value_axis = number("value", f"Validation {shown.title.lower()}")
+    points = mark("point", {"x": number("trial", "Trial"), "y": value_axis, "color": state, "shape": state})
+    chart = panels(parts(points), "method", [row["method"] for row in rows], None)
+    caption = "Every trial's score after its last round; of a stopped one, at the point where it was stopped."
+    return Figure("trials", "tuning", "trials", "Every trial", caption, chart, {"rows": rows}, "facet")
+
+
+def _mean(goal: Goal) -> str:
+    weighted = goal.statistic == "weighted"
+    return "mean over clients weighted by their samples, and over seeds" if weighted else "mean over clients and seeds"
+
+
+def _value(trial: Trial, goal: Goal) -> str:
+    assert trial.value is not None
+    return significant(trial.value * named(goal.metric).scale)
+
+
+def _where(dimension: Dimension) -> str:
+    if isinstance(dimension, Range):
+        return f"{dimension.low} to {dimension.high}{', logarithmic' if dimension.log else ''}"
+    return ", ".join(str(value) for value in dimension)
+
+
+def _source(algorithm: str, label: str, key: str, tune: Tune) -> str:
+    if any(key in tune.space.get(name, {}) for name in (ALL, algorithm, label)):
+        return "the experiment file"
+    spaces, sources = defaults()
+    return sources[algorithm if key in spaces.get(algorithm, {}) else ALL]

@@ -1,0 +1,269 @@
+"""The space of a search, and the setting that it tries next.
+
+The space of a method: the defaults of `spaces.toml`, and what the experiment changes of them. A suggestion depends on
+the finished trials and on (seed, method, trial number) only, so a search that was killed resumes with the very trials
+that it would have had. A space of lists that has no more settings than there are trials is gone through whole
+(GridSampler); elsewhere past trials suggest the next one (TPESampler).
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.pruners import MedianPruner, NopPruner
+from optuna.samplers import GridSampler, TPESampler
+
+from fedloom.errors import ConfigError, unknown
+from fedloom.formats import percent
+from fedloom.lab.experiment import Experiment, parse
+from fedloom.lab.experiment.schema import Method
+from fedloom.lab.experiment.tuning import Dimension, Range, Tune
+from fedloom.lab.tune.trial import Params, Trial
+from fedloom.lab.tune.work import BEYOND, Goal
+from fedloom.local import LocalSGD
+from fedloom.seeds import generator, words
+from fedloom.values import fields_of
+
+Read = Callable[[Mapping[str, Any], str], Experiment]
+"""(document, its name for messages) -> experiment; raises ConfigError."""
+ALL = "all"
+DERIVED = "1x"
+"""A derived option as it is derived."""
+
+
+@cache
+def defaults() -> tuple[Mapping[str, Mapping[str, Dimension]], Mapping[str, str]]:
+    """The default space of every method, and the sentence on where it comes from."""
+    tables = tomllib.loads((files("fedloom.lab.tune") / "spaces.toml").read_text(encoding="utf-8"))
+    sources = {name: str(table.pop("source")) for name, table in tables.items()}
+    return Tune(space=tables).space, sources
+
+
+def space_of(method: Method, tune: Tune, where: str) -> dict[str, Dimension]:
+    """Where the settings of a method are looked for; the last entry, and one for the method alone, counts.
+
+    Raises:
+        ConfigError: a setting that the method has not.
+    """
+    default_spaces = defaults()[0] if tune.defaults else {}
+    settings_of_method = [*fields_of(method.entry), *(f"local.{name}" for name in LocalSGD.model_fields)]
+    space: dict[str, Dimension] = {}
+    for table in (default_spaces, tune.space):
+        for name in dict.fromkeys((ALL, method.algorithm, method.label)):
+            for key, dimension in table.get(name, {}).items():
+                if key not in settings_of_method:
+                    raise unknown("setting", key, settings_of_method, f"{where}: [tune.space.{name}]")
+                space[key] = dimension
+    return {key: dimension for key, dimension in sorted(space.items()) if dimension}
+
+
+def check_names(experiment: Experiment, where: str) -> None:
+    """Refuse a space for a method that the experiment does not compare.
+
+    Raises:
+        ConfigError: the message has the names that are there.
+    """
+    names = [ALL, *(name for m in experiment.methods for name in (m.label, m.algorithm))]
+    for name in experiment.tune.space:
+        if name not in names:
+            raise unknown("method", name, dict.fromkeys(names), f"{where}: [tune.space]")
+
+
+def check_values(
+    document: Mapping[str, Any], place: int, space: Mapping[str, Dimension], where: str, read: Read = parse
+) -> None:
+    """Refuse a space with a value that the method does not take.
+
+    Raises:
+        ConfigError: the method's own sentence on that value.
+    """
+    alone = {**document, "method": [document["method"][place]]}  # the other methods need not be read for every value
+    for key, dimension in space.items():
+        for value in (dimension.low, dimension.high) if isinstance(dimension, Range) else dimension:
+            try:
+                with suppress(ConfigError):
+                    read(with_params(alone, 0, {key: value}), where)
+                    continue
+                read(with_params(document, place, {key: value}), where)
+            except ConfigError as error:
+                raise ConfigError(f"{where}: [tune.space], {key} = {value!r} cannot be tried: {error}") from None
+
+
+def with_params(document: Mapping[str, Any], place: int, params: Params, **more: Any) -> dict[str, Any]:
+    """The document of an experiment with settings of its method number ``place`` replaced; nothing else changes."""
+    method = {**document["method"][place], **more}
+    for key, value in params.items():
+        table, _, name = key.rpartition(".")
+        if table:
+            method[table] = {**method.get(table, {}), name: value}
+        else:
+            method[key] = value
+    methods = [*document["method"][:place], method, *document["method"][place + 1 :]]
+    return {**document, "method": methods}
+
+
+def own_params(method: Method, space: Mapping[str, Dimension]) -> Params | None:
+    """The file's own values of the settings that are looked for; None where the space does not hold them all."""
+    fields = fields_of(method.entry)
+    table = {**{key: field.default for key, field in fields.items()}, **method.settings()}
+    params = {key: _at(table, key) for key in space}
+    params = {k: DERIVED if v is None and DERIVED in _choices(space[k]) else v for k, v in params.items()}
+    return params if all(_holds(space[key], value) for key, value in params.items()) else None
+
+
+def _at(table: Mapping[str, Any], key: str) -> Any:
+    first, _, rest = key.partition(".")
+    return table[first].get(rest) if rest else table.get(first)
+
+
+def _choices(dimension: Dimension) -> Sequence[Any]:
+    return () if isinstance(dimension, Range) else dimension
+
+
+def _holds(dimension: Dimension, value: object) -> bool:
+    if isinstance(dimension, Range):
+        return isinstance(value, int | float) and dimension.low <= value <= dimension.high
+    return value in dimension
+
+
+class Search:
+    """What to try next, and whether to go on.
+
+    Args:
+        space: where settings are looked for.
+        tune: the number of trials, the seed, and how long a trial is never stopped.
+        label: of the method.
+        higher: a higher value is better.
+        first: the setting of trial 0; None where the space does not hold the file's own.
+    """
+
+    def __init__(
+        self, space: Mapping[str, Dimension], tune: Tune, label: str, higher: bool, first: Params | None
+    ) -> None:
+        self.space = {key: _distribution(dimension) for key, dimension in space.items()}
+        self.settings, self.higher = settings_of(space), higher
+        self._tune, self._label, self._first = tune, label, first
+        self._grid = self._shuffled(space) if self.whole else None
+
+    @property
+    def whole(self) -> bool:
+        """Every setting of the space is tried once, and nothing else."""
+        return self.settings <= self._tune.trials
+
+    def ended(self, trials: Sequence[Trial]) -> bool:
+        """Whether there is nothing more to try after the finished trials."""
+        return len(trials) >= self._tune.trials or (self._grid is not None and self._next(trials) is None)
+
+    def ask(self, trials: Sequence[Trial]) -> optuna.Trial:
+        """The next trial after the finished ones, of a search that has not ended.
+
+        It belongs to a study in memory: a trial that is cut off leaves nothing behind that the next one could see.
+        """
+        tune = self._tune
+        study = optuna.create_study(
+            direction="maximize" if self.higher else "minimize",
+            sampler=TPESampler(seed=self._seed(len(trials))),
+            pruner=MedianPruner(n_startup_trials=tune.startup) if tune.prune else NopPruner(),
+        )
+        # a failed trial is one of the worst to the sampler, and none of those that the pruner compares with
+        usable_trials = [t.with_(state="pruned", marks={}) if t.state == "failed" else t for t in trials]
+        study.add_trials([t.frozen(self.space) for t in usable_trials])
+        next_params = self._next(trials)
+        if next_params is not None:
+            study.enqueue_trial(dict(next_params))
+        return study.ask(self.space)
+
+    def best(self, trials: Sequence[Trial]) -> Trial | None:
+        """The complete trial of the best value, the earliest of equals; None where none completed."""
+        scored = [(t.value if self.higher else -t.value, -t.number, t) for t in trials if t.value is not None]
+        return max(scored)[2] if scored else None
+
+    def _next(self, trials: Sequence[Trial]) -> Params | None:
+        """The setting that comes next whatever the others gave; None where Optuna is to suggest one."""
+        if self._grid is None:
+            return None if trials else self._first
+        tried = [t.params for t in trials]
+        return next((params for params in self._grid if params not in tried), None)
+
+    def _shuffled(self, space: Mapping[str, Dimension]) -> list[Params]:
+        """Every setting of a space of lists in a seeded order, the file's own first."""
+        lists = {key: list(dict.fromkeys(choices)) for key, choices in space.items() if isinstance(choices, tuple)}
+        study = optuna.create_study(sampler=GridSampler(lists, seed=self._seed()))
+        candidates: list[Params] = [study.ask(self.space).params for _ in range(int(self.settings))]
+        return sorted(candidates, key=lambda params: params != self._first)
+
+    def _seed(self, trial: int = 0) -> Any:
+        """128 bits, in the form that numpy's generator takes."""
+        return words(generator(self._tune.seed, trial, purpose=("tune", self._label)))
+
+
+class Study(NamedTuple):
+    """The search for one method: its place in the experiment, where it looks, and what its trials are given."""
+
+    place: int
+    method: Method
+    space: Mapping[str, Dimension]
+    goal: Goal
+    search: Search
+
+    @property
+    def model(self) -> str:
+        """The model that is scored."""
+        return " and ".join(self.goal.models)
+
+
+class SearchResult(NamedTuple):
+    """What was tried for a method, and the best of it (None: no trial completed)."""
+
+    study: Study
+    trials: Sequence[Trial]
+    best: Trial | None
+
+    @property
+    def share(self) -> float | None:
+        """Share of the budget that the best trial took; None without one, and where work is not equal."""
+        samples = self.study.goal.samples
+        return None if self.best is None or samples is None else self.best.samples_backward / samples
+
+
+def beyond(findings: Sequence[SearchResult]) -> list[str]:
+    """A sentence on every method whose best trial took more than its budget allows (`fedloom.lab.tune.work.BEYOND`)."""
+    return [
+        f"{f.study.method.label} did not have equal work: it took {percent(f.share)} of the gradients of "
+        f"{f.study.goal.rounds} plain rounds in {f.best.rounds} of its own."
+        for f in findings
+        if f.best is not None and f.share is not None and f.share > BEYOND
+    ]
+
+
+def shorter(findings: Sequence[SearchResult]) -> list[str]:
+    """A sentence where trials had fewer rounds than the runs to come, in which a setting that was best may diverge."""
+    pairs = dict.fromkeys((f.study.goal.rounds, f.study.method.setting.rounds) for f in findings)
+    return [
+        f"Trials had the work of {tried} rounds, the runs have that of {rounds}, in which a chosen setting may "
+        f"diverge; [tune] rounds = {rounds} searches with as many."
+        for tried, rounds in pairs
+        if tried < rounds
+    ]
+
+
+def settings_of(space: Mapping[str, Dimension]) -> float:
+    """Different settings that a space holds; infinite where there is a range."""
+    return math.prod(math.inf if isinstance(choices, Range) else len(set(choices)) for choices in space.values())
+
+
+def _distribution(dimension: Dimension) -> BaseDistribution:
+    if not isinstance(dimension, Range):
+        return CategoricalDistribution(list(dimension))
+    low, high = dimension.low, dimension.high
+    if isinstance(low, int) and isinstance(high, int):
+        return IntDistribution(low, high, log=dimension.log)
+    return FloatDistribution(float(low), float(high), log=dimension.log)

@@ -1,0 +1,328 @@
+"""One trial: a setting trained for the work that every trial gets, scored on validation, and kept in a journal."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import optuna
+import torch
+from optuna.distributions import BaseDistribution
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import FrozenTrial, TrialState, create_trial
+from pydantic import Field
+
+from fedloom.callbacks import VirtualTime
+from fedloom.data.federation import Federation, Split
+from fedloom.engine.problem import RunProblem
+from fedloom.engine.records import Records
+from fedloom.engine.setting import Evaluate, Setting
+from fedloom.engine.setup import make_problem
+from fedloom.engine.simulate import Progress, simulate
+from fedloom.engine.state import State
+from fedloom.errors import CodeError, ConfigError, FedloomError, InvalidValue, Refused, RunDirError, RunStopped, Stop
+from fedloom.formats import options
+from fedloom.lab.experiment.schema import Method
+from fedloom.lab.tune.work import Goal
+from fedloom.metrics import METRICS, leading
+from fedloom.metrics import metric as facts
+from fedloom.storage.files import append_synced, write_atomic
+from fedloom.values import Value
+
+optuna.logging.set_verbosity(optuna.logging.WARNING)
+
+Params = Mapping[str, Any]
+"""Values by setting, ``mu`` or ``local.lr``."""
+POINTS = 5
+"""Points of a trial at which it is compared with earlier ones."""
+PART: Literal["validation"] = "validation"
+
+
+_STATES = {"complete": TrialState.COMPLETE, "pruned": TrialState.PRUNED, "failed": TrialState.FAIL}
+
+
+class Trial(Value):
+    """One setting that was tried.
+
+    Attributes:
+        number: 0, 1, ... within the method.
+        params: values by setting.
+        state: ``complete``, ``pruned`` (stopped, below the median of the complete ones) or ``failed`` (it
+            diverged, or the method refuses the values on these clients).
+        value: the validation metric over clients, mean over seeds; None unless complete.
+        marks: the metric on the way, by point.
+        rounds: rounds per seed.
+        samples_backward: samples whose gradient was taken, over all clients, rounds and seeds.
+        reason: why it did not complete.
+    """
+
+    number: int
+    params: dict[str, Any]
+    state: Literal["complete", "pruned", "failed"]
+    value: float | None = None
+    marks: dict[int, float] = Field(default_factory=dict)
+    rounds: int
+    samples_backward: int
+    reason: str = ""
+
+    @property
+    def setting(self) -> str:
+        """The values in one line."""
+        return setting(self.params)
+
+    def frozen(self, space: dict[str, BaseDistribution]) -> FrozenTrial:
+        """The trial as Optuna keeps it."""
+        more = {"rounds": self.rounds, "samples_backward": self.samples_backward, "reason": self.reason}
+        return create_trial(
+            state=_STATES[self.state],
+            value=self.value,
+            params=self.params,
+            distributions=space,
+            intermediate_values=self.marks,
+            user_attrs=more,
+        )
+
+
+def setting(params: Params) -> str:
+    """Values of a setting in one line."""
+    return options(params)
+
+
+class TrialJournal:
+    """The finished trials of a method, in a file of Optuna's journal storage.
+
+    A trial is one line of the file, so a crash at any moment leaves it there as a whole or not at all. The lock of the
+    directory keeps other processes out.
+
+    Args:
+        path: the file, created if need be; a line that a crash has cut is taken off.
+        label: the method, and so the name of Optuna's study.
+        higher: a higher value is better.
+
+    Raises:
+        RunDirError: the file is damaged.
+        CheckpointError: (any method) the disk is full or refuses; the earlier trials are intact.
+    """
+
+    def __init__(self, path: Path, label: str, higher: bool) -> None:
+        journal_bytes = path.read_bytes() if path.exists() else None
+        whole = (journal_bytes or b"")[: (journal_bytes or b"").rfind(b"\n") + 1]
+        if journal_bytes != whole:
+            write_atomic(path, whole)
+        try:
+            self._study = optuna.create_study(
+                storage=JournalStorage(_File(path)),
+                study_name=label,
+                direction="maximize" if higher else "minimize",
+                load_if_exists=True,
+            )
+            self.trials = [_trial(frozen) for frozen in self._study.trials]
+        except Exception as error:  # the storage raises what its parser meets
+            if isinstance(error, FedloomError) and not isinstance(error, InvalidValue):
+                raise
+            raise RunDirError(f"{path} is damaged: {error}; choose another --out, or start anew with --force") from None
+
+    def append(self, trial: Trial, space: dict[str, BaseDistribution]) -> None:
+        """Keep one more trial, of the settings ``space``."""
+        self._study.add_trial(trial.frozen(space))
+        self.trials.append(trial)
+
+
+class _File(JournalFileBackend):
+    """Optuna's file, written as every file of a run directory is."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(str(path))
+        self._path = path
+
+    def append_logs(self, logs: list[dict[str, Any]]) -> None:
+        append_synced(self._path, [json.dumps(log).encode() + b"\n" for log in logs])
+
+
+def _trial(frozen: FrozenTrial) -> Trial:
+    state = next(name for name, state in _STATES.items() if state is frozen.state)
+    marks = frozen.intermediate_values
+    return Trial(
+        number=frozen.number, params=frozen.params, state=state, value=frozen.value, marks=marks, **frozen.user_attrs
+    )
+
+
+class Interrupted(Exception):
+    """The user asked to stop; the trial at hand is kept as a checkpoint."""
+
+
+def without_test(fed: Federation) -> Federation:
+    """The federation without its test data: no test part, no common test set."""
+    none = torch.zeros(0, dtype=torch.int64)
+    parts = {**fed.parts, "test": Split(none, torch.zeros(fed.n + 1, dtype=torch.int64))}
+    return replace(fed, parts=parts, test=none)
+
+
+def for_scoring(setting: Setting, seed: int, every: int = 5) -> Setting:
+    """A trial's run: evaluated on validation only."""
+    evaluate = Evaluate(every=every, parts=(PART,), select_on=PART)
+    return setting.with_(seed=seed, evaluate=evaluate)
+
+
+def scored_models(
+    setting: Setting, fed: Federation, wanted: str, metric: str | None, label: str
+) -> tuple[tuple[str, ...], str, bool]:
+    """The models and the metric that decide, and whether more of it is better.
+
+    Raises:
+        ConfigError: the method has no such model, or the task no such metric; or the run cannot work.
+    """
+    problem, start = make_problem(setting, fed, finds=False)
+    model_kinds = ["global"] if problem.algorithm.global_model(start.server) is not None else []
+    model_kinds += ["personal"] if problem.has_personal else []
+    choices = {"mean": tuple(model_kinds), "auto": tuple(model_kinds[-1:])}
+    model_kinds += ["hybrid"] if len(model_kinds) == 2 else []
+    models = (choices | {"used": tuple(model_kinds[-1:])}).get(wanted, (wanted,))
+    if not models or not set(models) <= set(model_kinds):
+        raise ConfigError(f"[tune] model is {wanted!r}, but {label} has: {', '.join(model_kinds)}; use model = 'auto'")
+    names = _defined(problem)
+    metric_name = leading(names, "settings") if metric is None else metric
+    if metric_name not in names:
+        allowed = ", ".join([*(n for n in METRICS if n in names), *sorted(names - {*METRICS})])
+        raise ConfigError(f"[tune] metric is {metric_name!r}; on this data it can be: {allowed}")
+    return models, metric_name, facts(metric_name).higher
+
+
+def _defined(problem: RunProblem) -> set[str]:
+    """Metrics that some client's validation part defines: AUROC needs both classes."""
+    fed, task = problem.eval_fed, problem.oracle.task
+    owner, y = fed.owner(PART), fed.targets(fed.parts[PART].index)
+    metrics_of_part = task.metrics(torch.zeros(len(y), task.outputs, dtype=problem.oracle.dtype), y, owner, fed.n)
+    return {name for name, values in metrics_of_part.items() if name == "loss" or bool(values.isfinite().any())}
+
+
+def attempt(
+    method: Method,
+    federations: Mapping[int, Federation],
+    goal: Goal,
+    trial: optuna.Trial,
+    folder: Path,
+    emitter: Callable[[str, Setting], Progress],
+) -> Trial:
+    """Train and score a setting.
+
+    Args:
+        method: the one that is tried, with the setting.
+        federations: without test data, by seed.
+        goal: what every trial gets.
+        trial: what Optuna asked for.
+        folder: for checkpoints; a trial that was stopped resumes from there.
+        emitter: (what is run, the run) -> what is called after every round.
+
+    Raises:
+        Interrupted: the user asked to stop.
+    """
+    marks: dict[int, float] = {}
+    values: list[float] = []
+    done = Trial(number=trial.number, params=trial.params, state="complete", rounds=0, samples_backward=0)
+
+    def run(place: int, rounds: int, *, prune: bool = True) -> State:
+        seed, every = goal.seeds[place], -(-rounds // POINTS)
+        watch = _watch(marks, place * POINTS, rounds, every, goal, trial if prune else None)
+        chosen = for_scoring(method.setting, seed, every).with_(rounds=rounds)
+        timed = [] if goal.time is None else [VirtualTime(seconds=goal.time)]
+        figures = emitter(f"{method.label}: {setting(trial.params)}", chosen)
+        result = simulate(
+            chosen, federations[seed], folder=folder / f"{seed}-{rounds}", progress=[figures, watch, *timed]
+        )
+        if result.stop is Stop.INTERRUPTED:
+            raise Interrupted
+        watch(result.state)  # a run that had ended before an interruption is not played again
+        if result.stop not in (Stop.DONE, Stop.STOPPED):
+            raise _Lost(result.state, RunStopped(result.stop, result.detail))
+        return result.state
+
+    try:
+        first = for_scoring(method.setting, goal.seeds[0]), federations[goal.seeds[0]]
+        rounds = goal.rounds if goal.budget is None else goal.budget.rounds(*first)
+        state = run(0, rounds)
+        if goal.budget is not None and goal.budget.missed(_samples(state)):
+            again = goal.budget.rounds(*first, whole=True)
+            if again != rounds:
+                rounds = again
+                marks.clear()
+                state = run(0, rounds, prune=False)
+        for place in range(len(goal.seeds)):
+            state = state if place == 0 else run(place, rounds)
+            done = _further(done, state)
+            values.append(_score(state.records, goal))
+    except _PrunedTrial as hopeless:
+        reason = "below the median of the complete trials at this point"
+        done = _further(done, hopeless.state).with_(state="pruned", reason=reason)
+    except _Lost as lost:
+        done = _further(done, lost.state).with_(state="failed", reason=str(lost.reason))
+    except (RunStopped, CodeError, Refused) as error:  # a bound of an option may depend on the clients
+        done = done.with_(state="failed", reason=str(error))
+    else:
+        done = done.with_(value=sum(values) / len(values))
+    marked: Trial = done.with_(marks=marks)
+    return marked
+
+
+class _Lost(Exception):
+    """A run without a score, with the state it had reached and the reason."""
+
+    def __init__(self, state: State, reason: RunStopped) -> None:
+        self.state, self.reason = state, reason
+
+
+class _PrunedTrial(BaseException):
+    """A trial that is stopped early, with the state it had reached; an Exception of a callback would end no run."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+
+
+def _watch(
+    marks: dict[int, float], first: int, rounds: int, every: int, goal: Goal, trial: optuna.Trial | None
+) -> Callable[[State], None]:
+    """A callback of `simulate` that notes the metric at the points of a trial, and stops a hopeless one if given."""
+
+    def note(state: State) -> None:
+        measured: dict[int, list[float]] = {}
+        for record in state.records.items:
+            wanted = record.model in goal.models and (record.part, record.metric) == (PART, goal.figure)
+            if wanted and 0 < record.round < rounds:
+                measured.setdefault(record.round, []).append(float(record.values[0]))
+        for round, values in measured.items():
+            point, value = first + round // every, sum(values) / len(values)
+            if point not in marks and math.isfinite(value):
+                marks[point] = value
+                if trial is None:
+                    continue
+                trial.report(value, point)
+                if trial.should_prune():
+                    raise _PrunedTrial(state)
+
+    return note
+
+
+def _score(records: Records, goal: Goal) -> float:
+    scores = [records.last(model, PART, goal.figure) for model in goal.models]
+    values = [float(value[0]) for value in scores if value is not None and math.isfinite(value[0])]
+    if len(values) < len(scores):
+        raise RunStopped(Stop.DIVERGED, f"the validation {goal.metric} is not a number")
+    return sum(values) / len(values)
+
+
+def _samples(state: State) -> int:
+    """Samples whose gradient a run has taken, those of its personal models after the last round included."""
+    total = state.records.last("", "", "samples_backward")
+    return 0 if total is None else int(total[0])
+
+
+def _further(trial: Trial, state: State) -> Trial:
+    """The trial after a run of one more seed."""
+    samples = trial.samples_backward + _samples(state)
+    further: Trial = trial.with_(rounds=state.round, samples_backward=samples)
+    return further

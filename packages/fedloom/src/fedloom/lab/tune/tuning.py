@@ -1,0 +1,341 @@
+"""Tuning an experiment in a directory: every method's trials, what is missing only, and the files at the end."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from fedloom.data.federation import Federation
+from fedloom.engine.setting import Engine, Setting
+from fedloom.engine.workers import idle_workers
+from fedloom.errors import ConfigError, RunDirError, RunStopped, Stop
+from fedloom.lab.experiment import Experiment, parse
+from fedloom.lab.experiment.events import PAUSE, Emitter, EventQueue, Listener
+from fedloom.lab.experiment.file import difference_to_recorded
+from fedloom.lab.experiment.tuning import Dimension, Tune
+from fedloom.lab.tune.report import REPORTS, write_report
+from fedloom.lab.tune.search import (
+    Read,
+    Search,
+    SearchResult,
+    Study,
+    beyond,
+    check_names,
+    check_values,
+    own_params,
+    shorter,
+    space_of,
+    with_params,
+)
+from fedloom.lab.tune.trial import (
+    PART,
+    Interrupted,
+    Trial,
+    TrialJournal,
+    attempt,
+    for_scoring,
+    scored_models,
+    without_test,
+)
+from fedloom.lab.tune.work import Budget, Goal, plain_budget
+from fedloom.outputs import check_output_folder
+from fedloom.processes.distributed import check_alone
+from fedloom.processes.pool import WorkerPool, cores, useful
+from fedloom.processes.signals import interruptible
+from fedloom.rundir import check_case, file_name
+from fedloom.storage.files import is_unused, make_folder, refuse_links, write_atomic
+from fedloom.storage.locks import lock
+from fedloom.values import difference, dump, flat
+
+FREE = ("seeds", "name", "evaluate")
+"""Parts of an experiment that no trial depends on."""
+FOLDERS = ("trials", "checkpoints")
+ENTRIES = (*FOLDERS, "search.toml", "tuned.toml", *REPORTS)
+"""Names in the directory of a search that belong to it."""
+"""Folders of a search."""
+
+OnTrial = Callable[[str, Trial], None]
+"""(label, trial): called after every trial."""
+
+
+class Tuning:
+    """The search for the settings of an experiment's methods.
+
+    Args:
+        document: the experiment file.
+        where: its name, for messages.
+        out: directory of the search, created if need be.
+        data_dir: folder of data sets.
+        force: forget what is there.
+        read: makes the experiment of a document.
+
+    Raises:
+        ConfigError: the experiment cannot work, has no validation data, a space that cannot be, or is one of several
+            ranks of torchrun; or the directory lies in a run directory or has what the search reads; nothing is
+            written.
+        RunDirError: the directory is of another search, or not one of a search.
+        DataError: the data cannot be read.
+    """
+
+    def __init__(
+        self,
+        document: Mapping[str, Any],
+        where: str,
+        out: Path,
+        data_dir: Path | None = None,
+        *,
+        force: bool = False,
+        read: Read = parse,
+    ) -> None:
+        check_alone("a search for settings")
+        self.experiment = read(document, where)
+        self.tune, self.out, self._where, self._read = self.experiment.tune, out, where, read
+        check_output_folder(out, (where, self.experiment.source_options.get("source")), entries=ENTRIES)
+        self._document = {key: value for key, value in document.items() if key != "tune"}
+        check_names(self.experiment, where)
+        spaces = [space_of(method, self.tune, where) for method in self.experiment.methods]
+        for place, space in enumerate(spaces):
+            if not space:
+                label = self.experiment.methods[place].label
+                raise ConfigError(f"{where}: nothing to look for in {label}; give it a setting in [tune.space.{label}]")
+            check_values(document, place, space, where, read)
+        seeds = self.tune.seeds or self.experiment.head.seeds[:1]
+        data = self.experiment.source.read(data_dir)
+        self.federations: dict[int, Federation] = {s: without_test(self.experiment.partition(data, s)) for s in seeds}
+        if any(not int(fed.sizes(PART).sum()) for fed in self.federations.values()):
+            raise ConfigError(
+                f"{where}: settings are chosen on validation data, but the clients have none; set [partition] "
+                "validation, for example 0.1"
+            )
+        rounds = self.tune.rounds or self.experiment.common.rounds
+        budget = self._budget(rounds) if self.tune.equal_work and self.tune.simulated_seconds is None else None
+        wanted, _, statistic = (self.tune.metric or "").partition("/")
+        self.studies: list[Study] = []
+        for place, (method, space) in enumerate(zip(self.experiment.methods, spaces, strict=True)):
+            experiment_rounds = self._run(self._document, place)
+            models, metric, higher = scored_models(*experiment_rounds, self.tune.model, wanted or None, method.label)
+            method_rounds = rounds if self.tune.equal_work else document["method"][place].get("rounds", rounds)
+            time = self.tune.simulated_seconds
+            goal = Goal(method_rounds, budget, metric, tuple(seeds), models, higher, statistic or "mean", time)
+            if time is not None and method.setting.devices is None:
+                raise ConfigError(f"{where}: [tune] simulated_seconds is of virtual time; give [devices]")
+            search = Search(space, self.tune, method.label, goal.higher, own_params(method, space))
+            self.studies.append(Study(place, method, space, goal, search))
+        self.goal = self.studies[0].goal._replace(rounds=rounds)
+        self._force = force
+        self._check_directory()
+
+    @property
+    def remarks(self) -> list[str]:
+        """Notes on the search as a whole."""
+        return idle_workers(self.experiment.common.engine)
+
+    @property
+    def rounds(self) -> int:
+        """Rounds of all trials together; where work is equal, in plain ones."""
+        trials = [min(self.tune.trials, study.search.settings) * study.goal.rounds for study in self.studies]
+        return int(sum(trials)) * len(self.goal.seeds)
+
+    def run(self, on_trial: OnTrial = lambda *_: None, *listeners: Listener, tuned: bool = True) -> list[SearchResult]:
+        """Do the trials that are missing, and write every file.
+
+        Args:
+            on_trial: called after every trial.
+            listeners: hear of every round of a trial.
+            tuned: write ``tuned.toml`` too; every method must have a trial that completed then.
+
+        Returns:
+            The search of every method, in the experiment's order.
+
+        Raises:
+            RunStopped: interrupted; or a method of which no trial completed. What was tried is kept.
+            CheckpointError: a disk that is full or refuses; what was tried is kept.
+        """
+        self._stopped = False
+        with lock(self.out), interruptible() as interrupted:
+            check_case(self.out, [study.method.label for study in self.studies])
+            self._claim()
+            workers = self._workers()
+            processes = useful(workers, len(self.studies))
+            line = EventQueue()
+
+            def emitter(label: str, run: Setting) -> Emitter:
+                return Emitter((line.send,), label, run, PAUSE) if processes > 1 else Emitter(listeners, label, run)
+
+            def handle(_shared: None, k: int) -> None:
+                self._tune(self.studies[k], on_trial, emitter, interrupted, workers if processes == 1 else 1)
+
+            with (
+                WorkerPool([handle], processes) as pool,
+                line.listening(*listeners) if processes > 1 else nullcontext(),
+            ):
+                for _ in pool.map(handle, None, range(len(self.studies)), interrupted):
+                    pass
+            findings = [self._result_of(study) for study in self.studies]
+            if not all(f.study.search.ended(f.trials) for f in findings):
+                raise RunStopped(
+                    Stop.INTERRUPTED, f"{sum(len(f.trials) for f in findings)} trials are kept in {self.out}"
+                )
+            write_report(self.out, self.experiment.head.name, self.tune, self.goal, findings, tuned=tuned)
+            lost = [f for f in findings if f.best is None]
+            if lost and tuned:
+                who, why = lost[0].study.method.label, lost[0].trials[-1].reason
+                raise RunStopped(Stop.FAILED, f"no trial of {who} completed: {why}; look in {self.out / 'trials.csv'}")
+            if tuned:
+                self._write(findings)
+        return findings
+
+    def _tune(
+        self,
+        study: Study,
+        on_trial: OnTrial,
+        emitter: Callable[[str, Setting], Emitter],
+        interrupted: Callable[[], bool],
+        workers: int,
+    ) -> None:
+        """The missing trials of a method."""
+        journal, folder = self._journal(study), self.out / "checkpoints" / file_name(study.method.label)
+        while not study.search.ended(journal.trials) and not interrupted() and not self._stopped:
+            trial = study.search.ask(journal.trials)
+            experiment = self._experiment(with_params(self._document, study.place, trial.params), workers)
+            method = experiment.methods[study.place]
+            place = folder / str(trial.number)
+            for old in folder.glob("*"):
+                if old != place:
+                    shutil.rmtree(old)
+            try:
+                done = attempt(method, self.federations, study.goal, trial, place, emitter)
+            except Interrupted:
+                self._stopped = True
+                return
+            journal.append(done, study.search.space)
+            on_trial(study.method.label, done)
+        if study.search.ended(journal.trials):
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _result_of(self, study: Study) -> SearchResult:
+        trials = self._journal(study).trials[: self.tune.trials]
+        return SearchResult(study, trials, study.search.best(trials))
+
+    def _journal(self, study: Study) -> TrialJournal:
+        label = study.method.label
+        return TrialJournal(self.out / "trials" / f"{file_name(label)}.log", label, study.search.higher)
+
+    def _write(self, findings: Sequence[SearchResult]) -> None:
+        """``tuned.toml``: the experiment with the settings of each method's best trial."""
+        document = self.tuned(findings)
+        self._read(document, "tuned.toml")
+        chosen = f"the best of {self.tune.trials} trials each by validation {self.tune.metric or self.goal.metric}"
+        head = f"# {self.experiment.head.name}: settings chosen by 'fedloom tune', {chosen}.\n"
+        if self.tune.equal_work:
+            head += "# The rounds of every method bring its samples_backward nearest to those of `rounds` plain ones.\n"
+            head += "".join(f"# {sentence}\n" for sentence in beyond(findings))
+        head += "".join(f"# {sentence}\n" for sentence in shorter(findings))
+        write_atomic(self.out / "tuned.toml", (head + tomli_w.dumps(document)).encode())
+
+    def tuned(self, findings: Sequence[SearchResult]) -> dict[str, Any]:
+        """The document of the experiment with the settings of each method's best trial, which must be there."""
+        document = self._document
+        for one in findings:
+            assert one.best is not None
+            document = with_params(document, one.study.place, one.best.params, **self._rounds(one, document))
+        return dict(document)
+
+    def _rounds(self, finding: SearchResult, document: Mapping[str, Any]) -> dict[str, int]:
+        study, _, best = finding
+        assert best is not None
+        if not self.tune.equal_work or "rounds" in document["method"][study.place]:
+            return {}
+        wanted = self.experiment.common.rounds
+        needed = best.rounds
+        if wanted != study.goal.rounds:  # a round of the best trial had its share of the trial's work
+            needed = max(1, round(best.rounds * wanted / study.goal.rounds / (finding.share or 1.0)))
+        return {} if needed == wanted else {"rounds": needed}
+
+    def _budget(self, rounds: int) -> Budget:
+        """The work of so many rounds of plain local training, with the first seed."""
+        plain = {**self._document, "method": [{"algorithm": "fedavg"}]}
+        for table in ("weigher", "mixer", "aggregator", "channel"):
+            plain.pop(table, None)
+        return plain_budget(*self._run(plain, 0), rounds)
+
+    def _run(self, document: Mapping[str, object], place: int) -> tuple[Setting, Federation]:
+        seed, fed = next(iter(self.federations.items()))
+        return for_scoring(self._experiment(document).methods[place].setting, seed), fed
+
+    def _experiment(self, document: Mapping[str, object], workers: int = 1) -> Experiment:
+        experiment = self._read(document, self._where)
+        return experiment.with_(engine=experiment.common.engine.with_(workers=workers))
+
+    def _workers(self) -> int:
+        """Processes: for methods side by side, or, where one is tuned at a time, for its rounds."""
+        wanted = self.experiment.common.engine.workers
+        if wanted == "auto":
+            wanted = cores()
+        return wanted if self.experiment.common.engine.device == "cpu" else 1
+
+    def _check_directory(self) -> None:
+        """Refuse a directory that is not this search's; ``search.toml`` has the choices that its trials depend on."""
+        out, path = self.out, self.out / "search.toml"
+        if not is_unused(out) and not path.exists():
+            raise RunDirError(f"{out} is not empty and holds no search (no search.toml); choose another --out")
+        refuse_links(out, FOLDERS)
+        if self._force:
+            return
+        now = tomllib.loads(tomli_w.dumps(self._identity()))
+        try:
+            difference = _changed(tomllib.loads(path.read_text()), now) if path.exists() else ""
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise RunDirError(f"{path} is damaged: {error}; choose another --out, or start anew with --force") from None
+        if difference:
+            raise RunDirError(
+                f"{out} holds another search: {difference}; choose another --out, or start anew with --force"
+            )
+
+    def _claim(self) -> None:
+        """Make the directory this search's own, forgetting what it holds where that was asked for."""
+        self._check_directory()
+        if self._force:
+            for name in FOLDERS:
+                shutil.rmtree(self.out / name, ignore_errors=True)
+        self._force = False
+        write_atomic(self.out / "search.toml", tomli_w.dumps(self._identity()).encode())
+        make_folder(self.out / "trials")
+
+    def _identity(self) -> dict[str, Any]:
+        """What trials depend on, as a TOML document."""
+        settings = self.experiment.settings()
+        for free in FREE:
+            settings.pop(free)
+        for free in Engine.free:
+            settings["engine"].pop(free, None)
+        spaces = {s.method.label: {k: _table(d) for k, d in s.space.items()} for s in self.studies}
+        tune = {**dump(self.tune), "space": spaces, "seeds": list(self.goal.seeds), "rounds": self.goal.rounds}
+        if not self.tune.equal_work:
+            tune["rounds_of"] = {study.method.label: study.goal.rounds for study in self.studies}
+        return {**settings, "tune": tune}
+
+
+def _table(dimension: Dimension) -> Any:
+    return list(dimension) if isinstance(dimension, tuple) else dump(dimension)
+
+
+def _changed(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """What differs of that which decides the trials; more trials, more methods and a longer final run are free."""
+    tunes = [document.pop("tune") for document in (before, now)]
+    free = "|".join(map(re.escape, (f"engine.{free}" for free in Engine.free)))
+    if key_and_values := difference_to_recorded(
+        before, now, rf"{'|'.join(FREE)}|evaluate\..*|{free}|rounds|method .*: rounds"
+    ):
+        return key_and_values
+    was, new = (flat({"tune": {**dump(Tune()), **tune}}) for tune in tunes)
+    options = {f"tune.{name}" for name in Tune.model_fields}
+    wanted = (options | was.keys() & new.keys()) - {"tune.trials"}
+    return difference(*({key: tune[key] for key in wanted & tune.keys()} for tune in (was, new)))

@@ -1,0 +1,304 @@
+"""Processes that torchrun has started, as the ranks of a run: gloo between CPUs, NCCL between GPUs.
+
+    torchrun --nproc-per-node 4 -m fedloom.lab.cli run FILE.toml
+
+Without torchrun's environment variables nothing is opened, and there is one rank.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import re
+import secrets
+import shutil
+import signal
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fedloom.errors import CheckpointError, ConfigError, FedloomError
+from fedloom.processes import rank_messages as parcel
+from fedloom.processes.heartbeat import RESUME, Watch
+from fedloom.processes.ranks import ALONE, Move, Ranks
+from fedloom.storage.memory import Memory
+
+VARIABLES = ("TORCHELASTIC_RUN_ID", "RANK", "LOCAL_RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""Variables that torchrun gives a process, beside WORLD_SIZE."""
+
+FOREVER = timedelta(days=365)
+"""A rank may wait for another that computes; `Watch` monitors whether it lives."""
+
+
+@contextmanager
+def joined() -> Iterator[Ranks]:
+    """The ranks that torchrun has started; one where it has not.
+
+    All leave it together, since torchrun ends the others when one has ended with an error. Of the ranks, the first that
+    fails logs the cause; the others end silently.
+
+    Raises:
+        FedloomError: another rank died or cannot be reached, or this one received the signal to end.
+        SystemExit: this rank failed after another one, which logs the cause.
+    """
+    size = _started()
+    if size == 1:
+        yield ALONE
+        return
+    watch = Watch(int(os.environ["RANK"]), size)
+    try:
+        with _ended_by_signal():
+            group = _join(watch)
+            yield group
+            group.any()
+            with _translated(watch.rank):
+                dist.destroy_process_group()
+    except Exception as error:
+        if watch.first_to_fail():
+            _leave_word(error)
+            raise
+        raise SystemExit(1) from None
+    finally:
+        watch.close()
+
+
+def check_alone(what: str) -> None:
+    """Refuse ranks where each of them would do, and write, all of the work.
+
+    Raises:
+        ConfigError: torchrun has started several.
+    """
+    size = _started()
+    if size > 1:
+        raise ConfigError(
+            f"torchrun has started {size} ranks, but {what} does not divide its work among ranks: each would do all of "
+            "it, into the same files; start it without torchrun, with --workers"
+        )
+
+
+def _started() -> int:
+    """How many ranks torchrun has started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1")) if all(name in os.environ for name in VARIABLES) else 1
+
+
+def _leave_word(error: Exception) -> None:
+    """Write for torchrun why this rank ends, for the report that it prints when all have ended."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        with suppress(OSError):
+            Path(path).write_text(json.dumps({"message": f"{error}", "timestamp": int(time.time())}))
+
+
+def _join(watch: Watch) -> Group:
+    """Meet the other ranks."""
+    local, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    if gpus:
+        torch.cuda.set_device(local % gpus)
+    own_gpu = dist.is_nccl_available() and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= gpus
+    with _translated(watch.rank):
+        dist.init_process_group("gloo", timeout=FOREVER)
+        return Group(watch.rank, watch.size, int(os.environ["GROUP_RANK"]), own_gpu)
+
+
+@contextmanager
+def _translated(rank: int) -> Iterator[None]:
+    """Torch's message on a broken connection, as a sentence."""
+    try:
+        yield
+    except RuntimeError as error:
+        cause = re.sub(r"^(\[\S+:\d+\] )+", "", str(error)).splitlines()[0].split(". ")[0][:200]
+        raise FedloomError(
+            f"rank {rank} lost contact with another rank, which crashed or was killed ({cause}); {RESUME}"
+        ) from error
+
+
+@contextmanager
+def _ended_by_signal() -> Iterator[None]:
+    """The signal by which torchrun ends the ranks when one has died, as an error.
+
+    Once an error is on its way the signal is ignored: the process ends by that error, and has to say it first.
+    """
+
+    def end(_number: int, _frame: FrameType | None) -> None:
+        raise FedloomError(f"torchrun has ended the ranks: one of them died, or a signal stopped it; {RESUME}")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    except Exception:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise
+    signal.signal(signal.SIGTERM, before)
+
+
+class Group:
+    """The ranks of a process group; see `fedloom.processes.ranks.Ranks`.
+
+    Args:
+        rank: this process.
+        size: how many there are.
+        machine: a number of this machine.
+        own_gpu: this rank has a GPU to itself; if all have, tensors on GPUs travel from there, else by way of the CPU.
+    """
+
+    def __init__(self, rank: int, size: int, machine: int, own_gpu: bool) -> None:
+        self.rank, self.size = rank, size
+        all_own = not self.any(not own_gpu)[0]
+        self._nccl = dist.new_group(backend="nccl", timeout=FOREVER) if all_own else None
+        machines = self._numbers(machine)
+        self.machines = [sorted(set(machines)).index(m) for m in machines]
+        here = self.machines[rank]
+        neighbours = [[r for r, m in enumerate(self.machines) if m == k] for k in range(max(self.machines) + 1)]
+        groups = [dist.new_group(ranks, timeout=FOREVER) for ranks in neighbours]
+        first = [ranks[0] for ranks in neighbours]
+        self._here, self._first = (neighbours[here], groups[here]), (first, dist.new_group(first, timeout=FOREVER))
+        name = self.share(f"fedloom-{secrets.token_hex(8)}")
+        self.memory: Memory = _Memory(rank, neighbours[here][0], groups[here], f"{name}-{here}")
+
+    def any(self, *flags: bool) -> list[bool]:
+        flags_by_rank = self._numbers(sum(flag << k for k, flag in enumerate(flags)))
+        return [any(number >> k & 1 for number in flags_by_rank) for k in range(len(flags))]
+
+    def wait(self) -> None:
+        self.memory.wait()
+
+    def share(self, value: Any) -> Any:
+        return self.gather(value if self.rank == 0 else None)[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """See `fedloom.processes.ranks.Ranks`; between machines a byte travels once, from first rank to first rank."""
+        text, tensors = parcel.write(value)
+        packed = parcel.pack(text, [t for t in tensors if not self._by_gpu(t.device.type)])
+        packed = self._exchange(*self._here, packed)
+        if len(self._first[0]) > 1:
+            packed = self._exchange(*self._first, packed) if self.rank in self._first[0] else packed[:0]
+            packed = self._exchange(*self._here, packed)
+        values = []
+        for r, (forms, data) in enumerate(parcel.unpack(packed)):
+            received = self._received(r, forms, data, tensors)
+            values.append(value if r == self.rank else parcel.read(forms, received))
+        return values
+
+    def move(self, moves: Sequence[Move]) -> None:
+        """See `fedloom.processes.ranks.Ranks`."""
+        operations = []
+        for tensors, source, target in moves:
+            way, other = (dist.isend, target) if self.rank == source else (dist.irecv, source)
+            operations += [dist.P2POp(way, t.view(-1).view(torch.uint8), other) for t in tensors if t.numel()]
+        self._send(operations)
+
+    def _numbers(self, number: int) -> list[int]:
+        """A number of every rank."""
+        numbers = [torch.zeros(1, dtype=torch.long) for _ in range(self.size)]
+        with _translated(self.rank):
+            dist.all_gather(numbers, torch.tensor([number]))
+        return [int(n) for n in numbers]
+
+    def _exchange(self, ranks: list[int], group: Any, data: Tensor) -> Tensor:
+        """The bytes of each of some ranks, one after the other; all of them call this and send at once."""
+        if len(ranks) == 1:
+            return data
+        sizes = [torch.zeros(1, dtype=torch.long) for _ in ranks]
+        with _translated(self.rank):
+            dist.all_gather(sizes, torch.tensor([data.numel()]), group=group)
+            received = torch.empty(int(sum(sizes)), dtype=torch.uint8)
+            parts = dict(zip(ranks, received.split([int(size) for size in sizes]), strict=True))
+            parts[self.rank].copy_(data)
+            other_ranks = [r for r in ranks if r != self.rank]
+            moves = [dist.P2POp(dist.irecv, parts[r], r) for r in other_ranks if parts[r].numel()]
+            moves += [dist.P2POp(dist.isend, data, r) for r in other_ranks if data.numel()]
+        self._send(moves)
+        return received
+
+    def _send(self, moves: list[Any]) -> None:
+        """Send and receive at once; between two ranks, in the order given."""
+        with _translated(self.rank):
+            for work in dist.batch_isend_irecv(moves) if moves else []:
+                work.wait()
+
+    def _received(self, source: int, text: bytes, data: Tensor, own_tensors: list[Tensor]) -> list[Tensor]:
+        """The tensors of a parcel; those between GPUs are sent now."""
+        forms = parcel.forms(text)
+        linked = iter(parcel.cut(data, [f for f in forms if not self._by_gpu(f.place)]))
+        direct = iter(self._broadcast(source, [f for f in forms if self._by_gpu(f.place)], own_tensors))
+        return [next(direct) if self._by_gpu(f.place) else next(linked).to(f.place) for f in forms]
+
+    def _broadcast(self, source: int, forms: list[parcel.Form], own_tensors: list[Tensor]) -> list[Tensor]:
+        if not forms:
+            return []
+        if source == self.rank:
+            data = parcel.fill([t for t in own_tensors if t.is_cuda], forms, "cuda")
+        else:
+            data = torch.empty(sum(f.bytes for f in forms), dtype=torch.uint8, device="cuda")
+        with _translated(self.rank):
+            dist.broadcast(data, source, group=self._nccl)
+        return parcel.cut(data, forms)
+
+    def _by_gpu(self, place: str) -> bool:
+        """Whether tensors of a kind of device travel from GPU to GPU."""
+        return self._nccl is not None and place == "cuda"
+
+
+class _Memory:
+    """Rows that the ranks of a machine share: a file without a name, in memory if there is room.
+
+    Args:
+        rank: this process.
+        maker: the first rank of this machine.
+        here: the process group of its ranks; machines need not make the same calls.
+        name: of this machine's files, before they lose it.
+    """
+
+    def __init__(self, rank: int, maker: int, here: Any, name: str) -> None:
+        self._rank, self._here, self._name, self._allocations = rank, here, name, 0
+        self._used: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+        self.leads, self._makes = rank == 0, rank == maker
+
+    def allocate(self, size: int, large: bool) -> mmap.mmap:
+        self._allocations += 1
+        places = [Path(folder, f"{self._name}-{self._allocations}") for folder in ("/dev/shm", tempfile.gettempdir())]
+        try:
+            if self._makes:
+                self._create(places, size, large)
+            self.wait()
+            path = next(p for p in places if p.exists())
+            with path.open("r+b") as file:
+                mapping = mmap.mmap(file.fileno(), size)
+            self._used.add(mapping)
+            self.wait()
+        finally:
+            if self._makes:
+                for path in places:
+                    path.unlink(missing_ok=True)
+        return mapping
+
+    def wait(self) -> None:
+        with _translated(self._rank):
+            dist.barrier(self._here)
+
+    def _create(self, places: list[Path], size: int, large: bool) -> None:
+        wanted = size + sum(map(len, self._used))  # what was made before may still be empty
+        for path in places[1:] if large else places:
+            if path.parent.is_dir() and shutil.disk_usage(path.parent).free > wanted:
+                with path.open("xb") as file:
+                    file.truncate(size)
+                return
+        raise CheckpointError(
+            f"{places[-1].parent} has no room for {wanted >> 20} MiB of clients' rows that the ranks of this "
+            "machine share; free some space, or set TMPDIR to a folder with room"
+        )

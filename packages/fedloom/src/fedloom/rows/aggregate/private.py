@@ -1,0 +1,55 @@
+"""Central differential privacy: every client's rows are clipped, and the server adds noise to their mean."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from fedloom.rows.aggregate._base import Aggregator, ClipRows, Rows, State
+from fedloom.rows.context import Cohort
+
+
+class PrivateMean(Aggregator):
+    """(sum_i x_i min(1, clip / ||x_i||) + N(0, (sigma clip)^2 I)) / m (McMahan et al., ICLR 2018, Algorithm 1).
+
+    x_i are all fields of client i side by side. The noise is that of the sum, so that one client's part in it is at
+    most clip. The number m of clients is taken as known. Whoever receives the uploads (the server) is trusted; what is
+    protected is what leaves it: the model. A simulation draws the noise from the run's seed, so it protects no client;
+        a
+    deployment has noise of its own (`fedloom_sites.deploy.noise`), accounted by Renyi divergences.
+    """
+
+    kind: Literal["private-mean"] = "private-mean"
+    clip: float = Field(1.0, gt=0, description="largest norm of a client's differences, all fields together")
+    sigma: float = Field(1.0, ge=0, description="noise multiplier: standard deviation of the sum in units of clip")
+    delta: float | None = Field(None, gt=0, lt=1, description="record epsilon for this delta (extra: privacy)")
+    neighbours: Literal["replace", "zero"] = Field(
+        "zero", description="epsilon compares an upload with none (sensitivity clip), or any two (2 clip)"
+    )
+    accountant: Literal["rdp", "pld"] = Field(
+        "pld", description="Renyi divergences, as every deployment, or privacy losses (tighter)"
+    )
+    needs: ClassVar[Mapping[str, str]] = {"neighbours": "delta", "accountant": "delta"}
+
+    @model_validator(mode="after")
+    def _makes_sense(self) -> Self:
+        if self.delta is not None and self.sigma == 0:
+            raise ValueError("delta needs noise: sigma must be greater than 0")
+        if self.pre:
+            raise ValueError("private-mean bounds every client by itself; pre would mix them before: leave it empty")
+        return self
+
+    def combine(
+        self, state: State, rows: Rows, weights: Tensor, primary: str, ctx: Cohort
+    ) -> tuple[dict[str, Tensor], State]:
+        clipped, _ = ClipRows(bound=self.clip).mix(rows, weights, primary, ctx)
+        source, m = ctx.rng("noise"), len(weights)
+        noisy = {}
+        for name, r in clipped.items():
+            noise = torch.randn(r.shape[1], generator=source, dtype=r.dtype).to(r.device)
+            noisy[name] = (r.sum(0) + self.sigma * self.clip * noise) / m
+        return noisy, state

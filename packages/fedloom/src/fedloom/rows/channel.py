@@ -1,0 +1,197 @@
+"""Channels: what a client does to the concatenated differences it sends; ``CHANNELS`` by kind.
+
+Error feedback (Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019, Algorithm 2): the client keeps what the
+channel C did not send, e <- x + e - C(x + e), and adds it to its next difference, so that nothing is lost: over T
+rounds sum C = sum x - e_T. The state is e, [m, D]; it stays at the client.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar, Literal, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Generator, Tensor
+
+from fedloom.rows import fields
+from fedloom.rows.algebra import norm, on_grid
+from fedloom.values import Value
+
+
+class Channel(Value, ABC):
+    """A map of rows [m, D], each by itself."""
+
+    encoding: ClassVar[fields.Kind] = "dense"
+    """How the wire writes what comes out."""
+    remembers: ClassVar[bool] = False
+    """May have error feedback, switched by the field `error_feedback`."""
+
+    def init(self, D: int, dtype: torch.dtype) -> Tensor | None:
+        """A new client's state row [D], or None if the channel has no memory."""
+        return torch.zeros(D, dtype=dtype) if getattr(self, "error_feedback", False) else None
+
+    def field(self, D: int, dtype: torch.dtype) -> fields.Field:
+        """The field of a message that carries a row which has passed the channel."""
+        return fields.Field((D,), dtype, self.encoding, levels=getattr(self, "levels", 1))
+
+    def apply(self, state: Tensor | None, diff: Tensor, gens: Sequence[Generator]) -> tuple[Tensor, Tensor | None]:
+        """What is sent of differences, and the new state.
+
+        Args:
+            state: [m, D] of the clients, or None (see `init`).
+            diff: [m, D] differences, all fields of a client side by side.
+            gens: m generators, one per client.
+
+        Returns:
+            [m, D] and the new state.
+        """
+        if not diff.shape[1]:
+            return diff, state
+        if state is None:
+            return self.send(diff, gens), None
+        whole = diff + state
+        sent = self.send(whole, gens)
+        return sent, whole - sent
+
+    @abstractmethod
+    def send(self, x: Tensor, gens: Sequence[Generator]) -> Tensor:
+        """C(x), the channel without memory."""
+
+
+class Clip(Channel):
+    """x min(1, bound / ||x||): a norm of at most `bound`."""
+
+    kind: Literal["clip"] = "clip"
+    bound: float = Field(10.0, gt=0, description="largest norm")
+
+    def send(self, x: Tensor, gens: Sequence[Generator]) -> Tensor:
+        return x * (self.bound / norm(x)).clamp_max(1)
+
+
+class GaussianNoise(Channel):
+    """x min(1, clip / ||x||) + N(0, (sigma clip)^2 I) (Dwork and Roth, 2014, appendix A; McMahan et al., ICLR 2018).
+
+    With a delta, the epsilon of the client that has sent most uploads is recorded (`fedloom.engine.privacy`). Every
+    client adds its own noise, so this is local differential privacy, which costs far more than noise on a sum. A
+    simulation draws it from seeded generators, so it protects no client; a deployment has noise of its own
+    (`fedloom_sites.deploy.noise`), accounted by Renyi divergences.
+    """
+
+    kind: Literal["gaussian-noise"] = "gaussian-noise"
+    clip: float = Field(1.0, gt=0, description="largest norm before the noise")
+    sigma: float = Field(1.0, ge=0, description="noise multiplier: standard deviation in units of clip")
+    delta: float | None = Field(None, gt=0, lt=1, description="record epsilon for this delta (extra: privacy)")
+    neighbours: Literal["replace", "zero"] = Field(
+        "replace", description="epsilon compares any two uploads (sensitivity 2 clip), or one with none (clip)"
+    )
+    accountant: Literal["rdp", "pld"] = Field(
+        "pld", description="Renyi divergences, as every deployment, or privacy losses (tighter)"
+    )
+    needs: ClassVar[Mapping[str, str]] = {"neighbours": "delta", "accountant": "delta"}
+
+    @model_validator(mode="after")
+    def _has_noise(self) -> Self:
+        if self.delta is not None and self.sigma == 0:
+            raise ValueError("delta needs noise: sigma must be greater than 0")
+        return self
+
+    def send(self, x: Tensor, gens: Sequence[Generator]) -> Tensor:
+        noise = _each(gens, lambda gen: torch.randn(x.shape[1], generator=gen, dtype=x.dtype), x)
+        return x * (self.clip / norm(x)).clamp_max(1) + self.sigma * self.clip * noise
+
+
+class TopK(Channel):
+    """The k coordinates of largest absolute value, all others 0 (Stich et al., NeurIPS 2018, Definition 2.2).
+
+    A contraction: ||x - C(x)||^2 <= (1 - k / D) ||x||^2.
+    """
+
+    encoding: ClassVar[fields.Kind] = "sparse"
+    remembers: ClassVar[bool] = True
+    kind: Literal["top-k"] = "top-k"
+    fraction: float = Field(0.01, gt=0, le=1, description="k / D; k is at least 1")
+    error_feedback: bool = Field(True, description="keep what was not sent for the next round")
+
+    def send(self, x: Tensor, gens: Sequence[Generator]) -> Tensor:
+        best = x.abs().topk(_count(self.fraction, x.shape[1]), dim=1).indices
+        return torch.zeros_like(x).scatter(1, best, x.gather(1, best))
+
+
+class RandomK(Channel):
+    """k coordinates drawn without replacement, the others 0 (Stich et al., NeurIPS 2018, Definition 2.2).
+
+    Without error feedback they are scaled by D / k: unbiased, E ||C(x) - x||^2 = (D / k - 1) ||x||^2. With it they
+    are not, so that E ||x - C(x)||^2 = (1 - k / D) ||x||^2 is a contraction.
+    """
+
+    encoding: ClassVar[fields.Kind] = "sparse"
+    remembers: ClassVar[bool] = True
+    kind: Literal["random-k"] = "random-k"
+    fraction: float = Field(0.01, gt=0, le=1, description="k / D; k is at least 1")
+    error_feedback: bool = Field(False, description="keep what was not sent for the next round")
+
+    def send(self, x: Tensor, gens: Sequence[Generator]) -> Tensor:
+        D, k = x.shape[1], _count(self.fraction, x.shape[1])
+        drawn = _each(gens, lambda gen: torch.randperm(D, generator=gen)[:k], x)
+        sent = torch.zeros_like(x).scatter(1, drawn, x.gather(1, drawn))
+        return sent if self.error_feedback else sent * (D / k)
+
+
+class QSGD(Channel):
+    """Every |x_j| / scale rounded to one of its two neighbours in {0, 1 / s, ..., 1} at random, unbiased.
+
+    (Alistarh et al., NeurIPS 2017, section 3.1, with the scale max|x| of their experiments instead of ||x||_2, which
+    makes the variance smaller.) E ||C(x) - x||^2 <= D scale^2 / (4 s^2).
+    """
+
+    encoding: ClassVar[fields.Kind] = "levels"
+    remembers: ClassVar[bool] = True
+    kind: Literal["qsgd"] = "qsgd"
+    levels: int = Field(
+        127, ge=1, lt=2**15, description="s; a coordinate takes ceil(log2(2 s + 1)) bits: 127 is 8 bits"
+    )
+    error_feedback: bool = Field(False, description="keep what was not sent for the next round")
+
+    def send(self, x: Tensor, gens: Sequence[Generator]) -> Tensor:
+        scale = x.abs().amax(1, keepdim=True)
+        ratio = torch.where(scale > 0, x.abs() / scale, x.abs()) * self.levels
+        u = _each(gens, lambda gen: torch.rand(x.shape[1], generator=gen, dtype=x.dtype), x)
+        level = ratio.floor() + (u < ratio - ratio.floor())
+        return on_grid(scale, x.sign() * level, self.levels)
+
+
+class Sign(Channel):
+    """mean|x| sign(x), with sign(0) = 1 (Karimireddy et al., ICML 2019, Algorithm 1: EF-signSGD).
+
+    A contraction: ||x - C(x)||^2 = (1 - ||x||_1^2 / (D ||x||_2^2)) ||x||^2.
+    """
+
+    encoding: ClassVar[fields.Kind] = "sign"
+    remembers: ClassVar[bool] = True
+    kind: Literal["sign"] = "sign"
+    error_feedback: bool = Field(True, description="keep what was not sent for the next round")
+
+    def send(self, x: Tensor, gens: Sequence[Generator]) -> Tensor:
+        return x.abs().mean(1, keepdim=True) * torch.where(x >= 0, 1, -1)
+
+
+CHANNELS: dict[str, type[Channel]] = {
+    "clip": Clip,
+    "gaussian-noise": GaussianNoise,
+    "top-k": TopK,
+    "random-k": RandomK,
+    "qsgd": QSGD,
+    "sign": Sign,
+}
+"""Channels by kind."""
+
+
+def _each(gens: Sequence[Generator], draw: Callable[[Generator], Tensor], like: Tensor) -> Tensor:
+    """Draws [m, .] by the clients' own generators."""
+    return torch.stack([draw(gen) for gen in gens]).to(like.device)
+
+
+def _count(fraction: float, D: int) -> int:
+    return max(round(fraction * D), 1)

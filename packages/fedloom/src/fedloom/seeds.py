@@ -1,0 +1,165 @@
+"""The one randomness rule: every draw comes from a generator of (seed, round, client, purpose).
+
+Nothing in fedloom uses a global generator: the size of the cohort, chunks, workers and restarts change no draw.
+
+A hash of the four goes into the whole state of the generator: all 19,968 bits of PyTorch's Mersenne Twister come from
+SHAKE-128, and numpy's generators get 128 bits of BLAKE2b. PyTorch's own seeding would keep 32 bits of a seed. Among q
+streams, two are equal with a probability of at most q^2 / 2^129 (birthday bound of 128 bits). A run of 10^10 < 2^34
+streams, 10^5 rounds of 10^3 clients with 100 draws each, stays below 2^-61. A module that draws for itself on a GPU has
+the 124 bits of state that CUDA's generator has room for: below 2^-60 up to 2^32 such streams.
+
+These generators are for simulation. They are not cryptographic: `fedloom_sites.deploy.noise` protects real data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random  # noqa: TID251  (to keep the user's)
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedloom.lazy import lister
+
+SERVER = -1
+"""The client id of draws that belong to no client."""
+
+Purpose = str | tuple[str | int, ...]
+
+_WORDS = 624
+"""32-bit words in the state of a Mersenne Twister."""
+
+_FAR = 397
+"""Distance of the other word that a draw from a Mersenne Twister reads."""
+
+_HEADER = 24
+"""Bytes of a state of PyTorch's CPU generator before its words, which take 8 bytes each."""
+
+
+class _Blank(threading.local):
+    """The state of a fresh CPU generator, whose words each thread overwrites for the generator at hand."""
+
+    def __init__(self) -> None:
+        self.state = torch.Generator().get_state()
+        self.words = self.state.numpy()[_HEADER : _HEADER + 8 * _WORDS].view(np.uint64)
+
+
+_blank = _Blank()
+_swapping = threading.RLock()
+"""Held while the global generators are not the caller's: the threads of a process share them."""
+os.register_at_fork(before=_swapping.acquire, after_in_parent=_swapping.release, after_in_child=_swapping.release)
+
+
+def derive(seed: int, round: int = 0, client: int = SERVER, purpose: Purpose = "") -> int:
+    """A 128-bit integer that depends on all four arguments and on nothing else.
+
+    Args:
+        seed: seed of the run.
+        round: round number, from 1; 0 before the first round.
+        client: client id in 0..n-1, or `SERVER`.
+        purpose: what the draw is for, e.g. ``"cohort"`` or ``("local", 3)``.
+
+    >>> derive(0, 1, 2, "local") == derive(0, 1, 2, "local") != derive(0, 1, 2, "other")
+    True
+    """
+    before, after = _around(seed, round, purpose)
+    return int.from_bytes(hashlib.blake2b(b"%b%d%b" % (before, client, after), digest_size=16).digest(), "little")
+
+
+def generator(seed: int, round: int = 0, client: int = SERVER, purpose: Purpose = "") -> torch.Generator:
+    """A CPU `torch.Generator` of (seed, round, client, purpose)."""
+    before, after = _around(seed, round, purpose)
+    drawn = hashlib.shake_128(b"%b%d%b" % (before, client, after)).digest(4 * _WORDS)
+    _blank.words[:] = np.frombuffer(drawn, "<u4")
+    rng = torch.Generator()
+    rng.set_state(_blank.state)
+    return rng
+
+
+def states(seed: int, round: int, clients: Sequence[int], purpose: Purpose, draws: int) -> NDArray[np.uint32]:
+    """The states of the generators of many clients ``[m, s]``, as many words as so many draws of 32 bits look at."""
+    before, after = _around(seed, round, purpose)
+    count = min(_WORDS, _FAR + draws)
+    drawn = [hashlib.shake_128(b"%b%d%b" % (before, client, after)).digest(4 * count) for client in clients]
+    return np.frombuffer(bytearray().join(drawn), "<u4").reshape(len(clients), count)
+
+
+def numpy_generator(seed: int, round: int = 0, client: int = SERVER, purpose: Purpose = "") -> np.random.Generator:
+    """A `numpy.random.Generator` of (seed, round, client, purpose)."""
+    return np.random.Generator(np.random.PCG64(derive(seed, round, client, purpose)))
+
+
+def random_state(gen: torch.Generator) -> np.random.RandomState:
+    """A `numpy.random.RandomState` from 128 bits of ``gen``, for libraries that take no other generator."""
+    return np.random.RandomState(words(gen))
+
+
+def words(gen: torch.Generator) -> list[int]:
+    """Four 32-bit integers from ``gen``: a seed for libraries that seed a `numpy.random.RandomState` themselves."""
+    return torch.randint(2**32, (4,), generator=gen).tolist()
+
+
+@contextmanager
+def forked(device: torch.device) -> Iterator[None]:
+    """The global generators of the CPU and a device are afterwards as before; other threads that want them wait."""
+    with _swapping, torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        yield
+
+
+def rng_states() -> tuple[object, ...]:
+    """Return the states of the global generators of torch, numpy and Python, to be compared."""
+    name, key, *rest = np.random.get_state()  # noqa: NPY002  # read, to see whether a user's code draws from it
+    return torch.get_rng_state().numpy().tobytes(), name, np.asarray(key).tobytes(), tuple(rest), random.getstate()
+
+
+@contextmanager
+def preserve_rng() -> Iterator[None]:
+    """Leave the global generators of torch, numpy and Python as they were, whatever code of a user draws inside."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002  # the user's, kept as it is
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    try:
+        with _swapping, torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)  # noqa: NPY002
+
+
+@contextmanager
+def as_global(gen: torch.Generator, device: torch.device) -> Iterator[None]:
+    """Code with access only to the global generators draws from the stream of ``gen``; afterwards they are as before.
+
+    Args:
+        gen: a CPU generator; it is not moved on when ``device`` is the CPU.
+        device: whose generator is meant beside the CPU's.
+    """
+    with forked(device):
+        torch.set_rng_state(gen.get_state())
+        if device.type == "cuda":
+            torch.cuda.set_rng_state(cuda_state(gen), device)
+        yield
+
+
+def cuda_state(gen: torch.Generator) -> Tensor:
+    """The state of a CUDA generator, uint8 ``[16]``, from ``gen``: a key of 64 bits and an offset of 62.
+
+    The offset is a multiple of 4, as PyTorch demands, so 60 of its bits are drawn.
+    """
+    state = torch.randint(256, (16,), generator=gen, dtype=torch.uint8)
+    state[8] &= 0b11111100
+    state[15] &= 0b00111111
+    return state
+
+
+def _around(seed: int, round: int, purpose: Purpose) -> tuple[bytes, bytes]:
+    """What stands before and after the client in the name of a stream."""
+    return f"{seed}|{round}|".encode(), f"|{purpose!r}".encode()
+
+
+__dir__ = lister(__name__)

@@ -1,0 +1,244 @@
+"""Trust in user code: a file's own word runs no part of Python itself and no code of another user.
+
+A person vouches for import paths, by ``--trust`` or ``trust=True``; nothing vouches for the standard library.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import pwd
+import re
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+
+from fedloom.errors import ConfigError
+
+PATTERN = r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$"
+"""What an import path looks like."""
+PACKAGES = {"fedloom", "fedloom_sites", "fedloom_studies"}
+"""Top packages of this distribution."""
+NO_CODE = ("name", "label")
+"""Keys of an experiment file whose text names no code."""
+INSTALLED = ("site-packages", "dist-packages")
+"""Folders of installed packages."""
+
+_vouched: set[str] = set()
+
+
+def is_path(name: object) -> bool:
+    """Whether a name is an import path, and not the name of something that fedloom has.
+
+    >>> is_path("my_module:MyMethod"), is_path("fedavg"), is_path("hub:owner/name")
+    (True, False, False)
+    """
+    return isinstance(name, str) and re.match(PATTERN, name) is not None
+
+
+@contextmanager
+def here() -> Iterator[None]:
+    """The current directory at the end of the places where modules are looked for."""
+    before = list(sys.path)
+    sys.path.append(str(Path.cwd()))
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+
+
+def vouch(paths: Iterable[str]) -> None:
+    """Let import paths be resolved in this process, whoever owns the code."""
+    _vouched.update(paths)
+
+
+def is_vouched(path: str) -> bool:
+    """Whether somebody has vouched for an import path."""
+    return path in _vouched
+
+
+def paths_in(document: object, key: str = "", *, in_import: bool = False) -> Iterator[tuple[str, str]]:
+    """Dotted keys of an experiment file, and the import paths that they name."""
+    if isinstance(document, Mapping):
+        of_import = document.get("kind") == "import"
+        for name, value in document.items():
+            if name not in NO_CODE:
+                yield from paths_in(value, f"{key}.{name}" if key else str(name), in_import=of_import)
+    elif isinstance(document, list | tuple):
+        for value in document:
+            yield from paths_in(value, key, in_import=in_import)
+    elif is_path(document) and (in_import or key.rpartition(".")[2] != "path"):
+        yield key, str(document)
+
+
+def check_document(document: Mapping[str, object], file: Path, *, trust: bool) -> None:
+    """Refuse a document of another user that names user code.
+
+    Args:
+        document: of an experiment file, or of a run directory.
+        file: that it was read from.
+        trust: vouch for the import paths of the document instead.
+
+    Raises:
+        ConfigError: the file, or its folder, is another user's; all that would be imported is named.
+    """
+    named = list(paths_in(document))
+    if trust:
+        vouch(path for _, path in named)
+        return
+    if named and all(is_vouched(path) for _, path in named):
+        return
+    owner = other_owner(file)
+    if named and owner:
+        listed = ", ".join(dict.fromkeys(f"{key} = {path!r} ({_place(path)})" for key, path in named))
+        raise ConfigError(
+            f"{file} is of another user ({owner}) and names code that would be imported and run: {listed}; read it, "
+            "then say --trust (in Python trust=True)"
+        )
+
+
+def check_module(path: str, what: str) -> None:
+    """Refuse the module of an import path before it is imported.
+
+    Args:
+        path: ``package.module:Name``.
+        what: the part and the file that names it, for the message.
+
+    Raises:
+        ConfigError: it is of the standard library, or a file of another user without a voucher.
+    """
+    module = path.partition(":")[0]
+    if is_standard(module) or module.rpartition(".")[2] == "__main__":
+        raise _standard(what, path, module)
+    if is_vouched(path):
+        return
+    names = module.split(".")
+    for count in range(1, len(names) + 1):
+        name = ".".join(names[:count])
+        if name in sys.modules:
+            continue
+        spec = find_spec(name)  # imports the packages above, which have been looked at
+        origin = Path(spec.origin) if spec is not None and spec.origin else None
+        if origin is None or not origin.exists():
+            continue
+        if _in_library(origin):
+            raise _standard(what, path, name)
+        owner = "" if is_installed(origin) else other_owner(origin)
+        if owner:
+            raise ConfigError(
+                f"{what} {path!r} would run {origin}, which is of another user ({owner}); read it, then say --trust "
+                "(in Python trust=True)"
+            )
+
+
+def check_part(part: object, path: str, what: str) -> None:
+    """Refuse a part that is a module, class, function or method of Python itself, by whatever way it was reached.
+
+    Raises:
+        ConfigError: it is.
+    """
+    while isinstance(part, functools.partial | functools.partialmethod):
+        part = part.func
+    if callable(part):
+        part = inspect.unwrap(part)
+    elif not isinstance(part, ModuleType):
+        return
+    origin = _module_of(part)
+    code = getattr(getattr(part, "__func__", part), "__code__", None)
+    if is_standard(origin) or (code is not None and _in_library(Path(code.co_filename))):
+        raise _standard(what, path, origin)
+
+
+def check_maker(path: str, what: str) -> None:
+    """Refuse a function of an installed package that would be called with values from a file.
+
+    Raises:
+        ConfigError: it is of an installed package or of fedloom, without a voucher.
+    """
+    module = path.partition(":")[0]
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if not is_vouched(path) and (module.partition(".")[0] in PACKAGES or file is None or is_installed(Path(file))):
+        raise ConfigError(
+            f"{what} {path!r} is a function of an installed package, which would be called with values from the file; "
+            "name a class of nn.Module, call it in a function of your own, or say --trust (in Python trust=True)"
+        )
+
+
+def is_standard(module: str) -> bool:
+    """Whether a module is of Python's standard library or built in; nothing is imported."""
+    first = module.partition(".")[0]
+    if first in sys.stdlib_module_names:
+        return True
+    loaded = sys.modules.get(first)
+    file = getattr(loaded, "__file__", None)
+    return file is not None and _in_library(Path(file))
+
+
+def is_installed(file: Path) -> bool:
+    """Whether a file is of an installed package or of the standard library, links followed."""
+    kinds = ("purelib", "platlib", "stdlib")
+    return any(file.resolve().is_relative_to(Path(sysconfig.get_path(kind)).resolve()) for kind in kinds)
+
+
+def other_owner(path: Path) -> str:
+    """The user whose file or folder this is, if neither this user nor root; of links and what they lead to.
+
+    Empty for one's own.
+    """
+    for place in (path, path.resolve()):
+        for one in (place, place.parent):
+            try:
+                owner = one.lstat().st_uid
+            except OSError:
+                continue
+            if owner not in (os.getuid(), 0):
+                try:
+                    return pwd.getpwuid(owner).pw_name
+                except KeyError:
+                    return f"uid {owner}"
+    return ""
+
+
+def _module_of(part: object) -> str:
+    """Name of the module that defines a class, function, method or object, or of a module itself."""
+    if isinstance(part, ModuleType):
+        return part.__name__
+    module = getattr(part, "__module__", None)
+    if isinstance(module, str):
+        return module
+    owner = getattr(part, "__self__", None)
+    if owner is None:
+        owner = getattr(part, "__objclass__", type(part))
+    return _module_of(owner if isinstance(owner, type | ModuleType) else type(owner))
+
+
+def _in_library(file: Path) -> bool:
+    library = Path(sysconfig.get_path("stdlib")).resolve()
+    place = file.resolve()
+    return place.is_relative_to(library) and not any(name in INSTALLED for name in place.parts)
+
+
+def _place(path: str) -> str:
+    """The file that an import path would run, as far as that is known without running any."""
+    module = path.partition(":")[0]
+    first = module.partition(".")[0]
+    if is_standard(module):
+        return "of Python itself"
+    try:
+        with here():
+            spec = find_spec(first)
+    except (ImportError, ValueError):
+        spec = None
+    return spec.origin if spec is not None and spec.origin else "not there"
+
+
+def _standard(what: str, path: str, module: str) -> ConfigError:
+    return ConfigError(
+        f"{what} {path!r} leads to {module!r}, which is of Python itself: no part of an experiment is; name a class or "
+        "function of your own"
+    )

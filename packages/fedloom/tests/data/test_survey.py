@@ -1,0 +1,426 @@
+"""One survey for every reading of a table: types, numbers of rows, names of people, leaks and markers."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+import fedloom as fl
+from fedloom.data.site_rows import rows_by_site
+from fedloom.data.sources.tabular import Csv, Parquet
+from fedloom.data.survey.agreement import Agreement
+from fedloom.data.survey.columns import Survey
+from fedloom.data.survey.facts import ColumnProfile
+from fedloom.errors import ConfigError, DataError
+from fedloom.lab.cli import app
+from fedloom.sklearn import FederatedClassifier, FederatedRegressor
+
+N = 240
+RNG = np.random.default_rng(11)
+FIRST = ["Anna", "Bernd", "Chloé", "Dmitri", "Émile", "Fatma", "Günther", "Hanna", "İrem", "Jörg"]
+LAST = ["Schmidt", "O'Neil", "Öztürk", "García", "Müller-Lau", "Nowak", "Rossi", "Smith", "Ivanov", "Jones"]
+
+
+def clean(seed: int = 0, rows: int = N) -> pd.DataFrame:
+    """A table without a fault; the outcome is learned only in part."""
+    rng = np.random.default_rng(seed)
+    age, bmi = rng.normal(55, 12, rows).round(0), rng.normal(27, 4, rows).round(1)
+    crp = np.exp(rng.normal(1, 1, rows)).round(2)
+    risk = (age - 55) / 12 + (bmi - 27) / 6
+    table = {"age": age, "bmi": bmi, "crp": crp, "smoker": rng.integers(2, size=rows)}
+    return pd.DataFrame({**table, "ill": (risk + rng.normal(size=rows) > 0.3).astype(int)})
+
+
+def entrances(frame: pd.DataFrame, folder: Path, **options: Any) -> dict[str, fl.Dataset]:
+    """The same table through every entrance."""
+    frame.to_csv(folder / "t.csv", index=False)
+    frame.to_parquet(folder / "t.parquet", index=False)
+    return {
+        "csv": fl.load(folder / "t.csv", **options),
+        "parquet": fl.load(folder / "t.parquet", **options),
+        "pandas": fl.Dataset.of(frame, **options),
+        "arrow": fl.Dataset.of(pa.Table.from_pandas(frame, preserve_index=False), **options),
+        "[data]": Csv(path=str(folder / "t.csv"), **options).read(None),
+        "regression": rows_by_site(Csv(path=str(folder / "t.csv"), **options)).data,
+    }
+
+
+def names(data: fl.Dataset) -> list[str]:
+    return [column.name for column in data.prepare.columns]
+
+
+COUNT = np.arange(N)
+INDEXES: dict[str, tuple[str, Any]] = {
+    "of to_csv": ("", COUNT),
+    "of read_csv": ("Unnamed: 0", COUNT),
+    "of reset_index": ("index", COUNT),
+    "of two resets": ("level_0", COUNT),
+    "of R": ("rownames", COUNT + 1),
+    "of write.csv": ("X", COUNT + 1),
+    "shuffled": ("Unnamed: 0", RNG.permutation(N)),
+    "shuffled from 1": ("id", RNG.permutation(N) + 1),
+    "of rows that are left": ("Unnamed: 0", np.sort(RNG.choice(4 * N, N, replace=False))),
+    "of rows drawn at random": ("index", RNG.choice(4 * N, N, replace=False)),
+    "of two files": ("Unnamed: 0", np.r_[np.arange(N // 2), np.arange(N // 2)]),
+    "row number": ("row_id", np.cumsum(RNG.integers(1, 4, N))),
+}
+
+
+@pytest.mark.parametrize("case", INDEXES)
+def test_a_number_of_rows_is_left_out_at_every_entrance_and_its_note_names_the_key(case: str, tmp_path: Path) -> None:
+    name, numbers = INDEXES[case]
+    frame = clean()
+    frame.insert(0, name, numbers)
+    for entrance, data in entrances(frame, tmp_path).items():
+        assert names(data) == ["age", "bmi", "crp", "smoker"], entrance
+        (note,) = [note for note in data.notes if "left out" in note]
+        assert f"column {name!r} numbers the rows" in note, entrance
+        key, value = re.search(r"(\w+) = (\[.*\]) keeps it", note).groups()
+        kept = fl.Dataset.of(frame, **{key: json.loads(value)})
+        assert names(kept)[0] == name
+        assert not any("left out" in note for note in kept.notes)
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers"),
+    [("year", 1900 + COUNT), ("age", 20 + COUNT % 60), ("weight", RNG.permutation(N) + 40.5), ("x", COUNT % 40)],
+)
+def test_a_measurement_that_rises_stays(name: str, numbers: Any) -> None:
+    frame = clean().drop(columns="age")
+    frame.insert(0, name, numbers)
+    assert names(fl.Dataset.of(frame))[0] == name
+
+
+def test_a_column_with_a_role_is_never_left_out() -> None:
+    frame = clean()
+    frame.insert(0, "id", COUNT)
+    for options in ({"columns": ["id"]}, {"kept": ["id"]}, {"factors": {"id": 2.0}}):
+        assert names(fl.Dataset.of(frame, **options))[0] == "id"
+    assert "id" not in names(fl.Dataset.of(frame, users="id"))
+
+
+PEOPLE: dict[str, tuple[str, Any]] = {
+    "first names": ("fake_first_name", [FIRST[k % 10] for k in range(N)]),
+    "surnames": ("Nachname", [LAST[k % 10] for k in range(N)]),
+    "accents": ("Prénom", [FIRST[k % 10] for k in range(N)]),
+    "Cyrillic": ("Фамилия", [LAST[k % 10] for k in range(N)]),
+    "by cells": ("who", [f"{FIRST[k % 10]} {LAST[k // 10 % 10]} {'ABC'[k // 100]}." for k in range(N)]),
+    "email": ("contact", [f"p{k}@clinic.example" for k in range(N)]),
+    "phone": ("reach", [f"+49 30 {100000 + 7 * k}" for k in range(N)]),
+    "phone by name": ("Telefon", [491700000 + 13 * k for k in range(N)]),
+    "street": ("Anschrift", [f"Lindenweg {k}" for k in range(N)]),
+    "insurance": ("Versichertennummer", [f"A{100000000 + 17 * k}" for k in range(N)]),
+    "free text": ("Befund", [f"patient {k} feels better since the day {k + 3} of treatment" for k in range(N)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PEOPLE)
+def test_what_names_or_reaches_a_person_is_no_feature(case: str, tmp_path: Path) -> None:
+    name, cells = PEOPLE[case]
+    frame = clean()
+    frame.insert(0, name, cells)
+    text = isinstance(cells[0], str)
+    for options in ({}, {"categorical": [name]}) if text else ({},):
+        for entrance, data in entrances(frame, tmp_path, **options).items():
+            assert names(data) == ["age", "bmi", "crp", "smoker"], entrance
+            (note,) = [note for note in data.notes if "left out" in note]
+            key, value = re.search(r"(\w+) = (\[.*\]) keeps it", note).groups()
+            kept = fl.Dataset.of(frame, **options, **{key: json.loads(value)})
+            assert names(kept)[0] == name
+            assert bool(kept.prepare.columns[0].levels) is text
+    said = CliRunner().invoke(app, ["init", str(tmp_path / "t.csv"), "--target", "ill", "--agree"])
+    assert said.exit_code == 0, said.output
+    assert name not in [column.name for column in Agreement.read(tmp_path / "t.agreement.toml").column]
+    assert f"column {name!r}: " in said.output
+
+
+def test_ordinary_columns_are_of_nobody() -> None:
+    for name, cells in (
+        ("Telephone", ["yes", "none"] * 40), ("name", ["a", "b"] * 40), ("cell", ["T", "B"] * 40),
+        ("visit_date", [f"2020-{1 + k % 12:02d}-{1 + k % 28:02d}" for k in range(80)]),
+        ("code", [f"{'ABC'[k % 3]}{k}" for k in range(80)]), ("dose", [f"{k / 7:.3f}" for k in range(80)]),
+        ("nombre_visites", [str(k % 5) for k in range(80)]), ("city", ["New York", "Los Angeles"] * 40),
+    ):  # fmt: skip
+        assert ColumnProfile(name, np.array(cells, object)).personal == "", name
+
+
+def test_rare_levels_stay_out_of_agreements(tmp_path: Path) -> None:
+    frame = clean()
+    frame["ward"] = ["rare" if k < 4 else "single" if k == 4 else "ab"[k % 2] for k in range(N)]
+    frame["origin"] = [f"o{k % 60}" for k in range(N)]
+    frame.to_csv(tmp_path / "t.csv", index=False)
+    said = CliRunner().invoke(app, ["init", str(tmp_path / "t.csv"), "--target", "ill", "--agree"]).output
+    agreement = Agreement.read(tmp_path / "t.agreement.toml")
+    (ward,) = [column for column in agreement.column if column.name == "ward"]
+    assert (ward.levels, ward.missing, agreement.level_rows) == (("a", "b"), True, 5)
+    assert "column 'ward': 2 levels of fewer than 5 rows (level_rows) are not named, but filled" in said
+    assert "rare" not in (tmp_path / "t.agreement.toml").read_text().replace("rarer", "")
+    data = fl.load(tmp_path / "t.csv", label="ill", agreement=str(tmp_path / "t.agreement.toml"))
+    assert int(data.x[:, names(data).index("ward")].isnan().sum()) == 5
+
+
+def test_underscores_and_digits_of_other_scripts_are_no_numbers(tmp_path: Path) -> None:
+    for odd in ("1_000", "1_0", "\u0661\u0662", "\uff11"):
+        frame = clean().astype({"crp": object})
+        frame.loc[3, "crp"] = odd
+        frame["crp"] = frame["crp"].astype(str)
+        frame.to_csv(tmp_path / "t.csv", index=False)
+        frame.to_parquet(tmp_path / "t.parquet")
+        for table in (tmp_path / "t.csv", tmp_path / "t.parquet", frame):
+            with pytest.raises(DataError, match=f"column 'crp': expected a finite number, got '{odd}'"):
+                fl.load(table) if isinstance(table, Path) else fl.Dataset.of(table)
+        assert ColumnProfile("c", np.array([odd], object)).kind == "text"
+
+
+CELLS = st.sampled_from(
+    ["1", "2.5", "-3e4", " 7 ", "1_000", "\u0663", "true", "False", "yes", "b", "12,4", "<5", "2020-01-31", "", "NA",
+     "?", "unknown", "-", "inf", "nan", "1e400", "0x1F", "+4", ".5", "5.", "1 000", "9", "99", "-1"]
+)  # fmt: skip
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(CELLS, min_size=12, max_size=30), st.booleans())
+def test_the_survey_and_the_reader_have_one_type_for_a_column(cells: list[str], parquet: bool) -> None:
+    """Law: a column is of numbers for the survey where the reader reads it as numbers, and these are the same."""
+    frame = pd.DataFrame({"c": cells, "a": np.arange(len(cells)) * 0.5 + 0.25, "y": [k % 2 for k in range(len(cells))]})
+    path = Path(_FOLDER) / ("t.parquet" if parquet else "t.csv")
+    frame.to_parquet(path, index=False) if parquet else frame.to_csv(path, index=False)
+    options = {} if parquet else {"separator": ",", "decimal": "."}
+    profile = Survey(path).columns["c"]
+    kind = Parquet if parquet else Csv
+    read = lambda **more: kind(path=str(path), label="y", impute=True, **options, **more).read(None)  # noqa: E731
+    missing = [*profile.odd, *profile.extremes]
+    if profile.kind in ("number", "empty"):
+        np.testing.assert_array_equal(read(missing=missing).x[:, 0].numpy(), profile.values)
+    else:
+        with pytest.raises(DataError, match="column 'c': expected a finite number"):
+            read()
+        levels = read(categorical=["c"], include=["c"])
+        assert levels.prepare.columns[0].levels > 0
+        assert int(levels.x[:, 0].isnan().sum()) == profile.missing
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _folder(tmp_path_factory: pytest.TempPathFactory) -> None:
+    global _FOLDER
+    _FOLDER = str(tmp_path_factory.mktemp("types"))
+
+
+_FOLDER = ""
+
+
+@pytest.mark.parametrize("event", [False, True])
+def test_an_empty_name_is_a_name(event: bool, tmp_path: Path) -> None:
+    frame = pd.DataFrame({"a": RNG.normal(size=60), "b": RNG.normal(size=60), "": RNG.permutation(60) * 1.7 + 0.5})
+    options: dict[str, Any] = {"task": "regression"}
+    if event:
+        frame = pd.DataFrame({"a": frame["a"], "t": frame[""], "": RNG.integers(2, size=60)})
+        options = {"label": "t", "event": ""}
+    for entrance, data in entrances(frame, tmp_path, **options).items():
+        assert data.task == ("survival" if event else "regression"), entrance
+        np.testing.assert_allclose(data.y[:, -1].numpy(), frame[""], err_msg=entrance)
+    first = frame[["", *(c for c in frame.columns if c)]]
+    assert names(fl.Dataset.of(first, label="", task="regression"))[0] == first.columns[1]
+
+
+def change(**columns: Any) -> Callable[[pd.DataFrame], pd.DataFrame]:
+    return lambda frame: frame.assign(**columns)
+
+
+def visits(frame: pd.DataFrame) -> pd.DataFrame:
+    patients = clean(3, 60)
+    return pd.concat([patients.assign(crp=patients["crp"] + k, patient_id=np.arange(60)) for k in range(4)])[
+        ["patient_id", *patients.columns]
+    ]
+
+
+def noisy_copies(frame: pd.DataFrame) -> pd.DataFrame:
+    rng = np.random.default_rng(1)
+    half = pd.DataFrame({**{f"x{k}": rng.normal(size=N // 2) for k in range(5)}, "ill": rng.integers(2, size=N // 2)})
+    more = half.assign(**{f"x{k}": half[f"x{k}"] + rng.normal(size=N // 2) * 0.01 for k in range(5)})
+    return pd.concat([half, more])
+
+
+def sorted_index(frame: pd.DataFrame) -> pd.DataFrame:
+    return frame.sort_values("ill").reset_index(drop=True).reset_index()
+
+
+RISK = lambda f: f["age"] * 2.0 + f["bmi"] + np.random.default_rng(5).normal(size=len(f)) * 20  # noqa: E731
+TIMES = np.random.default_rng(6).integers(1, 900, N)
+LEAKS: dict[str, tuple[Callable[[pd.DataFrame], pd.DataFrame], dict[str, Any], str]] = {
+    "index": (sorted_index, {}, "column 'index' numbers the rows"),
+    "numbered": (lambda f: f.assign(seq=COUNT).sort_index(axis=1), {"label": "ill"}, "column 'seq' counts from 0"),
+    "id": (change(patient_id=RNG.permutation(10**6)[:N]), {"label": "ill"}, "column 'patient_id' differs in every row"),
+    "visits": (visits, {}, "column 'patient_id': 60 different in 240 rows"),
+    "visits by text": (
+        lambda f: f.assign(subject=[f"s{k % 60}" for k in range(N)]),
+        {"label": "ill", "categorical": ["subject"]}, "column 'subject': 60 different in 240 rows",
+    ),
+    "copy of the class": (
+        lambda f: f.assign(code=f["ill"] * 3 + 1), {"label": "ill"}, "column 'code' gives 'ill' away",
+    ),
+    "class as text": (
+        lambda f: f.assign(note=np.where(f["ill"] == 1, "admitted", "well")),
+        {"label": "ill", "categorical": ["note"]}, "column 'note' gives 'ill' away",
+    ),
+    "several codes": (
+        lambda f: f.assign(code=f["ill"] * 5 + COUNT % 5), {"label": "ill"}, "column 'code' gives 'ill' away",
+    ),
+    "filled afterwards": (
+        lambda f: f.assign(days=np.where(f["ill"] == 1, RNG.normal(9, 2, N).round(1), np.nan)),
+        {"label": "ill", "impute": True}, "column 'days' gives 'ill' away",
+    ),
+    "another unit": (
+        lambda f: f.assign(cost=RISK(f), cents=RISK(f) * 100), {"label": "cost", "task": "regression"},
+        "column 'cents' gives 'cost' away",
+    ),
+    "rounded outcome": (
+        lambda f: f.assign(cost=RISK(f), about=RISK(f).round(0)), {"label": "cost", "task": "regression"},
+        "column 'about' gives 'cost' away",
+    ),
+    "logarithm": (
+        lambda f: f.assign(cost=np.exp(RISK(f) / 90), log_cost=RISK(f)), {"label": "cost", "task": "regression"},
+        "column 'log_cost' gives 'cost' away",
+    ),
+    "time in months": (
+        lambda f: f.assign(days=TIMES, months=TIMES / 30.4), {"label": "days", "event": "ill"},
+        "column 'months' gives 'days' away",
+    ),
+    "event again": (
+        lambda f: f.assign(days=TIMES, dead=f["ill"]), {"label": "days", "event": "ill"},
+        "column 'dead' gives 'ill' away",
+    ),
+    "rows twice": (lambda f: pd.concat([f, f.sample(40, random_state=0)]), {}, "40 of 280 rows are copies"),
+    "all rows twice": (lambda f: pd.concat([f, f]), {}, "240 of 480 rows are copies"),
+    "augmented": (noisy_copies, {}, "have a neighbour that is far closer"),
+    "site is the class": (
+        lambda f: f.assign(hospital=np.where(f["ill"] == 1, "a", "b")), {"label": "ill", "users": "hospital"},
+        "whose row it is gives 'ill' away",
+    ),
+    "sites by class": (
+        lambda f: f.assign(hospital=[f"h{2 * (k % 4) + y}" for k, y in enumerate(f["ill"])]),
+        {"label": "ill", "users": "hospital"}, "whose row it is gives 'ill' away",
+    ),
+    "shuffled index": (
+        lambda f: f.assign(id=RNG.permutation(N))[["id", *f.columns]], {}, "column 'id' numbers the rows",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LEAKS)
+def test_a_planted_leak_is_noted_at_every_entrance(case: str, tmp_path: Path) -> None:
+    build, options, words = LEAKS[case]
+    assert len(LEAKS) == 20
+    frame = build(clean(1)).reset_index(drop=True)
+    for entrance, data in entrances(frame, tmp_path, **options).items():
+        assert any(words in note for note in data.notes), (entrance, data.notes)
+
+
+CLEAN: dict[str, Callable[[np.random.Generator], tuple[dict[str, Any], dict[str, Any]]]] = {
+    "mixed": lambda r: (dict(clean(7)), {}),
+    "small": lambda r: (dict(clean(8, 40)), {}),
+    "large": lambda r: (dict(clean(9, 5000)), {}),
+    "normal": lambda r: ({**{f"x{k}": r.normal(size=N) for k in range(6)}, "y": r.integers(3, size=N)}, {}),
+    "flags alone": lambda r: ({**{f"f{k}": r.integers(2, size=N) for k in range(6)}, "y": r.integers(2, size=N)}, {}),
+    "flags that depend": lambda r: (
+        lambda a, b, c, y: ({"a": a, "b": a & b, "c": a | c, "y": y}, {})
+    )(*r.integers(2, size=(4, 2000))),
+    "levels": lambda r: (
+        {"ward": r.choice(["a", "b", "c"], N), "age": r.integers(20, 90, N), "y": r.integers(2, size=N)},
+        {"categorical": ["ward"]},
+    ),
+    "none is a level": lambda r: (
+        {"drug": r.choice(["none", "a"], N), "age": r.integers(20, 90, N), "y": r.integers(2, size=N)},
+        {"categorical": ["drug"]},
+    ),
+    "counts": lambda r: ({"visits": r.poisson(1, N), "age": r.integers(20, 90, N), "y": r.integers(2, size=N)}, {}),
+    "zeros": lambda r: (
+        {"pack_years": np.where(r.random(N) < 0.5, 0, r.exponential(20, N).round(1)), "age": r.normal(50, 9, N),
+         "y": r.integers(2, size=N)}, {},
+    ),
+    "scores from 0 to 10": lambda r: ({"pain": r.integers(0, 11, N), "y": r.integers(2, size=N)}, {}),
+    "grades with 9": lambda r: ({"grade": r.integers(1, 10, N), "y": r.integers(2, size=N)}, {}),
+    "trend": lambda r: ({"trend": r.integers(-1, 2, N), "age": r.normal(50, 9, N), "y": r.integers(2, size=N)}, {}),
+    "years": lambda r: ({"year": 1780 + np.arange(N), "flow": r.normal(900, 90, N), "y": r.integers(2, size=N)}, {}),
+    "sites": lambda r: (
+        {"age": r.normal(50, 9, N), "hospital": r.choice(list("abcd"), N), "y": r.integers(2, size=N)},
+        {"users": "hospital"},
+    ),
+    "regression": lambda r: (
+        lambda a: ({"a": a, "b": r.normal(size=N), "price": 3 * a + r.normal(size=N)}, {"task": "regression"})
+    )(r.normal(size=N)),
+    "survival": lambda r: (
+        {"age": r.normal(60, 9, N), "time": r.integers(1, 900, N), "status": r.integers(2, size=N)},
+        {"label": "time", "event": "status"},
+    ),
+    "time series": lambda r: (
+        {"level": np.cumsum(r.normal(size=N)), "rain": r.exponential(2, N).round(2), "y": r.integers(2, size=N)}, {},
+    ),
+    "correlated": lambda r: (
+        lambda a, b, c: ({"a": a, "b": a + 0.1 * b, "c": a**2 + c, "y": r.integers(2, size=N)}, {})
+    )(*r.normal(size=(3, N))),
+    "gaps": lambda r: (
+        {"a": np.where(r.random(N) < 0.2, np.nan, r.normal(size=N)), "b": r.normal(size=N), "y": r.integers(2, size=N)},
+        {"impute": True},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CLEAN)
+def test_a_clean_table_has_no_note(case: str) -> None:
+    assert len(CLEAN) == 20
+    for seed in range(5):
+        columns, options = CLEAN[case](np.random.default_rng(seed))
+        assert fl.Dataset.of(pd.DataFrame(columns), **options).notes == (), seed
+
+
+MARKED: dict[str, tuple[Any, str]] = {
+    "zeros": (np.where(RNG.random(N) < 0.1, 0, RNG.normal(27, 4, N).round(1)), "0 in "),
+    "zeros of insulin": (np.where(RNG.random(N) < 0.4, 0, (14 + RNG.gamma(2, 60, N)).round(0)), "0 in "),
+    "9 beside 0 and 1": (np.where(RNG.random(N) < 0.05, 9, RNG.integers(2, size=N)), "9 in "),
+    "99 beside ages": (np.where(RNG.random(N) < 0.05, 999, RNG.integers(20, 60, N)), "999 in "),
+    "-1": (np.where(RNG.random(N) < 0.05, -1, RNG.integers(0, 40, N)), "-1 in "),
+    "-9": (np.where(RNG.random(N) < 0.05, -9, RNG.normal(130, 15, N).round(0)), "-9 in "),
+    "text": (np.where(RNG.random(N) < 0.05, "Unknown", RNG.choice(["a", "b"], N)), "'Unknown' in "),
+    "nk": (np.where(RNG.random(N) < 0.05, "nk", RNG.choice(["y", "n"], N)), "'nk' in "),
+}
+
+
+@pytest.mark.parametrize("case", MARKED)
+def test_numbers_and_words_that_may_mean_missing_are_named_and_left_alone(case: str, tmp_path: Path) -> None:
+    cells, words = MARKED[case]
+    frame = clean(2).assign(mark=cells)[["mark", "age", "bmi", "ill"]].replace({"ill": {0: "no", 1: "yes"}})
+    options: dict[str, Any] = {"categorical": ["mark"]} if frame["mark"].dtype.kind not in "if" else {}
+    for entrance, data in entrances(frame, tmp_path, **options).items():
+        assert any(f"column 'mark': {words}" in note and "may mean missing" in note for note in data.notes), entrance
+        assert not bool(data.x.isnan().any())
+    marker = words.removesuffix(" in ").strip("'")
+    named = fl.Dataset.of(frame, missing=[marker], impute=True, **options)
+    assert not any("may mean missing" in note for note in named.notes)
+    assert bool(named.x[:, 0].isnan().any())
+
+
+def test_the_estimators_of_scikit_learn_have_the_notes_of_the_survey() -> None:
+    frame = clean(1).assign(code=lambda f: f["ill"] * 3)
+    frame.insert(0, "Unnamed: 0", COUNT)
+    fitted = FederatedClassifier(rounds=1).fit(frame.drop(columns="ill"), frame["ill"])
+    assert any("column 'Unnamed: 0' numbers the rows" in note for note in fitted.notes_)
+    assert any("column 'code' gives 'y' away" in note for note in fitted.notes_)
+    sound = clean()
+    assert FederatedRegressor(rounds=1).fit(sound[["age", "crp"]], sound["bmi"]).notes_ == ()
+
+
+def test_nothing_is_left_where_all_columns_number_rows() -> None:
+    with pytest.raises(ConfigError, match=r"(?s)no column is left as a feature.*numbers the rows"):
+        fl.Dataset.of(pd.DataFrame({"index": COUNT, "y": COUNT % 2}))

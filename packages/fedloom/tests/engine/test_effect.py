@@ -1,0 +1,230 @@
+"""A run that trained nothing has failed; what only looks at a run, or scores it, ends no run."""
+
+from __future__ import annotations
+
+import logging
+import tomllib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fedloom as fl
+from fedloom.data.federation import Federation
+from fedloom.errors import GivenUp, RunStopped, Stop
+from fedloom.lab.experiment import Plan, parse
+from fedloom.lab.experiment.track import RETRY_SECONDS, Tracker, Writer
+from fedloom.processes.clients import LocalClients
+from tests.commands import call
+
+LATE = {"devices": "lognormal", "schedule": {"kind": "deadline", "seconds": 1e-9}}
+FILE = """
+rounds = 4
+[data]
+source = "digits"
+[partition]
+kind = "iid"
+clients = 4
+[evaluate]
+every = 2
+"""
+
+
+@pytest.fixture(scope="module")
+def fed() -> Federation:
+    return fl.partition.iid(clients=4)(fl.load("digits"), seed=0)
+
+
+def test_a_deadline_that_nobody_meets_is_no_success(fed: Federation, tmp_path: Path) -> None:
+    result = fl.simulate("fedavg", fed, rounds=9, folder=tmp_path, **LATE)
+    assert (result.stop, result.status, result.rounds) == (Stop.UNUSABLE, "failed", 9)
+    assert "no upload was used in any of 9 rounds" in result.detail
+    assert [note for note in result.notes if "late" in note] == [
+        "round 1: 4 of 4 clients were late, among them [0, 1, 2, 3] (and in 8 more rounds, the last of them 9)"
+    ]
+    again = fl.simulate("fedavg", fed, rounds=9, folder=tmp_path, **LATE)
+    assert (again.stop, again.detail, again.notes) == (result.stop, result.detail, result.notes)
+
+
+def test_the_command_says_so_and_ends_with_an_error(tmp_path: Path) -> None:
+    (tmp_path / "e.toml").write_text(
+        f'{FILE}[devices]\nkind = "lognormal"\n[schedule]\nkind = "deadline"\nseconds = 1e-9\n'
+        '[[method]]\nalgorithm = "fedavg"\n'
+    )
+    said = call("run", tmp_path / "e.toml", "--out", tmp_path / "run", code=1)
+    assert "no upload was used in any of 4 rounds" in said
+    record, *_ = fl.open_run(tmp_path / "run")
+    assert (record.status, record.rounds) == ("failed", 4)
+    assert "no upload was used in any of 4 rounds" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_one_round_that_counts_is_a_run(fed: Federation) -> None:
+    some = {"devices": "lognormal", "schedule": {"kind": "over-selection", "factor": 2.0}}
+    assert fl.simulate("fedavg", fed, rounds=3, **some).status == "done"
+
+
+def test_rounds_that_are_all_given_up_are_no_success(fed: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As at sites whose masked sums are never revealed."""
+
+    def train(self: LocalClients, request: Any) -> Any:
+        raise GivenUp("too few sites are left", request.ids.tolist())
+
+    monkeypatch.setattr(LocalClients, "train", train)
+    result = fl.simulate("fedavg", fed, rounds=5)
+    assert (result.stop, result.status, result.rounds) == (Stop.UNUSABLE, "failed", 5)
+    assert len([note for note in result.notes if "given up" in note]) == 1
+
+
+@pytest.mark.parametrize("error", [ValueError("full"), OSError(28, "No space left"), AssertionError(), KeyError("x")])
+def test_a_callback_that_fails_changes_no_number(
+    error: Exception, fed: Federation, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls = list[int]()
+
+    def broken(state: Any) -> None:
+        calls.append(state.round)
+        raise error
+
+    plain = fl.simulate("fedavg", fed, rounds=3)
+    result = fl.simulate("fedavg", fed, rounds=3, progress=[broken])
+    assert (result.status, calls) == ("done", [1, 2, 3])
+    assert result.table().equals(plain.table())
+    (warning,) = [note for note in result.notes if "callback" in note]
+    assert warning.startswith(f"callback broken failed: {type(error).__name__}")
+    assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == [warning]
+
+
+def test_what_is_documented_to_end_a_run_does(fed: Federation) -> None:
+    def stop(_state: Any) -> None:
+        raise RunStopped(Stop.STOPPED, "by hand")
+
+    assert fl.simulate("fedavg", fed, rounds=3, progress=[lambda s: "enough" if s.round == 2 else 7]).rounds == 2
+    ended = fl.simulate("fedavg", fed, rounds=3, progress=[stop])
+    assert (ended.stop, ended.rounds) == (Stop.STOPPED, 1)
+
+    def interrupt(_state: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fl.simulate("fedavg", fed, rounds=3, progress=[interrupt])
+
+
+def test_a_listener_that_fails_leaves_the_others_and_the_run(tmp_path: Path) -> None:
+    for workers in (1, 2):
+        document = tomllib.loads(f'{FILE}[engine]\nworkers = {workers}\n[[method]]\nalgorithm = "fedavg"\n')
+        document["seeds"] = [0, 1]
+        heard = list[str]()
+
+        def broken(_event: Any) -> None:
+            raise RuntimeError("no display")
+
+        outcomes = Plan(parse(document), tmp_path / str(workers)).run(
+            broken, lambda event, heard=heard: heard.append(event.status), page=False
+        )
+        assert {o.status for o in outcomes} == {"done"}
+        assert heard.count("done") == 2
+
+
+def fails_on_few(output: Tensor, target: Tensor) -> float:
+    """A user's metric that needs three classes among the targets, and cannot do with fewer."""
+    if len(target.unique()) < 3:
+        raise ValueError("three classes are needed")
+    return float((output.argmax(1) == target).double().mean())
+
+
+def test_a_metric_that_fails_at_a_client_is_no_number_there() -> None:
+    data = fl.load("digits")
+    two = (data.y < 2).nonzero()[:60, 0]
+    parts = [((data.x[k], data.y[k]), (data.x[k], data.y[k])) for k in (torch.arange(200), torch.arange(200, 400), two)]
+    fed = fl.Federation.of(parts)
+    plain = fl.simulate("fedavg", fed, rounds=2)
+    result = fl.simulate("fedavg", fed, rounds=2, task={"metrics": [fails_on_few]})
+    assert result.status == "done"
+    assert torch.equal(result.models.rows("global"), plain.models.rows("global"))
+    values = result.final("global", "fails_on_few")
+    assert values.isnan().tolist() == [False, False, True]
+
+
+class Flaky(Writer):
+    """A tracker in memory that fails while its server is away."""
+
+    def __init__(self, away: list[bool], kept: dict[int, Any]) -> None:
+        self.last, self.away, self.kept = max(kept, default=-1), away, kept
+
+    def write(self, round: int, figures: Any) -> None:
+        if self.away[0]:
+            raise ConnectionError("server away\nsecond line")
+        self.kept[round] = figures
+        self.last = round
+
+    def close(self, status: str) -> None:
+        self.kept[10**6] = status
+
+
+@pytest.mark.parametrize("returns", [True, False])
+def test_a_tracker_whose_server_is_away_costs_a_warning_and_catches_up(
+    returns: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    away, kept = [True], dict[int, Any]()
+    monkeypatch.setattr(
+        "fedloom.lab.experiment.track.TRACKERS", {"mine": lambda *_: (lambda *_: Flaky(away, kept), "view")}
+    )
+    monkeypatch.setattr("fedloom.lab.experiment.track.NEEDED", {"mine": ()})
+    document = tomllib.loads(f'{FILE}[engine]\ncheckpoint_every = 1e-9\n[[method]]\nalgorithm = "fedavg"\n')
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(
+        "fedloom.lab.experiment.track.time", SimpleNamespace(monotonic=lambda: clock.now, time=lambda: 0.0)
+    )
+
+    def back(event: Any) -> None:
+        if event.round == 3 and returns:
+            away[0], clock.now = False, RETRY_SECONDS + 1
+
+    plan = Plan(parse(document), tmp_path / "run")
+    (outcome,) = plan.run(back, Tracker("mine", plan.experiment, plan.out), page=False)
+    assert outcome.status == "done"
+    warnings = [record.message for record in caplog.records if "--track mine" in record.message]
+    assert "ConnectionError: server away" in warnings[0]
+    assert "run the same command again with --track mine" in warnings[-1]
+    assert len(warnings) == (1 if returns else 2)
+    if not returns:
+        assert "3 rounds of fedavg, seed 0, are not there" in warnings[-1]
+        away[0] = False
+        again = Plan(parse(document), tmp_path / "run")
+        again.run(Tracker("mine", again.experiment, again.out), page=False)
+    assert sorted(kept) == [0, 2, 4, 10**6]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("server", ["http://127.0.0.1:9", "file:{folder}/closed", "nonsense://x"])
+def test_no_mlflow_ends_a_run(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("mlflow", "alembic"):
+        pytest.importorskip(package)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", server.format(folder=tmp_path))
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    document = tomllib.loads(f'{FILE}[[method]]\nalgorithm = "fedavg"\n')
+    plan = Plan(parse(document), tmp_path / "run")
+    (outcome,) = plan.run(Tracker("mlflow", plan.experiment, plan.out), page=False)
+    assert outcome.status == "done"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_metrics_of_classes_have_names_that_mlflow_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for package in ("mlflow", "alembic"):
+        pytest.importorskip(package)
+    from mlflow.tracking import MlflowClient
+
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    document = tomllib.loads(f'{FILE}[task]\nmetrics = ["recall"]\n[[method]]\nalgorithm = "fedavg"\n')
+    plan = Plan(parse(document), tmp_path / "run")
+    plan.run(Tracker("mlflow", plan.experiment, plan.out), page=False)
+    assert not [record for record in caplog.records if "--track" in record.message]
+    client: Any = MlflowClient(f"sqlite:///{tmp_path / 'run' / 'tracking' / 'mlflow.db'}")
+    (run,) = client.search_runs([client.get_experiment_by_name("experiment").experiment_id])
+    assert len([name for name in run.data.metrics if "test/recall." in name]) >= 10

@@ -1,0 +1,263 @@
+"""Every option of everything that can be chosen, set alone away from its default: a small run has other bits, or it is
+refused, or the run says that it changes nothing; what does neither stands below with its reason."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, partial
+from typing import Any, Literal, get_args, get_origin
+
+import numpy as np
+import pytest
+import torch
+
+import fedloom as fl
+from fedloom.algorithms import ALGORITHMS, REGISTRY
+from fedloom.choose import MIXERS, SAMPLERS, WEIGHERS
+from fedloom.data.federation import Federation
+from fedloom.engine.setting import Engine, Evaluate
+from fedloom.errors import ConfigError, InvalidValue
+from fedloom.local import LocalSGD
+from fedloom.local.inexact import Solver
+from fedloom.models import MLP, Augment, ModelSpec
+from fedloom.rows.aggregate import AGGREGATORS
+from fedloom.rows.attacks import ATTACKS
+from fedloom.rows.channel import CHANNELS
+from fedloom.tasks import Objective
+from fedloom.values import Value, fields_of
+
+LOCAL = {"lr": 0.1, "batch_size": 4}
+SMALL = MLP(hidden=(40, 40))
+TRACE = ((1, 1, 1, 0, 0, 1, 1, 0, 1, 1), (0, 1, 1, 1, 1, 1, 0, 1, 1, 0))
+GIVEN: dict[str, list[Any]] = {
+    "layers": [("4",)],
+    "gap": [-2.0],
+    "head": [("fc2", "head")],
+    "regulariser": [{"kind": "l1", "c": 0.05}],
+    "pre": [({"kind": "nnm", "f": 1},)],
+    "table": [TRACE],
+    "delta": [1e-5, 0.5],
+    "eps0": [1e-2, 1e-3],
+    "shrink": [0.3, 0.5],
+    "horizon": [4, 8],
+    "server_lr": [0.5],
+    "crop": [1],
+    "optimizer": ["adam"],
+    "optimizer_options": [{"nesterov": True}],
+    "parts": [("test",)],
+    "loss": [torch.nn.functional.multi_margin_loss],
+    "metrics": [("balanced_accuracy",)],
+    "class_weights": ["balanced"],
+    "every": [2],
+}
+"""Values of options whose type does not tell one, and of those that stand in for others."""
+BESIDE: dict[tuple[str, str], dict[str, Any]] = {
+    ("FedADMMInexact", "shrink"): {"eps0": 1e-4},
+    ("CFL", "ratio"): {"least": 2, "gap": -2.0},
+    ("CFL", "gap"): {"least": 2, "ratio": 9.0},
+    ("CFL", "first"): {"least": 2, "gap": -2.0, "ratio": 9.0},
+    ("CFL", "least"): {"gap": -2.0, "ratio": 9.0},
+    ("FedFomo", "returns"): {"peers": 1},
+    ("EquitableWeigher", "log_softmax"): {"clusters": 4},
+    ("FairFedWeigher", "floor"): {"beta": 3.0},
+    ("PowerOfChoice", "candidates"): {"clients": 4},
+    ("LocalSGD", "schedule"): {"decay": 0.5, "horizon": 4},
+    ("LocalSGD", "optimizer_state"): {"optimizer": "adam"},
+    ("MultiKrum", "squared"): {"k": 1, "f": 2},
+}
+"""What a field is set with, where it acts on few data or needs a second one."""
+NOTHING = {
+    ("Engine", "device"): "another machine",
+    ("Engine", "precision"): "linear layers have one; tests/engine has convolutions",
+    ("Engine", "quorum"): "acts where uploads are unusable",
+    ("Engine", "oracle"): "auto is fused here; others change bits by rounding",
+    ("Engine", "chunk"): "bits by rounding",
+    ("Evaluate", "personal_on_common"): "acts where there is a common test set",
+    ("Evaluate", "select_on"): "acts where the parts choose otherwise",
+    ("Evaluate", "statistics"): "acts on batch normalisation; packages/fedloom/tests/engine/test_scoring.py",
+    ("FairFedWeigher", "group"): "acts on columns of a table; packages/fedloom/tests/choose/test_weighers.py",
+    ("GIFAIR", "level"): "groups are the partition's, and asked for",
+}
+"""Fields that a small run cannot show, and why."""
+
+
+class Normed(ModelSpec):
+    """A network for FedBN."""
+
+    def module(self, shape: tuple[int, ...], outputs: int) -> torch.nn.Module:
+        nn, width = torch.nn, int(np.prod(shape))
+        return nn.Sequential(nn.Flatten(), nn.Linear(width, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, outputs))
+
+
+NETWORKS = {
+    "FedBN": Normed(),
+    "GPFL": MLP(hidden=(40, 40), guided=True),
+    "KNNPer": MLP(hidden=(40, 40), memory=16),
+}
+"""Networks of methods that do nothing of their own on others."""
+
+
+@cache
+def pictures() -> Federation:
+    rng = np.random.default_rng(0)
+    y = rng.integers(0, 3, 160)
+    x = (rng.normal(size=(3, 1, 4, 4))[y] + 0.7 * rng.normal(size=(160, 1, 4, 4))).astype("float32")
+    return fl.partition.dirichlet(clients=10, beta=1.0, min_size=5, validation=0.25)(fl.Dataset.of(x, y), seed=0)
+
+
+def played(method: Any, models_only: bool = False, **choices: Any) -> tuple[tuple[Any, ...], frozenset[str], Any]:
+    """Bits of what a run measured and learned, what it says, and its method as it ran; work is not measured here."""
+    rounds = 2 if models_only else 4
+    judged = {"every": rounds, "parts": ("test",)}
+    setting = {"rounds": rounds, "seed": 3, "local": LOCAL, "sampler": {"fraction": 0.8}, "evaluate": judged}
+    name = type(getattr(method, "algorithm", method)).__name__
+    found = fl.simulate(method, pictures(), NETWORKS.get(name, SMALL), **{**setting, **choices})
+    kept = [r for r in found.state.records.items if (r.model or not models_only) and r.metric != "steps"]
+    measured = tuple((r.round, r.model, r.part, r.metric, r.values.tobytes()) for r in kept)
+    server = tuple(t.numpy().tobytes() for t in found.state.server if isinstance(t, torch.Tensor))
+    return (measured, () if models_only else server), frozenset(found.job.notes), found.job.setting.algorithm
+
+
+def words(kind: Any) -> Iterator[str]:
+    """The words of a type."""
+    yield from get_args(kind) if get_origin(kind) is Literal else (w for part in get_args(kind) for w in words(part))
+
+
+def others(name: str, field: Any) -> tuple[list[Any], list[Any]]:
+    """Words and flags other than the default, all of which must tell; and numbers, one of which must."""
+    default = field.default
+    if isinstance(default, bool):
+        return [not default], []
+    found = [w for kind in (field.annotation, *field.metadata) for w in words(kind) if isinstance(w, str)]
+    if name in GIVEN:
+        return [], GIVEN[name]
+    start = default if isinstance(default, int | float) else 0
+    numbers: list[Any] = (
+        [] if isinstance(default, str | tuple | dict) else [1, 2, 0.5, 0.05, start * 2, start / 2, start + 1, 0]
+    )
+    numbers = [int(v) if isinstance(default, int) and int(v) == v else v for v in numbers if v != default]
+    return [w for w in dict.fromkeys(found) if w != default], numbers
+
+
+def tells(
+    make: Callable[..., Any], run: Callable[..., Any], start: Any, given: Mapping[str, Any], name: str, value: Any
+) -> bool | None:
+    """Whether a value of a field changes bits, is refused or told; None where it is out of the field's range, or what
+    the default stands for."""
+    before, _, settled = start
+    if getattr(settled, name, None) == value:
+        return None
+    try:
+        after, said, _ = run(make(**{**given, name: value}))
+    except InvalidValue as error:
+        return True if any(e["type"] == "value_error" for e in error.errors()) else None
+    except ConfigError as error:
+        return True if re.search(rf"\b{name}\b", str(error)) else None
+    return after != before or any(re.search(rf"\b{name}\b.*\b(acts|changes?)\b", note) for note in said)
+
+
+def mute(make: Any, run: Callable[..., Any], base: Mapping[str, Any]) -> list[str]:
+    """The fields of a class, or of a preset, whose change nobody notices."""
+    found, plain = [], run(make(**base))
+    owners = (getattr(make, "__name__", ""), *(part.__name__ for part in getattr(make, "parts", ())))
+    for name, field in fields_of(make).items():
+        if name in ("kind", *getattr(make, "free", ()), *base) or any((owner, name) in NOTHING for owner in owners):
+            continue
+        owner = next((n for n, f in BESIDE if f == name and n in owners), "")
+        given = {**base, **BESIDE.get((owner, name), {})}
+        every, one = others(name, field)
+        start = plain if given == base else run(make(**given))
+        answers = [tells(make, run, start, given, name, value) for value in every]
+        numbers = (tells(make, run, start, given, name, value) for value in one)
+        seen = [a for a in answers if a is not None]
+        if not all(seen) or (not seen and not any(numbers)):
+            found.append(name)
+    return found
+
+
+def choice(key: str, method: str = "fedavg") -> Callable[[Any], Any]:
+    return lambda value: played(
+        method, **{key: value}, **({"weights": "clusters-3"} if getattr(value, "disguises", False) else {})
+    )
+
+
+PLUGINS = [
+    (key, kind)
+    for key, kinds in {
+        "sampler": SAMPLERS, "weigher": WEIGHERS, "mixer": MIXERS, "aggregator": AGGREGATORS,
+        "attack": ATTACKS, "channel": CHANNELS
+    }.items()
+    for kind in kinds.values()
+]  # fmt: skip
+TABLES = [("task", Objective), ("augment", Augment), ("engine", Engine), ("evaluate", Evaluate), ("local", LocalSGD)]
+STARTS = {"CenteredClipping": {"tau": 0.05}, "FIAELT": {"iterations": 2}, "criterion": {"lam": 40.0}, "LocalSGD": LOCAL}
+"""Options without which nothing acts here, or only after many steps."""
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_options_of_a_method(name: str) -> None:
+    assert mute(REGISTRY[name], played, {}) == []
+
+
+@pytest.mark.parametrize(("key", "kind"), [*PLUGINS, *TABLES], ids=lambda v: getattr(v, "__name__", v))
+def test_options_of_a_table(key: str, kind: type[Value]) -> None:
+    run = choice(key, "flame" if key == "evaluate" else "fedavg")
+    assert mute(kind, run, STARTS.get(kind.__name__, {})) == []
+
+
+NEEDY = [
+    (kind, key, value)
+    for key, kind in [*((None, kind) for kind in ALGORITHMS.values()), *PLUGINS, *TABLES]
+    for value in kind.needs
+]
+
+
+@pytest.mark.parametrize(("kind", "key", "field"), NEEDY, ids=lambda v: getattr(v, "__name__", v))
+def test_a_field_acts_where_it_is_said_to_act(kind: type[Value], key: str | None, field: str) -> None:
+    other, *values = kind.needs[field].split()
+    run = choice(key) if key else played
+    if other.startswith("local."):
+        run, values, other = partial(played, local={**LOCAL, other.removeprefix("local."): 0.1}), [None], ""
+    every, one = others(field, kind.model_fields[field])
+    for beside in values or others(other, kind.model_fields[other])[1][:1]:
+        given = {**STARTS.get(kind.__name__, {}), **({other: beside} if other else {})}
+        given |= STARTS.get(str(beside), {})
+        given |= {"decay": 0.5} if beside == "exponential" and field != "decay" else {}
+        before = run(kind(**given, **({"decay": 0.9} if field == "decay" else {})))[0]
+        assert any(
+            run(kind(**{**given, field: v}))[0] != before for v in (*every, *one) if in_range(kind, given, field, v)
+        )
+
+
+def in_range(kind: type[Value], given: Mapping[str, Any], field: str, value: Any) -> bool:
+    try:
+        kind(**{**given, field: value})
+    except InvalidValue:
+        return False
+    return True
+
+
+LOCALS = {
+    "lr": 0.02, "batch_size": 7, "epochs": 2, "steps": 1, "momentum": 0.5, "weight_decay": 0.1, "clip": 0.05,
+    "schedule": "inverse-sqrt",
+}  # fmt: skip
+METHODS = [(name, {}) for name in ALGORITHMS]
+METHODS += [("fiaelt", {"solver": s}) for s in get_args(Solver) if s != "sgd"] + [("flame", {"eps0": 1e-2, "lam": 1.0})]
+
+
+@pytest.mark.parametrize(("name", "options"), METHODS, ids=str)
+def test_keys_of_local_training(name: str, options: dict[str, Any]) -> None:
+    """What trains a client obeys ``[local]``, or says which keys it does not read."""
+    method = ALGORITHMS[name](**options)
+
+    def run(local: LocalSGD) -> Any:
+        return played(method, models_only=True, local=local)
+
+    start = run(LocalSGD(**LOCAL))
+    assert [key for key, value in LOCALS.items() if tells(LocalSGD, run, start, LOCAL, key, value) is False] == []
+
+
+def test_pooled_data_say_what_they_leave_out() -> None:
+    notes = played(REGISTRY["centralized"](), attack={"kind": "gaussian"})[1]
+    assert any("[sampler] and [attack] change nothing" in note for note in notes)

@@ -1,0 +1,693 @@
+"""Every method with every plug-in: the run finishes, or is refused for the documented reason.
+
+By default one cell per method and kind of plug-in is run, and a tenth of all others, drawn from a seed that changes
+every day (every week in CI; FEDLOOM_MATRIX_SEED sets it) and stands in the names of the drawn tests; `make test-full`
+runs all.
+
+The rules are written down here once more, from the kinds of the upload's fields and the names of the plug-ins alone,
+and docs/combinations.md has them with a table for every method. To write that page anew:
+
+    FEDLOOM_WRITE=1 python -m pytest packages/fedloom/tests/engine/test_matrix.py -k page
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from itertools import combinations
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from fedloom.algorithms import REGISTRY, Algorithm, Composition, Kept, Mean, exact_fields, upload_fields
+from fedloom.algorithms._theorems import THEOREMS
+from fedloom.choose import MIXERS, SAMPLERS, WEIGHERS, Uniform
+from fedloom.data import load
+from fedloom.data.federation import Federation
+from fedloom.data.partition import Hybrid
+from fedloom.engine.setting import Evaluate, Setting
+from fedloom.engine.setup import check, make_job
+from fedloom.engine.simulate import simulate
+from fedloom.errors import Refused, Stop
+from fedloom.lab.experiment.cards import LOSES, card, loses
+from fedloom.local import LocalSGD, Nothing
+from fedloom.models import MLP
+from fedloom.rows.aggregate import AGGREGATORS
+from fedloom.rows.attacks import ATTACKS
+from fedloom.rows.channel import CHANNELS
+from fedloom.schedule import SCHEDULES
+from fedloom.schedule.devices import LogNormal
+from fedloom.testing import Problem
+from fedloom.testing.federate import ReferenceFederation as Clients
+
+PAGE = Path(__file__).parents[4] / "docs" / "combinations.md"
+WEIGHTS = {
+    "uniform": "uniform",
+    "samples": "samples",
+    "clusters": "clusters-2",
+    "clusters every k": "clusters-2 every 1",
+    "groups": "groups",
+    "groups by COLUMN": "groups by region",
+}
+"""Shares of the clients, each by its name on the page."""
+KINDS: dict[str, dict[str, Any]] = {
+    "aggregator": AGGREGATORS,
+    "attack": ATTACKS,
+    "sampler": SAMPLERS,
+    "weigher": WEIGHERS,
+    "mixer": MIXERS,
+    "channel": CHANNELS,
+    "weights": WEIGHTS,
+    "schedule": SCHEDULES,
+}
+
+# --- the rules
+
+ASKERS = {"power-of-choice"}
+LEARNERS = {"clustered"}
+COMPRESSORS = {"top-k", "random-k", "qsgd", "sign"}
+PROBING = {"equitable", "fairfed"}
+STREAMS = {"buffered", "asynchronous"}
+AMONG = {"fedacs", "fedamp", "heurfedamp"}
+"""Methods that mix models of a cohort, and with ``among = "all"`` those of all clients."""
+PROJECTED = {"lp-proj", "admm-lp-proj", "fedproto"}
+"""Methods whose clients and server exchange something smaller than models."""
+
+REASONS = {
+    "nothing": ("uploads nothing", "The method uploads nothing: there is nothing to act on."),
+    "adds": (
+        "adds uploads up",
+        "Its server adds uploads up over rounds, which is right only for the mean by the clients' shares.",
+    ),
+    "noise adds": (
+        "noise of every round",
+        "Its server adds uploads up over rounds, and the noise of all rounds with them.",
+    ),
+    "mixes": ("mixes single models", "Its server mixes the clients' models for every client and aggregates nothing."),
+    "by itself": (
+        "averages single models itself",
+        "Its server averages the clients' models by a rule of its own, which no other rule can replace.",
+    ),
+    "exact": (
+        "divides sums of features by shares",
+        "Its server divides sums of features by shares of classes, and clipping both alike changes no quotient.",
+    ),
+    "keeps": (
+        "keeps every client's last upload",
+        "Its server keeps every client's last upload and takes their mean by shares over all clients, seen or not.",
+    ),
+    "projected": (
+        "uploads something smaller",
+        "Clients and server exchange projections of models, or means of features, but the plug-in needs models.",
+    ),
+    "no difference": ("clips differences", "It uploads absolute values, and only a difference can be clipped."),
+    "single": (
+        "also gets uploads of single",
+        "Its server also receives uploads of single clients, which noise on a mean does not protect.",
+    ),
+    "mixes itself": ("mixes single models for every", "Its server already mixes the clients' models for every client."),
+    "clusters": ("has a model for each cluster", "Its server has a model for each cluster of clients already."),
+    "consensus": (
+        "towards one consensus",
+        "Its clients keep duals or controls for one common model, which models of their own would contradict.",
+    ),
+    "prox": (
+        "comes out of the server's prox",
+        "Its model is the result of the server's prox, through which a mixture of clients' models does not pass.",
+    ),
+    "smaller": (
+        "sends something smaller",
+        "Its server does not send a model, so that a mixture of models cannot take its place.",
+    ),
+    "no model": (
+        "queries clients about the global model",
+        "The sampler asks clients about the global model, and the method has none.",
+    ),
+    "described": (
+        "by their activations under the global model",
+        "Clusters are found again from activations under the global model, and the method has none.",
+    ),
+    "one by one": (
+        "mixes the models of the clients of one round",
+        "Its server mixes the models of the clients of one round, and in a stream clients train one by one.",
+    ),
+    "asks": (
+        "no rounds before which sampler",
+        "Its sampler asks candidates before a round, and a stream has no rounds.",
+    ),
+}
+"""Why a pair is refused: what the error says, and what the page says."""
+CURE = re.compile(r"; (find|keep|leave|or|set|take|use|weights)\b|'flame' and 'fedslr'|'fedslr' and 'lpgd'")
+"""What an error names to be done."""
+
+
+def has_global_model(method: Algorithm) -> bool:
+    p = Problem.random(0)
+    ctx = Clients(p.oracle(), p.alpha, LocalSGD()).ctx(0, range(p.n))
+    return method.global_model(method.init(p.x0, ctx)[0]) is not None
+
+
+def refusal(made: Composition, kind: str, plugin: str) -> str | None:
+    """The reason why a method refuses a plug-in, or None."""
+    method = made.algorithm
+    fields = upload_fields(type(method)).values()
+    projected = type(method) in {REGISTRY[name] for name in PROJECTED}
+    adds = any(field.accumulates for field in fields)
+    if made.pooled:
+        return None
+    if kind == "weights":
+        return "described" if plugin == "clusters every k" and not has_global_model(method) else None
+    if kind == "schedule":
+        if plugin not in STREAMS:
+            return None
+        if made.sampler is not None and made.sampler.kind in ASKERS:
+            return "asks"
+        return "one by one" if method.mixes and not method.mixes_all else None
+    if kind == "sampler":
+        if plugin in ASKERS and not has_global_model(method):
+            return "no model"
+        if plugin in LEARNERS and projected:
+            return "projected"
+        return "nothing" if plugin in LEARNERS and not fields else None
+    if kind == "weigher" and plugin not in ("shares", "uniform"):
+        if any(isinstance(field, Mean) and not field.accumulates for field in fields):
+            return "projected" if plugin in PROBING and projected else None
+        if not fields:
+            return "nothing"
+        return "keeps" if any(isinstance(field, Kept) for field in fields) else "adds" if adds else "by itself"
+    if not fields:
+        return None if kind in ("weigher", "attack") else "nothing"
+    if kind == "mixer":
+        return own_models(method, fields, projected)
+    if kind == "aggregator" and plugin != "mean":
+        if (adds and plugin == "private-mean") or (
+            method.mixes and (type(method).mixer is Algorithm.mixer or plugin == "private-mean")
+        ):
+            return "noise adds" if adds else "mixes"
+        if any(field.primary and not field.averaged for field in fields):
+            return "by itself"
+        return central(fields) if plugin == "private-mean" else None
+    if kind == "channel" and type(method) is REGISTRY["fedproto"]:
+        return "exact"
+    return None
+
+
+def own_models(method: Algorithm, fields: Any, projected: bool) -> str | None:
+    """The reason why clients cannot receive models of their own, or None."""
+    if method.mixes:
+        return "mixes itself"
+    if method.family == "clustered":
+        return "clusters"
+    if type(method).personal is Algorithm.personal:
+        if any(field.keeps or field.accumulates for field in fields):
+            return "consensus"
+        if method.family == "composite":
+            return "prox"
+    return "smaller" if projected else None
+
+
+def central(fields: Any) -> str | None:
+    """The reason why the server's noise on a mean protects nothing, or None."""
+    if any(field.primary and field.base == "zero" for field in fields):
+        return "no difference"
+    return None if all(isinstance(field, Mean) for field in fields) else "single"
+
+
+# --- the cells
+
+
+class Cell(NamedTuple):
+    """A method and a plug-in, by name."""
+
+    method: str
+    kind: str
+    plugin: str
+
+
+NEEDED: dict[str, dict[str, Any]] = {
+    "fedbn": {"layers": ("head.bias",)},  # the model has no normalisation layer
+    "fedrep": {"head_epochs": 1},  # sooner done
+    "fiaelt": {"iterations": 2, "inner": 5},
+}
+
+
+@cache
+def composed(name: str, plugin: str = "") -> Composition:
+    among = {"among": "all"} if name in AMONG and plugin in STREAMS else {}
+    made: Any = REGISTRY[name](**NEEDED.get(name, {}), **among)
+    return made if isinstance(made, Composition) else Composition(made)
+
+
+def rotation() -> int:
+    """The seed of the cells that are drawn: of this week in CI, else of this day."""
+    if given := os.environ.get("FEDLOOM_MATRIX_SEED"):
+        return int(given)
+    today = datetime.datetime.now(datetime.UTC).date()
+    year, week, _ = today.isocalendar()
+    return year * 100 + week if os.environ.get("CI") else today.toordinal()
+
+
+def every_cell() -> tuple[list[Cell], list[Cell]]:
+    """Those that are run every time, one for each method and kind of plug-in; and all others."""
+    names = sorted(REGISTRY)
+    first = [
+        Cell(m, kind, list(plugins)[(i + k) % len(plugins)])
+        for i, m in enumerate(names)
+        for k, (kind, plugins) in enumerate(KINDS.items())
+    ]
+    every = [Cell(m, kind, p) for m in names for kind, plugins in KINDS.items() for p in plugins]
+    return first, sorted(set(every) - set(first))
+
+
+def drawn(others: list[Cell], seed: int) -> set[Cell]:
+    """A tenth of some cells."""
+    picked = np.random.default_rng(seed).choice(len(others), len(others) // 10, replace=False)
+    return {others[i] for i in picked}
+
+
+def parameters(seed: int) -> list[Any]:
+    """Every cell; those that are not for every time are slow."""
+    first, others = every_cell()
+    chosen = drawn(others, seed)
+    return [
+        *(pytest.param(cell, id="-".join(cell)) for cell in first),
+        *(
+            pytest.param(cell, id="-".join(cell) + f"-seed={seed}")
+            if cell in chosen
+            else pytest.param(cell, id="-".join(cell), marks=pytest.mark.slow)
+            for cell in others
+        ),
+    ]
+
+
+@pytest.fixture(scope="module")
+def fed() -> Federation:
+    return Hybrid(clients=9, labels_per_client=3, beta=0.5, min_size=8)(load("digits"), seed=0)
+
+
+MODEL, ROUNDS = MLP(hidden=(16,)), 2
+LOCAL = LocalSGD(lr=0.05, steps=2, batch_size=8)
+PARTIAL = Uniform(clients=8)
+
+
+@cache
+def always_there(fed: Federation) -> int:
+    """A client that the sampler draws in every round."""
+    job, _ = make_job(Setting.of(composed("fedavg"), model=MODEL, rounds=ROUNDS, local=LOCAL), fed)
+    cohorts = [set(PARTIAL.apply(Nothing(), None, job.ctx(t))[0].tolist()) for t in range(1, ROUNDS + 1)]
+    return min(set.intersection(*cohorts))
+
+
+@pytest.fixture(scope="module")
+def grouped(fed: Federation) -> Federation:
+    """The clients in two groups."""
+    return in_groups(fed)
+
+
+def in_groups(fed: Federation) -> Federation:
+    """A federation whose clients are in two groups, which a column has too."""
+    groups = torch.arange(fed.n) % 2
+    codes = torch.zeros(len(fed.data.y), dtype=torch.long)
+    for client, group in enumerate(groups.tolist()):
+        codes[fed.indices("train", client)] = group
+    data = replace(fed.data, columns={"region": codes}, levels={"region": ("north", "south")})
+    return replace(fed, data=data, groups=groups)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "gaussian-noise": {"sigma": 0.01},
+    "bernoulli": {"probability": 0.7},
+    "availability": {"period": 9, "on": 8},
+    "forged-direction": {"scale": 2.0},  # which diverges later
+    "deadline": {"seconds": 1e9},
+    "buffered": {"buffer": 4, "concurrency": 8},
+    "asynchronous": {"concurrency": 8},
+    "trimmed-mean": {"f": 1},  # the default adapts to a stream's single upload
+    "mda": {"f": 1},
+}
+
+
+def choices_of(kind: str, plugin: str, root: int, clients: int = 4) -> dict[str, Any]:
+    """The choices of a run with a plug-in, which has ``clients``, or trusts the client ``root``."""
+    make = KINDS[kind][plugin]
+    if kind == "weights":
+        return {"weights": make}
+    options = {"root": root} if plugin == "fltrust" else OPTIONS.get(plugin, {})
+    sized = {"clients": clients} if "clients" in make.model_fields else {}
+    return {kind: make(**sized, **options), **({"devices": LogNormal()} if kind == "schedule" else {})}
+
+
+@pytest.mark.parametrize("cell", parameters(rotation()))
+def test_a_pair_runs_or_is_refused_for_its_reason(fed: Federation, grouped: Federation, cell: Cell) -> None:
+    settings: dict[str, Any] = {"sampler": PARTIAL, **choices_of(cell.kind, cell.plugin, always_there(fed))}
+    if cell.plugin == "forged-activations":
+        settings["weights"] = "clusters-2"  # activations to forge
+    made = composed(cell.method, cell.plugin)
+    reason = refusal(made, cell.kind, cell.plugin)
+
+    def run() -> Any:
+        evaluate = Evaluate(every=ROUNDS, parts=("train", "validation"))
+        clients = grouped if cell.kind == "weights" else fed
+        return simulate(made, clients, MODEL, rounds=ROUNDS, local=LOCAL, evaluate=evaluate, **settings)
+
+    if reason is not None:
+        with pytest.raises(Refused, match=REASONS[reason][0]):
+            run()
+        return
+    result = run()
+    if cell.plugin == "fltrust" and composed(cell.method).sampler is not None and result.stop is Stop.TOO_FEW:
+        assert "fltrust trusts client" in result.detail
+        return
+    assert result.stop is Stop.DONE, result.detail
+    assert result.state.totals[-1] == 0  # no upload was dropped
+    for record in result.state.records.items:
+        if record.part in ("train", "") and record.round == ROUNDS and record.metric != "staleness":  # of those heard
+            assert np.isfinite(record.values).all(), record
+    assert all(bool(torch.isfinite(value).all()) for value in result.state.server)
+    plugin = getattr(result.job.setting, cell.kind)
+    if cell.kind != "weights" and not made.pooled and getattr(made, cell.kind, None) is None:
+        drawn = cell.plugin == "shares" and result.job.setting.sampler.by_samples
+        assert plugin.kind == ("uniform" if drawn else cell.plugin)
+
+
+def test_a_refusal_has_its_reason_and_a_cure(grouped: Federation) -> None:
+    daily, others = every_cell()
+    wrong = []
+    for cell in (*daily, *others):
+        made = composed(cell.method, cell.plugin)
+        if (reason := refusal(made, cell.kind, cell.plugin)) is None:
+            continue
+        choices = choices_of(cell.kind, cell.plugin, root=0)
+        setting = Setting.of(made, model=MODEL, rounds=ROUNDS, local=LOCAL, **{"sampler": PARTIAL, **choices})
+        with pytest.raises(Refused, match=REASONS[reason][0]) as error:
+            check(setting, grouped)
+        wrong += [] if CURE.search(str(error.value)) else [str(error.value)]
+    assert wrong == []
+
+
+def test_every_plugin_and_every_method_has_its_cell() -> None:
+    daily, others = every_cell()
+    assert {(c.method, c.kind) for c in daily} == {(m, kind) for m in REGISTRY for kind in KINDS}
+    assert {(c.kind, c.plugin) for c in daily} == {(kind, p) for kind, plugins in KINDS.items() for p in plugins}
+    assert len(drawn(others, 0)) == len(others) // 10
+    assert len(set().union(*(drawn(others, seed) for seed in range(100)))) > 0.99 * len(others)
+    assert drawn(others, 1) != drawn(others, 0) == drawn(others, 0)
+    assert SAMPLERS.keys() > ASKERS | LEARNERS
+    assert CHANNELS.keys() > COMPRESSORS
+
+
+# --- the page
+
+COLUMNS = (
+    ("robust aggregators", "aggregator", "median"),
+    ("noise of the server", "aggregator", "private-mean"),
+    ("forged uploads", "attack", "gaussian"),
+    ("poisoned labels", "attack", "flipped-labels"),
+    ("samplers that ask", "sampler", "power-of-choice"),
+    ("samplers that learn", "sampler", "clustered"),
+    ("weigher samples", "weigher", "samples"),
+    ("weighers that ask", "weigher", "equitable"),
+    ("mixers", "mixer", "attention"),
+    ("clipping, noise", "channel", "clip"),
+    ("compressors", "channel", "top-k"),
+    ("clusters every k", "weights", "clusters every k"),
+    ("streams", "schedule", "buffered"),
+)
+
+
+def named(declared: Callable[[Algorithm], object]) -> str:
+    """The methods that declare something, in words."""
+    return ", ".join(sorted(name for name in REGISTRY if declared(composed(name).algorithm)))
+
+
+INTRODUCTION = """# What goes with what
+
+Any method runs with any sampler, weigher, mixer, aggregator, attack, channel, shares and schedule, unless the pair
+makes no sense. Such a run is refused before it starts, with the reason. Which pairs make sense follows from what the
+method uploads, not from a list. `packages/fedloom/tests/engine/test_matrix.py` runs each method with each plug-in and
+writes this page; `packages/fedloom/tests/engine/test_pairs.py` does so for two parts.
+[What each part is worth](../studies/pages/system.md) has what was measured of the parts so far.
+
+```python
+import fedloom as fl
+
+fed = fl.partition.iid(clients=10)(fl.load("digits"), seed=0)
+try:
+    fl.simulate("ifca", fed, aggregator="median")
+except fl.FedloomError as refused:
+    print(refused)
+```
+
+"""
+
+NOTES = f"""
+Every method takes the weighers `shares` and `uniform`, and every sampler but those that ask clients
+({", ".join(sorted(ASKERS))}) or learn from uploads ({", ".join(sorted(LEARNERS))}). Every method that uploads takes the
+aggregator `mean` and, except for FedProto, all channels. The compressors are {", ".join(sorted(COMPRESSORS))}.
+Every method takes all other `weights` ({", ".join(w for w in WEIGHTS if w != "clusters every k")}) and the schedules
+{", ".join(sorted(SCHEDULES.keys() - STREAMS))}. Streams are the schedules {" and ".join(sorted(STREAMS))}; FedACS,
+FedAMP and HeurFedAMP take them with `among = "all"`.
+
+Further rules:
+
+- A preset with a sampler or a weigher keeps its own, and takes the cohort size of the experiment's sampler.
+
+- `centralized` has one client: samplers, weighers, aggregators, attacks and channels are left out.
+
+- The clients' shares, `weights`, apply to every method that takes a mean by them. A weigher takes their place there. A
+  sampler that draws by samples has them in its draws, so that the clients of its cohort count alike. FedACS, FedAMP,
+  HeurFedAMP and FedFomo mix models by what they are, FedSkip counts by the samples that a model has seen, and `local`
+  uploads nothing. Where shares that are given change nothing, the run says so.
+
+- With `weights = "clusters-C"` every method that has shares takes Equitable-FL's objective. Clusters are found before
+  round 1, from the activations of all clients; with `"clusters-C every K"` again after every K rounds. What the server
+  sums up by shares over rounds is then summed up by the new ones, and they are in its model from its next step on.
+
+- With `weights = "groups by region"` every level of that column counts the same, where all rows of a client have one
+  level. A table names the column in `data.kept`.
+
+- Attack `forged-activations` can win a cluster of its own in `weights` and in the weigher `equitable`. Where C is
+  given, k forgers have up to k/C of the model, and the honest groups share fewer clusters. Where C is sought, a client
+  alone is no cluster, but two that agree are one. A median or another robust aggregator that counts clients alike
+  reads no clusters. Without clusters the attack is refused.
+
+- A mixer compares directions. With attack `forged-direction` one wins a place in its victim's mixture; with `sybils`
+  equal ones fill the quantile of an attention. `copies` bounds what equal directions count together, a robust
+  aggregator what one of them can do in a mixture.
+
+- Robust aggregators decide on the field that carries the model. If the server keeps every client's last upload, they
+  decide among the clients seen so far. If it adds up changes to rows that clients keep (SCAFFOLD's controls, FedADMM,
+  FIAELT), they decide on every client's sum, and the server follows their value. Each needs a least number of rows,
+  which is checked at the start.
+
+- Beside a mixer, a robust aggregator also takes the place of the weighted mean in each client's mixture. It does so in
+  FedACS, FedAMP and HeurFedAMP too. If a mixture has fewer models than the rule needs, the client keeps its own last
+  model.
+
+- Beside a mixer, the personal models of a method that has none are the mixtures that its clients receive.
+
+- A mixer with `share = 0` changes no bit. Any other mixture loses the theorems of a common problem: FLAME and FedSLR
+  are then no longer ADMM for a sum of local problems.
+
+- An attacker forges a model, and the method encodes it as it encodes the models of its clients. One forged model then
+  moves every method as far as it moves FedAvg, unless the server step of the paper scales it: equitable-fl, fedas,
+  feddyn, fedopt, fedproto, fedslr, fedspa, fiaelt, ifca and q-ffl, and FedNova where clients take unequal steps. The
+  cards have the factors. In ADMM methods that upload one message u_i, the attacker forges u_i, as FLAME's paper states.
+  `local` uploads nothing to forge: it runs as without the attack, and its figures leave the attackers out.
+
+- Which robust rule suits an upload: an ADMM message is a model plus a dual, so that its coordinates are spread widely
+  even without an attacker. A coordinate-wise median then drops most of the duals. `multi-krum` averages the whole
+  messages of honest clients. On digits, with 5 of 20 clients that flip signs and one seed, the global models of FIAELT,
+  FLAME and FedADMM end at 44, 45 and 42 % with `median`, and at 85, 75 and 83 % with `multi-krum`. `median` and
+  `trimmed-mean` suit uploads that are models or changes of models.
+
+- Channels act on the change to the model that a client received, whatever the method uploads. Compressors feed back
+  what they leave out of it.
+
+- A part of the model that does not travel (personal layers) is not compressed, noised or counted.
+
+- With `delta`, `gaussian-noise` and `private-mean` refuse weighers and samplers to which clients answer without noise.
+  They also refuse methods that upload a label or a count, to which no noise is added:
+  {named(lambda method: exact_fields(type(method)))}.
+
+- Methods whose mathematics needs plain SGD refuse these choices of `[local]`:
+
+| refused | methods |
+|---|---|
+| momentum, and an `optimizer` other than `sgd` | {named(lambda method: method.plain_sgd)} |
+| an `optimizer` other than `sgd` | {named(lambda method: method.needs_sgd and not method.plain_sgd)} |
+"""
+
+
+def page() -> str:
+    lines = [INTRODUCTION + "| method | " + " | ".join(title for title, _, _ in COLUMNS) + " |"]
+    lines += ["|---" * (len(COLUMNS) + 1) + "|"]
+    letters = {reason: chr(ord("a") + i) for i, reason in enumerate(REASONS)}
+    for name in sorted(REGISTRY):
+        reasons = [refusal(composed(name, plugin), kind, plugin) for _, kind, plugin in COLUMNS]
+        lines.append(f"| {name} | " + " | ".join("yes" if r is None else f"no ({letters[r]})" for r in reasons) + " |")
+    lines.append("")
+    first, others = every_cell()
+    counts = Counter(refusal(composed(m, plugin), kind, plugin) for m, kind, plugin in (*first, *others))
+    admitted, every = counts[None], counts.total()
+    lines += [f"Of {every} pairs of a method and a plug-in, {admitted} run and {every - admitted} are refused.", ""]
+    lines += ["| | pairs | reason |", "|---|---|---|"]
+    lines += [f"| ({letters[r]}) | {counts[r]} | {sentence} |" for r, (_, sentence) in REASONS.items()]
+    return "\n".join(lines) + "\n" + NOTES + "\n" + pairs_of_parts() + "\n" + theorems()
+
+
+# --- two parts
+
+SEVERAL = {"trimmed-mean", "krum", "multi-krum", "bulyan", "mda", "fltrust"}
+"""Aggregators that need more than one row."""
+PAIR_REASONS = {
+    "activations": (
+        "has nothing to forge",
+        "No client sends activations that could be forged, where shares are given.",
+    ),
+    "waits": (
+        "needs the activations of all clients between two rounds",
+        "Clusters are found again between two rounds, and the schedule waits for no such moment.",
+    ),
+    "asks": REASONS["asks"],
+    "honest": (
+        "has no rounds whose honest uploads",
+        "The attackers read the honest uploads of their round, and a stream has no rounds.",
+    ),
+    "one row": ("needs m >", "The rule needs several uploads, and here each is a step of the server."),
+    "single models": (
+        "mixtures of single models, which noise on a mean does not protect",
+        "A mixer sends mixtures of single models, which noise on a mean does not protect.",
+    ),
+}
+"""Why two parts are refused beside any method: what the error says, and what the page says."""
+
+
+class Pair(NamedTuple):
+    """Two parts, by kind and name."""
+
+    kind: str
+    plugin: str
+    other: str
+    beside: str
+
+
+def pairs() -> list[Pair]:
+    """Every two parts of two kinds."""
+    return [Pair(a, p, b, q) for a, b in combinations(KINDS, 2) for p in KINDS[a] for q in KINDS[b]]
+
+
+def pair_refusal(pair: Pair) -> str | None:
+    """The reason why two parts are refused, or None."""
+    part = {pair.kind: pair.plugin, pair.other: pair.beside}
+    weights, schedule, aggregator = (part.get(kind, "") for kind in ("weights", "schedule", "aggregator"))
+    attack = part.get("attack", "")
+    if attack == "forged-activations" and weights and not weights.startswith("clusters"):
+        return "activations"
+    if weights == "clusters every k" and schedule not in ("", "synchronous"):
+        return "waits"
+    if schedule in STREAMS and part.get("sampler") in ASKERS:
+        return "asks"
+    if schedule in STREAMS and getattr(ATTACKS.get(attack), "sees_honest", False):
+        return "honest"
+    if schedule == "asynchronous" and aggregator in SEVERAL:
+        return "one row"
+    return "single models" if aggregator == "private-mean" and "mixer" in part else None
+
+
+def pairs_of_parts() -> str:
+    """Write which two parts do not go together, by reason."""
+    by_reason: dict[str, list[Pair]] = {reason: [] for reason in PAIR_REASONS}
+    for pair in pairs():
+        if (reason := pair_refusal(pair)) is not None:
+            by_reason[reason].append(pair)
+    count = sum(map(len, by_reason.values()))
+    lines = [
+        "## Two parts\n",
+        f"Of {len(pairs())} pairs of parts, each beside FedAvg, {len(pairs()) - count} run and {count} are refused.",
+        'Mixers take streams with `among = "all"`, and a rule needs a buffer of as many uploads as it needs clients in',
+        "a round. Attack `forged-activations` is tried beside shares by clusters.\n",
+        "| parts | with | pairs | reason |",
+        "|---|---|---|---|",
+    ]
+    for reason, refused in by_reason.items():
+        plugins, beside = ({getattr(pair, name): None for pair in refused} for name in ("plugin", "beside"))
+        cells = (", ".join(plugins), ", ".join(beside), str(len(refused)), PAIR_REASONS[reason][1])
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+THEORY = """The table states what a paper proves of a method, on what conditions, and with which parts that is lost.
+With these parts the run still works, but the theorem does not apply. Cards have the same. The paper of a method that is
+not in the table may have a theorem too; it is not stated here.
+
+- No run checks a condition on the problem, such as convexity or L, the smoothness of the local losses. A network with
+  ReLU is not smooth.
+
+- Most methods take the run's local training for a local solve, and do not check its error.
+
+- Equal shares are `weights = "uniform"`, and equal steps are `local.steps`. By default clients count by their samples
+  and train for epochs, so that a default run meets neither where clients differ in size.
+
+- A gradient step is one of plain SGD, without momentum, clipping or another optimiser.
+
+- A uniform cohort is one of sampler `uniform`, of a fixed size.
+
+- "Among others" marks a theorem whose paper has further conditions.
+"""
+
+
+def theorems() -> str:
+    """Write the table of what the papers prove, and of the parts that lose it."""
+    lines = [
+        "## Theorems\n",
+        THEORY,
+        "| method | theorem | needs | lost with |\n|---|---|---|---|",
+    ]
+    for name, theorem in sorted(THEOREMS.items()):
+        needs = f"{theorem.needs}. {theorem.defaults}".removesuffix(". ")
+        lines.append(f"| {name} | {theorem.proves} | {needs} | {', '.join(LOSES[kind][0] for kind in loses(name))} |")
+    return "\n".join(lines) + "\n"
+
+
+def test_a_theorem_is_lost_by_the_parts_that_a_method_takes_and_its_paper_has_not() -> None:
+    for name, theorem in THEOREMS.items():
+        made, lost = composed(name), set(loses(name))
+        taken = {k for k, plugin in (("weigher", "samples"), ("mixer", "attention"), ("aggregator", "median"),
+                                     ("channel", "top-k")) if refusal(made, k, plugin) is None}  # fmt: skip
+        taken -= {"weigher"} if made.weigher is not None else set()
+        assert lost == (taken | {"sampler", "schedule", "attack"}) - {*theorem.covers}
+        assert all(LOSES[kind][0] in " ".join(card(name).split()) for kind in lost)
+    assert "Theory:" not in card("moon")
+
+
+def test_theorems_name_the_defaults_that_miss_their_conditions(fed: Federation) -> None:
+    job, _ = make_job(Setting.of(composed("flame"), model=MODEL, rounds=ROUNDS, local=LOCAL, weights="samples"), fed)
+    ctx, defaults = job.ctx(1), {name: composed(name).algorithm for name in THEOREMS}
+    lam, rho = (defaults["flame"].derived(ctx)[name] for name in ("lam", "rho"))
+    ratios = lam * ctx.weight.flatten().double() / rho  # lam alpha_i / rho
+    assert not ((ratios <= 1) & (ratios**2 * (1 + rho) < rho * (ratios + 1) / 2)).all()
+    assert defaults["pfedme"].derived(ctx)["eta"] * defaults["pfedme"].derived(ctx)["lam"] == pytest.approx(1)
+    assert (defaults["fedacs"].lam, defaults["fedadmm-inexact"].rho) == (None, None)
+    assert defaults["fedsplit"].derived(ctx) == {"step": 2 * ctx.reach}
+    assert (defaults["fedopt"].optimiser, defaults["fedopt"].beta1, LocalSGD().schedule) == ("adam", None, "constant")
+    assert (defaults["fiaelt"].tau, defaults["fiaelt"].r, defaults["fiaelt"].solver) == (0.5, 0.005, "sgd")
+    assert (defaults["fedpd"].skip, defaults["fedadmm"].server_lr) == (0, "fraction")
+
+
+def test_page_is_up_to_date() -> None:
+    for _, kind, example in COLUMNS:  # a column stands for all plug-ins that are refused for the same reason
+        like = [p for p in KINDS[kind] if all(refusal(composed(m, p), kind, p) == refusal(composed(m, p), kind, example)
+                                              for m in REGISTRY)]  # fmt: skip
+        assert example in like
+    if os.environ.get("FEDLOOM_WRITE"):
+        PAGE.write_text(page())
+    assert PAGE.read_text() == page(), "write docs/combinations.md anew: see the beginning of this file"

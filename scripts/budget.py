@@ -1,0 +1,114 @@
+"""Hold the source to its budget, and print what an import of the library loads.
+
+    python scripts/budget.py           # lines of code by room, against budget.toml; exit code 1 above it
+    python scripts/budget.py --write   # write the lines of code of today as the budget
+
+A line of code is a line that holds a token; docstrings, comments and blank lines do not count. A room is a folder of a
+package, or its top modules. To exceed the budget, remove code, or raise the figure in a commit that states what users
+get for it.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import subprocess
+import sys
+import tokenize
+import tomllib
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BUDGET = ROOT / "budget.toml"
+LAB = "lab"
+"""The folder of the library whose rooms are counted one by one, as those of a package."""
+SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+"""Tokens that make no line a line of code."""
+CLOSURES = {
+    "fl.simulate": "import fedloom as fl; fl.simulate",
+    "fl.compare": "import fedloom as fl; fl.compare",
+    "a site": "import fedloom_sites.deploy.site.client",
+}
+"""What CI prints the size of: the modules that these lines load."""
+HEAD = """# Lines of code per package and room, at most; scripts/check holds it. To exceed it, remove code, or raise the
+# figure in a commit that states what users get for it. python scripts/budget.py --write counts again.
+"""
+
+
+def count_lines(text: str) -> int:
+    """Return the lines of code of a Python file."""
+    strings = set[int]()
+    for node in ast.walk(ast.parse(text)):
+        body = getattr(node, "body", None)
+        for statement in body if isinstance(body, list) else []:
+            value = statement.value if isinstance(statement, ast.Expr) else None
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                strings |= set(range(value.lineno, (value.end_lineno or value.lineno) + 1))
+    lines = set[int]()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in SILENT:
+            lines |= set(range(token.start[0], token.end[0] + 1))
+    return len(lines - strings)
+
+
+def room_of(file: Path, source: Path) -> tuple[str, str]:
+    """Return the package and the room of a file; the lab counts as a package of its own."""
+    package, *parts = file.relative_to(source).parts
+    if parts[0] == LAB and len(parts) > 1:
+        package, parts = f"{package}.{LAB}", parts[1:]
+    return package, parts[0] if len(parts) > 1 else "top"
+
+
+def count_rooms() -> dict[str, Counter[str]]:
+    """Return the lines of code of every room, by package."""
+    rooms: dict[str, Counter[str]] = {}
+    for source in sorted(ROOT.glob("packages/*/src")):
+        for file in sorted(source.rglob("*.py")):
+            package, room = room_of(file, source)
+            rooms.setdefault(package, Counter())[room] += count_lines(file.read_text())
+    return rooms
+
+
+def find_excess(rooms: dict[str, Counter[str]], budget: dict[str, dict[str, int]]) -> list[str]:
+    """Return a sentence for every room above its budget, and for every room that the budget does not name."""
+    return [
+        f"{package}/{room}: {lines} lines of code, the budget is {budget.get(package, {}).get(room, 'missing')}; "
+        "remove code, or raise the figure in budget.toml in a commit that states what users get"
+        for package, counts in rooms.items()
+        for room, lines in sorted(counts.items())
+        if lines > budget.get(package, {}).get(room, -1)
+    ]
+
+
+def print_closures() -> None:
+    """Print the modules and lines of code that an import loads, from a fresh interpreter."""
+    for name, code in CLOSURES.items():
+        listing = (
+            "import sys; print(*{m.__file__ for n, m in sys.modules.items() if n.startswith('fedloom')}, sep='\\n')"
+        )
+        done = subprocess.run([sys.executable, "-c", f"{code}; {listing}"], capture_output=True, text=True, check=True)
+        files = [Path(line) for line in done.stdout.split("\n") if line.endswith(".py")]
+        print(f"import of {name}: {len(files)} modules, {sum(count_lines(f.read_text()) for f in files)} lines of code")
+
+
+def main(words: list[str]) -> int:
+    """Compare with the budget; 1 above it."""
+    rooms = count_rooms()
+    if words == ["--write"]:
+        tables = (
+            f'["{package}"] # {counts.total()} in all\n' + "".join(f"{r} = {n}\n" for r, n in sorted(counts.items()))
+            for package, counts in rooms.items()
+        )
+        BUDGET.write_text(HEAD + "\n" + "\n".join(tables))
+        return 0
+    excess = find_excess(rooms, tomllib.loads(BUDGET.read_text()))
+    for package, counts in rooms.items():
+        print(f"{package}: {counts.total()} lines of code")
+    print_closures()
+    print(*excess, sep="\n", end="\n" if excess else "")
+    return int(bool(excess))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,5 +1,0 @@
-"""``python -m fedloom`` is the command ``fedloom``."""
-
-from fedloom.cli import main
-
-main()

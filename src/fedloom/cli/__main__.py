@@ -1,5 +1,0 @@
-"""``python -m fedloom.cli`` is the command ``fedloom``."""
-
-from fedloom.cli import main
-
-main()
