@@ -138,7 +138,7 @@ def test_a_quorum_beyond_the_sites_is_refused(planned, tmp_path):
 
 def test_nothing_is_overwritten_and_nothing_is_left_half_done(planned, ready, monkeypatch):
     before = (ready / "authority" / "ca.key").read_bytes()
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="belongs to a deployment"):
         write(planned, ready, Location())
     assert (ready / "authority" / "ca.key").read_bytes() == before
     monkeypatch.setattr(keys, "server_certificate", lambda *_: 1 / 0)
