@@ -110,10 +110,12 @@ class History:
 
     def chart(self, metric: str | None = None, part: str = "test") -> LayerChart:
         """An Altair chart of a metric by round; see `fedloom.lazy.display`."""
-        return display().chart(self.table(), metric, part)
+        chart: LayerChart = display().chart(self.table(), metric, part)
+        return chart
 
     def _repr_html_(self) -> str:
-        return display().page(self.table(), f"round {self.round}")
+        page: str = display().page(self.table(), f"round {self.round}")
+        return page
 
 
 __dir__ = lister(__name__)

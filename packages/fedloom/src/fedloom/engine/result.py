@@ -165,13 +165,15 @@ class Result:
 
     def chart(self, metric: str | None = None, part: str = "test") -> LayerChart:
         """An Altair chart of a metric by round; see `fedloom.lazy.display`."""
-        return display().chart(self.table(), metric, part)
+        chart: LayerChart = display().chart(self.table(), metric, part)
+        return chart
 
     plot = chart
 
     def _repr_html_(self) -> str:
         """A small table and a curve, for notebooks."""
-        return display().page(self.table(), repr(self))
+        page: str = display().page(self.table(), repr(self))
+        return page
 
     def __repr__(self) -> str:
         """One line on how it went."""

@@ -109,10 +109,10 @@ def notebook(spec: Spec) -> alt.Chart | alt.LayerChart | alt.FacetChart | alt.VC
     It is shown by the notebook's own Vega-Lite where there is one, else as an SVG: nothing is fetched. The look of the
     first is the notebook's.
     """
-    alt = import_charts("altair")
+    altair = import_charts("altair")
 
-    chart: alt.Chart | alt.LayerChart | alt.FacetChart | alt.VConcatChart = alt.Chart.from_dict(spec)
-    vega = f"application/vnd.vegalite.{alt.SCHEMA_VERSION.partition('.')[0]}+json"
+    chart: alt.Chart | alt.LayerChart | alt.FacetChart | alt.VConcatChart = altair.Chart.from_dict(spec)
+    vega = f"application/vnd.vegalite.{altair.SCHEMA_VERSION.partition('.')[0]}+json"
 
     def bundle(shown: Any, *_: Any, **__: Any) -> Spec:
         """What a notebook chooses from, richest first."""
