@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from fedloom.analyses.patients import GroupScore, group_table
 from fedloom.engine.job import Job
 from fedloom.engine.state import State
 from fedloom.errors import Stop
 from fedloom.lab.experiment import Experiment
 from fedloom.lab.experiment.analyses.cox import cox_table
-from fedloom.lab.experiment.analyses.patients import GroupScore, group_table
 from fedloom.lab.experiment.outputs import (
     labelled,
     partition_table,
