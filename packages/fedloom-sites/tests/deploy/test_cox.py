@@ -72,7 +72,8 @@ def deployed(folder: Path, cox: dict[str, Any], *, masked: bool = True, table: p
     columns = [{"name": name, "range": list(limits)} for name, limits in RANGES.items()]
     agreement = {"target": "week", "event": "arrest", "task": "survival", "column": columns}
     here = scene(
-        folder, "fedavg", rounds=1, partition={"kind": "writers"}, evaluate={"every": 1}, analysis=[{"kind": "cox", **cox}],
+        folder, "fedavg", rounds=1, partition={"kind": "writers"}, evaluate={"every": 1},
+        analysis=[{"kind": "cox", **cox}],
         data={"source": "csv", "path": str(folder / "all.csv"), "users": "site", "agreement": agreement},
         local={"lr": 0.01, "batch_size": "full"}, **changes,
     )  # fmt: skip

@@ -84,10 +84,8 @@ def wanted(here: Scene) -> dict[tuple[Any, ...], float]:
     experiment = here.experiment
     data = keeping(experiment.source, GROUPS).load()
     result = simulate(experiment.methods[0].setting, experiment.partition(data, 0))
-    return {
-        tuple(row.values())[:4]: row["value"]
-        for row in group_scores(result, GROUPS, experiment.find("groups").least).to_pylist()
-    }
+    scores = group_scores(result, GROUPS, experiment.find("groups").least)
+    return {tuple(row.values())[:4]: row["value"] for row in scores.to_pylist()}
 
 
 def recorded(here: Scene) -> dict[tuple[Any, ...], float]:

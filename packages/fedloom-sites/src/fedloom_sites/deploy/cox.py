@@ -15,7 +15,7 @@ from fedloom.engine.job import Job
 from fedloom.engine.privacy import accounted
 from fedloom.errors import ConfigError, Refused
 from fedloom.lab.experiment import Experiment
-from fedloom.lab.experiment.analyses.cox import agreed_ranges, agreement_of
+from fedloom.tasks.cox_sites import agreed_ranges, agreement_of
 from fedloom.tasks.cox_vectors import CoxAgreement
 from fedloom.values import Value
 
