@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from fedloom.analyses import ANALYSES
 from fedloom.choose import MIXERS, SAMPLERS, WEIGHERS
 from fedloom.data.partition import PARTITIONS, Partition
 from fedloom.data.sources import SOURCES
@@ -62,6 +63,10 @@ aggregator = { kind = "multi-krum", f = 2 }
 local = { momentum = 0.9 }
 ```
 """
+ANALYSIS_LEAD = (
+    "What is computed beside the rounds, one table for each. A run writes the result of an analysis into a file of its "
+    "own, and the report shows it. [Write your own analysis](analyses.md) has the form of an analysis."
+)
 MODEL_LEAD = (
     "`kind` is one of the following. A network of a paper takes every option of the kind that its first line names. "
     "Its table lists the options whose defaults differ."
@@ -104,6 +109,7 @@ def page() -> str:
         _values("[tune]", "Read by [`fedloom tune`](tuning.md) only.", Tune),
         _values("A range of [tune.space]", "", Range),
         "## [[method]]\n\n" + METHOD,
+        _kinds("[[analysis]]", ANALYSIS_LEAD, ANALYSES),
     ]
     return "\n".join(parts)
 
