@@ -110,7 +110,7 @@ PAGES = [
         "[data]",
         "The samples. `source` is the name of a data set below, a path, or `hub:owner/name`. See "
         "also [Use your own table](../data.md) and [Use images and arrays](../data-images.md).",
-        '[data]\nsource = "patients.csv"\nlabel = "ill"\nusers = "site"',
+        '[data]\nsource = "digits"',
         SOURCES,
         key="source",
     ),

@@ -459,8 +459,8 @@ The table lists the methods with a restriction. The letter in a cell refers to t
 
 NOTES = f"""
 Every method works with the weighers `shares` and `uniform`. Every method works with every sampler, except samplers that
-ask clients ({", ".join(sorted(ASKERS))}) or learn from uploads ({", ".join(sorted(LEARNERS))}). Every method with uploads
-works with the aggregator `mean` and, except for FedProto, with all channels. The compressors are
+ask clients ({", ".join(sorted(ASKERS))}) or learn from uploads ({", ".join(sorted(LEARNERS))}). Every method with
+uploads works with the aggregator `mean` and, except for FedProto, with all channels. The compressors are
 {", ".join(sorted(COMPRESSORS))}. Every method works with all other client weightings
 ({", ".join(w for w in WEIGHTS if w != "clusters every k")}) and with the schedules
 {", ".join(sorted(SCHEDULES.keys() - STREAMS))}. Streams are the schedules {" and ".join(sorted(STREAMS))}. FedACS,
@@ -641,8 +641,8 @@ def pairs_of_parts() -> str:
     return "\n".join(lines) + "\n"
 
 
-THEORY = """A paper may prove convergence under some conditions. The table lists the theorem, its conditions, and the plug-ins that
-invalidate it. A run with such a plug-in works, but the theorem does not apply. The method pages contain the same facts.
+THEORY = """A paper may prove convergence under some conditions. The table lists the theorem, its conditions, and the plug-ins
+that invalidate it. A run with such a plug-in works, but the theorem does not apply. The method pages contain the same facts.
 Papers of other methods may contain theorems that are not listed here.
 
 - fedloom does not check conditions on the problem, such as convexity or the smoothness L of the local losses. A network
