@@ -641,9 +641,9 @@ def pairs_of_parts() -> str:
     return "\n".join(lines) + "\n"
 
 
-THEORY = """A paper may prove convergence under some conditions. The table lists the theorem, its conditions, and the plug-ins
-that invalidate it. A run with such a plug-in works, but the theorem does not apply. The method pages contain the same facts.
-Papers of other methods may contain theorems that are not listed here.
+THEORY = """A paper may prove convergence under some conditions. The table lists the theorem, its conditions, and the
+plug-ins that invalidate it. A run with such a plug-in works, but the theorem does not apply. The method pages contain
+the same facts. Papers of other methods may contain theorems that are not listed here.
 
 - fedloom does not check conditions on the problem, such as convexity or the smoothness L of the local losses. A network
   with ReLU is not smooth.
