@@ -261,7 +261,9 @@ def _sides(plan: DeploymentPlan, place: Location) -> Iterator[tuple[str, str, Fi
     }
     if plan.threshold is not None:
         signing_keys = tuple(m.signing_key for m in members)
-        shared["secure"] = Secure(threshold=plan.threshold, keys=signing_keys, norm_bound=plan.norm_bound)
+        shared["secure"] = Secure(
+            threshold=plan.threshold, keys=signing_keys, names=plan.sites, norm_bound=plan.norm_bound
+        )
     if plan.start is not None:
         shared["start"] = digest(plan.start)
     agreed: Files = {} if plan.start is None else {START: plan.start}

@@ -119,7 +119,9 @@ class MaskedAnswers:
         with publish_reasons():
             check_summands(weights_of_all, terms.cohort, self._agreed.threshold, self._agreed.max_share)
             self._asked.enter_masked(terms, head["accepted"])
-            accusations = self._member.receive(t, head["session"], inbox, terms, weights_of_all)
+            accusations = self._member.receive(
+                t, head["session"], inbox, terms, weights_of_all, is_noisy=self._trainer.private
+            )
         if accusations:
             return ACCUSES + accusations
         if terms.question is not None:
@@ -151,7 +153,11 @@ class MaskedAnswers:
                         "its change is unknown; the site cannot take part in this run again"
                     )
             weights = terms.share(job, client), float(job.masses[client])
-            new = trainer.train(job, state, t, envelope.arrays[0], self._send(weights), weights)
+            with publish_reasons():
+                stays_neutral = self._member.stays_neutral
+            new = trainer.train(
+                job, state, t, envelope.arrays[0], self._send(weights), weights, stays_neutral=stays_neutral
+            )
             vectors.insert(0, new.tensors["reply"].numpy().view(np.uint64))
             if UploadVector(job, trainer.forms.idle).is_counted:
                 counts = NEUTRAL if new.reply["neutral"] else ANSWERED
