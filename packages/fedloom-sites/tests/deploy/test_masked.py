@@ -153,7 +153,7 @@ def test_any_sites_up_to_the_threshold_may_drop_at_any_step(
 
         assert here.serve(here.grid(look, clients), **settings) is Stop.DONE
 
-    here = secured(tmp_path / "masked", method, agreed={"changes": 2 * len(ways)}, **changes)
+    here = secured(tmp_path / "masked", method, agreed={"changes": 2 * len(ways), "steady": 0}, **changes)
     run(here, {(t, step): gone for t, way in enumerate(ways, 1) for step, gone in way.items()})
     plain = scene(tmp_path / "plain", method, **changes)
     before = [set().union(*(way[step] for step in STEPS[:3])) for way in ways]
@@ -820,6 +820,12 @@ def test_init_refuses_what_cannot_be(experiment) -> None:
     refused("'attention' mixes the models of single clients", tables=mixed, secure_aggregation=True)
     half = {"clients": 4, "sampler": {"kind": "uniform", "fraction": 0.5}}
     refused("draws 2 of 4 sites, the threshold is 3; draw more", tables=half, secure_aggregation=True)
+    refused("--changes is of secure aggregation", changes=3)
+    most = {"clients": 4, "rounds": 8, "sampler": {"kind": "uniform", "fraction": 0.75}}
+    refused("draws 3 of 4 sites in round 1, and two sums of other sites reveal", tables=most, secure_aggregation=True)
+    with_noise = {**most, "aggregator": PRIVATE}
+    assert plan(experiment(**with_noise), norm_bound=1.0, secure_aggregation=True).threshold == 3
+    assert plan(experiment(**most), norm_bound=1.0, secure_aggregation=True, changes=8).changes == 8
 
 
 @pytest.mark.parametrize(

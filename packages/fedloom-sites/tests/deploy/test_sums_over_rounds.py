@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import random
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -100,7 +99,7 @@ class Federation:
         """Ask for a sum of some sites, of which some drop out before their vector arrives; whether it is opened."""
         self.t += kind == "uploads"
         t, n, members, nonce = self.t, len(self.members), self.members, os.urandom(16)
-        model = f"{random.getrandbits(256):064x}"
+        model = os.urandom(32).hex()
         terms = Terms(
             round=t, trains=kind == "uploads", sizes=((9, 3, 3),) * n, cohort=sorted(present),
             accepted=(0,) * len(present), download=model if kind == "uploads" else "",
@@ -185,37 +184,54 @@ KINDS = ("uploads", "uploads", "scores", "cox")
 def test_no_combination_of_sums_isolates_a_site(changes: int, seed: int, tmp_path: Path) -> None:
     """50 random rounds in two experiments: sites drop out, join late, have no samples, and answer neutrally.
 
-    Without any agreed change the server finds no sum of fewer than T sites. With some it finds sites that have changed,
-    each as often as was agreed on and no oftener.
+    Without any agreed change the server finds no sum of fewer than T sites. With some it finds sites alone that have
+    changed, each as often as was agreed on and no oftener. A site that answers neutrally is known as one that has left.
     """
-    draw = random.Random(f"{changes} {seed}")
+    draw = np.random.default_rng([changes, seed])
     fed = Federation(secured(tmp_path, "fedavg", THRESHOLD, agreed={"changes": changes}), (3, 1, 2, 5, seed % 2))
-    opened = 0
-    joins = {c: draw.choice([0, 0, 0, 9]) for c in range(5)}
+    opened, last = 0, list[int]()
+    joins = {c: int(draw.choice([0, 0, 0, 9])) for c in range(5)}
     for t in range(50):
         if t == 25:
             fed.begin(1)
         here = [c for c in range(5) if t >= joins[c] and (t < 4 or draw.random() > 0.1)]
+        here = last if last and draw.random() > 0.5 else here  # as a server asks that wants a sum
         arrived = [c for c in here if draw.random() > 0.05]
         if len(here) >= THRESHOLD <= len(arrived):
-            neutral = [c for c in here if changes and draw.random() < 0.02]
-            opened += fed.sum(draw.choice(KINDS), here, arrived, neutral)
+            neutral = [c for c in here if changes and seed == 3 and draw.random() < 0.02]
+            if fed.sum(str(draw.choice(KINDS)), here, arrived, neutral):
+                opened, last = opened + 1, arrived
     found = {c for few in isolated(fed.rows) for _, c in few}
     assert opened >= 8
     assert fed.refused
     turned = {c for c in range(5) if (read_checked(fed.settings[c].memory_folder / "opened.json") or {}).get("turns")}
-    names = {f"site-{c}" for c in found}
-    assert names <= {*fed.changes()} | {f"site-{c}" for c in turned}
+    known = turned | {c for c in range(5) if f"site-{c}" in fed.changes()}
+    steady = {c for c, weight in fed.weights.items() if any(weight)} - known
     assert max(fed.changes().values(), default=0) <= changes
+    assert len(steady) >= THRESHOLD or turned
+    assert found <= known or len(steady) < THRESHOLD
     assert changes or not found
+
+
+def test_sites_that_leave_one_after_the_other_leave_a_threshold_that_never_has(tmp_path: Path) -> None:
+    """If all but one left once, their differences are known, and so is what remains of a sum: the last one's."""
+    for steady, isolates in ((None, set[int]()), (0, {*range(5)})):
+        agreed = {} if steady is None else {"steady": steady}
+        fed = Federation(secured(tmp_path / f"{steady}", "fedavg", THRESHOLD, agreed=agreed), (1,) * 5)
+        for gone in (4, 3, 2, 1):
+            fed.sum("uploads", range(5), range(5))
+            rest = [c for c in range(5) if c != gone]
+            assert fed.sum("uploads", rest, rest) is (gone >= THRESHOLD or steady == 0)
+        found = {c for few in isolated(fed.rows) for kind, c in few if kind == "uploads"}
+        assert found == (isolates or {3, 4})
 
 
 def test_without_the_memory_the_same_rounds_isolate_every_site(tmp_path: Path) -> None:
     """The control: sites that sign any change open sums that give every upload away."""
-    draw = random.Random(0)
-    fed = Federation(secured(tmp_path, "fedavg", THRESHOLD, agreed={"changes": 10**6}), (3, 1, 2, 5, 4))
+    draw = np.random.default_rng(0)
+    fed = Federation(secured(tmp_path, "fedavg", THRESHOLD, agreed={"changes": 10**6, "steady": 0}), (3, 1, 2, 5, 4))
     for _ in range(30):
-        here = sorted(draw.sample(range(5), draw.choice([4, 5])))
+        here = sorted(draw.permutation(5)[: draw.integers(4, 6)].tolist())
         assert fed.sum("uploads", here, here)
     assert {few for few in isolated(fed.rows) if few[0][0] == "uploads"} == {(("uploads", c),) for c in range(5)}
 
@@ -323,7 +339,9 @@ def test_a_site_that_stays_away_is_left_out_by_signature_and_returns(tmp_path: P
 def test_without_a_change_left_the_run_waits_or_the_site_stays_out(tmp_path: Path) -> None:
     here = secured(tmp_path / "none", "fedavg", rounds=3, agreed={"changes": 0})
     assert here.serve(here.grid(losing({(2, "keys"): [4], (2, "masked"): [4]}))) is Stop.TOO_FEW
-    assert "a sum without site-4 would reveal one more difference of it than the 0" in here.summary()["detail"]
+    detail = here.summary()["detail"]
+    assert "it differs in site-4; a site leaves the sums over the same data, or returns, 0 times at most" in detail
+    assert "the run continues when the sites of that sum are back" in detail
     assert here.serve() is Stop.DONE
     assert not here.audit("other sites")
     here = secured(tmp_path / "one", "fedavg", rounds=4, agreed={"changes": 1})

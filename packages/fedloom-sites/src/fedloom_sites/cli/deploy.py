@@ -67,6 +67,13 @@ def init(
     threshold: Annotated[
         int | None, typer.Option(help="sites without which no masked sum is opened; more than two thirds by default")
     ] = None,
+    changes: Annotated[
+        int | None,
+        typer.Option(help="how often a site may leave the masked sums, or return to them; 4 by default", min=0),
+    ] = None,
+    data_name: Annotated[
+        str, typer.Option(help="name of the data, by which sites remember sums and budgets over experiments")
+    ] = "data",
     data_dir: DataDir = None,
     trust: Trust = False,
 ) -> None:
@@ -103,6 +110,8 @@ def init(
             "most_samples": most_samples,
             "secure_aggregation": secure_aggregation,
             "threshold": threshold,
+            "changes": changes,
+            "data_name": data_name,
         }
         planned = plan(experiment, sites, **choice)
         folder = out or Path(file.stem)

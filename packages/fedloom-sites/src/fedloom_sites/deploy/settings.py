@@ -94,6 +94,12 @@ class Secure(Value):
         description="how often a site may leave the sums over the same data, or return; each reveals one difference of "
         "that site",
     )
+    steady: int | None = Field(
+        None,
+        ge=0,
+        description="sites of every sum that have never left the sums over the same data; no combination of sums is of "
+        "fewer, but of sites that have; none: the threshold",
+    )
 
     @model_validator(mode="after")
     def _majority(self) -> Secure:
@@ -103,6 +109,11 @@ class Secure(Value):
         if not least_threshold(n) <= self.threshold <= n:
             raise ValueError(f"threshold of {n} sites must be within {least_threshold(n)}..{n}, got {self.threshold}")
         return self
+
+    @property
+    def steady_sites(self) -> int:
+        """Sites of every sum that have never left the sums over the same data."""
+        return self.threshold if self.steady is None else self.steady
 
     def digest(self, fingerprint: str) -> bytes:
         """SHA-256 of these settings and of an experiment's fingerprint."""

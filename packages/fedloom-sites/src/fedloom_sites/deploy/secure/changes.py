@@ -4,7 +4,9 @@ Models of neighboring rounds hardly differ, and a server can make them differ by
 a site reveal what this site sends. Sums are therefore of the same sites. If one stays away, the others sign a sum
 without it (`protocol.statement`), and later a sum with it again. Each such change exposes one difference of that site,
 and each site counts the changes of all others: beyond the agreed number it signs no sum of these sites, and with fewer
-signatures than the threshold no site opens one. A site whose weight changes against the weights of the others counts as
+signatures than the threshold no site opens one. What sites have sent that have changed is taken to be known, so every
+sum has enough sites that never have: whatever combination of sums a server makes, it is of all of these or of none. A
+site whose weight changes against the weights of the others counts as
 changed too: two sums of the same sites with different weights are as revealing.
 """
 
@@ -35,10 +37,12 @@ class Changes(NamedTuple):
         record: plain values: `sites`, their `weights` by what is summed, and the number of `changes` by site; empty
             before the first sum.
         limit: most changes of a site.
+        steady: fewest sites of a sum that have never changed.
     """
 
     record: Mapping[str, Any]
     limit: int
+    steady: int = 0
 
     @property
     def sites(self) -> list[str]:
@@ -73,7 +77,7 @@ class Changes(NamedTuple):
             weights: of these.
 
         Raises:
-            Broken: it differs in a site that has changed as often as was agreed on.
+            Broken: it differs in a site that has changed as often as was agreed on, or too few sites have never changed.
         """
         changed = self.changed(sites, weights)
         if over := self.exhausted(changed):
@@ -85,6 +89,13 @@ class Changes(NamedTuple):
             )
             raise Broken(f"the sum is of other sites than the sum before, it differs in {', '.join(over)}; {why}")
         used = self.record.get("changes", {})
+        counts = {**used, **{c: used.get(c, 0) + 1 for c in changed}}
+        steady = [c for c in sites if c not in counts]
+        if changed and len(steady) < self.steady:
+            raise Broken(
+                f"the sum differs from the sum before in {', '.join(sorted(changed))}; {len(steady)} of its sites have "
+                f"never left the sums over the same data, {self.steady} must have (steady in the table secure)"
+            )
         return self._replace(
             record={
                 **(LOST_RECORD if self.record.get("lost") else {}),
@@ -93,7 +104,7 @@ class Changes(NamedTuple):
                     **self.record.get("weights", {}),
                     **{what: {c: [*values] for c, values in one.items()} for what, one in weights.items()},
                 },
-                "changes": {**used, **{c: used.get(c, 0) + 1 for c in changed}},
+                "changes": counts,
             }
         )
 
@@ -102,7 +113,8 @@ def reweighted(before: Mapping[str, Sequence[float]], now: Mapping[str, Sequence
     """The sites of two sums whose weight has changed against the weights of most of the others.
 
     Args:
-        before, now: weights of each site, one for every kind of field.
+        before: weights of each site in the first sum, one for every kind of field.
+        now: the same in the second.
     """
     common, found = sorted({*before} & {*now}), set[str]()
     for k in range(min((len(now[c]) for c in common), default=0)):

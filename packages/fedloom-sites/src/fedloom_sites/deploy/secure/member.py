@@ -84,7 +84,8 @@ class SessionMember:
         self._path = folder / "session" / "session.json"
         self._agreement = site.secure.digest(site.fingerprint)
         self._public = {c: verifying_key(line, f"client {c}") for c, line in enumerate(site.secure.keys)}
-        self._opened = OpenedSums(folder, site.memory_folder, site.secure.names, site.secure.changes)
+        agreed = site.secure
+        self._opened = OpenedSums(folder, site.memory_folder, agreed.names, agreed.changes, agreed.steady_sites)
 
     def keys(self, round: int, nonce: bytes) -> bytes:
         """Step 1: this site's keys in a new session, which takes the place of the one before."""

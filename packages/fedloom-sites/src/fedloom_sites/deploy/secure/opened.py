@@ -42,13 +42,15 @@ class OpenedSums:
         folder: of the site's state in this experiment.
         memory: folder of what the site remembers of these data; None: of this experiment alone.
         names: of the sites, by number; a site without a name goes by its number.
-        changes: how often a site may leave the sums or return, see `changes`.
+        changes: how often a site may leave the sums or return, see `Changes`.
+        steady: fewest sites of a sum that have never done so.
     """
 
     def __init__(
-        self, folder: Path, memory: Path | None = None, names: Sequence[str] = (), changes: int = CHANGES
-    ) -> None:
-        self._folder, self._names, self._limit = folder, names, changes
+        self, folder: Path, memory: Path | None = None, names: Sequence[str] = (), changes: int = CHANGES,
+        steady: int = 0,
+    ) -> None:  # fmt: skip
+        self._folder, self._names, self._limit, self._steady = folder, names, changes, steady
         self._memory = memory or folder / "session"
 
     def begin(self, name: bytes, before: str | None) -> None:
@@ -171,7 +173,7 @@ class OpenedSums:
         }
 
     def _changes(self, record: Mapping[str, Any]) -> Changes:
-        return Changes(record["sites"], self._limit)
+        return Changes(record["sites"], self._limit, self._steady)
 
     @staticmethod
     def _on_same_models(record: Mapping[str, Any], what: str, models: str) -> Iterator[Mapping[str, Any]]:
@@ -189,18 +191,12 @@ class OpenedSums:
         next sum tells them, and from then on no site leaves or returns.
         """
         had_folder = self._memory.is_dir()
-        make_folder(self._memory, mode=0o700)
-        fd = os.open(self._memory / f"{FILE}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        try:
-            hold(fd, self._memory, wait=True)
+        with in_turn(self._memory):
             values = read_checked(self._memory / FILE)
             if values is None:
                 lost = had_folder and any(_summed_rounds(f.parent) for f in self._folder.parent.glob(f"*/{SENT}"))
                 values = {"experiments": {}, "sites": LOST_RECORD if lost else {}, "neutral": False, "turns": 0}
             yield values
-        finally:
-            release(fd)
-            os.close(fd)
 
     def _write(self, record: dict[str, Any]) -> None:
         mine, others = self._folder.name, record["experiments"]
@@ -228,14 +224,29 @@ class OpenedSums:
         return made
 
 
+@contextmanager
+def in_turn(folder: Path) -> Iterator[None]:
+    """Wait until no other process works on the files of a folder, which is made where it is missing.
+
+    Raises:
+        RunDirError: the disk has no file locks.
+    """
+    make_folder(folder, mode=0o700)
+    fd = os.open(folder / ".turn", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        hold(fd, folder, wait=True)
+        yield
+    finally:
+        release(fd)
+        os.close(fd)
+
+
 def _summed_rounds(folder: Path) -> list[int]:
     """The rounds of the sessions of an experiment of which a site gave shares, by its log of what left it."""
     return [
         line["round"]
         for line in lines_of(folder / SENT)
-        if line.get("kind") in ("count", "unmask")
-        and line.get("status") == "ok"
-        and isinstance(line.get("round"), int)
+        if line.get("kind") in ("count", "unmask") and line.get("status") == "ok" and isinstance(line.get("round"), int)
     ]
 
 

@@ -80,7 +80,8 @@ class SecureSums:
         self._unmasked = PendingSums(settings.checkpoints)
         self._out, self._is_noisy = set[int](), is_noisy
         self._changes_path = settings.checkpoints / "summed-sites.json"
-        self._changes = Changes(read_checked(self._changes_path) or {}, settings.secure.changes)
+        agreed = settings.secure
+        self._changes = Changes(read_checked(self._changes_path) or {}, agreed.changes, agreed.steady_sites)
 
     def asked_for(self, sums: Mapping[str, int]) -> PendingSum | None:
         """The sum of any of these, by kind and round, if it was asked for before."""
@@ -262,13 +263,11 @@ class SecureSums:
         return [*clients]
 
     def _same_sites(self, terms: Terms, weights: Weights, cohort: list[int]) -> list[int]:
-        """The cohort without sites that would return to the sums more often than was agreed on.
-
-        Raises:
-            RunStopped: a site of the last sum is not in the cohort, and may not leave the sums any more.
-        """
-        listed, by_sum = self._counting(terms, weights, cohort)
-        returning = {*self._changes.exhausted({*listed} - {*self._changes.sites})} if self._changes.sites else set[str]()
+        """The cohort without sites that would return to the sums more often than was agreed on."""
+        listed, _ = self._counting(terms, weights, cohort)
+        returning = (
+            {*self._changes.exhausted({*listed} - {*self._changes.sites})} if self._changes.sites else set[str]()
+        )
         if self._is_noisy or not returning:
             return cohort
         stays_out = [c for c in cohort if self._name(c) in returning]
@@ -289,14 +288,12 @@ class SecureSums:
         """
         if self._is_noisy:
             return
-        over = self._changes.exhausted(self._changes.changed(*self._counting(terms, weights, clients)))
-        if over:
+        try:
+            self._changes.after(*self._counting(terms, weights, clients))
+        except Broken as error:
             raise RunStopped(
-                Stop.TOO_FEW,
-                f"round {terms.round}: a sum without {', '.join(over)} would reveal one more difference of it than the "
-                f"{self._changes.limit} that are agreed on (changes in the table secure); the run continues when it is "
-                "back",
-            )
+                Stop.TOO_FEW, f"round {terms.round}: {error}; the run continues when the sites of that sum are back"
+            ) from None
 
     def _enter_change(self, terms: Terms, weights: Weights, clients: Collection[int]) -> None:
         """Remember and log of which sites a sum is that is asked for from here on."""

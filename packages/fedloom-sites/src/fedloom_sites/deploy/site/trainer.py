@@ -208,7 +208,8 @@ class Trainer:
         if noise is not None and limit is None:
             limit = epsilon(noise, self.rounds)
         before, accepted = (0, 0) if noise is None else (self._memory.releases(), self._memory.accepted()[0])
-        return Ledger(self._memory.folder, noise, limit, f"site {self.site.site}", before, accepted)
+        memory = None if self.site.epsilon is None else self.site.memory_folder
+        return Ledger(self._memory.folder, noise, limit, f"site {self.site.site}", before, accepted, memory)
 
     def _trained(self, job: Job, down: Any, t: int, stays_neutral: bool) -> Trained:
         """Train in a round; under masks or noise of the site's own, a failure shows in no answer.
