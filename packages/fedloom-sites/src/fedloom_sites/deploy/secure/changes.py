@@ -77,7 +77,7 @@ class Changes(NamedTuple):
             weights: of these.
 
         Raises:
-            Broken: it differs in a site that has changed as often as was agreed on, or too few sites have never changed.
+            Broken: it differs in a site that has changed as often as was agreed on, or too few have never changed.
         """
         changed = self.changed(sites, weights)
         if over := self.exhausted(changed):
