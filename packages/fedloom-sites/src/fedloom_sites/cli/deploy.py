@@ -241,8 +241,8 @@ def verify_log(
 ) -> None:
     """Check that no line of a log was changed, removed or put in.
 
-    The log is audit.jsonl of a server, or sent.jsonl of a site. Note the printed digest elsewhere: lines that are missing
-    at the end show only against it.
+    The log is audit.jsonl of a server, or sent.jsonl of a site. Note the printed digest elsewhere: lines that are
+    missing at the end show only against it.
 
     Example: fedloom deploy verify-log hospitals
     """

@@ -1,8 +1,8 @@
 """Audit: an append-only log of every reply, accepted or not and why; one JSON object per line, on disk before use.
 
 Each line has its number and the SHA-256 of the line before, so that a line that was changed, removed or put in is found
-(`verify_log`). A line that a crash cut short is one of them: the line after it names its bytes. Lines that are missing at
-the end show only against a digest that was noted elsewhere.
+(`verify_log`). A line that a crash cut short is one of them: the line after it names its bytes. Lines that are missing
+at the end show only against a digest that was noted elsewhere.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ def verify_log(path: Path) -> LogEnd:
         is_torn = entry is None and line.startswith(b"{") and (k == len(lines) or entry_of(lines[k]) is not None)
         if not is_torn and (entry is None or (entry.get("number"), entry.get("before")) != (k, before)):
             raise RunDirError(
-                f"{path}: line {k} does not follow the line before, so one of them was changed, removed or put in after "
-                "it was written; compare the log with a copy of it"
+                f"{path}: line {k} does not follow the line before, so one of them was changed, removed or put in "
+                "after it was written; compare the log with a copy of it"
             )
         before = _digest(line)
     return LogEnd(len(lines), before)

@@ -271,8 +271,9 @@ def _private_choices(findings: Sequence[SearchResult]) -> list[str]:
     if not sum(counts):
         return []
     return [
-        f"settings were chosen by {sum(counts)} trials on the same data: epsilon of a run is of that run alone, and "
-        "the choice among trials is not in it. Basic composition adds the epsilon of each trial; or choose on public data."
+        f"settings were chosen by {sum(counts)} trials on the same data: epsilon of a run is of that run alone, "
+        "and the choice among trials is not in it. Basic composition adds the epsilon of each trial; or choose on "
+        "public data."
     ]
 
 
