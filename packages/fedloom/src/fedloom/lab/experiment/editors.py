@@ -67,7 +67,7 @@ def json_schema() -> str:
             "method": {"type": "array", "minItems": 1, "items": method},
             "analysis": {"type": "array", "items": kinds(ANALYSES)},
             **links,
-        },  # fmt: skip
+        },
         "$defs": {**shared, **overridable},
     }
     return json.dumps(document, separators=(",", ":"))
