@@ -78,7 +78,9 @@ PROBING = {"equitable", "fairfed"}
 STREAMS = {"buffered", "asynchronous"}
 AMONG = {"fedacs", "fedamp", "heurfedamp"}
 """Methods that mix models of a cohort, and with ``among = "all"`` those of all clients."""
-PROJECTED = {"lp-proj", "admm-lp-proj", "fedproto"}
+SOLVED = {"analytic-fl", "fed3r", "fedhip"}
+"""Methods whose server solves a system of its clients' sums."""
+PROJECTED = {"lp-proj", "admm-lp-proj", "fedproto", *SOLVED}
 """Methods whose clients and server exchange something smaller than models."""
 
 REASONS = {
@@ -100,13 +102,17 @@ REASONS = {
         "divides sums of features by shares",
         "Its server divides sums of features by shares of classes, and clipping both alike changes no quotient.",
     ),
+    "solved": (
+        "the solution of a system of sums",
+        "Its server solves a system of sums, which magnifies what a channel changes of them.",
+    ),
     "keeps": (
         "keeps every client's last upload",
         "Its server keeps every client's last upload and takes their mean by shares over all clients, seen or not.",
     ),
     "projected": (
         "uploads something smaller",
-        "Clients and server exchange projections of models, or means of features, but the plug-in needs models.",
+        "Clients and server exchange projections of models, or sums of features, but the plug-in needs models.",
     ),
     "no difference": ("clips differences", "It uploads absolute values, and only a difference can be clipped."),
     "single": (
@@ -127,6 +133,7 @@ REASONS = {
         "sends something smaller",
         "Its server does not send a model, so that a mixture of models cannot take its place.",
     ),
+    "sums": ("in place of models", "Its clients send statistics, so that there are no models to mix."),
     "no model": (
         "queries clients about the global model",
         "The sampler asks clients about the global model, and the method has none.",
@@ -195,13 +202,15 @@ def refusal(made: Composition, kind: str, plugin: str) -> str | None:
         if any(field.primary and not field.averaged for field in fields):
             return "by itself"
         return central(fields) if plugin == "private-mean" else None
-    if kind == "channel" and type(method) is REGISTRY["fedproto"]:
-        return "exact"
+    if kind == "channel" and method.needs_exact is not None:
+        return "exact" if type(method) is REGISTRY["fedproto"] else "solved"
     return None
 
 
 def own_models(method: Algorithm, fields: Any, projected: bool) -> str | None:
     """The reason why clients cannot receive models of their own, or None."""
+    if any(field.carries != "model" for field in fields):
+        return "sums"
     if method.mixes:
         return "mixes itself"
     if method.family == "clustered":
@@ -451,7 +460,8 @@ except fl.FedloomError as refused:
 NOTES = f"""
 Every method takes the weighers `shares` and `uniform`, and every sampler but those that ask clients
 ({", ".join(sorted(ASKERS))}) or learn from uploads ({", ".join(sorted(LEARNERS))}). Every method that uploads takes the
-aggregator `mean` and, except for FedProto, all channels. The compressors are {", ".join(sorted(COMPRESSORS))}.
+aggregator `mean` and, except for {named(lambda method: method.needs_exact)}, all channels.
+The compressors are {", ".join(sorted(COMPRESSORS))}.
 Every method takes all other `weights` ({", ".join(w for w in WEIGHTS if w != "clusters every k")}) and the schedules
 {", ".join(sorted(SCHEDULES.keys() - STREAMS))}. Streams are the schedules {" and ".join(sorted(STREAMS))}; FedACS,
 FedAMP and HeurFedAMP take them with `among = "all"`.
@@ -501,7 +511,8 @@ Further rules:
   moves every method as far as it moves FedAvg, unless the server step of the paper scales it: equitable-fl, fedas,
   feddyn, fedopt, fedproto, fedslr, fedspa, fiaelt, ifca and q-ffl, and FedNova where clients take unequal steps. The
   cards have the factors. In ADMM methods that upload one message u_i, the attacker forges u_i, as FLAME's paper states.
-  `local` uploads nothing to forge: it runs as without the attack, and its figures leave the attackers out.
+  Clients of analytic-fl, fed3r and fedhip send statistics, and the attacker forges those. `local` uploads nothing to
+  forge: it runs as without the attack, and its figures leave the attackers out.
 
 - Which robust rule suits an upload: an ADMM message is a model plus a dual, so that its coordinates are spread widely
   even without an attacker. A coordinate-wise median then drops most of the duals. `multi-krum` averages the whole
