@@ -14,6 +14,7 @@ from fedloom.analyses.run import (
     run_questions,
     sum_answers,
 )
+from fedloom.analyses.script import ScriptedAnalysis, Total
 
 __all__ = [
     "ANALYSES",
@@ -30,8 +31,10 @@ __all__ = [
     "Question",
     "Rules",
     "Schema",
+    "ScriptedAnalysis",
     "State",
     "SumRecord",
+    "Total",
     "analysis_of",
     "analyze",
     "answer_question",
@@ -40,4 +43,4 @@ __all__ = [
     "run_questions",
     "schema_of",
     "sum_answers",
-]  # fmt: skip
+]

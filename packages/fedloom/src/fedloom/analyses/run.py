@@ -346,8 +346,8 @@ def clients_of(clients: Any, analysis: Analysis) -> tuple[Schema, dict[str, Clie
     if unagreed:
         more = ", ..." if len(unagreed) > 5 else ""
         notes.append(
-            f"nobody has agreed on ranges of {', '.join(unagreed[:5])}{more}: here they are as wide as the columns; real "
-            "sites must agree on them"
+            f"nobody has agreed on ranges of {', '.join(unagreed[:5])}{more}: here they are as wide as the columns; "
+            "real sites must agree on them"
         )
     return schema, rows, notes
 
