@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedloom.analyses import AnalysisTerms, Bounds, ClientRows, Question, Schema, ScriptedAnalysis, Total
 from fedloom.errors import DataError, Refused
-from fedloom.tasks.cox import CoxFit, Likelihood, RiskSums, SurvivalSite, impossible, likelihood, newton, risk_sums
+from fedloom.tasks.cox import CoxFit, RiskSums, SurvivalSite, likelihood, newton, risk_sums
 from fedloom.tasks.cox_vectors import (
     COUNTS,
     BinningLoss,
@@ -27,6 +27,7 @@ from fedloom.tasks.cox_vectors import (
     bins_with_events,
     merged_ends,
 )
+from fedloom.tasks.penalty import Likelihood, impossible
 from fedloom.tasks.secure_cox import SecureCoxFit, fit_of_sums
 from fedloom_clinic.columns import Floats, design_of, names_of, ranges_of, require_columns, square, tensor, triangle
 

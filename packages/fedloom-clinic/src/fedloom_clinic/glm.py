@@ -17,8 +17,9 @@ from torch import Tensor
 
 from fedloom.analyses import AnalysisTerms, Bounds, ClientRows, Question, Schema, ScriptedAnalysis, Total
 from fedloom.errors import DataError, Refused
-from fedloom.tasks.cox import Floats, Likelihood, impossible, newton
+from fedloom.tasks.cox import newton
 from fedloom.tasks.glm import FAMILIES, GlmFit, GlmSite, glm_sums
+from fedloom.tasks.penalty import Floats, Likelihood, impossible
 from fedloom_clinic.columns import design_of, names_of, ranges_of, require_columns, square, tensor, triangle
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class Glm(ScriptedAnalysis):
         reach = torch.cat([torch.ones(first), ((1 + values["centre"].abs()) / values["spread"])[:-1]])
         eta = min(float(beta.abs() @ reach), MAX_EXPONENT)
         family = FAMILY_OF_TASK[terms.schema.task]
-        cumulant, mean, variance = (float(abs(link(np.array([eta]))[0])) for link in FAMILIES[family])
+        cumulant, mean, variance = (float(abs(link(np.array([eta]))[0])) for link in FAMILIES[family][:3])
         low, high = self._target_range(terms)
         target = (
             max(abs(low), abs(high))
