@@ -15,8 +15,9 @@ from statsmodels.regression.linear_model import OLS
 
 import fedloom as fl
 from fedloom.errors import ConfigError, DataError, Refused
-from fedloom.tasks.cox import SurvivalSite
+from fedloom.tasks.cox import SurvivalSite, fit_cox
 from fedloom.tasks.cox_vectors import agreement_on
+from fedloom.tasks.glm import GlmSite, fit_glm
 from fedloom.tasks.secure_cox import fit_secure_cox
 from fedloom_clinic.cox import Cox
 from fedloom_clinic.glm import Glm
@@ -155,3 +156,24 @@ def test_bins_are_merged_until_enough_clients_have_events_in_each() -> None:
     merged = fl.analyze("cox", data, width=2.0, least=3, rules={"fewest": 3})
     assert merged.table["bins"][0].as_py() < free.table["bins"][0].as_py()
     assert merged.table["events"][0].as_py() >= free.table["events"][0].as_py()
+
+
+@pytest.mark.parametrize("options", [{}, {"stratify": True, "least": 1}], ids=str)
+def test_a_ridge_is_that_of_the_fit_with_rows_in_hand(options: dict[str, float]) -> None:
+    data = survival(tied=True)
+    parts = [(data.x[data.users == k].numpy(), data.y[data.users == k].numpy()) for k in range(3)]
+    want = fit_cox(
+        [SurvivalSite(x, *y.T) for x, y in parts], stratify="stratify" in options, penalty="ridge", strength=0.1
+    )
+    table = fl.analyze("cox", data, penalty="ridge", strength=0.1, **options).table
+    np.testing.assert_allclose(table["coefficient"].to_numpy(), want.beta, atol=1e-8)
+    np.testing.assert_allclose(table["standard_error"].to_numpy(), want.se, atol=1e-8)
+    for task, family in (("binary", "logistic"), ("regression", "linear"), ("count", "poisson")):
+        rows = targets(task)
+        sites = [
+            GlmSite(rows.x[rows.users == k].numpy(), rows.y[rows.users == k].double().numpy().ravel()) for k in range(3)
+        ]
+        fit = fit_glm(sites, family, penalty="ridge", strength=0.1)
+        found = fl.analyze("glm", rows, penalty="ridge", strength=0.1).table
+        np.testing.assert_allclose(found["coefficient"].to_numpy(), fit.beta, rtol=1e-7, atol=1e-8)
+        np.testing.assert_allclose(found["standard_error"].to_numpy(), fit.se, rtol=1e-7)

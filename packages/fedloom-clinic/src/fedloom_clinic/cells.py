@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import pyarrow as pa
 import torch
 from torch import Tensor
 
@@ -133,9 +132,3 @@ def summed(values: Tensor, of: Tensor) -> Tensor:
     """Return sums ``[..., cells]`` of values ``[..., L]`` by the cell of each."""
     cells = int(of.max()) + 1 if len(of) else 0
     return values.new_zeros(*values.shape[:-1], cells).index_add(-1, of, values)
-
-
-def table_of(texts: Sequence[str], numbers: Sequence[str], rows: Sequence[Sequence[object]]) -> pa.Table:
-    """Return rows as a table: columns of texts, then columns of numbers."""
-    kinds = {**dict.fromkeys(texts, pa.string()), **dict.fromkeys(numbers, pa.float64())}
-    return pa.table({name: pa.array([row[k] for row in rows], kind) for k, (name, kind) in enumerate(kinds.items())})

@@ -24,9 +24,9 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.analyses import Analysis, AnalysisTerms, Bounds, ClientRows, Info, Question, Schema
+from fedloom.analyses.tables import NUMBER, TEXT, table_of
 from fedloom.data.federation import PARTS
 from fedloom.errors import DataError, Refused
-from fedloom_clinic.cells import table_of
 
 if TYPE_CHECKING:
     from fedloom.engine.setting import Setting
@@ -124,7 +124,8 @@ class Conformal(Analysis):
             tested, covered, size = state.covered[:, k].tolist()
             mean = (covered / tested, size / tested) if tested else (None, None)
             lines.append((f"client {k}" if self.by_client else "all", limit, rows, 1 - self.alpha, tested, *mean))
-        return table_of(("client",), ("threshold", "rows", "wanted", "test_rows", "coverage", "set_size"), lines)
+        names = ("threshold", "rows", "wanted", "test_rows", "coverage", "set_size")
+        return table_of(lines, client=TEXT, **dict.fromkeys(names, NUMBER))
 
     def _threshold(self, counts: Tensor) -> float:
         """Return the end of the bin with the score of the rank that is wanted; above all scores with too few rows."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from fedloom.analyses import AnalysisTerms, Bounds, ClientRows, Question, Schema, ScriptedAnalysis, Total
 from fedloom.errors import DataError, Refused
 from fedloom.tasks.cox import CoxFit, RiskSums, SurvivalSite, likelihood, newton, risk_sums
+from fedloom.tasks.cox_sites import cox_table
 from fedloom.tasks.cox_vectors import (
     COUNTS,
     BinningLoss,
@@ -27,7 +28,7 @@ from fedloom.tasks.cox_vectors import (
     bins_with_events,
     merged_ends,
 )
-from fedloom.tasks.penalty import Likelihood, impossible
+from fedloom.tasks.penalty import Likelihood, Ridge, impossible, ridged
 from fedloom.tasks.secure_cox import SecureCoxFit, fit_of_sums
 from fedloom_clinic.columns import Floats, design_of, names_of, ranges_of, require_columns, square, tensor, triangle
 
@@ -65,8 +66,15 @@ class Cox(ScriptedAnalysis):
     least: int = Field(5, ge=1, description="events of a client in a bin, or of all it has, below which it sends none")
     ties: Literal["efron", "breslow"] = Field("efron", description="how events of one bin, or of one time, count")
 
+    penalty: Literal["none", "ridge"] = Field("none", description="ridge: shrink coefficients, also of separated rows")
+    strength: float | None = Field(
+        None, gt=0, description="of the ridge, per row and for columns of unit deviation, as lifelines' penalizer"
+    )
+
     @model_validator(mode="after")
     def _bins_or_strata(self) -> Cox:
+        if (self.penalty == "ridge") != (self.strength is not None):
+            raise ValueError("penalty = 'ridge' and strength go together, as in penalty = 'ridge', strength = 0.1")
         if self.stratify and (self.width is not None or self.until is not None):
             raise ValueError("stratify needs no time bins; leave width and until out")
         if self.width is None and self.until is not None:
@@ -131,7 +139,7 @@ class Cox(ScriptedAnalysis):
         if self.stratify:
             lowest = most * (2 * float(values["beta"].abs().sum()) + float(np.log(most + 1)))
             value = Bounds.between(torch.tensor([-lowest]), torch.zeros(1) + agreed.step, agreed.step)
-            return Bounds.join([value, _symmetric(moments - 1, 2 * most, agreed.step), counts])
+            return Bounds.join([value, _symmetric(agreed.length - COUNTS - 1, 2 * most, agreed.step), counts])
         return Bounds.join([_symmetric(agreed.length - COUNTS, most, agreed.step), counts])
 
     def answer(self, question: Question, client: ClientRows, terms: AnalysisTerms) -> Tensor | None:
@@ -161,7 +169,7 @@ class Cox(ScriptedAnalysis):
         low, high = ranges_of(terms.schema)
         last = self.until or (terms.schema.target_ranges[0] or (0.0, 1.0))[1]
         ends = np.zeros(0) if self.width is None else bin_ends(self.width, last)
-        return CoxAgreement(ends, low, high, self.least, ties=self.ties, stratify=self.stratify)
+        return CoxAgreement(ends, low, high, self.least, ties=self.ties, stratify=self.stratify, ridge=self.strength)
 
     def _merged(self, terms: AnalysisTerms) -> CoxAgreement:
         agreed = self._agreement(terms)
@@ -195,26 +203,17 @@ class Cox(ScriptedAnalysis):
                 return impossible(len(beta))
             return likelihood(_opened(vector.numpy(), len(beta)), beta, self.ties)
 
-        beta, here = newton(at, names)
+        if self.strength is None:
+            beta, here = newton(at, names)
+        else:
+            beta, here = newton(ridged(at, rows * self.strength * np.ones(len(names))), names, penalty="ridge")
         unit = spread * (high - low) / 2
         se = np.sqrt(np.linalg.inv(here.information).diagonal())
-        fit = CoxFit(beta / unit, se / unit, here.value, int(events), int(rows))
+        value = at(beta).value if self.strength is not None else here.value
+        ridge = None if self.strength is None else Ridge(self.strength)
+        fit = CoxFit(beta / unit, se / unit, value, int(events), int(rows), ridge)
         everyone = int(terms.sizes.sum())
         return SecureCoxFit(fit, np.zeros(len(beta)), BinningLoss(int(rows), int(events), 0, 0, everyone - int(rows)))
-
-
-def cox_table(fit: SecureCoxFit, names: Sequence[str], terms: CoxAgreement) -> pa.Table:
-    """Return a row per column of the regression, with what the fit is of and what was lost."""
-    low, high = fit.fit.interval()
-    figures = {
-        "coefficient": fit.fit.beta, "standard_error": fit.fit.se, "low": low, "high": high, "p": fit.fit.p_values,
-        "bound": fit.bound,
-    }  # fmt: skip
-    facts: dict[str, float | str] = {"likelihood": fit.fit.likelihood, "rows": fit.fit.rows, "events": fit.fit.events}
-    facts |= {f"{name}_lost": count for name, count in zip(("late", "rare"), fit.losses[2:4], strict=True)}
-    facts |= {"left_out": fit.losses.left_out, "bins": len(terms.ends), "least": terms.least, "ties": terms.ties}
-    columns = {name: pa.array([fact] * len(names)) for name, fact in facts.items()}
-    return pa.table({"column": pa.array(names, pa.string()), **{k: pa.array(v) for k, v in figures.items()}, **columns})
 
 
 def _site_of(client: ClientRows, terms: AnalysisTerms) -> SurvivalSite:

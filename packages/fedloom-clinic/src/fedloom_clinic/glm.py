@@ -7,19 +7,19 @@ References: P. McCullagh and J. A. Nelder, "Generalized Linear Models", 2nd ed.,
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 import pyarrow as pa
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from fedloom.analyses import AnalysisTerms, Bounds, ClientRows, Question, Schema, ScriptedAnalysis, Total
 from fedloom.errors import DataError, Refused
 from fedloom.tasks.cox import newton
 from fedloom.tasks.glm import FAMILIES, GlmFit, GlmSite, glm_sums
-from fedloom.tasks.penalty import Floats, Likelihood, impossible
+from fedloom.tasks.penalty import Floats, Likelihood, Ridge, impossible, ridged
 from fedloom_clinic.columns import design_of, names_of, ranges_of, require_columns, square, tensor, triangle
 
 if TYPE_CHECKING:
@@ -44,6 +44,17 @@ class Glm(ScriptedAnalysis):
 
     by_site: bool = Field(False, description="an intercept for every client; clients then show sums of their own rows")
 
+    penalty: Literal["none", "ridge"] = Field("none", description="ridge: shrink coefficients, also of separated rows")
+    strength: float | None = Field(
+        None, gt=0, description="of the ridge, per row and for columns of unit deviation; intercepts are free"
+    )
+
+    @model_validator(mode="after")
+    def _together(self) -> Glm:
+        if (self.penalty == "ridge") != (self.strength is not None):
+            raise ValueError("penalty = 'ridge' and strength go together, as in penalty = 'ridge', strength = 0.1")
+        return self
+
     @property
     def shows_rows(self) -> bool:
         return self.by_site
@@ -64,6 +75,7 @@ class Glm(ScriptedAnalysis):
         figures = {"coefficient": fit.beta, "standard_error": fit.se, "low": low, "high": high, "p": fit.p_values}
         table = pa.table({"column": pa.array(fit.names, pa.string()), **{k: pa.array(v) for k, v in figures.items()}})
         facts = {"family": FAMILY_OF_TASK[terms.schema.task], "rows": fit.rows}
+        facts |= {} if self.strength is None else {"ridge": self.strength}
         facts["left_out"] = int(terms.sizes.sum()) - fit.rows
         for name, fact in facts.items():
             table = table.append_column(name, pa.array([fact] * len(table)))
@@ -146,21 +158,29 @@ class Glm(ScriptedAnalysis):
             of_targets = float(numbers[1])
             return Likelihood(float(numbers[0]), numbers[2 : 2 + size], square(numbers[2 + size :], size))
 
-        beta, here = newton(at, [*labels, *names], intercepts=first)
+        weights = np.concatenate([np.zeros(first), np.full(len(names), count * (self.strength or 0.0))])
+        if self.strength is None:
+            beta, here = newton(at, [*labels, *names], intercepts=first)
+        else:
+            beta, here = newton(ridged(at, weights), [*labels, *names], intercepts=first, penalty="ridge")
+        inverse = np.linalg.inv(here.information)
         unit, middle = (spread[-1] * half[-1], mid[-1] + half[-1] * centre[-1]) if family == "linear" else (1.0, 0.0)
         scale = 1.0
         if family == "linear":  # residuals: y'y - 2 (value), as value is y'eta - eta^2/2
-            if count <= size:
+            exact = at(beta) if self.strength is not None else here
+            spent = size if self.strength is None else float(np.trace(inverse @ exact.information))
+            if count <= spent:
                 raise DataError(f"{count} rows for {size} coefficients leave no residual; leave columns out")
-            scale = (of_targets - 2 * here.value) / (count - size)
+            scale = (of_targets - 2 * exact.value) / (count - spent)
         unit_of, centre_of = (spread * half)[:-1], (mid + half * centre)[:-1]
         back = np.eye(size)  # coefficients as they are measured are linear in these
         back[first:, first:] = np.diag(1 / unit_of)
         back[:first, first:] = -(centre_of / unit_of)
-        covariance = back @ np.linalg.inv(here.information) @ back.T * scale * unit**2
+        covariance = back @ inverse @ back.T * scale * unit**2
         beta = back @ beta * unit
         beta[:first] += middle
-        return GlmFit([*labels, *names], beta, np.sqrt(covariance.diagonal()), count)
+        ridge = None if self.strength is None else Ridge(self.strength)
+        return GlmFit([*labels, *names], beta, np.sqrt(covariance.diagonal()), count, ridge)
 
     def _intercepts(self, terms: AnalysisTerms) -> int:
         return len(terms.sizes) if self.by_site else 1

@@ -21,6 +21,7 @@ from scipy.stats import chi2, norm
 from torch import Tensor
 
 from fedloom.analyses import Analysis, AnalysisTerms, Bounds, ClientRows, Info, Question, Schema
+from fedloom.analyses.tables import NUMBER, TEXT, table_of
 from fedloom.errors import DataError, Refused
 from fedloom.tasks.cox_vectors import bin_ends
 from fedloom_clinic.cells import (
@@ -147,7 +148,7 @@ class KaplanMeier(Analysis):
             "time", "at_risk", "events", "censored", "survival", "low", "high", "binning_error", "restricted_mean",
             "restricted_mean_se", "restricted_mean_error", "log_rank", "p",
         )  # fmt: skip
-        return table_of(("group",), names, rows)
+        return table_of(rows, group=TEXT, **dict.fromkeys(names, NUMBER))
 
     def _ends(self, terms: AnalysisTerms) -> Tensor:
         last = self.until or (terms.schema.target_ranges[0] or (0.0, 1.0))[1]

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from fedloom.analyses import AnalysisTerms, Bounds, ClientRows, Question, Schema, ScriptedAnalysis, Total
 from fedloom.errors import DataError, Refused
-from fedloom_clinic.cells import table_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -116,7 +115,7 @@ class RidgeRegression(ScriptedAnalysis):
             for k in range(c)
             for j in range(p + 1)
         ]
-        return table_of(("output", "input"), ("coefficient", "rows"), lines), LinearPredictor(weight, bias)
+        return table_of(lines, output=TEXT, input=TEXT, coefficient=NUMBER, rows=NUMBER), LinearPredictor(weight, bias)
 
     @staticmethod
     def _outputs(schema: Schema) -> int:
