@@ -32,7 +32,6 @@ from fedloom_clinic.cells import (
     merged_bins,
     merged_cells,
     summed,
-    table_of,
 )
 
 if TYPE_CHECKING:

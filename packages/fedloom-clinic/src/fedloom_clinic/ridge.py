@@ -16,6 +16,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from fedloom.analyses import AnalysisTerms, Bounds, ClientRows, Question, Schema, ScriptedAnalysis, Total
+from fedloom.analyses.tables import NUMBER, TEXT, table_of
 from fedloom.errors import DataError, Refused
 
 if TYPE_CHECKING:
