@@ -186,13 +186,13 @@ def _tuned(
 ) -> tuple[dict[str, Any], dict[str, Mapping[str, Any]]]:
     """The document with the settings that a search has chosen, and these by label."""
     from fedloom.lab.tune import Tuning  # needs the extra 'tune'
-    from fedloom.lab.tune.search import beyond, shorter
+    from fedloom.lab.tune.search import beyond, note_limits
 
     search = Tuning(document, "compare", out, read=definition.read)
     shows: AbstractContextManager[Listener] = counted(search.rounds) if progress else nullcontext(_silent)
     with shows as hear:
         findings = search.run(lambda *_: None, hear)
-    for sentence in (*(f"warning: {one}" for one in beyond(findings)), *shorter(findings)) if progress else ():
+    for sentence in (*(f"warning: {one}" for one in beyond(findings)), *note_limits(findings)) if progress else ():
         remark(sentence)
     return search.tuned(findings), {one.study.method.label: dict(one.best.params) for one in findings if one.best}
 
