@@ -205,7 +205,7 @@ class Algorithm(Value, ABC):
         return Model(x0), Nothing(), None
 
     def down(self, server: Any, kept: Any, ctx: Ctx) -> Any:
-        """The download: fields ``[d]``, or ``[m, .]`` where clients differ; the first field is the received model.
+        """The download: fields ``[d]``, or ``[m, .]`` where clients differ; first the model, where uploads have one.
 
         By default the fields of the server's state that the annotation of `client`'s download names.
 
@@ -234,12 +234,15 @@ class Algorithm(Value, ABC):
     def received(self, down: Any, up: Any) -> Tensor:
         """The model ``[d]`` or ``[m, d]`` that clients started from; a channel gets the change to it.
 
-        By default the first field of the download.
+        By default the first field of the download; zeros where uploads carry no model.
 
         Args:
             down: what the clients received.
             up: their uploads, of which a channel changes no label.
         """
+        name = primary_field(type(self))
+        if upload_fields(type(self))[name].carries != "model":
+            return torch.zeros_like(getattr(up, name))
         received: Tensor = down[0]
         return received
 

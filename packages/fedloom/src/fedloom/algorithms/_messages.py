@@ -25,6 +25,7 @@ class Kind:
             the clients' shares, whatever the weigher.
         part: name of a mask of the algorithm (`Algorithm.part`): only those coordinates travel.
         label: the number of something, such as a cluster: a channel leaves it as it is.
+        carries: what a primary field carries. Only a model is a change to the first field of the download.
     """
 
     averaged: ClassVar[bool] = True
@@ -37,6 +38,7 @@ class Kind:
     accumulates: bool = False
     part: str | None = None
     label: bool = False
+    carries: Literal["model", "statistics", "head"] = "model"
 
     @property
     def single(self) -> bool:
