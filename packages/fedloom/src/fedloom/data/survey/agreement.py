@@ -82,6 +82,12 @@ class Agreement(Value):
     impute: bool = Field(True, description="missing cells are filled per site from its training rows")
     patients: int = Field(1, ge=1, description="least rows of a site that takes part")
     events: int = Field(0, ge=0, description="least rows of every class at a site that takes part")
+    subject: str | None = Field(None, description="column of whom a row is; then least numbers are of subjects")
+    order: str | None = Field(None, description="column of when a row came: earlier are trained on, later ones tested")
+    strata: tuple[str, ...] | None = Field(None, description="columns whose shares splits keep at every site")
+    test_column: str | None = Field(None, description="column that marks the rows of the test part")
+    test_levels: tuple[str, ...] | None = Field(None, description="its levels that mark them")
+    test_since: float | str | None = Field(None, description="number or date of order from which rows are tested")
     level_rows: int = Field(
         5, ge=1, description="least rows of a level that is named here; cells of others are filled, as unknown ones"
     )
