@@ -17,6 +17,8 @@ from fedloom.data.sources.table.cells import LARGEST
 from fedloom.data.sources.table.checks import doubtful, doubtful_levels
 from fedloom.data.sources.table.levels import alike
 from fedloom.data.sources.table.targets import unlike
+from fedloom.data.subjects.copies import image_copies
+from fedloom.data.survey.findings import COPIED
 from fedloom.errors import ConfigError, DataError
 
 MOST_NOTED = 2**24
@@ -219,6 +221,8 @@ def noted(data: Dataset) -> Dataset:
     if x.dtype == torch.uint8 and x.ndim == 2 and not data.vocabulary:
         note = "x has bytes (uint8), which are read as pixels and divided by 255; give what are no pixels as floats"
         return replace(data, notes=(*data.notes, note))
+    if x.ndim == 4 and not data.vocabulary and (close := image_copies(x, data.design)):
+        data = replace(data, notes=(*data.notes, COPIED.format(f"{close:,}", f"{len(x):,} images")))
     if not x.is_floating_point() or not 0 < x.numel() <= MOST_NOTED or data.vocabulary:
         return data
     if x.ndim != 2 or _is_wide(x):

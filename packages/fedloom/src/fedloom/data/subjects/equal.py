@@ -1,12 +1,11 @@
-"""Rows that stand in training and in the test alike: equal ones, and copies of images with small changes."""
+"""Equal rows in two parts: who is tested on a copy of what was trained on."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from fedloom.data.subjects.design import Ints
@@ -20,24 +19,39 @@ LEAST_EQUAL_ROWS = 3
 """Fewest equal rows that are noted."""
 CHANCE_RATIO = 10
 """Times as many equal rows as chance makes from which they are noted."""
+FINE_SHARE = 0.2
+"""Different values per row of a column in which rows differ."""
 PRIME = np.uint64(0x9E3779B97F4A7C15)
 
 
-def digests_of(data: Dataset) -> tuple[NDArray[np.uint64], float]:
-    """Return a digest ``[N]`` of every sample with its target, and how probably two samples are equal by chance.
+class Digests(NamedTuple):
+    """Samples as numbers that are equal where samples and targets are.
 
-    That probability is the product over the columns of a table, as if these were independent; 0 of other samples.
+    Attributes:
+        values: ``[N]``.
+        chance: how probably two samples are equal by chance: the product over the columns of a table, as if these were
+            independent; 0 of other samples.
+        fine: whether a column has so many different values that dependent columns make no equal rows.
     """
+
+    values: NDArray[np.uint64]
+    chance: float
+    fine: bool
+
+
+def digests_of(data: Dataset) -> Digests:
+    """Return a digest of every sample with its target."""
     flat = data.x.reshape(len(data), -1).numpy()
     targets = data.y.reshape(len(data), -1).numpy().astype(np.float64)
-    digest, chance = np.zeros(len(data), np.uint64), 0.0
+    digest, chance, fine = np.zeros(len(data), np.uint64), 0.0, False
     if data.x.ndim == 2 and not data.vocabulary:
         chance = 1.0
         for column in (*flat.T, *targets.T):
             codes, rows = np.unique(column, return_inverse=True, return_counts=True)[1:]
             chance *= float(((rows / len(data)) ** 2).sum())
+            fine = fine or len(rows) >= FINE_SHARE * len(data)
             digest = _mixed(digest, codes.astype(np.uint64))
-        return digest, chance
+        return Digests(digest, chance, fine)
     wide = np.ascontiguousarray(flat).view(np.uint8)
     padded = -wide.shape[1] % 8
     if padded:
@@ -46,7 +60,7 @@ def digests_of(data: Dataset) -> tuple[NDArray[np.uint64], float]:
         digest = _mixed(digest, word)
     for column in targets.T:
         digest = _mixed(digest, np.ascontiguousarray(column).view(np.uint64))
-    return digest, chance
+    return Digests(digest, 0.0, fine=True)
 
 
 def _mixed(digest: NDArray[np.uint64], values: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -69,11 +83,11 @@ def equal_rows(data: Dataset, parts: Mapping[str, Ints], common: Ints | None) ->
     held = {name: np.unique(rows) for name, rows in held.items() if len(rows)}
     if len(held) < 2:
         return []
-    digest, chance = digests_of(data)
-    return list(_notes(digest, chance, held))
+    return list(_notes(digests_of(data), held))
 
 
-def _notes(digest: NDArray[np.uint64], chance: float, held: Mapping[str, Ints]) -> Iterator[str]:
+def _notes(digests: Digests, held: Mapping[str, Ints]) -> Iterator[str]:
+    digest = digests.values
     names = list(held)
     for k, name in enumerate(names[1:], 1):
         before = np.concatenate([held[other] for other in names[:k]])
@@ -81,15 +95,12 @@ def _notes(digest: NDArray[np.uint64], chance: float, held: Mapping[str, Ints]) 
         others, counts = np.unique(digest[before], return_counts=True)
         place = np.searchsorted(others, digest[rows]).clip(max=len(others) - 1)
         twice = others[place] == digest[rows]
-        pairs = float(counts[place[twice]].sum())
-        if twice.sum() >= LEAST_EQUAL_ROWS and pairs > CHANCE_RATIO * chance * len(rows) * len(before):
+        pairs, chance = float(counts[place[twice]].sum()), digests.chance * len(rows) * len(before)
+        limit = CHANCE_RATIO * chance if digests.fine else CHANCE_RATIO**2 * max(chance, 1)
+        if twice.sum() >= LEAST_EQUAL_ROWS and pairs > limit:
             where = " or ".join(f"the {other} part" for other in names[:k])
             yield (
                 f"{int(twice.sum()):,} of {len(rows):,} rows of the {name} part are equal to rows of {where} in every "
                 "value, so scores are too good: leave copies out, or name the column of whom a row is as subject"
             )
 
-
-def near_copies_of_images(x: torch.Tensor) -> int:
-    """Return how many images ``[N, C, H, W]`` are copies of another with small changes, as augmentation makes them."""
-    raise NotImplementedError

@@ -404,7 +404,9 @@ class _Reading:
         users = self.spec.users
         owners = ReadColumn(*coded[users]) if users is not None and users in coded else None
         ranged = [name for name, agreed in self.agreed.items() if agreed.column.range is not None]
-        yield from findings(features, outcome, owners, ranged)
+        subjects = None if self.design.subject is None else np.nan_to_num(coded[self.design.subject][0], nan=-1)
+        units = None if subjects is None else subjects.astype(np.int64)
+        yield from findings(features, outcome, owners, ranged, units)
 
     @property
     def _targets(self) -> dict[str, NDArray[np.float64]]:

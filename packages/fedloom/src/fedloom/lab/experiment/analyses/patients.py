@@ -34,7 +34,7 @@ def _final(result: Result) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
 
 
 def predictions(result: Result) -> pa.Table:
-    """Columns client, model, row (place in the data), target [and event], and prediction, or a probability per class.
+    """Columns client, model, row (place in the data), target [, event, subject], and prediction, or one per class.
 
     Predictions are probabilities of classes, of a binary task that of the second one, values in units of the label,
     means of counts, and risks by the horizon (without one log hazards) of a survival task.
@@ -43,6 +43,8 @@ def predictions(result: Result) -> pa.Table:
     for kind, outputs, index, owner in _final(result):
         y, z = data.y.cpu()[index], outputs.double()
         targets = {"target": y.double() if y.ndim == 1 else y[:, 0].double() * data.unit + data.centre}
+        if data.design is not None and data.design.subject is not None:
+            targets["subject"] = torch.from_numpy(data.design.units)[index]
         if data.task == "survival":
             targets["event"] = y[:, 1].double()
             z = z if result.job.setting.task.horizon is None else -torch.expm1(-z.exp())
