@@ -156,7 +156,7 @@ def _numbered(name: str, column: ReadColumn, count: int) -> Iterator[str]:
     if whole and repeats(name, levels.tolist(), len(values)):
         yield (
             f"column {name!r}: {len(levels):,} different in {len(values):,} rows, so rows of one are in training and "
-            "test alike, and scores are too good; take one row of each, or make it users, and each a client"
+            "test alike, and scores are too good; name it in subject, which keeps the rows of one together, or in drop"
         )
     elif not column.names and len(values) == count and whole and len(levels) == count:
         if values.min() in (0, 1) and is_permutation(values):

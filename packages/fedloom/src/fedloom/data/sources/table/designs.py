@@ -83,6 +83,12 @@ class DesignOptions(FileSource):
         values = {name: getattr(agreed, name, None) or getattr(self, name) for name in DesignOptions.own()}
         return {name: value for name, value in values.items() if value not in (None, ())}
 
+    def absent(self, names: Sequence[str]) -> dict[str, Any]:
+        """The options whose column is not among the names, without it; a new table has no test rows of the old."""
+        unset: dict[str, Any] = {"test_column": None, "test_levels": (), "test_since": None}
+        unset |= {role: None for role in ("subject", "order") if getattr(self, role) not in names}
+        return unset | {"strata": tuple(column for column in self.strata if column in names)}
+
     @staticmethod
     def own() -> tuple[str, ...]:
         """The names of these options."""

@@ -10,6 +10,7 @@ import torch
 
 from fedloom.data.dataset import Dataset
 from fedloom.data.federation import PARTS, Federation, Split
+from fedloom.data.groups import subjects_of
 from fedloom.data.tables import Fitted
 from fedloom.engine.result import Result
 from fedloom.lab.experiment.inspection import NUMBER, TEXT, WHOLE, table_of
@@ -50,6 +51,9 @@ def scores_of_new(result: Result, raw: Dataset, fed: Federation, client: int) ->
     """
     rows: list[tuple[int, str, str, float]] = []
     index = torch.cat([fed.indices(part, client) for part in PARTS]).cpu()
+    if (subjects := subjects_of(fed.data)) is not None:  # who is at another client too may have been trained on
+        seen = torch.cat([result.job.eval_fed.parts[part].index.cpu() for part in ("train", "validation")])
+        index = index[~torch.isin(subjects[index], subjects[seen])]
     if len(index):
         for scaling, model in _models(result, raw, index):
             y = fed.targets(index.to(fed.device)).cpu()

@@ -8,7 +8,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from fedloom.data.groups import groups_of, row_counts
+from fedloom.data.groups import enough, groups_of, row_counts, subjects_of
 from fedloom.engine.clients.scores import final_outputs
 from fedloom.engine.result import Result
 from fedloom.lab.experiment.inspection import NUMBER, TEXT, WHOLE, table_of
@@ -43,8 +43,8 @@ def predictions(result: Result) -> pa.Table:
     for kind, outputs, index, owner in _final(result):
         y, z = data.y.cpu()[index], outputs.double()
         targets = {"target": y.double() if y.ndim == 1 else y[:, 0].double() * data.unit + data.centre}
-        if data.design is not None and data.design.subject is not None:
-            targets["subject"] = torch.from_numpy(data.design.units)[index]
+        if (subjects := subjects_of(data)) is not None:
+            targets["subject"] = subjects[index]
         if data.task == "survival":
             targets["event"] = y[:, 1].double()
             z = z if result.job.setting.task.horizon is None else -torch.expm1(-z.exp())
@@ -64,12 +64,13 @@ def predictions(result: Result) -> pa.Table:
 def group_scores(result: Result) -> pa.Table:
     """Columns client (-1: all together), model, subgroup, metric, value; of every group first its samples.
 
-    Groups of fewer samples than `group_least`, or rows of a class or events, have no other figure.
+    Groups of fewer samples (subjects, where they are known) than `group_least`, or of a class or events, have no other
+    figure.
     """
     job = result.job
     data, ids = job.eval_fed.data, job.scored_ids.tolist()
     evaluate = job.setting.evaluate
-    groups = groups_of(data, evaluate.groups)
+    groups, subjects = groups_of(data, evaluate.groups), subjects_of(data)
     rows: list[GroupScore] = []
     for kind, outputs, index, owner in _final(result):
         y = job.eval_fed.targets(index.to(job.eval_fed.device)).cpu()
@@ -79,8 +80,9 @@ def group_scores(result: Result) -> pa.Table:
                 some = inside if client == FEDERATION else inside & (owner == client)
                 count = int(some.sum())
                 rows.append((client, kind, name, SAMPLES, float(count)))
-                counts = row_counts(data.task, y[some], job.oracle.task.outputs).sum(0)
-                if bool((counts >= evaluate.group_least).all()):
+                units = None if subjects is None else subjects[index[some]]
+                counts = row_counts(data.task, y[some], job.oracle.task.outputs, units).sum(0)
+                if enough(counts, evaluate.group_least):
                     scores = job.oracle.task.metrics(outputs[some], y[some], torch.zeros(count, dtype=torch.long), 1)
                     rows += [(client, kind, name, metric, float(value)) for metric, value in scores.items()]
     return group_table(rows)
