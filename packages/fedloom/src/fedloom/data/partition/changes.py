@@ -100,7 +100,7 @@ def prepared(data: Dataset, dealt: Dealt, train: Dealt, common: Ints | None = No
     new[outside] = False
     ready = ~new if bool(new.any()) else None
     if isinstance(data.prepare, Table):
-        fitted = Fitted(data.prepare, data.prepare.fit(data.x, who, fit_on))
+        fitted = Fitted(data.prepare, data.prepare.fit(data.x, who, fit_on), data.x)
         x = fitted.table.encode(data.x, who, fitted.values)
         if len(outside):
             x[outside] = fitted.table.encoder(fitted.table.typical(fitted.values))(data.x[outside])

@@ -111,12 +111,12 @@ class Design:
         """
         notes = []
         if self.subject is not None:
-            subjects, rows = len(np.unique(self.units)), len(self.units)
+            subjects, total = len(np.unique(self.units)), len(self.units)
             notes.append(
-                f"{rows:,} rows of {subjects:,} subjects ({self.subject_name!r}): partitions, folds and intervals go "
+                f"{total:,} rows of {subjects:,} subjects ({self.subject_name!r}): partitions, folds and intervals go "
                 "by subject"
             )
-            clients = np.unique(owner * len(self.units) + self.units[rows]) % len(self.units)
+            clients = np.unique(owner * total + self.units[rows]) % total
             if several := int((np.bincount(clients, minlength=1) > 1).sum()):
                 notes.append(
                     f"{several:,} subjects have rows at several clients, and are in one part at all of them; if every "
