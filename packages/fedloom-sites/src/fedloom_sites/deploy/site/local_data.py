@@ -211,7 +211,7 @@ def seated(fed: Federation, client: int, seat: int, train_sizes: Tensor) -> Fede
         index = [rows if i == seat else filler.repeat(size) for i, size in enumerate(sizes.tolist())]
         parts[part] = Split(torch.cat(index), _offsets(sizes))
     names = tuple(fed.names[client] if i == seat else str(i) for i in range(len(train_sizes)))
-    return replace(fed, parts=parts, names=names, test=None, groups=None)
+    return replace(fed, parts=parts, names=names, test=None, groups=None, partition={})
 
 
 def _offsets(sizes: Tensor) -> Tensor:

@@ -215,23 +215,24 @@ class Draft:
                 self.report.append(f"site: no column names one (--by does{may}); {dealt}")
             return
         names, counts = sizes(site)
+        what = "rows" if subject is None else "subjects"
         keep, kept = counts >= SMALLEST, counts[counts >= SMALLEST]
         if len(kept) < 2:
             raise ConfigError(
                 f"{survey.path}: {len(kept)} of the {len(names)} sites of --by {site.name} have at least {SMALLEST} "
-                f"rows, a federation needs two; {self._ask}"
+                f"{what}, a federation needs two; {self._ask}"
             )
         self.report.append(
             f"site: {self._named(site, option is not None, doubtful)}, {len(kept)} sites of {kept.min()} to "
-            f"{kept.max()} rows"
+            f"{kept.max()} {what}"
         )
         if without_site := survey.rows - len(site.present):
             self._say(site, f"{without_site} rows have no site; they are left out")
         if not keep.all():
-            self._say(site, f"sites of fewer than {SMALLEST} rows, left out: {_list(names[~keep].tolist())}")
+            self._say(site, f"sites of fewer than {SMALLEST} {what}, left out: {_list(names[~keep].tolist())}")
         if (small := keep & (counts < FEW)).any():
             few = ", ".join(f"{n!r} ({c})" for n, c in zip(names[small].tolist(), counts[small], strict=True))
-            self._say(site, f"sites of fewer than {FEW} rows: {few}; their results are uncertain")
+            self._say(site, f"sites of fewer than {FEW} {what}: {few}; their results are uncertain")
         if self._classes is not None:
             target = self._classes
             here = {n: has_target & (site.cells == n) for n in names[keep].tolist()}

@@ -18,6 +18,7 @@ import tomli_w
 from numpy.typing import NDArray
 
 from fedloom.data.federation import Federation, Split
+from fedloom.engine.checks.refusals import NOT_EVALUATED
 from fedloom.engine.result import Result
 from fedloom.engine.setting import Evaluate
 from fedloom.errors import RunDirError
@@ -84,6 +85,8 @@ class Outcome(NamedTuple):
         """The sentence on how it ended."""
         if self.result is None:
             return self.failure
+        if self.status == "done" and NOT_EVALUATED in self.result.notes:
+            return NOT_EVALUATED
         return f"{self.result.stop.value}{f' ({self.result.detail})' if self.result.detail else ''}"
 
 

@@ -80,8 +80,10 @@ class DesignOptions(FileSource):
     def chosen(self) -> dict[str, Any]:
         """The options that are set, those of an agreement first."""
         agreed = getattr(self, "agreement", None)
-        values = {name: getattr(agreed, name, None) or getattr(self, name) for name in DesignOptions.own()}
-        return {name: value for name, value in values.items() if value not in (None, ())}
+        values = {name: getattr(self, name) for name in DesignOptions.own()}
+        if agreed is not None:
+            values |= {name: value for name in values if (value := getattr(agreed, name)) is not None}
+        return {name: value for name, value in values.items() if value is not None and value != ()}
 
     def absent(self, names: Sequence[str]) -> dict[str, Any]:
         """The options whose column is not among the names, without it; a new table has no test rows of the old."""

@@ -33,7 +33,8 @@ def without(fed: Federation, client: int) -> Federation:
         data = replace(data, fitted=data.fitted._replace(values=data.fitted.values[ids]))
     names = tuple(fed.names[i] for i in ids.tolist())
     groups = None if fed.groups is None else fed.groups[ids.to(fed.groups.device)]
-    return replace(fed, data=data, parts=parts, names=names, groups=groups, test=None)
+    rest = {"partition": {**fed.partition, "test": 0.0}}  # the client that is left out is the test part
+    return replace(fed, data=data, parts=parts, names=names, groups=groups, test=None, **rest)
 
 
 def scores_of_new(result: Result, raw: Dataset, fed: Federation, client: int) -> pa.Table:
