@@ -76,7 +76,9 @@ def joined_roles(sides: Sequence[object], name: str) -> dict[str, NDArray[Any]]:
     Raises:
         DataError: some of the sets have a role and others do not.
     """
-    found = {role: [side[role] for side in sides if isinstance(side, Mapping) and role in side] for role in SAMPLE_ROLES}
+    found = {
+        role: [side[role] for side in sides if isinstance(side, Mapping) and role in side] for role in SAMPLE_ROLES
+    }
     if odd := [role for role, values in found.items() if values and len(values) < len(sides)]:
         raise DataError(f"{name}: {len(found[odd[0]])} of {len(sides)} sets have {odd[0]!r}; give it with all, or none")
     return {role: np.concatenate([np.asarray(v) for v in values]) for role, values in found.items() if values}
@@ -241,7 +243,9 @@ def _unread(obj: Mapping[str, Any], name: str) -> tuple[str, ...]:
         ConfigError: features and targets beside which the dictionary has a test set.
     """
     x, y = next(pair for pair in PAIRS if pair[0] in obj and pair[1] in obj)
-    unused = [key for key in obj if key not in (x, y, "users", "frame", *SAMPLE_ROLES)]  # of scikit-learn, which holds both
+    unused = [
+        key for key in obj if key not in (x, y, "users", "frame", *SAMPLE_ROLES)
+    ]  # of scikit-learn, which holds both
     if tests := [key for key in unused if "test" in str(key).lower().split("_")]:
         raise ConfigError(
             f"{name}: {tests[0]!r} beside {x!r} and {y!r} would not be read; give {{'train': (x, y), 'test': (x, y)}}"

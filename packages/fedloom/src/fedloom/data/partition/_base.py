@@ -240,7 +240,10 @@ class Partition(Value):
                 *draw.notes,
                 *self._without_effect(draw, data),
                 *([] if data.design is None else data.design.notes(held.index, owners(held))),
-                *_unused(held.index if draw.common is None else np.concatenate([held.index, draw.common]), self._dealt_from(data)),
+                *_unused(
+                    held.index if draw.common is None else np.concatenate([held.index, draw.common]),
+                    self._dealt_from(data),
+                ),
                 *_notes(cut, y, names, data.classes, len(data)),
                 *copies,
             ),
@@ -293,7 +296,9 @@ class Partition(Value):
         owner, n = owners(draw.dealt), len(draw.dealt.offsets) - 1
         trains = np.bincount(owner[~design.tested[draw.dealt.index]], minlength=n) > 0
         if not trains.any():
-            raise PartitionError(f"{self.kind}: every row of {data.name} is marked for the test part; none is trained on")
+            raise PartitionError(
+                f"{self.kind}: every row of {data.name} is marked for the test part; none is trained on"
+            )
         return draw if trains.all() else draw.without_tested(trains)
 
     def _without_effect(self, draw: Draw, data: Dataset) -> list[str]:

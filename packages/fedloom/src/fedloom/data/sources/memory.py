@@ -104,7 +104,11 @@ def as_dataset(
     options["original_dtype"] = parts[0].dtype
     data = of_arrays(name, x, y, task, split=len(parts[0].x) if len(parts) == 2 else None, **options)
     return noted(
-        replace(data, design=design_of(roles, len(data), name), notes=(*data.notes, *dict.fromkeys(f"{name}: {note}" for part in parts for note in part.notes)))
+        replace(
+            data,
+            design=design_of(roles, len(data), name),
+            notes=(*data.notes, *dict.fromkeys(f"{name}: {note}" for part in parts for note in part.notes)),
+        )
     )
 
 

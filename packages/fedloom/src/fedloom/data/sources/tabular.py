@@ -89,9 +89,11 @@ class Parquet(TableSource):
     @property
     def unread(self) -> set[str]:
         """The columns that are left out and have no role beside."""
-        return {*self.drop} - {*self.kept, *(c for c in (self.users, self.label, self.event) if c is not None)} - {
-            *DesignReading(self.chosen).columns
-        }
+        return (
+            {*self.drop}
+            - {*self.kept, *(c for c in (self.users, self.label, self.event) if c is not None)}
+            - {*DesignReading(self.chosen).columns}
+        )
 
     @contextmanager
     def open(self, data_dir: str | Path | None = None) -> Iterator[Raw]:

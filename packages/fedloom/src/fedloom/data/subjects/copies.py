@@ -36,7 +36,8 @@ def near_copies(points: NDArray[np.float64], units: Ints | None = None, *, ties:
 
     if not 5 * NEIGHBOURS <= len(points) <= MOST_NEAR_ROWS:
         return 0
-    distances, nearest = (found[:, 1:] for found in cKDTree(points).query(points, NEIGHBOURS + 1))
+    distances, nearest = cKDTree(points).query(points, NEIGHBOURS + 1)
+    distances = distances[:, 1:]
     first, inner, last = distances[:, 0], distances[:, 1:-1], distances[:, -1]
     sound = (last > 0) if ties else (inner[:, 0] > 0) & (last > inner[:, 0])
     if sound.sum() < len(points) / 2:
@@ -49,7 +50,7 @@ def near_copies(points: NDArray[np.float64], units: Ints | None = None, *, ties:
     ratio = (first[sound] / last[sound]) ** dimension
     close = 1 - (1 - ratio) ** (NEIGHBOURS - 1) < CLOSE
     if units is not None:
-        itself = np.arange(len(points)) == nearest[:, 0]  # of equal points the tree may give the point first or second
+        itself = nearest[:, 0] == np.arange(len(points))  # among equal points, it may come second
         other = np.where(itself, nearest[:, 1], nearest[:, 0])
         close &= (units[other] != units)[sound]
     return int(close.sum()) if close.mean() >= CLOSE_SHARE else 0

@@ -156,7 +156,9 @@ def design_of(values: Mapping[str, object], rows: int, place: str) -> Design | N
     design = dict[str, Tensor]()
     for name in ("subject", "strata"):
         if name in given:
-            codes = np.unique(given[name].astype(str) if given[name].dtype == object else given[name], return_inverse=True)
+            codes = np.unique(
+                given[name].astype(str) if given[name].dtype == object else given[name], return_inverse=True
+            )
             design[name] = torch.from_numpy(codes[1].astype(np.int64))
     if "order" in given:
         order = given["order"]

@@ -103,4 +103,3 @@ def _notes(digests: Digests, held: Mapping[str, Ints]) -> Iterator[str]:
                 f"{int(twice.sum()):,} of {len(rows):,} rows of the {name} part are equal to rows of {where} in every "
                 "value, so scores are too good: leave copies out, or name the column of whom a row is as subject"
             )
-

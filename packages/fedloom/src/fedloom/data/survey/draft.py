@@ -170,7 +170,9 @@ class Draft:
                 f"subject: no column is sure to say whose a row is; {_list(doubtful)} may (--subject does, '' for none)"
             )
         dates = [c for c in survey.columns.values() if c.kind == "date" and c.name not in roles]
-        came = [c for c in dates if not BORN.search(c.name) and all(seconds_of(level) is not None for level in c.levels)]
+        came = [
+            c for c in dates if not BORN.search(c.name) and all(seconds_of(level) is not None for level in c.levels)
+        ]
         self._order = came[0] if came else None
         if self._order is not None:
             self._say(self._order, "dates; to test on later rows, name it in order (the draft has it in a comment)")

@@ -46,7 +46,7 @@ APART = 3
 CODES = 7
 """Codes of a question beside which 9, 99 or -1 means that there is no answer."""
 IDS = re.compile(
-    r"(^|[_\W])(id|uuid|guid|key|index|idx|mrn|nr|no|number|row|rownames|rownum|obs|observation)([_\W]|$)|^rn$|[a-z]I[dD]$",
+    r"(^|[_\W])(id|uuid|guid|key|index|idx|mrn|nr|no|number|row|rownames|rownum|obs|observation)([_\W]|$)|^rn$|[a-z]I[dD]$|[a-z](nummer|nr)$",
     re.IGNORECASE,
 )
 """Names of numbers of rows, and of what is known by a number."""

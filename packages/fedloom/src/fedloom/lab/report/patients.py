@@ -64,7 +64,9 @@ def tested(run: Run, method: str, model: str) -> Predicted | None:
     if several != [name for name in columns if name.startswith("prediction ")]:
         return None
     measured = ["target", "prediction", *(name for name in ("event", "subject") if name in columns)]
-    table = read_table(path, (*(name for name in names if not several or name != "prediction"), *measured[2:], *several))
+    table = read_table(
+        path, (*(name for name in names if not several or name != "prediction"), *measured[2:], *several)
+    )
     if several:
         best = np.stack([table[name].to_numpy() for name in several], 1).argmax(1)
         right = pa.array((best == table["target"].to_numpy()).astype(float))

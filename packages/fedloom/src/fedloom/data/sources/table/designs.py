@@ -38,7 +38,8 @@ class DesignOptions(FileSource):
         default=None, description="column of whom a row is, as a patient; no feature, and in one part of every split"
     )
     order: str | None = Field(
-        default=None, description="column of numbers or dates: earlier rows are trained on, later ones tested; no feature"
+        default=None,
+        description="column of numbers or dates: earlier rows are trained on, later ones tested; no feature",
     )
     strata: tuple[str, ...] = Field(
         default=(), description="columns whose shares splits and folds keep; features all the same, or the label"

@@ -192,7 +192,9 @@ class _Reading:
         if absent := sorted(wanted - set(names)):
             raise ConfigError(f"{where}: {absence(absent, names, agreed=agreement is not None)}")
         self.agreed: dict[str, Agreed] = {}
-        self.features = [c for c in names if c not in {self.label, self.event, spec.users, *spec.drop, *design.no_features}]
+        self.features = [
+            c for c in names if c not in {self.label, self.event, spec.users, *spec.drop, *design.no_features}
+        ]
         if agreement is not None:
             if self.label in {column.name for column in agreement.column}:
                 raise ConfigError(f"{where}: {self.label!r} is a feature of the agreement; name the target in label")
@@ -208,7 +210,10 @@ class _Reading:
         self.categorical = [c for c in self.features if c in categorical]
         self.texts: dict[str, Counter[str]] = {}
         self.place = {column: k for k, column in enumerate(self.features)}
-        self.codes = {column: Codes() for column in {self.label, *categorical, *self.special, *spec.kept, *included, *design.coded}}
+        self.codes = {
+            column: Codes()
+            for column in {self.label, *categorical, *self.special, *spec.kept, *included, *design.coded}
+        }
         self.numeric = {c for c in self.features if c not in categorical and c not in self.agreed}
         self.x = GrowingRows((len(self.features),), np.float64)
         self.measured = {

@@ -95,7 +95,9 @@ def delong(scores: Numbers, target: Numbers, units: NDArray[np.int64] | None = N
     counts = [len(np.unique(units[some])) for some in (case, ~case)] + [len(np.unique(units))]
     a, b, both = (count / (count - 1) for count in counts)
     cross = by_case @ by_control.T
-    variance = a * by_case @ by_case.T / m**2 + b * by_control @ by_control.T / n**2 + both * (cross + cross.T) / (m * n)
+    variance = (
+        a * by_case @ by_case.T / m**2 + b * by_control @ by_control.T / n**2 + both * (cross + cross.T) / (m * n)
+    )
     return areas, variance
 
 
