@@ -1,4 +1,4 @@
-"""Laws of splits: a subject is in one part, later rows are tested, strata keep their shares, marked rows are the test."""
+"""Laws of splits: a subject is in one part, later rows are tested, and strata keep their shares."""
 
 from __future__ import annotations
 

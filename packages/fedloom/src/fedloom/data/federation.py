@@ -121,10 +121,10 @@ class Federation:
         if (mixed := mixed_subjects(design, parts)) is not None:
             first, second, row = mixed
             raise DataError(
-                f"{self.data.name}: a subject ({design.subject_name!r}) is in the {first} part and in the {second} part "
-                f"(row {row}); keep each subject in one part of all clients, mark its rows alike, or let a partition "
-                "cut the parts (of data with an official test set with pool = true); put the client's name before "
-                "numbers that every client counts anew"
+                f"{self.data.name}: a subject ({design.subject_name!r}) is in the {first} part and in the {second} "
+                f"part (row {row}); keep each subject in one part of all clients, mark its rows alike, or let a "
+                "partition cut the parts (of data with an official test set with pool = true); put the client's name "
+                "before numbers that every client counts anew"
             )
 
     @classmethod

@@ -15,9 +15,9 @@ from fedloom.data.federation import Federation, Split
 from fedloom.data.partition.changes import prepared
 from fedloom.data.partition.deal import Dealt
 from fedloom.data.partition.parts import cut_parts
-from fedloom.data.subjects.cut import Quota
 from fedloom.data.pixels import came_as_bytes, refuse_other_numbers
 from fedloom.data.sources.table.frames import is_frame
+from fedloom.data.subjects.cut import Quota
 from fedloom.data.survey.agreement import Agreement
 from fedloom.data.tables import Table, TableColumn
 from fedloom.data.text import NO_LABEL, UNKNOWN, recoded, wrong_tokens

@@ -76,12 +76,13 @@ def joined_roles(sides: Sequence[object], name: str) -> dict[str, NDArray[Any]]:
     Raises:
         DataError: some of the sets have a role and others do not.
     """
-    found = {
+    by_role = {
         role: [side[role] for side in sides if isinstance(side, Mapping) and role in side] for role in SAMPLE_ROLES
     }
-    if odd := [role for role, values in found.items() if values and len(values) < len(sides)]:
-        raise DataError(f"{name}: {len(found[odd[0]])} of {len(sides)} sets have {odd[0]!r}; give it with all, or none")
-    return {role: np.concatenate([np.asarray(v) for v in values]) for role, values in found.items() if values}
+    if odd := [role for role, values in by_role.items() if values and len(values) < len(sides)]:
+        some = f"{len(by_role[odd[0]])} of {len(sides)} sets"
+        raise DataError(f"{name}: {some} have {odd[0]!r}; give it with all, or none")
+    return {role: np.concatenate([np.asarray(v) for v in values]) for role, values in by_role.items() if values}
 
 
 def refuse_unlike(name: str, sides: Mapping[str, Side], tokens: bool = False) -> None:

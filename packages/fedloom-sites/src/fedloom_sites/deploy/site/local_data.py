@@ -140,7 +140,7 @@ def options_of(experiment: Experiment, site: Site) -> dict[str, Any]:
 
     The columns of subjects, order and strata are the experiment's where the site names no others: it cannot do without.
     """
-    designed = {key: value for key, value in experiment.source_options.items() if key in DesignOptions.own()}
+    designed = {key: value for key, value in experiment.source_options.items() if key in DesignOptions.option_names()}
     agreed = getattr(experiment.source, "agreement", None) or site.samples.agreement
     kind = SOURCES.get(site.data["source"])
     if agreed is None or (kind is not None and "agreement" not in kind.model_fields):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import replace
 from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
@@ -17,6 +16,7 @@ from fedloom.data.partition.changes import add_noise, prepared, relabelled, view
 from fedloom.data.partition.deal import Dealt, Ints, by_owner, choose_each, distinct, joined, owners, round_to_total
 from fedloom.data.partition.parts import check_dealt, cut_parts
 from fedloom.data.subjects.cut import Quota, whole_subjects
+from fedloom.data.subjects.design import Design
 from fedloom.data.subjects.equal import equal_rows
 from fedloom.errors import ConfigError, DataError, PartitionError, Refused, attribute_error
 from fedloom.seeds import numpy_generator
@@ -289,8 +289,8 @@ class Partition(Value):
                         "deal single rows"
                     )
             every = self._dealt_from(data)
-            whole = {name: Dealt(*whole_subjects(design, *value, every)) for name, value in lists.items()}
-            draw = draw._replace(**whole)
+            draw = draw._replace(dealt=_whole(design, draw.dealt, every))
+            draw = draw if draw.test is None else draw._replace(test=_whole(design, draw.test, every))
         if design.tested is None or self.test == 0 or draw.test is not None:
             return draw
         owner, n = owners(draw.dealt), len(draw.dealt.offsets) - 1
@@ -378,6 +378,11 @@ class Sized(Partition):
                 f"{self.kind}: {self.clients} clients of at least {self.min_size} samples, but {pool.data.name} has "
                 f"{len(pool)} to give; use fewer clients or a smaller min_size"
             )
+
+
+def _whole(design: Design, dealt: Dealt, rows: Ints) -> Dealt:
+    """All rows of the subjects that are dealt, of those that may be."""
+    return Dealt(*whole_subjects(design, dealt.index, dealt.offsets, rows))
 
 
 def _unused(used: Ints, pool: Ints) -> list[str]:

@@ -46,8 +46,9 @@ class _Arrays(SampleSource):
 
 
 class Npy(_Arrays):
-    """A folder of x.npy, y.npy and, optionally, users.npy, subject.npy, order.npy and strata.npy; x stays on disk, and samples are read as they are needed.
+    """A folder of x.npy, y.npy and, optionally, users.npy, subject.npy, order.npy and strata.npy.
 
+    The features stay on disk, and samples are read as they are needed.
     x may be larger than the memory. It holds bytes or float32, images with their channels first.
     """
 

@@ -48,11 +48,12 @@ def as_dataset(
             (``test_column`` or ``test_since``).
         name: of the data set, for reports and messages.
         options: of arrays and samples: ``classes`` (names), ``mean``, ``std``, ``users`` (owner of each sample, or the
-            column that names it), ``subject`` (whose each sample is, as a patient's), ``order`` (when it came),
-            ``strata`` (levels whose shares splits keep; these may be entries of dictionaries too), ``features`` (column of the features), ``channels_last``, ``vocabulary`` (names of
-            the tokens, or how many: features are then tokens ``[N, length]``). Of tables, as of a CSV
-            file: ``users``, ``subject``, ``order``, ``strata``, ``test_column``, ``test_levels``, ``test_since``,
-            ``categorical``, ``drop``, ``columns``, ``missing``, ``impute``, ``scale``.
+            column that names it), ``subject`` (whose each sample is, as a patient's), ``order`` (when it came) and
+            ``strata`` (levels whose shares splits keep), which may be entries of dictionaries too, ``features`` (column
+            of the features), ``channels_last``, ``vocabulary`` (names of the tokens, or how many: features are then
+            tokens ``[N, length]``). Of tables, as of a CSV file: ``users``, ``subject``, ``order``, ``strata``,
+            ``test_column``, ``test_levels``, ``test_since``, ``categorical``, ``drop``, ``columns``, ``missing``,
+            ``impute``, ``scale``.
 
     Raises:
         ConfigError: it is of no known kind, or an option or column does not exist.

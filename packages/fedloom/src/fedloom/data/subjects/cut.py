@@ -222,11 +222,11 @@ def mixed_subjects(design: Design, parts: Mapping[str, Ints]) -> tuple[str, str,
         design: of the data set.
         parts: rows of each part, all clients together.
     """
-    seen = np.full(len(design.units), -1)
+    part_of = np.full(len(design.units), -1)
     names = list(parts)
     for k, name in enumerate(names):
         units = design.units[parts[name]]
-        if (both := np.flatnonzero(seen[units] >= 0)).size:
-            return names[seen[units[both[0]]]], name, int(parts[name][both[0]])
-        seen[units] = k
+        if (both := np.flatnonzero(part_of[units] >= 0)).size:
+            return names[part_of[units[both[0]]]], name, int(parts[name][both[0]])
+        part_of[units] = k
     return None

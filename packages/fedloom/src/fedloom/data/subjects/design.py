@@ -145,29 +145,29 @@ def design_of(values: Mapping[str, object], rows: int, place: str) -> Design | N
     Raises:
         DataError: another number of values, missing ones, or an order that is neither of numbers nor of dates.
     """
-    given = {name: np.asarray(value) for name, value in values.items() if value is not None}
-    if not given:
+    arrays = {name: np.asarray(value) for name, value in values.items() if value is not None}
+    if not arrays:
         return None
-    for name, value in given.items():
+    for name, value in arrays.items():
         if value.shape != (rows,):
             raise DataError(f"{place}: {name} has shape {value.shape} for {rows} samples; give one value per sample")
         if value.dtype == object and any(v is None or v != v for v in value.tolist()):
             raise DataError(f"{place}: {name} is missing for some samples; give one for each, or leave them out")
     design = dict[str, Tensor]()
     for name in ("subject", "strata"):
-        if name in given:
+        if name in arrays:
             codes = np.unique(
-                given[name].astype(str) if given[name].dtype == object else given[name], return_inverse=True
+                arrays[name].astype(str) if arrays[name].dtype == object else arrays[name], return_inverse=True
             )
             design[name] = torch.from_numpy(codes[1].astype(np.int64))
-    if "order" in given:
-        order = given["order"]
+    if "order" in arrays:
+        order = arrays["order"]
         if order.dtype.kind == "M":
             order = order.astype("datetime64[us]").astype(np.float64) / 1e6
         if order.dtype.kind not in "uifb" or not np.isfinite(order.astype(np.float64)).all():
-            raise DataError(f"{place}: order must be finite numbers or dates (datetime64), got {given['order'].dtype}")
+            raise DataError(f"{place}: order must be finite numbers or dates (datetime64), got {arrays['order'].dtype}")
         design["order"] = torch.from_numpy(order.astype(np.float64))
-    return Design(**design)
+    return Design(design.get("subject"), design.get("order"), design.get("strata"))
 
 
 def count_subjects(design: Design | None, rows: Ints) -> int:

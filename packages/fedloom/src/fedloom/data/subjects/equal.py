@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from fedloom.data.subjects.copies import MOST_COMPARED_BYTES
 from fedloom.data.subjects.design import Ints
 
 if TYPE_CHECKING:
     from fedloom.data.dataset import Dataset
 
-MOST_COMPARED_BYTES = 1 << 29
-"""Bytes of samples that are compared: above, it takes seconds, and samples may lie on disk."""
 LEAST_EQUAL_ROWS = 3
 """Fewest equal rows that are noted."""
 CHANCE_RATIO = 10
@@ -76,7 +75,7 @@ def equal_rows(data: Dataset, parts: Mapping[str, Ints], common: Ints | None) ->
         parts: samples of each part, all clients together.
         common: samples of a common test set.
     """
-    if data.x.numel() * data.x.element_size() > MOST_COMPARED_BYTES or data.x.device.type != "cpu":
+    if data.x.nbytes > MOST_COMPARED_BYTES or data.x.device.type != "cpu":
         return []
     tested = parts["test"] if common is None else np.concatenate([parts["test"], common])
     held = {"training": parts["train"], "validation": parts["validation"], "test": tested}
@@ -92,9 +91,9 @@ def _notes(digests: Digests, held: Mapping[str, Ints]) -> Iterator[str]:
     for k, name in enumerate(names[1:], 1):
         before = np.concatenate([held[other] for other in names[:k]])
         rows = held[name][~np.isin(held[name], before)]
-        others, counts = np.unique(digest[before], return_counts=True)
-        place = np.searchsorted(others, digest[rows]).clip(max=len(others) - 1)
-        twice = others[place] == digest[rows]
+        before_values, counts = np.unique(digest[before], return_counts=True)
+        place = np.searchsorted(before_values, digest[rows]).clip(max=len(before_values) - 1)
+        twice = before_values[place] == digest[rows]
         pairs, chance = float(counts[place[twice]].sum()), digests.chance * len(rows) * len(before)
         limit = CHANCE_RATIO * chance if digests.fine else CHANCE_RATIO**2 * max(chance, 1)
         if twice.sum() >= LEAST_EQUAL_ROWS and pairs > limit:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from fedloom.data.subjects.copies import near_copies
 from fedloom.data.survey.facts import (
     BINS,
     FEW,
@@ -22,7 +23,6 @@ from fedloom.data.survey.facts import (
     repeats,
     row_number,
 )
-from fedloom.data.subjects.copies import near_copies
 from fedloom.data.survey.people import personal
 from fedloom.formats import listed
 from fedloom.seeds import numpy_generator

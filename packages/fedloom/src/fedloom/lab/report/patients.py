@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -32,14 +32,15 @@ class Predicted(NamedTuple):
     target: Numbers
     prediction: Numbers
     event: Numbers | None = None
-    subject: NDArray[np.int64] | None = None
+    subject: NDArray[Any] | None = None
 
     def at(self, client: int | None) -> Predicted:
         """Those of one client; None: all."""
         if client is None:
             return self
         here = self.client == client
-        return Predicted(*(None if values is None else values[here] for values in self))
+        event, subject = (None if values is None else values[here] for values in (self.event, self.subject))
+        return Predicted(self.client[here], self.row[here], self.target[here], self.prediction[here], event, subject)
 
     @property
     def units(self) -> NDArray[np.int64]:

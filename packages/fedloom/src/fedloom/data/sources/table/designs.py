@@ -81,7 +81,7 @@ class DesignOptions(FileSource):
     def chosen(self) -> dict[str, Any]:
         """The options that are set, those of an agreement first."""
         agreed = getattr(self, "agreement", None)
-        values = {name: getattr(self, name) for name in DesignOptions.own()}
+        values = {name: getattr(self, name) for name in DesignOptions.option_names()}
         if agreed is not None:
             values |= {name: value for name in values if (value := getattr(agreed, name)) is not None}
         return {name: value for name, value in values.items() if value is not None and value != ()}
@@ -93,7 +93,7 @@ class DesignOptions(FileSource):
         return unset | {"strata": tuple(column for column in self.strata if column in names)}
 
     @staticmethod
-    def own() -> tuple[str, ...]:
+    def option_names() -> tuple[str, ...]:
         """The names of these options."""
         return tuple(name for name in DesignOptions.model_fields if name not in FileSource.model_fields)
 
@@ -104,21 +104,19 @@ def check_roles(columns: Mapping[str, str | None]) -> None:
     Raises:
         ValueError: two of the options name one column.
     """
-    seen = dict[str, str]()
+    role_of = dict[str, str]()
     for role, column in columns.items():
-        if column is not None and column in seen:
+        if column is not None and column in role_of:
             raise ValueError(
-                f"{seen[column]} and {role} are both {column!r}: a patient is no site, and a column has one role; name "
-                "another column, or leave one of them out"
+                f"{role_of[column]} and {role} are both {column!r}: a patient is no site, and a column has one role; "
+                "name another column, or leave one of them out"
             )
         if column is not None:
-            seen[column] = role
+            role_of[column] = role
 
 
 class Moments(NamedTuple):
-    """When rows came, as numbers and as seconds since 1970, NaN where a cell is neither; cells of both kinds are told
-    apart once all are there.
-    """
+    """When rows came, as numbers and as seconds since 1970; NaN where a cell is no such number or no date."""
 
     numbers: GrowingRows
     seconds: GrowingRows
@@ -168,7 +166,8 @@ class DesignReading:
             return
         if self._odd is not None:
             row, cell = self._odd
-            yield f"row {first + row}, column {self.order!r}: expected a number or a date, got {shortened(cell)}; {CURE}"
+            where = f"row {first + row}, column {self.order!r}"
+            yield f"{where}: expected a number or a date, got {shortened(cell)}; {CURE}"
             return
         numbers, seconds = (np.isnan(cast("NDArray[np.float64]", rows.done())) for rows in self._moments)
         if (numbers & ~seconds).any() and (seconds & ~numbers).any():
@@ -189,13 +188,15 @@ class DesignReading:
         strata = None
         for column in self.strata:
             codes, names = coded[column]
-            own = torch.from_numpy(np.nan_to_num(codes, nan=len(names)))[keep].long()
-            strata = own if strata is None else strata * (len(names) + 1) + own
+            levels = torch.from_numpy(np.nan_to_num(codes, nan=len(names)))[keep].long()
+            strata = levels if strata is None else strata * (len(names) + 1) + levels
         if strata is not None:
             strata = strata.unique(return_inverse=True)[1]
         held_out = self._held_out(coded, keep, order)
-        names = {role: name for role, name in (("subject", self.subject), ("order", self.order)) if name is not None}
-        return Design(subject, order, strata, held_out, names | {"strata": ", ".join(self.strata)})
+        roles = {"subject": self.subject, "order": self.order, "strata": ", ".join(self.strata)}
+        return Design(
+            subject, order, strata, held_out, {role: name for role, name in roles.items() if name is not None}
+        )
 
     @property
     def _dates(self) -> bool:
@@ -261,7 +262,7 @@ def seconds_of(cell: object) -> float | None:
         except ValueError:
             return None
     if isinstance(cell, date) and not isinstance(cell, datetime):
-        cell = datetime(cell.year, cell.month, cell.day)  # noqa: DTZ001  # made UTC below
+        cell = datetime(cell.year, cell.month, cell.day)  # made UTC below
     if not isinstance(cell, datetime):
         return None
     return (cell if cell.tzinfo else cell.replace(tzinfo=UTC)).timestamp()

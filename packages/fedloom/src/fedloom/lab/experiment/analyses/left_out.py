@@ -33,8 +33,8 @@ def without(fed: Federation, client: int) -> Federation:
         data = replace(data, fitted=data.fitted._replace(values=data.fitted.values[ids]))
     names = tuple(fed.names[i] for i in ids.tolist())
     groups = None if fed.groups is None else fed.groups[ids.to(fed.groups.device)]
-    rest = {"partition": {**fed.partition, "test": 0.0}}  # the client that is left out is the test part
-    return replace(fed, data=data, parts=parts, names=names, groups=groups, test=None, **rest)
+    cut = {**fed.partition, "test": 0.0}  # the client that is left out is the test part
+    return replace(fed, data=data, parts=parts, names=names, groups=groups, test=None, partition=cut)
 
 
 def scores_of_new(result: Result, raw: Dataset, fed: Federation, client: int) -> pa.Table:
@@ -52,8 +52,8 @@ def scores_of_new(result: Result, raw: Dataset, fed: Federation, client: int) ->
     rows: list[tuple[int, str, str, float]] = []
     index = torch.cat([fed.indices(part, client) for part in PARTS]).cpu()
     if (subjects := subjects_of(fed.data)) is not None:  # who is at another client too may have been trained on
-        seen = torch.cat([result.job.eval_fed.parts[part].index.cpu() for part in ("train", "validation")])
-        index = index[~torch.isin(subjects[index], subjects[seen])]
+        trained = torch.cat([result.job.eval_fed.parts[part].index.cpu() for part in ("train", "validation")])
+        index = index[~torch.isin(subjects[index], subjects[trained])]
     if len(index):
         for scaling, model in _models(result, raw, index):
             y = fed.targets(index.to(fed.device)).cpu()

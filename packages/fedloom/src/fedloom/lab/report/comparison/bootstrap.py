@@ -22,7 +22,8 @@ def weighted(metric: str, weight: Numbers, samples: Predicted) -> Numbers:
     """A metric ``[B]`` of test samples of which each counts as often as its weight; nan where it has no value.
 
     Args:
-        metric: ``accuracy`` (targets are 1 where the prediction counts as right above 0.5, else 0), ``c_index``, ``r2``, ``rmse``, ``mae`` or ``deviance``, as the tasks define them; in units of the label.
+        metric: ``accuracy`` (of predictions above 0.5 for targets above it), ``c_index``, ``r2``, ``rmse``, ``mae`` or
+            ``deviance``, as the tasks define them; in units of the label.
         weight: ``[B, N]``, 0 or more.
         samples: ``[N]``.
     """
