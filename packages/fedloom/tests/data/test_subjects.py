@@ -21,7 +21,6 @@ from fedloom.data.subjects.cut import Cells, Quota, codes_at_random, codes_in_or
 from fedloom.data.subjects.design import Design
 from fedloom.data.survey.agreement import Agreement
 from fedloom.errors import ConfigError, DataError, PartitionError, Refused
-from fedloom.lab.experiment.analyses.left_out import scores_of_new, without
 
 CLASSES, SITES = 10, 6
 BASES: dict[str, dict[str, Any]] = {
@@ -434,20 +433,6 @@ def test_equal_rows_in_two_parts_are_noted_and_chance_is_not() -> None:
     pixels = rng.integers(256, size=(90, 1, 8, 8), dtype=np.uint8)
     images = fl.Dataset.of((np.concatenate([pixels, pixels]), np.r_[y[:90], y[:90]]))
     assert any("are equal to rows" in note for note in cut(images, 0).notes)
-
-
-def test_a_client_that_is_left_out_is_scored_on_nobody_who_was_trained_on(tmp_path: Path) -> None:
-    frame = stays()
-    moved = frame.copy()
-    moved.loc[::7, "hospital"] = "a"  # patients of b and c who were at a, too
-    data = fl.Dataset.of(moved, **ROW, subject="patient_id", drop=["admitted", "cohort"])
-    fed = fl.partition.writers()(data, 0)
-    result = fl.simulate("fedavg", without(fed, 0), rounds=1)
-    scored = scores_of_new(result, data, fed, 0).to_pylist()
-    (rows,) = {row["value"] for row in scored if row["metric"] == "samples"}
-    elsewhere = {*moved["patient_id"][moved["hospital"] != "a"]}
-    assert rows >= (~moved["patient_id"].isin(elsewhere) & (moved["hospital"] == "a")).sum() > 0
-    assert rows < (moved["hospital"] == "a").sum()
 
 
 def test_least_numbers_count_subjects() -> None:

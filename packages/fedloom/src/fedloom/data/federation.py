@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedloom.data.subjects.cut import mixed_subjects
-from fedloom.errors import DataError, PartitionError, unknown
+from fedloom.errors import DataError, PartitionError, direction_in, unknown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -71,6 +71,8 @@ class Federation:
             raise DataError(
                 f"{self.data.name}: its scaling is fitted per client; use a partition to build the federation"
             )
+        if disguised := direction_in(self.data.name, *self.names):
+            raise DataError(f"clients: {disguised}")
         for part in PARTS:
             index, offsets = self.parts[part]
             steps = offsets.diff()
