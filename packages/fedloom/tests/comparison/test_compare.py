@@ -435,12 +435,12 @@ def test_a_comparison_without_test_samples_says_why_it_decides_nothing(tmp_path:
     cut = fl.partition.iid(clients=3, test=0.0)
     found = fl.compare(["fedavg", "local"], fl.load("digits"), partition=cut, seeds=[0, 1], folder=tmp_path, **SHORT)
     for line in repr(found).splitlines()[1:]:
-        assert "no client has a test sample: give clients test parts, as by test = 0.2" in line
-    assert "no client has a test sample" in found._repr_html_()
+        assert "trained, not evaluated: there is no test row" in line
+    assert "trained, not evaluated: there is no test row" in found._repr_html_()
     assert set(found.to_pandas().status) == {
-        "done, but no client has a test sample: give clients test parts, as by test = 0.2 in [partition]"
+        "trained, not evaluated: there is no test row (test = 0.2 in [partition] gives clients test parts)"
     }
-    assert "no client has a test sample" in found.report().read_text()
+    assert "trained, not evaluated: there is no test row" in found.report().read_text()
 
 
 def test_a_comparison_with_few_seeds_says_how_many_a_test_needs() -> None:

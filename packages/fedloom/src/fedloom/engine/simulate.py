@@ -26,12 +26,13 @@ from fedloom.engine.state import State, initial_state
 from fedloom.engine.virtual.clock import flat
 from fedloom.errors import ConfigError, Stop, nearest, unknown
 from fedloom.local.oracles.precision import repeatable, undisturbed
+from fedloom.outputs import check_output_folder
 from fedloom.processes.clients import COUNTS, Clients, Handlers, LocalClients
 from fedloom.processes.pool import WorkerPool
 from fedloom.processes.rank_pool import RankPool
 from fedloom.processes.ranks import ALONE, Ranks
 from fedloom.processes.signals import interruptible
-from fedloom.rundir import place_of
+from fedloom.rundir import CHECKPOINTS, place_of
 from fedloom.values import choose, make
 
 Progress = Callable[[State], object]
@@ -119,6 +120,8 @@ def simulate(
     if callable(progress) or not all(map(callable, progress := list(progress))):
         raise ConfigError(f"progress must be a list of functions of a state, as [print], got {progress!r:.200}")
     place = None if folder is None else place_of(folder, "folder", ", or None for memory")
+    if place is not None:
+        check_output_folder(place, owns=lambda inner: len(inner.parts) == 2 and inner.parts[0] == CHECKPOINTS)
     if isinstance(algorithm, Setting):
         setting = algorithm.changed({"model": model, **choices})
     else:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from fedloom.analyses import ANALYSES, Analysis, analyze
 from fedloom.data.federation import Federation, Split
+from fedloom.engine.checks.refusals import NOT_EVALUATED
 from fedloom.engine.result import Result
 from fedloom.errors import DataError, Refused, RunDirError
 from fedloom.lab.experiment.schema import Experiment
@@ -75,6 +76,8 @@ class Outcome(NamedTuple):
         """The sentence on how it ended."""
         if self.result is None:
             return self.failure
+        if self.status == "done" and NOT_EVALUATED in self.result.notes:
+            return NOT_EVALUATED
         return f"{self.result.stop.value}{f' ({self.result.detail})' if self.result.detail else ''}"
 
 

@@ -35,7 +35,7 @@ COUNTED = (*WORK, "seconds")
 """Figures that a seed has which ended early; they count where no seed came to its end."""
 LOST = ("diverged", "failed")
 """Statuses of runs without a result."""
-UNTESTED = "no client has a test sample: give clients test parts, as by test = 0.2 in [partition]"
+UNTESTED = "trained, not evaluated: there is no test row (test = 0.2 in [partition] gives clients test parts)"
 """What became of a method without a figure on test parts, where even the loss has none."""
 ENOUGH = 5
 """With fewer seeds nothing is decided, and charts show the seeds instead of an interval."""
@@ -237,7 +237,7 @@ class Row:
             if record.status != "done":
                 seeds.setdefault(_phrase(record), []).append(record.seed)
         if self.untested:
-            return f"done, but {UNTESTED}"
+            return UNTESTED
         if not seeds:
             return "done" if self.records else "unfinished"
         shown = [phrase + self._share(some) for phrase, some in seeds.items()]
