@@ -10,7 +10,7 @@ import typer
 from fedloom.errors import unknown
 from fedloom.formats import duration
 from fedloom.lab.cli import _complete as offer
-from fedloom.lab.cli._app import DataDir, FileArgument, Trust, app, errors, say, worker_count
+from fedloom.lab.cli._app import DataDir, FileArgument, Join, Trust, app, errors, say, worker_count
 
 if TYPE_CHECKING:
     from fedloom.lab.experiment import Plan
@@ -59,6 +59,7 @@ def run(
             "--refit", help="train on all samples with the first seed, as after cross-validation: no test part"
         ),
     ] = False,
+    join: Join = False,
     trust: Trust = False,
 ) -> None:
     """Run an experiment: all its methods and seeds.
@@ -93,7 +94,7 @@ def run(
                 return
             tracker = Tracker(track, plan.experiment, where) if track and ranks.rank == 0 else None
             with shown(plan) as show:
-                outcomes = plan.run(show, *([tracker] if tracker else []))
+                outcomes = plan.run(show, *([tracker] if tracker else []), join=join)
     if plan.ranks.rank == 0:
         _print_table(plan.out)
         for outcome in outcomes:

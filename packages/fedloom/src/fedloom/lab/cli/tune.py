@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedloom.errors import RunStopped, Stop
 from fedloom.formats import significant
 from fedloom.lab.cli._app import DataDir, FileArgument, Trust, app, errors, say, worker_count
 
@@ -52,13 +51,7 @@ def tune(
         search = Tuning(document, str(file), out or Path("runs") / f"{file.stem}-tune", data_dir, force=force)
         for sentence in search.remarks:
             say(f"note: {sentence}", err=True)
-        try:
-            findings = search.run(_tell)
-        except RunStopped as stop:
-            if stop.reason is not Stop.INTERRUPTED:
-                raise
-            say(str(stop), err=True)
-            raise typer.Exit(130) from None
+        findings = search.run(_tell)
     for f in findings:
         if f.best is not None and f.best.value is not None:
             say(

@@ -6,19 +6,35 @@ import re
 import shlex
 import shutil
 import tomllib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
+from functools import cached_property, partial
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
-from fedloom.data.dataset import Dataset, on_cpu
+from fedloom.data.dataset import on_cpu
 from fedloom.data.federation import Federation
 from fedloom.data.groups import keeping
 from fedloom.engine.result import Result
 from fedloom.engine.setting import Setting
 from fedloom.engine.setup import check
 from fedloom.engine.simulate import Progress, simulate
-from fedloom.errors import CodeError, DamagedCheckpoint, DataError, LayoutError, Refused, RunDirError, RunStopped, Stop
+from fedloom.engine.state import State
+from fedloom.errors import (
+    CodeError,
+    ConfigError,
+    DamagedCheckpoint,
+    DataError,
+    LayoutError,
+    Refused,
+    RunDirError,
+    RunStopped,
+    Stop,
+)
 from fedloom.lab import report
 from fedloom.lab.experiment.analyses.cox import check_cox, cox_regression
 from fedloom.lab.experiment.analyses.importance import check_importance
@@ -40,20 +56,36 @@ from fedloom.lab.experiment.outputs import (
     write_tables,
 )
 from fedloom.lab.experiment.schema import Experiment, Method
+from fedloom.lab.experiment.units.joined import Session, Unit
+from fedloom.lab.experiment.units.shares import Share, share_of
 from fedloom.lab.report.charts.look import can_draw
 from fedloom.local.oracles.precision import undisturbed
 from fedloom.outputs import check_output_folder, is_run_directory
-from fedloom.processes.pool import WorkerPool, cores, useful
+from fedloom.processes.pool import WorkerPool
 from fedloom.processes.ranks import ALONE, Ranks
 from fedloom.processes.signals import interruptible
-from fedloom.rundir import CHECKPOINTS, COX, FILES, FOLDERS, LIVE, MODELS, REPORT, SETTINGS, check_case, folder_of
-from fedloom.storage.checkpoint import check_digest
+from fedloom.rundir import (
+    CHECKPOINTS,
+    COX,
+    FILES,
+    FOLDERS,
+    LIVE,
+    MODELS,
+    REPORT,
+    SETTINGS,
+    WORK,
+    check_case,
+    folder_of,
+    label_of,
+)
+from fedloom.storage.checkpoint import Checkpoints, check_digest
+from fedloom.storage.claims import Claim, Claims, publish
 from fedloom.storage.files import is_unused, make_folder, refuse_links
 from fedloom.storage.locks import lock
 
+SCORES = "scores.parquet"
+EMPTY: Mapping[Any, Any] = MappingProxyType({})
 NO_PAGE = "no report.html is written: its charts need another package; pip install 'fedloom[charts]'"
-FEW_CLIENTS = 16
-"""Cohorts below this size run several runs side by side, instead of several chunks of one."""
 
 
 class Plan:
@@ -139,13 +171,19 @@ class Plan:
         """Rounds of all seeds of every method together, by its label."""
         return self.experiment.rounds
 
+    @cached_property
+    def share(self) -> Share:
+        """Runs at a time, and processes of each."""
+        return Share(1, 1) if self.ranks.size > 1 else share_of(self.experiment, self.federations)
+
     @undisturbed()
-    def run(self, *listeners: Listener, page: bool = True) -> list[Outcome]:
+    def run(self, *listeners: Listener, page: bool = True, join: bool = False) -> list[Outcome]:
         """Do what is missing, and write every file of the run directory, the report if ``page``.
 
         Args:
             listeners: hear of every round, and of the end of every run.
             page: write the report.
+            join: share the runs with other processes that join, on any machine that has the directory.
 
         Returns:
             The outcome of every run, those that were there included.
@@ -154,55 +192,151 @@ class Plan:
             CheckpointError: a disk that is full or refuses; what was finished is kept.
             RunDirError: another process works in the directory, or has made it another experiment's; or two labels
                 differ only in case, which its disk ignores.
+            ConfigError: it is to join, with ranks, or to forget what is there.
+            RunStopped: the user interrupted a process that joined; the others go on.
         """
+        if join:
+            return self._run_joined(listeners, page=page)
         if self.ranks.rank > 0:
             return self._run_all(listeners)
         with lock(self.out):
-            check_case(self.out, [method.label for method in self.experiment.methods])
-            self._check_directory()
-            if self._force:
-                self._clear()
-            write_settings(self.out, self.experiment)
-            write_splits(self.out, self.federations)
-            processes = 1 if self.ranks.size > 1 else side_by_side(self.experiment, self.federations.values())
+            self._prepare()
+            share = self.share
             ended: set[tuple[str, int]] = set()
-            interrupted = processes > 1 and self._run_side_by_side(processes, listeners, ended)
-            outcomes = self._run_all(listeners, alone=processes == 1, interrupted=interrupted, ended=ended)
+            interrupted = share.runs > 1 and self._run_side_by_side(share, listeners, ended)
+            workers = None if share.runs == 1 else 1
+            outcomes = self._run_all(listeners, workers=workers, interrupted=interrupted, ended=ended)
             self._write(outcomes)
-            if self._raw is not None:
-                self._leave(self._raw, outcomes)
-            if page and can_draw() and any(o.result is not None for o in outcomes):
-                report.write([self.out], self.out / REPORT, charts=False)
+            self._leave(outcomes)
+            self._write_page(outcomes, page=page)
         return outcomes
+
+    def _run_joined(self, listeners: tuple[Listener, ...], *, page: bool) -> list[Outcome]:
+        """`run` beside other processes: a run is one's work, and so are a client left out, and the files at the end."""
+        if self.ranks.size > 1:
+            raise ConfigError("--join takes whole runs, and torchrun's ranks compute one together; give one of the two")
+        if self._force:
+            raise ConfigError(f"--force with --join would forget what others do; delete {self.out}, then join")
+        session, line, ended = Session(self.out), EventQueue(), set[tuple[str, int]]()
+        workers, hear = None if self.share.runs == 1 else self.share.workers, (*listeners, partial(_note_end, ended))
+        units = [Unit(path.name, path) for path in (self._folder(CHECKPOINTS, *run) for run in self.runs)]
+
+        def do(k: int, claim: Claim) -> str | None:
+            outcome = self._run_one(*self.runs[k], hear if workers is None else (line.send,), workers, claim=claim)
+            if outcome.status == "interrupted":
+                raise KeyboardInterrupt
+            return None if outcome.result is not None or outcome.damaged else outcome.failure
+
+        with lock(self.out, joins=True):
+            if session.is_begun:
+                self._check_directory(joins=True)
+            session.begin(partial(self._prepare, session.claims))
+            with nullcontext() if workers is None else line.listening(*hear):
+                session.work(units, do, self.share)
+            failures = {
+                (method.label, seed): session.failure(unit)
+                for (method, seed), unit in zip(self.runs, units, strict=True)
+            }
+            outcomes = self._run_all(listeners, workers=1, interrupted=True, ended=ended, failures=failures)
+            left = self._left_units(outcomes)
+            session.work([self._left_unit(*unit) for unit in left], partial(self._leave_joined, left), self.share)
+            session.finish(lambda: self._finish(outcomes, left, page=page))
+        return outcomes
+
+    def _prepare(self, claims: Claims | None = None) -> None:
+        """Make the directory this experiment's, and give runs that were left in the middle to who comes next."""
+        check_case(self.out, [method.label for method in self.experiment.methods])
+        self._check_directory()
+        if self._force:
+            self._clear()
+        write_settings(self.out, self.experiment)
+        write_splits(self.out, self.federations)
+        if claims is not None:
+            for method, seed in self.runs:
+                folder = self._folder(CHECKPOINTS, method, seed)
+                if folder.exists() and not _is_whole(folder) and (claim := claims.take(folder.name)) is not None:
+                    if not publish(folder, claim.state):
+                        shutil.rmtree(folder)
+                    claim.release()
+        elif (self.out / WORK).exists():
+            self._adopt(Claims(self.out / WORK))
+
+    def _adopt(self, claims: Claims) -> None:
+        """Take what processes left that had joined; refuse to where one of them may still work."""
+        for method, seed in self.runs:
+            folder = self._folder(CHECKPOINTS, method, seed)
+            holder, state = claims.claimant(folder.name), claims.left_behind(folder.name)
+            if holder is not None and not holder.ended:
+                raise RunDirError(
+                    f"{self.out}: process {holder.pid} on {holder.host} joined for {method.label}, seed {seed}, and "
+                    "may still work; give --join, which takes over what has died"
+                )
+            if state is not None:
+                publish(state, folder)
+        claims.forget()
+
+    def _finish(self, outcomes: Sequence[Outcome], left: Sequence[tuple[Method, int, int]], *, page: bool) -> None:
+        """Write the files of a directory on which several processes have worked."""
+        self._write(outcomes)
+        before, tables = left_out_before(self.out), dict[tuple[str, int], list[pa.Table]]()
+        for method, seed, client in left:
+            scores = pq.read_table(self._left_unit(method, seed, client).target / SCORES)
+            tables.setdefault((method.label, seed), []).append(scores)
+        write_left_out(self.out, tables, before)
+        self._write_page(outcomes, page=page)
+
+    def _write_page(self, outcomes: Sequence[Outcome], *, page: bool) -> None:
+        if page and can_draw() and any(o.result is not None for o in outcomes):
+            report.write([self.out], self.out / REPORT, charts=False)
 
     def _run_all(
         self,
         listeners: tuple[Listener, ...],
         *,
-        alone: bool = True,
+        workers: int | None = None,
         interrupted: bool = False,
         ended: Collection[tuple[str, int]] = (),
+        failures: Mapping[tuple[str, int], str | None] = EMPTY,
     ) -> list[Outcome]:
-        """The outcome of every run; the listeners have received those that have ``ended`` already."""
+        """The outcome of every run; the listeners have received those that have ``ended`` already.
+
+        Runs with ``failures`` have failed in another process, and are not tried again.
+        """
         outcomes = []
         with interruptible() as stop_requested:
             for method, seed in self.runs:
                 hear = () if (method.label, seed) in ended else listeners
-                outcomes.append(self._run_one(method, seed, hear, alone=alone, advance=not interrupted))
+                if (failure := failures.get((method.label, seed))) is not None:
+                    outcomes.append(Outcome(method.label, method.algorithm, seed, None, failure))
+                    Emitter(hear, method.label, method.setting.with_(seed=seed)).end(None, "failed")
+                    continue
+                outcomes.append(self._run_one(method, seed, hear, workers, advance=not interrupted))
                 interrupted |= self.ranks.any(stop_requested())[0] or outcomes[-1].status == "interrupted"
         return outcomes
 
     def _run_one(
-        self, method: Method, seed: int, listeners: tuple[Listener, ...], *, alone: bool, advance: bool = True
+        self,
+        method: Method,
+        seed: int,
+        listeners: tuple[Listener, ...],
+        workers: int | None = None,
+        *,
+        advance: bool = True,
+        claim: Claim | None = None,
     ) -> Outcome:
+        """The outcome of a run; with a number of workers it is one of several that go on at a time.
+
+        With a claim it is computed in the claim's folder.
+        """
         setting = method.setting.with_(seed=seed)
-        if not alone:
-            setting = setting.with_(engine=setting.engine.with_(workers=1))
-        emitter = Emitter(listeners, method.label, setting, 0.0 if alone else PAUSE)
-        folder, fed = self._folder(CHECKPOINTS, method, seed), self.federations[seed]
+        if workers is not None:
+            setting = setting.with_(engine=setting.engine.with_(workers=workers))
+        emitter = Emitter(listeners, method.label, setting, 0.0 if workers is None else PAUSE)
+        folder, fed = self._folder(CHECKPOINTS, method, seed) if claim is None else claim.state, self.federations[seed]
+        place = self.out if claim is None else claim.folder
         try:
-            live = [LiveFigures(self.out, method.label, seed, setting.rounds)] if self.ranks.rank == 0 else []
-            progress: list[Progress] = [emitter, *live]
+            live = [LiveFigures(place, method.label, seed, setting.rounds)] if self.ranks.rank == 0 else []
+            progress: list[Progress] = [emitter, *live, *([] if claim is None else [partial(_note_round, claim)])]
             result = simulate(setting, fed, folder=folder, progress=progress, advance=advance, ranks=self.ranks)
             outcome = Outcome(method.label, method.algorithm, seed, result)
         except (CodeError, RunStopped) as error:
@@ -215,18 +349,18 @@ class Plan:
         emitter.end(None if outcome.result is None else outcome.result.state, outcome.status)
         return outcome
 
-    def _run_side_by_side(self, processes: int, listeners: tuple[Listener, ...], ended: set[tuple[str, int]]) -> bool:
+    def _run_side_by_side(self, share: Share, listeners: tuple[Listener, ...], ended: set[tuple[str, int]]) -> bool:
         """Compute the runs in forked processes; their checkpoints hold the results. True if the user stopped it."""
         line = EventQueue()
 
         def handle(_shared: None, k: int) -> None:
-            self._run_one(*self.runs[k], (line.send,), alone=False)
+            self._run_one(*self.runs[k], (line.send,), share.workers)
 
-        def note(event: Event) -> None:
-            if event.status:
-                ended.add((event.label, event.seed))
-
-        with WorkerPool([handle], processes) as pool, interruptible() as interrupted, line.listening(*listeners, note):
+        with (
+            WorkerPool([handle], share.runs, nested=share.workers > 1) as pool,
+            interruptible() as interrupted,
+            line.listening(*listeners, partial(_note_end, ended)),
+        ):
             for _ in pool.map(handle, None, range(len(self.runs)), interrupted):
                 pass
             return interrupted()
@@ -253,25 +387,64 @@ class Plan:
         write_parquet(self.out / COX, tables)
         return notes
 
-    def _leave(self, data: Dataset, outcomes: Sequence[Outcome]) -> None:
+    def _left_units(self, outcomes: Sequence[Outcome]) -> list[tuple[Method, int, int]]:
+        """Method, seed and client of every training without a client that is missing."""
+        if self._raw is None:
+            return []
+        before = left_out_before(self.out)
+        return [
+            (method, seed, client)
+            for (method, seed), outcome in zip(self.runs, outcomes, strict=False)
+            if outcome.complete and outcome.result is not None and "global" in outcome.result.models.kinds()
+            for client in range(self.federations[seed].n if (method.label, seed) not in before else 0)
+        ]
+
+    def _left_unit(self, method: Method, seed: int, client: int) -> Unit:
+        name = f"{self._folder(CHECKPOINTS, method, seed).name}@{client}"
+        return Unit(name, self.out / WORK / name / "done")
+
+    def _leave_joined(self, units: Sequence[tuple[Method, int, int]], k: int, claim: Claim) -> None:
+        scores = self._without(*units[k], 1 if self.share.runs == 1 else self.share.workers)
+        if scores is None:
+            raise KeyboardInterrupt
+        make_folder(claim.state)
+        write_parquet(claim.state / SCORES, [scores])
+
+    def _leave(self, outcomes: Sequence[Outcome]) -> None:
         """Train every complete run again without each client in turn, and score that one; a run's scores are kept."""
+        if self._raw is None:
+            return
         before, tables = left_out_before(self.out), dict[tuple[str, int], list[pa.Table]]()
         write_left_out(self.out, tables, before)
-        for (method, seed), outcome in zip(self.runs, outcomes, strict=False):
-            fed = self.federations[seed]
-            scored = method.setting.evaluate.with_(every=method.setting.rounds, parts=("test",), select_on="test")
-            shared = outcome.complete and outcome.result is not None and "global" in outcome.result.models.kinds()
-            for client in range(fed.n) if shared and (method.label, seed) not in before else ():
-                setting = method.setting.with_(seed=seed, evaluate=scored)
-                result = simulate(setting, without(fed, client))
-                if result.stop is Stop.INTERRUPTED:
-                    return
-                tables.setdefault((method.label, seed), []).append(scores_of_new(result, data, fed, client))
-            if (method.label, seed) in tables:
-                write_left_out(self.out, tables, before)
+        units = self._left_units(outcomes)
+        share = share_of(self.experiment, self.federations, len(units)) if units else Share(1, 1)
 
-    def _check_directory(self) -> None:
-        """Refuse what is not a run directory, or one of another experiment; methods and seeds may come and go."""
+        def handle(_shared: None, k: int) -> pa.Table | None:
+            return self._without(*units[k], share.workers)
+
+        with WorkerPool([handle], share.runs, nested=share.workers > 1) as pool, interruptible() as interrupted:
+            trained = pool.map(handle, None, range(len(units)), interrupted)
+            for (method, seed, client), scores in zip(units, trained, strict=False):
+                if scores is None:
+                    return
+                tables.setdefault((method.label, seed), []).append(scores)
+                if client == self.federations[seed].n - 1:
+                    write_left_out(self.out, tables, before)
+
+    def _without(self, method: Method, seed: int, client: int, workers: int) -> pa.Table | None:
+        """Scores of a client by a run without it; None where the user stopped that."""
+        fed, setting = self.federations[seed], method.setting
+        scored = setting.evaluate.with_(every=setting.rounds, parts=("test",), select_on="test")
+        setting = setting.with_(seed=seed, evaluate=scored, engine=setting.engine.with_(workers=workers))
+        result = simulate(setting, without(fed, client))
+        assert self._raw is not None
+        return None if result.stop is Stop.INTERRUPTED else scores_of_new(result, self._raw, fed, client)
+
+    def _check_directory(self, *, joins: bool = False) -> None:
+        """Refuse what is not a run directory, or one of another experiment; methods and seeds may come and go.
+
+        Where others work on them at this moment (``joins``) they may not.
+        """
         if is_unused(self.out):
             return
         settings = self.out / SETTINGS
@@ -283,7 +456,7 @@ class Plan:
         if self._force and not self._partly:
             return
         free = [f"{table}.{field}" for table, value in Setting.tables().items() for field in value.base.free]
-        patterns = [*map(re.escape, ["name", "rounds", "seeds", *free])]
+        patterns = [*map(re.escape, [*([] if joins else ["name", "rounds", "seeds"]), *free])]
         if self._force:
             patterns += [f"method {re.escape(method.label)}: .*" for method in self.experiment.methods]
         try:
@@ -293,10 +466,21 @@ class Plan:
             raise RunDirError(
                 f"{settings} is damaged: {error}; choose another --out, or start anew with --force"
             ) from None
+        if not difference and joins:
+            difference = self._other_methods(before)
+        if difference and joins:
+            raise RunDirError(
+                f"{self.out}: processes that joined work on another experiment: {difference}; join with the same "
+                "settings, and change them once all have ended"
+            )
         if difference:
             raise RunDirError(
                 f"{self.out} holds another experiment: {difference}; choose another --out, or start anew with --force"
             )
+
+    def _other_methods(self, before: Mapping[str, Any]) -> str:
+        was, now = [label_of(method) for method in before["method"]], [m.label for m in self.experiment.methods]
+        return "" if was == now else f"methods were {', '.join(was)}, now {', '.join(now)}"
 
     def _clear(self) -> None:
         """Forget what the directory holds; ``experiment.toml`` stays until it is replaced, so that it is still one."""
@@ -315,15 +499,6 @@ class Plan:
         return folder_of(self.out, kind, method.label, seed)
 
 
-def side_by_side(experiment: Experiment, federations: Collection[Federation]) -> int:
-    """Runs at a time: more than one where cohorts are small."""
-    wanted = experiment.common.engine.workers
-    if wanted == "auto":
-        wanted = cores()
-    small = all(fed.n < FEW_CLIENTS for fed in federations) and experiment.common.engine.device == "cpu"
-    return useful(wanted, len(experiment.methods) * len(experiment.head.seeds)) if small else 1
-
-
 def _save_models(result: Result, folder: Path) -> None:
     """Write the models, unless they lie there intact."""
     try:
@@ -331,3 +506,18 @@ def _save_models(result: Result, folder: Path) -> None:
             check_digest(folder / f"{name}.safetensors")
     except LayoutError:
         result.models.save_in_run(folder)
+
+
+def _note_end(ended: set[tuple[str, int]], event: Event) -> None:
+    if event.status:
+        ended.add((event.label, event.seed))
+
+
+def _note_round(claim: Claim, state: State) -> None:
+    claim.progress = f"round {state.round}"
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether a run has come to its end in a folder."""
+    stop = (Checkpoints(folder).meta() or {}).get("stop")
+    return stop in Stop.__members__ and not Stop[stop].resumable
