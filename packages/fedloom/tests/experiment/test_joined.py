@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import threading
@@ -23,6 +22,7 @@ from fedloom.storage import claims as claims_module
 from fedloom.storage import disk
 from fedloom.storage.claims import Claims
 from fedloom.storage.locks import lock
+from tests.commands import end, fork, in_a_fork
 
 pytestmark = pytest.mark.attack("processes on one directory")
 
@@ -35,8 +35,7 @@ SMALL: dict[str, Any] = {
     "engine": {"workers": 1},
     "method": [{"algorithm": "fedavg"}, {"algorithm": "ditto", "label": "two words"}],
 }
-LONG = {**SMALL, "rounds": 150, "seeds": [0, 1, 2, 3], "engine": {"workers": 1, "checkpoint_every": 0.05}}
-FORK = multiprocessing.get_context("fork")
+LONG = {**SMALL, "rounds": 60, "seeds": [0, 1, 2, 3], "engine": {"workers": 1, "checkpoint_every": 0.05}}
 
 
 def contents(out: Path) -> dict[str, bytes]:
@@ -50,11 +49,9 @@ def join(document: dict[str, Any], out: Path, *hear: Callable[[Event], object]) 
     Plan(parse(document, "small"), out).run(*hear, page=False, join=True)
 
 
-def start(document: dict[str, Any], out: Path) -> Any:
+def start(document: dict[str, Any], out: Path) -> int:
     """Another process that joins."""
-    process = FORK.Process(target=join, args=(document, out))
-    process.start()
-    return process
+    return fork(lambda: join(document, out))
 
 
 def alone(document: dict[str, Any], out: Path) -> dict[str, bytes]:
@@ -86,7 +83,7 @@ def test_eight_processes_of_which_three_are_killed_give_the_files_of_one(tmp_pat
     draw, out = torch.Generator().manual_seed(7), tmp_path / "out"
     processes = [start(LONG, out) for _ in range(8)]
     victims, claims = list[int](), Claims(out / WORK)
-    while len(victims) < 3 and any(process.is_alive() for process in processes):
+    while len(victims) < 3:
         holders = [claims.claimant(unit) for unit in claims.units() if unit not in ("begin", "finish")]
         alive = [h.pid for h in holders if h is not None and not h.ended and h.pid not in victims]
         if alive:
@@ -94,11 +91,7 @@ def test_eight_processes_of_which_three_are_killed_give_the_files_of_one(tmp_pat
             victims.append(alive[int(torch.randint(len(alive), (1,), generator=draw))])
             os.kill(victims[-1], signal.SIGKILL)
         time.sleep(0.01)
-    for process in processes:
-        process.join(120)
-    assert len(victims) == 3
-    assert sorted(p.pid for p in processes if p.exitcode == -signal.SIGKILL) == sorted(victims)
-    assert all(process.exitcode == 0 for process in processes if process.pid not in victims)
+    assert [end(pid) for pid in processes] == [-signal.SIGKILL if pid in victims else 0 for pid in processes]
     assert contents(out) == alone(LONG, tmp_path / "alone")
 
 
@@ -109,27 +102,13 @@ def test_a_process_that_ends_at_any_write_leaves_nothing_that_holds_the_next_up(
     def count(_op: str, _path: Path) -> None:
         steps.append(1)
 
-    def die() -> None:
-        left = [round(share * len(steps))]
-
-        def end(_op: str, _path: Path) -> None:
-            left[0] -= 1
-            if left[0] == 0:
-                os._exit(137)
-
-        disk.hook = end
-        join(SMALL, tmp_path / "out")
-
     steps = list[int]()
     disk.hook = count
     try:
         join(SMALL, tmp_path / "counted")
     finally:
         disk.hook = None
-    process = FORK.Process(target=die)
-    process.start()
-    process.join(60)
-    assert process.exitcode == 137
+    assert in_a_fork(lambda: join(SMALL, tmp_path / "out"), round(share * len(steps))) == 137
     join(SMALL, tmp_path / "out")
     assert contents(tmp_path / "out") == small
 
@@ -164,19 +143,15 @@ def test_an_interrupt_of_one_leaves_the_others_running(tmp_path: Path) -> None:
     out = tmp_path / "out"
     first, second = start(LONG, out), start(LONG, out)
     soon(lambda: len(list(out.glob(f"{WORK}/*/*/state"))) >= 2)
-    os.kill(first.pid, signal.SIGINT)
-    first.join(60)
-    second.join(120)
-    assert (first.exitcode, second.exitcode) == (1, 0)
+    os.kill(first, signal.SIGINT)
+    assert (end(first), end(second)) == (1, 0)
     assert contents(out) == alone(LONG, tmp_path / "alone")
 
 
 def test_clients_left_out_are_units_too(tmp_path: Path) -> None:
     document = {**SMALL, "partition": {"kind": "iid", "clients": 3, "keep": 30, "leave": "each"}}
     processes = [start(document, tmp_path / "out") for _ in range(3)]
-    for process in processes:
-        process.join(60)
-    assert [process.exitcode for process in processes] == [0, 0, 0]
+    assert [end(process) for process in processes] == [0, 0, 0]
     assert contents(tmp_path / "out") == alone(document, tmp_path / "alone")
     assert "left_out.parquet" in contents(tmp_path / "out")
 
@@ -187,8 +162,7 @@ def test_a_run_that_fails_has_failed_for_all(tmp_path: Path) -> None:
         "method": [{"algorithm": "fedavg"}, {"algorithm": "fedavg", "label": "odd", "local": {"lr": 1e30}}],
     }
     processes = [start(document, tmp_path / "out") for _ in range(2)]
-    for process in processes:
-        process.join(60)
+    assert [end(process) for process in processes] == [0, 0]
     assert contents(tmp_path / "out") == alone(document, tmp_path / "alone")
     statuses = {
         run["method"]: run["status"] for run in json.loads((tmp_path / "out" / "summary.json").read_text())["runs"]
@@ -204,14 +178,14 @@ def test_who_shares_a_directory_agrees_on_all_settings(tmp_path: Path) -> None:
             for change in ({"seeds": [0]}, {"rounds": 4}, {"method": SMALL["method"][:1]}):
                 with pytest.raises(RunDirError, match="processes that joined work on another experiment"):
                     join({**SMALL, **change}, tmp_path / "out")
-            with pytest.raises(RunDirError, match="processes that joined; give --join"):
+            with pytest.raises(RunDirError, match="processes that joined; join them"):
                 Plan(parse(SMALL, "small"), tmp_path / "out").run(page=False)
 
     refused = list[str]()
     join(SMALL, tmp_path / "out", disturb)
-    with lock(tmp_path / "out"), pytest.raises(RunDirError, match="in use by process .* start both with --join"):
+    with lock(tmp_path / "out"), pytest.raises(RunDirError, match="in use by process .* start both so that they join"):
         join(SMALL, tmp_path / "out")
-    with pytest.raises(ConfigError, match="--force with --join"):
+    with pytest.raises(ConfigError, match="cannot forget what others do"):
         Plan(parse(SMALL, "small"), tmp_path / "out", force=True).run(join=True)
 
 

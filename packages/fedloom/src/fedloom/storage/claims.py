@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fedloom.errors import RunDirError
 from fedloom.storage import disk
 from fedloom.storage.checkpoint import Checkpoints
 from fedloom.storage.files import explained, make_folder
@@ -55,17 +56,19 @@ class Claim:
 
     Attributes:
         state: folder for the work; a checkpoint of the attempt before lies there.
+        earlier: the state of the attempt before, as far as it has not been moved; None for the first attempt.
         progress: how far the work is, in words, for others.
     """
 
     def __init__(self, folder: Path, before: Path | None, *, dead: bool) -> None:
         self.folder, self.state, self.progress = folder, folder / STATE, ""
+        self.earlier = None if before is None else before / STATE
         self._counter, self._end = 0, threading.Event()
         self._write()
         self._thread = threading.Thread(target=self._pulse, daemon=True)
         self._thread.start()
-        if before is not None:
-            _take_over(before / STATE, self.state, dead=dead)
+        if self.earlier is not None:
+            _take_over(self.earlier, self.state, dead=dead)
 
     def release(self) -> None:
         """Let go of the unit, whose state others may use from now on."""
@@ -160,6 +163,20 @@ class Claims:
         attempt = self.folder / unit / str(newest)
         state = attempt / STATE
         return state if newest and state.is_dir() and _has_ended(_read(attempt)) else None
+
+    def check_ended(self) -> None:
+        """Refuse to go on alone while another process may still work on a unit.
+
+        Raises:
+            RunDirError: a claimant has not let go, and is not known to have ended.
+        """
+        for unit in self.units():
+            holder = self.claimant(unit)
+            if holder is not None and not holder.ended:
+                raise RunDirError(
+                    f"{self.folder.parent}: process {holder.pid} on {holder.host} joined for {unit}, and may still "
+                    "work; join too (--join), which takes over what has died"
+                )
 
     def forget(self) -> None:
         """Delete all claims at once, when nothing is left to do."""

@@ -109,10 +109,10 @@ def _take(fd: int, path: Path, wait: float, *, joins: bool) -> None:
         alive = host != socket.gethostname() or _alive(int(pid))
         if (time.monotonic() > end or (pid and alive)) and _is_held(fd):
             what = f"process {pid} on {host}" + ("" if alive else ", which has ended, but not all of its workers")
-            cure = "wait for it, or start both with --join" if joins else "wait for it, or choose another folder"
+            cure = "wait for it, or start both so that they join" if joins else "wait for it, or choose another folder"
             raise RunDirError(f"{path.parent} is in use by {what}; {cure}")
         if time.monotonic() > end:
-            raise RunDirError(f"{path.parent} is in use by processes that joined; give --join to work beside them")
+            raise RunDirError(f"{path.parent} is in use by processes that joined; join them (--join), or wait for them")
         time.sleep(0.02)
 
 

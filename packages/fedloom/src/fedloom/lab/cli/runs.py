@@ -165,6 +165,31 @@ def _print_table(out: Path) -> None:
         print_results(report.result_table(out))
 
 
+@app.command(rich_help_panel="Run")
+def merge(
+    runs: Annotated[list[Path], typer.Argument(help="run directories of one experiment", show_default=False)],
+    out: Annotated[Path, typer.Option(help="the new run directory", show_default=False)],
+) -> None:
+    """Join run directories of one experiment that have other seeds or methods.
+
+    Example: fedloom merge runs/seeds-0-4 runs/seeds-5-9 --out runs/all
+    """
+    with errors():
+        from fedloom.lab import report
+        from fedloom.lab.experiment.units.merge import merge as join_folders
+        from fedloom.lab.report.charts.look import can_draw
+        from fedloom.outputs import check_output_folder
+
+        check_output_folder(out, runs, entries=())
+        lacks = join_folders(runs, out)
+        if can_draw():
+            say(f"report: {report.write([out], out / 'report.html', charts=False)}")
+    for label, seed in lacks:
+        say(f"no directory has {label}, seed {seed}", err=True)
+    if lacks:
+        say(f"next: fedloom run {out / 'experiment.toml'} --out {out}")
+
+
 @app.command(name="report", rich_help_panel="Run")
 def report_command(
     runs: Annotated[list[Path], typer.Argument(help="run directories", show_default=False)],

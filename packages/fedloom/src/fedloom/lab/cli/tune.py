@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedloom.formats import significant
-from fedloom.lab.cli._app import DataDir, FileArgument, Trust, app, errors, say, worker_count
+from fedloom.lab.cli._app import DataDir, FileArgument, Join, Trust, app, errors, say, worker_count
 
 if TYPE_CHECKING:
     from fedloom.lab.tune import Trial
@@ -24,6 +24,7 @@ def tune(
     workers: Annotated[str | None, typer.Option(help="methods at a time, or 'auto'; replaces [engine] workers")] = None,
     data_dir: DataDir = None,
     force: Annotated[bool, typer.Option("--force", help="forget what the directory holds and start anew")] = False,
+    join: Join = False,
     trust: Trust = False,
 ) -> None:
     """Choose every method's settings on validation data.
@@ -51,7 +52,7 @@ def tune(
         search = Tuning(document, str(file), out or Path("runs") / f"{file.stem}-tune", data_dir, force=force)
         for sentence in search.remarks:
             say(f"note: {sentence}", err=True)
-        findings = search.run(_tell)
+        findings = search.run(_tell, join=join)
     for f in findings:
         if f.best is not None and f.best.value is not None:
             say(

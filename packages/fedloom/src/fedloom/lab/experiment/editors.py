@@ -60,7 +60,13 @@ def json_schema() -> str:
         "type": "object",
         "additionalProperties": False,
         "required": ["data", "method"],
-        "properties": {**head, **tables, "method": {"type": "array", "minItems": 1, "items": method}, **links},
+        "properties": {
+            **head,
+            **tables,
+            "grid": {"type": "object"},
+            "method": {"type": "array", "minItems": 1, "items": method},
+            **links,
+        },
         "$defs": {**shared, **overridable},
     }
     return json.dumps(document, separators=(",", ":"))

@@ -214,9 +214,11 @@ class Plan:
     def _run_joined(self, listeners: tuple[Listener, ...], *, page: bool) -> list[Outcome]:
         """`run` beside other processes: a run is one's work, and so are a client left out, and the files at the end."""
         if self.ranks.size > 1:
-            raise ConfigError("--join takes whole runs, and torchrun's ranks compute one together; give one of the two")
+            raise ConfigError("a process that joins takes whole runs, but torchrun's ranks compute one together")
         if self._force:
-            raise ConfigError(f"--force with --join would forget what others do; delete {self.out}, then join")
+            raise ConfigError(
+                f"a process that joins cannot forget what others do, as --force would; delete {self.out} first"
+            )
         session, line, ended = Session(self.out), EventQueue(), set[tuple[str, int]]()
         workers, hear = None if self.share.runs == 1 else self.share.workers, (*listeners, partial(_note_end, ended))
         units = [Unit(path.name, path) for path in (self._folder(CHECKPOINTS, *run) for run in self.runs)]
@@ -263,15 +265,10 @@ class Plan:
 
     def _adopt(self, claims: Claims) -> None:
         """Take what processes left that had joined; refuse to where one of them may still work."""
+        claims.check_ended()
         for method, seed in self.runs:
             folder = self._folder(CHECKPOINTS, method, seed)
-            holder, state = claims.claimant(folder.name), claims.left_behind(folder.name)
-            if holder is not None and not holder.ended:
-                raise RunDirError(
-                    f"{self.out}: process {holder.pid} on {holder.host} joined for {method.label}, seed {seed}, and "
-                    "may still work; give --join, which takes over what has died"
-                )
-            if state is not None:
+            if (state := claims.left_behind(folder.name)) is not None:
                 publish(state, folder)
         claims.forget()
 
@@ -417,7 +414,8 @@ class Plan:
         before, tables = left_out_before(self.out), dict[tuple[str, int], list[pa.Table]]()
         write_left_out(self.out, tables, before)
         units = self._left_units(outcomes)
-        share = share_of(self.experiment, self.federations, len(units)) if units else Share(1, 1)
+        places = [self.experiment.methods.index(method) for method, _, _ in units]
+        share = share_of(self.experiment, self.federations, places)
 
         def handle(_shared: None, k: int) -> pa.Table | None:
             return self._without(*units[k], share.workers)

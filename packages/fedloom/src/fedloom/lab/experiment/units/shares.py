@@ -76,7 +76,9 @@ def _end(seconds: Sequence[float], places: int) -> float:
     return max(free)
 
 
-def share_of(experiment: Experiment, federations: Mapping[int, Federation], runs: int | None = None) -> Share:
+def share_of(
+    experiment: Experiment, federations: Mapping[int, Federation], units: Sequence[int] | None = None
+) -> Share:
     """Decide how the processes of an experiment are shared among its runs.
 
     A cohort that is one chunk has work for one process only. Where cohorts have several chunks and the number of runs
@@ -85,26 +87,25 @@ def share_of(experiment: Experiment, federations: Mapping[int, Federation], runs
     Args:
         experiment: with the wanted number of processes in ``engine.workers``.
         federations: by seed.
-        runs: number of runs that are left; all when None.
+        units: of every run that is left, the number of its method; None: all methods with all seeds.
 
     Returns:
         One run at a time with all processes on an accelerator, which forked processes cannot share.
     """
-    engine, seeds = experiment.common.engine, experiment.head.seeds
+    engine, fed = experiment.common.engine, next(iter(federations.values()))
     wanted = cores() if engine.workers == "auto" else engine.workers
-    count = len(experiment.methods) * len(seeds) if runs is None else runs
-    fed = federations[seeds[0]]
-    processes = useful(wanted, max(count, fed.n))
-    if processes == 1 or engine.device != "cpu":
+    methods = range(len(experiment.methods))
+    queue = [k for k in methods for _ in experiment.head.seeds] if units is None else units
+    processes = useful(wanted, max(len(queue), fed.n))
+    if processes == 1 or engine.device != "cpu" or len(queue) <= 1:
         return Share(1, wanted)
-    shapes = [_shape(method.setting, fed) for method in experiment.methods]
-    most = max(1, _memory() // max(1, max(rows for _, rows in shapes)))
-    chunks = [count for count, _ in shapes]
-    if max(chunks) == 1 or count <= 1:
-        return Share(1, processes) if count <= 1 else Share(useful(min(processes, most), count), 1)
-    loads = [_load(method.setting, fed, chunk) for method, chunk in zip(experiment.methods, chunks, strict=True)]
-    every = [load for load in loads for _ in seeds][:count]
-    return fastest_share(every, processes, most)
+    settings = [method.setting for method in experiment.methods]
+    shapes = {k: _shape(settings[k], fed) for k in dict.fromkeys(queue)}
+    most = max(1, _memory() // max(1, max(rows for _, rows in shapes.values())))
+    if all(chunks == 1 for chunks, _ in shapes.values()):
+        return Share(useful(min(processes, most), len(queue)), 1)
+    loads = {k: _load(settings[k], fed, chunks) for k, (chunks, _) in shapes.items()}
+    return fastest_share([loads[k] for k in queue], processes, most)
 
 
 def _shape(setting: Setting, fed: Federation) -> tuple[int, int]:
