@@ -14,7 +14,6 @@ import tomli_w
 from hypothesis import given
 from hypothesis import strategies as st
 
-import fedloom as fl
 from fedloom.engine import loop
 from fedloom.errors import ConfigError, RunDirError
 from fedloom.lab.experiment import Plan, parse, read
@@ -82,7 +81,8 @@ def test_a_single_run_has_all_processes_and_several_share_them() -> None:
     one = parse({**looped, "seeds": [0], "method": SMALL["method"][:1]})
     feds = {0: one.partition(one.source.read(None), 0)}
     assert share_of(one, feds) == (1, 4)
-    assert share_of(parse(looped), feds) == (4, 1)
+    alike = [{"algorithm": "fedavg", "label": label} for label in "ab"]
+    assert share_of(parse({**looped, "method": alike}), feds) == (4, 1)
     assert share_of(parse({**looped, "engine": {"workers": 1}}), feds) == (1, 1)
 
 
@@ -160,7 +160,6 @@ def test_directories_of_parts_merge_into_that_of_the_whole(by: str, tmp_path: Pa
     Plan(parse(SMALL), tmp_path / "whole").run(page=False)
     assert merge([tmp_path / "0", tmp_path / "1"], tmp_path / "merged") == []
     assert contents(tmp_path / "merged") == contents(tmp_path / "whole")
-    assert fl.open_run(tmp_path / "merged").runs.keys() == fl.open_run(tmp_path / "whole").runs.keys()
 
 
 def test_what_no_directory_has_is_named_and_run_afterwards(tmp_path: Path) -> None:
@@ -200,3 +199,36 @@ def test_the_status_of_a_directory_names_who_works_on_what(tmp_path: Path, monke
     assert rows["ditto, seed 0"]["so far"] in ("round 1", "round 2")
     assert {row["state"] for row in status_rows(tmp_path / "out")} == {"done"}
     assert "fedavg, seed 0" in call("watch", tmp_path / "out", "--list")
+
+
+@pytest.mark.parametrize("change", [{}, {"evaluate": {"every": 2}}, {"attack": {"kind": "gaussian", "fraction": 0.4}}])
+@pytest.mark.parametrize("join", [False, True], ids=["alone", "joined"])
+def test_more_rounds_follow_those_of_a_finished_run(change: dict[str, Any], join: bool, tmp_path: Path) -> None:
+    """As if they had been asked for at once: evaluations that came only because a round was the last are gone."""
+    document = {**SMALL, "rounds": 5, "method": [{"algorithm": "fedavg"}, {"algorithm": "ditto", "lam": 0.1}], **change}
+    Plan(parse({**document, "rounds": 3}), tmp_path / "out").run(page=False)
+    first = dict[tuple[str, int], int]()
+    longer = Plan(parse(document), tmp_path / "out")
+    longer.run(lambda e: first.setdefault((e.label, e.seed), e.round), page=False, join=join)
+    assert set(first.values()) == {4}
+    Plan(parse(document), tmp_path / "whole").run(page=False)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("change", "option"),
+    [
+        ({"method": [{"algorithm": "ditto"}]}, "lam"),
+        ({"mixer": {"kind": "proximity"}}, r"mixer\.alpha"),
+        ({"weigher": {"kind": "fairfed"}}, r"weigher\.beta"),
+    ],
+)
+def test_more_rounds_are_refused_where_an_option_depends_on_their_number(
+    change: dict[str, Any], option: str, tmp_path: Path
+) -> None:
+    document = {**SMALL, "seeds": [0], "method": [{"algorithm": "fedavg"}], **change}
+    Plan(parse(document), tmp_path / "out").run(page=False)
+    before = contents(tmp_path / "out")
+    with pytest.raises(RunDirError, match=f"{option} depends on the number of rounds: one of 9 is another run"):
+        Plan(parse({**document, "rounds": 9}), tmp_path / "out").run(page=False)
+    assert contents(tmp_path / "out") == before

@@ -149,6 +149,13 @@ Join = Annotated[
         "--join", help="share the work with other processes that run the same command, on machines that share a disk"
     ),
 ]
+ExecutorName = Annotated[
+    str | None,
+    typer.Option(
+        "--executor",
+        help="have another engine compute the runs: dask:ADDRESS, slurm:KEY=VALUE,..., loky:N or processes:N",
+    ),
+]
 PenaltyName = Annotated[
     Literal["none", "ridge", "firth"],
     typer.Option(help="ridge or firth: finite coefficients also where columns separate the rows"),

@@ -10,7 +10,7 @@ import typer
 from fedloom.errors import unknown
 from fedloom.formats import duration
 from fedloom.lab.cli import _complete as offer
-from fedloom.lab.cli._app import DataDir, FileArgument, Join, Trust, app, errors, say, worker_count
+from fedloom.lab.cli._app import DataDir, ExecutorName, FileArgument, Join, Trust, app, errors, say, worker_count
 
 if TYPE_CHECKING:
     from fedloom.lab.experiment import Plan
@@ -60,6 +60,7 @@ def run(
         ),
     ] = False,
     join: Join = False,
+    executor: ExecutorName = None,
     trust: Trust = False,
 ) -> None:
     """Run an experiment: all its methods and seeds.
@@ -78,12 +79,14 @@ def run(
         experiment = read(file, values or (), method or (), rounds, trust=trust, refit=refit, workers=count)
         from fedloom.lab.experiment import Plan
         from fedloom.lab.experiment.track import Tracker, check_tracker
+        from fedloom.lab.experiment.units.executors import open_executor
         from fedloom.lab.progress import shown
         from fedloom.processes.distributed import joined
 
         with joined() as ranks:
             where = out or Path("runs") / (f"{file.stem}-refit" if refit else file.stem)
             check_tracker(track)
+            engine = None if executor is None else open_executor(executor)
             plan = Plan(
                 experiment, where, data_dir, force=force, partly=bool(method), dry=dry_run, reads=(file,), ranks=ranks
             )
@@ -94,7 +97,7 @@ def run(
                 return
             tracker = Tracker(track, plan.experiment, where) if track and ranks.rank == 0 else None
             with shown(plan) as show:
-                outcomes = plan.run(show, *([tracker] if tracker else []), join=join)
+                outcomes = plan.run(show, *([tracker] if tracker else []), join=join, executor=engine)
     if plan.ranks.rank == 0:
         _print_table(plan.out)
         for outcome in outcomes:

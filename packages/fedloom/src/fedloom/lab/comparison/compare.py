@@ -20,6 +20,7 @@ from fedloom.lab.comparison.given import GivenExperiment
 from fedloom.lab.experiment import Plan
 from fedloom.lab.experiment.events import Listener
 from fedloom.lab.experiment.outputs import Outcome
+from fedloom.lab.experiment.units.executors import Executor
 from fedloom.lab.progress import counted, remark, shown
 from fedloom.lab.report.comparison.contenders import MODELS, Models
 from fedloom.lab.report.comparison.pairs import checked_margin
@@ -78,6 +79,7 @@ def compare(
     margin: float | None = None,
     folder: Path | str | None = None,
     join: bool = False,
+    executor: Executor | None = None,
     progress: bool = True,
     name: str = "comparison",
     **choices: Unpack[Choices],
@@ -110,6 +112,9 @@ def compare(
             temporary one.
         join: share the runs with other processes that make the same call with the same folder, on any machine that has
             it. Every process returns the whole comparison.
+        executor: computes the runs: an object with ``submit(function, *arguments)``, as Dask's
+            ``Client.get_executor()``, submitit's executors and those of `concurrent.futures`. Classes must be in
+            modules that its workers can import; data travel, once per worker. A search runs here.
         progress: show a bar (in a terminal) or lines, on standard error.
         name: of the comparison, in titles.
         choices: further fields of `fedloom.Setting` for all methods, such as ``rounds=50`` or ``local={"lr": 0.1}``.
@@ -139,10 +144,13 @@ def compare(
     if against is not None and against not in definition.references:
         raise unknown("method to compare with", against, definition.references, "compare: against")
     if place is not None:
-        return _compared(definition, place, (against, models, margin), tune is not None, progress, join=join)
+        return _compared(
+            definition, place, (against, models, margin), tune is not None, progress, join=join, executor=executor
+        )
     temporary = Path(mkdtemp(prefix="fedloom-"))
     try:
-        comparison = _compared(definition, temporary / "run", (against, models, margin), tune is not None, progress)
+        shown_as = (against, models, margin)
+        comparison = _compared(definition, temporary / "run", shown_as, tune is not None, progress, executor=executor)
     except BaseException:
         rmtree(temporary, ignore_errors=True)
         raise
@@ -158,6 +166,7 @@ def _compared(
     progress: bool,
     *,
     join: bool = False,
+    executor: Executor | None = None,
 ) -> Comparison:
     """The comparison in a folder, after all that is missing has been run."""
     document, chosen = definition.document(), dict[str, Mapping[str, Any]]()
@@ -168,7 +177,7 @@ def _compared(
         for line in plan.remarks if progress else ():
             remark(line)
         with shown(plan) if progress else nullcontext(_silent) as hear:
-            outcomes = plan.run(hear, page=False, join=join)
+            outcomes = plan.run(hear, page=False, join=join, executor=executor)
     except RunDirError as error:
         what, flag, _ = str(error).partition("; choose another --out")
         seed = "; where its code is the same, call torch.manual_seed before the module is made, as it draws weights"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
@@ -56,8 +57,10 @@ from fedloom.lab.experiment.outputs import (
     write_tables,
 )
 from fedloom.lab.experiment.schema import Experiment, Method
+from fedloom.lab.experiment.units.executors import Executor, check_executor, computed
 from fedloom.lab.experiment.units.joined import Session, Unit
 from fedloom.lab.experiment.units.shares import Share, share_of
+from fedloom.lab.experiment.units.travel import Luggage, pack_experiment
 from fedloom.lab.report.charts.look import can_draw
 from fedloom.local.oracles.precision import undisturbed
 from fedloom.outputs import check_output_folder, is_run_directory
@@ -69,6 +72,7 @@ from fedloom.rundir import (
     COX,
     FILES,
     FOLDERS,
+    LEFT_OUT,
     LIVE,
     MODELS,
     REPORT,
@@ -80,7 +84,7 @@ from fedloom.rundir import (
 )
 from fedloom.storage.checkpoint import Checkpoints, check_digest
 from fedloom.storage.claims import Claim, Claims, publish
-from fedloom.storage.files import is_unused, make_folder, refuse_links
+from fedloom.storage.files import is_unused, make_folder, refuse_links, write_atomic
 from fedloom.storage.locks import lock
 
 SCORES = "scores.parquet"
@@ -143,6 +147,7 @@ class Plan:
             check_cox(data)
         fed = self.federations[experiment.head.seeds[0]]
         self._raw = data if experiment.partition.leave else None
+        self._checksum = data.checksum
         self._cox = None if experiment.common.evaluate.cox is None else data
         if self._raw is not None and (ranks.size > 1 or fed.n < 3):
             why = "on one process" if ranks.size > 1 else f"with 3 clients or more, and there are {fed.n}"
@@ -177,13 +182,16 @@ class Plan:
         return Share(1, 1) if self.ranks.size > 1 else share_of(self.experiment, self.federations)
 
     @undisturbed()
-    def run(self, *listeners: Listener, page: bool = True, join: bool = False) -> list[Outcome]:
+    def run(
+        self, *listeners: Listener, page: bool = True, join: bool = False, executor: Executor | None = None
+    ) -> list[Outcome]:
         """Do what is missing, and write every file of the run directory, the report if ``page``.
 
         Args:
             listeners: hear of every round, and of the end of every run.
             page: write the report.
             join: share the runs with other processes that join, on any machine that has the directory.
+            executor: computes the runs, with ``submit(function, *arguments)``; see `units.executors`.
 
         Returns:
             The outcome of every run, those that were there included.
@@ -195,6 +203,8 @@ class Plan:
             ConfigError: it is to join, with ranks, or to forget what is there.
             RunStopped: the user interrupted a process that joined; the others go on.
         """
+        if executor is not None:
+            self._check_travels(executor, join=join)
         if join:
             return self._run_joined(listeners, page=page)
         if self.ranks.rank > 0:
@@ -203,13 +213,47 @@ class Plan:
             self._prepare()
             share = self.share
             ended: set[tuple[str, int]] = set()
-            interrupted = share.runs > 1 and self._run_side_by_side(share, listeners, ended)
+            if executor is not None:
+                interrupted, failures = self._run_elsewhere(executor)
+            else:
+                interrupted, failures = share.runs > 1 and self._run_side_by_side(share, listeners, ended), EMPTY
             workers = None if share.runs == 1 else 1
-            outcomes = self._run_all(listeners, workers=workers, interrupted=interrupted, ended=ended)
+            outcomes = self._run_all(
+                listeners, workers=workers, interrupted=interrupted, ended=ended, failures=failures
+            )
             self._write(outcomes)
             self._leave(outcomes)
             self._write_page(outcomes, page=page)
         return outcomes
+
+    def _check_travels(self, executor: Executor, *, join: bool) -> None:
+        """Refuse an experiment that no executor can carry, before any work."""
+        check_executor(executor)
+        if join or self.ranks.size > 1:
+            raise ConfigError("an executor starts the work itself: leave join and torchrun out")
+        self._luggage()
+
+    def _luggage(self) -> Luggage:
+        return pack_experiment(self.experiment, self._checksum())
+
+    def _run_elsewhere(self, executor: Executor) -> tuple[bool, dict[tuple[str, int], str]]:
+        """Have an executor compute the runs that are missing: whether the user stopped it, and which have failed."""
+        folders = [(run, self._folder(CHECKPOINTS, *run)) for run in self.runs]
+        missing = [(run, folder) for run, folder in folders if not _is_whole(folder, run[0].setting.rounds)]
+        units = [json.dumps({"label": method.label, "seed": seed}) for (method, seed), _ in missing]
+        failures, draft = dict[tuple[str, int], str](), self.out / WORK
+        with interruptible() as interrupted:
+            for k, reply in computed(executor, self._luggage(), units, interrupted):
+                (method, seed), folder = missing[k]
+                if reply.failure:
+                    failures[method.label, seed] = reply.failure
+                shutil.rmtree(draft, ignore_errors=True)
+                make_folder(draft)
+                for name, content in reply.files.items():
+                    write_atomic(draft / name, content)
+                shutil.rmtree(folder, ignore_errors=True)
+                publish(draft, folder)
+            return interrupted(), failures
 
     def _run_joined(self, listeners: tuple[Listener, ...], *, page: bool) -> list[Outcome]:
         """`run` beside other processes: a run is one's work, and so are a client left out, and the files at the end."""
@@ -251,17 +295,35 @@ class Plan:
         self._check_directory()
         if self._force:
             self._clear()
+        self._check_rounds()
         write_settings(self.out, self.experiment)
         write_splits(self.out, self.federations)
         if claims is not None:
             for method, seed in self.runs:
                 folder = self._folder(CHECKPOINTS, method, seed)
-                if folder.exists() and not _is_whole(folder) and (claim := claims.take(folder.name)) is not None:
+                if (
+                    folder.exists()
+                    and not _is_whole(folder, method.setting.rounds)
+                    and (claim := claims.take(folder.name)) is not None
+                ):
                     if not publish(folder, claim.state):
                         shutil.rmtree(folder)
                     claim.release()
         elif (self.out / WORK).exists():
             self._adopt(Claims(self.out / WORK))
+
+    def _check_rounds(self) -> None:
+        """Let runs that have ended have more rounds, unless something in them depends on the number of rounds."""
+        longer = list[Path]()
+        for method, seed in self.runs:
+            folder, setting = self._folder(CHECKPOINTS, method, seed), method.setting.with_(seed=seed)
+            planned = (Checkpoints(folder).meta() or {}).get("numbers", {}).get("rounds", setting.rounds)
+            if planned < setting.rounds:
+                simulate(setting, self.federations[seed], folder=folder, advance=False)
+                longer.append(self._folder(MODELS, method, seed))
+        for models in longer:  # those of fewer rounds
+            shutil.rmtree(models, ignore_errors=True)
+            (self.out / LEFT_OUT).unlink(missing_ok=True)
 
     def _adopt(self, claims: Claims) -> None:
         """Take what processes left that had joined; refuse to where one of them may still work."""
@@ -455,6 +517,7 @@ class Plan:
             return
         free = [f"{table}.{field}" for table, value in Setting.tables().items() for field in value.base.free]
         patterns = [*map(re.escape, [*([] if joins else ["name", "rounds", "seeds"]), *free])]
+        patterns += [] if joins else ["method .*: rounds"]
         if self._force:
             patterns += [f"method {re.escape(method.label)}: .*" for method in self.experiment.methods]
         try:
@@ -515,7 +578,8 @@ def _note_round(claim: Claim, state: State) -> None:
     claim.progress = f"round {state.round}"
 
 
-def _is_whole(folder: Path) -> bool:
-    """Whether a run has come to its end in a folder."""
-    stop = (Checkpoints(folder).meta() or {}).get("stop")
-    return stop in Stop.__members__ and not Stop[stop].resumable
+def _is_whole(folder: Path, rounds: int) -> bool:
+    """Whether a run of so many rounds has come to its end in a folder."""
+    meta = Checkpoints(folder).meta() or {}
+    stop, planned = meta.get("stop"), meta.get("numbers", {}).get("rounds", rounds)
+    return planned == rounds and stop in Stop.__members__ and not Stop[stop].resumable
