@@ -7,12 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from fedloom.analyses.patients import GroupScore, group_table
 from fedloom.engine.job import Job
 from fedloom.engine.state import State
 from fedloom.errors import Stop
 from fedloom.lab.experiment import Experiment
-from fedloom.lab.experiment.analyses.cox import cox_table
-from fedloom.lab.experiment.analyses.patients import GroupScore, group_table
 from fedloom.lab.experiment.outputs import (
     labelled,
     partition_table,
@@ -23,6 +22,7 @@ from fedloom.lab.experiment.outputs import (
 from fedloom.rundir import COX, GROUPS, PARTITION, SUMMARY, RunRecord, SiteSummary, Summary
 from fedloom.storage.checkpoint import save_tensors
 from fedloom.storage.files import make_folder, write_atomic
+from fedloom.tasks.cox_sites import cox_table
 from fedloom.tasks.cox_vectors import CoxAgreement
 from fedloom.tasks.secure_cox import SecureCoxFit
 from fedloom_sites.deploy.audit import lines_of

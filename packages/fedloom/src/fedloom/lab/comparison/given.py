@@ -26,7 +26,7 @@ from fedloom.engine.setting import Setting
 from fedloom.engine.tables import home_of
 from fedloom.errors import ConfigError, unknown
 from fedloom.imports import importable
-from fedloom.lab.experiment.file import merged
+from fedloom.lab.experiment.file import grouped, merged, read_analyses
 from fedloom.lab.experiment.schema import Experiment, Head, Method
 from fedloom.lab.experiment.tuning import Tune
 from fedloom.local import LocalSGD
@@ -105,6 +105,7 @@ class GivenExperiment:
         tune: how settings are looked for.
         name: of the comparison.
         choices: the fields of `Setting` that all methods share.
+        analyses: as values, names or tables.
         keywords: further ones that the caller takes, for messages.
 
     Raises:
@@ -121,6 +122,7 @@ class GivenExperiment:
         tune: Mapping[str, Any],
         name: str,
         choices: Mapping[str, Any],
+        analyses: Sequence[Any] = (),
         keywords: Iterable[str] = (),
     ) -> None:
         numbers = None if isinstance(seeds, str) or not isinstance(seeds, Iterable) else tuple(seeds)
@@ -130,7 +132,8 @@ class GivenExperiment:
         self._source, self._options, self._partition = _federation(data, partition)
         self._methods = {method.label: method for method in _methods(methods)}
         _refuse_options(choices, self._methods.values(), keywords)
-        self._common = Setting.of("fedavg", **{**choices, "seed": self._head.seeds[0]})
+        self._analyses = read_analyses(analyses, "compare: analyses")
+        self._common = grouped(Setting.of("fedavg", **{**choices, "seed": self._head.seeds[0]}), self._analyses)
         self._tune = make(Tune, tune, "compare: tune", Tune.model_fields)
 
     @property
@@ -173,6 +176,7 @@ class GivenExperiment:
             common=common,
             tune=self._tune,
             methods=tuple(self._method(table, common, where) for table in methods),
+            analyses=self._analyses,
         )
 
     def _method(self, table: Mapping[str, Any], common: Setting, where: str) -> Method:
@@ -193,7 +197,7 @@ class GivenExperiment:
         setting = make(
             common.with_, {**choices, "algorithm": value}, f"{where}: {declared.label}", Setting.model_fields
         )
-        return Method(declared.label, declared.name, options, setting, declared.entry)
+        return Method(declared.label, declared.name, options, grouped(setting, self._analyses), declared.entry)
 
 
 def _with(declared: ComparedMethod, options: Mapping[str, object], where: str) -> Algorithm | Composition:

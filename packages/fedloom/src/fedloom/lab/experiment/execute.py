@@ -15,8 +15,8 @@ from types import MappingProxyType
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
+from fedloom.analyses import ANALYSES
 from fedloom.data.dataset import on_cpu
 from fedloom.data.federation import Federation
 from fedloom.data.groups import keeping
@@ -29,7 +29,6 @@ from fedloom.errors import (
     CodeError,
     ConfigError,
     DamagedCheckpoint,
-    DataError,
     LayoutError,
     Refused,
     RunDirError,
@@ -37,20 +36,12 @@ from fedloom.errors import (
     Stop,
 )
 from fedloom.lab import report
-from fedloom.lab.experiment.analyses.cox import check_cox, cox_regression
-from fedloom.lab.experiment.analyses.importance import check_importance
-from fedloom.lab.experiment.analyses.left_out import scores_of_new, without
-from fedloom.lab.experiment.analyses.references import check_references
 from fedloom.lab.experiment.events import PAUSE, Emitter, Event, EventQueue, Listener
 from fedloom.lab.experiment.file import difference_to_recorded
-from fedloom.lab.experiment.inspection import check_inspection
 from fedloom.lab.experiment.live import LiveFigures
 from fedloom.lab.experiment.outputs import (
     Outcome,
-    left_out_before,
-    write_inspection,
-    write_left_out,
-    write_parquet,
+    write_analyses,
     write_settings,
     write_splits,
     write_summary,
@@ -58,6 +49,7 @@ from fedloom.lab.experiment.outputs import (
 )
 from fedloom.lab.experiment.schema import Experiment, Method
 from fedloom.lab.experiment.units.executors import Executor, check_executor, computed
+from fedloom.lab.experiment.units.further import FurtherRuns
 from fedloom.lab.experiment.units.joined import Session, Unit
 from fedloom.lab.experiment.units.shares import Share, share_of
 from fedloom.lab.experiment.units.travel import Luggage, pack_experiment
@@ -69,15 +61,14 @@ from fedloom.processes.ranks import ALONE, Ranks
 from fedloom.processes.signals import interruptible
 from fedloom.rundir import (
     CHECKPOINTS,
-    COX,
     FILES,
     FOLDERS,
-    LEFT_OUT,
     LIVE,
     MODELS,
     REPORT,
     SETTINGS,
     WORK,
+    analysis_file,
     check_case,
     folder_of,
     label_of,
@@ -86,8 +77,8 @@ from fedloom.storage.checkpoint import Checkpoints, check_digest
 from fedloom.storage.claims import Claim, Claims, publish
 from fedloom.storage.files import is_unused, make_folder, refuse_links, write_atomic
 from fedloom.storage.locks import lock
+from fedloom.values import kind_of
 
-SCORES = "scores.parquet"
 EMPTY: Mapping[Any, Any] = MappingProxyType({})
 NO_PAGE = "no report.html is written: its charts need another package; pip install 'fedloom[charts]'"
 
@@ -134,24 +125,16 @@ class Plan:
             self._check_directory()
             entries = (*FOLDERS, *FILES, *(() if is_run_directory(out) else (SETTINGS,)))
             check_output_folder(out, (*reads, experiment.source_options.get("source")), entries=entries)
-        data = keeping(experiment.source, experiment.common.evaluate.groups).read(data_dir)
+        data = keeping(experiment.source, experiment.kept_columns).read(data_dir)
         self.federations: dict[int, Federation] = {s: experiment.partition(data, s) for s in experiment.head.seeds}
         self.runs = [(m, seed) for m in experiment.methods for seed in experiment.head.seeds]
-        for fed in self.federations.values():
-            check_inspection(experiment.common.evaluate, fed)
-            if experiment.common.evaluate.importance:
-                check_importance(fed)
-            if experiment.common.evaluate.references:
-                check_references(fed)
-        if experiment.common.evaluate.cox is not None:
-            check_cox(data)
+        for analysis in experiment.analyses:
+            for fed in self.federations.values():
+                analysis.check_run(fed, experiment.common)
+            if analysis.runs_further and ranks.size > 1:
+                raise Refused(f"{kind_of(analysis)} trains further runs on one process; leave it out")
         fed = self.federations[experiment.head.seeds[0]]
-        self._raw = data if experiment.partition.leave else None
         self._checksum = data.checksum
-        self._cox = None if experiment.common.evaluate.cox is None else data
-        if self._raw is not None and (ranks.size > 1 or fed.n < 3):
-            why = "on one process" if ranks.size > 1 else f"with 3 clients or more, and there are {fed.n}"
-            raise Refused(f"partition.leave trains {why}; leave it out")
         self.notes = {m.label: check(m.setting, fed) for m in experiment.methods}
         if ranks.rank == 0 and not dry:
             make_folder(out)
@@ -222,7 +205,7 @@ class Plan:
                 listeners, workers=workers, interrupted=interrupted, ended=ended, failures=failures
             )
             self._write(outcomes)
-            self._leave(outcomes)
+            self._run_further(outcomes)
             self._write_page(outcomes, page=page)
         return outcomes
 
@@ -284,9 +267,10 @@ class Plan:
                 for (method, seed), unit in zip(self.runs, units, strict=True)
             }
             outcomes = self._run_all(listeners, workers=1, interrupted=True, ended=ended, failures=failures)
-            left = self._left_units(outcomes)
-            session.work([self._left_unit(*unit) for unit in left], partial(self._leave_joined, left), self.share)
-            session.finish(lambda: self._finish(outcomes, left, page=page))
+            further = self._further(outcomes)
+            places = [further.place(k) for k in range(len(further.units))]
+            session.work(places, partial(_measure_joined, further, workers or 1), self.share)
+            session.finish(lambda: self._finish(outcomes, further, page=page))
         return outcomes
 
     def _prepare(self, claims: Claims | None = None) -> None:
@@ -323,7 +307,9 @@ class Plan:
                 longer.append(self._folder(MODELS, method, seed))
         for models in longer:  # those of fewer rounds
             shutil.rmtree(models, ignore_errors=True)
-            (self.out / LEFT_OUT).unlink(missing_ok=True)
+        for analysis in self.experiment.analyses if longer else ():
+            if analysis.runs_further:
+                (self.out / analysis_file(kind_of(analysis))).unlink(missing_ok=True)
 
     def _adopt(self, claims: Claims) -> None:
         """Take what processes left that had joined; refuse to where one of them may still work."""
@@ -334,14 +320,10 @@ class Plan:
                 publish(state, folder)
         claims.forget()
 
-    def _finish(self, outcomes: Sequence[Outcome], left: Sequence[tuple[Method, int, int]], *, page: bool) -> None:
+    def _finish(self, outcomes: list[Outcome], further: FurtherRuns, *, page: bool) -> None:
         """Write the files of a directory on which several processes have worked."""
         self._write(outcomes)
-        before, tables = left_out_before(self.out), dict[tuple[str, int], list[pa.Table]]()
-        for method, seed, client in left:
-            scores = pq.read_table(self._left_unit(method, seed, client).target / SCORES)
-            tables.setdefault((method.label, seed), []).append(scores)
-        write_left_out(self.out, tables, before)
+        further.write_published()
         self._write_page(outcomes, page=page)
 
     def _write_page(self, outcomes: Sequence[Outcome], *, page: bool) -> None:
@@ -429,76 +411,30 @@ class Plan:
             if outcome.complete and outcome.result is not None:
                 _save_models(outcome.result, self._folder(MODELS, method, seed))
         write_tables(self.out, outcomes)
-        more = write_inspection(self.out, self.experiment.common.evaluate, outcomes)
-        more += self._fit_cox() if any(outcome.complete for outcome in outcomes) else []
+        federation = self.federations[self.experiment.head.seeds[0]]
+        more = write_analyses(self.out, self.experiment.analyses, outcomes, federation)
         write_summary(self.out, self.experiment, outcomes, self.federations, more)
         shutil.rmtree(self.out / LIVE, ignore_errors=True)
 
-    def _fit_cox(self) -> list[str]:
-        """Fit the Cox regression that was asked for, on the clients of the first seed; a note where there is none."""
-        choice, seed = self.experiment.common.evaluate.cox, self.experiment.head.seeds[0]
-        tables, notes = list[pa.Table](), list[str]()
-        if choice is not None and self._cox is not None:
-            try:
-                tables = [cox_regression(choice, self._cox, self.federations[seed])]
-            except (DataError, Refused) as error:
-                notes = [f"the Cox regression has no fit: {error}"]
-        write_parquet(self.out / COX, tables)
-        return notes
+    def _further(self, outcomes: Sequence[Outcome]) -> FurtherRuns:
+        return FurtherRuns(self.experiment, self.federations, self.out, self.runs, outcomes)
 
-    def _left_units(self, outcomes: Sequence[Outcome]) -> list[tuple[Method, int, int]]:
-        """Method, seed and client of every training without a client that is missing."""
-        if self._raw is None:
-            return []
-        before = left_out_before(self.out)
-        return [
-            (method, seed, client)
-            for (method, seed), outcome in zip(self.runs, outcomes, strict=False)
-            if outcome.complete and outcome.result is not None and "global" in outcome.result.models.kinds()
-            for client in range(self.federations[seed].n if (method.label, seed) not in before else 0)
-        ]
-
-    def _left_unit(self, method: Method, seed: int, client: int) -> Unit:
-        name = f"{self._folder(CHECKPOINTS, method, seed).name}@{client}"
-        return Unit(name, self.out / WORK / name / "done")
-
-    def _leave_joined(self, units: Sequence[tuple[Method, int, int]], k: int, claim: Claim) -> None:
-        scores = self._without(*units[k], 1 if self.share.runs == 1 else self.share.workers)
-        if scores is None:
-            raise KeyboardInterrupt
-        make_folder(claim.state)
-        write_parquet(claim.state / SCORES, [scores])
-
-    def _leave(self, outcomes: Sequence[Outcome]) -> None:
-        """Train every complete run again without each client in turn, and score that one; a run's scores are kept."""
-        if self._raw is None:
-            return
-        before, tables = left_out_before(self.out), dict[tuple[str, int], list[pa.Table]]()
-        write_left_out(self.out, tables, before)
-        units = self._left_units(outcomes)
-        places = [self.experiment.methods.index(method) for method, _, _ in units]
-        share = share_of(self.experiment, self.federations, places)
+    def _run_further(self, outcomes: Sequence[Outcome]) -> None:
+        """Do the further runs of analyses for every complete run; rows of runs that have them are kept."""
+        further, found = self._further(outcomes), list[pa.Table]()
+        further.write(found)
+        share = share_of(self.experiment, self.federations, further.methods)
 
         def handle(_shared: None, k: int) -> pa.Table | None:
-            return self._without(*units[k], share.workers)
+            return further.measure(k, share.workers)
 
         with WorkerPool([handle], share.runs, nested=share.workers > 1) as pool, interruptible() as interrupted:
-            trained = pool.map(handle, None, range(len(units)), interrupted)
-            for (method, seed, client), scores in zip(units, trained, strict=False):
-                if scores is None:
+            for k, rows in enumerate(pool.map(handle, None, range(len(further.units)), interrupted)):
+                if rows is None:
                     return
-                tables.setdefault((method.label, seed), []).append(scores)
-                if client == self.federations[seed].n - 1:
-                    write_left_out(self.out, tables, before)
-
-    def _without(self, method: Method, seed: int, client: int, workers: int) -> pa.Table | None:
-        """Scores of a client by a run without it; None where the user stopped that."""
-        fed, setting = self.federations[seed], method.setting
-        scored = setting.evaluate.with_(every=setting.rounds, parts=("test",), select_on="test")
-        setting = setting.with_(seed=seed, evaluate=scored, engine=setting.engine.with_(workers=workers))
-        result = simulate(setting, without(fed, client))
-        assert self._raw is not None
-        return None if result.stop is Stop.INTERRUPTED else scores_of_new(result, self._raw, fed, client)
+                found.append(rows)
+                if further.is_last(k):
+                    further.write(found)
 
     def _check_directory(self, *, joins: bool = False) -> None:
         """Refuse what is not a run directory, or one of another experiment; methods and seeds may come and go.
@@ -553,7 +489,7 @@ class Plan:
             return
         for name in FOLDERS:
             shutil.rmtree(self.out / name, ignore_errors=True)
-        for name in FILES:
+        for name in (*FILES, *map(analysis_file, ANALYSES)):
             (self.out / name).unlink(missing_ok=True)
 
     def _folder(self, kind: str, method: Method, seed: int) -> Path:
@@ -567,6 +503,13 @@ def _save_models(result: Result, folder: Path) -> None:
             check_digest(folder / f"{name}.safetensors")
     except LayoutError:
         result.models.save_in_run(folder)
+
+
+def _measure_joined(further: FurtherRuns, workers: int, k: int, claim: Claim) -> None:
+    rows = further.measure(k, workers)
+    if rows is None:
+        raise KeyboardInterrupt
+    further.keep(k, rows, claim.state)
 
 
 def _note_end(ended: set[tuple[str, int]], event: Event) -> None:

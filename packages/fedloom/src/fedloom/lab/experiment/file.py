@@ -6,14 +6,17 @@ import json
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 
 from fedloom.algorithms import REGISTRY, Algorithm
+from fedloom.analyses import Analysis, analysis_of
 from fedloom.data.sources import SOURCES, Source
 from fedloom.data.sources import source as source_of
+from fedloom.engine.moved import moved_key, with_analyses
 from fedloom.engine.setting import Setting
 from fedloom.errors import ConfigError, DataError, FedloomError, homes_of, nearest, unknown
 from fedloom.imports import is_path
@@ -24,7 +27,7 @@ from fedloom.models import Import
 from fedloom.rundir import label_of
 from fedloom.storage import read_toml
 from fedloom.trust import check_document
-from fedloom.values import choose, difference, fields_of, flat, make, table
+from fedloom.values import choose, difference, fields_of, flat, kind_of, make, table
 
 METHOD = 'for example [[method]] and below it algorithm = "fedavg"'
 """How an experiment file names a method."""
@@ -58,6 +61,7 @@ def read(
     """
     document = read_toml(path, "experiment file") if document is None else document
     content = {key: value for key, value in document.items() if key != "resolved"}
+    content = with_analyses(content) if "resolved" in document else content
     check_document(content, path, trust=trust)
     document = with_overrides(content, str(path), values, methods, rounds, refit=refit)
     replaced = {key: value for key, value in engine.items() if value is not None}
@@ -79,7 +83,7 @@ def parse(document: Mapping[str, object], where: str = "experiment") -> Experime
         DataError: the path of its data leads to no data set.
     """
     document = with_grid(document, where)
-    _refuse_unknown(document, (*TABLES, *Top.model_fields, "method"), where, "")
+    _refuse_unknown(document, (*TABLES, *Top.model_fields, "method", "analysis"), where, "")
     tables = {name: _table(name, document.get(name, {}), f"{where}: [{name}]") for name in TABLES}
     top = make(Top, {key: document[key] for key in Top.model_fields if key in document}, where, Top.model_fields)
     if questions := top.model_dump()["questions"]:
@@ -97,7 +101,8 @@ def parse(document: Mapping[str, object], where: str = "experiment") -> Experime
     source, partition, tune = (values.pop(name) for name in ("data", "partition", "tune"))
     plain = {key: getattr(top, key) for key in Setting.plain() if key in document}
     choices = {"algorithm": "fedavg", **plain, **values, "seed": top.seeds[0]}
-    common = make(Setting, choices, where, Setting.model_fields)
+    analyses = read_analyses(document.get("analysis", ()), where)
+    common = grouped(make(Setting, choices, where, Setting.model_fields), analyses)
     return Experiment(
         head=Head(**{key: getattr(top, key) for key in Head.model_fields}),
         source=source,
@@ -106,8 +111,39 @@ def parse(document: Mapping[str, object], where: str = "experiment") -> Experime
         model_kind="import" if isinstance(common.model, Import) else tables["model"].get("kind", "softmax"),
         common=common,
         tune=tune,
-        methods=_methods(methods, tables["local"], common, top.settings, where),
+        methods=_methods(methods, tables["local"], common, top.settings, where, analyses),
+        analyses=analyses,
     )
+
+
+def read_analyses(entries: object, where: str) -> tuple[Analysis, ...]:
+    """Return the analyses of a file's [[analysis]], or of values, names and tables in Python.
+
+    Raises:
+        ConfigError: an unknown kind or option, or two analyses of one kind.
+    """
+    if not isinstance(entries, Sequence) or isinstance(entries, str):
+        raise ConfigError(f"{where}: an analysis is a table of its own: write [[analysis]] and below it kind = ...")
+    values = list[Analysis]()
+    for number, entry in enumerate(entries, 1):
+        place = f"{where}: [[analysis]] {number}"
+        if not isinstance(entry, Analysis | str):
+            entry = table(entry, place, "write [[analysis]] and below it kind = ...")
+        values.append(analysis_of(entry, {}, place))
+    kinds = [kind_of(value) for value in values]
+    for kind in kinds:
+        if kinds.count(kind) > 1:
+            raise ConfigError(
+                f"{where}: two analyses are of the kind {kind!r}, and their tables have one name; keep one"
+            )
+    return tuple(values)
+
+
+def grouped(setting: Setting, analyses: Iterable[Analysis]) -> Setting:
+    """Return the setting with the groups of the first analysis that names some in a weigher that compares groups."""
+    columns = next((value.kept_columns for value in analyses if value.kept_columns), ())
+    weigher = setting.weigher.with_groups(columns) if columns else setting.weigher
+    return setting if weigher == setting.weigher else setting.with_(weigher=weigher)
 
 
 def merged(local: Mapping[str, object], changes: Mapping[str, object]) -> dict[str, object]:
@@ -120,7 +156,7 @@ def merged(local: Mapping[str, object], changes: Mapping[str, object]) -> dict[s
 def difference_to_recorded(recorded: Mapping[str, Any], now: Mapping[str, Any], free: str) -> str:
     """Name the first key in which recorded settings differ from those of now, for a message; empty where none does.
 
-    Methods may be added or left out. What was recorded before an option existed has the option's default.
+    Methods and analyses may be added or left out. What was recorded before an option existed has its default.
 
     Args:
         recorded: settings as a run directory has them.
@@ -130,6 +166,9 @@ def difference_to_recorded(recorded: Mapping[str, Any], now: Mapping[str, Any], 
     Raises:
         KeyError, TypeError: ``recorded`` is no document of settings.
     """
+    now, recorded = (
+        {k: v for k, v in document.items() if k != "analysis"} for document in (now, with_analyses(recorded))
+    )
     try:
         recorded, complete = parse(recorded).settings(), True
     except FedloomError:  # of a version that had other options
@@ -148,13 +187,19 @@ def difference_to_recorded(recorded: Mapping[str, Any], now: Mapping[str, Any], 
 
 
 def _methods(
-    entries: Sequence[object], local: Mapping[str, object], common: Setting, settings: Constants, where: str
+    entries: Sequence[object],
+    local: Mapping[str, object],
+    common: Setting,
+    settings: Constants,
+    where: str,
+    analyses: Sequence[Analysis],
 ) -> tuple[Method, ...]:
     places = [f"{where}: [[method]] {number}" for number in range(1, len(entries) + 1)]
     methods = tuple(
         _method(table(entry, place, METHOD), local, common, settings, place)
         for entry, place in zip(entries, places, strict=True)
     )
+    methods = tuple(replace(method, setting=grouped(method.setting, analyses)) for method in methods)
     labels = [method.label for method in methods]
     for label in labels:
         if labels.count(label) > 1:
@@ -243,6 +288,8 @@ def _home(key: str, value: object, place: str) -> str:
         value: its value.
         place: the table that holds it, "method", or empty for the top of the file.
     """
+    if cure := moved_key(place, key, value):
+        return cure
     kinds = TABLES[place].classes() if place in TABLES else {}
     if able := [repr(kind) for kind, owner in kinds.items() if key in fields_of(owner)]:
         return f"it is an option of kind {' or '.join(able)}"

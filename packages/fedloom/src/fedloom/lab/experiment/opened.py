@@ -14,6 +14,7 @@ from fedloom.algorithms import REGISTRY, encodings
 from fedloom.data.dataset import Dataset
 from fedloom.data.new_data import NewData
 from fedloom.data.new_rows import new_rows
+from fedloom.engine.moved import with_analyses
 from fedloom.engine.setting import Setting
 from fedloom.errors import ConfigError, RunDirError, nearest
 from fedloom.formats import option
@@ -146,7 +147,8 @@ class RunDirectory:
     def _experiment(self, methods: Sequence[Mapping[str, Any]]) -> Experiment:
         """The settings with some of the methods: what another method names may be gone."""
         check_document(self._document, self.path / SETTINGS, trust=self._trust)
-        document = {k: v for k, v in self._document.items() if k not in ("resolved", "partition")}
+        apart = ("resolved", "partition", "analysis")  # a model is used without the packages of the analyses
+        document = {k: v for k, v in with_analyses(self._document).items() if k not in apart}
         tables = {"data": {"source": "digits"}, "method": [self._with_model(method) for method in methods]}
         return parse({**self._with_model(document), **tables}, str(self.path / SETTINGS))
 

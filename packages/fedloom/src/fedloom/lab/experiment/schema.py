@@ -9,13 +9,14 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, NonNegativeInt, create_model, field_validator
 
 from fedloom.algorithms import REGISTRY, Algorithm, Preset
+from fedloom.analyses import Analysis
 from fedloom.data.partition import PARTITIONS, Partition
 from fedloom.data.sources import SOURCES, Source
 from fedloom.engine.setting import Rounds, Setting, Shares
 from fedloom.engine.tables import SettingTable
 from fedloom.errors import direction_in
 from fedloom.lab.experiment.tuning import Tune
-from fedloom.values import Value, choose, dump, fields_of
+from fedloom.values import Value, choose, dump, fields_of, kind_of
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,7 @@ class Experiment:
         common: what methods have that choose nothing for themselves.
         tune: the table [tune].
         methods: what is compared.
+        analyses: what is computed beside the rounds, one of a kind.
     """
 
     head: Head
@@ -138,6 +140,18 @@ class Experiment:
     common: Setting
     tune: Tune
     methods: tuple[Method, ...]
+    analyses: tuple[Analysis, ...] = ()
+
+    @property
+    def kept_columns(self) -> list[str]:
+        """Columns, or bounds of them, that a table keeps for analyses and weighers."""
+        weighers = [self.common.weigher, *(method.setting.weigher for method in self.methods)]
+        groups = [group for weigher in weighers if (group := getattr(weigher, "group", None)) is not None]
+        return list(dict.fromkeys([*(column for value in self.analyses for column in value.kept_columns), *groups]))
+
+    def find(self, kind: str) -> Any:
+        """Return the analysis of a kind, None where the experiment has none."""
+        return next((value for value in self.analyses if kind_of(value) == kind), None)
 
     @property
     def rounds(self) -> dict[str, int]:
@@ -163,4 +177,5 @@ class Experiment:
             **common,
             "model": {**common["model"], "kind": self.model_kind},
             "method": [{k: v for k, v in m.items() if k not in SHARED or v != whole[k]} for m in methods],
+            **({"analysis": [dump(value, kind=kind_of(value)) for value in self.analyses]} if self.analyses else {}),
         }

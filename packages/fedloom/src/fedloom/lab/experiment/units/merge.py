@@ -12,14 +12,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import tomli_w
 
+from fedloom.analyses import ANALYSES, Analysis
 from fedloom.engine.setting import Engine
 from fedloom.errors import RunDirError
 from fedloom.lab.experiment.file import difference_to_recorded
 from fedloom.lab.experiment.outputs import of_runs, write_parquet
 from fedloom.rundir import (
     CHECKPOINTS,
-    COX,
-    FILES,
     METRICS,
     MODELS,
     NO_DIGEST,
@@ -27,6 +26,7 @@ from fedloom.rundir import (
     SUMMARY,
     TIMINGS,
     Summary,
+    analysis_file,
     check_digest,
     folder_of,
     read_summary,
@@ -73,9 +73,8 @@ def merge(folders: Sequence[Path], out: Path) -> list[tuple[str, int]]:
         versions = {"resolved": first.get("resolved", {})}
         whole = {**first, "seeds": seeds, "method": [*methods.values()], **versions}
         write_atomic(out / SETTINGS, with_digest(f"{tomli_w.dumps(whole)}# {NO_DIGEST}\n".encode()))
-        for name in FILES:
-            if name.endswith(".parquet"):
-                write_parquet(out / name, _tables(name, folders, [(run, records[run][0]) for run in runs], seeds))
+        for name in sorted({path.name for folder in folders for path in folder.glob("*.parquet")}):
+            write_parquet(out / name, _tables(name, folders, [(run, records[run][0]) for run in runs], seeds))
         for label, seed in runs:
             for kind in (CHECKPOINTS, MODELS):
                 source = folder_of(records[label, seed][0], kind, label, seed)
@@ -138,7 +137,8 @@ def _tables(
         order = runs if name in (METRICS, TIMINGS) else sorted(runs)
         parts = [of_runs(tables[folder], [run]) for run, folder in order if folder in tables]
         return [part for part in parts if part.num_rows]
-    if name == COX or "seed" not in columns:
+    of_first = any(name == analysis_file(kind) and a.answer is not Analysis.answer for kind, a in ANALYSES.items())
+    if of_first or "seed" not in columns:
         return [tables[folders[0]]] if folders[0] in tables else []
     found = list[pa.Table]()
     for seed in seeds:

@@ -177,7 +177,7 @@ def _federation(experiment: str, seed: int) -> Federation:
     travel = document.pop("travel")
     plan = parse(_found(document), "executor")
     if not travel["data"]:
-        source = keeping(plan.source, plan.common.evaluate.groups).read(None)
+        source = keeping(plan.source, plan.kept_columns).read(None)
         if source.checksum() != travel["checksum"]:
             raise DataError(
                 f"the data {plan.source_options['source']} of this worker are others than those of the experiment; "
