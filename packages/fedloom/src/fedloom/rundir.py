@@ -26,6 +26,8 @@ CONFUSION, TSNE = "confusion.parquet", "tsne.parquet"
 GROUPS, PREDICTIONS, LEFT_OUT = "groups.parquet", "predictions.parquet", "left_out.parquet"
 IMPORTANCE, REFERENCES, COX = "importance.parquet", "references.parquet", "cox.parquet"
 CHECKPOINTS, MODELS, ADAPTED, TRACKING, LIVE = "checkpoints", "models", "adapted", "tracking", "live"
+WORK = ".work"
+"""Folder of the claims of processes that work on a run directory together."""
 FILES = (
     METRICS,
     TIMINGS,
@@ -42,7 +44,7 @@ FILES = (
     REPORT,
 )
 """Files that a run writes anew, beside its settings."""
-FOLDERS = (CHECKPOINTS, MODELS, ADAPTED, TRACKING, LIVE)
+FOLDERS = (CHECKPOINTS, MODELS, ADAPTED, TRACKING, LIVE, WORK)
 
 TABLES = (
     "data", "partition", "model", "task", "local", "sampler", "weigher", "mixer", "aggregator", "attack", "channel",

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedloom.algorithms import REGISTRY, Algorithm, Composition
 from fedloom.data.federation import Federation
-from fedloom.engine.checkpoints import RunCheckpoints, check_ranks
+from fedloom.engine.checkpoints import UNATTACKED, RunCheckpoints, check_ranks
 from fedloom.engine.checks.guard import Guard
 from fedloom.engine.clients.chunk import ask_chunk, compute_chunk, train_chunk
 from fedloom.engine.clients.scores import score_chunk
@@ -164,7 +164,7 @@ class _Simulation(Hooks):
         if state.round == 1 and not state.totals[COUNTS.index("samples_backward")]:
             notes.append("round 1 took no gradient of any client: nothing is trained")
         if state.round == rounds and len(attackers) and not state.uploads[attackers].any():
-            notes.append("no attacker took part in any round: none was attacked")
+            notes.append(UNATTACKED)
         return tuple(notes)
 
     def after_round(self, state: State) -> str | None:

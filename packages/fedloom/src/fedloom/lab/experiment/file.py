@@ -22,6 +22,7 @@ from fedloom.errors import ConfigError, DataError, FedloomError, homes_of, neare
 from fedloom.imports import is_path
 from fedloom.lab.experiment.overrides import with_overrides
 from fedloom.lab.experiment.schema import TABLES, Constants, Experiment, Head, Method, MethodKeys, Top
+from fedloom.lab.experiment.units.grid import with_grid
 from fedloom.models import Import
 from fedloom.rundir import label_of
 from fedloom.storage import read_toml
@@ -81,6 +82,7 @@ def parse(document: Mapping[str, object], where: str = "experiment") -> Experime
             and what is allowed.
         DataError: the path of its data leads to no data set.
     """
+    document = with_grid(document, where)
     _refuse_unknown(document, (*TABLES, *Top.model_fields, "method", "analysis"), where, "")
     tables = {name: _table(name, document.get(name, {}), f"{where}: [{name}]") for name in TABLES}
     top = make(Top, {key: document[key] for key in Top.model_fields if key in document}, where, Top.model_fields)
