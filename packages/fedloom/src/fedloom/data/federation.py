@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedloom.errors import DataError, PartitionError, unknown
+from fedloom.errors import DataError, PartitionError
+from fedloom.hints import unknown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

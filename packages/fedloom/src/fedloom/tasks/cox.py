@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import norm
 
-from fedloom.errors import DataError, unknown
+from fedloom.errors import DataError
+from fedloom.hints import unknown
 from fedloom.tasks.separation import SINGULAR, SUPPORT, check_columns, is_suspect, no_finite_fit, recession, separating
 
 Floats = NDArray[np.float64]

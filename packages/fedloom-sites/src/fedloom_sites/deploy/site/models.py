@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from fedloom.data import Federation
 from fedloom.data.new_data import NewData
-from fedloom.errors import ConfigError, unknown
+from fedloom.errors import ConfigError
+from fedloom.hints import unknown
 from fedloom.lab.experiment import Experiment
 from fedloom.lab.experiment.analyses.importance import FEWEST, Scored, permuted
 from fedloom.local.oracles import make_oracle

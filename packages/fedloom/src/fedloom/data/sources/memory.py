@@ -19,7 +19,8 @@ from fedloom.data.sources.table.cells import Problems
 from fedloom.data.sources.table.frames import coded_columns, frame_cells, frame_names, is_frame, is_hub
 from fedloom.data.sources.table.reading import TableSource, read_table
 from fedloom.data.sources.tabular import Csv
-from fedloom.errors import ConfigError, DataError, nearest
+from fedloom.errors import ConfigError, DataError
+from fedloom.hints import nearest
 from fedloom.values import fields_of, make
 
 

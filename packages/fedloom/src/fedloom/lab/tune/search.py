@@ -21,8 +21,9 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 from optuna.pruners import MedianPruner, NopPruner
 from optuna.samplers import GridSampler, TPESampler
 
-from fedloom.errors import ConfigError, unknown
+from fedloom.errors import ConfigError
 from fedloom.formats import percent
+from fedloom.hints import unknown
 from fedloom.lab.experiment import Experiment, parse
 from fedloom.lab.experiment.schema import Method
 from fedloom.lab.experiment.tuning import Dimension, Range, Tune
