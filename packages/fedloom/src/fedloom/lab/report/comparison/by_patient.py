@@ -14,7 +14,6 @@ from html import escape
 from typing import NamedTuple
 
 import numpy as np
-from scipy.stats import norm, rankdata
 
 from fedloom.formats import DASH, fixed, p_value, pair
 from fedloom.lab.report.comparison.bootstrap import standard_error, weighted
@@ -71,6 +70,8 @@ def delong(scores: Numbers, target: Numbers) -> tuple[Numbers, Numbers]:
         scores: ``[k, N]``, higher for the second class.
         target: ``[N]`` 0 or 1, at least `LEAST` of each.
     """
+    from scipy.stats import rankdata  # slow to import
+
     cases, controls = scores[:, target == 1], scores[:, target == 0]
     m, n = cases.shape[1], controls.shape[1]
     whole = np.stack([rankdata(row) for row in np.concatenate([cases, controls], 1)])
@@ -106,9 +107,11 @@ def _difference(name: str, lead: str, alone: Predicted, shared: Predicted) -> Si
         once = np.ones((1, count))
         values = (float(weighted(lead, once, alone)[0]), float(weighted(lead, once, shared)[0]))
         se = standard_error(lead, alone, shared)
+    from scipy.special import ndtr, ndtri  # slow to import
+
     change = values[1] - values[0]
-    p = float(2 * norm.sf(abs(change) / se)) if se > 0 else 1.0 if change == 0 else math.nan
-    return SiteDifference(name, count, lead, events, *values, float(norm.ppf(0.5 + LEVEL / 2)) * se, p)
+    p = float(2 * ndtr(-abs(change) / se)) if se > 0 else 1.0 if change == 0 else math.nan
+    return SiteDifference(name, count, lead, events, *values, float(ndtri(0.5 + LEVEL / 2)) * se, p)
 
 
 def by_patients(runs: list[Run], by_site: Sequence[SiteGains]) -> list[tuple[str, list[SiteDifference]]]:
