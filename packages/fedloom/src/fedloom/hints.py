@@ -68,7 +68,7 @@ def no_hint(key: str, value: object) -> str:
 
 
 @dataclass(frozen=True)
-class Entrance:
+class Places:
     """A way in for choices: the places of all keys there, and how a key is written in its place.
 
     Attributes:
@@ -100,7 +100,7 @@ class Entrance:
         """Return the name of a table as messages have it."""
         return f"[{table}]" if self.file and not self.method else table
 
-    def of_method(self, *keys: str) -> Entrance:
+    def of_method(self, *keys: str) -> Places:
         """Return the way in for a method's own table, which may have these keys."""
         return replace(self, keys=keys, method=True, special=no_hint)
 

@@ -100,14 +100,14 @@ def setting_of(document: str, model: nn.Module, rounds: int, **more: Any) -> Set
         if ":" in text:
             raise Refused(f"{text!r} names code; a strategy takes the names of fedloom's own parts only")
     tables = {name: table.keys() for name, table in Setting.tables().items() if name in WANTED}
-    entrance = Setting.entrance(
+    places = Setting.places(
         tables=tables,
         plain=WANTED,
         keys=tuple(WANTED),
         special=_hint,
         call="Strategy({name!r}, Net(), {key}={value!r})",
     )
-    return Setting.read(content, content["algorithm"], entrance).changed({"model": model, "rounds": rounds, **more})
+    return Setting.read(content, content["algorithm"], places).changed({"model": model, "rounds": rounds, **more})
 
 
 def check_counts(**counts: tuple[Any, int]) -> None:

@@ -8,11 +8,11 @@ from typing import Annotated, Any, ClassVar, Literal, TypedDict, Unpack
 from pydantic import AfterValidator, Field, NonNegativeInt, PlainValidator
 from torch import nn
 
-from fedloom.algorithms import REGISTRY, Algorithm, Composition, Preset
+from fedloom.algorithms import REGISTRY, Algorithm, Composition, Preset, role_of
 from fedloom.choose import MIXERS, SAMPLERS, WEIGHERS, Mixer, Sampler, SharesWeigher, Uniform, UniformWeigher, Weigher
 from fedloom.data.partition import PARTITIONS, Partition
 from fedloom.engine.tables import NamedMethod, SettingTable
-from fedloom.hints import Entrance, unknown
+from fedloom.hints import Places, unknown
 from fedloom.local import LocalSGD
 from fedloom.models import KINDS, Augment, ModelSpec, Softmax
 from fedloom.rows.aggregate import AGGREGATORS, Aggregator
@@ -228,7 +228,7 @@ class Setting(Value):
         Raises:
             ConfigError: an unknown choice, a wrong type or a value out of range.
         """
-        return cls.read({"algorithm": algorithm, "model": model, **choices}, entrance=cls.entrance(algorithm))
+        return cls.read({"algorithm": algorithm, "model": model, **choices}, places=cls.places(algorithm))
 
     def changed(self, choices: Mapping[str, Any]) -> Setting:
         """Return the setting with other choices; one that is None is left as it is.
@@ -236,14 +236,14 @@ class Setting(Value):
         Raises:
             ConfigError: an unknown choice, a wrong type or a value out of range.
         """
-        return self.read(choices, entrance=self.entrance(self.algorithm), base=self)
+        return self.read(choices, places=self.places(self.algorithm), base=self)
 
     @classmethod
     def read(
         cls,
         mapping: Mapping[str, Any],
         where: str = "",
-        entrance: Entrance | None = None,
+        places: Places | None = None,
         base: Setting | None = None,
     ) -> Setting:
         """Make the setting of a mapping, which is the only way to a run from keywords, tables and files.
@@ -252,33 +252,33 @@ class Setting(Value):
             mapping: ``algorithm`` (see `NamedMethod.read`), its options beside it, and fields of a setting: values,
                 names or tables. None stands for a choice that is left as it is.
             where: the file or call, for messages.
-            entrance: what else may stand there, and how its keys are written; None: a mapping in Python.
+            places: what else may stand there, and how its keys are written; None: a mapping in Python.
             base: has the choices that the mapping does not have; None: the defaults.
 
         Raises:
             ConfigError: an unknown key, a wrong type or a value out of range.
         """
-        entrance = entrance or cls.entrance()
+        places = places or cls.places()
         given = {key: value for key, value in mapping.items() if value is not None}
-        method, allowed, tables = given.pop("algorithm", None), cls.model_fields.keys() & {*entrance.keys}, cls.tables()
+        method, allowed, tables = given.pop("algorithm", None), cls.model_fields.keys() & {*places.keys}, cls.tables()
         options = {key: given.pop(key) for key in [*given] if key not in allowed}
         for key, value in options.items():
-            if method is None or not (entrance.method or key == "settings"):
-                raise unknown("key", key, entrance.keys, where, entrance.hint(key, value))
+            if method is None or not (places.method or key == "settings"):
+                raise unknown("key", key, places.keys, where, places.hint(key, value))
         if method is not None:
-            given["algorithm"] = NamedMethod.read(method, options, where, entrance).value
+            given["algorithm"] = NamedMethod.read(method, options, where, places).value
         for name in [name for name in given if name in tables]:
-            at = ": ".join(filter(None, (where, entrance.name_table(name))))
-            given[name] = tables[name].read(given[name], at, name, entrance)
+            at = ": ".join(filter(None, (where, places.name_table(name))))
+            given[name] = tables[name].read(given[name], at, name, places)
         return make(cls if base is None else base.with_, given, where, cls.model_fields)
 
     @classmethod
-    def entrance(cls, algorithm: Any = None, **changes: Any) -> Entrance:
+    def places(cls, algorithm: Any = None, **changes: Any) -> Places:
         """Return what may be given in Python, and where every other key belongs.
 
         Args:
             algorithm: the method, where its options may not stand beside it.
-            changes: fields of the entrance that differ.
+            changes: fields of the places that differ.
         """
         tables = {name: table.keys() for name, table in cls.tables().items()}
         tables["partition"] = SettingTable(Partition, PARTITIONS, "iid").keys()
@@ -295,8 +295,8 @@ class Setting(Value):
         names = (*cls.model_fields,)
         facts = {"plain": {*names} - {"algorithm"}, "keys": names, "method": algorithm is None}
         methods = {name: fields_of(one) for name, one in REGISTRY.items()}
-        places = {"tables": {**tables, "data": {"": OF_DATA}}, "methods": methods, "special": special}
-        return Entrance(**{**places, **facts, **changes})
+        facts |= {"tables": {**tables, "data": {"": OF_DATA}}, "methods": methods, "special": special}
+        return Places(**{**facts, **changes})
 
     @classmethod
     def tables(cls) -> dict[str, SettingTable]:
@@ -336,6 +336,11 @@ class Setting(Value):
     def method(self) -> Algorithm:
         """The algorithm; of a preset, its own."""
         return self.algorithm.algorithm if isinstance(self.algorithm, Composition) else self.algorithm
+
+    @property
+    def role(self) -> str:
+        """What a comparison takes the method for; see `fedloom.algorithms.role_of`."""
+        return role_of(self.algorithm)
 
     @property
     def pooled(self) -> bool:

@@ -108,11 +108,11 @@ def simulate(
         raise ConfigError(f"progress must be a list of functions of a state, as [print], got {progress!r:.200}")
     place = None if folder is None else place_of(folder, "folder", ", or None for memory")
     given = {"model": model, "settings": None if settings == "default" else settings, **choices}
-    entrance = Setting.entrance(algorithm, keys=(*Setting.model_fields, "folder", "progress"))
+    places = Setting.places(algorithm, keys=(*Setting.model_fields, "folder", "progress"))
     if isinstance(algorithm, Setting):
-        setting = Setting.read(given, entrance=entrance, base=algorithm)
+        setting = Setting.read(given, places=places, base=algorithm)
     else:
-        setting = Setting.read({"algorithm": algorithm, **given}, entrance=entrance)
+        setting = Setting.read({"algorithm": algorithm, **given}, places=places)
     replay = Replay(initial, cohorts, batches, projection)
     job, server = make_job(setting, fed, folder=place, ranks=ranks, replay=replay)
     check_ranks(job)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fedloom.algorithms import REGISTRY, Algorithm, Composition, Preset
 from fedloom.errors import ConfigError
-from fedloom.hints import METHOD_FORM, Entrance, Hint, nearest, no_hint, unknown
+from fedloom.hints import METHOD_FORM, Hint, Places, nearest, no_hint, unknown
 from fedloom.imports import find_maker, importable, is_path
 from fedloom.models import KINDS, MODELS, Import, ModelSpec, spec_of
 from fedloom.models.imported import Held, own_model
@@ -35,7 +35,7 @@ class NamedMethod(NamedTuple):
 
     @classmethod
     def read(
-        cls, method: Any, options: Mapping[str, Any], where: str = "", entrance: Entrance | None = None
+        cls, method: Any, options: Mapping[str, Any], where: str = "", places: Places | None = None
     ) -> NamedMethod:
         """Read a method with its options.
 
@@ -43,17 +43,17 @@ class NamedMethod(NamedTuple):
             method: a name of the registry, an import path, a class, a method, or what a preset has made.
             options: its options, and the constants ``settings`` of the options that are not given.
             where: file and table, for the message.
-            entrance: knows where other keys belong.
+            places: knows where other keys belong.
 
         Raises:
             ConfigError: there is no such method, it has no such option, or a value is out of range.
         """
         name, entry, made = name_method(method, where)
         fields = {**fields_of(entry), **({"settings": None} if made is None else {})}
-        allowed = [*fields, *(entrance.keys if entrance and entrance.method else ())]
+        allowed = [*fields, *(places.keys if places and places.method else ())]
         for key, value in options.items():
             if key not in fields:
-                raise unknown("key", key, allowed, where, entrance.hint(key, value) if entrance else "")
+                raise unknown("key", key, allowed, where, places.hint(key, value) if places else "")
         if made is None:
             maker: Any = entry
             return cls(name, entry, make(maker, options, where, fields))
@@ -104,24 +104,26 @@ class SettingTable:
 
     def keys(self) -> dict[str, Iterable[str]]:
         """Return the keys of every kind but `key`; those of a table that names no kind have an empty name."""
-        kinds = {kind: fields_of(entry).keys() - {self.key} for kind, entry in self.classes().items()}
+        kinds: dict[str, Iterable[str]] = {
+            kind: fields_of(entry).keys() - {self.key} for kind, entry in self.classes().items()
+        }
         return {"": kinds[self.default], **kinds} if self.default else kinds
 
-    def read(self, choice: Any, where: str = "", name: str = "", entrance: Entrance | None = None) -> Any:
+    def read(self, choice: Any, where: str = "", name: str = "", places: Places | None = None) -> Any:
         """Read the value of a table.
 
         Args:
             choice: a value, a kind, a table of options, or None; in a file only a table.
             where: file and table, for the message.
             name: of the table, for the message.
-            entrance: knows where other keys belong.
+            places: knows where other keys belong.
 
         Raises:
             ConfigError: an unknown kind or key, a wrong type or a value out of range.
         """
         if choice is None or isinstance(choice, self.base):
             return choice
-        in_file = entrance is not None and entrance.file
+        in_file = places is not None and places.file
         if self.base is ModelSpec and not in_file and not isinstance(choice, str | Mapping):
             try:
                 return own_model(choice)
@@ -133,7 +135,7 @@ class SettingTable:
             raise ConfigError(
                 f"{_at(where)}must be {what}, got {choice!r}{f'; {self._form(choice, name)}' if in_file else ''}"
             )
-        hint = no_hint if entrance is None else entrance.within(name)
+        hint = no_hint if places is None else places.within(name)
         if not self.kinds:
             return make(self.base, options, where, self.base.model_fields, hint)
         if self.default is None and (not options or options.get("kind") == "none"):

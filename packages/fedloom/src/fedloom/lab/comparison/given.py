@@ -23,7 +23,7 @@ from fedloom.data.sources import Source
 from fedloom.engine.setting import Choices, Setting
 from fedloom.engine.tables import name_method
 from fedloom.errors import ConfigError
-from fedloom.hints import Entrance, unknown
+from fedloom.hints import Places, unknown
 from fedloom.lab.experiment.file import parse
 from fedloom.lab.experiment.schema import TABLES, Experiment
 from fedloom.local import LocalSGD
@@ -127,8 +127,8 @@ class GivenExperiment:
     def references(self) -> list[str]:
         """What the methods may be compared with: each of them, and the better of training alone and FedAvg."""
         compared = self.experiment.methods
-        labels = {name: [m.label for m in compared if m.algorithm == name] for name in ("local", "fedavg")}
-        rival = [f"{labels['local'][0]} or {labels['fedavg'][0]}"] if all(labels.values()) else []
+        alone, average = ([m.label for m in compared if m.setting.role == role] for role in ("alone", "average"))
+        rival = [f"{alone[0]} or {average[0]}"] if alone and average else []
         return [*(method.label for method in compared), *rival]
 
     def read(self, document: Mapping[str, Any], where: str = "compare") -> Experiment:
@@ -136,7 +136,7 @@ class GivenExperiment:
         return parse(document, where, self._way)
 
 
-def _by_call(methods: Sequence[Mapping[str, Any]], keywords: Iterable[str]) -> Entrance:
+def _by_call(methods: Sequence[Mapping[str, Any]], keywords: Iterable[str]) -> Places:
     """Return the way in of a comparison in Python: its keywords, among them the choices that all methods share."""
 
     def special(key: str, value: object) -> str:
@@ -147,7 +147,7 @@ def _by_call(methods: Sequence[Mapping[str, Any]], keywords: Iterable[str]) -> E
                 return f"it is an option of {table['label']}: give it there, as {given}"
         return ""
 
-    way = Setting.entrance(method=False, special=special)
+    way = Setting.places(method=False, special=special)
     keys = (*keywords, *(key for key in Choices.__annotations__ if key != "seed"))
     tables = {**way.tables, "tune": TABLES["tune"].keys()}
     return replace(way, tables=tables, plain=keys, keys=keys)
@@ -175,7 +175,7 @@ def _federation(data: object, partition: object) -> tuple[Source | dict[str, str
     if isinstance(partition, str) or (
         isinstance(partition, Mapping) and all(isinstance(key, str) for key in partition)
     ):
-        partition = TABLES["partition"].read(partition, "compare: partition", "partition", Setting.entrance())
+        partition = TABLES["partition"].read(partition, "compare: partition", "partition", Setting.places())
     if isinstance(partition, Federation):
         raise ConfigError("compare: partition has split data already: give it in the place of the data")
     if isinstance(partition, type) and issubclass(partition, Partition):

@@ -14,7 +14,7 @@ from fedloom.data.sources import Source
 from fedloom.engine.setting import Setting
 from fedloom.engine.tables import NamedMethod
 from fedloom.errors import ConfigError, FedloomError
-from fedloom.hints import Entrance, unknown
+from fedloom.hints import Places, unknown
 from fedloom.lab.experiment.overrides import with_overrides
 from fedloom.lab.experiment.schema import (
     TABLES,
@@ -69,7 +69,7 @@ def read(
     return parse(document, str(path))
 
 
-def parse(document: Mapping[str, Any], where: str = "experiment", way: Entrance | None = None) -> Experiment:
+def parse(document: Mapping[str, Any], where: str = "experiment", way: Places | None = None) -> Experiment:
     """Make the experiment of a document.
 
     Args:
@@ -153,7 +153,7 @@ def difference_to_recorded(recorded: Mapping[str, Any], now: Mapping[str, Any], 
 
 
 def _methods(
-    entries: Sequence[object], local: object, common: Setting, settings: Constants, where: str, way: Entrance
+    entries: Sequence[object], local: object, common: Setting, settings: Constants, where: str, way: Places
 ) -> tuple[Method, ...]:
     way, methods = way.of_method("label", "settings", *Setting.per_method), []
     for number, entry in enumerate(entries, 1):
@@ -168,7 +168,7 @@ def _methods(
 
 
 def _method(
-    given: Mapping[str, Any], local: object, common: Setting, settings: Constants, where: str, way: Entrance
+    given: Mapping[str, Any], local: object, common: Setting, settings: Constants, where: str, way: Places
 ) -> Method:
     """Make the method of a table; the experiment's choice of constants holds where it has none."""
     if "algorithm" not in given or (way.file and not isinstance(given["algorithm"], str)):

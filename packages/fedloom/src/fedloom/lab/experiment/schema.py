@@ -17,7 +17,7 @@ from fedloom.data.sources import source as source_of
 from fedloom.engine.setting import Rounds, Setting, Shares
 from fedloom.engine.tables import SettingTable
 from fedloom.errors import ConfigError, DataError, direction_in
-from fedloom.hints import Entrance, no_hint
+from fedloom.hints import Places, no_hint
 from fedloom.imports import is_path
 from fedloom.lab.experiment.tuning import Tune
 from fedloom.values import Value, choose, dump, fields_of, make
@@ -114,7 +114,7 @@ Top = create_model("Top", __base__=Head, questions=_questions, **{name: _plain[n
 class DataTable(SettingTable):
     """The table [data], whose key ``source`` is a data set's name, or a path, which chooses the reader."""
 
-    def read(self, choice: Any, where: str = "", name: str = "", entrance: Entrance | None = None) -> Any:
+    def read(self, choice: Any, where: str = "", name: str = "", places: Places | None = None) -> Any:
         """Read the source of a table; a file or folder is looked at, so that its reader is known.
 
         Raises:
@@ -122,7 +122,7 @@ class DataTable(SettingTable):
             DataError: the path leads to no data set.
         """
         if not isinstance(choice, Mapping):
-            return super().read(choice, where, name, entrance)
+            return super().read(choice, where, name, places)
         options, source = {key: value for key, value in choice.items() if key != "source"}, choice.get("source")
         if not isinstance(source, str):
             raise ConfigError(f"{where} needs source, a data set's name or a path; names: {', '.join(SOURCES)}")
@@ -136,7 +136,7 @@ class DataTable(SettingTable):
             except (ConfigError, DataError) as error:
                 raise type(error)(f"{where}: {error}") from None
             maker = partial(source_of, source)
-        return make(maker, options, where, fields, *([entrance.within(name)] if entrance else ()))
+        return make(maker, options, where, fields, *([places.within(name)] if places else ()))
 
 
 TABLES: dict[str, SettingTable] = {
@@ -148,12 +148,12 @@ TABLES: dict[str, SettingTable] = {
 """The tables of an experiment file beside its methods."""
 
 
-def by_file() -> Entrance:
+def by_file() -> Places:
     """Return the way in of an experiment file."""
     tables = {name: table.keys() for name, table in TABLES.items()}
     tables = {"partition": tables.pop("partition"), **tables}
     keys = (*TABLES, *Top.model_fields, "method")
-    return Setting.entrance(tables=tables, plain=Top.model_fields, keys=keys, method=False, file=True, special=no_hint)
+    return Setting.places(tables=tables, plain=Top.model_fields, keys=keys, method=False, file=True, special=no_hint)
 
 
 SHARED = ("model", "task")
