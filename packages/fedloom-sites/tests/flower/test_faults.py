@@ -511,7 +511,7 @@ def test_too_few_nodes() -> None:
         ),
         (lambda: ff.Strategy("fedavg", Net(), evaluate={"every": 2}), "'every' has no effect .* use evaluate_every"),
         (
-            lambda: ff.Strategy("fedavg", Net(), evaluate={"confusion": True}),
+            lambda: ff.Strategy("fedavg", Net(), evaluate={"personal_on_common": True}),
             r"nodes score .* personal_model\(context\)",
         ),
         (lambda: ff.Strategy("ditto", Net(), folder=3), "folder must be a path"),

@@ -131,6 +131,15 @@ def check_case(folder: Path, labels: Iterable[str]) -> None:
             )
 
 
+def analysis_file(kind: str) -> str:
+    """Return the name of the file that an analysis' table is in.
+
+    >>> analysis_file("left-out"), analysis_file("my_parts:Pulled")
+    ('left_out.parquet', 'Pulled.parquet')
+    """
+    return f"{file_name(kind.rpartition(':')[2]).replace('-', '_')}.parquet"
+
+
 def folder_of(out: Path, kind: str, label: str, seed: int) -> Path:
     """The folder of a run's checkpoints, models or tracking in a run directory."""
     return out / kind / f"{file_name(label)}-{seed}"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedloom.errors import DataError, PartitionError
+from fedloom.errors import DataError, PartitionError, direction_in
 from fedloom.hints import unknown
 
 if TYPE_CHECKING:
@@ -70,6 +70,8 @@ class Federation:
             raise DataError(
                 f"{self.data.name}: its scaling is fitted per client; use a partition to build the federation"
             )
+        if disguised := direction_in(self.data.name, *self.names):
+            raise DataError(f"clients: {disguised}")
         for part in PARTS:
             index, offsets = self.parts[part]
             steps = offsets.diff()

@@ -47,18 +47,16 @@ def groups_of(data: Dataset, choices: Sequence[str]) -> Mapping[str, Tensor]:
     for choice in choices:
         name, bound = column_of(choice), BOUND.fullmatch(choice.strip())
         if name not in data.columns:
-            raise unknown("column", name, data.columns, "evaluate.groups, of the columns of a table")
+            raise unknown("column", name, data.columns, "groups, of the columns of a table")
         codes, levels = data.columns[name], data.levels[name]
         if bound is None:
             if len(levels) > MOST_LEVELS:
-                raise ConfigError(
-                    f"evaluate.groups: {name!r} has {len(levels)} levels; give a bound, such as '{name}>=50'"
-                )
+                raise ConfigError(f"groups: {name!r} has {len(levels)} levels; give a bound, such as '{name}>=50'")
             groups |= {f"{name}={level}": codes == k for k, level in enumerate(levels) if level != MISSING}
             continue
         wrong = next((level for level in levels if level != MISSING and not is_number(level)), None)
         if wrong is not None:
-            raise ConfigError(f"evaluate.groups: {name!r} has {wrong!r}, which is no number; leave out the bound")
+            raise ConfigError(f"groups: {name!r} has {wrong!r}, which is no number; leave out the bound")
         values = torch.tensor([float(level or "nan") for level in levels], dtype=torch.float64)[codes]
         for sign in (bound[2], OPPOSITE[bound[2]]):
             groups[f"{name}{sign}{bound[3]}"] = COMPARE[sign](values, float(bound[3]))
@@ -80,7 +78,7 @@ def group_names(choices: Sequence[str], levels: Mapping[str, Sequence[str]]) -> 
         column, bound = column_of(choice), BOUND.fullmatch(choice.strip())
         if bound is None and column not in levels:
             raise ConfigError(
-                f"evaluate.groups: sites have not agreed on the levels of {column!r}; give a bound, such as "
+                f"groups: sites have not agreed on the levels of {column!r}; give a bound, such as "
                 f"'{column}>=50', or name it with its levels in the agreement (scoring = true keeps it from the models)"
             )
         signs = levels[column] if bound is None else (bound[2], OPPOSITE[bound[2]])
@@ -169,7 +167,7 @@ def keeping(source: Source, groups: Sequence[str]) -> Source:
     if not columns:
         return source
     if not isinstance(source, TableSource):
-        raise ConfigError("evaluate.groups needs a table with named columns in [data]")
+        raise ConfigError("groups of rows need a table with named columns in [data]")
     keeps: Source = source.with_(kept=tuple(dict.fromkeys((*source.kept, *columns))))
     return keeps
 

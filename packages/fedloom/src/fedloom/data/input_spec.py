@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 from torch.nn import functional
 
@@ -20,7 +20,7 @@ from fedloom.data.sources.table.frames import is_frame
 from fedloom.data.survey.agreement import Agreement
 from fedloom.data.tables import Table, TableColumn
 from fedloom.data.text import NO_LABEL, UNKNOWN, recoded, wrong_tokens
-from fedloom.errors import ConfigError, DataError
+from fedloom.errors import ConfigError, DataError, direction_in
 from fedloom.seeds import numpy_generator
 from fedloom.values import Value
 
@@ -51,6 +51,12 @@ class InputSpec(Value):
     table: Table | None = Field(None, description="columns that the features come from")
     vocabulary: tuple[str, ...] = Field((), description="names of the tokens of sequences")
     each: bool = Field(False, description="every position of a sequence has a label")
+
+    @model_validator(mode="after")
+    def _shows_its_names(self) -> InputSpec:
+        if disguised := direction_in(*self.classes, *self.vocabulary):
+            raise ValueError(disguised)
+        return self
 
     @classmethod
     def of(cls, data: Dataset) -> InputSpec:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypedDict, Unpack
 
-from pydantic import AfterValidator, Field, NonNegativeInt, PlainValidator
+from pydantic import AfterValidator, Field, PlainValidator, model_validator
 from torch import nn
 
 from fedloom.algorithms import REGISTRY, Algorithm, Composition, Preset, role_of
 from fedloom.choose import MIXERS, SAMPLERS, WEIGHERS, Mixer, Sampler, SharesWeigher, Uniform, UniformWeigher, Weigher
 from fedloom.data.partition import PARTITIONS, Partition
+from fedloom.engine.moved import check_moved
 from fedloom.engine.tables import NamedMethod, SettingTable
 from fedloom.hints import Places, unknown
 from fedloom.local import LocalSGD
@@ -20,7 +21,6 @@ from fedloom.rows.attacks import ATTACKS, Attack
 from fedloom.rows.channel import CHANNELS, Channel
 from fedloom.schedule import DEVICES, SCHEDULES, Devices, Schedule, Synchronous
 from fedloom.tasks import Objective
-from fedloom.tasks.cox_choice import CoxRegression
 from fedloom.values import Value, dump, fields_of, flat, make
 
 Part = Literal["train", "validation", "test"]
@@ -29,9 +29,11 @@ Part = Literal["train", "validation", "test"]
 class Evaluate(Value):
     """When and on what models are scored. Nothing here changes what is learned."""
 
-    free: ClassVar[tuple[str, ...]] = (
-        "confusion", "tsne", "groups", "group_least", "predictions", "importance", "references", "cox"
-    )  # fmt: skip
+    @model_validator(mode="before")
+    @classmethod
+    def _analyses_apart(cls, options: object) -> object:
+        check_moved("evaluate", options)
+        return options
 
     every: int = Field(5, ge=1, description="rounds between evaluations; the last round is always evaluated")
     select_on: Literal["validation", "test"] = Field(
@@ -53,30 +55,6 @@ class Evaluate(Value):
         False,
         description="train personal models for the evaluation before round 1, which else scores initial ones; those "
         "that FedAvg-FT, FedBABU and Per-FedAvg tune for an evaluation are tuned there, too",
-    )
-    confusion: bool = Field(
-        False, description="count predicted classes by true class on every client's test part, at the end"
-    )
-    groups: tuple[str, ...] = Field(
-        (), description="columns, or bounds such as 'age>=75', by whose groups test parts are scored, at the end"
-    )
-    group_least: int = Field(
-        10, ge=2, description="rows of a group, and of each class or events among them, below which it is not scored"
-    )
-    predictions: bool = Field(
-        False, description="keep the prediction of every test sample, at the end: calibration, net benefit, who gains"
-    )
-    importance: bool = Field(
-        False, description="permute every column of a table in every client's test part, at the end: what models use"
-    )
-    references: bool = Field(
-        False, description="fit a regression and a forest of scikit-learn at every client of a table, at the end"
-    )
-    cox: CoxRegression | None = Field(
-        None, description="of a survival task: fit a Cox regression over the rows of all clients by sums, at the end"
-    )
-    tsne: tuple[NonNegativeInt, ...] = Field(
-        (), description="clients whose test samples are laid out in the plane by t-SNE, at the end (FedSLR, Fig. 4)"
     )
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithms import Algorithm, check_declaration
-from fedloom.choose import SharesWeigher, Uniform
+from fedloom.choose import SharesWeigher, Uniform, Weigher
 from fedloom.choose.shares import by_clusters, cluster_shares, clusters_of, shares_of
 from fedloom.data.federation import Federation
 from fedloom.engine.checks.defaults import adapted
@@ -239,6 +239,19 @@ def _place(engine: Engine) -> tuple[torch.device, torch.dtype]:
     return device, getattr(torch, engine.dtype)
 
 
+def _closed(weigher: Weigher) -> Weigher:
+    """The weigher, if it needs no further groups.
+
+    Raises:
+        ConfigError: it compares two groups of rows, and names none.
+    """
+    try:
+        return weigher.with_groups(())
+    except ConfigError as error:
+        what = str(error).partition(";")[0]
+        raise ConfigError(f"{what}; name them in [weigher], as group = 'sex' or 'age>=75'") from None
+
+
 def _checked(setting: Setting, n: int) -> tuple[Setting, list[str]]:
     """The setting with presets resolved and checked with all that needs no data; notes on what pooling leaves out.
 
@@ -246,7 +259,7 @@ def _checked(setting: Setting, n: int) -> tuple[Setting, list[str]]:
         ConfigError: values that cannot work, or (Refused) do not work together.
     """
     pooled, (setting, notes) = setting.pooled, adapted(setting.resolved(), n)
-    setting = setting.with_(weigher=setting.weigher.with_groups(setting.evaluate.groups))
+    setting = setting.with_(weigher=_closed(setting.weigher))
     check_together(setting.method, setting.local, setting.weigher, setting.aggregator, setting.channel)
     check_sampler(setting.method, setting.sampler, setting.weigher)
     if pooled:

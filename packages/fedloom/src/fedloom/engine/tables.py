@@ -12,8 +12,9 @@ from pydantic_core import CoreSchema, core_schema
 from torch import Tensor, nn
 
 from fedloom.algorithms import REGISTRY, Algorithm, Composition, Preset
+from fedloom.engine.moved import moved_key
 from fedloom.errors import ConfigError
-from fedloom.hints import METHOD_FORM, Hint, Places, nearest, no_hint, unknown
+from fedloom.hints import METHOD_FORM, Hint, Places, nearest, unknown
 from fedloom.imports import find_maker, importable, is_path
 from fedloom.models import KINDS, MODELS, Import, ModelSpec, spec_of
 from fedloom.models.imported import Held, own_model
@@ -135,7 +136,10 @@ class SettingTable:
             raise ConfigError(
                 f"{_at(where)}must be {what}, got {choice!r}{f'; {self._form(choice, name)}' if in_file else ''}"
             )
-        hint = no_hint if places is None else places.within(name)
+
+        def hint(key: str, value: object) -> str:
+            return moved_key(name, key, value) or (places.hint(key, value, name) if places else "")
+
         if not self.kinds:
             return make(self.base, options, where, self.base.model_fields, hint)
         if self.default is None and (not options or options.get("kind") == "none"):

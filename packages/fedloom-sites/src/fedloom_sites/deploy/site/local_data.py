@@ -68,7 +68,7 @@ def read_data(experiment: Experiment, site: Site) -> Dataset:
     """
     local = parse({**experiment.settings(), "data": options_of(experiment, site)}, f"{site.site}: the site file")
     try:
-        data = keeping(local.source, experiment.common.evaluate.groups).read(site.data_dir)
+        data = keeping(local.source, experiment.kept_columns).read(site.data_dir)
     except ConfigError as error:  # it may quote the first row of a file without a header
         raise DataError(str(error)) from error
     except NoSamples:

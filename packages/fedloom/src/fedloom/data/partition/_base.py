@@ -112,10 +112,6 @@ class Partition(Value):
     folds: int | None = Field(
         default=None, ge=2, description="cross-validation: seed s tests on fold s mod folds of the split of s div folds"
     )
-    leave: Literal["each"] | None = Field(
-        default=None,
-        description="each: train without every client in turn too, and score the one left out as a new one",
-    )
     keep: int | None = Field(default=None, ge=1, description="training samples kept per client (FedACS, Table 2: 50)")
     min_size: int = Field(default=1, ge=1, description="samples that every client must get")
     pool: bool = Field(

@@ -34,7 +34,7 @@ class AgreedColumn(Value):
     range: tuple[float, float] | None = Field(None, description="smallest and largest plausible number")
     missing: bool = Field(False, description="cells may be missing; a further feature then marks them")
     scale: bool = Field(True, description="a number is centred and scaled at every site")
-    scoring: bool = Field(False, description="kept for groups of evaluate.groups only; models do not receive it")
+    scoring: bool = Field(False, description="kept for the analysis groups only; models do not receive it")
 
     @model_validator(mode="after")
     def _fits(self) -> AgreedColumn:

@@ -47,7 +47,7 @@ def tune(
             if value is not None:
                 document[name] = {**table(document.get(name, {}), f"{file}: [{name}]"), key: value}
         from fedloom.lab.tune import Tuning
-        from fedloom.lab.tune.search import beyond, shorter
+        from fedloom.lab.tune.search import beyond, note_limits
 
         search = Tuning(document, str(file), out or Path("runs") / f"{file.stem}-tune", data_dir, force=force)
         for sentence in search.remarks:
@@ -66,7 +66,7 @@ def tune(
             )
     for sentence in beyond(findings):
         say(f"warning: {sentence}", err=True)
-    for sentence in shorter(findings):
+    for sentence in note_limits(findings):
         say(f"note: {sentence}", err=True)
     say(f"report: {search.out / 'tuning.md'}\nnext:   fedloom run {search.out / 'tuned.toml'}")
 

@@ -77,6 +77,7 @@ def compare(
     against: str | None = None,
     models: Models = "used",
     margin: float | None = None,
+    analyses: Sequence[object] = (),
     folder: Path | str | None = None,
     progress: bool = True,
     name: str = "comparison",
@@ -106,6 +107,8 @@ def compare(
             personal model the better one on the client's validation part); ``personal``, as papers report it; ``all``.
         margin: differences up to it do not matter, in the units of the leading metric (0.01 of an accuracy is one
             point): methods within it are equivalent. None: none is stated, and no methods are called equivalent.
+        analyses: what is computed beside the rounds, as values, names of `fedloom.analyses.ANALYSES` or tables with
+            ``kind``: ``["confusion", {"kind": "groups", "by": ["sex"]}]``. The report has them.
         folder: the run directory, from which the same call resumes; a search has ``<folder>-tune`` beside it. None: a
             temporary one.
         progress: show a bar (in a terminal) or lines, on standard error.
@@ -131,7 +134,9 @@ def compare(
     if models not in MODELS:
         raise unknown("choice", models, MODELS, "compare: models")
     keywords = [keyword for keyword in signature(compare).parameters if keyword != "choices"]
-    definition = GivenExperiment(methods, data, partition, seeds, table, name, {"model": model, **choices}, keywords)
+    definition = GivenExperiment(
+        methods, data, partition, seeds, table, name, {"model": model, **choices}, analyses, keywords
+    )
     if against is not None and against not in definition.references:
         raise unknown("method to compare with", against, definition.references, "compare: against")
     if place is not None:
@@ -182,13 +187,13 @@ def _tuned(
 ) -> tuple[dict[str, Any], dict[str, Mapping[str, Any]]]:
     """The document with the settings that a search has chosen, and these by label."""
     from fedloom.lab.tune import Tuning  # needs the extra 'tune'
-    from fedloom.lab.tune.search import beyond, shorter
+    from fedloom.lab.tune.search import beyond, note_limits
 
     search = Tuning(document, "compare", out, read=definition.read)
     shows: AbstractContextManager[Listener] = counted(search.rounds) if progress else nullcontext(_silent)
     with shows as hear:
         findings = search.run(lambda *_: None, hear)
-    for sentence in (*(f"warning: {one}" for one in beyond(findings)), *shorter(findings)) if progress else ():
+    for sentence in (*(f"warning: {one}" for one in beyond(findings)), *note_limits(findings)) if progress else ():
         remark(sentence)
     return search.tuned(findings), {one.study.method.label: dict(one.best.params) for one in findings if one.best}
 

@@ -24,7 +24,7 @@ from fedloom.engine.setting import Choices, Setting
 from fedloom.engine.tables import name_method
 from fedloom.errors import ConfigError
 from fedloom.hints import Places, unknown
-from fedloom.lab.experiment.file import parse
+from fedloom.lab.experiment.file import parse, read_analyses
 from fedloom.lab.experiment.schema import TABLES, Experiment
 from fedloom.local import LocalSGD
 from fedloom.values import dump, fields_of
@@ -81,6 +81,7 @@ class GivenExperiment:
         tune: how settings are looked for.
         name: of the comparison.
         choices: the fields of `Setting` that all methods share.
+        analyses: as values, names or tables.
         keywords: further ones that the caller takes, for messages.
 
     Attributes:
@@ -101,6 +102,7 @@ class GivenExperiment:
         tune: Mapping[str, Any],
         name: str,
         choices: Mapping[str, Any],
+        analyses: Sequence[Any] = (),
         keywords: Iterable[str] = (),
     ) -> None:
         numbers = None if isinstance(seeds, str) or not isinstance(seeds, Iterable) else tuple(seeds)
@@ -114,9 +116,10 @@ class GivenExperiment:
         for key, value in choices.items():
             if key not in way.keys:
                 raise unknown("key", key, way.keys, "compare", way.hint(key, value))
-        self._way = replace(way, keys=(*way.keys, "method"))
+        self._way = replace(way, keys=(*way.keys, "method", "analysis"))
+        given = {"analysis": read_analyses(analyses, "compare: analyses")}
+        given |= {key: value for key, value in choices.items() if value is not None}
         head = {"name": name, "seeds": numbers, "data": source, "partition": partition, "tune": tune}
-        given = {key: value for key, value in choices.items() if value is not None}
         self.document: dict[str, Any] = {**head, **given, "method": tables}
         self.experiment = self.read(self.document)
         self.document |= {"model": self.experiment.common.model} if "model" in given else {}  # made once

@@ -11,29 +11,24 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from fedloom.data.dataset import Dataset, on_cpu
+from fedloom.analyses import ANALYSES, Analysis
+from fedloom.data.dataset import on_cpu
 from fedloom.data.federation import Federation
 from fedloom.data.groups import keeping
 from fedloom.engine.result import Result
 from fedloom.engine.setting import Setting
 from fedloom.engine.setup import check
 from fedloom.engine.simulate import Progress, simulate
-from fedloom.errors import CodeError, DamagedCheckpoint, DataError, LayoutError, Refused, RunDirError, RunStopped, Stop
+from fedloom.errors import CodeError, DamagedCheckpoint, LayoutError, Refused, RunDirError, RunStopped, Stop
 from fedloom.lab import report
-from fedloom.lab.experiment.analyses.cox import check_cox, cox_regression
-from fedloom.lab.experiment.analyses.importance import check_importance
-from fedloom.lab.experiment.analyses.left_out import scores_of_new, without
-from fedloom.lab.experiment.analyses.references import check_references
 from fedloom.lab.experiment.events import PAUSE, Emitter, Event, EventQueue, Listener
 from fedloom.lab.experiment.file import difference_to_recorded
-from fedloom.lab.experiment.inspection import check_inspection
 from fedloom.lab.experiment.live import LiveFigures
 from fedloom.lab.experiment.outputs import (
     Outcome,
-    left_out_before,
-    write_inspection,
-    write_left_out,
-    write_parquet,
+    further_before,
+    write_analyses,
+    write_further,
     write_settings,
     write_splits,
     write_summary,
@@ -46,10 +41,22 @@ from fedloom.outputs import check_output_folder, is_run_directory
 from fedloom.processes.pool import WorkerPool, cores, useful
 from fedloom.processes.ranks import ALONE, Ranks
 from fedloom.processes.signals import interruptible
-from fedloom.rundir import CHECKPOINTS, COX, FILES, FOLDERS, LIVE, MODELS, REPORT, SETTINGS, check_case, folder_of
+from fedloom.rundir import (
+    CHECKPOINTS,
+    FILES,
+    FOLDERS,
+    LIVE,
+    MODELS,
+    REPORT,
+    SETTINGS,
+    analysis_file,
+    check_case,
+    folder_of,
+)
 from fedloom.storage.checkpoint import check_digest
 from fedloom.storage.files import is_unused, make_folder, refuse_links
 from fedloom.storage.locks import lock
+from fedloom.values import kind_of
 
 NO_PAGE = "no report.html is written: its charts need another package; pip install 'fedloom[charts]'"
 FEW_CLIENTS = 16
@@ -98,23 +105,15 @@ class Plan:
             self._check_directory()
             entries = (*FOLDERS, *FILES, *(() if is_run_directory(out) else (SETTINGS,)))
             check_output_folder(out, (*reads, experiment.source_options.get("source")), entries=entries)
-        data = keeping(experiment.source, experiment.common.evaluate.groups).read(data_dir)
+        data = keeping(experiment.source, experiment.kept_columns).read(data_dir)
         self.federations: dict[int, Federation] = {s: experiment.partition(data, s) for s in experiment.head.seeds}
         self.runs = [(m, seed) for m in experiment.methods for seed in experiment.head.seeds]
-        for fed in self.federations.values():
-            check_inspection(experiment.common.evaluate, fed)
-            if experiment.common.evaluate.importance:
-                check_importance(fed)
-            if experiment.common.evaluate.references:
-                check_references(fed)
-        if experiment.common.evaluate.cox is not None:
-            check_cox(data)
+        for analysis in experiment.analyses:
+            for fed in self.federations.values():
+                analysis.check_run(fed, experiment.common)
+            if analysis.runs_further and ranks.size > 1:
+                raise Refused(f"{kind_of(analysis)} trains further runs on one process; leave it out")
         fed = self.federations[experiment.head.seeds[0]]
-        self._raw = data if experiment.partition.leave else None
-        self._cox = None if experiment.common.evaluate.cox is None else data
-        if self._raw is not None and (ranks.size > 1 or fed.n < 3):
-            why = "on one process" if ranks.size > 1 else f"with 3 clients or more, and there are {fed.n}"
-            raise Refused(f"partition.leave trains {why}; leave it out")
         self.notes = {m.label: check(m.setting, fed) for m in experiment.methods}
         if ranks.rank == 0 and not dry:
             make_folder(out)
@@ -169,8 +168,9 @@ class Plan:
             interrupted = processes > 1 and self._run_side_by_side(processes, listeners, ended)
             outcomes = self._run_all(listeners, alone=processes == 1, interrupted=interrupted, ended=ended)
             self._write(outcomes)
-            if self._raw is not None:
-                self._leave(self._raw, outcomes)
+            for analysis in self.experiment.analyses:
+                if analysis.runs_further:
+                    self._run_further(analysis, outcomes)
             if page and can_draw() and any(o.result is not None for o in outcomes):
                 report.write([self.out], self.out / REPORT, charts=False)
         return outcomes
@@ -236,39 +236,26 @@ class Plan:
             if outcome.complete and outcome.result is not None:
                 _save_models(outcome.result, self._folder(MODELS, method, seed))
         write_tables(self.out, outcomes)
-        more = write_inspection(self.out, self.experiment.common.evaluate, outcomes)
-        more += self._fit_cox() if any(outcome.complete for outcome in outcomes) else []
+        federation = self.federations[self.experiment.head.seeds[0]]
+        more = write_analyses(self.out, self.experiment.analyses, outcomes, federation)
         write_summary(self.out, self.experiment, outcomes, self.federations, more)
         shutil.rmtree(self.out / LIVE, ignore_errors=True)
 
-    def _fit_cox(self) -> list[str]:
-        """Fit the Cox regression that was asked for, on the clients of the first seed; a note where there is none."""
-        choice, seed = self.experiment.common.evaluate.cox, self.experiment.head.seeds[0]
-        tables, notes = list[pa.Table](), list[str]()
-        if choice is not None and self._cox is not None:
-            try:
-                tables = [cox_regression(choice, self._cox, self.federations[seed])]
-            except (DataError, Refused) as error:
-                notes = [f"the Cox regression has no fit: {error}"]
-        write_parquet(self.out / COX, tables)
-        return notes
-
-    def _leave(self, data: Dataset, outcomes: Sequence[Outcome]) -> None:
-        """Train every complete run again without each client in turn, and score that one; a run's scores are kept."""
-        before, tables = left_out_before(self.out), dict[tuple[str, int], list[pa.Table]]()
-        write_left_out(self.out, tables, before)
+    def _run_further(self, analysis: Analysis, outcomes: Sequence[Outcome]) -> None:
+        """Do the further runs of an analysis for every complete run; rows of runs that have them are kept."""
+        before, tables = further_before(self.out, analysis), dict[tuple[str, int], list[pa.Table]]()
+        write_further(self.out, analysis, tables, before)
         for (method, seed), outcome in zip(self.runs, outcomes, strict=False):
-            fed = self.federations[seed]
-            scored = method.setting.evaluate.with_(every=method.setting.rounds, parts=("test",), select_on="test")
-            shared = outcome.complete and outcome.result is not None and "global" in outcome.result.models.kinds()
-            for client in range(fed.n) if shared and (method.label, seed) not in before else ():
-                setting = method.setting.with_(seed=seed, evaluate=scored)
-                result = simulate(setting, without(fed, client))
-                if result.stop is Stop.INTERRUPTED:
+            run, result = (method.label, seed), outcome.result
+            if run in before or result is None or not outcome.complete:
+                continue
+            for unit in analysis.units(method.setting.with_(seed=seed), self.federations[seed], result):
+                further = simulate(unit.setting, unit.fed)
+                if further.stop is Stop.INTERRUPTED:
                     return
-                tables.setdefault((method.label, seed), []).append(scores_of_new(result, data, fed, client))
-            if (method.label, seed) in tables:
-                write_left_out(self.out, tables, before)
+                tables.setdefault(run, []).append(unit.measure(further))
+            if run in tables:
+                write_further(self.out, analysis, tables, before)
 
     def _check_directory(self) -> None:
         """Refuse what is not a run directory, or one of another experiment; methods and seeds may come and go."""
@@ -308,7 +295,7 @@ class Plan:
             return
         for name in FOLDERS:
             shutil.rmtree(self.out / name, ignore_errors=True)
-        for name in FILES:
+        for name in (*FILES, *map(analysis_file, ANALYSES)):
             (self.out / name).unlink(missing_ok=True)
 
     def _folder(self, kind: str, method: Method, seed: int) -> Path:

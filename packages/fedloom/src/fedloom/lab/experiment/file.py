@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 
+from fedloom.analyses import Analysis, analysis_of
 from fedloom.data.sources import Source
+from fedloom.engine.moved import with_analyses
 from fedloom.engine.setting import Setting
 from fedloom.engine.tables import NamedMethod
 from fedloom.errors import ConfigError, FedloomError
@@ -30,7 +33,7 @@ from fedloom.models import Import
 from fedloom.rundir import label_of
 from fedloom.storage import read_toml
 from fedloom.trust import check_document
-from fedloom.values import difference, dump, flat, make, table
+from fedloom.values import difference, dump, flat, kind_of, make, table
 
 
 def read(
@@ -61,6 +64,7 @@ def read(
     """
     document = read_toml(path, "experiment file") if document is None else document
     content = {key: value for key, value in document.items() if key != "resolved"}
+    content = with_analyses(content) if "resolved" in document else content
     check_document(content, path, trust=trust)
     document = with_overrides(content, str(path), values, methods, rounds, refit=refit)
     replaced = {key: value for key, value in engine.items() if value is not None}
@@ -101,8 +105,10 @@ def parse(document: Mapping[str, Any], where: str = "experiment", way: Places | 
     )
     base, model = Setting.of("fedavg", seed=top.seeds[0]), document.get("model", {})
     choices = {key: document[key] for key in Setting.model_fields if key in document}
-    common = Setting.read(choices, where, way, base)
+    analyses = read_analyses(document.get("analysis", ()), where)
+    common = grouped(Setting.read(choices, where, way, base), analyses)
     kind = model.get("kind", "softmax") if isinstance(model, Mapping) else common.document()["model"]["kind"]
+    compared = _methods(methods, document.get("local", {}), common, top.settings, where, way)
     return Experiment(
         head=Head(**{key: getattr(top, key) for key in Head.model_fields}),
         source=source,
@@ -111,8 +117,39 @@ def parse(document: Mapping[str, Any], where: str = "experiment", way: Places | 
         model_kind="import" if isinstance(common.model, Import) else kind,
         common=common,
         tune=tune,
-        methods=_methods(methods, document.get("local", {}), common, top.settings, where, way),
+        methods=tuple(replace(method, setting=grouped(method.setting, analyses)) for method in compared),
+        analyses=analyses,
     )
+
+
+def read_analyses(entries: object, where: str) -> tuple[Analysis, ...]:
+    """Return the analyses of a file's [[analysis]], or of values, names and tables in Python.
+
+    Raises:
+        ConfigError: an unknown kind or option, or two analyses of one kind.
+    """
+    if not isinstance(entries, Sequence) or isinstance(entries, str):
+        raise ConfigError(f"{where}: an analysis is a table of its own: write [[analysis]] and below it kind = ...")
+    values = list[Analysis]()
+    for number, entry in enumerate(entries, 1):
+        place = f"{where}: [[analysis]] {number}"
+        if not isinstance(entry, Analysis | str):
+            entry = table(entry, place, "write [[analysis]] and below it kind = ...")
+        values.append(analysis_of(entry, {}, place))
+    kinds = [kind_of(value) for value in values]
+    for kind in kinds:
+        if kinds.count(kind) > 1:
+            raise ConfigError(
+                f"{where}: two analyses are of the kind {kind!r}, and their tables have one name; keep one"
+            )
+    return tuple(values)
+
+
+def grouped(setting: Setting, analyses: Iterable[Analysis]) -> Setting:
+    """Return the setting with the groups of the first analysis that names some in a weigher that compares groups."""
+    columns = next((value.kept_columns for value in analyses if value.kept_columns), ())
+    weigher = setting.weigher.with_groups(columns) if columns else setting.weigher
+    return setting if weigher == setting.weigher else setting.with_(weigher=weigher)
 
 
 def merged(local: Mapping[str, object], changes: Mapping[str, object]) -> dict[str, object]:
@@ -125,7 +162,7 @@ def merged(local: Mapping[str, object], changes: Mapping[str, object]) -> dict[s
 def difference_to_recorded(recorded: Mapping[str, Any], now: Mapping[str, Any], free: str) -> str:
     """Name the first key in which recorded settings differ from those of now, for a message; empty where none does.
 
-    Methods may be added or left out. What was recorded before an option existed has the option's default.
+    Methods and analyses may be added or left out. What was recorded before an option existed has its default.
 
     Args:
         recorded: settings as a run directory has them.
@@ -135,6 +172,9 @@ def difference_to_recorded(recorded: Mapping[str, Any], now: Mapping[str, Any], 
     Raises:
         KeyError, TypeError: ``recorded`` is no document of settings.
     """
+    now, recorded = (
+        {k: v for k, v in document.items() if k != "analysis"} for document in (now, with_analyses(recorded))
+    )
     try:
         recorded, complete = parse(recorded).settings(), True
     except FedloomError:  # of a version that had other options

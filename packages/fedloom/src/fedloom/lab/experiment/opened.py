@@ -15,6 +15,7 @@ from fedloom.data.dataset import Dataset
 from fedloom.data.new_data import NewData
 from fedloom.data.new_rows import new_rows
 from fedloom.data.sources import Source
+from fedloom.engine.moved import with_analyses
 from fedloom.engine.setting import Setting
 from fedloom.errors import ConfigError, DataError, RunDirError
 from fedloom.formats import option
@@ -155,7 +156,8 @@ class RunDirectory:
     def _experiment(self, methods: Sequence[Mapping[str, Any]]) -> Experiment:
         """The settings with some of the methods: what another method names may be gone."""
         check_document(self._document, self.path / SETTINGS, trust=self._trust)
-        document = {k: v for k, v in self._document.items() if k not in ("resolved", "partition")}
+        apart = ("resolved", "partition", "analysis")  # a model is used without the packages of the analyses
+        document = {k: v for k, v in with_analyses(self._document).items() if k not in apart}
         tables = {"data": RecordedData(), "method": [self._with_model(method) for method in methods]}
         return parse({**self._with_model(document), **tables}, str(self.path / SETTINGS))
 

@@ -7,6 +7,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fedloom.analyses import ANALYSES, Analysis
 from fedloom.errors import ConfigError
 from fedloom.hints import unknown
 from fedloom.rundir import label_of
@@ -14,9 +15,6 @@ from fedloom.values import FACTOR, table
 
 WORD = re.compile(rf"[A-Za-z_][\w./:-]*|{FACTOR}")
 """Text that needs no quotes, for the shell takes them away."""
-
-TESTED = ("predictions", "importance", "references", "confusion", "tsne")
-"""Keys of [evaluate] that look at test samples."""
 
 
 def with_overrides(
@@ -67,14 +65,20 @@ def with_overrides(
 
 def _refitted(document: dict[str, Any], where: str) -> dict[str, Any]:
     """The experiment without test samples, and without validation ones unless models are recalibrated on them."""
-    tables = {name: table(document.get(name, {}), f"{where}: [{name}]") for name in ("partition", "evaluate", "task")}
-    partition = {k: v for k, v in tables["partition"].items() if k not in ("folds", "leave")} | {"test": 0.0}
+    tables = {name: table(document.get(name, {}), f"{where}: [{name}]") for name in ("partition", "task")}
+    partition = {k: v for k, v in tables["partition"].items() if k != "folds"} | {"test": 0.0}
     if not tables["task"].get("calibrate"):
         partition["validation"] = 0.0
-    evaluate = {k: v for k, v in tables["evaluate"].items() if k not in TESTED}
     seeds = document.get("seeds", [0])
     first = seeds[:1] if isinstance(seeds, list) else seeds
-    return {**document, "partition": partition, "evaluate": evaluate, "seeds": first}
+    analyses = [entry for entry in document.get("analysis", ()) if not _looks_at_tests(entry)]
+    return {**document, "partition": partition, "analysis": analyses, "seeds": first}
+
+
+def _looks_at_tests(entry: object) -> bool:
+    """Whether an analysis reads a run, whose test parts are empty here; one by sums is of all rows."""
+    kind = entry.get("kind") if isinstance(entry, Mapping) else None
+    return not (kind in ANALYSES and ANALYSES[str(kind)].answer is not Analysis.answer)
 
 
 def _set(document: dict[str, Any], text: str, where: str) -> None:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, NonNegativeInt, create_model, field_validator
 
 from fedloom.algorithms import REGISTRY, Algorithm, Preset
+from fedloom.analyses import Analysis
 from fedloom.data.partition import PARTITIONS, Partition
 from fedloom.data.sources import SOURCES, Source
 from fedloom.data.sources import source as source_of
@@ -20,7 +21,7 @@ from fedloom.errors import ConfigError, DataError, direction_in
 from fedloom.hints import Places, no_hint
 from fedloom.imports import is_path
 from fedloom.lab.experiment.tuning import Tune
-from fedloom.values import Value, choose, dump, fields_of, make
+from fedloom.values import Value, choose, dump, fields_of, kind_of, make
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,7 @@ def by_file() -> Places:
     """Return the way in of an experiment file."""
     tables = {name: table.keys() for name, table in TABLES.items()}
     tables = {"partition": tables.pop("partition"), **tables}
-    keys = (*TABLES, *Top.model_fields, "method")
+    keys = (*TABLES, *Top.model_fields, "method", "analysis")
     return Setting.places(tables=tables, plain=Top.model_fields, keys=keys, method=False, file=True, special=no_hint)
 
 
@@ -173,6 +174,7 @@ class Experiment:
         common: what methods have that choose nothing for themselves.
         tune: the table [tune].
         methods: what is compared.
+        analyses: what is computed beside the rounds, one of a kind.
     """
 
     head: Head
@@ -183,6 +185,18 @@ class Experiment:
     common: Setting
     tune: Tune
     methods: tuple[Method, ...]
+    analyses: tuple[Analysis, ...] = ()
+
+    @property
+    def kept_columns(self) -> list[str]:
+        """Columns, or bounds of them, that a table keeps for analyses and weighers."""
+        weighers = [self.common.weigher, *(method.setting.weigher for method in self.methods)]
+        groups = [group for weigher in weighers if (group := getattr(weigher, "group", None)) is not None]
+        return list(dict.fromkeys([*(column for value in self.analyses for column in value.kept_columns), *groups]))
+
+    def find(self, kind: str) -> Any:
+        """Return the analysis of a kind, None where the experiment has none."""
+        return next((value for value in self.analyses if kind_of(value) == kind), None)
 
     @property
     def rounds(self) -> dict[str, int]:
@@ -208,4 +222,5 @@ class Experiment:
             **common,
             "model": {**common["model"], "kind": self.model_kind},
             "method": [{k: v for k, v in m.items() if k not in SHARED or v != whole[k]} for m in methods],
+            **({"analysis": [dump(value, kind=kind_of(value)) for value in self.analyses]} if self.analyses else {}),
         }

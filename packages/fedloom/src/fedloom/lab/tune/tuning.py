@@ -29,8 +29,8 @@ from fedloom.lab.tune.search import (
     beyond,
     check_names,
     check_values,
+    note_limits,
     own_params,
-    shorter,
     space_of,
     with_params,
 )
@@ -237,7 +237,7 @@ class Tuning:
         if self.tune.equal_work:
             head += "# The rounds of every method bring its samples_backward nearest to those of `rounds` plain ones.\n"
             head += "".join(f"# {sentence}\n" for sentence in beyond(findings))
-        head += "".join(f"# {sentence}\n" for sentence in shorter(findings))
+        head += "".join(f"# {sentence}\n" for sentence in note_limits(findings))
         content = document if self._read is parse else experiment.settings()  # values have no form in TOML
         write_atomic(self.out / "tuned.toml", (head + tomli_w.dumps(content)).encode())
 
