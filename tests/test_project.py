@@ -414,7 +414,7 @@ SLOW = {
 """Modules that are slow to import and that no run needs before its first round."""
 
 
-@pytest.mark.parametrize("name", ["simulate", "compare", "open_run", "partition"])
+@pytest.mark.parametrize("name", ["simulate", "compare", "open_run", "Federation"])
 def test_a_name_of_the_library_loads_nothing_slow_but_torch_and_its_own(name: str) -> None:
     here = f"import sys, torch; before = {{*sys.modules}}; import fedloom; fedloom.{name}"
     loaded = run(f"{here}; print(*sorted({SLOW!r} & (sys.modules.keys() - before)))")
