@@ -739,3 +739,21 @@ def test_a_method_is_one_short_file() -> None:
     files = [f for f in (SOURCE / "algorithms").glob("[!_]*.py") if f.stem != "presets"]
     lengths = {f.name: len(f.read_text().splitlines()) for f in files}
     assert {name: n for name, n in lengths.items() if n > (180 if name == "fiaelt.py" else 157)} == {}
+
+
+def test_a_bill_of_materials_has_fedloom_itself_and_licenses() -> None:
+    """Of every package that is installed here in the listed version, and of fedloom's own."""
+    spec = importlib.util.spec_from_file_location("sbom", ROOT / "scripts" / "sbom.py")
+    assert spec is not None
+    assert spec.loader is not None
+    sbom = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sbom)
+    listed = re.findall(r"^([A-Za-z0-9_.-]+)==([^ ;\\]+)", (ROOT / "requirements-deploy.txt").read_text(), re.MULTILINE)
+    bill = {"components": [{"name": name, "version": version} for name, version in listed]}
+    lacking = sbom.complete(bill)
+    known = {c["name"]: c for c in bill["components"] if "licenses" in c}
+    assert {name: known[name]["version"] for name in sbom.PACKAGES} == dict.fromkeys(sbom.PACKAGES, fl.__version__)
+    assert bill["metadata"]["component"]["name"] == "fedloom-sites"
+    assert {"torch", "flwr", "cryptography", "pycryptodome", "numpy"} <= {*known}
+    assert len(known) + len(lacking) == len(listed) + len(sbom.PACKAGES)
+    assert sbom.stated_license("torch", "0.0.1") == ""
