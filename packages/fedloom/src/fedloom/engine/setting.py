@@ -10,7 +10,7 @@ from torch import nn
 
 from fedloom.algorithms import REGISTRY, Algorithm, Composition
 from fedloom.choose import MIXERS, SAMPLERS, WEIGHERS, Mixer, Sampler, SharesWeigher, Uniform, UniformWeigher, Weigher
-from fedloom.engine.moved import check_moved, moved_key
+from fedloom.engine.checks.moved import check_moved, moved_key
 from fedloom.engine.tables import SettingTable, home_of
 from fedloom.errors import ConfigError, unknown
 from fedloom.local import LocalSGD

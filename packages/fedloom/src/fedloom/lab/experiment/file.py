@@ -16,7 +16,7 @@ from fedloom.algorithms import REGISTRY, Algorithm
 from fedloom.analyses import Analysis, analysis_of
 from fedloom.data.sources import SOURCES, Source
 from fedloom.data.sources import source as source_of
-from fedloom.engine.moved import moved_key, with_analyses
+from fedloom.engine.checks.moved import moved_key, with_analyses
 from fedloom.engine.setting import Setting
 from fedloom.errors import ConfigError, DataError, FedloomError, homes_of, nearest, unknown
 from fedloom.imports import is_path
