@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedloom.errors import unknown
+from fedloom.hints import unknown
 from fedloom.lab.cli import _complete as offer
 from fedloom.lab.cli._app import DataDir, app, errors, say
 

@@ -64,6 +64,7 @@ def json_schema() -> str:
         "properties": {
             **head,
             **tables,
+            "grid": {"type": "object"},
             "method": {"type": "array", "minItems": 1, "items": method},
             "analysis": {"type": "array", "items": kinds(ANALYSES)},
             **links,
