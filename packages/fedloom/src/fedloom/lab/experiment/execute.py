@@ -123,7 +123,7 @@ class Plan:
         self._force, self._partly = force, partly
         if ranks.rank == 0:
             self._check_directory()
-            entries = (*FOLDERS, *FILES, *(() if is_run_directory(out) else (SETTINGS,)))
+            entries = (*FOLDERS, *FILES, *map(analysis_file, ANALYSES), *(() if is_run_directory(out) else (SETTINGS,)))
             check_output_folder(out, (*reads, experiment.source_options.get("source")), entries=entries)
         data = keeping(experiment.source, experiment.kept_columns).read(data_dir)
         self.federations: dict[int, Federation] = {s: experiment.partition(data, s) for s in experiment.head.seeds}
