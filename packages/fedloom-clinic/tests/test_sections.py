@@ -26,7 +26,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "t.csv").write_text(TABLE)
     document = {
         "rounds": 1, "partition": {"kind": "writers", "test": 0.2}, "method": [{"algorithm": "local"}],
-        "data": {"source": str(folder / "t.csv"), "label": "days", "event": "died", "users": "site", "task": "survival"},
+        "data": {"source": str(folder / "t.csv"), "label": "days", "event": "died", "users": "site"},
         "analysis": [{"kind": "cox"}, {"kind": "table-1"}],
     }  # fmt: skip
     fl.experiment.Plan(fl.experiment.parse(document), folder / "run").run()
