@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from fedloom.analyses import ClientRows, Rules, Schema
-from fedloom.errors import Refused, unknown
+from fedloom.errors import Refused
+from fedloom.hints import unknown
 
 OTHER, MISSING = "other", "missing"
 CLIENT_GROUP = "client"

@@ -139,4 +139,16 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
 REGISTRY: dict[str, type[Algorithm] | Preset] = {**ALGORITHMS, **PRESETS}
 """Every method by name: an algorithm, or a preset that names a composition."""
 
+
+def role_of(method: Algorithm | Composition) -> str:
+    """Return what a comparison takes a method for, whatever it is called.
+
+    "alone": clients train by themselves and send nothing; "average": the one model of FedAvg; "pooled": all samples in
+    one place; empty: any other method.
+    """
+    if isinstance(method, Composition):
+        return "pooled" if method.pooled else ""
+    return ("average" if type(method) is FedAvg else "") if upload_fields(type(method)) else "alone"
+
+
 __dir__ = lister(__name__)

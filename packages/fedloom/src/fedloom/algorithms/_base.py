@@ -102,6 +102,9 @@ class Algorithm(Value, ABC):
     weighs_partial: ClassVar[bool] = False
     """Its server weighs or its local problem tolerates clients that take fewer steps than others, so that a deadline
     may cut their work short (`affordable`)."""
+    counting_option: ClassVar[str] = ""
+    """The option with which its server's model is a mean over all clients (`counts_absent`), of a method whose server
+    takes whole changes of it with others, as ``"server_lr = 'fraction'"``."""
     projects: ClassVar[bool] = False
     """Works in a subspace; takes the matrix that a run replays (``ctx.projection``, ``work.projection``)."""
     family: ClassVar[str] = "consensus"

@@ -9,7 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args, get_
 
 from torch import Tensor
 
-from fedloom.errors import ConfigError, nearest
+from fedloom.errors import ConfigError
+from fedloom.hints import nearest
 from fedloom.rows.prox import Form, made_by
 from fedloom.values import Value
 
