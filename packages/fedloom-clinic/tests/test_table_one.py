@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pandas as pd
 import pytest
 import torch
 from scipy import stats
+from typer.testing import CliRunner
 
 import fedloom as fl
 from fedloom.errors import ConfigError, Refused
+from fedloom.lab.cli import app
 from fedloom_clinic.table_one import TableOne
 
 SIZES = (150, 90, 60, 40)
@@ -106,6 +110,20 @@ def test_small_cells_are_merged_and_totals_are_of_all_rows() -> None:
     assert len(glucose.counts) < 50
     assert sum(glucose.counts) == frame.glucose.notna().sum()
     assert glucose["mean"] == pytest.approx(frame.glucose.mean(), abs=1e-9)
+
+
+def test_the_command_prints_it_without_histograms(tmp_path: Path) -> None:
+    _, frame = patients()
+    frame.to_csv(tmp_path / "t.csv", index=False)
+    (tmp_path / "t.toml").write_text(
+        f'[data]\nsource = "{tmp_path}/t.csv"\nlabel = "died"\nusers = "site"\ncategorical = ["ward", "arm"]\n'
+        '[partition]\nkind = "writers"\n[[method]]\nalgorithm = "fedavg"\n'
+    )
+    said = CliRunner().invoke(app, ["analyze", "table-1", str(tmp_path / "t.toml"), "--set", "group=arm"])
+    assert said.exit_code == 0, said.output
+    line = next(line for line in said.output.splitlines() if line.split()[:2] == ["age", "new"])
+    assert f"{frame[frame.arm == 'new'].age.mean():.4g}" in line
+    assert "2 questions to 4 clients" in said.output
 
 
 def test_it_obeys_the_laws() -> None:
