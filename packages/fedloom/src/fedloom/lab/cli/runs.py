@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedloom.errors import unknown
 from fedloom.formats import duration
+from fedloom.hints import unknown
 from fedloom.lab.cli import _complete as offer
-from fedloom.lab.cli._app import AsJson, DataDir, FileArgument, Trust, app, errors, say, say_json, worker_count
+from fedloom.lab.cli._app import (
+    AsJson,
+    DataDir,
+    ExecutorName,
+    FileArgument,
+    Join,
+    Trust,
+    app,
+    errors,
+    say,
+    say_json,
+    worker_count,
+)
 
 if TYPE_CHECKING:
     from fedloom.lab.experiment import Plan
@@ -62,6 +75,8 @@ def run(
             "--refit", help="train on all samples with the first seed, as after cross-validation: no test part"
         ),
     ] = False,
+    join: Join = False,
+    executor: ExecutorName = None,
     as_json: AsJson = False,
     trust: Trust = False,
 ) -> None:
@@ -82,12 +97,14 @@ def run(
         experiment = read(file, values or (), method or (), rounds, trust=trust, refit=refit, workers=count)
         from fedloom.lab.experiment import Plan
         from fedloom.lab.experiment.track import Tracker, check_tracker
+        from fedloom.lab.experiment.units.executors import open_executor
         from fedloom.lab.progress import shown
         from fedloom.processes.distributed import joined
 
         with joined() as ranks:
             where = out or Path("runs") / (f"{file.stem}-refit" if refit else file.stem)
             check_tracker(track)
+            engine = None if executor is None else open_executor(executor)
             plan = Plan(
                 experiment, where, data_dir, force=force, partly=bool(method), dry=dry_run, reads=(file,), ranks=ranks
             )
@@ -97,13 +114,9 @@ def run(
                     _preview(plan)
                 return
             tracker = Tracker(track, plan.experiment, where) if track and ranks.rank == 0 else None
-            trained: list[str] = []
+            before = _recorded_figures(where)
             with shown(plan) as show:
-                outcomes = plan.run(
-                    show,
-                    lambda event: trained.extend([event.label] * (not event.status)),
-                    *([tracker] if tracker else []),
-                )
+                outcomes = plan.run(show, *([tracker] if tracker else []), join=join, executor=engine)
     open_runs = [outcome for outcome in outcomes if outcome.status == "interrupted"]
     if plan.ranks.rank == 0:
         if open_runs:
@@ -112,7 +125,7 @@ def run(
                 f"interrupted: {finished} of {len(outcomes)} runs are finished; run the same command again to continue",
                 err=True,
             )
-        elif not trained:
+        elif before and before == _recorded_figures(plan.out):
             say(f"nothing to do: all {len(outcomes)} runs in {plan.out} are finished", err=as_json)
         _print_failures(outcomes)
         if as_json:
@@ -185,6 +198,12 @@ def _print_table(out: Path) -> None:
         print_results(report.result_table(out))
 
 
+def _recorded_figures(out: Path) -> bytes:
+    """Return a digest of the recorded figures; empty if none are there."""
+    place = out / "metrics.parquet"
+    return hashlib.sha256(place.read_bytes()).digest() if place.is_file() else b""
+
+
 def _print_failures(outcomes: Sequence[Outcome]) -> None:
     """Print a line for every run that ended badly; interrupted runs have one line together."""
     for outcome in outcomes:
@@ -211,6 +230,32 @@ def _print_json(
     from fedloom.lab import report
 
     say_json(report.as_record(runs, against, models, margin) | more)
+
+
+@app.command(rich_help_panel="Run")
+def merge(
+    runs: Annotated[list[Path], typer.Argument(help="run directories of one experiment", show_default=False)],
+    out: Annotated[Path, typer.Option(help="the new run directory", show_default=False)],
+) -> None:
+    """Join run directories of one experiment that have other seeds or methods.
+
+    Example: fedloom merge runs/seeds-0-4 runs/seeds-5-9 --out runs/all
+    """
+    with errors():
+        from fedloom.lab import report
+        from fedloom.lab.experiment.units.merge import merge as join_folders
+        from fedloom.lab.report.charts.look import can_draw
+        from fedloom.outputs import check_output_folder
+
+        check_output_folder(out, runs, entries=())
+        lacks = join_folders(runs, out)
+        _print_conclusions([out])
+        if can_draw():
+            say(f"report: {report.write([out], out / 'report.html', charts=False)}")
+    for label, seed in lacks:
+        say(f"no directory has {label}, seed {seed}", err=True)
+    if lacks:
+        say(f"next: fedloom run {out / 'experiment.toml'} --out {out}")
 
 
 @app.command(name="report", rich_help_panel="Run")

@@ -215,9 +215,10 @@ def _results(
             if name == lead and status:
                 line.append(f'<td class="text"><span{odd}>{escape(row.status)}</span></td>')
         body.append(f"<tr>{''.join(line)}</tr>")
+    name, kind = ("Results", "results") if status else ("More columns", "further")
     return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{"Results" if status else "More columns"}, scrolls sideways">'
-        f'<table class="{"results" if status else "further"}"><caption class="unseen">Mean over seeds with half the width of the 95 % interval; '
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{name}, scrolls sideways">'
+        f'<table class="{kind}"><caption class="unseen">Mean over seeds with half the width of the 95 % interval; '
         f"the best of a column in bold, of methods of which no run diverged or failed{apart}. Heads sort.</caption>"
         f"<thead><tr>{cells}</tr></thead><tbody>{''.join(body)}</tbody></table></div>"
     )
@@ -318,8 +319,8 @@ def _work(run_rows: list[Row]) -> str:
     }
     if not work or max(work.values()) <= BEYOND * min(work.values()):
         return ""
-    algorithms = {row.algorithm: row.method for row in reversed(run_rows) if row.method in work}
-    least = algorithms.get("fedavg") or min(work, key=work.__getitem__)
+    roles = {row.role: row.method for row in reversed(run_rows) if row.method in work}
+    least = roles.get("average") or min(work, key=work.__getitem__)
     beyond = [f"{m} has {percent(w / work[least])}" for m, w in work.items() if w > BEYOND * work[least]]
     named = f" ({', '.join(beyond)} of the gradients of {least})" if work[least] and beyond else ""
     return (
