@@ -10,13 +10,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor, nn
 
 from fedloom.data import PARTS, Dataset, Federation, Split
 from fedloom.data.dataset import Task
 from fedloom.data.subjects.design import Design, design_of
-from fedloom.errors import ConfigError
+from fedloom.engine.job import Job
+from fedloom.engine.setting import Setting
+from fedloom.errors import ConfigError, Refused
+from fedloom.rows.channel import GaussianNoise
 from fedloom.tasks import Objective
+from fedloom_sites.deploy.protocol.lengths import shortened
 from fedloom_sites.flower.samples import Samples, Signature, adapted, fit, read
 
 TRIED = 2
@@ -49,6 +54,11 @@ class Local:
             Several inputs are given to the model by name.
         subject: of samples that are dicts, the name of the entry that says whose a sample is, as a patient's number. It
             is no input, and a subject in two of the sets is refused.
+        channel: the node's own noise, ``fl.channel.GaussianNoise(clip=1.0, sigma=1.0)`` or a dict of its options. No
+            document of the server lowers it: noise of the document counts where it clips to no more and adds no less,
+            else this one takes its place. Scores travel without noise.
+        norm_bound: longest difference (L2) of every field that leaves the node, greater than 0; what is longer is
+            shortened, whatever the server's document says. None: any length.
     """
 
     model: nn.Module
@@ -60,6 +70,58 @@ class Local:
     folder: Path | str | None = None
     keys: Sequence[str] = ()
     subject: str | None = None
+    channel: GaussianNoise | Mapping[str, Any] | None = None
+    norm_bound: float | None = None
+
+    def with_floor(self, setting: Setting) -> Setting:
+        """Give a run of the server's document at least the node's own noise.
+
+        Raises:
+            ConfigError: the channel is no noise.
+            Refused: the document has a channel that does something else, and two channels cannot be.
+        """
+        own, given = self._noise(), setting.channel
+        if own is None:
+            return setting
+        if given is not None and not isinstance(given, GaussianNoise):
+            raise Refused(
+                f"this node adds noise of its own (Local(channel=...)), and the strategy has channel {given.kind!r}; "
+                "an upload passes one channel: leave the strategy's out"
+            )
+        if given is not None and given.clip <= own.clip and given.sigma * given.clip >= own.sigma * own.clip:
+            return setting
+        return setting.with_(channel=own)
+
+    def shorten(self, job: Job, upload: Any, down: object) -> Any:
+        """Shorten the upload of a node to its own bound; fields ``[1, .]``."""
+        if self.norm_bound is None:
+            return upload
+        return shortened(job, upload, down, dict.fromkeys(job.fields, float(self.norm_bound)))[0]
+
+    def _noise(self) -> GaussianNoise | None:
+        if self.channel is None or isinstance(self.channel, GaussianNoise):
+            return self.channel
+        options = {"kind": "gaussian-noise", **self.channel} if isinstance(self.channel, Mapping) else self.channel
+        try:
+            return GaussianNoise.model_validate(options)
+        except ValidationError as error:
+            what = error.errors()[0]
+            where = ".".join(map(str, ("channel", *what["loc"])))
+            raise ConfigError(
+                f"Local: {where}: {what['msg']}, got {what['input']!r:.80}; give the node's noise as "
+                "fl.channel.GaussianNoise(clip=1.0, sigma=1.0)"
+            ) from None
+
+    def _check_floor(self) -> None:
+        """Refuse noise or a bound that cannot be.
+
+        Raises:
+            ConfigError: what is wrong.
+        """
+        self._noise()
+        bound = self.norm_bound
+        if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int | float) or not bound > 0):
+            raise ConfigError(f"Local: norm_bound must be a number greater than 0, got {bound!r:.80}; or leave it out")
 
     def read(self) -> NodeProblem:
         """Read the samples.
@@ -68,6 +130,7 @@ class Local:
             ConfigError: they are no samples, or the model or the loss does not take them.
             DataError: a subject is in two of the sets.
         """
+        self._check_floor()
         if not isinstance(self.model, nn.Module):
             raise ConfigError(f"model must be a module, such as Net(), got {self.model!r:.80}")
         if self.loss is not None and (isinstance(self.loss, type) or not callable(self.loss)):

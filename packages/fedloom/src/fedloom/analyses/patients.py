@@ -107,7 +107,7 @@ def predictions(result: Result) -> pa.Table:
 def group_scores(result: Result, by: Sequence[str], least: int) -> pa.Table:
     """Columns client (-1: all together), model, subgroup, metric, value; of every group first its samples.
 
-    Groups of fewer samples (subjects, where known) than `least`, or of a class or events, have no other figure.
+    Groups with fewer samples (known subjects) than `least`, or of a class or of events, have no other figure.
 
     Args:
         result: of a run.

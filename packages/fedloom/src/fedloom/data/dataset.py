@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from fedloom.data.text import wrong_labels, wrong_range, wrong_tokens
-from fedloom.errors import DataError, NoSamples, direction_in, nearest
+from fedloom.errors import DataError, NoSamples, direction_in
+from fedloom.hints import nearest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from fedloom.data.subjects.cut import mixed_subjects
-from fedloom.errors import DataError, PartitionError, direction_in, unknown
+from fedloom.errors import DataError, PartitionError, direction_in
+from fedloom.hints import unknown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

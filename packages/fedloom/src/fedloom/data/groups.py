@@ -13,7 +13,8 @@ from fedloom.data.dataset import MISSING, Dataset
 from fedloom.data.sources import Source
 from fedloom.data.sources.table.reading import TableSource
 from fedloom.data.tables import is_number
-from fedloom.errors import ConfigError, unknown
+from fedloom.errors import ConfigError
+from fedloom.hints import unknown
 
 BOUND = re.compile(r"(.+?)\s*(>=|<=|>|<)\s*([-+]?[\d.]+(?:[eE][-+]?\d+)?)")
 COMPARE = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}

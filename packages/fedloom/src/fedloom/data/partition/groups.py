@@ -9,7 +9,8 @@ from pydantic import Field, model_validator
 
 from fedloom.data.partition._base import Draw, Partition, Pool
 from fedloom.data.partition.deal import Dealt, Ints, by_owner, deal, even
-from fedloom.errors import PartitionError, nearest
+from fedloom.errors import PartitionError
+from fedloom.hints import nearest
 from fedloom.seeds import numpy_generator
 
 

@@ -20,7 +20,8 @@ from fedloom.data.sources.table.frames import coded_columns, frame_cells, frame_
 from fedloom.data.sources.table.reading import TableSource, read_table
 from fedloom.data.sources.tabular import Csv
 from fedloom.data.subjects.design import SAMPLE_ROLES, design_of
-from fedloom.errors import ConfigError, DataError, nearest
+from fedloom.errors import ConfigError, DataError
+from fedloom.hints import nearest
 from fedloom.values import fields_of, make
 
 

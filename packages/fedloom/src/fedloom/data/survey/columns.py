@@ -16,7 +16,8 @@ from fedloom.data.sources.table.reading import TableSource
 from fedloom.data.sources.tabular import Csv
 from fedloom.data.survey.facts import PER_LEVEL, PERSON, ColumnProfile, repeats
 from fedloom.data.survey.people import words
-from fedloom.errors import ConfigError, DataError, NoSamples, nearest
+from fedloom.errors import ConfigError, DataError, NoSamples
+from fedloom.hints import nearest
 
 SITES = words(
     "site sites hospital hospitals center centers centre centres clinic clinics institution institute inst facility "

@@ -28,7 +28,8 @@ def check_width(method: Algorithm, upload: Fields, weigher: Weigher, sampler: Sa
     Raises:
         Refused: the run makes no sense; the message has the reason.
     """
-    if not upload or getattr(upload, primary_field(type(method))).shape[1] == d:
+    name = primary_field(type(method)) if upload else ""
+    if not upload or (getattr(upload, name).shape[1] == d and upload_fields(type(method))[name].carries == "model"):
         return
     for what, value, looks in (("weigher", weigher, weigher.probes), ("sampler", sampler, sampler.learns)):
         if looks:
@@ -118,6 +119,9 @@ def check_mixer(algorithm: Algorithm, mixer: Mixer, aggregator: Aggregator | Non
     kinds = upload_fields(type(algorithm))
     if not kinds:
         raise Refused(f"{what} has nothing to mix in {name}: it uploads nothing; leave it out")
+    carried = kinds[primary_field(type(algorithm))].carries
+    if carried != "model":
+        raise Refused(f"{what} mixes models, and clients of {name} send {carried} in place of models; leave it out")
     if algorithm.mixes:
         raise Refused(
             f"{what} has no place in {name}: its server mixes single models for every client itself; leave it out"

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -227,9 +227,10 @@ def write_summary(
         for note in o.result.notes
         if note.removeprefix("data: ") not in of_data.get(o.seed, ())
     ]
+    roles = {method.label: method.setting.role for method in experiment.methods}
     summary = Summary(
         name=experiment.head.name,
-        runs=tuple(map(_run, outcomes)),
+        runs=tuple(_run(outcome, roles.get(outcome.label)) for outcome in outcomes),
         clients=feds[0].n,
         classes=feds[0].data.classes,
         select_on=experiment.common.evaluate.select_on,
@@ -248,10 +249,10 @@ def write_splits(
     write_parquet(out / PARTITION, tables)
 
 
-def _run(outcome: Outcome) -> RunRecord:
+def _run(outcome: Outcome, role: str | None) -> RunRecord:
     result = outcome.result
-    fields = {"method": outcome.label, "algorithm": outcome.algorithm, "seed": outcome.seed}
-    fields |= {"status": outcome.status, "reason": outcome.reason, "rounds": 0}
+    fields: dict[str, Any] = {"method": outcome.label, "algorithm": outcome.algorithm, "seed": outcome.seed}
+    fields |= {"role": role, "status": outcome.status, "reason": outcome.reason, "rounds": 0}
     if result is not None:
         oracle = result.job.oracle
         fields |= {"rounds": result.rounds, "oracle": oracle.name, "chunk": result.job.chunk}

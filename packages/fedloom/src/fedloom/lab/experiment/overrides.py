@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedloom.analyses import ANALYSES, Analysis
-from fedloom.errors import ConfigError, unknown
+from fedloom.errors import ConfigError
+from fedloom.hints import unknown
 from fedloom.rundir import label_of
 from fedloom.values import FACTOR, table
 
@@ -55,6 +56,9 @@ def with_overrides(
             if name not in names:
                 raise unknown("method", name, names, f"{where}: --method")
         changed["method"] = [m for m in named if {label_of(m), m.get("algorithm")} & {*methods}]
+        grid, kept = changed.get("grid"), {label_of(m) for m in changed["method"]}
+        if isinstance(grid, dict) and isinstance(grid.get("method"), dict):
+            changed["grid"] = {**grid, "method": {k: v for k, v in grid["method"].items() if k in kept}}
     if rounds is not None:
         changed["rounds"] = rounds
         for m in named:

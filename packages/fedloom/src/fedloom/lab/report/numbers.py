@@ -18,8 +18,10 @@ from fedloom.formats import rounded
 from fedloom.lab.report.naming import METRICS, metric
 from fedloom.lab.report.run import Integers, Key, Numbers, Points, Run
 from fedloom.metrics import leading, worst
-from fedloom.rundir import RunRecord
+from fedloom.rundir import ROLES_BY_NAME, RunRecord
 
+BASELINE_ROLES = ("alone", "average")
+"""Roles of the methods that others are compared with: the first of them that was run."""
 MODELS = ("global", "personal", "hybrid")
 WORK = (
     "steps",
@@ -172,6 +174,12 @@ class Row:
     model: str
     records: tuple[RunRecord, ...]
     figures: dict[str, Estimate]
+
+    @property
+    def role(self) -> str:
+        """What the method is taken for: "alone", "average", "pooled", or empty."""
+        stated = next((record.role for record in self.records if record.role is not None), None)
+        return ROLES_BY_NAME.get(self.algorithm, "") if stated is None else stated
 
     @property
     def name(self) -> str:

@@ -8,7 +8,6 @@ samples: C. A. Field and A. H. Welsh, "Bootstrapping clustered data", J. R. Stat
 from __future__ import annotations
 
 import numpy as np
-from scipy.special import xlogy
 
 from fedloom.lab.report.patients import Predicted
 from fedloom.lab.report.run import Numbers
@@ -37,6 +36,8 @@ def weighted(metric: str, weight: Numbers, samples: Predicted) -> Numbers:
         if metric == "mae":
             return np.asarray(weight @ np.abs(error) / total)
         if metric == "deviance":
+            from scipy.special import xlogy  # slow to import
+
             return np.asarray(weight @ (2 * (xlogy(y, y) - xlogy(y, prediction) + error)) / total)
         squares = weight @ error**2
         if metric == "rmse":

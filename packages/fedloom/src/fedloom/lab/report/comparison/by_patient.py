@@ -17,8 +17,6 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import expit, logit
-from scipy.stats import norm, rankdata, t
 
 from fedloom.formats import DASH, fixed, p_value, pair
 from fedloom.lab.report.comparison.bootstrap import standard_error, weighted
@@ -78,6 +76,8 @@ def delong(scores: Numbers, target: Numbers, units: NDArray[np.int64] | None = N
         target: ``[N]`` 0 or 1, at least `LEAST` of each, and of as many subjects.
         units: subject ``[N]`` of each sample, numbered from 0; None: each is its own.
     """
+    from scipy.stats import rankdata  # slow to import
+
     case = target == 1
     cases, controls = scores[:, case], scores[:, ~case]
     m, n = cases.shape[1], controls.shape[1]
@@ -123,7 +123,9 @@ def interval(metric: str, samples: Predicted, level: float = LEVEL) -> tuple[flo
         se = standard_error(metric, samples)
     if not se > 0 or subjects < 2:
         return value, math.nan, math.nan
-    width = float(t.ppf(0.5 + level / 2, subjects - 1)) * se
+    from scipy.special import expit, logit, stdtrit  # slow to import
+
+    width = float(stdtrit(subjects - 1, 0.5 + level / 2)) * se
     if metric in SHARES and 0 < value < 1:
         centre, half = logit(value), width / (value * (1 - value))
         return value, float(expit(centre - half)), float(expit(centre + half))
@@ -158,9 +160,11 @@ def _difference(name: str, lead: str, alone: Predicted, shared: Predicted) -> Si
         once = np.ones((1, len(alone.target)))
         values = (float(weighted(lead, once, alone)[0]), float(weighted(lead, once, shared)[0]))
         se = standard_error(lead, alone, shared)
+    from scipy.special import ndtr, ndtri  # slow to import
+
     change = values[1] - values[0]
-    p = float(2 * norm.sf(abs(change) / se)) if se > 0 else 1.0 if change == 0 else math.nan
-    return SiteDifference(name, count, lead, events, *values, float(norm.ppf(0.5 + LEVEL / 2)) * se, p)
+    p = float(2 * ndtr(-abs(change) / se)) if se > 0 else 1.0 if change == 0 else math.nan
+    return SiteDifference(name, count, lead, events, *values, float(ndtri(0.5 + LEVEL / 2)) * se, p)
 
 
 def by_patients(runs: list[Run], by_site: Sequence[SiteGains]) -> list[tuple[str, list[SiteDifference]]]:
