@@ -149,11 +149,11 @@ def test_an_interrupt_of_one_leaves_the_others_running(tmp_path: Path) -> None:
 
 
 def test_clients_left_out_are_units_too(tmp_path: Path) -> None:
-    document = {**SMALL, "partition": {"kind": "iid", "clients": 3, "keep": 30, "leave": "each"}}
+    document = {**SMALL, "analysis": [{"kind": "left-out"}]}
     processes = [start(document, tmp_path / "out") for _ in range(3)]
     assert [end(process) for process in processes] == [0, 0, 0]
     assert contents(tmp_path / "out") == alone(document, tmp_path / "alone")
-    assert "left_out.parquet" in contents(tmp_path / "out")
+    assert "left-out.parquet" in contents(tmp_path / "out")
 
 
 def test_a_run_that_fails_has_failed_for_all(tmp_path: Path) -> None:

@@ -417,7 +417,7 @@ class Plan:
         shutil.rmtree(self.out / LIVE, ignore_errors=True)
 
     def _further(self, outcomes: Sequence[Outcome]) -> FurtherRuns:
-        return FurtherRuns(self.experiment, self.federations, self.out, self.runs, outcomes)
+        return FurtherRuns(self.experiment, self.federations, self.out, self.runs, outcomes, simulate)
 
     def _run_further(self, outcomes: Sequence[Outcome]) -> None:
         """Do the further runs of analyses for every complete run; rows of runs that have them are kept."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,7 +12,8 @@ import pyarrow.parquet as pq
 from fedloom.analyses import Analysis
 from fedloom.analyses.form import FurtherRun
 from fedloom.data.federation import Federation
-from fedloom.engine.simulate import simulate
+from fedloom.engine.result import Result
+from fedloom.engine.setting import Setting
 from fedloom.errors import Stop
 from fedloom.lab.experiment.outputs import Outcome, further_before, write_further, write_parquet
 from fedloom.lab.experiment.schema import Experiment, Method
@@ -43,6 +44,7 @@ class FurtherRuns:
         out: the run directory.
         runs: method and seed of every run.
         outcomes: of the runs.
+        train: computes a run, as `simulate` does.
 
     Attributes:
         units: the further runs, those of an analysis and a run side by side.
@@ -56,7 +58,9 @@ class FurtherRuns:
         out: Path,
         runs: Sequence[tuple[Method, int]],
         outcomes: Sequence[Outcome],
+        train: Callable[[Setting, Federation], Result],
     ) -> None:
+        self._train = train
         self._analyses = [analysis for analysis in experiment.analyses if analysis.runs_further]
         self._out, self._before = out, [further_before(out, analysis) for analysis in self._analyses]
         self.units, self.methods = list[Further](), list[int]()
@@ -72,7 +76,7 @@ class FurtherRuns:
     def measure(self, k: int, workers: int) -> pa.Table | None:
         """The rows of a unit, computed by so many processes; None where the user stopped it."""
         run = self.units[k].run
-        result = simulate(run.setting.with_(engine=run.setting.engine.with_(workers=workers)), run.fed)
+        result = self._train(run.setting.with_(engine=run.setting.engine.with_(workers=workers)), run.fed)
         return None if result.stop is Stop.INTERRUPTED else run.measure(result)
 
     def keep(self, k: int, rows: pa.Table, folder: Path) -> None:
