@@ -153,7 +153,7 @@ def test_clients_left_out_are_units_too(tmp_path: Path) -> None:
     processes = [start(document, tmp_path / "out") for _ in range(3)]
     assert [end(process) for process in processes] == [0, 0, 0]
     assert contents(tmp_path / "out") == alone(document, tmp_path / "alone")
-    assert "left-out.parquet" in contents(tmp_path / "out")
+    assert "left_out.parquet" in contents(tmp_path / "out")
 
 
 def test_a_run_that_fails_has_failed_for_all(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from fedloom.engine.setting import Setting
 from fedloom.errors import Stop
 from fedloom.lab.experiment.outputs import Outcome, further_before, write_further, write_parquet
 from fedloom.lab.experiment.schema import Experiment, Method
-from fedloom.lab.experiment.units.joined import Unit
+from fedloom.lab.experiment.units.joined import WorkUnit
 from fedloom.rundir import CHECKPOINTS, WORK, folder_of
 from fedloom.storage.files import make_folder
 
@@ -69,9 +69,9 @@ class FurtherRuns:
                 if (method.label, seed) in before or outcome.result is None or not outcome.complete:
                     continue
                 further = analysis.units(method.setting.with_(seed=seed), federations[seed], outcome.result)
-                made = [Further(analysis, method.label, seed, k, run) for k, run in enumerate(further)]
-                self.units += made
-                self.methods += [experiment.methods.index(method)] * len(made)
+                needed = [Further(analysis, method.label, seed, k, run) for k, run in enumerate(further)]
+                self.units += needed
+                self.methods += [experiment.methods.index(method)] * len(needed)
 
     def measure(self, k: int, workers: int) -> pa.Table | None:
         """The rows of a unit, computed by so many processes; None where the user stopped it."""
@@ -84,22 +84,22 @@ class FurtherRuns:
         make_folder(folder)
         write_parquet(folder / ROWS, [rows])
 
-    def place(self, k: int) -> Unit:
+    def place(self, k: int) -> WorkUnit:
         """Where the rows of a unit are published."""
         _, label, seed, number, _ = self.units[k]
-        which = self._analyses.index(self.units[k].analysis)
-        name = f"{folder_of(self._out, CHECKPOINTS, label, seed).name}@{which}-{number}"
-        return Unit(name, self._out / WORK / name / "done")
+        place = self._analyses.index(self.units[k].analysis)
+        name = f"{folder_of(self._out, CHECKPOINTS, label, seed).name}@{place}-{number}"
+        return WorkUnit(name, self._out / WORK / name / "done")
 
     def is_last(self, k: int) -> bool:
         """Whether a unit is the last one of its analysis and run."""
         return k + 1 == len(self.units) or self.units[k + 1].number == 0
 
-    def write(self, found: Sequence[pa.Table]) -> None:
+    def write(self, rows_by_unit: Sequence[pa.Table]) -> None:
         """Write the files of all analyses: the rows of the first units, and those that were there."""
         for analysis, before in zip(self._analyses, self._before, strict=True):
             tables = dict[tuple[str, int], list[pa.Table]]()
-            for unit, rows in zip(self.units, found, strict=False):
+            for unit, rows in zip(self.units, rows_by_unit, strict=False):
                 if unit.analysis is analysis:
                     tables.setdefault((unit.label, unit.seed), []).append(rows)
             write_further(self._out, analysis, tables, before)
