@@ -14,6 +14,7 @@ from torch import Tensor
 from fedloom.analyses import Analysis, FurtherRun
 from fedloom.analyses.tables import NUMBER, TEXT, WHOLE, table_of
 from fedloom.data.federation import PARTS, Federation, Split
+from fedloom.data.groups import subjects_of
 from fedloom.engine.result import Result
 from fedloom.engine.setting import Setting
 from fedloom.errors import Refused
@@ -55,7 +56,8 @@ def without(fed: Federation, client: int) -> Federation:
         data = replace(data, fitted=data.fitted._replace(values=data.fitted.values[ids]))
     names = tuple(fed.names[i] for i in ids.tolist())
     groups = None if fed.groups is None else fed.groups[ids.to(fed.groups.device)]
-    return replace(fed, data=data, parts=parts, names=names, groups=groups, test=None)
+    cut = {**fed.partition, "test": 0.0}  # the client that is left out is the test part
+    return replace(fed, data=data, parts=parts, names=names, groups=groups, test=None, partition=cut)
 
 
 def scores_of_new(result: Result, fed: Federation, client: int) -> pa.Table:
@@ -71,6 +73,9 @@ def scores_of_new(result: Result, fed: Federation, client: int) -> pa.Table:
     """
     rows: list[tuple[int, str, str, float]] = []
     index = torch.cat([fed.indices(part, client) for part in PARTS]).cpu()
+    if (subjects := subjects_of(fed.data)) is not None:  # who is at another client too may have been trained on
+        trained = torch.cat([result.job.eval_fed.parts[part].index.cpu() for part in ("train", "validation")])
+        index = index[~torch.isin(subjects[index], subjects[trained])]
     raw = fed.data.x.cpu() if fed.data.fitted is None else fed.data.fitted.raw
     if len(index):
         for scaling, model in _models(result, raw[index]):

@@ -151,14 +151,20 @@ class _Recorded(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
+ROLES_BY_NAME = {"local": "alone", "fedavg": "average", "centralized": "pooled"}
+"""Roles of methods in run directories that do not state them."""
+
+
 class RunRecord(_Recorded):
     """One method with one seed; ``diverged`` is the round by which it had, if it went on to its end.
 
+    ``role`` is what a comparison takes the method for (`fedloom.algorithms.role_of`); None in earlier run directories.
     ``device_classes`` are the names of the clients' classes of devices, by their number in the metrics.
     """
 
     method: str
     algorithm: str = ""
+    role: str | None = None
     seed: Whole
     status: Literal["done", "diverged", "interrupted", "failed"]
     reason: str = ""

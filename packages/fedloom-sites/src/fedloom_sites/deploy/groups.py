@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedloom.analyses.patients import GroupScore
 from fedloom.data.federation import Federation
-from fedloom.data.groups import group_names, groups_of, published, row_counts
+from fedloom.data.groups import group_names, groups_of, published, row_counts, subjects_of
 from fedloom.data.input_spec import InputSpec
 from fedloom.engine.clients.scores import Pass
 from fedloom.engine.job import Job
@@ -100,7 +100,9 @@ class GroupSums:
         here = groups_of(fed.data, self._choices)
         nobody = torch.zeros(len(index), dtype=torch.bool)
         inside = torch.stack([here[name][index] if name in here else nobody for name in self.groups])
-        counts = row_counts(fed.data.task, fed.targets(index), self._task.outputs)
+        units = subjects_of(fed.data)
+        units = None if units is None else units[index]
+        counts = row_counts(fed.data.task, fed.targets(index), self._task.outputs, units)
         is_open = published(inside, self._part, counts, self._least)
         return {name: rows for name, rows, shown in zip(self.groups, inside, is_open, strict=True) if shown}
 

@@ -9,6 +9,6 @@ import pyarrow as pa
 WHOLE, TEXT, NUMBER = pa.int64(), pa.string(), pa.float64()
 
 
-def table_of(rows: Sequence[tuple[object, ...]], **kinds: pa.DataType) -> pa.Table:
+def table_of(rows: Sequence[tuple[object, ...]], /, **kinds: pa.DataType) -> pa.Table:
     """Return rows as a table whose columns have these names and types."""
     return pa.table({n: pa.array([r[k] for r in rows], kind) for k, (n, kind) in enumerate(kinds.items())})

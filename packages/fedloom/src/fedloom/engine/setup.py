@@ -23,6 +23,7 @@ from fedloom.engine.checks.refusals import (
     check_mixture,
     check_root,
     check_sampler,
+    check_tested,
     check_together,
     check_width,
     initial,
@@ -167,7 +168,12 @@ def make_problem(
     if setting.mixer is not None:
         with attribute_error("method", method, "down"):
             check_mixed_width(method, method.down(server, None, ctx), oracle.layout.d)
-    notes = [*pooled_notes, *notes_of(setting, oracle, server, ctx, fewest, attackers), *idle_workers(setting.engine)]
+    notes = [
+        *pooled_notes,
+        *check_tested(setting, eval_fed),
+        *notes_of(setting, oracle, server, ctx, fewest, attackers),
+        *idle_workers(setting.engine),
+    ]
     if setting.aggregator is not None and fewest is not None:
         setting.aggregator.check(fewest)
     memory = _memory(method, (server, client, kept), oracle, ctx)

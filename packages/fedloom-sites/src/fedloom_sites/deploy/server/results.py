@@ -91,8 +91,9 @@ class Results:
         if job is not None:
             more |= {"oracle": job.oracle.name, "chunk": 1, "device": "cpu", "parameters": job.oracle.layout.d}
         run = RunRecord(
-            method=method.label, algorithm=method.algorithm, seed=self._experiment.head.seeds[0],
-            status=(stop or Stop.INTERRUPTED).status, reason=reason, rounds=self._rounds, **more,
+            method=method.label, algorithm=method.algorithm, role=method.setting.role,
+            seed=self._experiment.head.seeds[0], status=(stop or Stop.INTERRUPTED).status,
+            reason=reason, rounds=self._rounds, **more,
         )  # fmt: skip
         members = {m.client: m.site for m in settings.sites}
         log = lines_of(settings.audit)

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from fedloom.analyses.importance import FEWEST, Scored, permuted
 from fedloom.data import Federation
 from fedloom.data.new_data import NewData
-from fedloom.errors import ConfigError, unknown
+from fedloom.errors import ConfigError
+from fedloom.hints import unknown
 from fedloom.lab.experiment import Experiment
 from fedloom.local.oracles import make_oracle
 from fedloom.outputs import check_output_folder

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 core.HAS_RICH = False  # else typer writes "\\[required]" in plain help, an escape that only rich's markup needs
 
 
-MAY_BE_EMPTY = ("--event",)
+MAY_BE_EMPTY = ("--event", "--by", "--subject")
 """Options whose empty word has a meaning."""
 
 

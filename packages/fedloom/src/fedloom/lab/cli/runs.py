@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedloom.errors import unknown
 from fedloom.formats import duration
+from fedloom.hints import unknown
 from fedloom.lab.cli import _complete as offer
 from fedloom.lab.cli._app import DataDir, ExecutorName, FileArgument, Join, Trust, app, errors, say, worker_count
 

@@ -15,7 +15,8 @@ from weakref import finalize
 from fedloom.data.dataset import on_cpu
 from fedloom.engine.result import Result
 from fedloom.engine.setting import Choices, GivenModel
-from fedloom.errors import ConfigError, RunDirError, RunStopped, Stop, unknown
+from fedloom.errors import ConfigError, RunDirError, RunStopped, Stop
+from fedloom.hints import unknown
 from fedloom.lab.comparison.given import GivenExperiment
 from fedloom.lab.experiment import Plan
 from fedloom.lab.experiment.events import Listener
@@ -174,7 +175,7 @@ def _compared(
     executor: Executor | None = None,
 ) -> Comparison:
     """The comparison in a folder, after all that is missing has been run."""
-    document, chosen = definition.document(), dict[str, Mapping[str, Any]]()
+    document, chosen = definition.document, dict[str, Mapping[str, Any]]()
     try:
         if tunes:
             document, chosen = _tuned(definition, document, place.with_name(f"{place.name}-tune"), progress, join)

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from fedloom.analyses import ANALYSES, Analysis, analyze
 from fedloom.data.federation import Federation, Split
+from fedloom.engine.checks.refusals import NOT_EVALUATED
 from fedloom.engine.result import Result
 from fedloom.errors import DataError, Refused, RunDirError
 from fedloom.lab.experiment.schema import Experiment
@@ -75,6 +76,8 @@ class Outcome(NamedTuple):
         """The sentence on how it ended."""
         if self.result is None:
             return self.failure
+        if self.status == "done" and NOT_EVALUATED in self.result.notes:
+            return NOT_EVALUATED
         return f"{self.result.stop.value}{f' ({self.result.detail})' if self.result.detail else ''}"
 
 
@@ -224,9 +227,10 @@ def write_summary(
         for note in o.result.notes
         if note.removeprefix("data: ") not in of_data.get(o.seed, ())
     ]
+    roles = {method.label: method.setting.role for method in experiment.methods}
     summary = Summary(
         name=experiment.head.name,
-        runs=tuple(map(_run, outcomes)),
+        runs=tuple(_run(outcome, roles.get(outcome.label)) for outcome in outcomes),
         clients=feds[0].n,
         classes=feds[0].data.classes,
         select_on=experiment.common.evaluate.select_on,
@@ -245,10 +249,10 @@ def write_splits(
     write_parquet(out / PARTITION, tables)
 
 
-def _run(outcome: Outcome) -> RunRecord:
+def _run(outcome: Outcome, role: str | None) -> RunRecord:
     result = outcome.result
-    fields = {"method": outcome.label, "algorithm": outcome.algorithm, "seed": outcome.seed}
-    fields |= {"status": outcome.status, "reason": outcome.reason, "rounds": 0}
+    fields: dict[str, Any] = {"method": outcome.label, "algorithm": outcome.algorithm, "seed": outcome.seed}
+    fields |= {"role": role, "status": outcome.status, "reason": outcome.reason, "rounds": 0}
     if result is not None:
         oracle = result.job.oracle
         fields |= {"rounds": result.rounds, "oracle": oracle.name, "chunk": result.job.chunk}

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedloom.analyses import ANALYSES, Analysis
-from fedloom.errors import ConfigError, unknown
+from fedloom.errors import ConfigError
+from fedloom.hints import unknown
 from fedloom.rundir import label_of
 from fedloom.values import FACTOR, table
 

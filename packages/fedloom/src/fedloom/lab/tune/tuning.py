@@ -298,14 +298,15 @@ class Tuning:
     def _write(self, findings: Sequence[SearchResult]) -> None:
         """``tuned.toml``: the experiment with the settings of each method's best trial."""
         document = self.tuned(findings)
-        self._read(document, "tuned.toml")
+        experiment = self._read(document, "tuned.toml")
         chosen = f"the best of {self.tune.trials} trials each by validation {self.tune.metric or self.goal.metric}"
         head = f"# {self.experiment.head.name}: settings chosen by 'fedloom tune', {chosen}.\n"
         if self.tune.equal_work:
             head += "# The rounds of every method bring its samples_backward nearest to those of `rounds` plain ones.\n"
             head += "".join(f"# {sentence}\n" for sentence in beyond(findings))
         head += "".join(f"# {sentence}\n" for sentence in note_limits(findings))
-        write_atomic(self.out / "tuned.toml", (head + tomli_w.dumps(document)).encode())
+        content = document if self._read is parse else experiment.settings()  # values have no form in TOML
+        write_atomic(self.out / "tuned.toml", (head + tomli_w.dumps(content)).encode())
 
     def tuned(self, findings: Sequence[SearchResult]) -> dict[str, Any]:
         """The document of the experiment with the settings of each method's best trial, which must be there."""

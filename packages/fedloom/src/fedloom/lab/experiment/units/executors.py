@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any, Protocol
 
-from fedloom.errors import ConfigError, FedloomError, unknown
+from fedloom.errors import ConfigError, FedloomError
+from fedloom.hints import unknown
 from fedloom.lab.experiment.units.travel import Luggage, UnitReply, compute_unit
 
 LOOK_SECONDS = 0.05

@@ -8,8 +8,9 @@ from typing import Any
 
 from fedloom.algorithms import REGISTRY, Algorithm
 from fedloom.engine.setting import Setting
-from fedloom.errors import ConfigError, unknown
+from fedloom.errors import ConfigError
 from fedloom.formats import options
+from fedloom.hints import unknown
 from fedloom.rundir import label_of
 from fedloom.values import choose, fields_of, table
 
