@@ -72,7 +72,8 @@ def deployed(folder: Path, cox: dict[str, Any], *, masked: bool = True, table: p
     columns = [{"name": name, "range": list(limits)} for name, limits in RANGES.items()]
     agreement = {"target": "week", "event": "arrest", "task": "survival", "column": columns}
     here = scene(
-        folder, "fedavg", rounds=1, partition={"kind": "writers"}, evaluate={"every": 1, "cox": cox},
+        folder, "fedavg", rounds=1, partition={"kind": "writers"}, evaluate={"every": 1},
+        analysis=[{"kind": "cox", **cox}],
         data={"source": "csv", "path": str(folder / "all.csv"), "users": "site", "agreement": agreement},
         local={"lr": 0.01, "batch_size": "full"}, **changes,
     )  # fmt: skip
@@ -159,7 +160,7 @@ def test_over_real_processes_it_is_the_pooled_fit(tmp_path: Path) -> None:
         "name": "rossi", "rounds": 1, "seeds": [0], "method": [{"algorithm": "fedavg"}],
         "data": {"source": str(tmp_path / "rossi.csv"), "users": "site", "agreement": agreement},
         "partition": {"kind": "writers"}, "local": {"lr": 0.01, "batch_size": "full"},
-        "evaluate": {"cox": {"width": 4, "until": 52, "least": 2}},
+        "analysis": [{"kind": "cox", "width": 4, "until": 52, "least": 2}],
     }  # fmt: skip
     (tmp_path / "rossi.toml").write_text(tomli_w.dumps(experiment))
     made = tmp_path / "made"

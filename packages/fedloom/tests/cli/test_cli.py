@@ -206,7 +206,10 @@ BAD = {
     "type": (("rounds = 3", 'rounds = "many"'), "got 'many'"),
     "truth for a number": (("rounds = 3", "rounds = true"), "rounds: input should be a valid integer, got True"),
     "text for a number": (("lr = 0.05", 'lr = "0.05"'), "[local]: lr: input should be a valid number, got '0.05'"),
-    "number for truth": (("every = 2", "every = 2\nconfusion = 1"), "confusion: input should be a valid boolean"),
+    "number for truth": (
+        ("every = 2", "every = 2\npersonal_on_common = 1"),
+        "personal_on_common: input should be a valid boolean",
+    ),
     "item": (("[0, 1]", "[1.5]"), "got 1.5 (seeds: one run of every method per seed)\n"),
     "name": (('name = "small"', 'name = "a\\u0000b"'), "name: must be text that can be printed, got 'a\\x00b'"),
     "no label": (('"flame"', '"flame"\nlabel = " "'), "label: must be text that can be printed, got ' '"),

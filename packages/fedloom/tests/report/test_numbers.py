@@ -13,9 +13,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from fedloom.algorithms import REGISTRY, role_of
 from fedloom.lab import report
 from fedloom.lab.report import numbers, overview
 from fedloom.lab.report.comparison import criteria as compare
+from fedloom.lab.report.comparison.contenders import reference
 from fedloom.lab.report.comparison.pairs import Pair, pairs_html, pairs_latex
 from fedloom.lab.report.numbers import Estimate, Row, rows_of
 from fedloom.lab.report.reading import read_runs
@@ -120,6 +122,19 @@ def row(name: str, values: list[float], status: str = "done") -> Row:
 def win(*rows: Row) -> compare.Winner:
     values = {i: r.figures["accuracy"] for i, r in enumerate(rows)}
     return compare.winner(compare.Criterion("accuracy", "", "", 1.0, True, values), list(rows))
+
+
+def test_a_method_has_the_role_that_its_record_states_whatever_it_is_called() -> None:
+    def of(name: str, role: str | None) -> Row:
+        record = RunRecord(method=name, algorithm=name, role=role, seed=0, status="done")
+        return Row("", name, name, "global", (record,), {})
+
+    assert reference([of("fedavg", None), of("local", None)]) == "local"  # of a directory without roles
+    assert reference([of("fedavg", "average"), of("mine:Alone", "alone")]) == "mine:Alone"
+    assert reference([of("local", ""), of("fedavg", "average")]) == "fedavg"
+    roles = {name: role_of(entry()) for name, entry in REGISTRY.items()}
+    named = {name: role for name, role in roles.items() if role}
+    assert named == {"local": "alone", "fedavg": "average", "centralized": "pooled"}
 
 
 def test_a_clear_lead_and_one_that_is_not() -> None:

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 from fedloom.data import PARTS, Dataset, Federation, Split
 from fedloom.data.dataset import Task
+from fedloom.data.subjects.design import Design, design_of
 from fedloom.engine.job import Job
 from fedloom.engine.setting import Setting
 from fedloom.errors import ConfigError, Refused
 from fedloom.rows.channel import GaussianNoise
 from fedloom.tasks import Objective
 from fedloom_sites.deploy.protocol.lengths import shortened
-from fedloom_sites.flower.samples import Signature, adapted, fit, read
+from fedloom_sites.flower.samples import Samples, Signature, adapted, fit, read
 
 TRIED = 2
 """Samples that a node tries its loss on."""
@@ -51,6 +52,8 @@ class Local:
         keys: of samples that are dicts, the names of the model's inputs and, last, of the target. By default the
             target is the entry ``label``, ``labels``, ``target``, ``targets`` or ``y``, and all others are inputs.
             Several inputs are given to the model by name.
+        subject: of samples that are dicts, the name of the entry that says whose a sample is, as a patient's number. It
+            is no input, and a subject in two of the sets is refused.
         channel: the node's own noise, ``fl.channel.GaussianNoise(clip=1.0, sigma=1.0)`` or a dict of its options. No
             document of the server lowers it: noise of the document counts where it clips to no more and adds no less,
             else this one takes its place. Scores travel without noise.
@@ -66,6 +69,7 @@ class Local:
     device: str | torch.device = "cpu"
     folder: Path | str | None = None
     keys: Sequence[str] = ()
+    subject: str | None = None
     channel: GaussianNoise | Mapping[str, Any] | None = None
     norm_bound: float | None = None
 
@@ -124,6 +128,7 @@ class Local:
 
         Raises:
             ConfigError: they are no samples, or the model or the loss does not take them.
+            DataError: a subject is in two of the sets.
         """
         self._check_floor()
         if not isinstance(self.model, nn.Module):
@@ -135,17 +140,19 @@ class Local:
         except Exception as error:
             raise ConfigError(f"device: {str(self.device)!r} is not there ({str(error)[:100]}); use 'cpu'") from error
         sets = {"train": self.trainset, "validation": self.valset, "test": self.testset}
-        parts = {part: read(part, samples, self.keys) for part, samples in sets.items() if samples is not None}
+        parts = {
+            part: read(part, samples, self.keys, self.subject) for part, samples in sets.items() if samples is not None
+        }
         if "train" not in parts:
             raise ConfigError("trainset is None; a node needs training samples")
-        inputs = {name: _joined(name, [values[name] for values, _ in parts.values()]) for name in parts["train"][0]}
-        y = _joined("target", [targets for _, targets in parts.values()])
+        inputs = {name: _joined(name, [one.inputs[name] for one in parts.values()]) for name in parts["train"].inputs}
+        y = _joined("target", [one.target for one in parts.values()])
         x, signature = fit(self.model, inputs)
         if _has_positions(y, signature.outputs):
             return self._sequences(x, y, signature._replace(positions=True), parts)
         task, default = _task(self.loss, y, math.prod(signature.outputs))
         if task == "regression":
-            samples = Dataset("node", x, y.reshape(len(y), -1).float(), task)
+            samples = Dataset("node", x, y.reshape(len(y), -1).float(), task, design=_design(parts))
         else:
             labels = y.reshape(len(y), -1).squeeze(1).long()
             if labels.dim() > 1:
@@ -154,7 +161,7 @@ class Local:
                     "gives a number per class, and with a label per position [L] a row of them for each, [L, C]"
                 )
             classes = range(2) if task == "binary" else range(math.prod(signature.outputs))
-            samples = Dataset("node", x, labels, task, tuple(map(str, classes)))
+            samples = Dataset("node", x, labels, task, tuple(map(str, classes)), design=_design(parts))
         model, objective = adapted(self.model, signature), Objective()
         if not default:
             loss = _loss_of_app(self.loss, y[0], signature.outputs)
@@ -167,7 +174,7 @@ class Local:
         """The problem of samples with a label per position ``[n, L]``."""
         ignored, classes = getattr(self.loss, "ignore_index", -100), tuple(map(str, range(signature.outputs[-1])))
         labels = torch.where(y == ignored, -1, y.long())
-        samples = Dataset("node", x, labels, "classification", classes, positions=True)
+        samples = Dataset("node", x, labels, "classification", classes, positions=True, design=_design(parts))
         plain = self.loss is None or (
             type(self.loss) is nn.CrossEntropyLoss and _is_plain(self.loss, ("ignore_index",))
         )
@@ -202,11 +209,17 @@ class NodeProblem(NamedTuple):
     objective: Objective
 
 
+def _design(parts: Mapping[str, Samples]) -> Design | None:
+    """Whose each sample is, of all parts one after another in the order of `PARTS`."""
+    owners = [owner for part in PARTS if part in parts for owner in parts[part].subject or ()]
+    return design_of({"subject": owners}, len(owners), "node") if owners else None
+
+
 def _splits(parts: Mapping[str, Any]) -> dict[str, Split]:
     """Places of the samples of every part, one part after another."""
     splits, start = {}, 0
     for part in PARTS:
-        count = len(parts[part][1]) if part in parts else 0
+        count = len(parts[part].target) if part in parts else 0
         splits[part] = Split(torch.arange(start, start + count), torch.tensor([0, count]))
         start += count
     return splits

@@ -17,6 +17,7 @@ from fedloom.data.partition.deal import Dealt
 from fedloom.data.partition.parts import cut_parts
 from fedloom.data.pixels import came_as_bytes, refuse_other_numbers
 from fedloom.data.sources.table.frames import is_frame
+from fedloom.data.subjects.cut import Quota
 from fedloom.data.survey.agreement import Agreement
 from fedloom.data.tables import Table, TableColumn
 from fedloom.data.text import NO_LABEL, UNKNOWN, recoded, wrong_tokens
@@ -148,6 +149,7 @@ class InputSpec(Value):
             unit=self.unit,
             vocabulary=self.vocabulary,
             original_dtype=data.original_dtype,
+            design=data.design,
         )
 
     @on_cpu()
@@ -258,9 +260,9 @@ def lone_client(data: Dataset, holdout: float = 0.0, seed: int = 0) -> Federatio
         raise ConfigError(f"holdout must be at least 0 and below 1, got {holdout}")
     dealt = Dealt(np.arange(len(data)), np.array([0, len(data)]))
     y = None if data.labels is None else data.labels.numpy()
-    cut = cut_parts(dealt, y, holdout, 0.0, None, None, None, numpy_generator(seed, purpose="parts"))
+    cut = cut_parts(dealt, y, Quota(holdout, 0.0), numpy_generator(seed, purpose="parts"), data.design)
     if data.prepare is not None:
-        data = prepared(data, dealt, cut["train"], pool=True)
+        data = prepared(data, dealt, cut["train"])
     parts = {part: Split(torch.from_numpy(d.index), torch.from_numpy(d.offsets)) for part, d in cut.items()}
     return Federation(data, parts, ("new",), seed=seed)
 

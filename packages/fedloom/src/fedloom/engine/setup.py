@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithms import Algorithm, check_declaration
-from fedloom.choose import SharesWeigher, Uniform
+from fedloom.choose import SharesWeigher, Uniform, Weigher
 from fedloom.choose.shares import by_clusters, cluster_shares, clusters_of, shares_of
 from fedloom.data.federation import Federation
 from fedloom.engine.checks.defaults import adapted
@@ -23,6 +23,7 @@ from fedloom.engine.checks.refusals import (
     check_mixture,
     check_root,
     check_sampler,
+    check_tested,
     check_together,
     check_width,
     initial,
@@ -167,7 +168,12 @@ def make_problem(
     if setting.mixer is not None:
         with attribute_error("method", method, "down"):
             check_mixed_width(method, method.down(server, None, ctx), oracle.layout.d)
-    notes = [*pooled_notes, *notes_of(setting, oracle, server, ctx, fewest, attackers), *idle_workers(setting.engine)]
+    notes = [
+        *pooled_notes,
+        *check_tested(setting, eval_fed),
+        *notes_of(setting, oracle, server, ctx, fewest, attackers),
+        *idle_workers(setting.engine),
+    ]
     if setting.aggregator is not None and fewest is not None:
         setting.aggregator.check(fewest)
     memory = _memory(method, (server, client, kept), oracle, ctx)
@@ -239,6 +245,19 @@ def _place(engine: Engine) -> tuple[torch.device, torch.dtype]:
     return device, getattr(torch, engine.dtype)
 
 
+def _closed(weigher: Weigher) -> Weigher:
+    """The weigher, if it needs no further groups.
+
+    Raises:
+        ConfigError: it compares two groups of rows, and names none.
+    """
+    try:
+        return weigher.with_groups(())
+    except ConfigError as error:
+        what = str(error).partition(";")[0]
+        raise ConfigError(f"{what}; name them in [weigher], as group = 'sex' or 'age>=75'") from None
+
+
 def _checked(setting: Setting, n: int) -> tuple[Setting, list[str]]:
     """The setting with presets resolved and checked with all that needs no data; notes on what pooling leaves out.
 
@@ -246,7 +265,7 @@ def _checked(setting: Setting, n: int) -> tuple[Setting, list[str]]:
         ConfigError: values that cannot work, or (Refused) do not work together.
     """
     pooled, (setting, notes) = setting.pooled, adapted(setting.resolved(), n)
-    setting = setting.with_(weigher=setting.weigher.with_groups(setting.evaluate.groups))
+    setting = setting.with_(weigher=_closed(setting.weigher))
     check_together(setting.method, setting.local, setting.weigher, setting.aggregator, setting.channel)
     check_sampler(setting.method, setting.sampler, setting.weigher)
     if pooled:

@@ -23,7 +23,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.errors import ConfigError, unknown
+from fedloom.errors import ConfigError
+from fedloom.hints import unknown
 
 Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedloom.analyses.patients import GroupScore
 from fedloom.engine.job import Job
 from fedloom.engine.privacy import accounted
 from fedloom.errors import GivenUp, Refused, RunStopped, Stop
-from fedloom.lab.experiment.analyses.patients import GroupScore
 from fedloom.processes.clients import ScoreRequest, Scores, SumResult, TrainRequest, TrainResult
 from fedloom.tasks.cox_vectors import CoxAgreement, Ring, opened
 from fedloom_sites.deploy.cox import CoxStep

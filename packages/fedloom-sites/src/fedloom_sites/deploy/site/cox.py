@@ -15,9 +15,9 @@ import numpy as np
 from pydantic import ValidationError
 
 from fedloom.errors import DataError, Refused, WireError, sentence_of
-from fedloom.lab.experiment.analyses.cox import rows_of, survival_site, table_of, within
 from fedloom.storage.files import write_atomic
 from fedloom.tasks.cox import SurvivalSite
+from fedloom.tasks.cox_sites import rows_of, survival_site, table_of, within
 from fedloom.tasks.cox_vectors import CoxAgreement, Ring, SiteVectors, bins_with_events, merged_ends
 from fedloom.tasks.penalty import Floats
 from fedloom.values import Value

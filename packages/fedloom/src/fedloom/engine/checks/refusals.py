@@ -9,6 +9,7 @@ from torch import Tensor
 from fedloom.algorithms import Algorithm, primary_field, upload_fields
 from fedloom.choose import Mixer, Sampler, SamplesWeigher, SharesWeigher, UniformWeigher, Weigher
 from fedloom.choose.shares import by_clusters
+from fedloom.data.federation import Federation
 from fedloom.engine.setting import Setting
 from fedloom.errors import CodeError, Refused
 from fedloom.local import Ctx, LocalSGD
@@ -17,6 +18,9 @@ from fedloom.rows.aggregate import Aggregator, FLTrust, PrivateMean
 from fedloom.rows.channel import Channel
 from fedloom.values import kind_of
 
+NOT_EVALUATED = "trained, not evaluated: there is no test row"
+"""What a run without a test part ends with."""
+
 
 def check_width(method: Algorithm, upload: Fields, weigher: Weigher, sampler: Sampler, d: int) -> None:
     """Refuse plug-ins that look at models if what the method uploads is not one.
@@ -24,7 +28,8 @@ def check_width(method: Algorithm, upload: Fields, weigher: Weigher, sampler: Sa
     Raises:
         Refused: the run makes no sense; the message has the reason.
     """
-    if not upload or getattr(upload, primary_field(type(method))).shape[1] == d:
+    name = primary_field(type(method)) if upload else ""
+    if not upload or (getattr(upload, name).shape[1] == d and upload_fields(type(method))[name].carries == "model"):
         return
     for what, value, looks in (("weigher", weigher, weigher.probes), ("sampler", sampler, sampler.learns)):
         if looks:
@@ -114,6 +119,9 @@ def check_mixer(algorithm: Algorithm, mixer: Mixer, aggregator: Aggregator | Non
     kinds = upload_fields(type(algorithm))
     if not kinds:
         raise Refused(f"{what} has nothing to mix in {name}: it uploads nothing; leave it out")
+    carried = kinds[primary_field(type(algorithm))].carries
+    if carried != "model":
+        raise Refused(f"{what} mixes models, and clients of {name} send {carried} in place of models; leave it out")
     if algorithm.mixes:
         raise Refused(
             f"{what} has no place in {name}: its server mixes single models for every client itself; leave it out"
@@ -219,6 +227,26 @@ def check_root(aggregator: Aggregator | None, n: int) -> None:
             f"aggregator 'fltrust' trusts client {aggregator.root}, and the {n} clients are 0 to {n - 1}; set "
             "aggregator.root to one of them"
         )
+
+
+def check_tested(setting: Setting, fed: Federation) -> list[str]:
+    """Refuse a run that would evaluate nothing though nobody asked for that; the note on a run that was asked to.
+
+    A test part is empty on purpose where the partition says ``test = 0``, or clients came without any.
+
+    Raises:
+        Refused: no client has a test row.
+    """
+    tested = len(fed.parts["test"].index) + (0 if fed.test is None else len(fed.test))
+    if tested or "test" not in setting.evaluate.parts:
+        return []
+    if fed.partition and fed.partition.get("test", 1.0) != 0:
+        raise Refused(
+            f"no client has a test row (training parts have {int(fed.sizes('train').sum())}), so nothing would be "
+            "evaluated: use fewer clients or a larger test share; to train without a test, state test = 0 in the "
+            "partition"
+        )
+    return [NOT_EVALUATED]
 
 
 def initial(method: Algorithm, x0: Tensor, ctx: Ctx) -> tuple[Fields, Fields, Fields | None]:

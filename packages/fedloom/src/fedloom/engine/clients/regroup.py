@@ -95,7 +95,7 @@ def check_shares(setting: Setting, server: Fields, ctx: Ctx) -> None:
                 f"{what} changes the shares in a sum that the server of {name} has of all rounds, but with aggregator "
                 f"{kind_of(aggregator)!r} it is of the rule's values, in which clients have no shares; {cure}"
             )
-    elif adds and method.reshared(server, namedtuple("Moved", adds)(*[model * 0 for _ in adds]), ctx) is None:
+    elif adds and method.reshared(server, namedtuple("Moved", adds)(*[model.new_zeros(1)] * len(adds)), ctx) is None:
         raise Refused(
             f"{what} has no meaning in {name}: its server adds up uploads by the shares that clients had in their "
             f"rounds, which later shares do not reach; {cure}"

@@ -15,7 +15,7 @@ import typer
 from typer import core
 from typer.core import TyperGroup
 
-from fedloom.errors import ConfigError, FedloomError, printable
+from fedloom.errors import ConfigError, FedloomError, RunStopped, Stop, printable
 from fedloom.version import __version__
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 core.HAS_RICH = False  # else typer writes "\\[required]" in plain help, an escape that only rich's markup needs
 
 
-MAY_BE_EMPTY = ("--event",)
+MAY_BE_EMPTY = ("--event", "--by", "--subject")
 """Options whose empty word has a meaning."""
 
 
@@ -143,6 +143,19 @@ Trust = Annotated[
         help="run code that the file names by import path, though it is another user's or a package's; read it first",
     ),
 ]
+Join = Annotated[
+    bool,
+    typer.Option(
+        "--join", help="share the work with other processes that run the same command, on machines that share a disk"
+    ),
+]
+ExecutorName = Annotated[
+    str | None,
+    typer.Option(
+        "--executor",
+        help="have another engine compute the runs: dask:ADDRESS, slurm:KEY=VALUE,..., loky:N or processes:N",
+    ),
+]
 PenaltyName = Annotated[
     Literal["none", "ridge", "firth"],
     typer.Option(help="ridge or firth: finite coefficients also where columns separate the rows"),
@@ -208,6 +221,10 @@ def errors() -> Iterator[None]:
     """An expected error is a sentence on standard error and an exit code: 2 for what was asked, 1 for what happened."""
     try:
         yield
+    except RunStopped as stop:
+        resumes = stop.reason is Stop.INTERRUPTED
+        say(str(stop) if resumes else f"error: {stop}", err=True)
+        raise typer.Exit(130 if resumes else 1) from None
     except FedloomError as error:
         say(f"error: {error}", err=True)
         raise typer.Exit(2 if isinstance(error, ValueError) else 1) from None

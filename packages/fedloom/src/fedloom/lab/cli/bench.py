@@ -96,7 +96,7 @@ def bench(
             say(f"{len(speeds)}/{total}: {speed.method}, {way.oracle}, workers {way.workers}", err=True)
         print_rows([_row(speed) for speed in speeds], ("method", "oracle", "workers"))
         runs = len(plan.experiment.methods) * len(plan.experiment.head.seeds)
-        beside = f", {plan.processes} at a time" if plan.processes > 1 else ""
+        beside = f", {plan.share.runs} at a time" if plan.share.runs > 1 else ""
         say(f"the whole experiment, {runs} runs{beside}, without evaluation: {duration(plan.minutes(speeds))}")
 
 

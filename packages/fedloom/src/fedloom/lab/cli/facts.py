@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedloom.errors import unknown
+from fedloom.hints import unknown
 from fedloom.lab.cli import _complete as offer
 from fedloom.lab.cli._app import DataDir, app, errors, say
 
@@ -20,7 +20,7 @@ LISTS = entry_points(group="fedloom.lists")
 """Kinds of parts that other packages add; each is a function that returns names with a line each."""
 KINDS = (
     "methods", "partitions", "models", "data", "samplers", "weighers", "mixers", "aggregators", "attacks", "channels",
-    "devices", "schedules", "metrics", *LISTS.names,
+    "devices", "schedules", "analyses", "metrics", *LISTS.names,
 )  # fmt: skip
 """Kinds of parts that can be listed."""
 NAME = 22

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedloom.errors import unknown
 from fedloom.formats import duration
+from fedloom.hints import unknown
 from fedloom.lab.cli import _complete as offer
-from fedloom.lab.cli._app import DataDir, FileArgument, Trust, app, errors, say, worker_count
+from fedloom.lab.cli._app import DataDir, ExecutorName, FileArgument, Join, Trust, app, errors, say, worker_count
 
 if TYPE_CHECKING:
     from fedloom.lab.experiment import Plan
@@ -59,6 +59,8 @@ def run(
             "--refit", help="train on all samples with the first seed, as after cross-validation: no test part"
         ),
     ] = False,
+    join: Join = False,
+    executor: ExecutorName = None,
     trust: Trust = False,
 ) -> None:
     """Run an experiment: all its methods and seeds.
@@ -77,12 +79,14 @@ def run(
         experiment = read(file, values or (), method or (), rounds, trust=trust, refit=refit, workers=count)
         from fedloom.lab.experiment import Plan
         from fedloom.lab.experiment.track import Tracker, check_tracker
+        from fedloom.lab.experiment.units.executors import open_executor
         from fedloom.lab.progress import shown
         from fedloom.processes.distributed import joined
 
         with joined() as ranks:
             where = out or Path("runs") / (f"{file.stem}-refit" if refit else file.stem)
             check_tracker(track)
+            engine = None if executor is None else open_executor(executor)
             plan = Plan(
                 experiment, where, data_dir, force=force, partly=bool(method), dry=dry_run, reads=(file,), ranks=ranks
             )
@@ -93,7 +97,7 @@ def run(
                 return
             tracker = Tracker(track, plan.experiment, where) if track and ranks.rank == 0 else None
             with shown(plan) as show:
-                outcomes = plan.run(show, *([tracker] if tracker else []))
+                outcomes = plan.run(show, *([tracker] if tracker else []), join=join, executor=engine)
     if plan.ranks.rank == 0:
         _print_table(plan.out)
         for outcome in outcomes:
@@ -162,6 +166,31 @@ def _print_table(out: Path) -> None:
 
     if (out / "metrics.parquet").exists():
         print_results(report.result_table(out))
+
+
+@app.command(rich_help_panel="Run")
+def merge(
+    runs: Annotated[list[Path], typer.Argument(help="run directories of one experiment", show_default=False)],
+    out: Annotated[Path, typer.Option(help="the new run directory", show_default=False)],
+) -> None:
+    """Join run directories of one experiment that have other seeds or methods.
+
+    Example: fedloom merge runs/seeds-0-4 runs/seeds-5-9 --out runs/all
+    """
+    with errors():
+        from fedloom.lab import report
+        from fedloom.lab.experiment.units.merge import merge as join_folders
+        from fedloom.lab.report.charts.look import can_draw
+        from fedloom.outputs import check_output_folder
+
+        check_output_folder(out, runs, entries=())
+        lacks = join_folders(runs, out)
+        if can_draw():
+            say(f"report: {report.write([out], out / 'report.html', charts=False)}")
+    for label, seed in lacks:
+        say(f"no directory has {label}, seed {seed}", err=True)
+    if lacks:
+        say(f"next: fedloom run {out / 'experiment.toml'} --out {out}")
 
 
 @app.command(name="report", rich_help_panel="Run")

@@ -34,7 +34,7 @@ def left_out_tables(runs: list[Run], rows: list[Row], lead: str) -> str:
         if table is None:
             continue
         shown = contenders_of(run, runs, rows, lead)
-        alone = next((row for row in shown if row.algorithm == "local"), None)
+        alone = next((row for row in shown if row.role == "alone"), None)
         best = federated_leader(shown, lead)
         methods = [row for row in shown if row.method in set(table["method"].to_pylist())]
         for row in sorted(methods, key=lambda row: row is not best):

@@ -283,8 +283,8 @@ def _work(run_rows: list[Row]) -> str:
     }
     if not work or max(work.values()) <= BEYOND * min(work.values()):
         return ""
-    algorithms = {row.algorithm: row.method for row in reversed(run_rows) if row.method in work}
-    least = algorithms.get("fedavg") or min(work, key=work.__getitem__)
+    roles = {row.role: row.method for row in reversed(run_rows) if row.method in work}
+    least = roles.get("average") or min(work, key=work.__getitem__)
     beyond = [f"{m} has {percent(w / work[least])}" for m, w in work.items() if w > BEYOND * work[least]]
     named = f" ({', '.join(beyond)} of the gradients of {least})" if work[least] and beyond else ""
     return (

@@ -26,7 +26,7 @@ def reference_tables(runs: list[Run], rows: list[Row], lead: str) -> str:
         if table is None:
             continue
         shown = contenders_of(run, runs, rows, lead)
-        methods = [next((row for row in shown if row.algorithm == "local"), None), federated_leader(shown, lead)]
+        methods = [next((row for row in shown if row.role == "alone"), None), federated_leader(shown, lead)]
         columns = {row.name: values_by_seed(run, row, lead) for row in methods if row is not None}
         for line in rows_where(table, metric=lead).to_pylist():
             seeds = columns.setdefault(line["model"], {})

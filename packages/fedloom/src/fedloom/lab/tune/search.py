@@ -22,8 +22,9 @@ from optuna.pruners import MedianPruner, NopPruner
 from optuna.samplers import GridSampler, TPESampler
 
 from fedloom.engine.privacy import accounted
-from fedloom.errors import ConfigError, unknown
+from fedloom.errors import ConfigError
 from fedloom.formats import percent
+from fedloom.hints import unknown
 from fedloom.lab.experiment import Experiment, parse
 from fedloom.lab.experiment.schema import Method
 from fedloom.lab.experiment.tuning import Dimension, Range, Tune

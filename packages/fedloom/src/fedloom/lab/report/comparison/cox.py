@@ -72,7 +72,8 @@ def cox_words(row: dict[str, Any]) -> str:
     text += f" Left out: sites with fewer than {least} events, which have {rare}." if rare and not bins else ""
     text += f" {left_out} further rows have a missing cell, or a number beyond the agreed range." if left_out else ""
     if "ridge" in row:
-        text += f" A ridge of strength {significant(row['ridge'])} shrinks the coefficients; intervals leave out what that costs."
+        strength = significant(row["ridge"])
+        text += f" A ridge of strength {strength} shrinks the coefficients; intervals leave out what that costs."
     bound = row["bound"]
     moved = f"no coefficient by more than {significant(bound, 1)}" if math.isfinite(bound) else "by an unknown amount"
     return f"{text} Rounding moves {moved}."

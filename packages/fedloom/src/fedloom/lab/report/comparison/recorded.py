@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from fedloom.errors import ConfigError, unknown
+from fedloom.errors import ConfigError
 from fedloom.formats import as_pandas, p_value, pair
+from fedloom.hints import unknown
 from fedloom.lab.report import notebook as display
 from fedloom.lab.report.comparison.contenders import Models, contenders, reference
 from fedloom.lab.report.comparison.pairs import Pair, checked_margin, pairs, pairs_latex

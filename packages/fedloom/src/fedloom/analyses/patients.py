@@ -3,19 +3,62 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import ClassVar
 
 import pyarrow as pa
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from fedloom.data.groups import groups_of, row_counts
+from fedloom.analyses.form import Analysis
+from fedloom.analyses.tables import NUMBER, TEXT, WHOLE, table_of
+from fedloom.data.federation import Federation
+from fedloom.data.groups import enough, groups_of, row_counts, subjects_of
 from fedloom.engine.clients.scores import final_outputs
 from fedloom.engine.result import Result
-from fedloom.lab.experiment.inspection import NUMBER, TEXT, WHOLE, table_of
+from fedloom.engine.setting import Setting
+from fedloom.errors import Refused
 from fedloom.rundir import FEDERATION, SAMPLES
 
 GroupScore = tuple[int, str, str, str, float]
 """Client (-1: all together), model, group, metric and value."""
+MAX_OUTPUTS = 64
+"""Outputs of a sample whose prediction is kept."""
+
+
+class Predictions(Analysis):
+    """Prediction of every test sample, after the last round: calibration, net benefit, who gains."""
+
+    kind: ClassVar[str] = "predictions"
+
+    def check_run(self, fed: Federation, setting: Setting | None = None) -> None:
+        if fed.data.each or fed.data.outputs > MAX_OUTPUTS:
+            raise Refused(f"predictions keeps at most {MAX_OUTPUTS} outputs of a sample; leave it out")
+
+    def measure(self, result: Result) -> tuple[pa.Table, Sequence[str]]:
+        return predictions(result), ()
+
+
+class Groups(Analysis):
+    """Scores of groups of rows within every client's test part, after the last round."""
+
+    kind: ClassVar[str] = "groups"
+    by: tuple[str, ...] = Field(
+        min_length=1, description="columns, or bounds such as 'age>=75', by whose groups test parts are scored"
+    )
+    least: int = Field(
+        10, ge=2, description="rows of a group, and of each class or events among them, below which it is not scored"
+    )
+
+    @property
+    def kept_columns(self) -> Sequence[str]:
+        return self.by
+
+    def check_run(self, fed: Federation, setting: Setting | None = None) -> None:
+        groups_of(fed.data, self.by)
+
+    def measure(self, result: Result) -> tuple[pa.Table, Sequence[str]]:
+        return group_scores(result, self.by, self.least), ()
 
 
 def _final(result: Result) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
@@ -34,7 +77,7 @@ def _final(result: Result) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
 
 
 def predictions(result: Result) -> pa.Table:
-    """Columns client, model, row (place in the data), target [and event], and prediction, or a probability per class.
+    """Columns client, model, row (place in the data), target [, event, subject], and prediction, or one per class.
 
     Predictions are probabilities of classes, of a binary task that of the second one, values in units of the label,
     means of counts, and risks by the horizon (without one log hazards) of a survival task.
@@ -43,6 +86,8 @@ def predictions(result: Result) -> pa.Table:
     for kind, outputs, index, owner in _final(result):
         y, z = data.y.cpu()[index], outputs.double()
         targets = {"target": y.double() if y.ndim == 1 else y[:, 0].double() * data.unit + data.centre}
+        if (subjects := subjects_of(data)) is not None:
+            targets["subject"] = subjects[index]
         if data.task == "survival":
             targets["event"] = y[:, 1].double()
             z = z if result.job.setting.task.horizon is None else -torch.expm1(-z.exp())
@@ -59,15 +104,19 @@ def predictions(result: Result) -> pa.Table:
     return pa.concat_tables(parts)
 
 
-def group_scores(result: Result) -> pa.Table:
+def group_scores(result: Result, by: Sequence[str], least: int) -> pa.Table:
     """Columns client (-1: all together), model, subgroup, metric, value; of every group first its samples.
 
-    Groups of fewer samples than `group_least`, or rows of a class or events, have no other figure.
+    Groups with fewer samples (known subjects) than `least`, or of a class or of events, have no other figure.
+
+    Args:
+        result: of a run.
+        by: columns, or bounds of them.
+        least: rows or subjects of every kind in a group that is scored.
     """
     job = result.job
     data, ids = job.eval_fed.data, job.scored_ids.tolist()
-    evaluate = job.setting.evaluate
-    groups = groups_of(data, evaluate.groups)
+    groups, subjects = groups_of(data, by), subjects_of(data)
     rows: list[GroupScore] = []
     for kind, outputs, index, owner in _final(result):
         y = job.eval_fed.targets(index.to(job.eval_fed.device)).cpu()
@@ -77,8 +126,9 @@ def group_scores(result: Result) -> pa.Table:
                 some = inside if client == FEDERATION else inside & (owner == client)
                 count = int(some.sum())
                 rows.append((client, kind, name, SAMPLES, float(count)))
-                counts = row_counts(data.task, y[some], job.oracle.task.outputs).sum(0)
-                if bool((counts >= evaluate.group_least).all()):
+                units = None if subjects is None else subjects[index[some]]
+                counts = row_counts(data.task, y[some], job.oracle.task.outputs, units).sum(0)
+                if enough(counts, least):
                     scores = job.oracle.task.metrics(outputs[some], y[some], torch.zeros(count, dtype=torch.long), 1)
                     rows += [(client, kind, name, metric, float(value)) for metric, value in scores.items()]
     return group_table(rows)

@@ -4,20 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
+from typing import ClassVar
 
 import pyarrow as pa
 import torch
+from torch import Tensor
 
-from fedloom.data.dataset import Dataset
+from fedloom.analyses import Analysis, FurtherRun
+from fedloom.analyses.tables import NUMBER, TEXT, WHOLE, table_of
 from fedloom.data.federation import PARTS, Federation, Split
+from fedloom.data.groups import subjects_of
 from fedloom.engine.result import Result
-from fedloom.lab.experiment.inspection import NUMBER, TEXT, WHOLE, table_of
+from fedloom.engine.setting import Setting
+from fedloom.errors import Refused
 from fedloom.tasks import task_of
 from fedloom.trained.model import Model
 from fedloom.trained.predictions import NEW_SCALE, TYPICAL_SCALE
 
 SAMPLES = "samples"
 """Name under which the number of samples of the left out client is recorded."""
+FEWEST_CLIENTS = 3
+"""Clients of which one can be left out."""
+
+
+class LeftOut(Analysis):
+    """Every method without each client in turn, its global model scored at the client that was left out."""
+
+    kind: ClassVar[str] = "left-out"
+
+    def check_run(self, fed: Federation, setting: Setting | None = None) -> None:
+        if fed.n < FEWEST_CLIENTS:
+            raise Refused(f"left-out trains with {FEWEST_CLIENTS} clients or more, and there are {fed.n}; leave it out")
+
+    def units(self, setting: Setting, fed: Federation, result: Result) -> Iterator[FurtherRun]:
+        scored = setting.evaluate.with_(every=setting.rounds, parts=("test",), select_on="test")
+        for client in range(fed.n) if "global" in result.models.kinds() else ():
+            score = partial(scores_of_new, fed=fed, client=client)
+            yield FurtherRun(setting.with_(evaluate=scored), without(fed, client), score)
 
 
 def without(fed: Federation, client: int) -> Federation:
@@ -32,10 +56,11 @@ def without(fed: Federation, client: int) -> Federation:
         data = replace(data, fitted=data.fitted._replace(values=data.fitted.values[ids]))
     names = tuple(fed.names[i] for i in ids.tolist())
     groups = None if fed.groups is None else fed.groups[ids.to(fed.groups.device)]
-    return replace(fed, data=data, parts=parts, names=names, groups=groups, test=None)
+    cut = {**fed.partition, "test": 0.0}  # the client that is left out is the test part
+    return replace(fed, data=data, parts=parts, names=names, groups=groups, test=None, partition=cut)
 
 
-def scores_of_new(result: Result, raw: Dataset, fed: Federation, client: int) -> pa.Table:
+def scores_of_new(result: Result, fed: Federation, client: int) -> pa.Table:
     """The global model of a run without a client on all samples of this one: client, scaling, metric, value.
 
     Columns of a table are scaled by the medians of the other clients, which is how a new client uses the model; and on
@@ -43,16 +68,19 @@ def scores_of_new(result: Result, raw: Dataset, fed: Federation, client: int) ->
 
     Args:
         result: of the run without the client.
-        raw: the data set as its source gave it.
         fed: with the client.
         client: who was left out.
     """
     rows: list[tuple[int, str, str, float]] = []
     index = torch.cat([fed.indices(part, client) for part in PARTS]).cpu()
+    if (subjects := subjects_of(fed.data)) is not None:  # who is at another client too may have been trained on
+        trained = torch.cat([result.job.eval_fed.parts[part].index.cpu() for part in ("train", "validation")])
+        index = index[~torch.isin(subjects[index], subjects[trained])]
+    raw = fed.data.x.cpu() if fed.data.fitted is None else fed.data.fitted.raw
     if len(index):
-        for scaling, model in _models(result, raw, index):
+        for scaling, model in _models(result, raw[index]):
             y = fed.targets(index.to(fed.device)).cpu()
-            outputs = model.outputs(raw.x[index])
+            outputs = model.outputs(raw[index])
             owner = torch.zeros(len(index), dtype=torch.long)
             values = task_of(fed.data, model.recipe.objective).metrics(outputs.flatten(0, -2), y, owner, 1)
             rows.append((client, scaling, SAMPLES, float(len(index))))
@@ -60,9 +88,9 @@ def scores_of_new(result: Result, raw: Dataset, fed: Federation, client: int) ->
     return table_of(rows, client=WHOLE, scaling=TEXT, metric=TEXT, value=NUMBER)
 
 
-def _models(result: Result, raw: Dataset, index: torch.Tensor) -> Iterator[tuple[str, Model]]:
+def _models(result: Result, x: Tensor) -> Iterator[tuple[str, Model]]:
     model = result.models.ready("global")
     yield TYPICAL_SCALE, model
     if (table := model.recipe.facts.table) is not None:
-        x, owner = raw.x[index], torch.zeros(len(index), dtype=torch.long)
+        owner = torch.zeros(len(x), dtype=torch.long)
         yield NEW_SCALE, replace(model, fitted=table.fit(x, owner, owner == 0)[0])

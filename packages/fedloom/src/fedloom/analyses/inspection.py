@@ -4,47 +4,55 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import ClassVar
 
 import pyarrow as pa
 import torch
+from pydantic import Field, NonNegativeInt
 from torch import Tensor
 
+from fedloom.analyses.form import Analysis
 from fedloom.analyses.models import models_of
+from fedloom.analyses.rows import Schema
+from fedloom.analyses.tables import NUMBER, TEXT, WHOLE, table_of
 from fedloom.data.federation import Federation
-from fedloom.data.groups import groups_of
 from fedloom.engine.result import Result
-from fedloom.engine.setting import Evaluate
+from fedloom.engine.setting import Setting
 from fedloom.errors import ConfigError, Refused
 from fedloom.seeds import generator, random_state
 
-WHOLE, TEXT, NUMBER = pa.int64(), pa.string(), pa.float64()
-FEWEST = 5
+FEWEST_SAMPLES = 5
 """t-SNE needs so many test samples of a client."""
-
-MOST_OUTPUTS = 64
-"""Outputs of a sample whose prediction is kept."""
-
 PERPLEXITY = 30.0
 """Of t-SNE, as scikit-learn's default; less where a client has few samples."""
 
 
-def check_inspection(evaluate: Evaluate, fed: Federation) -> None:
-    """Refuses what the federation cannot show.
+class Confusion(Analysis):
+    """Counts of predicted classes by true class on every client's test part, after the last round."""
 
-    Raises:
-        Refused: confusion counts of a task without classes, or predictions of too many outputs.
-        ConfigError: t-SNE of a client that is not there, or groups by a column that was not kept.
-    """
-    if evaluate.confusion and not fed.data.classed:
-        raise Refused(
-            f"evaluate.confusion counts predicted classes, but {fed.data.name} is a {fed.data.task}; leave it out"
-        )
-    groups_of(fed.data, evaluate.groups)
-    if evaluate.predictions and (fed.data.each or fed.data.outputs > MOST_OUTPUTS):
-        raise Refused(f"evaluate.predictions keeps at most {MOST_OUTPUTS} outputs of a sample; leave it out")
-    unknown = [i for i in evaluate.tsne if i >= fed.n]
-    if unknown:
-        raise ConfigError(f"evaluate.tsne names client {unknown[0]}, but there are clients 0 to {fed.n - 1} only")
+    kind: ClassVar[str] = "confusion"
+
+    def check(self, schema: Schema, setting: Setting | None = None) -> None:
+        if not schema.classes:
+            raise Refused(f"confusion counts predicted classes, but {schema.name} is a {schema.task}; leave it out")
+
+    def measure(self, result: Result) -> tuple[pa.Table, Sequence[str]]:
+        return confusion(result), ()
+
+
+class Tsne(Analysis):
+    """Test samples of some clients in the plane by t-SNE, after the last round (FedSLR, Fig. 4)."""
+
+    kind: ClassVar[str] = "tsne"
+    clients: tuple[NonNegativeInt, ...] = Field(min_length=1, description="numbers of the clients")
+
+    def check_run(self, fed: Federation, setting: Setting | None = None) -> None:
+        unknown = [i for i in self.clients if i >= fed.n]
+        if unknown:
+            raise ConfigError(f"tsne names client {unknown[0]}, but there are clients 0 to {fed.n - 1} only")
+
+    def measure(self, result: Result) -> tuple[pa.Table, Sequence[str]]:
+        return tsne(result, self.clients)
 
 
 def confusion(result: Result) -> pa.Table:
@@ -88,9 +96,11 @@ def tsne(result: Result, clients: tuple[int, ...]) -> tuple[pa.Table, list[str]]
     model = "personal" if "personal" in kinds else "global"
 
     sizes = fed.sizes("test")
-    few = sorted({i for i in clients if sizes[i] < FEWEST})
+    few = sorted({i for i in clients if sizes[i] < FEWEST_SAMPLES})
     notes = (
-        [f"t-SNE leaves out clients with fewer than {FEWEST} test samples: {', '.join(map(str, few))}"] if few else []
+        [f"t-SNE leaves out clients with fewer than {FEWEST_SAMPLES} test samples: {', '.join(map(str, few))}"]
+        if few
+        else []
     )
     shown = torch.tensor(sorted(set(clients) - set(few)), dtype=torch.long)
     rows: list[tuple[int, str, float, float, float]] = []
@@ -104,8 +114,3 @@ def tsne(result: Result, clients: tuple[int, ...]) -> tuple[pa.Table, list[str]]
         places = plane.fit_transform(representations).tolist()
         rows += [(client, model, float(label), *place) for label, place in zip(labels, places, strict=True)]
     return table_of(rows, client=WHOLE, model=TEXT, label=NUMBER, x=NUMBER, y=NUMBER), notes
-
-
-def table_of(rows: Sequence[tuple[object, ...]], **kinds: pa.DataType) -> pa.Table:
-    """Rows as a table whose columns have these names and types."""
-    return pa.table({n: pa.array([r[k] for r in rows], kind) for k, (n, kind) in enumerate(kinds.items())})

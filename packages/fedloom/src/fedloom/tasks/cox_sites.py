@@ -1,8 +1,9 @@
-"""Cox regression over the rows of all clients by sums, as `Evaluate.cox` has it."""
+"""Cox regression over the rows of all clients by sums, as sites answer them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -11,13 +12,12 @@ from torch import Tensor
 
 from fedloom.data.dataset import Dataset
 from fedloom.data.federation import PARTS, Federation
-from fedloom.data.site_rows import column_names, numbers_of
+from fedloom.data.site_rows import numbers_of
 from fedloom.data.tables import Table
 from fedloom.errors import ConfigError, Refused
 from fedloom.tasks.cox import SurvivalSite
-from fedloom.tasks.cox_choice import CoxRegression
-from fedloom.tasks.cox_vectors import CoxAgreement, bin_ends, ranges_of
-from fedloom.tasks.secure_cox import SecureCoxFit, check_terms, fit_secure_cox
+from fedloom.tasks.cox_vectors import CoxAgreement, bin_ends
+from fedloom.tasks.secure_cox import SecureCoxFit
 
 
 def table_of(data: Dataset) -> Table:
@@ -28,11 +28,11 @@ def table_of(data: Dataset) -> Table:
     """
     table = data.prepare if data.fitted is None else data.fitted.table
     if data.task != "survival" or not isinstance(table, Table):
-        raise Refused(f"evaluate.cox is of times to an event in a table, and {data.name} has none; leave it out")
+        raise Refused(f"the analysis cox is of times to an event in a table, and {data.name} has none; leave it out")
     return table
 
 
-def agreement_of(choice: CoxRegression, ranges: tuple[Sequence[float], Sequence[float]]) -> CoxAgreement:
+def agreement_of(choice: Any, ranges: tuple[Sequence[float], Sequence[float]]) -> CoxAgreement:
     """What the sites agree on.
 
     Args:
@@ -56,7 +56,7 @@ def agreed_ranges(table: Table) -> tuple[list[float], list[float]]:
     missing = [column.name for column in table.columns if not column.levels and column.range is None]
     if missing:
         raise ConfigError(
-            f"evaluate.cox puts numbers on one scale by agreed ranges, and {', '.join(map(repr, missing[:5]))} has "
+            f"the analysis cox puts numbers on one scale by agreed ranges, and {', '.join(map(repr, missing[:5]))} has "
             "none; give each range = [LOWEST, HIGHEST] in the agreement (fedloom init --agree)"
         )
     pairs = [
@@ -83,37 +83,6 @@ def within(site: SurvivalSite, terms: CoxAgreement) -> SurvivalSite:
 def rows_of(fed: Federation, client: int) -> Tensor:
     """Places of all samples of a client, whatever they are used for."""
     return torch.cat([fed.indices(part, client) for part in PARTS])
-
-
-def check_cox(data: Dataset) -> None:
-    """Refuse data that no Cox regression can be of.
-
-    Raises:
-        Refused: see `table_of`; or a common test set, whose rows are no client's.
-    """
-    table_of(data)
-    if data.test is not None:
-        raise Refused(f"evaluate.cox is over the rows of clients, and {data.name} has a common test set; leave it out")
-
-
-def cox_regression(choice: CoxRegression, data: Dataset, fed: Federation) -> pa.Table:
-    """The regression over all clients, from the sums that sites would send; of ranges as wide as the columns are.
-
-    Args:
-        choice: of the experiment.
-        data: with raw columns.
-        fed: cut from it.
-
-    Raises:
-        DataError: there is no finite fit.
-    """
-    table = table_of(data)
-    sites = [survival_site(data, table, rows_of(fed, client)) for client in range(fed.n)]
-    terms = agreement_of(choice, tuple(map(np.ndarray.tolist, ranges_of(sites))))
-    check_terms(terms)
-    fit = fit_secure_cox(sites, terms, column_names(table))
-    left_out = sum(len(rows_of(fed, client)) for client in range(fed.n)) - fit.losses.rows
-    return cox_table(fit._replace(losses=fit.losses._replace(left_out=left_out)), column_names(table), terms)
 
 
 def cox_table(fit: SecureCoxFit, names: Sequence[str], terms: CoxAgreement) -> pa.Table:

@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
 import torch
 from torch import Tensor
 
+from fedloom.analyses import Analysis
+from fedloom.analyses.tables import NUMBER, TEXT, WHOLE, table_of
 from fedloom.data.federation import Federation
 from fedloom.engine.result import Result
+from fedloom.engine.setting import Setting
 from fedloom.errors import Refused
-from fedloom.lab.experiment.inspection import NUMBER, TEXT, WHOLE, table_of
 
 TREES = 200
 SMALLEST = 1e-12
 """Probability that stands for 0."""
+
+
+class References(Analysis):
+    """Regression and forest of scikit-learn, fitted at every client of a table, after the last round."""
+
+    kind: ClassVar[str] = "references"
+    per: ClassVar[str] = "seed"
+
+    def check_run(self, fed: Federation, setting: Setting | None = None) -> None:
+        check_references(fed)
+
+    def measure(self, result: Result) -> tuple[pa.Table, Sequence[str]]:
+        return references(result), ()
 
 
 def check_references(fed: Federation) -> None:
@@ -27,7 +43,7 @@ def check_references(fed: Federation) -> None:
     """
     if fed.data.fitted is None or fed.data.task in ("survival", "count"):
         raise Refused(
-            f"evaluate.references fits models to classes or measurements of a table, and {fed.data.name} has "
+            f"references fits models to classes or measurements of a table, and {fed.data.name} has "
             f"targets of a {fed.data.task}; leave it out"
         )
 

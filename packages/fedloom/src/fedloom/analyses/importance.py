@@ -5,8 +5,9 @@ Reference: L. Breiman, "Random Forests", Machine Learning 2001, Section 10; by s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -14,12 +15,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedloom.analyses.form import Analysis
 from fedloom.analyses.models import models_of
+from fedloom.analyses.tables import NUMBER, TEXT, WHOLE, table_of
 from fedloom.data.federation import Federation
 from fedloom.data.tables import Table
 from fedloom.engine.result import Result
+from fedloom.engine.setting import Setting
 from fedloom.errors import Refused
-from fedloom.lab.experiment.inspection import NUMBER, TEXT, WHOLE, table_of
 from fedloom.metrics import leading, metric
 from fedloom.seeds import generator, random_state
 from fedloom.tasks import Task
@@ -30,6 +33,18 @@ FEWEST = 10
 """Test samples of a client at least."""
 
 
+class Importance(Analysis):
+    """Loss of every client's leading metric by permuting a column of its test part, after the last round."""
+
+    kind: ClassVar[str] = "importance"
+
+    def check_run(self, fed: Federation, setting: Setting | None = None) -> None:
+        check_importance(fed)
+
+    def measure(self, result: Result) -> tuple[pa.Table, Sequence[str]]:
+        return importance(result), ()
+
+
 def check_importance(fed: Federation) -> Table:
     """The table whose columns are permuted.
 
@@ -37,7 +52,7 @@ def check_importance(fed: Federation) -> Table:
         Refused: the samples are no rows of a table.
     """
     if fed.data.fitted is None:
-        raise Refused(f"evaluate.importance permutes columns of a table, and {fed.data.name} is none; leave it out")
+        raise Refused(f"importance permutes columns of a table, and {fed.data.name} is none; leave it out")
     return fed.data.fitted.table
 
 
