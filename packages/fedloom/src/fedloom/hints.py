@@ -147,9 +147,9 @@ class Places:
         homes = [home for home, kinds in self.tables.items() if home != table and any(key in k for k in kinds.values())]
         if not homes or not self.file:
             return (homes and f"it belongs in {' or '.join(self._keyword(home, key, value) for home in homes)}") or ""
-        own = self.method and homes[0] in self.keys and not table
-        alone = f"; for this method alone, {homes[0]} = {{ {line} }}" if own else ""
-        return f"it belongs in {' or '.join(f'[{home}]' for home in homes)}: {line}{alone}"
+        alone = self.method and homes[0] in self.keys and not table
+        alone_too = f"; for this method alone, {homes[0]} = {{ {line} }}" if alone else ""
+        return f"it belongs in {' or '.join(f'[{home}]' for home in homes)}: {line}{alone_too}"
 
     def _keyword(self, table: str, key: str, value: object) -> str:
         """Write a key within the keyword that is its table."""

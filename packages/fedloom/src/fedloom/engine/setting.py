@@ -237,18 +237,18 @@ class Setting(Value):
             ConfigError: an unknown key, a wrong type or a value out of range.
         """
         places = places or cls.places()
-        given = {key: value for key, value in mapping.items() if value is not None}
-        method, allowed, tables = given.pop("algorithm", None), cls.model_fields.keys() & {*places.keys}, cls.tables()
-        options = {key: given.pop(key) for key in [*given] if key not in allowed}
+        chosen = {key: value for key, value in mapping.items() if value is not None}
+        method, allowed, tables = chosen.pop("algorithm", None), cls.model_fields.keys() & {*places.keys}, cls.tables()
+        options = {key: chosen.pop(key) for key in [*chosen] if key not in allowed}
         for key, value in options.items():
             if method is None or not (places.method or key == "settings"):
                 raise unknown("key", key, places.keys, where, places.hint(key, value))
         if method is not None:
-            given["algorithm"] = NamedMethod.read(method, options, where, places).value
-        for name in [name for name in given if name in tables]:
+            chosen["algorithm"] = NamedMethod.read(method, options, where, places).value
+        for name in [name for name in chosen if name in tables]:
             at = ": ".join(filter(None, (where, places.name_table(name))))
-            given[name] = tables[name].read(given[name], at, name, places)
-        return make(cls if base is None else base.with_, given, where, cls.model_fields)
+            chosen[name] = tables[name].read(chosen[name], at, name, places)
+        return make(cls if base is None else base.with_, chosen, where, cls.model_fields)
 
     @classmethod
     def places(cls, algorithm: Any = None, **changes: Any) -> Places:

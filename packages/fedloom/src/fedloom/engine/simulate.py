@@ -110,12 +110,12 @@ def simulate(
     place = None if folder is None else place_of(folder, "folder", ", or None for memory")
     if place is not None:
         check_output_folder(place, owns=lambda inner: len(inner.parts) == 2 and inner.parts[0] == CHECKPOINTS)
-    given = {"model": model, "settings": None if settings == "default" else settings, **choices}
+    mapping = {"model": model, "settings": None if settings == "default" else settings, **choices}
     places = Setting.places(algorithm, keys=(*Setting.model_fields, "folder", "progress"))
     if isinstance(algorithm, Setting):
-        setting = Setting.read(given, places=places, base=algorithm)
+        setting = Setting.read(mapping, places=places, base=algorithm)
     else:
-        setting = Setting.read({"algorithm": algorithm, **given}, places=places)
+        setting = Setting.read({"algorithm": algorithm, **mapping}, places=places)
     replay = Replay(initial, cohorts, batches, projection)
     job, server = make_job(setting, fed, folder=place, ranks=ranks, replay=replay)
     check_ranks(job)

@@ -49,19 +49,19 @@ class NamedMethod(NamedTuple):
         Raises:
             ConfigError: there is no such method, it has no such option, or a value is out of range.
         """
-        name, entry, made = name_method(method, where)
-        fields = {**fields_of(entry), **({"settings": None} if made is None else {})}
+        name, entry, built = name_method(method, where)
+        fields = {**fields_of(entry), **({"settings": None} if built is None else {})}
         allowed = [*fields, *(places.keys if places and places.method else ())]
         for key, value in options.items():
             if key not in fields:
                 raise unknown("key", key, allowed, where, places.hint(key, value) if places else "")
-        if made is None:
+        if built is None:
             maker: Any = entry
             return cls(name, entry, make(maker, options, where, fields))
-        if options and isinstance(made, Composition):
+        if options and isinstance(built, Composition):
             fixed = "the options of what a preset has made are fixed"
             raise ConfigError(f"{_at(where)}{fixed}; give the preset by its name")
-        return cls(name, entry, make(made.with_, options, where, fields) if options else made)
+        return cls(name, entry, make(built.with_, options, where, fields) if options else built)
 
 
 def name_method(method: Any, where: str = "") -> tuple[str, Any, Any]:
@@ -76,11 +76,11 @@ def name_method(method: Any, where: str = "") -> tuple[str, Any, Any]:
         kind, presets = type(method.algorithm), {n: e for n, e in REGISTRY.items() if isinstance(e, Preset)}
         name = next((name for name, preset in presets.items() if preset.makes(method)), None)
         return name or f"a composition of {kind.__name__}", presets.get(name or "", kind), method
-    kind, made = (method, None) if isinstance(method, type) else (type(method), method)
+    kind, built = (method, None) if isinstance(method, type) else (type(method), method)
     if not issubclass(kind, Algorithm):
         raise ConfigError(f"{_at(where)}must be {METHOD_FORM}, got {method!r:.80}")
     name = next((name for name, entry in REGISTRY.items() if entry is kind), None)
-    return name or importable(kind) or kind.__qualname__, kind, made
+    return name or importable(kind) or kind.__qualname__, kind, built
 
 
 @dataclass(frozen=True)
@@ -155,8 +155,8 @@ class SettingTable:
         """Write something that is no table as the table that it may stand for."""
         if not self.kinds:
             return f"write {name} = {{ KEY = VALUE }}; keys: {', '.join(self.base.model_fields)}"
-        known = isinstance(choice, str) and (choice in self.kinds or is_path(choice))
-        kind, kinds = (json.dumps(choice), "") if known else ("KIND", f"; {nearest(choice, self.kinds)}")
+        is_kind = isinstance(choice, str) and (choice in self.kinds or is_path(choice))
+        kind, kinds = (json.dumps(choice), "") if is_kind else ("KIND", f"; {nearest(choice, self.kinds)}")
         return f"write {name} = {{ {self.key} = {kind} }}{kinds}"
 
     def kind(self, value: Any) -> dict[str, str]:

@@ -117,12 +117,12 @@ class GivenExperiment:
             if key not in way.keys:
                 raise unknown("key", key, way.keys, "compare", way.hint(key, value))
         self._way = replace(way, keys=(*way.keys, "method", "analysis"))
-        given = {"analysis": read_analyses(analyses, "compare: analyses")}
-        given |= {key: value for key, value in choices.items() if value is not None}
+        chosen = {"analysis": read_analyses(analyses, "compare: analyses")}
+        chosen |= {key: value for key, value in choices.items() if value is not None}
         head = {"name": name, "seeds": numbers, "data": source, "partition": partition, "tune": tune}
-        self.document: dict[str, Any] = {**head, **given, "method": tables}
+        self.document: dict[str, Any] = {**head, **chosen, "method": tables}
         self.experiment = self.read(self.document)
-        self.document |= {"model": self.experiment.common.model} if "model" in given else {}  # made once
+        self.document |= {"model": self.experiment.common.model} if "model" in chosen else {}  # made once
         for table, method in zip(tables, self.experiment.methods, strict=True):
             table |= {"model": method.setting.model} if "model" in table else {}
 
@@ -146,8 +146,8 @@ def _by_call(methods: Sequence[Mapping[str, Any]], keywords: Iterable[str]) -> P
         for table in methods:
             name, entry, _ = name_method(table.get("algorithm"), f"compare: {table['label']}")
             if key in fields_of(entry):
-                given = {table["label"]: {"algorithm": name, key: value}}
-                return f"it is an option of {table['label']}: give it there, as {given}"
+                example = {table["label"]: {"algorithm": name, key: value}}
+                return f"it is an option of {table['label']}: give it there, as {example}"
         return ""
 
     way = Setting.places(method=False, special=special)
@@ -189,8 +189,8 @@ def _federation(data: object, partition: object) -> tuple[Source | dict[str, str
             f"compare: partition must be one of {kinds}, got {partition!r:.80}; clients that "
             "are there already are given as the data, in a list of (x, y): of lists of positions, (x[list], y[list])"
         )
-    given = {"source": str(data)} if isinstance(data, str | PathLike) else InMemory(held=Dataset.of(data))
-    return given, partition
+    source = {"source": str(data)} if isinstance(data, str | PathLike) else InMemory(held=Dataset.of(data))
+    return source, partition
 
 
 def _methods(methods: Mapping[str, object] | Sequence[object]) -> list[dict[str, Any]]:
@@ -210,7 +210,7 @@ def _methods(methods: Mapping[str, object] | Sequence[object]) -> list[dict[str,
         table = {"label": label, **table}
         if not (isinstance(table["label"], str) and table["label"].strip() and table["label"].isprintable()):
             raise ConfigError(f"compare: a label must be text that can be printed, got {table['label']!r:.80}")
-        if isinstance(own := table.get("local"), LocalSGD):
-            table["local"] = dump(own)  # of which a search changes single keys
+        if isinstance(local := table.get("local"), LocalSGD):
+            table["local"] = dump(local)  # of which a search changes single keys
         tables.append(table)
     return tables

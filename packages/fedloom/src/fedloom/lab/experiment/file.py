@@ -199,9 +199,9 @@ def _methods(
 ) -> tuple[Method, ...]:
     way, methods = way.of_method("label", "settings", *Setting.per_method), []
     for number, entry in enumerate(entries, 1):
-        given = table(entry, f"{where}: [[method]] {number}", way.form)
-        place = f"[[method]] {number}" if way.file else str(given.get("label"))
-        methods.append(_method(given, local, common, settings, f"{where}: {place}", way))
+        declared = table(entry, f"{where}: [[method]] {number}", way.form)
+        place = f"[[method]] {number}" if way.file else str(declared.get("label"))
+        methods.append(_method(declared, local, common, settings, f"{where}: {place}", way))
     labels = [method.label for method in methods]
     for label in labels:
         if labels.count(label) > 1:
@@ -210,18 +210,18 @@ def _methods(
 
 
 def _method(
-    given: Mapping[str, Any], local: object, common: Setting, settings: Constants, where: str, way: Places
+    declared: Mapping[str, Any], local: object, common: Setting, settings: Constants, where: str, way: Places
 ) -> Method:
     """Make the method of a table; the experiment's choice of constants holds where it has none."""
-    if "algorithm" not in given or (way.file and not isinstance(given["algorithm"], str)):
-        got = f"must be a name, got {given['algorithm']!r:.80}" if "algorithm" in given else "is missing"
+    if "algorithm" not in declared or (way.file and not isinstance(declared["algorithm"], str)):
+        got = f"must be a name, got {declared['algorithm']!r:.80}" if "algorithm" in declared else "is missing"
         raise ConfigError(f"{where}: algorithm {got}; {way.form}")
-    keys = {"label": label_of(given), **{key: given[key] for key in MethodKeys.model_fields if key in given}}
+    keys = {"label": label_of(declared), **{key: declared[key] for key in MethodKeys.model_fields if key in declared}}
     label = make(MethodKeys, keys, where, MethodKeys.model_fields).label
-    choices = {key: given[key] for key in Setting.per_method if key in given}
-    options = {key: value for key, value in given.items() if key not in ("algorithm", "label", *choices)}
+    choices = {key: declared[key] for key in Setting.per_method if key in declared}
+    options = {key: value for key, value in declared.items() if key not in ("algorithm", "label", *choices)}
     constants = {} if settings == "default" else {"settings": settings}
-    method = NamedMethod.read(given["algorithm"], {**constants, **options}, where, way)
+    method = NamedMethod.read(declared["algorithm"], {**constants, **options}, where, way)
     if isinstance(choices.get("local"), Mapping):
         choices["local"] = merged(local if isinstance(local, Mapping) else dump(common.local), choices["local"])
     setting = common.read({**choices, "algorithm": method.value}, where, way, common)

@@ -129,13 +129,17 @@ class DataTable(SettingTable):
             maker: Any = choose("data set", SOURCES, source, where, Source)
             fields = fields_of(maker)
         else:
-            agreement = {"agreement": options["agreement"]} if options.get("agreement") is not None else {}
-            try:
-                fields = fields_of(type(source_of(source, **agreement)))
-            except (ConfigError, DataError) as error:
-                raise type(error)(f"{where}: {error}") from None
-            maker = partial(source_of, source)
+            maker, fields = partial(source_of, source), _options_of_path(source, options, where)
         return make(maker, options, where, fields, *([places.within(name)] if places else ()))
+
+
+def _options_of_path(path: str, options: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """Return the options of the reader of a file or folder."""
+    agreement = {"agreement": options["agreement"]} if options.get("agreement") is not None else {}
+    try:
+        return fields_of(type(source_of(path, **agreement)))
+    except (ConfigError, DataError) as error:
+        raise type(error)(f"{where}: {error}") from None
 
 
 TABLES: dict[str, SettingTable] = {
