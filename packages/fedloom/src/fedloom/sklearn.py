@@ -32,6 +32,7 @@ from fedloom.data.survey.findings import ReadColumn, findings, left_out
 from fedloom.data.tables import Table
 from fedloom.engine.setting import GivenModel
 from fedloom.engine.simulate import simulate
+from fedloom.entrances import entered
 from fedloom.errors import ConfigError, DataError
 from fedloom.lazy import lister
 from fedloom.trained.model import Model
@@ -62,6 +63,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         self.model, self.clients, self.random_state, self.settings = model, clients, random_state, settings
 
     @on_cpu()
+    @entered("estimator")
     def _fit(self, x: Some, y: torch.Tensor, task: Task, groups: ArrayLike | None, **more: Any) -> None:
         """Trains on features [N, p] and targets as `Dataset` has them."""
         state = self.random_state

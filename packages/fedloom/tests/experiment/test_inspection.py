@@ -11,12 +11,13 @@ import torch
 from fedloom.algorithms import FLAME
 from fedloom.data import partition
 from fedloom.data.sources import load
+from fedloom.engine.checks.inspection import check_inspection
 from fedloom.engine.setting import Evaluate
 from fedloom.engine.simulate import simulate
 from fedloom.errors import ConfigError, Refused
 from fedloom.lab.experiment import parse
 from fedloom.lab.experiment.execute import Plan
-from fedloom.lab.experiment.inspection import check_inspection, confusion, tsne
+from fedloom.lab.experiment.inspection import confusion, tsne
 
 FED = partition.shards(clients=4, labels_per_client=2)(load("digits"), seed=0)
 

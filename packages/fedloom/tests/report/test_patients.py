@@ -25,10 +25,11 @@ from statsmodels.stats.proportion import proportion_confint
 
 import fedloom as fl
 from fedloom.data.groups import groups_of
+from fedloom.engine.checks.inspection import check_permutable, check_references
 from fedloom.errors import ConfigError, Refused
-from fedloom.lab.experiment.analyses.importance import check_importance, importance
+from fedloom.lab.experiment.analyses.importance import importance
 from fedloom.lab.experiment.analyses.left_out import scores_of_new, without
-from fedloom.lab.experiment.analyses.references import check_references, references
+from fedloom.lab.experiment.analyses.references import references
 from fedloom.lab.report.charts.calibrated import curve, point, wilson
 from fedloom.lab.report.comparison.bootstrap import standard_error, weighted
 from fedloom.lab.report.comparison.by_patient import delong
@@ -295,7 +296,7 @@ def test_permuting_a_column_tells_what_the_model_uses() -> None:
         expected = np.sqrt(2 * 9 * np.var(x[rows.numpy(), 0]))
         assert share["a"] == pytest.approx(expected, rel=0.2)
     with pytest.raises(Refused, match="permutes columns of a table"):
-        check_importance(fl.partition.iid(clients=2)(fl.load("digits"), seed=0))
+        check_permutable(fl.partition.iid(clients=2)(fl.load("digits"), seed=0))
 
 
 def test_reference_models_are_scikit_learns(run: Path) -> None:

@@ -54,7 +54,9 @@ def shares_of(weights: Any, fed: Federation) -> Tensor:
     elif weights == "groups":
         if fed.groups is None:
             raise Refused(
-                "weights = 'groups' needs clients in groups, and this partition has none; use weights = 'samples'"
+                "weights = 'groups' needs clients in groups, and this partition has none",
+                rule="shares-need-groups",
+                fix="set {weights = 'samples'}",
             )
         masses = _alike(fed.groups.cpu())
     elif column is not None:
@@ -65,7 +67,9 @@ def shares_of(weights: Any, fed: Federation) -> Tensor:
         masses = torch.tensor(weights, dtype=torch.float64)
         if len(masses) != fed.n or not bool(masses.sum() > 0):
             raise ConfigError(
-                f"weights must be a number for each of the {fed.n} clients, not all of them zero, got {list(weights)}"
+                f"weights must be a number for each of the {fed.n} clients, not all of them zero, got {list(weights)}",
+                rule="shares-of-other-clients",
+                fix="set {weights = 'samples'}, or give the numbers",
             )
     return (masses / masses.sum())[:, None]
 
@@ -92,8 +96,9 @@ def _levels(column: str, fed: Federation) -> Tensor:
         names = [data.levels[column][code] or "none" for code in codes]
         if len(codes) != 1 or data.levels[column][codes[0]] == MISSING:
             raise Refused(
-                f"{what} needs one level of every client, but client {fed.names[client]!r} has "
-                f"{', '.join(names[:4])}; use weights = 'uniform', or a partition by that column"
+                f"{what} needs one level of every client, but client {fed.names[client]!r} has {', '.join(names[:4])}",
+                rule="shares-need-one-level",
+                fix="set {weights = 'uniform'}, or partition by that column",
             )
         levels += codes
     return torch.tensor(levels)

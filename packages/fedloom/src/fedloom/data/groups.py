@@ -13,7 +13,7 @@ from fedloom.data.dataset import MISSING, Dataset
 from fedloom.data.sources import Source
 from fedloom.data.sources.table.reading import TableSource
 from fedloom.data.tables import is_number
-from fedloom.errors import ConfigError, unknown
+from fedloom.errors import ConfigError, nearest
 
 BOUND = re.compile(r"(.+?)\s*(>=|<=|>|<)\s*([-+]?[\d.]+(?:[eE][-+]?\d+)?)")
 COMPARE = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
@@ -46,18 +46,28 @@ def groups_of(data: Dataset, choices: Sequence[str]) -> Mapping[str, Tensor]:
     for choice in choices:
         name, bound = column_of(choice), BOUND.fullmatch(choice.strip())
         if name not in data.columns:
-            raise unknown("column", name, data.columns, "evaluate.groups, of the columns of a table")
+            raise ConfigError(
+                f"evaluate.groups: the data have no column {name!r}; {nearest(name, data.columns)}",
+                rule="groups-missing",
+                fix="name a column of the table in {evaluate.groups}, or leave it out",
+            )
         codes, levels = data.columns[name], data.levels[name]
         if bound is None:
             if len(levels) > MOST_LEVELS:
                 raise ConfigError(
-                    f"evaluate.groups: {name!r} has {len(levels)} levels; give a bound, such as '{name}>=50'"
+                    f"evaluate.groups: {name!r} has {len(levels)} levels, and at most {MOST_LEVELS} are groups",
+                    rule="groups-too-many",
+                    fix=f"give a bound, as {{evaluate.groups = ['{name}>=50']}}",
                 )
             groups |= {f"{name}={level}": codes == k for k, level in enumerate(levels) if level != MISSING}
             continue
         wrong = next((level for level in levels if level != MISSING and not is_number(level)), None)
         if wrong is not None:
-            raise ConfigError(f"evaluate.groups: {name!r} has {wrong!r}, which is no number; leave out the bound")
+            raise ConfigError(
+                f"evaluate.groups: {name!r} has {wrong!r}, which is no number",
+                rule="groups-without-numbers",
+                fix=f"leave out the bound: {{evaluate.groups = ['{name}']}}",
+            )
         values = torch.tensor([float(level or "nan") for level in levels], dtype=torch.float64)[codes]
         for sign in (bound[2], OPPOSITE[bound[2]]):
             groups[f"{name}{sign}{bound[3]}"] = COMPARE[sign](values, float(bound[3]))

@@ -15,6 +15,7 @@ from fedloom.choose import SharesWeigher, Uniform
 from fedloom.choose.shares import by_clusters, cluster_shares, clusters_of, shares_of
 from fedloom.data.federation import Federation
 from fedloom.engine.checks.defaults import adapted
+from fedloom.engine.checks.inspection import check_inspection
 from fedloom.engine.checks.notes import changes_nothing, notes_of
 from fedloom.engine.checks.refusals import (
     check_attack,
@@ -27,6 +28,7 @@ from fedloom.engine.checks.refusals import (
     check_width,
     initial,
 )
+from fedloom.engine.checks.rehearsal import rehearse
 from fedloom.engine.clients.forging import poisoned
 from fedloom.engine.clients.messages import Messages, first_upload, idle_upload
 from fedloom.engine.clients.regroup import check_shares
@@ -47,6 +49,7 @@ from fedloom.processes.ranks import ALONE, Ranks
 from fedloom.rows.attacks import Poison
 from fedloom.rows.channel import Channel
 from fedloom.schedule import Stream, Synchronous
+from fedloom.seeds import preserve_rng
 from fedloom.storage.memory import Forked
 from fedloom.storage.store import Store
 from fedloom.tasks import task_of
@@ -113,6 +116,7 @@ class Start(NamedTuple):
     templates: dict[str, Fields]
 
 
+@preserve_rng()
 def make_problem(
     setting: Setting,
     fed: Federation,
@@ -136,6 +140,7 @@ def make_problem(
     setting.local.check(setting.rounds)
     eval_fed = fed.to(device, dtype)
     fed = eval_fed.pooled() if setting.pooled else eval_fed
+    check_inspection(setting.evaluate, eval_fed)
     setting, pooled_notes = _checked(setting, fed.n)
     method, sampler, channel = setting.method, setting.sampler, setting.channel
     attackers = torch.arange(0) if setting.attack is None else setting.attack.attackers(fed.n, setting.seed)
@@ -161,7 +166,9 @@ def make_problem(
     if sampler.probes and method.global_model(server) is None:
         name = type(method).__name__
         raise Refused(
-            f"sampler {sampler.kind!r} queries clients about the global model, but {name} has none; take another"
+            f"sampler {sampler.kind!r} queries clients about the global model, but {name} has none",
+            rule="sampler-needs-a-global-model",
+            fix="leave {sampler} out",
         )
     fewest = sampler.smallest(fed.n) if replay.cohorts is None else min(len(set(map(int, c))) for c in replay.cohorts)
     if setting.mixer is not None:
@@ -193,6 +200,7 @@ def make_problem(
     )
     if problem.fleet is not None and isinstance(setting.schedule, Stream) and replay.cohorts is not None:
         raise Refused(f"cohorts are those of rounds, which schedule {setting.schedule.kind!r} does not have")
+    rehearse(problem, (server, client, kept))
     mixes_models = setting.mixer is not None and not problem.fields[problem.primary].keeps
     templates: dict[str, Fields] = {
         "clients": client,
@@ -233,8 +241,13 @@ def _place(engine: Engine) -> tuple[torch.device, torch.dtype]:
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:
-            cure = f"this machine has {count}, counted from 0" if count else "no CUDA device is there; use 'cpu'"
-            raise ConfigError(f"engine.device is {engine.device!r}, but {cure}")
+            what = f"this machine has {count}, counted from 0" if count else "no CUDA device is there"
+            use = "cuda:0" if count else "cpu"
+            raise ConfigError(
+                f"engine.device is {engine.device!r}, but {what}",
+                rule="device-missing",
+                fix=f"set {{engine.device = {use!r}}}",
+            )
         wake(device)
     return device, getattr(torch, engine.dtype)
 
@@ -285,7 +298,11 @@ def _oracle(setting: Setting, fed: Federation) -> Network:
     oracle = make_oracle(module, task, fed, engine.oracle, augment if augment.changes else None, engine.precision)
     if engine.precision != "full" and setting.method.full_gradients:
         why = setting.method.full_gradients
-        raise Refused(f"{why} takes full gradients, which stay float32; leave engine.precision out")
+        raise Refused(
+            f"{why} takes full gradients, which stay float32",
+            rule="precision-of-full-gradients",
+            fix="leave {engine.precision} out",
+        )
     return oracle
 
 
@@ -319,8 +336,9 @@ def _memory(
         first_upload(method, start, ctx, work)
     if not memory.streams:
         raise Refused(
-            f"{type(method).__name__} takes its local steps itself, and they are steps of plain SGD; set "
-            "local.optimizer = 'sgd'"
+            f"{type(method).__name__} takes its local steps itself, and they are steps of plain SGD",
+            rule="method-optimizer",
+            fix="set {local.optimizer = 'sgd'}",
         )
     return memory.of(memory.rows * 0) if local.optimizer_state == "kept" else None
 

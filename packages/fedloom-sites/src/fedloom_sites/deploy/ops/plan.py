@@ -23,6 +23,7 @@ from fedloom.engine.clients.chunk import run_clients
 from fedloom.engine.job import Job
 from fedloom.engine.setup import make_job
 from fedloom.engine.virtual.check import check_stream
+from fedloom.entrances import entered
 from fedloom.errors import ConfigError, unknown
 from fedloom.imports import is_path
 from fedloom.lab.experiment import Experiment, parse
@@ -78,6 +79,7 @@ class DeploymentPlan:
     by_samples: bool = False
 
 
+@entered("file")
 def plan(
     experiment: Experiment,
     sites: int | None = None,

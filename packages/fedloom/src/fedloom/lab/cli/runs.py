@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fedloom.entrances import entered
 from fedloom.errors import unknown
 from fedloom.formats import duration
 from fedloom.lab.cli import _complete as offer
@@ -70,7 +71,7 @@ def run(
     Example: fedloom run examples/quickstart.toml --out runs/quickstart --workers 2
     On several machines or GPUs: torchrun --nproc-per-node 4 -m fedloom.lab.cli run FILE.toml
     """
-    with errors():
+    with errors(), entered("command"):
         count = None if workers is None else worker_count(workers)
         from fedloom.lab.experiment import read
 

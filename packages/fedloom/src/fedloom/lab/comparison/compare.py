@@ -15,6 +15,7 @@ from weakref import finalize
 from fedloom.data.dataset import on_cpu
 from fedloom.engine.result import Result
 from fedloom.engine.setting import Choices, GivenModel
+from fedloom.entrances import entered
 from fedloom.errors import ConfigError, RunDirError, RunStopped, Stop, unknown
 from fedloom.lab.comparison.given import GivenExperiment
 from fedloom.lab.experiment import Plan
@@ -65,6 +66,7 @@ class Comparison(RecordedComparison):
 
 
 @on_cpu()
+@entered("python")
 def compare(
     methods: Mapping[str, object] | Sequence[object],
     data: object,

@@ -18,15 +18,13 @@ from fedloom.engine.result import Result
 from fedloom.engine.setting import Setting
 from fedloom.engine.setup import check
 from fedloom.engine.simulate import Progress, simulate
+from fedloom.entrances import entered
 from fedloom.errors import CodeError, DamagedCheckpoint, DataError, LayoutError, Refused, RunDirError, RunStopped, Stop
 from fedloom.lab import report
-from fedloom.lab.experiment.analyses.cox import check_cox, cox_regression
-from fedloom.lab.experiment.analyses.importance import check_importance
+from fedloom.lab.experiment.analyses.cox import cox_regression
 from fedloom.lab.experiment.analyses.left_out import scores_of_new, without
-from fedloom.lab.experiment.analyses.references import check_references
 from fedloom.lab.experiment.events import PAUSE, Emitter, Event, EventQueue, Listener
 from fedloom.lab.experiment.file import difference_to_recorded
-from fedloom.lab.experiment.inspection import check_inspection
 from fedloom.lab.experiment.live import LiveFigures
 from fedloom.lab.experiment.outputs import (
     Outcome,
@@ -80,6 +78,7 @@ class Plan:
     """
 
     @on_cpu()
+    @entered("file")
     def __init__(
         self,
         experiment: Experiment,
@@ -101,21 +100,18 @@ class Plan:
         data = keeping(experiment.source, experiment.common.evaluate.groups).read(data_dir)
         self.federations: dict[int, Federation] = {s: experiment.partition(data, s) for s in experiment.head.seeds}
         self.runs = [(m, seed) for m in experiment.methods for seed in experiment.head.seeds]
-        for fed in self.federations.values():
-            check_inspection(experiment.common.evaluate, fed)
-            if experiment.common.evaluate.importance:
-                check_importance(fed)
-            if experiment.common.evaluate.references:
-                check_references(fed)
-        if experiment.common.evaluate.cox is not None:
-            check_cox(data)
         fed = self.federations[experiment.head.seeds[0]]
         self._raw = data if experiment.partition.leave else None
         self._cox = None if experiment.common.evaluate.cox is None else data
         if self._raw is not None and (ranks.size > 1 or fed.n < 3):
             why = "on one process" if ranks.size > 1 else f"with 3 clients or more, and there are {fed.n}"
-            raise Refused(f"partition.leave trains {why}; leave it out")
-        self.notes = {m.label: check(m.setting, fed) for m in experiment.methods}
+            raise Refused(
+                f"partition.leave trains {why}", rule="leave-needs-clients", fix="leave {partition.leave} out"
+            )
+        self.notes = {m.label: check(m.setting.with_(seed=experiment.head.seeds[0]), fed) for m in experiment.methods}
+        for method, seed in self.runs:
+            if seed != experiment.head.seeds[0]:
+                check(method.setting.with_(seed=seed), self.federations[seed])
         if ranks.rank == 0 and not dry:
             make_folder(out)
 

@@ -9,44 +9,16 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from fedloom.data.federation import Federation
-from fedloom.data.groups import groups_of
+from fedloom.engine.checks.inspection import MIN_TSNE_SAMPLES
 from fedloom.engine.result import Result
-from fedloom.engine.setting import Evaluate
-from fedloom.errors import ConfigError, Refused
 from fedloom.seeds import generator, random_state
 
 WHOLE, TEXT, NUMBER = pa.int64(), pa.string(), pa.float64()
-FEWEST = 5
-"""t-SNE needs so many test samples of a client."""
-
-MOST_OUTPUTS = 64
-"""Outputs of a sample whose prediction is kept."""
-
 TOGETHER = 32
 """Personal models made at a time."""
 
 PERPLEXITY = 30.0
 """Of t-SNE, as scikit-learn's default; less where a client has few samples."""
-
-
-def check_inspection(evaluate: Evaluate, fed: Federation) -> None:
-    """Refuses what the federation cannot show.
-
-    Raises:
-        Refused: confusion counts of a task without classes, or predictions of too many outputs.
-        ConfigError: t-SNE of a client that is not there, or groups by a column that was not kept.
-    """
-    if evaluate.confusion and not fed.data.classed:
-        raise Refused(
-            f"evaluate.confusion counts predicted classes, but {fed.data.name} is a {fed.data.task}; leave it out"
-        )
-    groups_of(fed.data, evaluate.groups)
-    if evaluate.predictions and (fed.data.each or fed.data.outputs > MOST_OUTPUTS):
-        raise Refused(f"evaluate.predictions keeps at most {MOST_OUTPUTS} outputs of a sample; leave it out")
-    unknown = [i for i in evaluate.tsne if i >= fed.n]
-    if unknown:
-        raise ConfigError(f"evaluate.tsne names client {unknown[0]}, but there are clients 0 to {fed.n - 1} only")
 
 
 def confusion(result: Result) -> pa.Table:
@@ -90,9 +62,11 @@ def tsne(result: Result, clients: tuple[int, ...]) -> tuple[pa.Table, list[str]]
     model = "personal" if "personal" in kinds else "global"
 
     sizes = fed.sizes("test")
-    few = sorted({i for i in clients if sizes[i] < FEWEST})
+    few = sorted({i for i in clients if sizes[i] < MIN_TSNE_SAMPLES})
     notes = (
-        [f"t-SNE leaves out clients with fewer than {FEWEST} test samples: {', '.join(map(str, few))}"] if few else []
+        [f"t-SNE leaves out clients with fewer than {MIN_TSNE_SAMPLES} test samples: {', '.join(map(str, few))}"]
+        if few
+        else []
     )
     shown = torch.tensor(sorted(set(clients) - set(few)), dtype=torch.long)
     rows: list[tuple[int, str, float, float, float]] = []

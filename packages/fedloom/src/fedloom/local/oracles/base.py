@@ -119,7 +119,11 @@ class Oracle(ABC):
         Raises:
             Refused: nothing is right or wrong here.
         """
-        raise Refused("accuracy needs classes, and this task has none; use the loss")
+        raise Refused(
+            "accuracy needs classes, and this task has none",
+            rule="method-needs-classes",
+            fix="use the loss, or take another method",
+        )
 
     def group_counts(self, w: Tensor, ids: Tensor, group: str) -> Tensor:
         """Counts ``[m, 8]`` of each client's training samples in two groups (`Work.group_counts`).

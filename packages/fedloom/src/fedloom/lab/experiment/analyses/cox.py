@@ -13,23 +13,12 @@ from fedloom.data.dataset import Dataset
 from fedloom.data.federation import PARTS, Federation
 from fedloom.data.site_rows import column_names, numbers_of
 from fedloom.data.tables import Table
-from fedloom.errors import ConfigError, Refused
+from fedloom.engine.checks.inspection import survival_table
+from fedloom.errors import ConfigError
 from fedloom.tasks.cox import SurvivalSite
 from fedloom.tasks.cox_choice import CoxRegression
 from fedloom.tasks.cox_vectors import CoxAgreement, bin_ends, ranges_of
 from fedloom.tasks.secure_cox import SecureCoxFit, check_terms, fit_secure_cox
-
-
-def table_of(data: Dataset) -> Table:
-    """The table of a survival task.
-
-    Raises:
-        Refused: the samples are no rows of a table, or their targets are no times.
-    """
-    table = data.prepare if data.fitted is None else data.fitted.table
-    if data.task != "survival" or not isinstance(table, Table):
-        raise Refused(f"evaluate.cox is of times to an event in a table, and {data.name} has none; leave it out")
-    return table
 
 
 def agreement_of(choice: CoxRegression, ranges: tuple[Sequence[float], Sequence[float]]) -> CoxAgreement:
@@ -83,17 +72,6 @@ def rows_of(fed: Federation, client: int) -> Tensor:
     return torch.cat([fed.indices(part, client) for part in PARTS])
 
 
-def check_cox(data: Dataset) -> None:
-    """Refuse data that no Cox regression can be of.
-
-    Raises:
-        Refused: see `table_of`; or a common test set, whose rows are no client's.
-    """
-    table_of(data)
-    if data.test is not None:
-        raise Refused(f"evaluate.cox is over the rows of clients, and {data.name} has a common test set; leave it out")
-
-
 def cox_regression(choice: CoxRegression, data: Dataset, fed: Federation) -> pa.Table:
     """The regression over all clients, from the sums that sites would send; of ranges as wide as the columns are.
 
@@ -105,7 +83,7 @@ def cox_regression(choice: CoxRegression, data: Dataset, fed: Federation) -> pa.
     Raises:
         DataError: there is no finite fit.
     """
-    table = table_of(data)
+    table = survival_table(data)
     sites = [survival_site(data, table, rows_of(fed, client)) for client in range(fed.n)]
     terms = agreement_of(choice, tuple(map(np.ndarray.tolist, ranges_of(sites))))
     check_terms(terms)

@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedloom.data.federation import Federation
-from fedloom.data.tables import Table
+from fedloom.engine.checks.inspection import MIN_PERMUTED_SAMPLES, check_permutable
 from fedloom.engine.result import Result
-from fedloom.errors import Refused
 from fedloom.lab.experiment.inspection import NUMBER, TEXT, WHOLE, models_of, table_of
 from fedloom.metrics import leading, metric
 from fedloom.seeds import generator, random_state
@@ -25,19 +24,6 @@ from fedloom.tasks import Task
 
 REPEATS = 5
 """Times that a column is permuted."""
-FEWEST = 10
-"""Test samples of a client at least."""
-
-
-def check_importance(fed: Federation) -> Table:
-    """The table whose columns are permuted.
-
-    Raises:
-        Refused: the samples are no rows of a table.
-    """
-    if fed.data.fitted is None:
-        raise Refused(f"evaluate.importance permutes columns of a table, and {fed.data.name} is none; leave it out")
-    return fed.data.fitted.table
 
 
 def importance(result: Result) -> pa.Table:
@@ -47,12 +33,12 @@ def importance(result: Result) -> pa.Table:
     metric, value (mean over `REPEATS` permutations), spread (their standard deviation).
     """
     job = result.job
-    check_importance(job.eval_fed)
+    check_permutable(job.eval_fed)
     rows = list[tuple[int, str, str, str, float, float]]()
     for model in ("global", "personal"):
         for client, row in models_of(result, model, job.scored_ids):
             index = job.eval_fed.indices("test", client)
-            if len(index) >= FEWEST:
+            if len(index) >= MIN_PERMUTED_SAMPLES:
                 scored = Scored(partial(job.oracle.run, row), job.oracle.task, job.eval_fed, index)
                 rows += [(client, model, *line) for line in permuted(scored, job.setting.seed, client)]
     return table_of(rows, client=WHOLE, model=TEXT, column=TEXT, metric=TEXT, value=NUMBER, spread=NUMBER)
@@ -69,7 +55,7 @@ class Scored:
     """
 
     def __init__(self, run: Callable[[Tensor], Tensor], task: Task, fed: Federation, index: Tensor) -> None:
-        self._run, self._task, self.columns = run, task, check_importance(fed).columns
+        self._run, self._task, self.columns = run, task, check_permutable(fed).columns
         self._y, self._features = fed.targets(index), fed.fetch(index)
         widths = torch.tensor([max(column.levels, 1) + column.flag for column in self.columns])
         self._column = torch.arange(len(widths)).repeat_interleave(widths)

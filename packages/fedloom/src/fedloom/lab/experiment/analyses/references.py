@@ -11,25 +11,11 @@ from torch import Tensor
 
 from fedloom.data.federation import Federation
 from fedloom.engine.result import Result
-from fedloom.errors import Refused
 from fedloom.lab.experiment.inspection import NUMBER, TEXT, WHOLE, table_of
 
 TREES = 200
 SMALLEST = 1e-12
 """Probability that stands for 0."""
-
-
-def check_references(fed: Federation) -> None:
-    """Refuse data that the reference models do not take.
-
-    Raises:
-        Refused: the samples are no rows of a table, or their targets are times or counts.
-    """
-    if fed.data.fitted is None or fed.data.task in ("survival", "count"):
-        raise Refused(
-            f"evaluate.references fits models to classes or measurements of a table, and {fed.data.name} has "
-            f"targets of a {fed.data.task}; leave it out"
-        )
 
 
 def references(result: Result) -> pa.Table:
