@@ -58,6 +58,13 @@ class ConfigError(FedloomError, ValueError):
         self.rule, self.fix = rule, fix
         super().__init__(f"{message}; {worded(fix)}" if fix else message)
 
+    def refixed(self, fix: str) -> Self:
+        """The same error with another fix."""
+        error, message = copy(self), str(self)
+        error.args = (f"{message.removesuffix(worded(self.fix))}{worded(fix)}",)
+        error.fix = fix
+        return error
+
     def placed(self, where: str) -> Self:
         """The same error with the place where it was found before its message."""
         error = copy(self)

@@ -27,6 +27,7 @@ from fedloom.engine.checks.refusals import (
     check_together,
     check_width,
     initial,
+    ruled,
 )
 from fedloom.engine.checks.rehearsal import rehearse
 from fedloom.engine.clients.forging import poisoned
@@ -158,7 +159,7 @@ def make_problem(
     if finds and by_clusters(setting.weights):
         shares, spent = cluster_shares(clusters_of(setting.weights), oracle, x0, ctx, setting.attack, attackers)
         ctx = ctx._replace(weight=shares.to(dtype))
-    with attribute_error("method", method, "init"):
+    with attribute_error("method", method, "init"), ruled(f"method-{type(method).__name__.lower()}"):
         method = method.with_derived_options(ctx)
         server, client, kept = initial(method, x0, ctx)
     setting = setting.with_(algorithm=method)
@@ -174,7 +175,9 @@ def make_problem(
     if setting.mixer is not None:
         with attribute_error("method", method, "down"):
             check_mixed_width(method, method.down(server, None, ctx), oracle.layout.d)
-    notes = [*pooled_notes, *notes_of(setting, oracle, server, ctx, fewest, attackers), *idle_workers(setting.engine)]
+    with ruled(f"method-{type(method).__name__.lower()}"):
+        notes = [*pooled_notes, *notes_of(setting, oracle, server, ctx, fewest, attackers)]
+    notes += idle_workers(setting.engine)
     if setting.aggregator is not None and fewest is not None:
         setting.aggregator.check(fewest)
     memory = _memory(method, (server, client, kept), oracle, ctx)
@@ -275,8 +278,10 @@ def _checked(setting: Setting, n: int) -> tuple[Setting, list[str]]:
         notes = [f"pooled data are those of one client: {changes_nothing(keys)}"] if keys else []
         setting = pool
     check_privacy(setting.method, setting.channel, setting.aggregator, setting.sampler, setting.weigher)
-    setting.sampler.check(n)
-    setting.weigher.check(n)
+    with ruled(f"sampler-{setting.sampler.kind}"):
+        setting.sampler.check(n)
+    with ruled(f"weigher-{setting.weigher.kind}"):
+        setting.weigher.check(n)
     if setting.mixer is not None:
         check_mixer(setting.method, setting.mixer, setting.aggregator)
         setting.mixer.check(n)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -10,12 +13,32 @@ from fedloom.algorithms import Algorithm, primary_field, upload_fields
 from fedloom.choose import Mixer, Sampler, SamplesWeigher, SharesWeigher, UniformWeigher, Weigher
 from fedloom.choose.shares import by_clusters
 from fedloom.engine.setting import Setting
-from fedloom.errors import CodeError, Refused
+from fedloom.entrances import worded
+from fedloom.errors import CodeError, ConfigError, Refused
 from fedloom.local import Ctx, LocalSGD
 from fedloom.local.rows import Fields
 from fedloom.rows.aggregate import Aggregator, FLTrust, PrivateMean
 from fedloom.rows.channel import Channel
 from fedloom.values import kind_of
+
+_DOTTED = re.compile(r"(?:\b(?P<table>[a-z]+)\.(?P<key>[a-z_]+)|\bweights)(?: = (?P<value>'[^']*'|[\w.-]+))?")
+
+
+@contextmanager
+def ruled(rule: str) -> Iterator[None]:
+    """Give the errors of a part's own check a rule, and the end of their message as the fix.
+
+    Raises:
+        ConfigError: an error of the part, with the rule.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        if not error.rule:
+            why, _, cure = str(error).rpartition("; ")
+            error.rule, error.fix = rule, _DOTTED.sub(lambda match: f"{{{match[0]}}}", cure)
+            error.args = (f"{why}; {worded(error.fix)}" if why else worded(error.fix),)
+        raise
 
 
 def check_width(method: Algorithm, upload: Fields, weigher: Weigher, sampler: Sampler, d: int) -> None:

@@ -15,6 +15,7 @@ from fedloom.engine.setting import Setting
 from fedloom.errors import ConfigError, Refused, attribute_error
 from fedloom.local import Ctx, Work
 from fedloom.local.rows import Fields
+from fedloom.models.parts import penultimate
 from fedloom.schedule import FORWARD, Deadline, OverSelection, Stream, Synchronous
 
 MAX_DRAWS = 20_000_000
@@ -46,6 +47,7 @@ def check_cohorts(setting: Setting, ctx: Ctx, silent: Tensor | None) -> None:
     kinds = upload_fields(type(setting.method)).values()
     grows = any(kind.keeps or (kind.accumulates and kind.base.startswith("rows.")) for kind in kinds)
     seen, state = torch.zeros(ctx.n, dtype=torch.bool), _draws_of(sampler, ctx)
+    worst: tuple[int, ConfigError] | None = None
     for t in range(1, 1 + min(setting.rounds, max(1, MAX_DRAWS // ctx.n))):
         with attribute_error("sampler", sampler, f"round {t}"):
             cohort, state = sampler.apply(state, None, ctx._replace(round=t))
@@ -56,10 +58,15 @@ def check_cohorts(setting: Setting, ctx: Ctx, silent: Tensor | None) -> None:
             continue
         used = cohort[: schedule.enough(len(cohort))] if isinstance(schedule, OverSelection) else cohort
         seen[used] = True
+        counted = seen.nonzero()[:, 0] if grows else used
         try:
-            rule.check_cohort(seen.nonzero()[:, 0] if grows else used)
+            rule.check_cohort(counted)
         except ConfigError as error:
-            raise error.placed(f"round {t} of {setting.rounds} has {len(used)} clients") from None
+            if worst is None or len(counted) < worst[0]:
+                clients = "1 client" if len(counted) == 1 else f"{len(counted)} clients"
+                worst = len(counted), error.placed(f"round {t} of {setting.rounds} has {clients}")
+    if worst is not None:
+        raise worst[1]
 
 
 def _may_fail(setting: Setting, n: int) -> bool:
@@ -131,28 +138,34 @@ def check_times(problem: RunProblem, start: Start) -> None:
 
 
 def check_head(problem: RunProblem, start: Start) -> None:
-    """Refuse a method that looks for layers in a model that is a single layer, which has no name.
+    """Refuse a method that needs a head, or layers below it, in a model that has none: one client takes a step.
 
     Raises:
-        Refused: a first step fails with such a model.
+        ConfigError: the method does not find the layers in a first step.
     """
     module = problem.oracle.module
-    if any(True for _ in module.children()):
+    try:
+        penultimate(module)
+    except ConfigError:
+        pass
+    else:
         return
     ids = torch.tensor([0])
     try:
         work = Work(problem.oracle, ids, problem.alpha[ids].to(problem.oracle.device), problem.setting.local, steps=1)
         down, rows, _ = first_step(problem.algorithm, start, problem.ctx(1, ids), work)
         problem.personal(down, rows, work)
-    except Exception as error:
-        if not isinstance(error, KeyError | AttributeError):
-            return  # the run itself names the client, the round and the line
+    except ConfigError:
+        raise
+    except (KeyError, AttributeError) as error:
         name = type(problem.algorithm).__name__
         raise Refused(
-            f"{name} looks for layers by their names, and the model is a single {type(module).__name__} ({error!r})",
+            f"{name} looks for layers by their names, and does not find them in {type(module).__name__} ({error!r})",
             rule="head-missing",
-            fix="put a layer before it: torch.nn.Sequential(torch.nn.Flatten(), layer)",
+            fix="put a layer before the last one: torch.nn.Sequential(torch.nn.Flatten(), layer)",
         ) from error
+    except Exception:
+        return  # the run itself names the client, the round and the line
 
 
 def rehearse(problem: RunProblem, start: Start) -> None:
