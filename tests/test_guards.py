@@ -32,12 +32,22 @@ def load_guards() -> ModuleType:
 guards = load_guards()
 ROWS = guards.guards()
 CLAIMS: dict[str, dict[str, list[str] | str]] = tomllib.loads((ROOT / "tests" / "claims.toml").read_text())
-PROMISE = re.compile(r"\b(refuse[sd]?|rejected|never|nothing|cannot|at most)\b")
+PROMISE = re.compile(
+    r"\b(refuse[sd]?|reject(s|ed)?|never|nothing|cannot|at most|(does|do) not (accept|answer|open|run|use|trust))\b"
+)
+PAGES = (
+    "SECURITY.md",
+    *(f"docs/{p.name}" for p in sorted((ROOT / "docs").glob("deploy*.md"))),
+    *(f"docs/{p.name}" for p in sorted((ROOT / "docs").glob("secur*.md"))),
+    "docs/differential-privacy.md",
+    "docs/norm-bound.md",
+)
+"""Pages that promise what a deployment does and does not do."""
 
 
 def sentences() -> Iterator[tuple[str, str]]:
     """The sentences and rows of tables of the pages on security, by the heading that they stand under."""
-    for page in ("SECURITY.md", "docs/deployment.md"):
+    for page in PAGES:
         heading = page
         text = re.sub(r"^[ ]*```.*?```", "", (ROOT / page).read_text(), flags=re.S | re.M)
         for block in re.split(r"\n\s*\n", text):

@@ -1,10 +1,11 @@
-"""The reference of experiment files, from the values that read them."""
+"""Write the reference of experiment files: an overview and one page per table, from the classes that read them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
@@ -12,6 +13,7 @@ from fedloom.choose import MIXERS, SAMPLERS, WEIGHERS
 from fedloom.data.partition import PARTITIONS, Partition
 from fedloom.data.sources import SOURCES
 from fedloom.engine.setting import Engine, Evaluate
+from fedloom.lab.experiment.cards import parts
 from fedloom.lab.experiment.schema import Top
 from fedloom.lab.experiment.tuning import Range, Tune
 from fedloom.local import LocalSGD
@@ -24,16 +26,17 @@ from fedloom.schedule import DEVICES, SCHEDULES, DeviceClass
 from fedloom.tasks import Objective
 from fedloom.values import fields_of
 
-PAGE = Path(__file__).resolve().parents[1] / "experiment-file.md"
+DOCS = Path(__file__).resolve().parents[1]
+COMMON_MIN_KINDS = 3
+"""Kinds that must share an option before a page lists it once, at the top."""
+ALIKE_MIN_OPTIONS = 6
+"""Options that a kind must share with an earlier one before a page lists only the differences."""
 
 START = """# Experiment file
 
-An experiment file is a comparison: one federation, one model, and a `[[method]]` table for every method. Only `[data]`
-and one `[[method]]` are needed. A key that does not exist, a wrong type or a value out of range is refused before any
-work starts.
-
-`fedloom schema > fedloom.schema.json` writes the same as a JSON schema, with which editors complete and check the file.
-This page is made from the values that read the file.
+An experiment file describes a comparison: the data, how they are split into clients, one model, and one
+`[[method]]` table per method. Only `[data]` and one `[[method]]` are required. fedloom checks the file
+before it trains: an unknown key, a wrong type or a value out of range stops the command.
 
 ```toml title="smallest.toml"
 [data]
@@ -42,123 +45,337 @@ source = "digits"
 [[method]]
 algorithm = "fedavg"
 ```
-"""
-METHOD = """A method's own options are on [its page](../packages/fedloom/src/fedloom/algorithms/). Beside them,
-every `[[method]]` may have:
 
-| key | |
+`fedloom schema > fedloom.schema.json` writes a JSON schema, with which editors complete and check the file.
+The pages of this reference are generated from the code that reads the file.
+
+## Tables
+"""
+METHOD = """Each method has [a page](../packages/fedloom/src/fedloom/algorithms/) with its own options. Every
+`[[method]]` table also accepts these keys:
+
+| key | meaning |
 |---|---|
 | `algorithm` | name of the method, required |
-| `label` | what it is called in tables; the name when not given, and different for every method |
-| `rounds` | rounds of this method alone |
-| `weights` | clients' shares of the objective, of this method alone |
-| `local`, `sampler`, `weigher`, `mixer`, `aggregator`, `channel`, `schedule` | for the shared ones; `local` by key |
+| `label` | name in tables and charts, unique in the file; default: the name of the method |
+| `rounds` | number of rounds of this method |
+| `weights` | client weighting of this method |
+| `local` | keys of `[local]` for this method; other keys keep the shared value |
+| `sampler`, `weigher`, `mixer`, `aggregator`, `channel`, `schedule` | replaces the shared table for this method |
+
+For example, this method uses a robust aggregator and its own learning rate:
 
 ```toml
 [[method]]
 algorithm = "fedavg"
-label = "fedavg with multi-krum and momentum"
+label = "fedavg with multi-krum"
 aggregator = { kind = "multi-krum", f = 2 }
-local = { momentum = 0.9 }
+local = { lr = 0.05, momentum = 0.9 }
 ```
 """
-MODEL_LEAD = (
-    "`kind` is one of the following. A network of a paper takes every option of the kind that its first line names. "
-    "Its table lists the options whose defaults differ."
-)
 
 
-def page() -> str:
-    """The whole page."""
-    parts = [
-        START,
-        _values("Top of the file", "", Top),
-        _kinds("[data]", "`source` is a name of the list, a path, or `hub:owner/name`.", SOURCES, key="source"),
-        _values("[partition]: what every kind takes", "How the samples are cut into clients.", Partition),
-        _kinds("[partition]: kinds", "`kind` is one of", PARTITIONS, shared=Partition),
-        _kinds("[model]", MODEL_LEAD, KINDS),
-        _values("[task]", "What is minimised and measured, beside what the data's task has.", Objective),
-        _values("[local]", "How clients train, whatever the method.", LocalSGD),
-        _values("[augment]", "Random changes of training images.", Augment),
-        _kinds("[sampler]", "Who takes part in a round.", SAMPLERS),
-        _kinds("[weigher]", "How much a client counts in the mean.", WEIGHERS),
-        _kinds(
-            "[mixer]", "Each client's own mixture of the clients' last models, in place of the server's model.", MIXERS
-        ),
-        _kinds("[aggregator]", "How uploads become one; the weighted mean when there is none.", AGGREGATORS),
-        _kinds("[attack]", "What a part of the clients does instead of being honest.", ATTACKS),
-        _kinds("[channel]", "What an upload passes through on its way.", CHANNELS),
-        _kinds(
-            "[devices]",
-            "How long clients take, in virtual time ([time](time.md)); no clock when there is none.",
-            DEVICES,
-        ),
-        _values("[devices.classes.NAME]", "A class of devices.", DeviceClass),
-        _kinds(
-            "[schedule]",
-            "Which uploads make a step of the server; all but `synchronous` need `[devices]`, except at real sites.",
-            SCHEDULES,
-        ),
-        _values("[evaluate]", "", Evaluate),
-        _values("[engine]", "How a run is computed.", Engine),
-        _values("[tune]", "Read by [`fedloom tune`](tuning.md) only.", Tune),
-        _values("A range of [tune.space]", "", Range),
-        "## [[method]]\n\n" + METHOD,
-    ]
-    return "\n".join(parts)
+class Option(NamedTuple):
+    """A row of a table: the key, its default and range as Markdown, and its meaning."""
+
+    key: str
+    default: str
+    limits: str
+    meaning: str
+
+    def same(self) -> tuple[str, str, str]:
+        """Return the row without its default."""
+        return self.key, self.limits, self.meaning
+
+    def line(self, default: str | None = None) -> str:
+        """Return the row as Markdown."""
+        return f"| `{self.key}` | {self.default if default is None else default} | {self.limits} | {self.meaning} |"
 
 
-def _values(title: str, lead: str, value: type[BaseModel]) -> str:
-    return "\n".join([f"## {title}", "", *([lead, ""] if lead else []), *_rows(value, {}), ""])
+class Page(NamedTuple):
+    """A page of the reference: its name, its title, an example, and what it lists."""
+
+    name: str
+    title: str
+    lead: str
+    example: str
+    kinds: Mapping[str, Any] = {}
+    shared: Mapping[str, type[BaseModel]] = {}
+    key: str = "kind"
 
 
-def _kinds(
-    title: str, lead: str, registry: Mapping[str, Any], key: str = "kind", shared: type[BaseModel] | None = None
-) -> str:
-    lines = [f"## {title}", "", *([lead, ""] if lead else [])]
-    for name, value in registry.items():
-        first = (value.__doc__ or "").strip().splitlines()[0] if value.__doc__ else ""
-        lines += [
-            f'### {key} = "{name}"',
-            "",
-            _cell(first),
-            "",
-            *_rows(value, _unchanged(name) if name in PAPERS else {} if shared is None else fields_of(shared)),
-            "",
-        ]
-    return "\n".join(lines)
+PAGES = [
+    Page(
+        "data",
+        "[data]",
+        "The samples. `source` is the name of a data set below, a path, or `hub:owner/name`. See "
+        "also [Use your own table](../data.md) and [Use images and arrays](../data-images.md).",
+        '[data]\nsource = "digits"',
+        SOURCES,
+        key="source",
+    ),
+    Page(
+        "partition",
+        "[partition]",
+        "How fedloom splits the samples into clients. See also [Clients and non-IID splits](../data-clients.md).",
+        '[partition]\nkind = "dirichlet"\nclients = 20\nbeta = 0.3\nvalidation = 0.2',
+        PARTITIONS,
+        {"Options of every kind": Partition},
+    ),
+    Page(
+        "model",
+        "[model]",
+        "The network. A network of a paper is another kind with other defaults, and accepts the options of that kind.",
+        '[model]\nkind = "mlp"\nhidden = [128, 64]',
+        KINDS,
+    ),
+    Page(
+        "task",
+        "[task]",
+        "The loss, the metrics and the class weights. By default, they follow from the data.",
+        '[task]\nmetrics = ["balanced_accuracy", "recall"]\nclass_weights = "balanced"',
+        shared={"Options": Objective},
+    ),
+    Page(
+        "local",
+        "[local]",
+        "The local training of a client: learning rate, batch size, epochs and optimizer.",
+        "[local]\nlr = 0.05\nbatch_size = 20\nepochs = 2",
+        shared={"Options": LocalSGD},
+    ),
+    Page(
+        "augment",
+        "[augment]",
+        "Random flips and crops of training images, drawn anew in every step.",
+        "[augment]\nflip = 0.5\ncrop = 4",
+        shared={"Options": Augment},
+    ),
+    Page(
+        "sampler",
+        "[sampler]",
+        "Which clients take part in a round. Without this table, all clients take part.",
+        "[sampler]\nfraction = 0.1",
+        SAMPLERS,
+    ),
+    Page(
+        "weigher",
+        "[weigher]",
+        "How much a client counts in the mean of a round, computed during the run.",
+        '[weigher]\nkind = "fairfed"',
+        WEIGHERS,
+    ),
+    Page(
+        "mixer",
+        "[mixer]",
+        "A mixture of the clients' last models for each client, instead of the server's model.",
+        '[mixer]\nkind = "attention"',
+        MIXERS,
+    ),
+    Page(
+        "aggregator",
+        "[aggregator]",
+        "How the server combines the uploads. Without this table, it takes the weighted mean.",
+        '[aggregator]\nkind = "multi-krum"\nf = 2',
+        AGGREGATORS,
+    ),
+    Page(
+        "attack",
+        "[attack]",
+        "What dishonest clients do. Use it to test robust aggregators.",
+        '[attack]\nkind = "sign-flip"\nfraction = 0.2',
+        ATTACKS,
+    ),
+    Page(
+        "channel",
+        "[channel]",
+        "A change to every upload: clipping, noise for [differential "
+        "privacy](../differential-privacy.md), or compression.",
+        '[channel]\nkind = "top-k"',
+        CHANNELS,
+    ),
+    Page(
+        "devices",
+        "[devices]",
+        "How long clients take, in [virtual time](../time.md). Without this table, a run has no clock.",
+        '[devices]\nkind = "lognormal"\nspread = 1.0\nspeed = 100',
+        DEVICES,
+        {"[devices.classes.NAME]": DeviceClass},
+    ),
+    Page(
+        "schedule",
+        "[schedule]",
+        "Which uploads the server waits for. All kinds except `synchronous` need `[devices]`, except in a deployment.",
+        '[devices]\nkind = "equal"\n\n[schedule]\nkind = "buffered"\nbuffer = 5',
+        SCHEDULES,
+    ),
+    Page(
+        "evaluate",
+        "[evaluate]",
+        "When and what fedloom evaluates. See also [Evaluate clinical models](../clinical.md).",
+        "[evaluate]\nevery = 5",
+        shared={"Options": Evaluate},
+    ),
+    Page(
+        "engine",
+        "[engine]",
+        "How fedloom computes a run: device, precision, processes and memory. See also [Use a GPU](../gpu.md).",
+        '[engine]\ndevice = "cpu"\nworkers = 2',
+        shared={"Options": Engine},
+    ),
+    Page(
+        "tune",
+        "[tune]",
+        "The hyperparameter search. Only [`fedloom tune`](../tuning.md) reads this table.",
+        '[tune]\ntrials = 20\n\n[tune.space.all]\n"local.lr" = { low = 0.01, high = 1.0, log = true }',
+        shared={"Options": Tune, "A range in [tune.space]": Range},
+    ),
+]
 
 
-def _unchanged(preset: str) -> dict[str, Any]:
-    """Return the options of a paper's network whose defaults are its kind's."""
-    kind = type(PAPERS[preset]).model_fields
-    return {key: field for key, field in KINDS[preset].model_fields.items() if field.default == kind[key].default}
+def pages() -> Iterator[tuple[str, str]]:
+    """Yield the path below ``docs`` and the text of every page."""
+    yield "experiment-file.md", overview()
+    for page in PAGES:
+        yield f"reference/{page.name}.md", text_of(page)
 
 
-def _rows(value: Any, without: Mapping[str, Any]) -> list[str]:
-    fields = {k: f for k, f in fields_of(value).items() if k not in without and k != "kind"}
-    if not fields:
-        return []
-    lines = ["| key | default | range | |", "|---|---|---|---|"]
-    for key, field in fields.items():
-        limits = [limit.replace(">=", "≥").replace("<=", "≤") for limit in limits_of(field)]
-        allowed = getattr(field.annotation, "__args__", ())
-        if not limits and allowed and all(isinstance(a, str) for a in allowed):
-            limits = [f"`{a}`" for a in allowed]
-        if field.is_required():
-            default = "required"
+def overview() -> str:
+    """Return the first page: the keys at the top, the list of tables, and ``[[method]]``."""
+    lines = [START, "| table | contents |", "|---|---|"]
+    lines += [f"| [`{page.title}`](reference/{page.name}.md) | {_first(page.lead)} |" for page in PAGES]
+    lines += ["| [`[[method]]`](#method) | a method and its options |", "", "## Keys at the top of the file", ""]
+    return "\n".join([*lines, *_table(_options(Top)), "", "## [[method]]", "", METHOD])
+
+
+def text_of(page: Page) -> str:
+    """Return the page of a table."""
+    lines = [f"# {page.title}", "", page.lead, "", "```toml", page.example, "```", ""]
+    for title, value in page.shared.items():
+        lines += [f"## {title}", "", *_table(_options(value)), ""]
+    if page.kinds:
+        lines += _kinds(page)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _kinds(page: Page) -> list[str]:
+    """Return the lines of all kinds: options that several kinds share first."""
+    known = {option.same() for value in page.shared.values() for option in _options(value)}
+    rows = {
+        name: [o for o in _options(value) if o.same() not in known]
+        for name, value in page.kinds.items()
+        if name not in PAPERS or page.kinds is not KINDS
+    }
+    owners: dict[tuple[str, str, str], list[str]] = {}
+    for name, options in rows.items():
+        for option in options:
+            owners.setdefault(option.same(), []).append(name)
+    common = {same: names for same, names in owners.items() if len(names) >= COMMON_MIN_KINDS}
+    lines = []
+    if common:
+        lines += ["## Options of several kinds", ""]
+        lines += ["| key | default | range | meaning | kinds |", "|---|---|---|---|---|"]
+        for same, names in common.items():
+            found = {o.default: o for name in names for o in rows[name] if o.same() == same}
+            default = next(iter(found)) if len(found) == 1 else "see the kind"
+            shown = "all" if len(names) == len(rows) else ", ".join(f"`{name}`" for name in names)
+            lines.append(f"{next(iter(found.values())).line(default)} {shown} |")
+        lines.append("")
+    lines += ["## Kinds" if page.key == "kind" else "## Sources", ""]
+    titles = dict(parts("models")) if page.kinds is KINDS else {}
+    for position, (name, value) in enumerate(page.kinds.items()):
+        first = titles[name] if name not in rows else (value.__doc__ or "").strip().partition("\n")[0]
+        lines += [f'### {page.key} = "{name}"', "", _cell(first.replace("``", "`")), ""]
+        if name not in rows:
+            continue
+        options = rows[name]
+        like = _like(name, rows, [*rows][:position])
+        if like is not None:
+            missing = [o.key for o in rows[like] if o not in options]
+            lines += [f"Accepts the options of `{like}`" + (f" except {_keys(missing)}." if missing else "."), ""]
+            options = [o for o in options if o not in rows[like]]
         else:
-            found = field.get_default(call_default_factory=True)
-            default = "not set" if found is None else f"`{found!r}`"
-        lines.append(f"| `{key}` | {default} | {', '.join(limits)} | {_cell(field.description or '')} |")
+            several = [o for o in options if o.same() in common]
+            varied = {same for same, names in common.items() if len(_defaults(same, names, rows)) > 1}
+            if several:
+                stated = [f"`{o.key}`" + (f" = {o.default}" if o.same() in varied else "") for o in several]
+                lines += [f"Options of several kinds: {', '.join(stated)}.", ""]
+            options = [o for o in options if o.same() not in common]
+        lines += [*_table(options), ""] if options else []
     return lines
 
 
+def _like(name: str, rows: Mapping[str, list[Option]], earlier: list[str]) -> str | None:
+    """Return the earlier kind with almost the same options, if there is one."""
+    shared = {other: sum(o in rows[other] for o in rows[name]) for other in earlier if other in rows}
+    best = max(shared, key=lambda other: shared[other], default=None)
+    return best if best is not None and shared[best] >= ALIKE_MIN_OPTIONS else None
+
+
+def _defaults(same: tuple[str, str, str], names: list[str], rows: Mapping[str, list[Option]]) -> set[str]:
+    return {o.default for name in names for o in rows[name] if o.same() == same}
+
+
+def _options(value: Any) -> list[Option]:
+    """Return the options of a class in order."""
+    found = []
+    for key, field in fields_of(value).items():
+        if key == "kind":
+            continue
+        limits = [limit.replace(">=", "≥").replace("<=", "≤") for limit in limits_of(field)]
+        allowed = getattr(field.annotation, "__args__", ())
+        if not limits and allowed and all(isinstance(a, str) for a in allowed):
+            limits = [f'`"{a}"`' for a in allowed]
+        if field.is_required():
+            default = "required"
+        else:
+            default = _toml(field.get_default(call_default_factory=True))
+        meaning = _cell((field.description or "").replace("None:", "not set:"))
+        found.append(Option(key, default, ", ".join(limits), meaning))
+    return found
+
+
+def _table(options: list[Option]) -> list[str]:
+    head = ["| key | default | range | meaning |", "|---|---|---|---|"]
+    return [*head, *(option.line() for option in options)] if options else []
+
+
+def _toml(value: Any) -> str:
+    """Return a default as the file would contain it."""
+    return "not set" if value is None else f"`{_literal(value)}`"
+
+
+def _literal(value: Any) -> str:
+    if isinstance(value, BaseModel):
+        value = value.model_dump(exclude_none=True)
+    if isinstance(value, Mapping):
+        inner = ", ".join(f"{key} = {_literal(one)}" for key, one in value.items())
+        return f"{{ {inner} }}" if inner else "{}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_literal, value))}]"
+    return json.dumps(value) if isinstance(value, (str, bool)) else str(value)
+
+
+def _keys(names: list[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _first(text: str) -> str:
+    """Return the first sentence without its full stop, with links as seen from ``docs``."""
+    return text.partition(". ")[0].rstrip(".").replace("](../", "](")
+
+
 def _cell(value: str) -> str:
-    for letter in "\\*_[]|":
-        value = value.replace(letter, f"\\{letter}")
-    return value.replace("<", "&lt;")
+    spans = value.split("`")
+    for place, span in enumerate(spans):
+        if place % 2 == 0:
+            for letter in "\\*_[]|":
+                span = span.replace(letter, f"\\{letter}")
+            span = span.replace("<", "&lt;")
+        spans[place] = span.replace("|", "\\|") if place % 2 else span
+    return "`".join(spans)
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    (DOCS / "reference").mkdir(exist_ok=True)
+    for path, text in pages():
+        (DOCS / path).write_text(text)

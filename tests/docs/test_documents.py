@@ -38,6 +38,7 @@ import documents  # noqa: E402
 
 sys.path.remove(str(HERE))
 ROOT = documents.ROOT
+MEASURED = "studies/pages/scale-measurements.md"
 WITH_CODE = [d for d in documents.DOCUMENTS if any(b.language in documents.RUN for b in documents.blocks(d))]
 
 
@@ -82,12 +83,15 @@ def test_the_first_page_counts_laws_replays_and_the_federations_of_the_map() -> 
 
 
 def test_figures_of_the_first_page_are_those_of_their_records() -> None:
-    text, scale, changes = ((ROOT / file).read_text() for file in ("README.md", "docs/scale.md", "CHANGELOG.md"))
+    text, scale, changes = ((ROOT / file).read_text() for file in ("README.md", MEASURED, "CHANGELOG.md"))
     (row,) = re.findall(r"^\| FedAvg \| 1,000,000 \|(.+)\|$", scale, flags=re.MULTILINE)
     cells = [cell.strip() for cell in row.split("|")]
     milliseconds = f"{1000 * float(cells[2].removesuffix(' s')):.0f} ms"
     assert f"train a round of FedAvg in {milliseconds} on one core, in {cells[-1]} (softmax" in text
     assert "1,000 clients train" in " ".join(scale.split()), "the cohort of that row"
+    assert f"1,000 of 1,000,000 clients takes {milliseconds}" in " ".join(
+        (ROOT / "docs" / "scale.md").read_text().split()
+    )
     assert f"- {len(METHODS)} methods, " in changes
     project = tomllib.loads((ROOT / "packages" / "fedloom" / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
@@ -97,7 +101,7 @@ def test_figures_of_the_first_page_are_those_of_their_records() -> None:
 
 
 def test_what_the_calculation_of_rounds_misses_is_what_its_table_has() -> None:
-    text = (ROOT / "docs" / "scale.md").read_text()
+    text = (ROOT / MEASURED).read_text()
     cell = r" ([\d.]+) \([\d.]+ to [\d.]+\) \[([\d.]+)\] \|"
     rows = re.findall(rf"^\| (FedAvg|SCAFFOLD|FLAME|FedACS) \|{5 * cell}", text, flags=re.MULTILINE)
     misses = {
@@ -337,8 +341,8 @@ def test_an_entry_of_the_gallery_is_what_its_experiment_gives(tmp_path: Path, mo
 
 
 def test_the_page_on_deployment_names_every_method_whose_server_keeps_single_rows() -> None:
-    page = (ROOT / "docs" / "deployment.md").read_text()
-    listed = set(re.findall(r"[a-z]+", page.split("- **Kept rows**")[1].split(")")[0].lower()))
+    page = (ROOT / "docs" / "security-model.md").read_text()
+    listed = set(re.findall(r"[a-z]+", page.split("**Kept rows**")[1].split(")")[0].lower()))
     algorithms = {name: getattr(entry, "algorithm", entry) for name, entry in REGISTRY.items()}
     kept = [name for name, algorithm in algorithms.items() if any(f.keeps for f in upload_fields(algorithm).values())]
     assert len(kept) > 10
@@ -373,7 +377,8 @@ def test_the_site_needs_no_network(site: Path) -> None:
 
 
 def test_the_experiment_page_has_every_key_of_the_schema(site: Path) -> None:
-    shown = text_of(site / "experiment-file.html")
+    pages = [site / "experiment-file.html", *sorted((site / "reference").glob("*.html"))]
+    shown = " ".join(map(text_of, pages))
     schema: dict[str, Any] = json.loads(fl.experiment.json_schema())
 
     def keys(part: Any) -> set[str]:

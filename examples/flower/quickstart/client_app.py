@@ -14,4 +14,10 @@ app = ClientApp()
 def local(context: Context) -> Local:
     """The model and the samples of this node."""
     trainset, testset = load_data(int(context.node_config["partition-id"]))
-    return Local(Net(), trainset, loss=nn.CrossEntropyLoss(), testset=testset, folder=context.node_config.get("models"))
+    return Local(
+        Net(),
+        trainset,
+        loss=nn.CrossEntropyLoss(),
+        testset=testset,
+        folder=context.node_config.get("models"),
+    )

@@ -293,8 +293,10 @@ def test_what_is_no_time_to_event_is_a_sentence(keys: dict[str, Any], sentence: 
 
 def test_times_and_horizons_are_checked() -> None:
     table = tables()["rossi"][0]
-    table.loc[3, "week"] = 0
-    with pytest.raises(DataError, match=r"column 'week': times must be above 0, got 0 \(1 such"):
+    table.loc[3, "week"] = 0  # as of a patient who dies on the day of admission
+    assert fl.Dataset.of(table, "week", event="arrest").y[3, 0] == 0
+    table.loc[3, "week"] = -1
+    with pytest.raises(DataError, match=r"column 'week': times must be at least 0, got -1 \(1 such"):
         fl.Dataset.of(table, "week", event="arrest")
     with pytest.raises(ValueError, match="one column is predicted, got week, arrest"):
         Csv(path="rossi.csv", label=["week", "arrest"])

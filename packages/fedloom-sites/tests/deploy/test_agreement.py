@@ -58,7 +58,7 @@ NOTED = (
 
 
 def journey(folder: Path, task: str = "binary", sites: tuple[str, ...] = tuple(hospitals.SITES)) -> Path:
-    """The deployment of the five hospitals, from their tables on; each file is edited once, as in docs/deployment.md.
+    """The deployment of the five hospitals, from their tables on; each file is edited once, as in docs/deploy-pilot.md.
 
     Args:
         folder: to work in.

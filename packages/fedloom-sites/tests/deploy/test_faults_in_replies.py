@@ -1,6 +1,6 @@
 """Bad replies: rejected one by one, logged with the step that they failed, and without any effect on the model.
 
-The numbers are those of the list of faults that a deployment survives (docs/deployment.md).
+The numbers are those of the list of faults that a deployment survives (docs/deploy-protocol.md).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Sites and servers that die, come back, lag, fill their disk or say nonsense: the run goes on, or says why it cannot.
 
-The numbers are those of the list of faults that a deployment survives (docs/deployment.md).
+The numbers are those of the list of faults that a deployment survives (docs/deploy-protocol.md).
 """
 
 from __future__ import annotations

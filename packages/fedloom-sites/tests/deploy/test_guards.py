@@ -1,6 +1,6 @@
 """Guards that stand behind others: each alone, so that removing it is noticed although the next one holds.
 
-The numbers are those of the list of faults that a deployment survives (docs/deployment.md).
+The numbers are those of the list of faults that a deployment survives (docs/deploy-protocol.md).
 """
 
 from __future__ import annotations

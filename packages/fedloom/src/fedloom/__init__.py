@@ -20,6 +20,7 @@ from fedloom.version import __version__
 
 if TYPE_CHECKING:
     from fedloom import algorithms as algorithms
+    from fedloom import analyses as analyses
     from fedloom import callbacks as callbacks
     from fedloom import errors as errors
     from fedloom import models as models
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from fedloom import sklearn as sklearn
     from fedloom import tasks as tasks
     from fedloom import testing as testing
+    from fedloom.analyses.run import analyze as analyze
     from fedloom.choose import mixers as mixers
     from fedloom.choose import samplers as samplers
     from fedloom.choose import weighers as weighers
@@ -61,6 +63,8 @@ _WHERE = {
     "Setting": "fedloom.engine.setting:Setting",
     "aggregate": "fedloom.rows.aggregate",
     "algorithms": "fedloom.algorithms",
+    "analyses": "fedloom.analyses",
+    "analyze": "fedloom.analyses.run:analyze",
     "attacks": "fedloom.rows.attacks",
     "callbacks": "fedloom.callbacks",
     "channel": "fedloom.rows.channel",

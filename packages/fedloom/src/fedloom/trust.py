@@ -22,7 +22,7 @@ from fedloom.errors import ConfigError
 
 PATTERN = r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$"
 """What an import path looks like."""
-PACKAGES = {"fedloom", "fedloom_sites", "fedloom_studies"}
+PACKAGES = {"fedloom", "fedloom_clinic", "fedloom_sites", "fedloom_studies"}
 """Top packages of this distribution."""
 NO_CODE = ("name", "label")
 """Keys of an experiment file whose text names no code."""

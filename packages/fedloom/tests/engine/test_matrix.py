@@ -1,4 +1,4 @@
-"""Every method with every plug-in: the run finishes, or is refused for the documented reason.
+"""Every method with every plug-in: the run finishes, or is rejected for the documented reason.
 
 By default one cell per method and kind of plug-in is run, and a tenth of all others, drawn from a seed that changes
 every day (every week in CI; FEDLOOM_MATRIX_SEED sets it) and stands in the names of the drawn tests; `make test-full`
@@ -82,66 +82,69 @@ PROJECTED = {"lp-proj", "admm-lp-proj", "fedproto"}
 """Methods whose clients and server exchange something smaller than models."""
 
 REASONS = {
-    "nothing": ("uploads nothing", "The method uploads nothing: there is nothing to act on."),
+    "nothing": ("uploads nothing", "The method has no uploads."),
     "adds": (
         "adds uploads up",
-        "Its server adds uploads up over rounds, which is right only for the mean by the clients' shares.",
+        "The server adds up uploads over rounds, which is correct only with the client weights of the experiment.",
     ),
     "noise adds": (
         "noise of every round",
-        "Its server adds uploads up over rounds, and the noise of all rounds with them.",
+        "The server adds up uploads over rounds, so it would also add up the noise of all rounds.",
     ),
-    "mixes": ("mixes single models", "Its server mixes the clients' models for every client and aggregates nothing."),
+    "mixes": (
+        "mixes single models",
+        "The server mixes the clients' models for every client, and has no common aggregate.",
+    ),
     "by itself": (
         "averages single models itself",
-        "Its server averages the clients' models by a rule of its own, which no other rule can replace.",
+        "The server averages the clients' models with the method's own rule.",
     ),
     "exact": (
         "divides sums of features by shares",
-        "Its server divides sums of features by shares of classes, and clipping both alike changes no quotient.",
+        "The server divides sums of features by class counts, and clipping both by the same factor has no effect.",
     ),
     "keeps": (
         "keeps every client's last upload",
-        "Its server keeps every client's last upload and takes their mean by shares over all clients, seen or not.",
+        "The server keeps every client's last upload, and takes the weighted mean over all clients.",
     ),
     "projected": (
         "uploads something smaller",
-        "Clients and server exchange projections of models, or means of features, but the plug-in needs models.",
+        "Clients and server exchange projections or mean features, but the plug-in needs models.",
     ),
-    "no difference": ("clips differences", "It uploads absolute values, and only a difference can be clipped."),
+    "no difference": ("clips differences", "The method uploads absolute values, but only a difference can be clipped."),
     "single": (
         "also gets uploads of single",
-        "Its server also receives uploads of single clients, which noise on a mean does not protect.",
+        "The server also receives single uploads, which noise on a mean does not protect.",
     ),
-    "mixes itself": ("mixes single models for every", "Its server already mixes the clients' models for every client."),
-    "clusters": ("has a model for each cluster", "Its server has a model for each cluster of clients already."),
+    "mixes itself": ("mixes single models for every", "The server already mixes the clients' models for every client."),
+    "clusters": ("has a model for each cluster", "The server already has one model per cluster."),
     "consensus": (
         "towards one consensus",
-        "Its clients keep duals or controls for one common model, which models of their own would contradict.",
+        "The clients keep duals or control variates for one global model, so personal models contradict them.",
     ),
     "prox": (
         "comes out of the server's prox",
-        "Its model is the result of the server's prox, through which a mixture of clients' models does not pass.",
+        "The model is the result of the server's prox, which a mixture of clients' models would bypass.",
     ),
     "smaller": (
         "sends something smaller",
-        "Its server does not send a model, so that a mixture of models cannot take its place.",
+        "The server does not send a model that a mixture could replace.",
     ),
     "no model": (
         "queries clients about the global model",
-        "The sampler asks clients about the global model, and the method has none.",
+        "The sampler asks clients about the global model, but the method has no global model.",
     ),
     "described": (
         "by their activations under the global model",
-        "Clusters are found again from activations under the global model, and the method has none.",
+        "Clusters need activations of the global model, but the method has no global model.",
     ),
     "one by one": (
         "mixes the models of the clients of one round",
-        "Its server mixes the models of the clients of one round, and in a stream clients train one by one.",
+        "The server mixes the models of one round, but a stream has no rounds.",
     ),
     "asks": (
         "no rounds before which sampler",
-        "Its sampler asks candidates before a round, and a stream has no rounds.",
+        "The sampler asks candidates before a round, but a stream has no rounds.",
     ),
 }
 """Why a pair is refused: what the error says, and what the page says."""
@@ -428,13 +431,11 @@ def named(declared: Callable[[Algorithm], object]) -> str:
     return ", ".join(sorted(name for name in REGISTRY if declared(composed(name).algorithm)))
 
 
-INTRODUCTION = """# What goes with what
+INTRODUCTION = """# Compatibility
 
-Any method runs with any sampler, weigher, mixer, aggregator, attack, channel, shares and schedule, unless the pair
-makes no sense. Such a run is refused before it starts, with the reason. Which pairs make sense follows from what the
-method uploads, not from a list. `packages/fedloom/tests/engine/test_matrix.py` runs each method with each plug-in and
-writes this page; `packages/fedloom/tests/engine/test_pairs.py` does so for two parts.
-[What each part is worth](../studies/pages/system.md) has what was measured of the parts so far.
+Most methods work with every sampler, weigher, mixer, aggregator, attack, channel, client weighting and schedule. A few
+combinations make no sense, and fedloom rejects them before a run starts. For example, a median cannot replace the
+aggregation of IFCA:
 
 ```python
 import fedloom as fl
@@ -442,85 +443,96 @@ import fedloom as fl
 fed = fl.partition.iid(clients=10)(fl.load("digits"), seed=0)
 try:
     fl.simulate("ifca", fed, aggregator="median")
-except fl.FedloomError as refused:
-    print(refused)
+except fl.FedloomError as error:
+    print(error)
 ```
+
+A test runs every method with every plug-in and writes this page (`packages/fedloom/tests/engine/test_matrix.py`).
+Another test runs every pair of plug-ins (`packages/fedloom/tests/engine/test_pairs.py`). [Effects of the
+plug-ins](../studies/pages/system.md) contains measurements.
+
+## Methods and plug-ins
+
+The table lists the methods with a restriction. The letter in a cell refers to the reason below.
 
 """
 
 NOTES = f"""
-Every method takes the weighers `shares` and `uniform`, and every sampler but those that ask clients
-({", ".join(sorted(ASKERS))}) or learn from uploads ({", ".join(sorted(LEARNERS))}). Every method that uploads takes the
-aggregator `mean` and, except for FedProto, all channels. The compressors are {", ".join(sorted(COMPRESSORS))}.
-Every method takes all other `weights` ({", ".join(w for w in WEIGHTS if w != "clusters every k")}) and the schedules
-{", ".join(sorted(SCHEDULES.keys() - STREAMS))}. Streams are the schedules {" and ".join(sorted(STREAMS))}; FedACS,
-FedAMP and HeurFedAMP take them with `among = "all"`.
+Every method works with the weighers `shares` and `uniform`. Every method works with every sampler, except samplers that
+ask clients ({", ".join(sorted(ASKERS))}) or learn from uploads ({", ".join(sorted(LEARNERS))}). Every method with
+uploads works with the aggregator `mean` and, except for FedProto, with all channels. The compressors are
+{", ".join(sorted(COMPRESSORS))}. Every method works with all other client weightings
+({", ".join(w for w in WEIGHTS if w != "clusters every k")}) and with the schedules
+{", ".join(sorted(SCHEDULES.keys() - STREAMS))}. Streams are the schedules {" and ".join(sorted(STREAMS))}. FedACS,
+FedAMP and HeurFedAMP work with streams if `among = "all"`.
 
-Further rules:
+## Rules
 
-- A preset with a sampler or a weigher keeps its own, and takes the cohort size of the experiment's sampler.
+### Presets and centralized training
 
-- `centralized` has one client: samplers, weighers, aggregators, attacks and channels are left out.
+- A preset with a sampler or a weigher keeps its own, and uses the cohort size of the experiment's sampler.
+- `centralized` has one client, so fedloom ignores samplers, weighers, aggregators, attacks and channels.
 
-- The clients' shares, `weights`, apply to every method that takes a mean by them. A weigher takes their place there. A
-  sampler that draws by samples has them in its draws, so that the clients of its cohort count alike. FedACS, FedAMP,
-  HeurFedAMP and FedFomo mix models by what they are, FedSkip counts by the samples that a model has seen, and `local`
-  uploads nothing. Where shares that are given change nothing, the run says so.
+### Client weighting
 
-- With `weights = "clusters-C"` every method that has shares takes Equitable-FL's objective. Clusters are found before
-  round 1, from the activations of all clients; with `"clusters-C every K"` again after every K rounds. What the server
-  sums up by shares over rounds is then summed up by the new ones, and they are in its model from its next step on.
+- The client weights (`weights`) apply to every method with a weighted mean. A weigher replaces them. If a sampler draws
+  clients by their number of samples, the clients of its cohort have equal weight. FedACS, FedAMP, HeurFedAMP and
+  FedFomo compute their own weights, FedSkip counts the samples that a model has seen, and `local` uploads nothing. If
+  the client weights have no effect, the run prints a note.
+- With `weights = "clusters-C"`, every method with client weights optimizes Equitable-FL's objective. fedloom finds the
+  clusters before round 1 from the activations of all clients. With `"clusters-C every K"`, it finds them again after
+  every K rounds. Sums that the server keeps over rounds are then updated to the new weights.
+- With `weights = "groups by region"`, every level of that column has the same weight. All rows of a client must have
+  one level. List the column in `data.kept`.
 
-- With `weights = "groups by region"` every level of that column counts the same, where all rows of a client have one
-  level. A table names the column in `data.kept`.
+### Mixers
 
-- Attack `forged-activations` can win a cluster of its own in `weights` and in the weigher `equitable`. Where C is
-  given, k forgers have up to k/C of the model, and the honest groups share fewer clusters. Where C is sought, a client
-  alone is no cluster, but two that agree are one. A median or another robust aggregator that counts clients alike
-  reads no clusters. Without clusters the attack is refused.
+- Without personal models of the method, the mixtures are the personal models.
+- A mixer with `share = 0` does not change a bit. Any other mixture invalidates theorems about a common problem: FLAME
+  and FedSLR are then no longer ADMM for a sum of local problems.
+- A robust aggregator also replaces the weighted mean in each client's mixture, also in FedACS, FedAMP and HeurFedAMP.
+  If a mixture has too few models for the rule, the client keeps its last model.
+- A mixer compares directions. In the attack `forged-direction`, one attacker wins a place in its victim's mixture. In
+  `sybils`, equal attackers fill the quantile of an attention. `copies` limits the total weight of equal directions.
 
-- A mixer compares directions. With attack `forged-direction` one wins a place in its victim's mixture; with `sybils`
-  equal ones fill the quantile of an attention. `copies` bounds what equal directions count together, a robust
-  aggregator what one of them can do in a mixture.
+### Robust aggregators
 
-- Robust aggregators decide on the field that carries the model. If the server keeps every client's last upload, they
-  decide among the clients seen so far. If it adds up changes to rows that clients keep (SCAFFOLD's controls, FedADMM,
-  FIAELT), they decide on every client's sum, and the server follows their value. Each needs a least number of rows,
-  which is checked at the start.
+- A robust aggregator decides with the field that contains the model. If the server keeps every client's last upload, it
+  decides among all clients seen so far. If the server adds up changes to client state (SCAFFOLD's controls, FedADMM,
+  FIAELT), it decides on every client's sum, and the server follows the result. fedloom checks the minimum number of
+  rows at the start.
+- An ADMM message is a model plus a dual, so its coordinates vary widely even without an attacker. A coordinate-wise
+  median drops most of the duals. `multi-krum` averages complete messages of honest clients. On digits, with 5 of 20
+  clients that flip signs and one seed, the global models of FIAELT, FLAME and FedADMM reach 44, 45 and 42 % with
+  `median`, and 85, 75 and 83 % with `multi-krum`. Use `median` and `trimmed-mean` for uploads that are models or
+  changes of models.
 
-- Beside a mixer, a robust aggregator also takes the place of the weighted mean in each client's mixture. It does so in
-  FedACS, FedAMP and HeurFedAMP too. If a mixture has fewer models than the rule needs, the client keeps its own last
-  model.
+### Attacks
 
-- Beside a mixer, the personal models of a method that has none are the mixtures that its clients receive.
+- An attacker forges a model, and the method encodes it like an honest model. One forged model then moves every method
+  as far as it moves FedAvg, unless the server update of the paper scales it: equitable-fl, fedas, feddyn, fedopt,
+  fedproto, fedslr, fedspa, fiaelt, ifca and q-ffl, and FedNova if clients take different numbers of steps. The method
+  pages list the factors. In ADMM methods with one message u_i, the attacker forges u_i, as FLAME's paper states.
+  `local` has no uploads, so the attack has no effect, and its results leave out the attackers.
+- The attack `forged-activations` can win its own cluster in `weights` and in the weigher `equitable`. If C is given, k
+  attackers control up to k/C of the model, and the honest groups share fewer clusters. If fedloom searches for C, one
+  client is not a cluster, but two agreeing clients are. A robust aggregator with equal client weights, such as a
+  median, uses no clusters. Without clusters, fedloom rejects this attack.
 
-- A mixer with `share = 0` changes no bit. Any other mixture loses the theorems of a common problem: FLAME and FedSLR
-  are then no longer ADMM for a sum of local problems.
+### Channels and privacy
 
-- An attacker forges a model, and the method encodes it as it encodes the models of its clients. One forged model then
-  moves every method as far as it moves FedAvg, unless the server step of the paper scales it: equitable-fl, fedas,
-  feddyn, fedopt, fedproto, fedslr, fedspa, fiaelt, ifca and q-ffl, and FedNova where clients take unequal steps. The
-  cards have the factors. In ADMM methods that upload one message u_i, the attacker forges u_i, as FLAME's paper states.
-  `local` uploads nothing to forge: it runs as without the attack, and its figures leave the attackers out.
-
-- Which robust rule suits an upload: an ADMM message is a model plus a dual, so that its coordinates are spread widely
-  even without an attacker. A coordinate-wise median then drops most of the duals. `multi-krum` averages the whole
-  messages of honest clients. On digits, with 5 of 20 clients that flip signs and one seed, the global models of FIAELT,
-  FLAME and FedADMM end at 44, 45 and 42 % with `median`, and at 85, 75 and 83 % with `multi-krum`. `median` and
-  `trimmed-mean` suit uploads that are models or changes of models.
-
-- Channels act on the change to the model that a client received, whatever the method uploads. Compressors feed back
-  what they leave out of it.
-
-- A part of the model that does not travel (personal layers) is not compressed, noised or counted.
-
-- With `delta`, `gaussian-noise` and `private-mean` refuse weighers and samplers to which clients answer without noise.
-  They also refuse methods that upload a label or a count, to which no noise is added:
+- A channel changes the difference from the model that the client received, whatever the method uploads. Compressors
+  use error feedback.
+- Parts of the model that do not travel (personal layers) are not compressed, noised or counted.
+- With a `delta`, `gaussian-noise` and `private-mean` reject weighers and samplers that ask clients for values without
+  noise. They also reject methods that upload a label or a count without noise:
   {named(lambda method: exact_fields(type(method)))}.
 
-- Methods whose mathematics needs plain SGD refuse these choices of `[local]`:
+### Local training
 
-| refused | methods |
+Some methods are defined for plain SGD, and reject these choices of `[local]`:
+
+| rejected | methods |
 |---|---|
 | momentum, and an `optimizer` other than `sgd` | {named(lambda method: method.plain_sgd)} |
 | an `optimizer` other than `sgd` | {named(lambda method: method.needs_sgd and not method.plain_sgd)} |
@@ -531,15 +543,19 @@ def page() -> str:
     lines = [INTRODUCTION + "| method | " + " | ".join(title for title, _, _ in COLUMNS) + " |"]
     lines += ["|---" * (len(COLUMNS) + 1) + "|"]
     letters = {reason: chr(ord("a") + i) for i, reason in enumerate(REASONS)}
+    unrestricted = []
     for name in sorted(REGISTRY):
         reasons = [refusal(composed(name, plugin), kind, plugin) for _, kind, plugin in COLUMNS]
+        if not any(reasons):
+            unrestricted.append(name)
+            continue
         lines.append(f"| {name} | " + " | ".join("yes" if r is None else f"no ({letters[r]})" for r in reasons) + " |")
-    lines.append("")
+    lines += ["", f"These methods work with every plug-in of the table: {', '.join(unrestricted)}.", ""]
     first, others = every_cell()
     counts = Counter(refusal(composed(m, plugin), kind, plugin) for m, kind, plugin in (*first, *others))
     admitted, every = counts[None], counts.total()
-    lines += [f"Of {every} pairs of a method and a plug-in, {admitted} run and {every - admitted} are refused.", ""]
-    lines += ["| | pairs | reason |", "|---|---|---|"]
+    lines += [f"Of {every} pairs of a method and a plug-in, {admitted} run and {every - admitted} are rejected.", ""]
+    lines += ["| letter | pairs | reason |", "|---|---|---|"]
     lines += [f"| ({letters[r]}) | {counts[r]} | {sentence} |" for r, (_, sentence) in REASONS.items()]
     return "\n".join(lines) + "\n" + NOTES + "\n" + pairs_of_parts() + "\n" + theorems()
 
@@ -551,18 +567,18 @@ SEVERAL = {"trimmed-mean", "krum", "multi-krum", "bulyan", "mda", "fltrust"}
 PAIR_REASONS = {
     "activations": (
         "has nothing to forge",
-        "No client sends activations that could be forged, where shares are given.",
+        "Clients send no activations if the client weights are given.",
     ),
     "waits": (
         "needs the activations of all clients between two rounds",
-        "Clusters are found again between two rounds, and the schedule waits for no such moment.",
+        "fedloom updates clusters between two rounds, but the schedule has no such moment.",
     ),
     "asks": REASONS["asks"],
     "honest": (
         "has no rounds whose honest uploads",
-        "The attackers read the honest uploads of their round, and a stream has no rounds.",
+        "The attackers read the honest uploads of their round, but a stream has no rounds.",
     ),
-    "one row": ("needs m >", "The rule needs several uploads, and here each is a step of the server."),
+    "one row": ("needs m >", "The rule needs several uploads, but every upload is a separate server update."),
     "single models": (
         "mixtures of single models, which noise on a mean does not protect",
         "A mixer sends mixtures of single models, which noise on a mean does not protect.",
@@ -611,11 +627,11 @@ def pairs_of_parts() -> str:
             by_reason[reason].append(pair)
     count = sum(map(len, by_reason.values()))
     lines = [
-        "## Two parts\n",
-        f"Of {len(pairs())} pairs of parts, each beside FedAvg, {len(pairs()) - count} run and {count} are refused.",
-        'Mixers take streams with `among = "all"`, and a rule needs a buffer of as many uploads as it needs clients in',
-        "a round. Attack `forged-activations` is tried beside shares by clusters.\n",
-        "| parts | with | pairs | reason |",
+        "## Pairs of plug-ins\n",
+        f"Of {len(pairs())} pairs of plug-ins with FedAvg, {len(pairs()) - count} run and {count} are rejected. Mixers",
+        'work with streams if `among = "all"`. The buffer must be as large as the number of clients that a robust rule',
+        "needs in a round. The attack `forged-activations` is tested with client weighting by clusters.\n",
+        "| plug-ins | with | pairs | reason |",
         "|---|---|---|---|",
     ]
     for reason, refused in by_reason.items():
@@ -625,23 +641,18 @@ def pairs_of_parts() -> str:
     return "\n".join(lines) + "\n"
 
 
-THEORY = """The table states what a paper proves of a method, on what conditions, and with which parts that is lost.
-With these parts the run still works, but the theorem does not apply. Cards have the same. The paper of a method that is
-not in the table may have a theorem too; it is not stated here.
+THEORY = """A paper may prove convergence under some conditions. The table lists the theorem, its conditions, and the
+plug-ins that invalidate it. A run with such a plug-in works, but the theorem does not apply. The method pages contain
+the same facts. Papers of other methods may contain theorems that are not listed here.
 
-- No run checks a condition on the problem, such as convexity or L, the smoothness of the local losses. A network with
-  ReLU is not smooth.
-
-- Most methods take the run's local training for a local solve, and do not check its error.
-
-- Equal shares are `weights = "uniform"`, and equal steps are `local.steps`. By default clients count by their samples
-  and train for epochs, so that a default run meets neither where clients differ in size.
-
-- A gradient step is one of plain SGD, without momentum, clipping or another optimiser.
-
-- A uniform cohort is one of sampler `uniform`, of a fixed size.
-
-- "Among others" marks a theorem whose paper has further conditions.
+- fedloom does not check conditions on the problem, such as convexity or the smoothness L of the local losses. A network
+  with ReLU is not smooth.
+- Most methods use the run's local training as the local solver, and do not check its error.
+- *Equal shares* means `weights = "uniform"`, and *equal steps* means `local.steps`. By default, clients are weighted by
+  samples and train for epochs, so a default run has neither if clients differ in size.
+- *A gradient step* is a step of plain SGD, without momentum, clipping or another optimizer.
+- *A uniform cohort* comes from the sampler `uniform` with a fixed size.
+- *Among others* means that the paper has further conditions.
 """
 
 

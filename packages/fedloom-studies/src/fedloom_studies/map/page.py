@@ -82,8 +82,8 @@ A triangle up: better, down: worse. Pale: inconclusive. {signs}.
 - **One family of tests per setup.** Every method is compared with the better of local and FedAvg by a moderated t test
   over seeds, with Holm's correction over the methods. The interval of a gain is the one that decides: it leaves out 0
   exactly where the verdict is *better* or *worse*. All else is *inconclusive*. A *mean* has the plain 95 % interval
-  over seeds. With fewer than {enough} seeds nothing is tested. [How the test was chosen](tuning.md#tests) has its
-  measured errors.
+  over seeds. With fewer than {enough} seeds nothing is tested. [How the test was
+  chosen](tuning.md#statistical-tests) has its measured errors.
 
 - **What a verdict is about.** Seeds split the same samples anew. A verdict is about these samples, with other splits,
   cohorts and initial models. It is not about new samples.
@@ -106,7 +106,7 @@ A triangle up: better, down: worse. Pale: inconclusive. {signs}.
   machines would have two federations.
 
 Everything as one table, a row per run: [Parquet]({folder}/map.parquet), [CSV]({folder}/map.csv). Place a method of your
-own with [one command](own-algorithm.md#on-the-map)."""
+own with [one command](own-algorithm.md#compare-it-with-all-methods)."""
 
 
 def pages(

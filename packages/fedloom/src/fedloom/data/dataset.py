@@ -67,7 +67,7 @@ class Dataset:
         name: name of the source.
         x: features [N, *shape], uint8 (images, `[N, channels, height, width]`) or float; or tokens [N, length], int32
             or int64, numbers in `vocabulary`, 0 being padding at the end of a sequence.
-        y: class numbers [N] int64; float targets [N, k] of a regression, counts [N, 1], or times above 0 and events
+        y: class numbers [N] int64; float targets [N, k] of a regression, counts [N, 1], or times from 0 on and events
             0 or 1 [N, 2] of a survival task; of tokens also one label per position
             [N, length], -1 where there is none.
         task: ``"classification"``, ``"binary"``, ``"regression"``, ``"survival"`` or ``"count"``.
@@ -300,9 +300,9 @@ def _wrong_numbers(task: Task, y: Tensor) -> Iterator[str]:
     if task == "survival" and y.shape[1] != 2:
         yield f"targets of a survival task are a time and an event in every row, got {y.shape[1]} columns"
     elif task == "survival":
-        early, odd = y[:, 0] <= 0, (y[:, 1] != 0) & (y[:, 1] != 1)
+        early, odd = y[:, 0] < 0, (y[:, 1] != 0) & (y[:, 1] != 1)
         if bool(early.any()):
-            yield f"{int(early.sum())} times are not above 0 (first: sample {int(early.int().argmax())}); repair them"
+            yield f"{int(early.sum())} times are below 0 (first: sample {int(early.int().argmax())}); repair them"
         if bool(odd.any()):
             yield f"events must be 1, or 0 where the time is censored, got {y[odd, 1].unique()[:5].tolist()}"
     elif task == "count":

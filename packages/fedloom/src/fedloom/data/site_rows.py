@@ -28,6 +28,7 @@ class SiteRows(NamedTuple):
         names: of the sites.
         data: the data set that the rows are from.
         notes: sentences on rows that are left out.
+        test: columns and targets of every site's test rows, which `sites` lacks; empty where none are named.
     """
 
     sites: list[tuple[Floats, Floats]]
@@ -35,14 +36,18 @@ class SiteRows(NamedTuple):
     names: list[str]
     data: Dataset
     notes: list[str]
+    test: list[tuple[Floats, Floats]]
 
 
-def rows_by_site(source: Source, data_dir: Path | str | None = None, **changes: object) -> SiteRows:
+def rows_by_site(
+    source: Source, data_dir: Path | str | None = None, test: tuple[str, str] | None = None, **changes: object
+) -> SiteRows:
     """The complete rows of a table by site.
 
     Args:
         source: how the table is read, and the column with the owner of a row.
         data_dir: folder of data sets.
+        test: a column, and its value in test rows; it is no column of the regression.
         changes: keys of the source that are replaced.
 
     Raises:
@@ -53,7 +58,10 @@ def rows_by_site(source: Source, data_dir: Path | str | None = None, **changes: 
         raise ConfigError("a regression by sums needs a table (CSV or Parquet) in [data]")
     if source.agreement is not None:
         raise ConfigError("a regression reads its columns from [data] itself; give categorical and drop, no agreement")
-    data = source.with_(impute=True, unlabelled="drop", **changes).read(data_dir)
+    source = source.with_(impute=True, unlabelled="drop", **changes)
+    if test is not None:
+        source = source.with_(kept=(*source.kept, test[0]), drop=(*source.drop, test[0]))
+    data = source.read(data_dir)
     assert isinstance(data.prepare, Table)
     whole = ~data.x.isnan().any(1)
     if not bool(whole.any()):
@@ -63,12 +71,29 @@ def rows_by_site(source: Source, data_dir: Path | str | None = None, **changes: 
         raise ConfigError(f"{data.name}: no column is left beside the target")
     x, y = numbers_of(data.prepare, data.x), data.y.reshape(len(data), -1).double()
     owner = torch.zeros(len(data), dtype=torch.long) if data.users is None else data.users
-    here = {int(k): rows for k in owner.unique() if bool((rows := whole & (owner == k)).any())}
+    held_out = torch.zeros(len(data), dtype=torch.bool) if test is None else _rows_with(data, *test)
+    here = {int(k): rows for k in owner.unique() if bool((rows := whole & ~held_out & (owner == k)).any())}
     names = [data.user_names[k] if data.users is not None else "all" for k in here]
     lost = int((~whole).sum())
     notes = [f"{lost} of {len(data)} rows have a missing cell and are left out"] if lost else []
     sites = [(x[rows].numpy(), y[rows].numpy()) for rows in here.values()]
-    return SiteRows(sites, columns, names, data, [*data.notes, *notes])
+    tested = [whole & held_out & (owner == k) for k in here] if test is not None else []
+    return SiteRows(
+        sites, columns, names, data, [*data.notes, *notes], [(x[rows].numpy(), y[rows].numpy()) for rows in tested]
+    )
+
+
+def _rows_with(data: Dataset, column: str, value: str) -> Tensor:
+    """Which rows ``[N]`` have a value in a column.
+
+    Raises:
+        ConfigError: none or all of them have it.
+    """
+    levels = data.levels[column]
+    if value not in levels or len(levels) == 1:
+        shown = ", ".join(map(repr, levels[:10]))
+        raise ConfigError(f"{data.name}: some rows must have {value!r} in {column!r} and some must not; it has {shown}")
+    return data.columns[column] == levels.index(value)
 
 
 def column_names(table: Table) -> list[str]:
@@ -91,15 +116,20 @@ def numbers_of(table: Table, x: Tensor) -> Tensor:
 
 
 def survival_rows(
-    source: Source, time: str | None = None, event: str | None = None, data_dir: Path | str | None = None
+    source: Source,
+    time: str | None = None,
+    event: str | None = None,
+    data_dir: Path | str | None = None,
+    test: tuple[str, str] | None = None,
 ) -> SiteRows:
-    """`rows_by_site` whose targets are times above 0 and events.
+    """`rows_by_site` whose targets are times from 0 on and events.
 
     Args:
         source: as there; its label is no column.
         time: column of times; None: the source's label.
         event: column with 1 for an event and 0 for none; None: the source's.
         data_dir: folder of data sets.
+        test: as there.
 
     Raises:
         ConfigError: see `rows_by_site`; or time and event are not named.
@@ -111,5 +141,5 @@ def survival_rows(
         raise ConfigError("which columns are the time and the event? name them here, or label and event in [data]")
     unused = {*(drop or ()), *(column for column in (label, named) if column is not None)} - {time, event}
     return rows_by_site(
-        source, data_dir, label=time, event=event, task="survival", drop=tuple(unused), centre=0.0, unit=1.0
+        source, data_dir, test, label=time, event=event, task="survival", drop=tuple(unused), centre=0.0, unit=1.0
     )

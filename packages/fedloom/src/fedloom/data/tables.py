@@ -254,10 +254,17 @@ class Table(Value):
 
 
 class Fitted(NamedTuple):
-    """A table and what it was fitted to at every client [n, p, 5]; see `Table.fit`."""
+    """A table and what it was fitted to at every client [n, p, 5]; see `Table.fit`.
+
+    Attributes:
+        table: its columns.
+        values: what they were fitted to.
+        raw: the columns [N, p] as they were read, which analyses of rows need.
+    """
 
     table: Table
     values: Tensor
+    raw: Tensor
 
 
 class Encoder(nn.Module):

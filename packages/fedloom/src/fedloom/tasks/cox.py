@@ -11,18 +11,28 @@ B. Efron, JASA 1977; sums over sites as in C.-L. Lu et al., "WebDISCO", JAMIA 20
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.stats import norm
 
 from fedloom.errors import DataError, unknown
+from fedloom.tasks.penalty import (
+    At,
+    Floats,
+    Likelihood,
+    Mask,
+    PenaltyKind,
+    Ridge,
+    check_penalty,
+    find_ridge,
+    jeffreys,
+    ridged,
+)
 from fedloom.tasks.separation import SINGULAR, SUPPORT, check_columns, is_suspect, no_finite_fit, recession, separating
 
-Floats = NDArray[np.float64]
 TIES = ("efron", "breslow")
 TOLERANCE = 1e-12
 """Newton decrement below which a step is the last."""
@@ -30,7 +40,7 @@ STEPS, HALVINGS = 50, 30
 
 
 class SurvivalSite(NamedTuple):
-    """The rows of one site: columns ``x [N, p]``, ``time [N]`` > 0, and ``event [N]``, 0 where the time is censored."""
+    """The rows of one site: columns ``x [N, p]``, ``time [N]`` from 0 on, ``event [N]``, 0 where it is censored."""
 
     x: Floats
     time: Floats
@@ -41,32 +51,25 @@ class RiskSums(NamedTuple):
     """What a site sends in a step, for J event times: sums over its rows at risk, and over those with the event.
 
     Attributes:
-        risk: ``[J]``, ``[J, p]`` and ``[J, p, p]`` sums of w, w x and w x x' over rows at risk, w = exp(x beta).
+        risk: ``[J]``, ``[J, p]`` and ``[J, p, p]`` sums of w, w x and w x x' over rows at risk, w = exp(x beta); with a
+            metric V also ``[J]`` and ``[J, p]`` of w q and w q x, q = x' V x.
         tied: the same over rows with the event at each time.
         deaths: ``[J]`` events.
         total: ``[J, p]`` sum of x over events.
     """
 
-    risk: tuple[Floats, Floats, Floats]
-    tied: tuple[Floats, Floats, Floats]
+    risk: tuple[Floats, ...]
+    tied: tuple[Floats, ...]
     deaths: Floats
     total: Floats
 
     def __add__(self, other: object) -> RiskSums:
         assert isinstance(other, RiskSums)
         risk, tied = (
-            (left[0] + right[0], left[1] + right[1], left[2] + right[2])
+            tuple(one + two for one, two in zip(left, right, strict=True))
             for left, right in ((self.risk, other.risk), (self.tied, other.tied))
         )
         return RiskSums(risk, tied, self.deaths + other.deaths, self.total + other.total)
-
-
-class Likelihood(NamedTuple):
-    """Log partial likelihood, its gradient ``[p]``, and the information ``[p, p]``."""
-
-    value: float
-    gradient: Floats
-    information: Floats
 
 
 class Wald:
@@ -97,6 +100,7 @@ class CoxFit(Wald):
         likelihood: log partial likelihood at beta.
         events: number of events.
         rows: number of rows.
+        ridge: the penalty, if there is one; standard errors are then of the penalized information.
     """
 
     beta: Floats
@@ -104,9 +108,12 @@ class CoxFit(Wald):
     likelihood: float
     events: int
     rows: int
+    ridge: Ridge | None = None
 
 
-def risk_sums(site: SurvivalSite, beta: Floats, times: Floats, shift: float = 0.0) -> RiskSums:
+def risk_sums(
+    site: SurvivalSite, beta: Floats, times: Floats, shift: float = 0.0, metric: Floats | None = None
+) -> RiskSums:
     """What a site sends.
 
     Args:
@@ -114,14 +121,19 @@ def risk_sums(site: SurvivalSite, beta: Floats, times: Floats, shift: float = 0.
         beta: ``[p]`` coefficients.
         times: ``[J]`` event times, rising.
         shift: subtracted from every row's x beta; it changes no ratio of sums.
+        metric: ``[p, p]`` V of the sums for Firth's penalty; None: they are not needed.
     """
     weight = np.exp(site.x @ beta - shift)
     products = site.x[:, :, None] * site.x[:, None, :]
+    summed = [weight, weight[:, None] * site.x, weight[:, None, None] * products]
+    if metric is not None:
+        lengths = weight * ((site.x @ metric) * site.x).sum(1)
+        summed += [lengths, lengths[:, None] * site.x]
     last = np.searchsorted(times, site.time, side="right")  # a row is at risk at the first `last` times
     here = (site.event == 1) & (last > 0)
     place = last[here] - 1
     risk, tied = [], []
-    for values in (weight, weight[:, None] * site.x, weight[:, None, None] * products):
+    for values in summed:
         ends = np.zeros((len(times) + 1, *values.shape[1:]))
         np.add.at(ends, last, values)
         risk.append(ends[::-1].cumsum(0)[::-1][1:])
@@ -131,28 +143,54 @@ def risk_sums(site: SurvivalSite, beta: Floats, times: Floats, shift: float = 0.
     total = np.zeros((len(times), site.x.shape[1]))
     np.add.at(total, place, site.x[here])
     deaths = np.bincount(place, minlength=len(times)).astype(float)
-    return RiskSums((risk[0], risk[1], risk[2]), (tied[0], tied[1], tied[2]), deaths, total)
+    return RiskSums(tuple(risk), tuple(tied), deaths, total)
 
 
 def likelihood(sums: RiskSums, beta: Floats, ties: str) -> Likelihood:
     """Partial likelihood of the rows that sums are over."""
     value, gradient = float((sums.total @ beta).sum()), sums.total.sum(0)
     information = np.zeros((len(beta), len(beta)))
-    for k in range(int(sums.deaths.max(initial=0))):
-        some = sums.deaths > k
-        deaths = sums.deaths[some]
-        share = k / deaths if ties == "efron" else np.zeros(len(deaths))
-        zero = sums.risk[0][some] - share * sums.tied[0][some]
-        one = (sums.risk[1][some] - share[:, None] * sums.tied[1][some]) / zero[:, None]
-        two = (sums.risk[2][some] - share[:, None, None] * sums.tied[2][some]) / zero[:, None, None]
+    for zero, one, two in _at_events(sums, ties):
         value -= float(np.log(zero).sum())
         gradient = gradient - one.sum(0)
         information += (two - one[:, :, None] * one[:, None, :]).sum(0)
     return Likelihood(value, gradient, information)
 
 
+def _at_events(sums: RiskSums, ties: str) -> Iterator[tuple[Floats, ...]]:
+    """The first, second, ... event of every time: the sum of weights at risk, and means of the other sums."""
+    for k in range(int(sums.deaths.max(initial=0))):
+        some = sums.deaths > k
+        share = k / sums.deaths[some] if ties == "efron" else np.zeros(int(some.sum()))
+        zero, *others = (
+            risk[some] - share.reshape(-1, *[1] * (risk.ndim - 1)) * tied[some]
+            for risk, tied in zip(sums.risk, sums.tied, strict=True)
+        )
+        yield zero, *(other / zero.reshape(-1, *[1] * (other.ndim - 1)) for other in others)
+
+
+def _slope(sums: RiskSums, ties: str, metric: Floats) -> Floats:
+    """The vector ``[p]`` of tr(V dI / d beta_r), from sums with the metric V.
+
+    At an event the derivative of the information is the third central moment of rows at risk, with m their mean:
+    E (x - m)' V (x - m) (x - m) = (E q x - E q m) - 2 Cov V m.
+    """
+    slope: Floats = np.zeros(len(metric))
+    for _, one, two, length, product in _at_events(sums, ties):
+        spread = two - one[:, :, None] * one[:, None, :]
+        turned = np.einsum("jab,jb->ja", spread, one @ metric)
+        slope = slope + (product - length[:, None] * one - 2 * turned).sum(0)
+    return slope
+
+
 def fit_cox(
-    sites: Sequence[SurvivalSite], ties: str = "efron", *, stratify: bool = False, names: Sequence[str] = ()
+    sites: Sequence[SurvivalSite],
+    ties: str = "efron",
+    *,
+    stratify: bool = False,
+    names: Sequence[str] = (),
+    penalty: PenaltyKind = "none",
+    strength: float | Literal["cv"] | None = None,
 ) -> CoxFit:
     """The Cox regression of all sites' rows together, from sums that sites send.
 
@@ -165,13 +203,16 @@ def fit_cox(
         ties: how tied event times are treated.
         stratify: every site has a baseline hazard of its own.
         names: of the columns, for messages.
+        penalty: "ridge" or "firth"; see `fedloom.tasks.penalty` for their scale.
+        strength: of a ridge, above 0; "cv" or None: of the largest cross-validated likelihood.
 
     Raises:
-        ConfigError: an unknown treatment of ties.
-        DataError: times that are not above 0, no event, a column that does not vary, or no finite fit.
+        ConfigError: an unknown treatment of ties, or an unknown penalty.
+        DataError: times below 0, no event, a column that does not vary, or no finite fit.
     """
     if ties not in TIES:
         raise unknown("treatment of ties", ties, TIES)
+    check_penalty(penalty, strength)
     names = names or [f"column {k}" for k in range(sites[0].x.shape[1])]
     _check(sites)
     count = sum(len(site.x) for site in sites)
@@ -179,29 +220,64 @@ def fit_cox(
     spread = np.sqrt(sum(((site.x - centre) ** 2).sum(0) for site in sites) / count)
     check_varying([site.x for site in sites], names)
     scaled = [site._replace(x=(site.x - centre) / spread) for site in sites]
-    groups = [[site] for site in scaled] if stratify else [scaled]
-    times = [np.unique(np.concatenate([site.time[site.event == 1] for site in group])) for group in groups]
+    ridge, weights, sizes = None, np.ones(len(names)), [len(site.x) for site in scaled]
+
+    def part(rows: Sequence[Mask]) -> At:
+        return _likelihood_of(scaled, rows, ties, stratify=stratify)
+
+    at = penalized = part([np.ones(size, bool) for size in sizes])
+    if penalty == "ridge":
+        ridge = find_ridge(
+            strength, part, sizes, weights, lambda at, start: newton(at, names, penalty="ridge", start=start)[0]
+        )
+        penalized = ridged(at, count * ridge.strength * weights)
+    elif penalty == "firth":
+        penalized = jeffreys(at, lambda beta, metric: _slopes(scaled, ties, stratify, beta, metric))
+    beta, here = newton(penalized, names, lambda: separating(*_orders(scaled, stratify=stratify)), penalty=penalty)
+    se = np.sqrt(np.linalg.inv(here.information).diagonal())
+    events = int(sum(site.event.sum() for site in sites))
+    return CoxFit(beta / spread, se / spread, at(beta).value, events, count, ridge)
+
+
+def _strata(sites: Sequence[SurvivalSite], *, stratify: bool) -> Iterator[tuple[list[SurvivalSite], Floats]]:
+    """Sites with one baseline hazard, and the times of their events."""
+    for group in [[site] for site in sites] if stratify else [list(sites)]:
+        yield group, np.unique(np.concatenate([site.time[site.event == 1] for site in group]))
+
+
+def _likelihood_of(sites: Sequence[SurvivalSite], rows: Sequence[Mask], ties: str, *, stratify: bool) -> At:
+    """The likelihood of some rows of every site."""
+    chosen = [SurvivalSite(*(part[some] for part in site)) for site, some in zip(sites, rows, strict=True)]
+    strata = list(_strata(chosen, stratify=stratify))
 
     def at(beta: Floats) -> Likelihood:
         parts = []
-        for group, grid in zip(groups, times, strict=True):
-            first_sums, *other_sums = (risk_sums(site, beta, grid) for site in group)
+        for group, times in strata:
+            first_sums, *other_sums = (risk_sums(site, beta, times) for site in group)
             parts.append(likelihood(sum(other_sums, first_sums), beta, ties))
         values, gradients, informations = zip(*parts, strict=True)
         return Likelihood(sum(values), np.sum(gradients, 0), np.sum(informations, 0))
 
-    beta, here = newton(at, names, lambda: separating(*_orders(scaled, stratify=stratify)))
-    se = np.sqrt(np.linalg.inv(here.information).diagonal())
-    events = int(sum(site.event.sum() for site in sites))
-    return CoxFit(beta / spread, se / spread, here.value, events, count)
+    return at
+
+
+def _slopes(sites: Sequence[SurvivalSite], ties: str, stratify: bool, beta: Floats, metric: Floats) -> Floats:
+    """The slope of Firth's penalty over all sites."""
+    total: Floats = np.zeros(len(beta))
+    for group, times in _strata(sites, stratify=stratify):
+        first_sums, *other_sums = (risk_sums(site, beta, times, metric=metric) for site in group)
+        total = total + _slope(sum(other_sums, first_sums), ties, metric)
+    return total
 
 
 def newton(
-    at: Callable[[Floats], Likelihood],
+    at: At,
     names: Sequence[str],
     separation: Callable[[], Floats | None] | None = None,
     *,
     intercepts: int = 0,
+    penalty: PenaltyKind = "none",
+    start: Floats | None = None,
 ) -> tuple[Floats, Likelihood]:
     """Return the coefficients ``[p]`` of the largest likelihood, and the likelihood there.
 
@@ -213,13 +289,16 @@ def newton(
         names: of the columns.
         separation: finds a direction of separation by the rows; None: rows are not in hand.
         intercepts: the first so many columns are intercepts.
+        penalty: in the likelihood. With a ridge, columns may depend on each other; with either, rows may be separated.
+        start: coefficients of the first step; None: 0.
 
     Raises:
         DataError: there is no finite fit, columns depend on each other, or steps do not converge.
     """
-    beta = np.zeros(len(names))
+    beta: Floats = np.zeros(len(names)) if start is None else start
     here = first = at(beta)
-    check_columns(first.information, names)
+    if penalty != "ridge":
+        check_columns(first.information, names)
     steps, rise, ended = (beta, beta), np.inf, False
     for _ in range(STEPS):
         if not np.isfinite(here.information).all() or np.linalg.cond(here.information) > SINGULAR:
@@ -233,7 +312,7 @@ def newton(
             ended = True
             break
         beta, here = _stepped(at, beta, step, here)
-    if not ended or is_suspect(first.information, here.information):
+    if penalty == "none" and (not ended or is_suspect(first.information, here.information)):
         direction = separation() if separation else recession(first.information, here.information, steps, rise)
         if direction is not None:
             raise no_finite_fit(direction, names, intercepts, SUPPORT if separation is None else 0.0)
@@ -242,14 +321,7 @@ def newton(
     return beta, here
 
 
-def impossible(columns: int) -> Likelihood:
-    """A likelihood so small that `newton` halves the step to it: of coefficients at which there is none."""
-    return Likelihood(-np.inf, np.zeros(columns), np.zeros((columns, columns)))
-
-
-def _stepped(
-    at: Callable[[Floats], Likelihood], beta: Floats, step: Floats, here: Likelihood
-) -> tuple[Floats, Likelihood]:
+def _stepped(at: At, beta: Floats, step: Floats, here: Likelihood) -> tuple[Floats, Likelihood]:
     """Newton's step, halved until the likelihood does not fall."""
     for _ in range(HALVINGS):
         with np.errstate(all="ignore"):  # too long a step overflows, and is halved
@@ -296,8 +368,9 @@ def _orders(sites: Sequence[SurvivalSite], *, stratify: bool) -> tuple[Floats, F
 
 def _check(sites: Sequence[SurvivalSite]) -> None:
     for k, site in enumerate(sites):
-        if not (site.time > 0).all() or not np.isfinite(site.time).all():
-            raise DataError(f"site {k}: {int((~(site.time > 0)).sum())} times are not above 0; repair them")
+        wrong = ~((site.time >= 0) & np.isfinite(site.time))
+        if wrong.any():
+            raise DataError(f"site {k}: {int(wrong.sum())} times are below 0 or not finite; repair them")
         if not np.isin(site.event, (0, 1)).all():
             raise DataError(f"site {k}: events must be 0 or 1, got {np.unique(site.event)[:5].tolist()}")
     if not any(site.event.any() for site in sites):

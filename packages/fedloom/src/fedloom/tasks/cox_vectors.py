@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedloom.errors import ConfigError, DataError, Refused
-from fedloom.tasks.cox import Floats, Likelihood, RiskSums, SurvivalSite, likelihood, risk_sums
+from fedloom.tasks.cox import RiskSums, SurvivalSite, likelihood, risk_sums
+from fedloom.tasks.penalty import Floats, Likelihood
 
 Ring = NDArray[np.uint64]
 """Numbers modulo 2^64."""
@@ -37,6 +38,7 @@ class CoxAgreement(NamedTuple):
         step: to multiples of which sums are rounded.
         ties: how events of one bin, or of one time, are treated.
         stratify: every site has a baseline hazard of its own, and times are exact.
+        ridge: strength of the penalty; see `fedloom.tasks.penalty`. Sites then also send sums of columns and squares.
     """
 
     ends: Floats
@@ -46,13 +48,15 @@ class CoxAgreement(NamedTuple):
     step: float = 2.0**-36
     ties: str = "efron"
     stratify: bool = False
+    ridge: float | None = None
 
     @property
     def length(self) -> int:
         """Numbers of a site's vector."""
         bins, p = len(self.ends), len(self.low)
         moments = 1 + p + p * (p + 1) // 2
-        return (moments if self.stratify else bins * (2 * moments + 1 + p)) + COUNTS
+        scales = 0 if self.ridge is None else 2 * p
+        return (moments if self.stratify else bins * (2 * moments + 1 + p)) + scales + COUNTS
 
     def scaled(self, x: Floats) -> Floats:
         """Columns ``[N, p]`` on [-1, 1]."""
@@ -78,7 +82,9 @@ class BinningLoss(NamedTuple):
     left_out: int = 0
 
 
-def agreement_on(sites: Sequence[SurvivalSite], width: float, least: int, ties: str) -> CoxAgreement:
+def agreement_on(
+    sites: Sequence[SurvivalSite], width: float, least: int, ties: str, ridge: float | None = None
+) -> CoxAgreement:
     """Bins of one width up to the last time, and ranges as wide as the columns of all sites: for simulations.
 
     Raises:
@@ -86,7 +92,7 @@ def agreement_on(sites: Sequence[SurvivalSite], width: float, least: int, ties: 
     """
     last = max(float(site.time.max()) for site in sites)
     low, high = ranges_of(sites)
-    return CoxAgreement(bin_ends(width, last), low, high, least, ties=ties)
+    return CoxAgreement(bin_ends(width, last), low, high, least, ties=ties, ridge=ridge)
 
 
 def ranges_of(sites: Sequence[SurvivalSite]) -> tuple[Floats, Floats]:
@@ -227,16 +233,18 @@ class SiteVectors:
         terms, site = self._terms, self._site
         shift = float(np.abs(beta).sum())  # then no weight is above 1
         upper = np.triu_indices(len(beta))
+        scales = [] if terms.ridge is None else [site.x.sum(0), (site.x**2).sum(0)]
         if terms.stratify:
             here = likelihood(risk_sums(site, beta, self._times, shift), beta, terms.ties)
-            return [np.array([here.value - float(site.event.sum()) * shift]), here.gradient, here.information[upper]]
+            value = np.array([here.value - float(site.event.sum()) * shift])
+            return [value, here.gradient, here.information[upper], *scales]
         sums = risk_sums(site, beta, terms.ends, shift)
         parts = [
             part
             for of in (sums.risk, sums.tied)
             for part in (of[0], of[1].ravel(), of[2][:, upper[0], upper[1]].ravel())
         ]
-        return [*parts, sums.deaths, sums.total.ravel()]
+        return [*parts, sums.deaths, sums.total.ravel(), *scales]
 
 
 class Opened(NamedTuple):
@@ -247,12 +255,14 @@ class Opened(NamedTuple):
         sums: over rows at risk; None of a stratified fit.
         losses: see `BinningLoss`.
         rows: that the fit is of.
+        squares: ``[p]`` squared distances of each column to its mean, summed over the rows; None without a ridge.
     """
 
     likelihood: Likelihood
     sums: RiskSums | None
     losses: BinningLoss
     rows: int
+    squares: Floats | None = None
 
 
 def opened(vector: Ring, terms: CoxAgreement, beta: Floats, sites: int) -> Opened:
@@ -276,7 +286,12 @@ def opened(vector: Ring, terms: CoxAgreement, beta: Floats, sites: int) -> Opene
     if min(counts) < 0 or not events <= losses.events <= losses.rows or not events <= rows <= losses.rows:
         raise Refused("the counts of a Cox regression contradict each other: a site's vector is wrong")
     values: Floats = (numbers[:-COUNTS] * terms.step).astype(np.float64)
-    error = sites * terms.step
+    error, squares = sites * terms.step, None
+    if terms.ridge is not None:
+        values, first, second = np.split(values, [-2 * p, -p])
+        if np.abs(first).max() > rows + error or second.min() < -error or second.max() > rows + error:
+            raise Refused("the sums of columns of a Cox regression are out of range: a site's vector is wrong")
+        squares = second - first**2 / max(rows, 1)
     upper = np.triu_indices(p)
 
     def full(halves: Floats) -> Floats:
@@ -289,7 +304,7 @@ def opened(vector: Ring, terms: CoxAgreement, beta: Floats, sites: int) -> Opene
         largest = events + error
         if value > error or np.abs(gradient).max() > 2 * largest or np.abs(information).max() > largest:
             raise Refused("the likelihood of a Cox regression is out of range: a site's vector is wrong")
-        return Opened(Likelihood(value, gradient, information), None, losses, rows)
+        return Opened(Likelihood(value, gradient, information), None, losses, rows, squares)
     triangle = len(upper[0])
     parts = np.split(values, np.cumsum([bins, bins * p, bins * triangle] * 2 + [bins]))
     risk, tied = (
@@ -300,7 +315,7 @@ def opened(vector: Ring, terms: CoxAgreement, beta: Floats, sites: int) -> Opene
         raise Refused("the sums of a Cox regression are out of range: a site's vector is wrong")
     shift = float(np.abs(beta).sum())
     here = likelihood(sums, beta, terms.ties)
-    return Opened(here._replace(value=here.value - events * shift), sums, losses, rows)
+    return Opened(here._replace(value=here.value - events * shift), sums, losses, rows, squares)
 
 
 def _plausible(sums: RiskSums, events: int, rows: int, error: float) -> bool:

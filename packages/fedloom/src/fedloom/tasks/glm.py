@@ -13,22 +13,39 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from scipy.special import expit
 
 from fedloom.errors import DataError, unknown
-from fedloom.tasks.cox import Floats, Likelihood, Wald, check_varying, newton
+from fedloom.tasks.cox import Wald, check_varying, newton
+from fedloom.tasks.penalty import (
+    At,
+    Floats,
+    Likelihood,
+    Mask,
+    PenaltyKind,
+    Ridge,
+    check_penalty,
+    find_ridge,
+    jeffreys,
+    ridged,
+)
 from fedloom.tasks.separation import separating
 
 Link = Callable[[Floats], Floats]
-FAMILIES: dict[str, tuple[Link, Link, Link]] = {
-    "linear": (lambda eta: eta**2 / 2, lambda eta: eta, np.ones_like),
-    "logistic": (lambda eta: np.logaddexp(0, eta), expit, lambda eta: expit(eta) * expit(-eta)),
-    "poisson": (np.exp, np.exp, np.exp),
+FAMILIES: dict[str, tuple[Link, Link, Link, Link]] = {
+    "linear": (lambda eta: eta**2 / 2, lambda eta: eta, np.ones_like, np.zeros_like),
+    "logistic": (
+        lambda eta: np.logaddexp(0, eta),
+        expit,
+        lambda eta: expit(eta) * expit(-eta),
+        lambda eta: -expit(eta) * expit(-eta) * np.tanh(eta / 2),
+    ),
+    "poisson": (np.exp, np.exp, np.exp, np.exp),
 }
-"""Cumulant, mean and variance by the linear predictor eta."""
+"""Cumulant by the linear predictor eta, and its derivatives: mean, variance, third central moment."""
 
 
 class GlmSite(NamedTuple):
@@ -47,24 +64,39 @@ class GlmFit(Wald):
         beta: ``[q]``.
         se: ``[q]`` their standard errors.
         rows: number of rows.
+        ridge: the penalty, if there is one; standard errors are then of the penalized information.
     """
 
     names: list[str]
     beta: Floats
     se: Floats
     rows: int
+    ridge: Ridge | None = None
 
 
 def glm_sums(site: GlmSite, beta: Floats, family: str) -> Likelihood:
     """What a site sends in a step: its log-likelihood but for a constant, the gradient and the information."""
-    cumulant, mean, variance = FAMILIES[family]
+    cumulant, mean, variance, _ = FAMILIES[family]
     eta = site.x @ beta
     value = float((site.y * eta - cumulant(eta)).sum())
     return Likelihood(value, site.x.T @ (site.y - mean(eta)), (site.x * variance(eta)[:, None]).T @ site.x)
 
 
+def firth_slope(site: GlmSite, beta: Floats, family: str, metric: Floats) -> Floats:
+    """What a site sends for Firth's penalty: its part of tr(V dI / d beta_r) ``[q]``, with V the metric."""
+    lengths = ((site.x @ metric) * site.x).sum(1)
+    slope: Floats = site.x.T @ (FAMILIES[family][3](site.x @ beta) * lengths)
+    return slope
+
+
 def fit_glm(
-    sites: Sequence[GlmSite], family: str, names: Sequence[str] = (), by_site: Sequence[str] | None = None
+    sites: Sequence[GlmSite],
+    family: str,
+    names: Sequence[str] = (),
+    by_site: Sequence[str] | None = None,
+    *,
+    penalty: PenaltyKind = "none",
+    strength: float | Literal["cv"] | None = None,
 ) -> GlmFit:
     """The regression of all sites' rows together, from sums that sites send; it equals the pooled fit.
 
@@ -76,14 +108,17 @@ def fit_glm(
         family: one of `FAMILIES`; targets of logistic are 0 and 1, of poisson at least 0.
         names: of the columns.
         by_site: names of the sites, each of which then has an intercept of its own.
+        penalty: "ridge" or "firth"; see `fedloom.tasks.penalty` for their scale.
+        strength: of a ridge, above 0; "cv" or None: of the largest cross-validated likelihood.
 
     Raises:
-        ConfigError: an unknown family.
+        ConfigError: an unknown family, or an unknown penalty.
         DataError: targets that do not fit it or do not vary, columns that do not vary or depend on each other, or no
             finite fit.
     """
     if family not in FAMILIES:
         raise unknown("regression", family, FAMILIES)
+    check_penalty(penalty, strength)
     names = list(names) or [f"column {k}" for k in range(sites[0].x.shape[1])]
     count = sum(len(site.y) for site in sites)
     centre, spread = _moments([site.x for site in sites])
@@ -92,33 +127,53 @@ def fit_glm(
     middle, unit = (float(m[0]) for m in _moments([site.y[:, None] for site in sites]))
     middle, unit = (middle, unit) if family == "linear" else (0.0, 1.0)
     labels = [f"intercept {name}" for name in by_site] if by_site is not None else ["intercept"]
-    first = len(labels)
+    first, labels = len(labels), [*labels, *names]
     scaled = []
     for place, site in enumerate(sites):
         ones = np.zeros((len(site.y), first))
         ones[:, place if by_site is not None else 0] = 1
         scaled.append(GlmSite(np.hstack([ones, (site.x - centre) / spread]), (site.y - middle) / unit))
 
-    def at(beta: Floats) -> Likelihood:
-        values, gradients, informations = zip(*(glm_sums(site, beta, family) for site in scaled), strict=True)
-        return Likelihood(sum(values), np.sum(gradients, 0), np.sum(informations, 0))
+    ridge, weights = None, np.concatenate([np.zeros(first), np.ones(len(names))])
+    sizes = [len(site.y) for site in scaled]
 
-    beta, here = newton(at, [*labels, *names], lambda: _separation(scaled, family, first), intercepts=first)
-    scale = 1.0
-    if family == "linear":
-        squares = sum(
-            float(site.y @ site.y) for site in scaled
-        )  # residuals: y'y - 2 (value), as value is y'eta - eta^2/2
-        if count <= len(beta):
+    def part(rows: Sequence[Mask]) -> At:
+        return _likelihood_of([GlmSite(s.x[some], s.y[some]) for s, some in zip(scaled, rows, strict=True)], family)
+
+    at = penalized = part([np.ones(size, bool) for size in sizes])
+    if penalty == "ridge":
+        _check_intercepts(sites, family, by_site)
+        ridge = find_ridge(
+            strength, part, sizes, weights, lambda at, start: newton(at, labels, penalty="ridge", start=start)[0]
+        )
+        penalized = ridged(at, count * ridge.strength * weights)
+    elif penalty == "firth":
+        penalized = jeffreys(at, lambda beta, metric: np.sum([firth_slope(s, beta, family, metric) for s in scaled], 0))
+    beta, here = newton(
+        penalized, labels, lambda: _separation(scaled, family, first), intercepts=first, penalty=penalty
+    )
+    inverse, scale = np.linalg.inv(here.information), 1.0
+    if family == "linear":  # residuals: y'y - 2 (value), as value is y'eta - eta^2/2
+        exact = at(beta)
+        spent = len(beta) if ridge is None else float(np.trace(inverse @ exact.information))
+        if count <= spent:
             raise DataError(f"{count} rows for {len(beta)} coefficients leave no residual; leave columns out")
-        scale = (squares - 2 * here.value) / (count - len(beta))
+        scale = (sum(float(site.y @ site.y) for site in scaled) - 2 * exact.value) / (count - spent)
     back = np.eye(len(beta))  # coefficients as they are measured are linear in these
     back[first:, first:] = np.diag(1 / spread)
     back[:first, first:] = -(centre / spread)
-    covariance = back @ np.linalg.inv(here.information) @ back.T * scale * unit**2
+    covariance = back @ inverse @ back.T * scale * unit**2
     beta = back @ beta * unit
     beta[:first] += middle
-    return GlmFit([*labels, *names], beta, np.sqrt(covariance.diagonal()), count)
+    return GlmFit(labels, beta, np.sqrt(covariance.diagonal()), count, ridge)
+
+
+def _likelihood_of(sites: Sequence[GlmSite], family: str) -> At:
+    def at(beta: Floats) -> Likelihood:
+        values, gradients, informations = zip(*(glm_sums(site, beta, family) for site in sites), strict=True)
+        return Likelihood(sum(values), np.sum(gradients, 0), np.sum(informations, 0))
+
+    return at
 
 
 def _separation(sites: Sequence[GlmSite], family: str, intercepts: int) -> Floats | None:
@@ -150,3 +205,14 @@ def _check(sites: Sequence[GlmSite], family: str) -> None:
         raise DataError(f"counts must be at least 0, got {y.min():g}")
     if (y == y[0]).all():
         raise DataError(f"the target is {y[0]:g} in every row; nothing can be fitted")
+
+
+def _check_intercepts(sites: Sequence[GlmSite], family: str, by_site: Sequence[str] | None) -> None:
+    """Refuse intercepts that no penalty holds, of sites whose rows all have the outcome, or none of them."""
+    for name, site in zip(by_site or (), sites, strict=False):
+        ends = {"logistic": (0.0, 1.0), "poisson": (0.0,)}.get(family, ())
+        if any((site.y == end).all() for end in ends):
+            raise DataError(
+                f"site {name}: the target is {site.y[0]:g} in every row, so its intercept has no limit; give all sites "
+                "one intercept, or leave the site out"
+            )

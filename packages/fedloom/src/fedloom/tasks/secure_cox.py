@@ -23,8 +23,9 @@ from typing import NamedTuple
 import numpy as np
 
 from fedloom.errors import ConfigError, DataError, Refused
-from fedloom.tasks.cox import CoxFit, Floats, Likelihood, RiskSums, SurvivalSite, impossible, newton
+from fedloom.tasks.cox import CoxFit, RiskSums, SurvivalSite, newton
 from fedloom.tasks.cox_vectors import BinningLoss, CoxAgreement, Opened, Ring, SiteVectors, opened
+from fedloom.tasks.penalty import Floats, Likelihood, Ridge, impossible, ridged
 
 SecureSum = Callable[[Sequence[Ring]], Ring]
 """(a vector of every site) -> their sum modulo 2^64, in which masks cancel."""
@@ -136,26 +137,34 @@ def fit_of_sums(
         value, gradient, information = here.likelihood
         return Likelihood(value, gradient / spread, information / np.outer(spread, spread))
 
-    gamma, _ = newton(at, names)
-    beta, information = gamma / spread, here.likelihood.information
-    bound = _bound(here, sites * terms.step / 2, terms)
+    weights = np.zeros(len(names)) if first.squares is None else (terms.ridge or 0.0) * first.squares
+    if terms.ridge is None:
+        gamma, _ = newton(at, names)
+    else:
+        gamma, _ = newton(ridged(at, weights / spread**2), names, penalty="ridge")
+    beta, information = gamma / spread, here.likelihood.information + np.diag(weights)
+    bound = _bound(here, sites * terms.step / 2, terms, beta, weights)
     half, se = (terms.high - terms.low) / 2, np.sqrt(np.linalg.inv(information).diagonal())
-    fit = CoxFit(beta / half, se / half, here.likelihood.value, events, here.rows)
+    ridge = None if terms.ridge is None else Ridge(terms.ridge)
+    fit = CoxFit(beta / half, se / half, here.likelihood.value, events, here.rows, ridge)
     return SecureCoxFit(fit, bound / half, losses)
 
 
-def _bound(here: Opened, error: float, terms: CoxAgreement) -> float:
+def _bound(here: Opened, error: float, terms: CoxAgreement, beta: Floats, weights: Floats) -> float:
     """Largest distance of the coefficients to those of exact sums, each of which is within `error` of its own.
 
     Exact sums have a gradient g and an information I at the fit. With rows in [-1, 1]^p, so that two are at most
-    R = 2 sqrt(p) apart, the exact fit is within -log(1 - R |g| / lambda) / R, lambda the smallest eigenvalue of I.
+    R = 2 sqrt(p) apart, the exact fit is within -log(1 - R |g| / lambda) / R, lambda the smallest eigenvalue of I. A
+    ridge, of ``weights [p]`` at coefficients ``beta [p]``, adds to both and has no third derivative.
     """
-    value, information = here.likelihood.gradient, here.likelihood.information
+    value, information = here.likelihood.gradient - weights * beta, here.likelihood.information + np.diag(weights)
     columns = len(value)
     if here.sums is None:
         slack, matrix = np.full(columns, error), columns * error
     else:
         slack, matrix = _slack(here.sums, error, efron=terms.ties == "efron")
+    if terms.ridge is not None:  # its weights are of sums in [-1, 1] times rows, each within the error
+        slack, matrix = slack + 4 * terms.ridge * error * np.abs(beta), matrix + 4 * terms.ridge * error
     least = float(np.linalg.eigvalsh(information)[0]) - matrix
     gradient, reach = float(np.linalg.norm(np.abs(value) + slack)), 2 * np.sqrt(columns)
     if least <= 0 or reach * gradient >= least:

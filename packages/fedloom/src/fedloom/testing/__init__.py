@@ -3,6 +3,7 @@
 from fedloom.lazy import lister
 from fedloom.local.rows import named
 from fedloom.testing.aggregators import check_aggregator
+from fedloom.testing.analyses import check_analysis
 from fedloom.testing.attacks import check_attack
 from fedloom.testing.federate import ReferenceFederation, ReferenceState, federate, personal_models
 from fedloom.testing.laws import LAWS, check_algorithm, check_law, laws_of
@@ -20,6 +21,7 @@ __all__ = [
     "ReferenceState",
     "check_aggregator",
     "check_algorithm",
+    "check_analysis",
     "check_attack",
     "check_law",
     "check_partition",

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from fedloom.errors import DataError, GivenUp
-from fedloom.tasks.cox import Floats
 from fedloom.tasks.cox_vectors import CoxAgreement, Ring
+from fedloom.tasks.penalty import Floats
 from fedloom.tasks.secure_cox import SecureCoxFit, fit_of_sums
 from fedloom_sites.deploy.cox import STEPS, CoxFound, CoxStep
 from fedloom_sites.deploy.secure.opened import read_checked, write_checked

@@ -18,8 +18,9 @@ from fedloom.engine.checks.inspection import survival_table
 from fedloom.errors import DataError, Refused, WireError, sentence_of
 from fedloom.lab.experiment.analyses.cox import rows_of, survival_site, within
 from fedloom.storage.files import write_atomic
-from fedloom.tasks.cox import Floats, SurvivalSite
+from fedloom.tasks.cox import SurvivalSite
 from fedloom.tasks.cox_vectors import CoxAgreement, Ring, SiteVectors, bins_with_events, merged_ends
+from fedloom.tasks.penalty import Floats
 from fedloom.values import Value
 from fedloom_sites.deploy.cox import LONGEST, STEPS_FILE, CoxFound, CoxStep, agreed_cox
 from fedloom_sites.deploy.protocol.envelope import digest_of

@@ -92,7 +92,7 @@ def prepared(data: Dataset, dealt: Dealt, train: Dealt, *, pool: bool) -> Datase
     who, fit_on = torch.from_numpy(owner), torch.from_numpy(in_train)
     ready = None if bool((who >= 0).all()) else who >= 0
     if isinstance(data.prepare, Table):
-        fitted = Fitted(data.prepare, data.prepare.fit(data.x, who, fit_on))
+        fitted = Fitted(data.prepare, data.prepare.fit(data.x, who, fit_on), data.x)
         x = fitted.table.encode(data.x, who, fitted.values)
         return replace(data, x=x, prepare=None, fitted=fitted, ready=ready)
     x = data.prepare(data.x, who, fit_on)

@@ -200,17 +200,14 @@ def _chosen(survey: Survey, times: list[ColumnProfile], events: list[ColumnProfi
         clear = bare or not any(plain_name(c.name) in EVENTS for c in events)  # else classes, or a time to them
         if len(times) == 1 and len(events) == 1 and not doubts and clear and rival <= NAMED - MARGIN:
             entry = _late_entry(survey, times[0], events[0])
-            zeros = int((times[0].numbers == 0).sum())
-            if not entry and not zeros:
+            if not entry:
                 drop = f"{_flags(times[0].name, '')} drafts it without the event"
                 if CENSORED.search(events[0].name):
                     drop += f"; 1 in {events[0].name!r} is taken for an event, since rows with 0 have longer times"
                 return TableOutcome(
                     times[0], events[0], note=drop, alternatives=tuple(n for n in ranked if points[n] and n not in pair)
                 )
-            what = f"is {times[0].name!r} with the event {events[0].name!r} the outcome? " + (
-                entry or f"{zeros} of its times are 0, and a time to an event must be above 0"
-            )
+            what = f"is {times[0].name!r} with the event {events[0].name!r} the outcome? {entry}"
             return TableOutcome(
                 None, question=f"{what}; {_answers(survey, [_flags(times[0].name, events[0].name), *_targets(ranked)])}"
             )

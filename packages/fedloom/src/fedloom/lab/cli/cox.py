@@ -8,7 +8,17 @@ import typer
 
 from fedloom.formats import option, significant
 from fedloom.lab.cli import _complete as offer
-from fedloom.lab.cli._app import DataDir, FileArgument, app, errors, say
+from fedloom.lab.cli._app import (
+    DataDir,
+    FileArgument,
+    PenaltyName,
+    Strength,
+    app,
+    errors,
+    read_strength,
+    say,
+    say_penalty,
+)
 
 
 @app.command(rich_help_panel="Statistics")
@@ -31,6 +41,12 @@ def cox(
         int, typer.Option(min=1, help="with --bins: events of a site in a bin, and its rows at risk, that it may send")
     ] = 5,
     stratify: Annotated[bool, typer.Option("--stratify", help="a baseline hazard for every site")] = False,
+    penalty: PenaltyName = "none",
+    strength: Strength = None,
+    test: Annotated[
+        str | None,
+        typer.Option(help="COLUMN=VALUE of rows that are not fitted; the concordance on them is printed"),
+    ] = None,
     data_dir: DataDir = None,
 ) -> None:
     """Fit a Cox regression over the sites of a table.
@@ -49,17 +65,26 @@ def cox(
         from fedloom.tasks.cox import SurvivalSite, fit_cox
         from fedloom.tasks.cox_vectors import agreement_on
         from fedloom.tasks.secure_cox import fit_secure_cox
+        from fedloom.tasks.survival import SurvivalRows, concordance
 
-        table = survival_rows(read(file).source, time, event, data_dir)
+        chosen = read_strength(penalty, strength)
+        held_out = None if test is None else tuple(test.split("=", 1))
+        if held_out is not None and len(held_out) != 2:
+            raise ConfigError(f"--test names test rows by COLUMN=VALUE, as fold=test, got {test!r}")
+        if bins is not None and (penalty == "firth" or chosen == "cv"):
+            raise ConfigError(
+                "sums of --bins are of one likelihood; give --penalty ridge with a --strength found without --bins"
+            )
+        table = survival_rows(read(file).source, time, event, data_dir, held_out)
         say(*table.notes)
         if bins is not None and stratify:
             raise ConfigError(
                 "--stratify sends what one site alone has, so secure sums have nothing to add; leave one out"
             )
         sites = [SurvivalSite(x, *y.T) for x, y in table.sites]
-        fit = exact = fit_cox(sites, ties, stratify=stratify, names=table.columns)
+        fit = exact = fit_cox(sites, ties, stratify=stratify, names=table.columns, penalty=penalty, strength=chosen)
         if bins is not None:
-            secure = fit_secure_cox(sites, agreement_on(sites, bins, least, ties), table.columns)
+            secure = fit_secure_cox(sites, agreement_on(sites, bins, least, ties, chosen), table.columns)
             fit, losses = secure.fit, secure.losses
             say(
                 f"bins of {option(bins)}, at least {least} events and rows of a site: "
@@ -82,3 +107,15 @@ def cox(
         print_rows([{"column": name, **row} for name, row in zip(table.columns, rows, strict=True)])
         baseline = "a baseline hazard for every site" if stratify else "one baseline hazard"
         say(f"{fit.rows} rows of {len(table.sites)} sites, {fit.events} events; ties by {ties}, {baseline}")
+        say_penalty(penalty, fit.ridge)
+        parts = [SurvivalRows(x @ fit.beta, *y.T) for x, y in table.test]
+        if parts:
+            whole = SurvivalRows(*(np.concatenate(part) for part in zip(*parts, strict=True)))
+            by_site = ", ".join(
+                f"{name} {significant(c, 3)}" if (c := concordance(rows)) == c else f"{name} none"
+                for name, rows in zip(table.names, parts, strict=True)
+            )
+            say(
+                f"concordance on {len(whole.z)} test rows with {int(whole.event.sum())} events: "
+                f"{significant(concordance(whole), 3)}; by site: {by_site}"
+            )

@@ -6,13 +6,25 @@ from typing import Annotated
 
 import typer
 
-from fedloom.lab.cli._app import DataDir, FileArgument, app, errors, say
+from fedloom.lab.cli._app import (
+    DataDir,
+    FileArgument,
+    PenaltyName,
+    Strength,
+    app,
+    errors,
+    read_strength,
+    say,
+    say_penalty,
+)
 
 
 @app.command(rich_help_panel="Statistics")
 def glm(
     file: FileArgument,
     by_site: Annotated[bool, typer.Option("--by-site", help="an intercept for every site")] = False,
+    penalty: PenaltyName = "none",
+    strength: Strength = None,
     data_dir: DataDir = None,
 ) -> None:
     """Fit a regression over the sites of a table.
@@ -32,6 +44,7 @@ def glm(
         from fedloom.lab.printing import print_rows
         from fedloom.tasks.glm import GlmSite, fit_glm
 
+        chosen = read_strength(penalty, strength)
         rows = rows_by_site(read(file).source, data_dir, centre=0.0, unit=1.0)
         families = {"binary": "logistic", "count": "poisson", "regression": "linear"}
         if rows.data.task not in families:
@@ -40,7 +53,7 @@ def glm(
         family = families[rows.data.task]
         say(*rows.notes)
         sites = [GlmSite(x, y[:, 0]) for x, y in rows.sites]
-        fit = fit_glm(sites, family, rows.columns, rows.names if by_site else None)
+        fit = fit_glm(sites, family, rows.columns, rows.names if by_site else None, penalty=penalty, strength=chosen)
         low, high = fit.interval()
         ratio = {"logistic": "odds ratio", "poisson": "rate ratio"}.get(family)
         shown = np.stack([fit.beta, low, high])
@@ -57,3 +70,4 @@ def glm(
         ])  # fmt: skip
         event = f" of {rows.data.classes[1]!r}" if family == "logistic" else ""
         say(f"{family} regression{event}: {fit.rows} rows of {len(sites)} sites")
+        say_penalty(penalty, fit.ridge)

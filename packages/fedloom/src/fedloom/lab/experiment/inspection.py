@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pyarrow as pa
 import torch
 from torch import Tensor
 
+from fedloom.analyses.models import models_of
 from fedloom.engine.checks.inspection import MIN_TSNE_SAMPLES
 from fedloom.engine.result import Result
 from fedloom.seeds import generator, random_state
 
 WHOLE, TEXT, NUMBER = pa.int64(), pa.string(), pa.float64()
-TOGETHER = 32
-"""Personal models made at a time."""
 
 PERPLEXITY = 30.0
 """Of t-SNE, as scikit-learn's default; less where a client has few samples."""
@@ -80,29 +79,6 @@ def tsne(result: Result, clients: tuple[int, ...]) -> tuple[pa.Table, list[str]]
         places = plane.fit_transform(representations).tolist()
         rows += [(client, model, float(label), *place) for label, place in zip(labels, places, strict=True)]
     return table_of(rows, client=WHOLE, model=TEXT, label=NUMBER, x=NUMBER, y=NUMBER), notes
-
-
-def models_of(result: Result, model: str, ids: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield clients and their model, the normalisation statistics set for it; nothing if there is no such model.
-
-    Those of the global model are the cohort's or the client's own, as `Evaluate.statistics` has it.
-    """
-    oracle, separately = result.job.oracle, result.job.setting.evaluate.statistics == "own"
-    if model not in result.models.kinds():
-        return
-    if model == "global":
-        row = result.models.rows("global").to(oracle.device)
-        oracle.set_statistics(row, result.state.cohort)
-        for client in ids.tolist():
-            if separately:
-                oracle.set_statistics(row, torch.tensor([client]))
-            yield client, row
-        return
-    for some in ids.split(TOGETHER):
-        rows = result.models.rows(model, some).to(oracle.device)
-        for client, row in zip(some, rows, strict=True):
-            oracle.set_statistics(row, client[None])
-            yield int(client), row
 
 
 def table_of(rows: Sequence[tuple[object, ...]], **kinds: pa.DataType) -> pa.Table:

@@ -110,7 +110,7 @@ def impossible(
     if not eventless and not np.nansum(events[1]):
         yield f"the event {events[0]!r} is 0 in every row; nothing can be learned from it"
     for (column, values), wrong, allowed in (
-        (times, times[1] <= 0, "times must be above 0"),
+        (times, times[1] < 0, "times must be at least 0"),
         (events, ~np.isin(events[1], (0, 1)), "events must be 1, or 0 where the time is censored"),
     ):
         rows = np.nonzero(~np.isnan(values) & wrong)[0]

@@ -31,7 +31,9 @@ def agreement_of(choice: CoxRegression, ranges: tuple[Sequence[float], Sequence[
     width, until = choice.width, choice.until
     ends = np.zeros(0) if width is None or until is None else bin_ends(width, until)
     low, high = map(np.array, ranges)
-    return CoxAgreement(ends, low, high, choice.least, ties=choice.ties, stratify=choice.stratify)
+    return CoxAgreement(
+        ends, low, high, choice.least, ties=choice.ties, stratify=choice.stratify, ridge=choice.strength
+    )
 
 
 def agreed_ranges(table: Table) -> tuple[list[float], list[float]]:
@@ -102,5 +104,6 @@ def cox_table(fit: SecureCoxFit, names: Sequence[str], terms: CoxAgreement) -> p
     facts: dict[str, float | str] = {"likelihood": fit.fit.likelihood, "rows": fit.fit.rows, "events": fit.fit.events}
     facts |= {f"{name}_lost": count for name, count in zip(("late", "rare"), fit.losses[2:4], strict=True)}
     facts |= {"left_out": fit.losses.left_out, "bins": len(terms.ends), "least": terms.least, "ties": terms.ties}
+    facts |= {} if terms.ridge is None else {"ridge": terms.ridge}
     columns = {name: pa.array([fact] * len(names)) for name, fact in facts.items()}
     return pa.table({"column": pa.array(names, pa.string()), **{k: pa.array(v) for k, v in figures.items()}, **columns})

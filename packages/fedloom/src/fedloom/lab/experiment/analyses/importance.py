@@ -14,10 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedloom.analyses.models import models_of
 from fedloom.data.federation import Federation
 from fedloom.engine.checks.inspection import MIN_PERMUTED_SAMPLES, check_permutable
 from fedloom.engine.result import Result
-from fedloom.lab.experiment.inspection import NUMBER, TEXT, WHOLE, models_of, table_of
+from fedloom.lab.experiment.inspection import NUMBER, TEXT, WHOLE, table_of
 from fedloom.metrics import leading, metric
 from fedloom.seeds import generator, random_state
 from fedloom.tasks import Task

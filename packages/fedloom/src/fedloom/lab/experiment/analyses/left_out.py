@@ -10,7 +10,6 @@ import torch
 
 from fedloom.data.dataset import Dataset
 from fedloom.data.federation import PARTS, Federation, Split
-from fedloom.data.tables import Fitted
 from fedloom.engine.result import Result
 from fedloom.lab.experiment.inspection import NUMBER, TEXT, WHOLE, table_of
 from fedloom.tasks import task_of
@@ -30,7 +29,7 @@ def without(fed: Federation, client: int) -> Federation:
         parts[part] = Split(index, torch.cat([torch.zeros(1, dtype=torch.long, device=sizes.device), sizes.cumsum(0)]))
     data = fed.data
     if data.fitted is not None:
-        data = replace(data, fitted=Fitted(data.fitted.table, data.fitted.values[ids]))
+        data = replace(data, fitted=data.fitted._replace(values=data.fitted.values[ids]))
     names = tuple(fed.names[i] for i in ids.tolist())
     groups = None if fed.groups is None else fed.groups[ids.to(fed.groups.device)]
     return replace(fed, data=data, parts=parts, names=names, groups=groups, test=None)

@@ -6,6 +6,8 @@ import math
 from html import escape
 from typing import Any
 
+import pyarrow.parquet as pq
+
 from fedloom.formats import p_value, significant
 from fedloom.lab.report.csv_files import csv_of
 from fedloom.lab.report.reading import table_of
@@ -35,11 +37,19 @@ def cox_tables(runs: list[Run]) -> str:
 def cox_csv(runs: list[Run]) -> str:
     """Every column of every regression, unscaled."""
     lines = [{"run": run.label, **row} for run in runs for row in _rows(run)]
-    return csv_of(("run", *NAMES), lines) if lines else ""
+    return (
+        csv_of(tuple(dict.fromkeys(["run", *NAMES, *(name for line in lines for name in line)])), lines)
+        if lines
+        else ""
+    )
 
 
 def _rows(run: Run) -> list[dict[str, Any]]:
-    table = table_of(run.path / COX, NAMES)
+    path = run.path / COX
+    if not path.exists():
+        return []
+    names = (*NAMES, "ridge") if "ridge" in pq.read_schema(path).names else NAMES
+    table = table_of(path, names)
     return [] if table is None else table.to_pylist()
 
 
@@ -61,6 +71,8 @@ def cox_words(row: dict[str, Any]) -> str:
     text += f" Counted as censored: {' and '.join(lost)}." if lost and bins else ""
     text += f" Left out: sites with fewer than {least} events, which have {rare}." if rare and not bins else ""
     text += f" {left_out} further rows have a missing cell, or a number beyond the agreed range." if left_out else ""
+    if "ridge" in row:
+        text += f" A ridge of strength {significant(row['ridge'])} shrinks the coefficients; intervals leave out what that costs."
     bound = row["bound"]
     moved = f"no coefficient by more than {significant(bound, 1)}" if math.isfinite(bound) else "by an unknown amount"
     return f"{text} Rounding moves {moved}."

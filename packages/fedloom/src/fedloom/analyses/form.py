@@ -1,0 +1,292 @@
+"""Form of an analysis: a frozen value with pure functions that asks all clients questions whose answers are sums."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import pyarrow as pa
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from fedloom.analyses.rows import ClientRows, Schema
+from fedloom.errors import ConfigError, WireError
+from fedloom.values import Value, kind_of
+
+if TYPE_CHECKING:
+    from fedloom.data.federation import Federation
+    from fedloom.engine.result import Result
+    from fedloom.engine.setting import Setting
+
+State = Any
+"""What an analysis knows between two questions; of a type of its own, never modified."""
+MAX_QUESTION_BYTES = 2**26
+_HEAD = struct.Struct("<I")
+
+
+@dataclass(frozen=True, eq=False)
+class Question:
+    """Public numbers that every client gets alike.
+
+    Args:
+        name: a key of the analysis' `questions`.
+        values: the numbers by field, float64 tensors.
+    """
+
+    name: str
+    values: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Question) and self.encode() == other.encode()
+
+    def __hash__(self) -> int:
+        return hash(self.encode())
+
+    def encode(self) -> bytes:
+        """Return the bytes: a JSON head with the name and the shapes, then the numbers, little-endian."""
+        shapes = {name: list(value.shape) for name, value in self.values.items()}
+        head = json.dumps([self.name, shapes], separators=(",", ":")).encode()
+        body = b"".join(value.double().contiguous().numpy().astype("<f8").tobytes() for value in self.values.values())
+        return _HEAD.pack(len(head)) + head + body
+
+    @classmethod
+    def decode(cls, content: bytes, forms: Mapping[str, Mapping[str, int]]) -> Question:
+        """Return the question that `encode` has written.
+
+        Args:
+            content: the bytes.
+            forms: the fields of every question, with the number of their dimensions; see `Analysis.questions`.
+
+        Raises:
+            WireError: the bytes are no question of these forms.
+        """
+        try:
+            if len(content) > MAX_QUESTION_BYTES:
+                raise ValueError
+            (length,) = _HEAD.unpack_from(content)
+            name, shapes = json.loads(content[4 : 4 + length])
+            form, at, values = forms[name], 4 + length, dict[str, Tensor]()
+            if {key: len(shape) for key, shape in shapes.items()} != dict(form) or [*shapes] != [*form]:
+                raise ValueError
+            for key, shape in shapes.items():
+                if not all(type(size) is int and size >= 0 for size in shape):
+                    raise ValueError
+                count = int(torch.Size(shape).numel())
+                piece = content[at : at + 8 * count]
+                values[key] = torch.tensor(struct.unpack(f"<{count}d", piece), dtype=torch.float64).view(shape)
+                at += 8 * count
+            if at != len(content):
+                raise ValueError
+        except (ValueError, KeyError, TypeError, AttributeError, struct.error, RecursionError):
+            raise WireError(
+                "these bytes are no question of the analysis; both ends must have the same analysis"
+            ) from None
+        return cls(name, values)
+
+
+class Bounds(NamedTuple):
+    """Range and step of every number of a client's answer; a function of public numbers only.
+
+    Attributes:
+        low: ``[k]`` smallest possible value.
+        high: ``[k]`` largest.
+        step: ``[k]`` > 0; under masks a number is rounded to a multiple of it. In process nothing is rounded.
+    """
+
+    low: Tensor
+    high: Tensor
+    step: Tensor
+
+    @classmethod
+    def counts(cls, numbers: int, most: float) -> Bounds:
+        """Return the bounds of whole numbers from 0 to ``most``."""
+        return cls.between(torch.zeros(numbers), torch.full((numbers,), float(most)), 1.0)
+
+    @classmethod
+    def between(cls, low: Tensor, high: Tensor, step: float = 2.0**-36) -> Bounds:
+        """Return the bounds of numbers ``[k]`` with one step."""
+        return cls(low.double(), high.double(), torch.full((len(low),), step, dtype=torch.float64))
+
+    @classmethod
+    def join(cls, parts: Sequence[Bounds]) -> Bounds:
+        """Return the bounds of the parts of an answer, one after the other."""
+        return cls(*(torch.cat(sides) for sides in zip(*parts, strict=True)))
+
+    def project(self, answer: Tensor) -> tuple[Tensor, int]:
+        """Return an answer ``[k]`` within the bounds, and how many of its numbers were outside."""
+        inside = answer.clamp(self.low, self.high)
+        return inside, int((inside != answer).sum())
+
+
+class Info(NamedTuple):
+    """What is known of a sum beside its numbers.
+
+    Attributes:
+        clients: how many clients it is of.
+        clipped: numbers that were outside their bounds; a result has none.
+        neutral: clients with rows that answered zeros: they have fewer than the agreed least, or decline.
+        rows: rows of the clients that did answer.
+    """
+
+    clients: int
+    clipped: int
+    neutral: int
+    rows: int
+
+
+class Rules(Value):
+    """What all parties agree on before the first question of an analysis."""
+
+    questions: int = Field(200, ge=1, description="questions of the analysis at most")
+    least: int = Field(1, ge=1, description="subjects of a client, and of a cell there, below which it answers zeros")
+    fewest: int = Field(1, ge=1, description="clients that a cell must have; cells of fewer are merged")
+    missing: int = Field(0, ge=0, description="clients that may be absent while a cell still has the fewest")
+
+
+@dataclass(frozen=True, eq=False)
+class AnalysisTerms:
+    """Everything that is public before the first question, equal for all parties.
+
+    Args:
+        schema: columns, levels and agreed ranges.
+        sizes: rows of every client ``[n]`` int64.
+        rules: what was agreed on.
+        published: of every client the numbers ``[c]`` of `Analysis.publish`; empty tensors without any.
+    """
+
+    schema: Schema
+    sizes: Tensor
+    rules: Rules = field(default_factory=Rules)
+    published: tuple[Tensor, ...] = ()
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of the largest client."""
+        return int(self.sizes.max())
+
+
+class Analysis(Value):
+    """Question of a whole federation, as a frozen value: options are its fields, its functions are pure.
+
+    An analysis by sums has `start`, `question`, `bounds`, `answer`, `step` and `result`, and runs in process, at sites
+    (plain or masked) and in a Flower app, with the same result. An analysis of a run has `measure`: it reads the models
+    of a `fedloom.engine.result.Result`. One that needs further runs has `units`, whose tables `measure_unit` makes.
+    """
+
+    kind: ClassVar[str]
+    """The name in files and in `fl.analyze`; of user code its import path."""
+    questions: ClassVar[Mapping[str, Mapping[str, int]]] = {}
+    """The declared form of every question: its fields by name, with the number of their dimensions."""
+    uses_models: ClassVar[bool] = False
+    """Whether an answer reads `ClientRows.models`, so that a run must come first."""
+    per: ClassVar[str] = "run"
+    """What a table of `measure` is of: a "run", or a "seed", whatever the method."""
+
+    def check(self, schema: Schema, setting: Setting | None = None) -> None:
+        """Refuse data or a setting that the analysis cannot be of; called before any work.
+
+        Args:
+            schema: of the data.
+            setting: of the run whose models are analysed; None without one.
+
+        Raises:
+            ConfigError: with what, where, what was got and what to do.
+            Refused: the analysis makes no sense for these data.
+        """
+
+    @property
+    def shows_rows(self) -> bool:
+        """Whether `publish` has figures of single rows, which a plain agreement allows and masks do not."""
+        return False
+
+    def publish(self, client: ClientRows, terms: AnalysisTerms) -> Tensor:
+        """Return what a client makes public before the first question, float64 ``[c]``; most analyses have nothing.
+
+        Under masks these are flags only: 1 for a cell that reaches the minimum at the client, else 0.
+        """
+        return torch.zeros(0, dtype=torch.float64)
+
+    def start(self, terms: AnalysisTerms) -> State:
+        """Return the state before the first question."""
+        raise NotImplementedError
+
+    def question(self, state: State) -> Question | None:
+        """Return the next question; None when the analysis is finished."""
+        raise NotImplementedError
+
+    def check_question(self, question: Question, terms: AnalysisTerms) -> None:
+        """Refuse a question that a client should not answer; called there, with public arguments only.
+
+        Raises:
+            Refused: the question is none that the rules lead to.
+        """
+
+    def bounds(self, question: Question, terms: AnalysisTerms) -> Bounds:
+        """Return the bounds of one client's answer."""
+        raise NotImplementedError
+
+    def answer(self, question: Question, client: ClientRows, terms: AnalysisTerms) -> Tensor | None:
+        """Return the client's answer, float64 ``[k]``: a sum over its rows; zeros without rows.
+
+        None stands for zeros of a client whose rows are a reason not to answer, as where one row alone decides the
+        sum; such a client counts as neutral, and nobody learns which it is.
+        """
+        raise NotImplementedError
+
+    def step(self, state: State, total: Tensor, info: Info) -> State:
+        """Return the state after a question.
+
+        Args:
+            state: before it.
+            total: the sum of the answers ``[k]``.
+            info: what is known of the sum.
+
+        Raises:
+            DataError: the analysis has no answer, as where a fit is not finite.
+        """
+        raise NotImplementedError
+
+    def result(self, state: State) -> pa.Table:
+        """Return the table of a finished analysis."""
+        raise NotImplementedError
+
+    def model(self, state: State) -> nn.Module | None:
+        """Return the predictor of a finished analysis, None if it is no predictor.
+
+        It maps inputs ``[b, *shape]``, as models of the federation get them, to outputs ``[b, c]``.
+        """
+        return None
+
+    def measure(self, result: Result) -> tuple[pa.Table, Sequence[str]]:
+        """Return the table of an analysis that reads a run, and notes on it."""
+        raise NotImplementedError
+
+    def units(self, setting: Setting, fed: Federation) -> Sequence[str]:
+        """Return the names of the further runs that the analysis needs of each method and seed."""
+        return ()
+
+    @property
+    def by_sums(self) -> bool:
+        """Whether the analysis is one by sums."""
+        return type(self).answer is not Analysis.answer
+
+    def named(self) -> str:
+        """Return the name in files, of user code without its module."""
+        return kind_of(self).rpartition(":")[2]
+
+
+def require_questions(analysis: Analysis) -> None:
+    """Refuse an analysis that is none by sums.
+
+    Raises:
+        ConfigError: it has no answer.
+    """
+    if not analysis.by_sums:
+        raise ConfigError(
+            f"{kind_of(analysis)} reads the models of a run and asks no questions; give the result of a run, as "
+            f"fl.analyze({kind_of(analysis)!r}, fl.simulate(...))"
+        )

@@ -1,0 +1,52 @@
+"""Models of a run as functions of inputs, client by client, for analyses that read them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from fedloom.engine.result import Result
+
+MODELS_TOGETHER = 32
+"""Personal models made at a time."""
+
+
+def models_of(result: Result, model: str, ids: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Yield clients and their model, the normalisation statistics set for it; nothing if there is no such model.
+
+    Those of the global model are the cohort's or the client's own, as `Evaluate.statistics` has it.
+    """
+    oracle, separately = result.job.oracle, result.job.setting.evaluate.statistics == "own"
+    if model not in result.models.kinds():
+        return
+    if model == "global":
+        row = result.models.rows("global").to(oracle.device)
+        oracle.set_statistics(row, result.state.cohort)
+        for client in ids.tolist():
+            if separately:
+                oracle.set_statistics(row, torch.tensor([client]))
+            yield client, row
+        return
+    for some in ids.split(MODELS_TOGETHER):
+        rows = result.models.rows(model, some).to(oracle.device)
+        for client, row in zip(some, rows, strict=True):
+            oracle.set_statistics(row, client[None])
+            yield int(client), row
+
+
+def models_by_client(result: Result) -> Callable[[int], dict[str, Callable[[Tensor], Tensor]]]:
+    """Return a function from a client's number to its models by kind, each a function from inputs to outputs."""
+    kinds = [kind for kind in ("global", "personal") if kind in result.models.kinds()]
+
+    def function_of(kind: str, client: int) -> Callable[[Tensor], Tensor]:
+        def run(inputs: Tensor) -> Tensor:
+            ((_, row),) = models_of(result, kind, torch.tensor([client]))
+            return result.job.oracle.run(row, inputs)
+
+        return run
+
+    return lambda client: {kind: function_of(kind, client) for kind in kinds}

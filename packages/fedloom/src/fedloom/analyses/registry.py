@@ -1,0 +1,45 @@
+"""Analyses by name; a name costs no import, and a package adds analyses by the entry point group of this name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fedloom.analyses.form import Analysis
+
+GROUP_NAME = "fedloom.analyses"
+
+
+class AnalysisRegistry(Mapping[str, "type[Analysis]"]):
+    """Classes of analyses by name, each imported when it is asked for.
+
+    Args:
+        places: the library's own, as ``"package.module:Class"``.
+    """
+
+    def __init__(self, places: Mapping[str, str]) -> None:
+        self._own = dict(places)
+
+    @cached_property
+    def places(self) -> dict[str, str]:
+        """Where every analysis is, by name, in order."""
+        added = {entry.name: entry.value for entry in entry_points(group=GROUP_NAME)}
+        return dict(sorted({**added, **self._own}.items()))
+
+    def __getitem__(self, name: str) -> type[Analysis]:
+        module, _, attribute = self.places[name].partition(":")
+        cls: type[Analysis] = getattr(import_module(module), attribute)
+        return cls
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.places)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+
+ANALYSES = AnalysisRegistry({})

@@ -1,0 +1,193 @@
+"""Rows of a client as an analysis sees them, and the schema that all clients share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from fedloom.data.dataset import Dataset, Task
+from fedloom.data.federation import PARTS, Federation
+from fedloom.data.tables import Table, TableColumn
+
+Range = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Schema:
+    """What all clients have agreed on about their rows.
+
+    Args:
+        name: of the data set.
+        task: what the targets are.
+        columns: the columns of `ClientRows.x`, in order: names, levels of codes, units and agreed ranges.
+        classes: names of the classes; empty where targets are numbers.
+        outputs: outputs that a model of the task has.
+        target_ranges: agreed range of every number of a target; None where there is none.
+        levels: names of the codes of every kept column.
+        is_table: whether samples are rows of a table.
+    """
+
+    name: str
+    task: Task
+    columns: tuple[TableColumn, ...]
+    classes: tuple[str, ...] = ()
+    outputs: int = 1
+    target_ranges: tuple[Range | None, ...] = (None,)
+    levels: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+    is_table: bool = True
+
+    def place(self, column: str) -> int | None:
+        """Return the number of a column; None if there is none of that name."""
+        names = [c.name for c in self.columns]
+        return names.index(column) if column in names else None
+
+
+@dataclass(frozen=True, eq=False)
+class ClientRows:
+    """The rows of one client.
+
+    Args:
+        x: raw columns ``[N, p]`` float64 in the order of the schema: numbers, or codes of levels; NaN is missing. Of
+            samples that are no rows of a table, their features.
+        y: targets ``[N, k]`` float64: a class number, numbers in units of the label, or time and event.
+        part: ``[N]`` int64, the part of every row: a place in `PARTS` (train, validation, test).
+        subjects: ``[N]`` int64 numbers of the people or things that the rows are of.
+        columns: codes ``[N]`` int64 of every kept column of the schema.
+        fetch: gives the inputs ``[b, *shape]`` of rows ``[b]`` as a model gets them.
+        models: the models of a run by kind ("global", "personal", "hybrid"), each a function of inputs; empty without.
+    """
+
+    x: Tensor
+    y: Tensor
+    part: Tensor
+    subjects: Tensor
+    columns: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    fetch: Callable[[Tensor], Tensor] | None = None
+    models: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict[str, Callable[[Tensor], Tensor]])
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    @cached_property
+    def inputs(self) -> Tensor:
+        """All rows ``[N, *shape]`` as a model gets them."""
+        rows = torch.arange(len(self))
+        return self.x if self.fetch is None else self.fetch(rows)
+
+    def select(self, rows: Tensor) -> ClientRows:
+        """Return the client with some rows only: places ``[m]``, or flags ``[N]``."""
+        at = rows.nonzero().flatten() if rows.dtype == torch.bool else rows
+        fetch = self.fetch
+        return replace(
+            self,
+            x=self.x[at],
+            y=self.y[at],
+            part=self.part[at],
+            subjects=self.subjects[at],
+            columns={name: codes[at] for name, codes in self.columns.items()},
+            fetch=None if fetch is None else lambda some: fetch(at[some]),
+        )
+
+    @property
+    def count(self) -> int:
+        """Number of subjects."""
+        return len(self.subjects.unique())
+
+
+def schema_of(data: Dataset) -> Schema:
+    """Return the schema of a data set, raw or as a federation has it."""
+    table = _table_of(data)
+    width = data.x[0].numel() if len(data) else 0
+    columns = Table.numeric(max(width, 1)).columns if table is None else table.columns
+    targets = 1 if data.y.ndim == 1 else data.y.shape[1]
+    return Schema(
+        data.name,
+        data.task,
+        columns,
+        data.classes,
+        data.outputs,
+        (None,) * targets,
+        dict(data.levels),
+        table is not None,
+    )
+
+
+def client_rows(
+    fed: Federation, client: int, models: Mapping[str, Callable[[Tensor], Tensor]] | None = None
+) -> ClientRows:
+    """Return the rows of a client of a federation, whatever part they are in.
+
+    Args:
+        fed: the federation.
+        client: number of the client.
+        models: of a run, by kind.
+    """
+    index = [fed.indices(part, client).cpu() for part in PARTS]
+    rows = torch.cat(index)
+    part = torch.arange(len(PARTS)).repeat_interleave(torch.tensor([len(some) for some in index]))
+
+    # common test rows belong to no client and are in no part
+    def fetch(some: Tensor) -> Tensor:
+        return fed.fetch(rows[some].to(fed.device))
+
+    return _rows_of(fed.data, rows, part, fetch, models or {})
+
+
+def dataset_rows(data: Dataset) -> dict[str, ClientRows]:
+    """Return the rows of every user of a data set by name, or of all as one client where it names no users."""
+    owner = torch.zeros(len(data), dtype=torch.long) if data.users is None else data.users
+    names = ("all",) if data.users is None else data.user_names
+    places = {name: (owner == k).nonzero().flatten() for k, name in enumerate(names)}
+    train = {name: torch.zeros(len(rows), dtype=torch.long) for name, rows in places.items()}
+    return {name: _rows_of(data, rows, train[name], None, {}) for name, rows in places.items()}
+
+
+def with_ranges(schema: Schema, clients: Mapping[str, ClientRows]) -> tuple[Schema, list[str]]:
+    """Return the schema with the pooled range in the place of every range that nobody has agreed on, and their names.
+
+    For simulations only: real sites agree on ranges, because the pooled ones are figures of single rows.
+    """
+    x, y = (torch.cat([getattr(client, name) for client in clients.values()]) for name in ("x", "y"))
+    columns, unagreed = list[TableColumn](), list[str]()
+    for k, column in enumerate(schema.columns):
+        if not column.levels and column.range is None and (pair := _range(x[:, k])) is not None:
+            columns.append(column.with_(range=pair))
+            unagreed.append(column.name)
+        else:
+            columns.append(column)
+    ranges = [pair or _range(y[:, k]) for k, pair in enumerate(schema.target_ranges)]
+    return replace(schema, columns=tuple(columns), target_ranges=tuple(ranges)), unagreed
+
+
+def _range(values: Tensor) -> Range | None:
+    seen = values[values.isfinite()]
+    return (float(seen.min()), float(seen.max())) if len(seen) else None
+
+
+def _table_of(data: Dataset) -> Table | None:
+    table = data.prepare if data.fitted is None else data.fitted.table
+    return table if isinstance(table, Table) else None
+
+
+def _rows_of(
+    data: Dataset,
+    rows: Tensor,
+    part: Tensor,
+    fetch: Callable[[Tensor], Tensor] | None,
+    models: Mapping[str, Callable[[Tensor], Tensor]],
+) -> ClientRows:
+    raw = data.x if data.fitted is None else data.fitted.raw
+    table = _table_of(data)
+    x = raw[rows.to(raw.device)].cpu().double().flatten(1) if raw.ndim > 1 else raw[rows][:, None].double()
+    if table is not None:
+        x = table.unmarked(x)
+    y = data.y.cpu()[rows].double()
+    y = y[:, None] if y.ndim == 1 else y
+    if not data.classed:
+        y = y * data.unit + data.centre if data.task == "regression" else y
+    columns = {name: codes.cpu()[rows] for name, codes in data.columns.items()}
+    return ClientRows(x, y, part, torch.arange(len(rows)), columns, fetch, models)

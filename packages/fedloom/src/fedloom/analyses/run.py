@@ -1,0 +1,374 @@
+"""Run of an analysis in process, and the parts of it that are the same at every place.
+
+`answer_question` is the end of a client, `run_questions` that of whoever asks; a place only carries questions and sums.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import torch
+from torch import Tensor, nn
+
+from fedloom.analyses.form import Analysis, AnalysisTerms, Bounds, Info, Question, Rules, State, require_questions
+from fedloom.analyses.registry import ANALYSES
+from fedloom.analyses.rows import ClientRows, Schema, client_rows, dataset_rows, schema_of, with_ranges
+from fedloom.data.dataset import Dataset, on_cpu
+from fedloom.data.federation import Federation
+from fedloom.engine.result import Result
+from fedloom.errors import CheckpointError, CodeError, ConfigError, DataError, Refused, attribute_error
+from fedloom.formats import as_pandas
+from fedloom.rundir import place_of
+from fedloom.storage.files import write_atomic
+from fedloom.values import dump, kind_of, make_kind
+
+SUM_FILE = "sum-{:04}.bin"
+SUM_FORM = {"sum": {"total": 1, "info": 1}}
+"""The declared form of a sum in a checkpoint."""
+
+
+class Answer(NamedTuple):
+    """A client's answer as it leaves.
+
+    Attributes:
+        values: ``[k]`` float64 within the bounds.
+        clipped: numbers that were outside.
+        neutral: whether the client has rows and answers zeros: it has too few subjects, or declines.
+        rows: that the answer is of.
+    """
+
+    values: Tensor
+    clipped: int
+    neutral: bool
+    rows: int
+
+
+class SumRecord(NamedTuple):
+    """A question with the sum of its answers."""
+
+    question: Question
+    total: Tensor
+    info: Info
+
+
+Ask = Callable[[Question, Bounds], tuple[Tensor, Info]]
+"""Carries a question to all clients, and returns the sum of their answers ``[k]``."""
+
+
+@dataclass(frozen=True, eq=False)
+class AnalysisResult:
+    """Result of an analysis.
+
+    Attributes:
+        analysis: its value.
+        table: the result.
+        log: the log of questions, with the sums.
+        notes: sentences on the data and on what was left out.
+        model: the predictor, of an analysis that is one.
+    """
+
+    analysis: Analysis
+    table: pa.Table
+    log: tuple[SumRecord, ...] = ()
+    notes: tuple[str, ...] = ()
+    model: nn.Module | None = None
+
+    def to_pandas(self) -> Any:
+        """Return the table as a pandas DataFrame.
+
+        Raises:
+            ConfigError: pandas is not installed.
+        """
+        return as_pandas(self.table)
+
+    def __repr__(self) -> str:
+        count = f", {len(self.log)} questions" if self.analysis.by_sums else ""
+        return (
+            f"AnalysisResult({self.analysis.named()}: {self.table.num_rows} rows of {self.table.column_names}{count})"
+        )
+
+
+@on_cpu()
+def analyze(
+    analysis: Analysis | str,
+    clients: Any,
+    *,
+    rules: Rules | Mapping[str, Any] | None = None,
+    folder: Path | str | None = None,
+    **options: Any,
+) -> AnalysisResult:
+    """Return what an analysis finds in the rows of all clients, from sums alone, or in the models of a run.
+
+    >>> import numpy as np
+    >>> clients = {"north": ([[1.0], [2.0]], [0, 1]), "south": ([[3.0], [6.0]], [1, 0])}  # doctest: +SKIP
+    >>> fl.analyze("table-1", clients).table  # doctest: +SKIP
+
+    Args:
+        analysis: a value, or its name in `fedloom.analyses.ANALYSES`, or an import path.
+        clients: a `Federation`; a `Dataset`, whose users are the clients; what `Federation.of` or `Dataset.of` takes;
+            or the `Result` of a run, for an analysis of models.
+        rules: what the clients agree on (`Rules`), as a value or a table of options.
+        folder: keeps every sum, so that the same call resumes an interrupted analysis; None: nothing is kept.
+        options: of an analysis that is given by name.
+
+    Raises:
+        ConfigError: an unknown analysis or option, or data that the analysis cannot be of.
+        DataError: the analysis has no answer, or an answer is outside its bounds.
+        CheckpointError: the folder holds another analysis.
+    """
+    value = analysis_of(analysis, options)
+    agreed = rules if isinstance(rules, Rules) else Rules(**(rules or {}))
+    if isinstance(clients, Result) and not value.by_sums:
+        value.check(schema_of(clients.job.eval_fed.data), clients.job.setting)
+        table, notes = value.measure(clients)
+        return AnalysisResult(value, table, notes=tuple(notes))
+    require_questions(value)
+    schema, rows, notes = clients_of(clients, value)
+    members = list(rows.values())
+    sizes = torch.tensor([len(client) for client in members])
+    terms = AnalysisTerms(schema, sizes, agreed)
+    terms = replace(terms, published=tuple(value.publish(client, terms) for client in members))
+
+    def ask(question: Question, bounds: Bounds) -> tuple[Tensor, Info]:
+        return sum_answers(
+            [answer_question(value, question, client, terms, bounds, f"client {name}") for name, client in rows.items()]
+        )
+
+    place = None if folder is None else place_of(folder, "folder", ", or None to keep nothing")
+    state, log = run_questions(value, terms, ask, place)
+    with attribute_error("analysis", value, "its result"):
+        return AnalysisResult(value, value.result(state), tuple(log), tuple(notes), value.model(state))
+
+
+def analysis_of(analysis: Analysis | str | Mapping[str, Any], options: Mapping[str, Any], where: str = "") -> Analysis:
+    """Return the analysis that is meant: a value, a name with options, or a table with its ``kind``.
+
+    Raises:
+        ConfigError: an unknown name or option, or options beside a value.
+    """
+    if isinstance(analysis, Analysis):
+        if options:
+            raise ConfigError(
+                f"{', '.join(options)}: options go with the name of an analysis; change a value by "
+                f"with_({next(iter(options))}=...)"
+            )
+        return analysis
+    table = {"kind": analysis, **options} if isinstance(analysis, str) else {**analysis, **options}
+    if "kind" not in table:
+        raise ConfigError(f"{where}{where and ': '}kind is missing; allowed: {', '.join(ANALYSES)}")
+    value: Analysis = make_kind("analysis", ANALYSES, table, where or str(table["kind"]), base=Analysis)
+    return value
+
+
+def run_questions(
+    analysis: Analysis, terms: AnalysisTerms, ask: Ask, folder: Path | None = None
+) -> tuple[State, list[SumRecord]]:
+    """Return the last state of an analysis, with the log of its questions.
+
+    The state is a function of the sums, so sums are what a checkpoint keeps: after every sum a file, and a run that was
+    interrupted asks the remaining questions only.
+
+    Args:
+        analysis: by sums.
+        terms: what is public.
+        ask: carries a question to all clients.
+        folder: where sums are kept; None: nowhere.
+
+    Raises:
+        Refused: the analysis wants more questions than agreed.
+        DataError: a number of an answer was outside its bounds.
+        CheckpointError: the folder holds another analysis, or a damaged sum.
+    """
+    log = list[SumRecord]()
+    kept = SumFolder(folder, analysis, terms) if folder is not None else None
+    with attribute_error("analysis", analysis, "its start"):
+        state = analysis.start(terms)
+    while True:
+        where = f"question {len(log) + 1}"
+        with attribute_error("analysis", analysis, where):
+            question = analysis.question(state)
+        if question is None:
+            return state, log
+        if len(log) == terms.rules.questions:
+            raise Refused(
+                f"{kind_of(analysis)} wants more than the {terms.rules.questions} questions that were agreed on; agree "
+                "on more: rules = {questions = ...}"
+            )
+        record = None if kept is None else kept.read(len(log), question)
+        if record is None:
+            with attribute_error("analysis", analysis, where):
+                bounds = analysis.bounds(question, terms)
+            total, info = ask(question, bounds)
+            check_info(analysis, question, info)
+            record = SumRecord(question, total, info)
+            if kept is not None:
+                kept.write(len(log), record)
+        log.append(record)
+        with attribute_error("analysis", analysis, where):
+            state = analysis.step(state, record.total, record.info)
+
+
+def check_info(analysis: Analysis, question: Question, info: Info) -> None:
+    """Refuse a sum in which numbers were clipped: it is no sum of answers, and no result has a clip.
+
+    Raises:
+        DataError: there is a clip.
+    """
+    if info.clipped:
+        raise DataError(
+            f"{kind_of(analysis)}, question {question.name!r}: {info.clipped} numbers of answers were outside their "
+            "bounds, so there is no result; agree on wider ranges"
+        )
+
+
+def answer_question(
+    analysis: Analysis, question: Question, client: ClientRows, terms: AnalysisTerms, bounds: Bounds, where: str
+) -> Answer:
+    """Return a client's answer within the bounds; zeros of a client with fewer subjects than agreed.
+
+    Args:
+        analysis: by sums.
+        question: as it came.
+        client: the rows.
+        terms: what is public.
+        bounds: of the answer.
+        where: the client, for messages.
+
+    Raises:
+        Refused: the analysis does not answer the question.
+        CodeError: the answer is of another shape or type, or not finite.
+    """
+    with attribute_error("analysis", analysis, f"the answer of {where}"):
+        analysis.check_question(question, terms)
+        if len(client) > 0 and client.count < terms.rules.least:
+            return Answer(torch.zeros_like(bounds.low), 0, True, 0)
+        answer = analysis.answer(question, client, terms)
+    if answer is None:
+        return Answer(torch.zeros_like(bounds.low), 0, True, 0)
+    shape = tuple(bounds.low.shape)
+    got = (getattr(answer, "dtype", type(answer).__name__), tuple(getattr(answer, "shape", ())))
+    if got != (torch.float64, shape):
+        raise CodeError(
+            f"{kind_of(analysis)}, answer of {where} to {question.name!r}: must be float64 {[*shape]}, got {got[0]} "
+            f"{[*got[1]]}"
+        )
+    if not bool(answer.isfinite().all()):
+        raise CodeError(f"{kind_of(analysis)}, answer of {where} to {question.name!r} is not finite")
+    values, clipped = bounds.project(answer)
+    return Answer(values, clipped, False, len(client))
+
+
+def sum_answers(answers: Sequence[Answer]) -> tuple[Tensor, Info]:
+    """Return the sum of answers, and what is known of it.
+
+    Numbers are added exactly (`math.fsum`), so the order of clients changes no bit.
+    """
+    columns = zip(*(reply.values.tolist() for reply in answers), strict=True)
+    total = torch.tensor([math.fsum(column) for column in columns], dtype=torch.float64)
+    clipped, neutral, rows = (sum(int(reply[k]) for reply in answers) for k in (1, 2, 3))
+    return total, Info(len(answers), clipped, neutral, rows)
+
+
+class SumFolder:
+    """The sums of one analysis in a folder, a file each.
+
+    Args:
+        folder: made if it is not there.
+        analysis: whose sums they are.
+        terms: of the analysis.
+
+    Raises:
+        CheckpointError: the folder holds the sums of another analysis or of other data.
+    """
+
+    def __init__(self, folder: Path, analysis: Analysis, terms: AnalysisTerms) -> None:
+        self._folder = folder
+        facts = {
+            "analysis": {"kind": kind_of(analysis), **dump(analysis)},
+            "rules": dump(terms.rules),
+            "columns": [dump(column) for column in terms.schema.columns],
+            "sizes": terms.sizes.tolist(),
+            "published": [hashlib.sha256(flags.double().numpy().tobytes()).hexdigest() for flags in terms.published],
+        }
+        text = json.dumps(facts, sort_keys=True, indent=1)
+        self._digest = hashlib.sha256(text.encode()).digest()
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / "analysis.json"
+        if path.exists() and path.read_text() != text:
+            raise CheckpointError(
+                f"{folder} holds the sums of another analysis or of other rows; choose another folder"
+            )
+        write_atomic(path, text.encode())
+
+    def read(self, place: int, question: Question) -> SumRecord | None:
+        """Return the sum of a question, None where it is not there.
+
+        Raises:
+            CheckpointError: it is damaged, or of another question.
+        """
+        path = self._folder / SUM_FILE.format(place + 1)
+        if not path.exists():
+            return None
+        content = path.read_bytes()
+        digest, body = content[:32], content[32:]
+        head = question.encode()
+        if digest != self._hash(body) or body[: len(head)] != head:
+            raise CheckpointError(f"{path} is damaged, or of another question; delete {self._folder} and begin anew")
+        sums = Question.decode(body[len(head) :], SUM_FORM).values
+        return SumRecord(question, sums["total"], Info(*(int(count) for count in sums["info"].tolist())))
+
+    def write(self, place: int, record: SumRecord) -> None:
+        """Keep a sum."""
+        sums = Question("sum", {"total": record.total, "info": torch.tensor([*record.info], dtype=torch.float64)})
+        body = record.question.encode() + sums.encode()
+        write_atomic(self._folder / SUM_FILE.format(place + 1), self._hash(body) + body)
+
+    def _hash(self, body: bytes) -> bytes:
+        return hashlib.sha256(self._digest + body).digest()
+
+
+def clients_of(clients: Any, analysis: Analysis) -> tuple[Schema, dict[str, ClientRows], list[str]]:
+    """Return the schema with a range of every number, the rows of every client by name, and notes.
+
+    Raises:
+        ConfigError: see `analyze`.
+    """
+    schema, rows, notes = _as_given(clients, analysis)
+    analysis.check(schema, clients.job.setting if isinstance(clients, Result) else None)
+    schema, unagreed = with_ranges(schema, rows)
+    if unagreed:
+        more = ", ..." if len(unagreed) > 5 else ""
+        notes.append(
+            f"nobody has agreed on ranges of {', '.join(unagreed[:5])}{more}: here they are as wide as the columns; real "
+            "sites must agree on them"
+        )
+    return schema, rows, notes
+
+
+def _as_given(clients: Any, analysis: Analysis) -> tuple[Schema, dict[str, ClientRows], list[str]]:
+    if isinstance(clients, Result):
+        from fedloom.analyses.models import models_by_client
+
+        fed = clients.job.eval_fed
+        models = models_by_client(clients) if analysis.uses_models else None
+        rows = {name: client_rows(fed, k, models and models(k)) for k, name in enumerate(fed.names)}
+        return schema_of(fed.data), rows, [*fed.remarks]
+    if analysis.uses_models:
+        raise ConfigError(
+            f"{kind_of(analysis)} reads the models of a run; give the result of one, as "
+            f"fl.analyze({kind_of(analysis)!r}, fl.simulate(...))"
+        )
+    if not isinstance(clients, Dataset | Federation):
+        many = isinstance(clients, list) or (isinstance(clients, Mapping) and not {"x", "train"} & clients.keys())
+        clients = Federation.of(clients) if many else Dataset.of(clients)
+    if isinstance(clients, Dataset):
+        return schema_of(clients), dataset_rows(clients), [*clients.notes]
+    rows = {name: client_rows(clients, k) for k, name in enumerate(clients.names)}
+    return schema_of(clients.data), rows, [*clients.remarks]

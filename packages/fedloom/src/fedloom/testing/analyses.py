@@ -1,0 +1,264 @@
+"""Laws of analyses: an answer is a sum over rows, its bounds are public, and sums are all that a result depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedloom.analyses import (
+    Analysis,
+    AnalysisTerms,
+    Bounds,
+    ClientRows,
+    Info,
+    Question,
+    Rules,
+    answer_question,
+    run_questions,
+    sum_answers,
+)
+from fedloom.analyses.run import SumRecord, clients_of
+from fedloom.data.dataset import on_cpu
+from fedloom.errors import ConfigError
+from fedloom.seeds import generator
+from fedloom.testing.report import check_arguments, generators_untouched, hold
+from fedloom.testing.scene import demand
+
+TOLERANCE = 1e-9
+"""Relative distance of two orders of summation in float64."""
+
+
+class Killed(Exception):
+    """An end between two sums."""
+
+
+@dataclass(frozen=True, eq=False)
+class AnalysisScene:
+    """An analysis with the rows that its laws are checked on."""
+
+    analysis: Analysis
+    clients: tuple[ClientRows, ...]
+    terms: AnalysisTerms
+
+    @cached_property
+    def log(self) -> list[SumRecord]:
+        """Every question of a run, with its sum."""
+        return self.run(self.terms, self.clients)[1]
+
+    @cached_property
+    def table(self) -> Any:
+        """The result of that run."""
+        return self.analysis.result(self.run(self.terms, self.clients)[0])
+
+    def run(
+        self, terms: AnalysisTerms, clients: Sequence[ClientRows], folder: Path | None = None, most: int | None = None
+    ) -> tuple[Any, list[SumRecord]]:
+        """Run the analysis; after ``most`` sums the process is killed."""
+        done = 0
+
+        def ask(question: Question, bounds: Bounds) -> tuple[Tensor, Info]:
+            nonlocal done
+            if done == most:
+                raise Killed
+            done += 1
+            answers = (self.reply(question, client, terms, bounds) for client in clients)
+            return sum_answers([*answers])
+
+        return run_questions(self.analysis, terms, ask, folder)
+
+    def reply(self, question: Question, client: ClientRows, terms: AnalysisTerms, bounds: Bounds) -> Any:
+        """Return a client's answer."""
+        return answer_question(self.analysis, question, client, terms, bounds, "a client")
+
+    def answers(self, clients: Sequence[ClientRows]) -> Iterator[tuple[Question, list[Tensor | None]]]:
+        """Yield every question with the clients' own answers, before bounds."""
+        for question, _, _ in self.log:
+            yield question, [self.analysis.answer(question, client, self.terms) for client in clients]
+
+
+def finishes(s: AnalysisScene) -> None:
+    """The analysis ends with a table within the agreed number of questions."""
+    demand(s.log, "the analysis asks nothing")
+    demand(hasattr(s.table, "column_names"), f"result must return a pyarrow table, got {type(s.table).__name__}")
+
+
+def declared(s: AnalysisScene) -> None:
+    """Every question has its declared form, and survives the way over bytes."""
+    for question, _, _ in s.log:
+        form = s.analysis.questions.get(question.name)
+        got = {name: value.ndim for name, value in question.values.items()}
+        demand(
+            form is not None and dict(form) == got, f"question {question.name!r} has the form {got}, declared is {form}"
+        )
+        again = Question.decode(question.encode(), s.analysis.questions)
+        demand(again == question, f"question {question.name!r} is another one after encode and decode")
+
+
+def union(s: AnalysisScene) -> None:
+    """The answer of two clients' rows together is the sum of their answers."""
+    first, second = s.clients[0], s.clients[1]
+    for question, (one, two, both) in s.answers([first, second, joined(first, second)]):
+        if one is None or two is None or both is None:
+            continue
+        _agree(both, one + two, f"question {question.name!r}: the answer of all rows is not the sum of the answers")
+
+
+def rows_in_any_order(s: AnalysisScene) -> None:
+    """The order of a client's rows changes nothing but rounding."""
+    client = s.clients[0]
+    order = torch.randperm(len(client), generator=generator(0, purpose="laws of analyses"))
+    for question, (one, two) in s.answers([client, client.select(order)]):
+        if one is not None and two is not None:
+            _agree(two, one, f"question {question.name!r}: the order of rows changes the answer")
+
+
+def clients_in_any_order(s: AnalysisScene) -> None:
+    """The order of clients changes no bit of the result."""
+    turned = replace(s.terms, sizes=s.terms.sizes.flip(0), published=s.terms.published[::-1])
+    other = s.analysis.result(s.run(turned, s.clients[::-1])[0])
+    demand(other.equals(s.table), "the order of clients changes the result")
+
+
+def nothing_of_no_rows(s: AnalysisScene) -> None:
+    """A client without rows answers zeros."""
+    for question, (answer,) in s.answers([s.clients[0].select(torch.zeros(0, dtype=torch.long))]):
+        demand(
+            answer is not None and not bool(answer.any()),
+            f"question {question.name!r}: a client without rows must answer zeros",
+        )
+
+
+def within_bounds(s: AnalysisScene) -> None:
+    """Every answer lies within bounds that depend on public numbers alone."""
+    for question, answers in s.answers(s.clients):
+        bounds = s.analysis.bounds(question, s.terms)
+        demand(
+            bool((bounds.step > 0).all() and (bounds.low <= bounds.high).all()),
+            f"question {question.name!r}: bounds must rise, and steps be above 0",
+        )
+        for answer in answers:
+            if answer is not None:
+                where = (
+                    f"question {question.name!r}: an answer of {len(answer)} numbers has bounds of {len(bounds.low)}"
+                )
+                demand(answer.shape == bounds.low.shape, where)
+                outside = bounds.project(answer)[1]
+                demand(
+                    not outside, f"question {question.name!r}: {outside} numbers of an answer are outside their bounds"
+                )
+
+
+def pure(s: AnalysisScene) -> None:
+    """Answers change no argument, draw from no global generator, and come out equal a second time."""
+    for client in s.clients:
+        before = (client.x.clone(), client.y.clone())
+        with generators_untouched():
+            for question, (one, two) in s.answers([client, client]):
+                demand(
+                    one is None or (two is not None and torch.equal(one, two)),
+                    f"question {question.name!r}: a second answer is another one",
+                )
+        for old, new in zip(before, (client.x, client.y), strict=True):
+            demand(torch.equal(old.nan_to_num(7.5), new.nan_to_num(7.5)), "answer changes the client's rows")
+
+
+def resumes(s: AnalysisScene) -> None:
+    """A kill between two sums loses no sum: the analysis goes on with the next question, to the same result."""
+    for most in range(len(s.log)):
+        with TemporaryDirectory() as place:
+            with suppress(Killed):
+                s.run(s.terms, s.clients, Path(place), most)
+            log = list[Question]()
+
+            def ask(question: Question, bounds: Bounds, log: list[Question] = log) -> tuple[Tensor, Info]:
+                log.append(question)
+                return sum_answers([s.reply(question, client, s.terms, bounds) for client in s.clients])
+
+            state, _ = run_questions(s.analysis, s.terms, ask, Path(place))
+            demand(
+                len(log) == len(s.log) - most,
+                f"after {most} of {len(s.log)} sums {len(log)} more are asked for",
+            )
+            demand(s.analysis.result(state).equals(s.table), f"the result after an end at sum {most} is another one")
+
+
+def few_stay_silent(s: AnalysisScene) -> None:
+    """A client with fewer subjects than agreed answers zeros, and is counted."""
+    terms = replace(s.terms, rules=s.terms.rules.with_(least=10**6))
+    question = s.log[0].question
+    reply = s.reply(question, s.clients[0], terms, s.analysis.bounds(question, s.terms))
+    demand(reply.neutral and not bool(reply.values.any()), "a client of too few subjects must answer zeros")
+
+
+LAWS: dict[Callable[[Any], None], str] = {
+    finishes: "return None from question when the analysis is done",
+    declared: "list every question with its fields and their dimensions in `questions`",
+    pure: "clone before an in-place operation, and draw nothing",
+    union: "answer with sums over rows; divide in step, where the total is known",
+    rows_in_any_order: "answer with sums over rows, whatever their order",
+    clients_in_any_order: "depend on nothing but the total and the public terms",
+    nothing_of_no_rows: "start from zeros of the full length, and add rows",
+    within_bounds: "derive low and high from terms.sizes and the agreed ranges",
+    resumes: "keep all that a question needs in the state, and compute it from the totals alone",
+    few_stay_silent: "leave least counts of clients to the runner",
+}
+"""Every law of an analysis by sums, with the cure of what usually breaks it."""
+
+
+@on_cpu()
+def check_analysis(
+    analysis: Analysis, clients: Any, *, rules: Rules | None = None, without: Collection[str] = ()
+) -> None:
+    """Hold an analysis by sums to every law, on some clients.
+
+    Args:
+        analysis: the value.
+        clients: two clients at least, as `fl.analyze` takes them.
+        rules: what the clients agree on.
+        without: names of laws that the analysis breaks on purpose.
+
+    Raises:
+        AssertionError: at the first law that is broken: law, analysis, what is wrong, and a cure.
+        ConfigError: it is no analysis by sums, there are fewer than two clients, or there is no such law.
+    """
+    check_arguments(analysis, Analysis, "fl.analyses.ANALYSES['table-1']()", LAWS, without)
+    schema, rows, _ = clients_of(clients, analysis)
+    if len(rows) < 2:
+        raise ConfigError("laws of sums need two clients at least; give a federation or a mapping of clients")
+    members = tuple(rows.values())
+    terms = AnalysisTerms(schema, torch.tensor([len(client) for client in members]), rules or Rules())
+    terms = replace(terms, published=tuple(analysis.publish(client, terms) for client in members))
+    hold(LAWS, AnalysisScene(analysis, members, terms), analysis, Analysis, without)
+
+
+def joined(first: ClientRows, second: ClientRows) -> ClientRows:
+    """Return the rows of two clients as one client's."""
+    cut = len(first)
+
+    def fetch(rows: Tensor) -> Tensor:
+        pieces = [client.inputs for client in (first, second)]
+        return torch.cat(pieces)[rows]
+
+    return ClientRows(
+        torch.cat([first.x, second.x]),
+        torch.cat([first.y, second.y]),
+        torch.cat([first.part, second.part]),
+        torch.cat([first.subjects, second.subjects + cut]),
+        {name: torch.cat([codes, second.columns[name]]) for name, codes in first.columns.items()},
+        fetch,
+        first.models,
+    )
+
+
+def _agree(got: Tensor, want: Tensor, sentence: str) -> None:
+    worst = float((got - want).abs().max()) if len(got) else 0.0
+    size = float(want.abs().max()) if len(want) else 0.0
+    demand(worst <= TOLERANCE * max(size, 1.0), f"{sentence} (largest difference {worst:.3g})")

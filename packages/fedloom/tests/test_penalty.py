@@ -1,0 +1,229 @@
+"""Penalized regressions by sums equal lifelines, scikit-learn and statsmodels, and Firth's penalty by autograd."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from lifelines import CoxPHFitter
+from scipy.optimize import minimize
+from sklearn.linear_model import LogisticRegression, PoissonRegressor, Ridge
+from statsmodels.api import GLM
+from statsmodels.api import families as glm_families
+
+from fedloom.errors import ConfigError, DataError
+from fedloom.tasks.cox import TIES, SurvivalSite, fit_cox
+from fedloom.tasks.cox_vectors import agreement_on, binned
+from fedloom.tasks.glm import FAMILIES, GlmSite, fit_glm
+from fedloom.tasks.penalty import CV_FOLDS, RIDGE_STRENGTHS, fold_masks
+from fedloom.tasks.secure_cox import fit_secure_cox
+from tests.commands import call
+
+
+def patients(rows: int, seed: int) -> SurvivalSite:
+    """Tied times, some of them 0; the third column is rare and has no event, so that it separates the rows."""
+    rng = np.random.default_rng(seed)
+    x = np.stack([rng.normal(0, 1, rows), rng.normal(64, 12, rows), (rng.random(rows) < 0.06) * 1.0], 1)
+    time, end = rng.exponential(50 * np.exp(-x[:, 0] / 2)), rng.exponential(60, rows)
+    event = ((time <= end) & (x[:, 2] == 0)) * 1.0
+    return SurvivalSite(x, np.floor(np.minimum(time, end) / 5) * 5, event)
+
+
+SITES = [patients(150, 1), patients(80, 2)]
+X, TIME, EVENT = (np.concatenate(parts) for parts in zip(*SITES, strict=True))
+N = len(X)
+SCALED = (X - X.mean(0)) / X.std(0)
+
+
+def glm_sites(y: np.ndarray) -> list[GlmSite]:
+    return [GlmSite(X[:150], y[:150]), GlmSite(X[150:], y[150:])]
+
+
+def test_the_rows_are_what_no_fit_without_a_penalty_takes() -> None:
+    assert (TIME == 0).any()
+    with pytest.raises(DataError, match="column 2 separates the rows"):
+        fit_cox(SITES)
+    with pytest.raises(DataError, match="column 2 separates the rows"):
+        fit_glm(glm_sites(EVENT), "logistic")
+
+
+@pytest.mark.filterwarnings("ignore")  # of lifelines, on pandas
+@pytest.mark.parametrize("strength", [1.0, 0.1, 0.01])
+def test_a_ridge_of_a_cox_regression_is_lifelines_penalizer(strength: float) -> None:
+    """lifelines has the deviation with N - 1; sites' whole numbers stay within their bound of the same rows' fit."""
+    table = pd.DataFrame(np.column_stack([X, TIME, EVENT]), columns=["a", "b", "c", "T", "E"])
+    pooled = CoxPHFitter(penalizer=strength * (N - 1) / N).fit(table, "T", "E", fit_options={"precision": 1e-12})
+    fit = fit_cox(SITES, penalty="ridge", strength=strength)
+    np.testing.assert_allclose(fit.beta, pooled.params_, atol=1e-6)
+    np.testing.assert_allclose(fit.se, pooled.standard_errors_, atol=1e-6)
+    for stratify in (False, True):
+        terms = agreement_on(SITES, 5.0, 1, "efron", strength)
+        terms = terms._replace(ends=np.zeros(0), stratify=True) if stratify else terms
+        rows = SITES if stratify else [binned(site, terms)[0] for site in SITES]
+        exact = fit_cox(rows, stratify=stratify, penalty="ridge", strength=strength)
+        secure = fit_secure_cox(SITES, terms)
+        assert (np.abs(secure.fit.beta - exact.beta) <= secure.bound).all()
+        assert (secure.bound < 1e-6).all()
+        np.testing.assert_allclose(secure.fit.se, exact.se, rtol=1e-8)
+
+
+@pytest.mark.parametrize("strength", [1.0, 0.1, 0.01])
+def test_a_ridge_of_a_regression_is_scikit_learns(strength: float) -> None:
+    pooled = {
+        "logistic": (LogisticRegression(C=1 / (N * strength), tol=1e-10, solver="newton-cholesky"), EVENT),
+        "linear": (Ridge(alpha=N * strength), TIME),
+        "poisson": (PoissonRegressor(alpha=strength, tol=1e-10, solver="newton-cholesky"), EVENT),
+    }
+    for family, (model, y) in pooled.items():
+        fit = fit_glm(glm_sites(y), family, penalty="ridge", strength=strength)
+        np.testing.assert_allclose(fit.beta[1:] * X.std(0), model.fit(SCALED, y).coef_.ravel(), atol=1e-8)
+        assert fit.beta[0] + fit.beta[1:] @ X.mean(0) == pytest.approx(float(np.ravel(model.intercept_)[0]), abs=1e-7)
+    design = np.column_stack([np.ones(N), SCALED])
+    alpha = np.array([0.0, *[strength] * 3])
+    same = GLM(EVENT, design, glm_families.Binomial()).fit_regularized(alpha=alpha, L1_wt=0)
+    fit = fit_glm(glm_sites(EVENT), "logistic", penalty="ridge", strength=strength)
+    np.testing.assert_allclose(fit.beta[1:] * X.std(0), same.params[1:], atol=1e-4)  # its optimizer stops there
+
+
+def test_a_ridge_takes_columns_that_depend_and_more_columns_than_rows() -> None:
+    twice = [site._replace(x=np.hstack([site.x, site.x[:, :1]])) for site in SITES]
+    with pytest.raises(DataError, match="depend on each other"):
+        fit_cox(twice)
+    fit = fit_cox(twice, penalty="ridge", strength=0.1)
+    assert fit.beta[0] == pytest.approx(fit.beta[3])
+    wide = np.random.default_rng(0).normal(size=(20, 30))
+    y = wide[:, 0] + 0.1
+    found = fit_glm([GlmSite(wide[:9], y[:9]), GlmSite(wide[9:], y[9:])], "linear", penalty="ridge", strength=0.2)
+    scaled = (wide - wide.mean(0)) / wide.std(0)
+    np.testing.assert_allclose(found.beta[1:] * wide.std(0), Ridge(alpha=4.0).fit(scaled, y).coef_, atol=1e-8)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.parametrize("kind", [*TIES, "logistic", "poisson"])
+def test_firths_fit_has_the_largest_likelihood_times_root_of_the_information(kind: str) -> None:
+    """The penalized likelihood by autograd, whose Hessian is the information, has no larger value nearby."""
+    z, time, event = (torch.from_numpy(part) for part in (SCALED, TIME, EVENT))
+
+    def log_likelihood(beta: torch.Tensor) -> torch.Tensor:
+        if kind not in TIES:
+            eta = beta[0] + z @ beta[1:]
+            cumulant = torch.nn.functional.softplus(eta) if kind == "logistic" else eta.exp()
+            return (event * eta - cumulant).sum()
+        eta, value = z @ beta, torch.zeros((), dtype=torch.float64)
+        for at in time[event == 1].unique():
+            dead, risk = (time == at) & (event == 1), (time >= at)
+            deaths = int(dead.sum())
+            for k in range(deaths):
+                share = k / deaths if kind == "efron" else 0.0
+                value = value - torch.log(eta[risk].exp().sum() - share * eta[dead].exp().sum())
+            value = value + eta[dead].sum()
+        return value
+
+    def penalized(beta: torch.Tensor) -> torch.Tensor:
+        return log_likelihood(beta) + torch.logdet(-torch.func.hessian(log_likelihood)(beta)) / 2
+
+    if kind in TIES:
+        fit = fit_cox(SITES, kind, penalty="firth")
+        beta, se = fit.beta * X.std(0), fit.se * X.std(0)
+    else:
+        found = fit_glm(glm_sites(EVENT), kind, penalty="firth")
+        beta = np.append(found.beta[0] + found.beta[1:] @ X.mean(0), found.beta[1:] * X.std(0))
+        se = np.append(0.0, found.se[1:] * X.std(0))
+    at = torch.from_numpy(beta)
+    gradient = torch.func.grad(penalized)(at)
+    np.testing.assert_allclose(gradient @ torch.linalg.inv(-torch.func.hessian(log_likelihood)(at)), 0, atol=1e-6)
+    best = minimize(
+        lambda b: -float(penalized(torch.from_numpy(b))), beta, method="Nelder-Mead", options={"maxiter": 60}
+    )
+    assert -best.fun <= float(penalized(at)) + 1e-8
+    inverse = torch.linalg.inv(-torch.func.hessian(log_likelihood)(at)).diagonal().sqrt().numpy()
+    np.testing.assert_allclose(se[-3:], inverse[-3:], rtol=1e-6)
+
+
+def test_firth_is_half_a_success_and_half_a_failure_more_in_a_two_by_two_table() -> None:
+    """Of a saturated logistic regression, Firth's estimate adds 1/2 to every cell (Firth 1993, Section 3)."""
+    x = np.repeat([0.0, 1.0], [30, 12])[:, None]
+    y = np.concatenate([np.repeat([1.0, 0.0], [7, 23]), np.zeros(12)])
+    fit = fit_glm([GlmSite(x[:20], y[:20]), GlmSite(x[20:], y[20:])], "logistic", penalty="firth")
+    np.testing.assert_allclose(fit.beta, [np.log(7.5 / 23.5), np.log(0.5 / 12.5) - np.log(7.5 / 23.5)], atol=1e-8)
+    linear = [GlmSite(SITES[0].x, SITES[0].time), GlmSite(SITES[1].x, SITES[1].time)]
+    np.testing.assert_allclose(fit_glm(linear, "linear", penalty="firth").beta, fit_glm(linear, "linear").beta)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_strength_has_the_largest_held_out_likelihood(family: str) -> None:
+    """Of scikit-learn's fits without each fold, on the rows of the fold."""
+    y = TIME if family == "linear" else EVENT
+    fit = fit_glm(glm_sites(y), family, penalty="ridge")
+    assert fit.ridge is not None
+    assert [strength for strength, _ in fit.ridge.held_out] == list(RIDGE_STRENGTHS)
+    folds = np.concatenate([np.array(masks).argmax(0) for masks in zip(*fold_masks([150, 80]), strict=True)])
+    assert set(folds) == set(range(CV_FOLDS))
+    for strength, value in fit.ridge.held_out[1::4]:
+        total = 0.0
+        for k in range(CV_FOLDS):
+            train, rows = folds != k, int((folds != k).sum())
+            model = {
+                "linear": Ridge(alpha=rows * strength),
+                "logistic": LogisticRegression(C=1 / (rows * strength), tol=1e-10, solver="newton-cholesky"),
+                "poisson": PoissonRegressor(alpha=strength, tol=1e-10, solver="newton-cholesky"),
+            }[family]
+            target = (y - y.mean()) / y.std() if family == "linear" else y
+            model.fit(SCALED[train], target[train])
+            eta = SCALED[~train] @ model.coef_.ravel() + model.intercept_
+            total += float((target[~train] * eta - FAMILIES[family][0](eta)).sum())
+        assert value == pytest.approx(total, abs=1e-5)
+    assert fit.ridge.strength == max(fit.ridge.held_out, key=lambda pair: pair[1])[0]
+    again = fit_glm(glm_sites(y), family, penalty="ridge", strength=fit.ridge.strength)
+    np.testing.assert_array_equal(again.beta, fit.beta)
+
+
+def test_what_is_no_penalty_is_a_sentence() -> None:
+    for words, sentence in (
+        ({"penalty": "lasso"}, "penalty"),
+        ({"strength": 0.1}, "has no strength"),
+        ({"penalty": "firth", "strength": 0.1}, "has no strength"),
+        ({"penalty": "ridge", "strength": 0}, "above 0"),
+        ({"penalty": "ridge", "strength": float("nan")}, "above 0"),
+        ({"penalty": "ridge", "strength": "much"}, "a number above 0, or 'cv'"),
+    ):
+        for fit in (lambda **w: fit_cox(SITES, **w), lambda **w: fit_glm(glm_sites(EVENT), "logistic", **w)):
+            with pytest.raises(ConfigError, match=sentence):
+                fit(**words)
+    alone = [GlmSite(X[:150], EVENT[:150]), GlmSite(X[150:], EVENT[150:] * 0)]
+    with pytest.raises(DataError, match="site b: the target is 0 in every row"):
+        fit_glm(alone, "logistic", by_site=["a", "b"], penalty="ridge")
+
+
+def test_the_commands_take_a_penalty_and_test_rows(tmp_path: Path) -> None:
+    names = np.repeat(["a", "b"], [150, 80])
+    rows = zip(names, *X.T, TIME, EVENT, strict=True)
+    lines = [",".join([*map(str, row), "test" if k % 4 == 0 else "train"]) for k, row in enumerate(rows)]
+    (tmp_path / "t.csv").write_text("\n".join(["site,p,q,r,days,died,fold", *lines]))
+    text = f'[data]\nsource = "{tmp_path}/t.csv"\nusers = "site"\n{{}}\n[partition]\nkind = "writers"\n'
+    text += '[[method]]\nalgorithm = "fedavg"\n'
+    (tmp_path / "t.toml").write_text(text.format('label = "days"\nevent = "died"'))
+    (tmp_path / "g.toml").write_text(text.format('label = "died"\ndrop = ["fold", "days"]'))
+    train = np.arange(N) % 4 > 0
+    sites = [
+        SurvivalSite(X[keep], TIME[keep], EVENT[keep]) for keep in (train & (names == "a"), train & (names == "b"))
+    ]
+    fit = fit_cox(sites, penalty="ridge", strength=0.1)
+    said = call("cox", tmp_path / "t.toml", "--penalty", "ridge", "--strength", "0.1", "--test", "fold=test")
+    for name, beta in zip("pqr", fit.beta, strict=True):
+        line = next(line for line in said.splitlines() if line.strip().startswith(f"{name} "))
+        assert f"{beta:.4g}"[:5] in line
+    from lifelines.utils import concordance_index
+
+    c = concordance_index(TIME[~train], -(X[~train] @ fit.beta), EVENT[~train])
+    assert f"concordance on 58 test rows with {int(EVENT[~train].sum())} events: {c:.3f}"[:-1] in said
+    assert "ridge of strength 0.1; standard errors" in said
+    assert "Firth's penalty" in call("glm", tmp_path / "g.toml", "--penalty", "firth")
+    assert "largest held-out likelihood" in call("glm", tmp_path / "g.toml", "--penalty", "ridge")
+    assert "'fold' and some must not" in call("cox", tmp_path / "t.toml", "--test", "fold=tets", code=2)
+    assert "COLUMN=VALUE" in call("cox", tmp_path / "t.toml", "--test", "fold", code=2)
+    assert "has no strength" in call("glm", tmp_path / "g.toml", "--strength", "1", code=2)
+    assert "without --bins" in call("cox", tmp_path / "t.toml", "--bins", "5", "--penalty", "firth", code=2)
