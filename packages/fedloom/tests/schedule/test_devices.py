@@ -255,7 +255,7 @@ def test_what_makes_no_sense_is_refused(choices: dict[str, Any], sentence: str) 
 
 
 @pytest.mark.parametrize(
-    ("method", "cure"), [("fedamp", "take among = 'all'"), ("fedskip", "take a deadline, which keeps rounds")]
+    ("method", "cure"), [("fedamp", "set among='all' in the method"), ("fedskip", "leave schedule= out")]
 )
 def test_methods_that_mix_a_cohort_are_refused_one_by_one(method: str, cure: str) -> None:
     with pytest.raises(Refused, match=f"clients train one by one; {cure}"):

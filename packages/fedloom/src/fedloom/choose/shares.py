@@ -134,6 +134,27 @@ def equal_clusters(clusters: int | None, activations: Tensor, ctx: Ctx) -> Tenso
     return shares / shares.sum()
 
 
+def check_clusters(clusters: int | None, ctx: Ctx) -> None:
+    """Refuse clusters that these clients cannot be in.
+
+    Raises:
+        ConfigError: more clusters than clients.
+        Refused: a client has no training samples, of which there are no activations.
+    """
+    if clusters is not None and clusters > ctx.n:
+        raise ConfigError(
+            f"weights = 'clusters-{clusters}' needs as many clients, the federation has {ctx.n}",
+            rule="shares-clusters",
+            fix="set {weights = 'uniform'}, or fewer clusters",
+        )
+    if not bool((ctx.sizes > 0).all()):
+        raise Refused(
+            "weights by clusters needs training samples of every client",
+            rule="shares-of-empty-clients",
+            fix="set {weights = 'uniform'}",
+        )
+
+
 def cluster_shares(
     clusters: int | None, oracle: Network, x0: Tensor, ctx: Ctx, attack: Attack | None, attackers: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -154,14 +175,8 @@ def cluster_shares(
         The shares, and of all clients: samples backward and forward, steps, bytes up and down, and those of the paper.
 
     Raises:
-        ConfigError: more clusters than clients.
         RunStopped: activations are not finite.
-        Refused: a client has no training samples, of which there are no activations.
     """
-    if clusters is not None and clusters > ctx.n:
-        raise ConfigError(f"weights = 'clusters-{clusters}' needs as many clients, the federation has {ctx.n}")
-    if not bool((ctx.sizes > 0).all()):
-        raise Refused("weights by clusters needs training samples of every client; use weights = 'uniform'")
     answers, counts = list[Tensor](), torch.zeros(7).long()
     for ids in ctx.ids.tensor_split(chunk_count(ctx.n, chunk_limit(oracle))):
         work = Work(oracle, ids, ctx.weight[ids].to(x0), ctx.local, seed=ctx.seed, round=1)

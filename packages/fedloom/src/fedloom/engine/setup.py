@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedloom.algorithms import Algorithm, check_declaration
 from fedloom.choose import SharesWeigher, Uniform
-from fedloom.choose.shares import by_clusters, cluster_shares, clusters_of, shares_of
+from fedloom.choose.shares import by_clusters, check_clusters, cluster_shares, clusters_of, shares_of
 from fedloom.data.federation import Federation
 from fedloom.engine.checks.defaults import adapted
 from fedloom.engine.checks.inspection import check_inspection
@@ -29,7 +29,7 @@ from fedloom.engine.checks.refusals import (
     initial,
     ruled,
 )
-from fedloom.engine.checks.rehearsal import rehearse
+from fedloom.engine.checks.rehearsal import check_layers, rehearse
 from fedloom.engine.clients.forging import poisoned
 from fedloom.engine.clients.messages import Messages, first_upload, idle_upload
 from fedloom.engine.clients.regroup import check_shares
@@ -156,6 +156,8 @@ def make_problem(
         projection,
     )  # fmt: skip
     x0, spent = replay.start(oracle.layout.vector(oracle.module, dtype).to(device), oracle.layout), None
+    if by_clusters(setting.weights):
+        check_clusters(clusters_of(setting.weights), ctx)
     if finds and by_clusters(setting.weights):
         shares, spent = cluster_shares(clusters_of(setting.weights), oracle, x0, ctx, setting.attack, attackers)
         ctx = ctx._replace(weight=shares.to(dtype))
@@ -180,6 +182,7 @@ def make_problem(
     notes += idle_workers(setting.engine)
     if setting.aggregator is not None and fewest is not None:
         setting.aggregator.check(fewest)
+    check_layers(setting, oracle, ctx, (server, client, kept))
     memory = _memory(method, (server, client, kept), oracle, ctx)
     residue: Fields = Nothing()
     if channel is not None or setting.weigher.probes or sampler.learns:

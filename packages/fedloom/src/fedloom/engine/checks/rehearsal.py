@@ -9,12 +9,14 @@ from torch import Tensor
 
 from fedloom.algorithms import upload_fields
 from fedloom.choose import Sampler
+from fedloom.choose.shares import by_clusters
 from fedloom.engine.clients.messages import first_step, first_upload
 from fedloom.engine.problem import RunProblem
 from fedloom.engine.setting import Setting
 from fedloom.errors import ConfigError, Refused, attribute_error
 from fedloom.local import Ctx, Work
-from fedloom.local.rows import Fields
+from fedloom.local.oracles import Network
+from fedloom.local.rows import Fields, remade
 from fedloom.models.parts import penultimate
 from fedloom.schedule import FORWARD, Deadline, OverSelection, Stream, Synchronous
 
@@ -28,8 +30,8 @@ Start = tuple[Fields, Fields, Fields | None]
 def check_cohorts(setting: Setting, ctx: Ctx, silent: Tensor | None) -> None:
     """Draw the cohort of every round, and refuse a rule or a schedule that one of them is too small for.
 
-    The draws are those of the run: they follow from its seed. Samplers that learn from uploads or query clients draw by
-    what only the run knows; their cohorts are not looked at.
+    The draws are those of the run: they follow from its seed. A sampler that learns from uploads draws as if it had not
+    learned anything; one that queries clients has cohorts of one size.
 
     Args:
         setting: the run, presets resolved.
@@ -42,7 +44,7 @@ def check_cohorts(setting: Setting, ctx: Ctx, silent: Tensor | None) -> None:
     rule, schedule, sampler = setting.aggregator, setting.schedule, setting.sampler
     watches = rule is not None and not (rule.linear or isinstance(schedule, Stream)) and _may_fail(setting, ctx.n)
     waits = silent is not None and bool(silent.any()) and isinstance(schedule, Synchronous | OverSelection)
-    if not (watches or waits) or sampler.learns or sampler.probes:
+    if not (watches or waits) or sampler.probes:
         return
     kinds = upload_fields(type(setting.method)).values()
     grows = any(kind.keeps or (kind.accumulates and kind.base.startswith("rows.")) for kind in kinds)
@@ -137,35 +139,56 @@ def check_times(problem: RunProblem, start: Start) -> None:
     )
 
 
-def check_head(problem: RunProblem, start: Start) -> None:
-    """Refuse a method that needs a head, or layers below it, in a model that has none: one client takes a step.
+def check_layers(setting: Setting, oracle: Network, ctx: Ctx, start: Start) -> None:
+    """Refuse a run that needs a head, layers below it or classes, where there are none: one client takes a step.
+
+    Args:
+        setting: the run, presets resolved.
+        oracle: the local problems.
+        ctx: all clients, before round 1.
+        start: the states before round 1.
 
     Raises:
-        ConfigError: the method does not find the layers in a first step.
+        ConfigError: the method, the shares or the weigher look for what the model or the data do not have.
     """
-    module = problem.oracle.module
+    module, method, data = oracle.module, setting.method, oracle.fed.data
     try:
         penultimate(module)
     except ConfigError:
-        pass
+        if setting.weigher.describes or by_clusters(setting.weights):
+            raise
     else:
-        return
-    ids = torch.tensor([0])
+        if data.classed and not data.each:
+            return
     try:
-        work = Work(problem.oracle, ids, problem.alpha[ids].to(problem.oracle.device), problem.setting.local, steps=1)
-        down, rows, _ = first_step(problem.algorithm, start, problem.ctx(1, ids), work)
-        problem.personal(down, rows, work)
+        _play_two_rounds(setting, oracle, ctx, start)
     except ConfigError:
         raise
     except (KeyError, AttributeError) as error:
-        name = type(problem.algorithm).__name__
         raise Refused(
-            f"{name} looks for layers by their names, and does not find them in {type(module).__name__} ({error!r})",
+            f"{type(method).__name__} looks for layers by their names, and does not find them in "
+            f"{type(module).__name__} ({error!r})",
             rule="head-missing",
             fix="put a layer before the last one: torch.nn.Sequential(torch.nn.Flatten(), layer)",
         ) from error
     except Exception:
         return  # the run itself names the client, the round and the line
+
+
+def _play_two_rounds(setting: Setting, oracle: Network, ctx: Ctx, start: Start) -> None:
+    """Let the first client take a step and answer in two rounds, as a method may use what it learned in the first."""
+    method, one = setting.method, ctx._replace(m=1, ids=ctx.ids[:1])
+    for round in (1, 2):
+        work = Work(oracle, one.ids, ctx.weight[:1].to(oracle.device), ctx.local, steps=1, round=round)
+        down, rows, up = first_step(method, start, ctx, work)
+        method.personal(down, rows, work)
+        if setting.weigher.probes:
+            setting.weigher.probe(down, ctx.layout.vector(oracle.module, oracle.dtype)[None].to(oracle.device), work)
+        kinds = upload_fields(type(method))
+        whole = remade(up, [value[0] if kinds[name].averaged else value for name, value in up._asdict().items()])
+        kept = start[2] and remade(start[2], [getattr(up, name)[0] for name in start[2]._fields])
+        server = method.server(start[0], whole, one._replace(round=round))
+        start = server, remade(rows, [value[0] for value in rows]), kept
 
 
 def rehearse(problem: RunProblem, start: Start) -> None:
@@ -176,11 +199,9 @@ def rehearse(problem: RunProblem, start: Start) -> None:
         start: the states before round 1.
 
     Raises:
-        ConfigError: a cohort that the rule or the schedule cannot work on, a limit that no client meets, or a model
-            without the layers that the method looks for.
+        ConfigError: a cohort that the rule or the schedule cannot work on, or a limit that no client meets.
     """
     silent = None if problem.fleet is None else ~problem.fleet.seconds.isfinite()
     if problem.replay.cohorts is None:
         check_cohorts(problem.setting, problem.ctx(0), silent)
     check_times(problem, start)
-    check_head(problem, start)

@@ -11,7 +11,7 @@ from fedloom.entrances import entered
 from fedloom.errors import unknown
 from fedloom.formats import duration
 from fedloom.lab.cli import _complete as offer
-from fedloom.lab.cli._app import DataDir, FileArgument, Trust, app, errors, say, worker_count
+from fedloom.lab.cli._app import DataDir, FileArgument, Trust, about_file, app, errors, say, worker_count
 
 if TYPE_CHECKING:
     from fedloom.lab.experiment import Plan
@@ -71,7 +71,7 @@ def run(
     Example: fedloom run examples/quickstart.toml --out runs/quickstart --workers 2
     On several machines or GPUs: torchrun --nproc-per-node 4 -m fedloom.lab.cli run FILE.toml
     """
-    with errors(), entered("command"):
+    with errors(), about_file(file), entered("command"):
         count = None if workers is None else worker_count(workers)
         from fedloom.lab.experiment import read
 
