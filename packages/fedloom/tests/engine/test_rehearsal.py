@@ -186,8 +186,8 @@ def by_torch() -> Tensor:
 
 
 def figures(draw: Any, workers: int) -> tuple[Any, ...]:
-    torch.default_generator.manual_seed(0)  # of the initial weights
-    made = Drawing(draw)
+    with fl.seeds.as_global(fl.seeds.generator(0), torch.device("cpu")):
+        made = Drawing(draw)
     for generator in (np.random.seed, random.seed):
         generator(int.from_bytes(os.urandom(4)))
     before = random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()  # noqa: NPY002
