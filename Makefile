@@ -37,10 +37,11 @@ lock: $(VENV)/.dev-ready ## what a machine of a deployment installs, with versio
 	echo hatchling | $(BIN)/uv pip compile packages/fedloom/pyproject.toml packages/fedloom-sites/pyproject.toml - --extra deploy --constraint constraints.txt --generate-hashes \
 	  --python-version 3.11 --universal --no-annotate --custom-compile-command 'make lock' -q -o requirements-deploy.txt
 
-sbom: $(BIN)/python ## what a machine of a deployment installs, as a CycloneDX bill of materials: build/sbom.json
+sbom: $(VENV)/.dev-ready ## what a machine of a deployment installs, with licenses, as a CycloneDX bill of materials: build/sbom.json
 	$(PIP) cyclonedx-bom
 	mkdir -p build
-	$(BIN)/cyclonedx-py requirements requirements-deploy.txt --pyproject packages/fedloom-sites/pyproject.toml --output-reproducible -o build/sbom.json
+	$(BIN)/cyclonedx-py requirements requirements-deploy.txt --output-reproducible -o build/sbom.json
+	$(BIN)/python scripts/sbom.py build/sbom.json
 
 image: ## the container image of a deployment's machines: needs docker
 	docker build --tag fedloom:$$(sed -n 's/^__version__ = "\(.*\)"/\1/p' packages/fedloom/src/fedloom/version.py) .

@@ -390,6 +390,37 @@ def test_opening_a_run_loads_no_charts() -> None:
     assert run("import sys, fedloom; fedloom.open_run; print({'altair', 'vl_convert'} & set(sys.modules))") == "set()"
 
 
+def test_neither_the_engine_nor_the_report_knows_a_method() -> None:
+    names = {*fl.algorithms.REGISTRY}
+    classes = {entry.__name__ for entry in fl.algorithms.ALGORITHMS.values()}
+    for module in MODULES:
+        if not module.startswith(("engine/", "lab/report/")):
+            continue
+        tree = ast.parse((SOURCE / module).read_text())
+        imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+        assert not imported & classes, (module, imported & classes)
+        if module.startswith("lab/report/"):
+            compared = [
+                node for node in ast.walk(tree) if isinstance(node, ast.Compare | ast.Tuple | ast.Set | ast.List)
+            ]
+            texts = {n.value for node in compared for n in ast.walk(node) if isinstance(n, ast.Constant)}
+            assert not texts & names, (module, texts & names)
+
+
+SLOW = {
+    "scipy", "rich", "pyarrow.compute", "altair", "vl_convert", "typer", "flwr", "optuna", "sklearn", "pandas", "numba",
+    "matplotlib", "statsmodels", "tensorboard", "torchvision", "transformers", "datasets",
+}  # fmt: skip
+"""Modules that are slow to import and that no run needs before its first round."""
+
+
+@pytest.mark.parametrize("name", ["simulate", "compare", "open_run", "Federation"])
+def test_a_name_of_the_library_loads_nothing_slow_but_torch_and_its_own(name: str) -> None:
+    here = f"import sys, torch; before = {{*sys.modules}}; import fedloom; fedloom.{name}"
+    loaded = run(f"{here}; print(*sorted({SLOW!r} & (sys.modules.keys() - before)))")
+    assert loaded == ""
+
+
 def test_windows_is_told_where_to_run() -> None:
     code = "import sys; sys.platform = 'win32'\ntry: import fedloom\nexcept ImportError as error: print(error)"
     assert "Linux and macOS" in run(code)
@@ -708,3 +739,21 @@ def test_a_method_is_one_short_file() -> None:
     files = [f for f in (SOURCE / "algorithms").glob("[!_]*.py") if f.stem != "presets"]
     lengths = {f.name: len(f.read_text().splitlines()) for f in files}
     assert {name: n for name, n in lengths.items() if n > (180 if name == "fiaelt.py" else 157)} == {}
+
+
+def test_a_bill_of_materials_has_fedloom_itself_and_licenses() -> None:
+    """Of every package that is installed here in the listed version, and of fedloom's own."""
+    spec = importlib.util.spec_from_file_location("sbom", ROOT / "scripts" / "sbom.py")
+    assert spec is not None
+    assert spec.loader is not None
+    sbom = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sbom)
+    listed = re.findall(r"^([A-Za-z0-9_.-]+)==([^ ;\\]+)", (ROOT / "requirements-deploy.txt").read_text(), re.MULTILINE)
+    bill = {"components": [{"name": name, "version": version} for name, version in listed]}
+    lacking = sbom.complete(bill)
+    known = {c["name"]: c for c in bill["components"] if "licenses" in c}
+    assert {name: known[name]["version"] for name in sbom.PACKAGES} == dict.fromkeys(sbom.PACKAGES, fl.__version__)
+    assert bill["metadata"]["component"]["name"] == "fedloom-sites"
+    assert {"torch", "flwr", "cryptography", "pycryptodome", "numpy"} <= {*known}
+    assert len(known) + len(lacking) == len(listed) + len(sbom.PACKAGES)
+    assert sbom.stated_license("torch", "0.0.1") == ""

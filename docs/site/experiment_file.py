@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
+from fedloom.analyses import ANALYSES
 from fedloom.choose import MIXERS, SAMPLERS, WEIGHERS
 from fedloom.data.partition import PARTITIONS, Partition
 from fedloom.data.sources import SOURCES
@@ -214,6 +215,14 @@ PAGES = [
         "When and what fedloom evaluates. See also [Evaluate clinical models](../clinical.md).",
         "[evaluate]\nevery = 5",
         shared={"Options": Evaluate},
+    ),
+    Page(
+        "analysis",
+        "[[analysis]]",
+        "What fedloom computes beside the rounds, one table for each analysis. See also [Evaluate clinical "
+        "models](../clinical.md) and [Write your own analysis](../analyses.md).",
+        '[[analysis]]\nkind = "groups"\nby = ["sex", "age>=75"]',
+        ANALYSES,
     ),
     Page(
         "engine",

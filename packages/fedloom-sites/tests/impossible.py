@@ -101,8 +101,6 @@ class Row:
             reasons |= dict.fromkeys(("Flower", "deploy"), "an attack is for simulation")
         if "task" in tables:
             reasons["Flower"] = "the loss and the metrics are those of the nodes"
-        if "evaluate" in tables:
-            reasons["Flower"] = "nodes evaluate their own parts"
         if str(self.choices.get("weights", "")).startswith("clusters"):
             reasons |= dict.fromkeys(("Flower", "deploy"), "clusters are found where all samples are in one place")
         return reasons
@@ -272,15 +270,6 @@ def _rows() -> list[Row]:
         Row("recalibration of three classes", "calibrate-needs-two-classes", choices={"task": {"calibrate": True}}),
         Row("a horizon without times", "horizon-needs-survival", choices={"task": {"horizon": 5.0}}),
         Row("random crops of rows", "augment-needs-images", choices={"augment": {"flip": 0.5}}),
-        # evaluation
-        Row("t-SNE of a client who is not there", "tsne-client-missing", choices={"evaluate": {"tsne": [9]}}),
-        Row("importance of no table", "importance-needs-a-table", choices={"evaluate": {"importance": True}},
-            not_at=dict.fromkeys(("scikit-learn",), "its rows are a table")),
-        Row("references of no table", "references-need-a-table", choices={"evaluate": {"references": True}},
-            not_at=dict.fromkeys(("scikit-learn",), "its rows are a table")),
-        Row("confusion of numbers", "confusion-needs-classes", choices={"evaluate": {"confusion": True}},
-            data="numbers", model="softmax"),
-        Row("a Cox regression without times", "cox-needs-times", choices={"evaluate": {"cox": {"stratify": True}}}),
         # how it is computed
         Row("a GPU that is not there", "device-missing", choices={"engine": {"device": "cuda:7"}},
             not_at={"Flower": "a node names its own device"}),

@@ -196,7 +196,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "rossi.toml").write_text(
         f'rounds = 2\n[data]\nsource = "{folder}/rossi.csv"\nlabel = "week"\nevent = "arrest"\nusers = "site"\n'
         '[partition]\nkind = "writers"\nvalidation = 0.2\n[model]\nkind = "mlp"\nhidden = [4]\n'
-        "[evaluate]\ncox = { stratify = true }\n"
+        '[[analysis]]\nkind = "cox"\nstratify = true\n'
         f'[local]\nlr = 0.2\nbatch_size = "full"\nepochs = 3\n[task]\nhorizon = 40\n{methods}'
     )
     call("run", folder / "rossi.toml", "--out", folder / "run")

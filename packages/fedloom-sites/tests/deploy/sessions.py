@@ -28,7 +28,8 @@ def secured(
 ) -> Scene:
     """A deployment under secure aggregation."""
     here = scene(folder, method, **{**SMALL, "rounds": 4, **changes})
-    value = Secure(threshold=threshold, keys=tuple(m.signing_key for m in here.server.sites), **(agreed or {}))
+    keys, names = (tuple(getattr(m, what) for m in here.server.sites) for what in ("signing_key", "site"))
+    value = Secure(threshold=threshold, keys=keys, names=names, **(agreed or {}))
     return here._replace(
         server=here.server.with_(secure=value, quorum=threshold), sites=[s.with_(secure=value) for s in here.sites]
     )
@@ -73,8 +74,13 @@ class Steps:
     def __init__(self, here: Scene, folder: str = "alone") -> None:
         self.here, self.nonce, self.n = here, os.urandom(16), len(here.sites)
         self.terms = terms_of(self.n)
-        self.sites = [SessionMember(s, signing_key_of(s.client), s.state / folder) for s in here.sites]
+        self.settings = [s.with_(state=s.state / folder) for s in here.sites]
+        self.sites = [self.member(c) for c in range(self.n)]
         self.adverts = secure.write_adverts([secure.read_adverts(s.keys(1, self.nonce))[0] for s in self.sites])
+
+    def member(self, c: int) -> SessionMember:
+        """A site, as after a start of its process."""
+        return SessionMember(self.settings[c], signing_key_of(c), self.settings[c].folder)
 
     def shared(self) -> dict[int, dict[int, bytes]]:
         """The sealed shares of all, by sender and receiver."""

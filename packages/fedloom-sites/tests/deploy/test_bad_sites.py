@@ -150,8 +150,10 @@ def test_a_damaged_list_of_opened_sums_opens_no_old_round(tmp_path: Path) -> Non
         [file] = site.state.rglob("opened.json")
         known = read_checked(file)
         assert known is not None
-        assert known["forgotten"] == {"uploads": 2, "scores": 2, "cox": STEPS - 1}
-        assert [*known["opened"]["uploads"]] == ["3", "4"]
+        [experiment] = known["experiments"].values()
+        assert experiment["forgotten"] == {"uploads": 2, "scores": 2, "cox": STEPS - 1}
+        assert [*experiment["opened"]["uploads"]] == ["3", "4"]
+        assert known["sites"]["lost"]
 
 
 BAD: dict[str, tuple[str, Edit, str]] = {

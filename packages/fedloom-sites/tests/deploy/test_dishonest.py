@@ -25,7 +25,6 @@ from fedloom_sites.deploy.cox import CoxStep
 from fedloom_sites.deploy.protocol.envelope import COMMON, PROTOCOL, REQUEST_FIELDS, Kind, digest_of, seal
 from fedloom_sites.deploy.secure import counters, integers, shares
 from fedloom_sites.deploy.secure import protocol as secure
-from fedloom_sites.deploy.secure.member import SessionMember
 from fedloom_sites.deploy.secure.protocol import Broken
 from fedloom_sites.deploy.secure.terms import Terms, check_terms
 from fedloom_sites.deploy.secure.vectors import ScoreVector, UploadVector
@@ -488,8 +487,8 @@ def test_a_site_killed_at_any_write_opens_one_sum(
                     done = True
                 except Killed:
                     done = False
-            steps.sites[0] = SessionMember(here.sites[0], signing_key_of(0), here.sites[0].state / folder)
-            for file in (here.sites[0].state / folder / "session").glob("*.json"):
+            steps.sites[0] = steps.member(0)
+            for file in steps.settings[0].state.rglob("*.json"):
                 if file.stem in damaged:
                     file.write_bytes(b"damaged")
             answers = answers if action == "unmask" else set()

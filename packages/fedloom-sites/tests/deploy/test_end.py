@@ -16,17 +16,17 @@ from flwr.app import ConfigRecord, Message
 from safetensors.torch import load_file
 
 from fedloom.engine.privacy import epsilon
-from fedloom.errors import CheckpointError, Stop
+from fedloom.errors import CheckpointError, RunDirError, Stop
 from fedloom.rows.channel import GaussianNoise
 from fedloom.storage import disk
 from fedloom.version import __version__
-from fedloom_sites.deploy.audit import SENT, Audit, lines_of
+from fedloom_sites.deploy.audit import SENT, Audit, lines_of, verify_log
 from fedloom_sites.deploy.protocol.envelope import COMMON, PROTOCOL, REQUEST_FIELDS, Kind, digest_of, seal
 from fedloom_sites.deploy.site.client import Client
 from fedloom_sites.deploy.site.ledger import Ledger, Spent
 from fedloom_sites.deploy.site.state import MODEL, Generation, Rewound, SiteState
 from tests.deploy.scene import FIRST, Scene, scene
-from tests.deploy.sessions import losing
+from tests.deploy.sessions import losing, secured
 from tests.deploy.test_faults_in_runs import personal
 from tests.deploy.test_private import LOCAL, SMALL, limited, lines
 
@@ -239,6 +239,49 @@ def test_a_line_that_a_crash_cut_short_takes_no_later_one_with_it(tmp_path: Path
         with (tmp_path / "audit.jsonl").open("ab") as torn:
             torn.write(b'{"time": "2026')
     assert [line["round"] for line in log.lines()] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("change", ["edited", "removed", "put in", "moved", "cut at the end"])
+def test_a_log_that_was_changed_is_found(change: str, tmp_path: Path) -> None:
+    """Not where lines are missing at the end: the digest of the last line shows that, if it was noted."""
+    log, path = Audit(tmp_path / "audit.jsonl"), tmp_path / "audit.jsonl"
+    for t in range(5):
+        log.write("accepted", round=t, reason="x" * 40_000 if t == 1 else None)
+        if t == 2:
+            with path.open("ab") as torn:
+                torn.write(b'{"time": "2026')
+    end = verify_log(path)
+    assert end.lines == 6
+    lines = path.read_bytes().splitlines()
+    changed = {
+        "edited": [lines[0], lines[1].replace(b"accepted", b"rejected"), *lines[2:]],
+        "removed": [lines[0], *lines[2:]],
+        "put in": [*lines[:2], lines[1], *lines[2:]],
+        "moved": [lines[1], lines[0], *lines[2:]],
+        "cut at the end": lines[:-1],
+    }[change]
+    path.write_bytes(b"".join(line + b"\n" for line in changed))
+    if change == "cut at the end":
+        assert verify_log(path) != end
+        return
+    with pytest.raises(RunDirError, match=r"audit\.jsonl: line [123] does not follow the line before"):
+        verify_log(path)
+
+
+def test_logs_of_a_run_hold_and_count_what_left(tmp_path: Path) -> None:
+    """Of the server and of every site; parameters of an upload are counted, and so are scores."""
+    for masked in (False, True):
+        folder = tmp_path / f"{masked}"
+        here = secured(folder, "fedavg", rounds=2) if masked else scene(folder, "fedavg", **SMALL)
+        assert here.serve() is Stop.DONE
+        assert verify_log(here.server.audit).lines == len(here.audit())
+        for site in here.sites:
+            [log] = site.state.glob(f"*/{SENT}")
+            assert verify_log(log).lines > 3
+            trained = [x for x in lines_of(log) if x["kind"] in ("train", "masked")]
+            assert trained
+            assert all(x["parameters"] >= 650 for x in trained)
+            assert all(not x["parameters"] for x in lines_of(log) if x["kind"] in ("hello", "keys", "unmask"))
 
 
 def test_a_damaged_ledger_of_the_server_ends_the_run(tmp_path: Path) -> None:

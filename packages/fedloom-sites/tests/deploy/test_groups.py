@@ -16,12 +16,12 @@ import pytest
 import torch
 from torch import nn
 
+from fedloom.analyses.importance import importance
+from fedloom.analyses.patients import group_scores
 from fedloom.data.groups import keeping
 from fedloom.engine.simulate import simulate
 from fedloom.errors import ConfigError, Stop
 from fedloom.lab.experiment import parse
-from fedloom.lab.experiment.analyses.importance import importance
-from fedloom.lab.experiment.analyses.patients import group_scores
 from fedloom.lab.report.groups import group_tables, groups_csv
 from fedloom.lab.report.numbers import leading_metric, rows_of
 from fedloom.lab.report.reading import read_runs
@@ -68,7 +68,8 @@ def deployed(folder: Path, *, task: str = "binary", method: str = "ditto", maske
     data = {"source": "csv", "path": str(file), "label": "y", "users": "site", "categorical": ["sex"], "task": task}
     here = scene(
         folder, method, data=data | changes.pop("data", {}), partition={"kind": "writers", "test": 0.5}, rounds=2,
-        evaluate={"every": 2, "groups": GROUPS, "group_least": least, **changes.pop("evaluate", {})}, **changes,
+        evaluate={"every": 2, **changes.pop("evaluate", {})},
+        analysis=[{"kind": "groups", "by": list(GROUPS), "least": changes.pop("least", least)}], **changes,
     )  # fmt: skip
     if not masked:
         return here
@@ -83,7 +84,8 @@ def wanted(here: Scene) -> dict[tuple[Any, ...], float]:
     experiment = here.experiment
     data = keeping(experiment.source, GROUPS).load()
     result = simulate(experiment.methods[0].setting, experiment.partition(data, 0))
-    return {tuple(row.values())[:4]: row["value"] for row in group_scores(result).to_pylist()}
+    scores = group_scores(result, GROUPS, experiment.find("groups").least)
+    return {tuple(row.values())[:4]: row["value"] for row in scores.to_pylist()}
 
 
 def recorded(here: Scene) -> dict[tuple[Any, ...], float]:
@@ -135,7 +137,7 @@ def test_a_small_group_and_what_would_show_it_are_not_summed(tmp_path: Path) -> 
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_group_with_few_of_a_class_is_not_published(masked: bool, few: int, tmp_path: Path) -> None:
     """Eight of each of three classes must be there: of one, it would show whether this patient was predicted right."""
-    here = deployed(tmp_path, task="classification", masked=masked, evaluate={"group_least": 8})
+    here = deployed(tmp_path, task="classification", masked=masked, least=8)
     file = tmp_path / "all.csv"
     patients = pd.read_csv(file)
     place = np.arange(len(patients))
@@ -194,7 +196,7 @@ def test_a_column_for_scoring_only_has_its_levels_from_the_agreement(tmp_path: P
 def test_groups_without_agreed_levels_are_refused_before_anything_is_written(tmp_path: Path) -> None:
     here = deployed(tmp_path)
     with pytest.raises(ConfigError, match="have not agreed on the levels of 'ward'"):
-        plan(parse({**here.experiment.settings(), "evaluate": {"groups": ["ward"]}}))
+        plan(parse({**here.experiment.settings(), "analysis": [{"kind": "groups", "by": ["ward"]}]}))
     file = table(tmp_path / "wide.csv", {"A": 300, "B": 300}, "regression")
     data = {
         **here.experiment.settings()["data"],
@@ -203,7 +205,7 @@ def test_groups_without_agreed_levels_are_refused_before_anything_is_written(tmp
         "categorical": ["age", "sex"],
     }
     with pytest.raises(ConfigError, match="do not fit into a message"):
-        plan(parse({**here.experiment.settings(), "data": data, "evaluate": {"groups": ["age"] * 9}}))
+        plan(parse({**here.experiment.settings(), "data": data, "analysis": [{"kind": "groups", "by": ["age"] * 9}]}))
 
 
 def normalised(shape: tuple[int, ...], outputs: int) -> nn.Module:

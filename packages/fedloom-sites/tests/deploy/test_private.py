@@ -24,6 +24,7 @@ from fedloom_sites.deploy.noise import ReleasedNoise, released
 from fedloom_sites.deploy.ops.check import check_site
 from fedloom_sites.deploy.ops.plan import plan
 from fedloom_sites.deploy.protocol.envelope import COMMON, PROTOCOL, STATUS, digest_of, seal
+from fedloom_sites.deploy.secure.opened import read_checked
 from fedloom_sites.deploy.site.client import Client
 from fedloom_sites.deploy.site.ledger import Ledger
 from tests.deploy.grid import wire
@@ -364,3 +365,35 @@ def test_sites_and_rounds_have_noise_of_their_own(tmp_path: Path) -> None:
     assert float(rows.std()) == pytest.approx(3.0, rel=0.05)
     steps = rows * 2.0**29
     assert torch.equal(steps, steps.round())
+
+
+def test_a_sites_limit_is_one_of_its_data_over_experiments(tmp_path: Path) -> None:
+    """Another experiment, other rows, and another key: what was spent stays spent; other data have their own budget."""
+    noise, memory = GaussianNoise(sigma=3.0, delta=1e-5), tmp_path / "data-heart"
+    limit = epsilon(noise, 2) + epsilon(noise, 3)
+
+    def book(name: str, at: Path = memory) -> Ledger:
+        return Ledger(tmp_path / name, noise, limit, "site alder", memory=at)
+
+    for t in (1, 2):
+        book("first").release(t, samples="one snapshot")
+    later = book("second")
+    later.release(1, samples="another")
+    for t in (2, 3):
+        later.release(t)
+    with pytest.raises(Refused, match="with 1 other experiments on these data, this release would make epsilon"):
+        later.release(4)
+    assert len(lines(tmp_path / "second")) == 3
+    book("third", tmp_path / "data-lung").release(1)
+    (tmp_path / "moved").mkdir()  # to another agreement, with its ledger: it is counted once
+    (tmp_path / "moved" / "ledger.jsonl").write_bytes((tmp_path / "first" / "ledger.jsonl").read_bytes())
+    before = read_checked(memory / "epsilon.json")
+    assert before is not None
+    with pytest.raises(Refused, match="with 1 other experiments"):
+        book("moved").release(3)
+    after = read_checked(memory / "epsilon.json")
+    assert after is not None
+    assert after.keys() == before.keys()
+    (memory / "epsilon.json").write_text("damaged")
+    with pytest.raises(Refused, match="is damaged, so what other experiments on these data have spent cannot be known"):
+        book("second").release(2)

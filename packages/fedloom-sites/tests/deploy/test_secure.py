@@ -337,3 +337,28 @@ def test_lists_of_parts() -> None:
     for wrong in (b"x", one + one, secure.write({3: b"abcd"}) + one, one * 101):
         with pytest.raises(WireError):
             secure.read(wrong, 4)
+
+
+ELEMENTS = st.integers(0, 2**128 - 1)
+
+
+@given(ELEMENTS, ELEMENTS, ELEMENTS)
+def test_a_field_of_2_to_the_128_elements(a: int, b: int, c: int) -> None:
+    assert shares.multiply(a, b) == shares.multiply(b, a) < 2**128
+    assert shares.multiply(a, shares.multiply(b, c)) == shares.multiply(shares.multiply(a, b), c)
+    assert shares.multiply(a, b ^ c) == shares.multiply(a, b) ^ shares.multiply(a, c)
+    assert shares.multiply(1, a) == a
+    if a:
+        assert shares.multiply(a, shares.invert(a)) == 1
+
+
+@given(st.data(), st.integers(3, 12), st.binary(min_size=32, max_size=32))
+@settings(max_examples=20)
+def test_shares_are_joined_as_the_library_combines_them(data: st.DataObject, n: int, secret: bytes) -> None:
+    """PyCryptodome cuts a secret; its own function and this one give it back, of any of the shares."""
+    threshold = data.draw(st.integers(2, n))
+    halves = [dict(Shamir.split(threshold, n, secret[k : k + 16], ssss=False)) for k in (0, 16)]
+    places = data.draw(st.permutations(range(1, n + 1)))[:threshold]
+    parts = [(k, halves[0][k] + halves[1][k]) for k in places]
+    assert shares.joined(parts) == secret
+    assert Shamir.combine([(k, halves[0][k]) for k in places], ssss=False) == secret[:16]

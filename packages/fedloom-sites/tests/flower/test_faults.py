@@ -496,7 +496,7 @@ def test_too_few_nodes() -> None:
             r"the model has 'body.0.weight', but not initial_arrays; give ArrayRecord\(model.state_dict\(\)\)",
         ),
         (lambda: ff.Strategy(Ditto(), Net()), r"algorithm must be a name, as in Strategy\('ditto', .* got Ditto\("),
-        (lambda: ff.Strategy("ditto", Net(), lr=0.1), r"lr is of the training at the nodes; use local=\{'lr'"),
+        (lambda: ff.Strategy("ditto", Net(), lr=0.1), r"unknown key 'lr'; it belongs in local=\{'lr': 0.1\}"),
         (lambda: ff.Strategy("ditto", Net(), num_rounds=3), "num_rounds is an argument of start"),
         (lambda: ff.Strategy("ditto", Net(), min_fit_clients=3), "use min_nodes"),
         (lambda: ff.Strategy("fedprox", Net(), proximal_mu=1.0), r"use Strategy\('fedprox', Net\(\), mu=...\)"),
@@ -511,7 +511,7 @@ def test_too_few_nodes() -> None:
         ),
         (lambda: ff.Strategy("fedavg", Net(), evaluate={"every": 2}), "'every' has no effect .* use evaluate_every"),
         (
-            lambda: ff.Strategy("fedavg", Net(), evaluate={"confusion": True}),
+            lambda: ff.Strategy("fedavg", Net(), evaluate={"personal_on_common": True}),
             r"nodes score .* personal_model\(context\)",
         ),
         (lambda: ff.Strategy("ditto", Net(), folder=3), "folder must be a path"),
@@ -567,11 +567,13 @@ def test_a_strategy_of_flower_has_its_like(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"did you mean '{name.lower()}'|is a strategy of Flower's; use Strategy"):
         ff.Strategy(name, Net())
     for option in STRATEGIES[name]:
-        with pytest.raises(ConfigError, match=f"{option} is an option of Flower's own strategies; use"):
+        with pytest.raises(
+            ConfigError, match=f"unknown key '{option}'; {option} is an option of Flower's own strategies; use"
+        ):
             ff.Strategy("fedavg", Net(), **{option: 1})
 
 
-@pytest.mark.parametrize("cure", documents.STRATEGIES.values())
+@pytest.mark.parametrize("cure", documents.CURES["strategies"].values())
 def test_what_is_named_in_the_place_of_a_strategy_is_one(cure: str) -> None:
     call = ast.parse(cure.replace("...", "1.0"), mode="eval").body
     assert isinstance(call, ast.Call)

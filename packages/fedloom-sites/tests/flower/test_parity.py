@@ -18,7 +18,7 @@ import fedloom_sites.flower as ff
 from fedloom import models
 from fedloom.algorithms import REGISTRY
 from fedloom.data.federation import Federation
-from fedloom.errors import Refused
+from fedloom.errors import ConfigError, Refused
 from tests.flower.app import App
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
@@ -187,3 +187,69 @@ def normalised() -> nn.Module:
 def test_pooling_is_refused() -> None:
     with pytest.raises(Refused, match="pools the data of all clients"):
         ff.Strategy("centralized", net())
+
+
+def floored(fed: Federation, **floor: Any) -> Any:
+    """The nodes, with a floor of their own."""
+    local = local_of(fed)
+
+    def with_floor(context: Context) -> ff.Local:
+        return replace(local(context), **floor)
+
+    return with_floor
+
+
+def lengths_sent(fed: Federation, floor: dict[str, Any], **choices: Any) -> list[float]:
+    """The lengths of the differences that the nodes send in one round."""
+    sent = list[float]()
+
+    def look(_node: int, _message: Message, reply: Message) -> Message:
+        if "up" in reply.content:
+            tensors = [torch.from_numpy(a.numpy()) for a in reply.content["up"].values()]
+            sent.append(float(torch.cat([t.flatten() for t in tensors]).norm()))
+        return reply
+
+    module, app = net(), App(floored(fed, **floor), 3, look)
+    strategy = ff.Strategy("fedavg", net(), **{**CHOICES, **choices})
+    strategy.start(app.grid, ArrayRecord(module.state_dict()), num_rounds=1)
+    return sent
+
+
+def test_no_document_of_the_server_lowers_a_nodes_own_noise(fed: Federation) -> None:
+    """R11: a strategy without a channel, or with weaker noise, gets noise all the same; it may ask for more."""
+    own = {"clip": 1e-6, "sigma": 1e6}  # 650 numbers of standard deviation 1
+    plain = lengths_sent(fed, {})
+    assert max(plain) < 5
+    for choices in ({}, {"channel": {"kind": "gaussian-noise", "clip": 1.0, "sigma": 1e-9}}):
+        assert all(20 < length < 31 for length in lengths_sent(fed, {"channel": own}, **choices))
+    strong = {"kind": "gaussian-noise", "clip": 1e-6, "sigma": 1e8}
+    assert all(length > 2000 for length in lengths_sent(fed, {"channel": own}, channel=strong))
+
+
+def test_no_document_of_the_server_lowers_a_nodes_own_bound(fed: Federation) -> None:
+    bound = 0.01
+    assert all(length <= bound * (1 + 1e-9) for length in lengths_sent(fed, {"norm_bound": bound}))
+    assert all(length > bound for length in lengths_sent(fed, {}))
+
+
+@pytest.mark.parametrize(
+    ("floor", "sentence"),
+    [
+        ({"norm_bound": 0}, "norm_bound must be a number greater than 0, got 0"),
+        ({"norm_bound": "1"}, "norm_bound must be a number greater than 0, got '1'"),
+        ({"channel": {"clip": -1}}, "channel.clip: Input should be greater than 0, got -1"),
+        ({"channel": {"kind": "sign"}}, "channel.kind"),
+        ({"channel": "noise"}, "give the node's noise as fl.channel.GaussianNoise"),
+    ],
+)
+def test_a_floor_that_cannot_be_is_refused(floor: dict[str, Any], sentence: str, fed: Federation) -> None:
+    context = App(local_of(fed), 1).contexts[100]
+    with pytest.raises(ConfigError, match=sentence):
+        floored(fed, **floor)(context).read()
+
+
+def test_another_channel_beside_a_nodes_own_noise_is_refused(fed: Federation) -> None:
+    local = replace(local_of(fed)(App(local_of(fed), 1).contexts[100]), channel={"clip": 1.0})
+    setting = fl.Setting(algorithm=REGISTRY["fedavg"](), channel=fl.channel.Sign())
+    with pytest.raises(Refused, match="an upload passes one channel: leave the strategy's out"):
+        local.with_floor(setting)

@@ -6,8 +6,9 @@ import json
 import math
 import re
 import shutil
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -86,7 +87,7 @@ class Refuses(Half):
 
 def test_all_setups_fit_into_their_hours_and_no_seed_is_used_twice() -> None:
     assert sum(setup.share for setup in FULL.values()) <= 13.5 * 60
-    assert sum(setup.share_of(protocol) for setup in FULL.values() for protocol in PROTOCOLS) <= 24 * 60
+    assert sum(setup.decide_share(protocol) for setup in FULL.values() for protocol in PROTOCOLS) <= 24 * 60
     assert {setup.document["rounds"] for setup in FULL.values()} == {40}
     for setup in FULL.values():
         looks = [*setup.tuning, *setup.seeds, *setup.again]
@@ -776,6 +777,35 @@ def test_the_map_at_smoke_scale(here: Path, methods: tuple[str, ...]) -> None:
     before = RECORDS.stat().st_mtime_ns
     called(*words)
     assert RECORDS.stat().st_mtime_ns == before
+
+
+def recorded(place: str, run: Callable[..., object], *words: str) -> dict[tuple[str, str], Any]:
+    """Records of three cells without their times."""
+    run("--setup", "iid", "--method", "flame", "--out", f"runs/{place}", "--results", place, *words)
+    return {key: replace(r, minutes=0.0, machine="") for key, r in read(Path(place, "map-smoke.jsonl")).items()}
+
+
+def apart(*words: str) -> None:
+    """The command in a process of its own: forks of one that has drawn cannot draw."""
+    subprocess.run([sys.executable, "-m", "fedloom.lab.cli", "map", "--scale", "smoke", *words], check=True)
+
+
+def test_cells_of_a_process_that_joins_have_the_records_of_one_alone(here: Path) -> None:
+    alone = recorded("alone", called)
+    assert alone.keys() == {("iid", m) for m in ("local", "fedavg", "flame")}
+    assert recorded("joined", called, "--join") == alone
+    assert not Path("runs/joined/smoke/.work").exists()
+
+
+@pytest.mark.slow
+def test_cells_side_by_side_have_the_records_of_cells_one_after_another(here: Path) -> None:
+    """By two processes of one command, and by two commands that join."""
+    alone = recorded("alone", called)
+    assert recorded("beside", apart, "--workers", "2") == alone
+    words = ["--setup", "iid", "--method", "flame", "--out", "runs/joined", "--results", "joined", "--join"]
+    with subprocess.Popen([sys.executable, "-m", "fedloom.lab.cli", "map", "--scale", "smoke", *words]) as other:
+        assert recorded("joined", apart, "--join") == alone
+    assert other.returncode == 0
 
 
 def test_a_method_of_a_user_gets_its_row_beside_the_recorded_ones(here: Path) -> None:

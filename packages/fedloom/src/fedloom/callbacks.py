@@ -23,7 +23,7 @@ from pydantic import Field, field_validator
 
 from fedloom.engine.records import Record, Records
 from fedloom.engine.state import State
-from fedloom.errors import unknown
+from fedloom.hints import unknown
 from fedloom.lazy import display, lister
 from fedloom.metrics import METRICS
 from fedloom.metrics import metric as facts

@@ -26,7 +26,6 @@ import stat
 import traceback
 from contextlib import contextmanager
 from copy import copy
-from difflib import get_close_matches
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self
@@ -35,7 +34,7 @@ from fedloom.entrances import worded
 from fedloom.lazy import lister
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from pydantic_core import ErrorDetails
 
@@ -340,70 +339,6 @@ def printable(text: object) -> str:
         lambda match: match[0].encode("unicode_escape").decode(),
         str(text),
     )
-
-
-ELSEWHERE = {
-    "alpha": "beta", "learning_rate": "lr", "local_lr": "lr", "client_lr": "lr", "step_size": "lr",
-    "local_learning_rate": "lr", "local_epochs": "epochs", "num_epochs": "epochs", "local_ep": "epochs",
-    "local_bs": "batch_size", "local_batch_size": "batch_size", "wd": "weight_decay",
-    "join_ratio": "fraction", "participation": "fraction", "fraction_fit": "fraction", "fraction_train": "fraction",
-    "frac": "fraction", "client_fraction": "fraction", "eligible_perc": "fraction", "global_rounds": "rounds",
-    "num_rounds": "rounds", "n_rounds": "rounds", "comm_round": "rounds", "num_clients": "clients",
-    "n_clients": "clients", "num_partitions": "clients",
-    "personalised": "fedavg-ft", "personalized": "fedavg-ft", "fine-tuning": "fedavg-ft",
-    "dir": "dirichlet", "pathological": "shards", "natural": "writers", "label_skew": "few", "seed": "seeds",
-    "callback": "progress", "callbacks": "progress", "checkpoint": "folder", "checkpoint_dir": "folder",
-}  # fmt: skip
-"""Names that papers and other libraries use, and ours."""
-
-
-MAX_NAMES_BESIDE_A_HINT = 20
-"""Names that a message lists although it suggests one of them."""
-
-
-def nearest(got: object, allowed: Iterable[str]) -> str:
-    """End of a sentence that names the nearest valid name, or all of them.
-
-    >>> nearest("fedporx", ["fedavg", "fedprox"])
-    "did you mean 'fedprox'? allowed: fedavg, fedprox"
-    >>> nearest("alpha", ["beta", "clients"])
-    "did you mean 'beta'? allowed: beta, clients"
-    >>> nearest("LR", ["lr", "epochs"])
-    "did you mean 'lr'? allowed: epochs, lr"
-    >>> nearest("flam", ["equitable-table2", "flame-figure2"])
-    "did you mean 'flame-figure2'? allowed: equitable-table2, flame-figure2"
-    """
-    names = sorted(allowed)
-    if not names:
-        return "none are allowed"
-    equivalent, wanted, folded = ELSEWHERE.get(str(got)), str(got).casefold(), {n.casefold(): n for n in names}
-    close = [folded[name] for name in get_close_matches(wanted, folded, n=1, cutoff=0.6)]
-    close = [equivalent] if equivalent in names else close
-    close = close or [name for name in names if len(wanted) > 2 and name.casefold().startswith(wanted)]
-    hint = f"did you mean '{close[0]}'?" if close else ""
-    if hint and len(names) > MAX_NAMES_BESIDE_A_HINT:
-        return hint
-    return f"{hint} allowed: {', '.join(names)}".lstrip()
-
-
-def unknown(what: str, got: object, allowed: Iterable[str], where: str = "", cure: str = "") -> ConfigError:
-    """A `ConfigError` for a name that does not exist: our name for it, else its place elsewhere or the nearest name."""
-    place, names = f"{where}: " if where else "", list(allowed)
-    cure = "" if ELSEWHERE.get(str(got)) in names else cure
-    return ConfigError(f"{place}unknown {what} {got!r}; {cure or nearest(got, names)}")
-
-
-def homes_of(key: str, homes: Mapping[str, Iterable[str]]) -> tuple[str, list[str]]:
-    """A misplaced key by our name for it, and the tables that have it.
-
-    >>> homes_of("learning_rate", {"local": ["lr", "epochs"], "evaluate": ["every"]})
-    ('lr', ['local'])
-    """
-    for name in (key, ELSEWHERE.get(key, key)):
-        places = [home for home, keys in homes.items() if name in keys]
-        if places:
-            return name, places
-    return key, []
 
 
 __dir__ = lister(__name__)

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from fedloom.errors import ConfigError, nearest
+from fedloom.errors import ConfigError
+from fedloom.hints import nearest
 from fedloom.trust import PACKAGES, PATTERN, check_maker, check_module, check_part, here, is_path, vouch
 
 if TYPE_CHECKING:

@@ -23,9 +23,10 @@ from fedloom.errors import ConfigError, RunDirError
 SETTINGS, SUMMARY, REPORT = "experiment.toml", "summary.json", "report.html"
 METRICS, TIMINGS, PARTITION = "metrics.parquet", "timings.parquet", "partition.parquet"
 CONFUSION, TSNE = "confusion.parquet", "tsne.parquet"
-GROUPS, PREDICTIONS, LEFT_OUT = "groups.parquet", "predictions.parquet", "left_out.parquet"
-IMPORTANCE, REFERENCES, COX = "importance.parquet", "references.parquet", "cox.parquet"
+GROUPS, PREDICTIONS, IMPORTANCE = "groups.parquet", "predictions.parquet", "importance.parquet"
 CHECKPOINTS, MODELS, ADAPTED, TRACKING, LIVE = "checkpoints", "models", "adapted", "tracking", "live"
+WORK = ".work"
+"""Folder of the claims of processes that work on a run directory together."""
 FILES = (
     METRICS,
     TIMINGS,
@@ -34,15 +35,12 @@ FILES = (
     TSNE,
     GROUPS,
     PREDICTIONS,
-    LEFT_OUT,
     IMPORTANCE,
-    REFERENCES,
-    COX,
     SUMMARY,
     REPORT,
 )
-"""Files that a run writes anew, beside its settings."""
-FOLDERS = (CHECKPOINTS, MODELS, ADAPTED, TRACKING, LIVE)
+"""Files that a run writes anew, beside its settings and the files of analyses that packages add."""
+FOLDERS = (CHECKPOINTS, MODELS, ADAPTED, TRACKING, LIVE, WORK)
 
 TABLES = (
     "data", "partition", "model", "task", "local", "sampler", "weigher", "mixer", "aggregator", "attack", "channel",
@@ -131,6 +129,15 @@ def check_case(folder: Path, labels: Iterable[str]) -> None:
             )
 
 
+def analysis_file(kind: str) -> str:
+    """Return the name of the file that an analysis' table is in.
+
+    >>> analysis_file("left-out"), analysis_file("my_parts:Pulled")
+    ('left_out.parquet', 'Pulled.parquet')
+    """
+    return f"{file_name(kind.rpartition(':')[2]).replace('-', '_')}.parquet"
+
+
 def folder_of(out: Path, kind: str, label: str, seed: int) -> Path:
     """The folder of a run's checkpoints, models or tracking in a run directory."""
     return out / kind / f"{file_name(label)}-{seed}"
@@ -140,14 +147,20 @@ class _Recorded(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
+ROLES_BY_NAME = {"local": "alone", "fedavg": "average", "centralized": "pooled"}
+"""Roles of methods in run directories that do not state them."""
+
+
 class RunRecord(_Recorded):
     """One method with one seed; ``diverged`` is the round by which it had, if it went on to its end.
 
+    ``role`` is what a comparison takes the method for (`fedloom.algorithms.role_of`); None in earlier run directories.
     ``device_classes`` are the names of the clients' classes of devices, by their number in the metrics.
     """
 
     method: str
     algorithm: str = ""
+    role: str | None = None
     seed: Whole
     status: Literal["done", "diverged", "interrupted", "failed"]
     reason: str = ""

@@ -28,6 +28,7 @@ from fedloom.algorithms import Algorithm, Composition
 from fedloom.data import partition
 from fedloom.data.dataset import Dataset, Task, on_cpu
 from fedloom.data.sources.table.levels import level
+from fedloom.data.subjects.design import design_of
 from fedloom.data.survey.findings import ReadColumn, findings, left_out
 from fedloom.data.tables import Table
 from fedloom.engine.setting import GivenModel
@@ -64,15 +65,16 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
 
     @on_cpu()
     @entered("estimator")
-    def _fit(self, x: Some, y: torch.Tensor, task: Task, groups: ArrayLike | None, **more: Any) -> None:
+    def _fit(
+        self, x: Some, y: torch.Tensor, task: Task, groups: ArrayLike | None, subjects: ArrayLike | None, **more: Any
+    ) -> None:
         """Trains on features [N, p] and targets as `Dataset` has them."""
         state = self.random_state
         seed = state if isinstance(state, int) else int(check_random_state(state).randint(2**31))
+        if subjects is not None:
+            more |= {"design": design_of({"subject": _labels("subjects", subjects, len(x))}, len(x), "subjects")}
         if groups is not None:
-            labels = _groups(groups, len(x))
-            missing = [k for k, label in enumerate(labels.tolist()) if label is None or label != label]
-            if missing:
-                raise DataError(f"groups: row {missing[0]} has none ({len(missing)} such rows); give one for each")
+            labels = _labels("groups", groups, len(x))
             labels = np.array(list(map(level, labels))) if labels.dtype == object else labels
             names, users = np.unique(labels, return_inverse=True)
             more |= {"users": torch.from_numpy(users), "user_names": tuple(map(level, names.tolist()))}
@@ -118,7 +120,8 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         users = ReadColumn(more["users"].double().numpy(), more["user_names"]) if "users" in more else None
         numbered = [f"column {n!r} {why}; leave it out" for n, c in features.items() if (why := left_out(n, c, len(x)))]
         outcome = {"y": (target, "classification" if classes else "regression")}
-        return (*numbered, *findings(features, outcome, users))
+        design = more.get("design")
+        return (*numbered, *findings(features, outcome, users, units=None if design is None else design.units))
 
     @on_cpu()
     def _scores(self, x: Any, groups: ArrayLike | None) -> Some:
@@ -160,13 +163,15 @@ class FederatedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
         notes_: sentences on columns that number rows, give the target away and the like.
     """
 
-    def fit(self, X: Any, y: Any, groups: ArrayLike | None = None) -> Self:
+    def fit(self, X: Any, y: Any, groups: ArrayLike | None = None, subjects: ArrayLike | None = None) -> Self:
         """Trains.
 
         Args:
             X: numbers ``[N, p]``, without missing values.
             y: classes ``[N]``, numbers or text.
             groups: whose each row is ``[N]``: the clients of the federation; None: `clients` of them, dealt at random.
+            subjects: of which patient or the like each row is ``[N]``; rows of one are dealt to one client. For
+                cross-validation, give them to the splitter: ``cross_val_score(..., groups=subjects, cv=GroupKFold())``.
 
         Raises:
             ValueError: what scikit-learn or the method refuses.
@@ -178,7 +183,7 @@ class FederatedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
             raise DataError(f"y has one class only, {str(self.classes_[0])!r}; a classifier needs two")
         task: Task = "binary" if len(self.classes_) == 2 else "classification"
         names = tuple(map(str, self.classes_.tolist()))
-        self._fit(X, torch.from_numpy(codes.astype(np.int64)), task, groups, classes=names)
+        self._fit(X, torch.from_numpy(codes.astype(np.int64)), task, groups, subjects, classes=names)
         return self
 
     def predict(self, X: Any, groups: ArrayLike | None = None) -> Some:
@@ -207,13 +212,13 @@ class FederatedRegressor(RegressorMixin, _Federated):  # type: ignore[misc]
     The target is centred and scaled by the mean and standard deviation of all rows.
     """
 
-    def fit(self, X: Any, y: Any, groups: ArrayLike | None = None) -> Self:
+    def fit(self, X: Any, y: Any, groups: ArrayLike | None = None, subjects: ArrayLike | None = None) -> Self:
         """Trains on numbers ``[N, p]`` and ``[N]``; see `FederatedClassifier.fit`."""
         X, y = validate_data(self, X, y, dtype=np.float64, y_numeric=True)
         y = np.asarray(y, np.float64)
         centre, unit = float(y.mean()), float(y.std()) or 1.0
         target = torch.from_numpy((y - centre) / unit)[:, None]
-        self._fit(X, target, "regression", groups, centre=centre, unit=unit)
+        self._fit(X, target, "regression", groups, subjects, centre=centre, unit=unit)
         return self
 
     def predict(self, X: Any, groups: ArrayLike | None = None) -> Some:
@@ -225,10 +230,22 @@ class FederatedRegressor(RegressorMixin, _Federated):  # type: ignore[misc]
         return float(r2_score(y, self.predict(X, groups), sample_weight=sample_weight))
 
 
-def _groups(groups: ArrayLike, rows: int) -> Some:
+def _groups(groups: ArrayLike, rows: int, what: str = "groups") -> Some:
     labels: Some = column_or_1d(groups)
     if len(labels) != rows:
-        raise DataError(f"groups has {len(labels)} entries for {rows} rows; give one for each")
+        raise DataError(f"{what} has {len(labels)} entries for {rows} rows; give one for each")
+    return labels
+
+
+def _labels(what: str, values: ArrayLike, rows: int) -> Some:
+    """One label for each row.
+
+    Raises:
+        DataError: a row has none.
+    """
+    labels = _groups(values, rows, what)
+    if missing := [k for k, label in enumerate(labels.tolist()) if label is None or label != label]:
+        raise DataError(f"{what}: row {missing[0]} has none ({len(missing)} such rows); give one for each")
     return labels
 
 

@@ -21,7 +21,8 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, ErrorDetails, PydanticKnownError, core_schema
 
-from fedloom.errors import ConfigError, InvalidValue, nearest, unknown
+from fedloom.errors import ConfigError, InvalidValue
+from fedloom.hints import Hint, no_hint, unknown
 from fedloom.imports import find_class, is_path, path_of
 from fedloom.options import ARGS, Face
 
@@ -157,31 +158,39 @@ def make_kind(
     default: str = "",
     *,
     base: type,
+    hint: Hint = no_hint,
 ) -> T:
-    """The value of a table whose ``kind`` chooses the class: a name of the registry, or an import path.
+    """Make the value of a table whose ``kind`` chooses the class: a name of the registry, or an import path.
 
     Raises:
         ConfigError: see `choose` and `make`.
     """
     entry = choose(f"{what} kind", registry, options.get("kind", default), where, base)
-    return make(entry, {key: v for key, v in options.items() if key != "kind"}, where, fields_of(entry))
+    return make(entry, {key: v for key, v in options.items() if key != "kind"}, where, fields_of(entry), hint)
 
 
-def make(make_value: Callable[..., T], options: Mapping[str, object], where: str, fields: Mapping[str, object]) -> T:
-    """``make_value(**options)``; what pydantic refuses becomes a sentence.
+def make(
+    make_value: Callable[..., T],
+    options: Mapping[str, object],
+    where: str,
+    fields: Mapping[str, object],
+    hint: Hint = no_hint,
+) -> T:
+    """Call ``make_value(**options)``; what pydantic refuses becomes a sentence.
 
     Args:
         make_value: a value's class, or a preset.
         options: the keys of the table.
         where: file and table, for the message.
         fields: the keys that are allowed.
+        hint: knows where other keys belong.
 
     Raises:
         ConfigError: an unknown key, a wrong type or a value out of range.
     """
     for key in options:
         if key not in fields:
-            raise unknown("key", key, fields, where)
+            raise unknown("key", key, fields, where, hint(key, options[key]))
     try:
         return make_value(**options)
     except (ValidationError, InvalidValue) as error:
@@ -314,9 +323,9 @@ def _sentence(
     name = ".".join(map(str, place))
     description = getattr(fields.get(key), "description", None)
     hint = f" ({key}: {_shortened(description)})" if description and key != "algorithm" else ""
-    where = f"{where}: " if where else ""
     if error["type"] == "extra_forbidden":
-        return f"{where}unknown key {name!r}; {nearest(name, fields)}"
+        return str(unknown("key", name, fields, where))
+    where = f"{where}: " if where else ""
     named = [choice for choice in choices if choice["type"] != "string_pattern_mismatch"]  # patterns: see the hint
     first, *alternatives = dict.fromkeys(_expected(choice) for choice in named or choices)
     message = ", or ".join([first, *(other.removeprefix("input should be ") for other in alternatives)])

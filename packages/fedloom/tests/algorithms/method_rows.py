@@ -349,6 +349,39 @@ def fedproto(p: Problem, end: Models) -> Models:
     return {"personal": w}
 
 
+def mean_target(p: Problem, share: Tensor | None = None) -> Tensor:
+    """The mean by shares of targets of 1 for a client's last sample and -1 for its others."""
+    share = p.alpha if share is None else share
+    return (share * (2 / p.sizes.double() - 1)[:, None]).sum() / share.sum()
+
+
+def headed(p: Problem, weight: Tensor | float, bias: Tensor | float) -> Tensor:
+    """The initial model with this last layer, on two features that are the same for every sample."""
+    x = p.x0.clone()
+    x[4:6], x[6] = weight, bias
+    return x
+
+
+def analytic(p: Problem, end: Models) -> Models:
+    """The smallest head that gives the mean target."""
+    z, target = p.x0[:2], mean_target(p)
+    scale = target / (1 + z @ z)
+    return {"global": headed(p, scale * z, scale)}
+
+
+def fed3r(p: Problem, end: Models) -> Models:
+    """A head without a bias, of length 1."""
+    z = p.x0[:2]
+    return {"global": headed(p, mean_target(p).sign() * z / z.norm(), 0.0)}
+
+
+def fedhip(p: Problem, end: Models) -> Models:
+    """The bias gives the mean target, in which others' rows count half."""
+    shares = [torch.where(torch.arange(p.n)[:, None] == i, p.alpha, 0.5 * p.alpha) for i in range(p.n)]
+    personal = [headed(p, 0.0, mean_target(p, share)) for share in shares]
+    return {"global": headed(p, 0.0, mean_target(p)), "personal": torch.stack(personal)}
+
+
 def fedpac(p: Problem, end: Models) -> Models:
     """One more round by single steps, with the weights of heads by SciPy, which must change nothing."""
     received, heads, bodies = end["personal"], [], []
@@ -495,6 +528,21 @@ ROWS: dict[str, Row] = {
     ),
     "fedproto": Row(
         fedproto, 250, {"lam": 0.7}, variants=({"lam": 0.0},), without={"translation": "it sends means of features"}
+    ),
+    "analytic-fl": Row(analytic, 2, variants=({"ridge": 1.0},), without={"translation": "it sends sums of features"}),
+    "fed3r": Row(
+        fed3r,
+        2,
+        lean={"ridge": 1.0},
+        variants=({"ridge": 1.0, "normalise": False},),
+        without={"translation": "it sends sums of features"},
+    ),
+    "fedhip": Row(
+        fedhip,
+        2,
+        {"share": 0.5},
+        variants=({"share": None, "ridge": 3.0}, {"share": 0.0}),
+        without={"translation": "it sends sums of features"},
     ),
     "fedprox": Row(lambda p, end: {"global": mean_of_descents(p, 0.5)}, options={"mu": 0.5}),
     "local": Row(lambda p, end: {"personal": p.minimiser}, rounds=120),
@@ -652,6 +700,9 @@ PAPERS: dict[str, dict[str, tuple[Any, str]]] = {
     "fedrod": {"gamma": (1.0, "Chen and Chao 2022, Eq. 8: gamma = 1")},
     "moon": {"mu": (ANY, "Li et al. 2021, Sec. 4.1: tuned in {0.1, 1, 5, 10}"), "tau": (0.5, "Sec. 4.1")},
     "fedpac": {"lam": (1.0, "Xu et al. 2023, Sec. 5.1"), "head_epochs": (1, "Sec. 5.1: one epoch")},
+    "analytic-fl": {"ridge": (0.0, "He et al. 2025, Theorem 2: the regulariser is removed")},
+    "fed3r": {"ridge": (0.01, "Fani et al. 2024, experiments: 0.01"), "normalise": (True, "Sec. 4")},
+    "fedhip": {"ridge": (1.0, OURS), "share": (None, OURS)},
     "fedproto": {"lam": (1.0, "Tan et al. 2022, Sec. 5.1")},
     "cfl": {
         "ratio": (0.25, "felisat/clustered-federated-learning: 0.4 and 1.6"),

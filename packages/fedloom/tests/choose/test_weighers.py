@@ -149,10 +149,10 @@ def test_fairfed_by_groups_follows_the_paper(metric: str) -> None:
     frame = pd.DataFrame({"a": x[:, 0], "b": x[:, 1], "sex": np.where(group, "m", "f"), "site": clients, "y": y})
     data = Dataset.of(frame, target="y", users="site", drop=("sex",), kept=("sex",))
     fed = Writers(test=0.2)(data, seed=0)
-    weigher = FairFedWeigher(beta=0.3, metric=metric, floor=False)  # type: ignore[arg-type]
+    weigher = FairFedWeigher(beta=0.3, metric=metric, group="sex", floor=False)  # type: ignore[arg-type]
     options: dict[str, Any] = {
         "local": LocalSGD(lr=0.5),
-        "evaluate": Evaluate(groups=("sex",), every=1),
+        "evaluate": Evaluate(every=1),
         "weigher": weigher,
     }
     runs = [simulate(FedAvg(), fed, "softmax", rounds=t, **options) for t in (1, 2)]
@@ -187,16 +187,16 @@ def test_fairfed_by_groups_follows_the_paper(metric: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("groups", "weigher", "sentence"),
+    ("weigher", "sentence"),
     [
-        ((), {}, "compares two groups of rows"),
-        (("ward",), {}, "'ward' makes 3 groups"),
-        ((), {"group": "sexx"}, "sexx"),
+        ({}, r"compares two groups of rows; name them in \[weigher\]"),
+        ({"group": "ward"}, "'ward' makes 3 groups"),
+        ({"group": "sexx"}, "sexx"),
     ],
 )
-def test_fairfed_by_groups_needs_two_of_them(groups: tuple[str, ...], weigher: dict[str, Any], sentence: str) -> None:
+def test_fairfed_by_groups_needs_two_of_them(weigher: dict[str, Any], sentence: str) -> None:
     frame = pd.DataFrame({"a": range(30), "ward": ["u", "v", "w"] * 10, "site": [0, 1] * 15, "y": [0, 1, 1] * 10})
     fed = Writers(test=0.2)(Dataset.of(frame, target="y", users="site", categorical=("ward",), kept=("ward",)), seed=0)
     chosen = FairFedWeigher(metric="equal-opportunity", **weigher)
     with pytest.raises(ConfigError, match=sentence):
-        simulate(FedAvg(), fed, "softmax", rounds=1, evaluate=Evaluate(groups=groups), weigher=chosen)
+        simulate(FedAvg(), fed, "softmax", rounds=1, weigher=chosen)

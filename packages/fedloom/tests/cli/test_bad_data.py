@@ -25,8 +25,13 @@ from PIL import Image
 from pyarrow import parquet
 from typer.testing import CliRunner
 
+import fedloom as fl
+from fedloom.data.input_spec import InputSpec
 from fedloom.data.sources import archive
+from fedloom.data.tables import TableColumn
+from fedloom.errors import FedloomError
 from fedloom.lab.cli import app
+from fedloom.lab.experiment import parse
 from tests.data.files import as_tar, as_zip, idx_files, leaf, png, records, write
 
 RUNNER = CliRunner()
@@ -266,6 +271,37 @@ def test_a_bomb_is_refused_before_it_goes_off(name: str, tmp_path: Path, monkeyp
         assert tracemalloc.get_traced_memory()[1] < 5 * SMALL < len(ZEROS) / 2
     finally:
         tracemalloc.stop()
+
+
+def test_a_packed_table_is_read_for_a_bounded_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows without end that are no bomb by size: the time is bounded by the packed size, of plain files it is not."""
+    lines = b"a,b,y\n" + b"".join(b"%d,%d,%d\n" % (k, k * k, k % 2) for k in range(40_000))
+    folder = write(tmp_path, {"t.csv": lines, "t.csv.gz": gzip.compress(lines), "t.csv.xz": lzma.compress(lines)})
+    monkeypatch.setattr(archive, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(archive, "PACKED_BYTES_PER_SECOND", 1e12)
+    for name in ("t.csv.gz", "t.csv.xz"):
+        words = "not read to its end within 0 s, which is long for its packed size; if the file is genuine, unpack it"
+        refused(words, str(folder / name), "data", str(folder / name))
+    assert len(fl.load(str(folder / "t.csv"))) == 40_000
+    monkeypatch.undo()
+    assert len(fl.load(str(folder / "t.csv.gz"))) == 40_000
+
+
+@pytest.mark.parametrize("mark", ["\u202e", "\u2066", "\u200f", "\u061c"])
+def test_a_name_that_looks_like_another_is_refused_wherever_it_enters(mark: str) -> None:
+    odd = f"be{mark}nign"
+    entrances: dict[str, Callable[[], object]] = {
+        "class": lambda: fl.Dataset.of((np.zeros((4, 2), np.float32), [odd, "b", odd, "b"])),
+        "column": lambda: TableColumn(name=odd),
+        "level": lambda: TableColumn(name="a", levels=1, names=(odd,)),
+        "classes of an agreement": lambda: InputSpec(shape=(2,), task="binary", classes=(odd, "b")),
+        "client": lambda: fl.Federation.of({odd: (np.zeros((9, 2), np.float32), np.arange(9) % 2)}),
+        "experiment": lambda: parse({"name": odd, "data": {"source": "digits"}, "method": [{"algorithm": "fedavg"}]}),
+        "label": lambda: parse({"data": {"source": "digits"}, "method": [{"algorithm": "fedavg", "label": odd}]}),
+    }
+    for enter in entrances.values():
+        with pytest.raises((FedloomError, ValueError), match=f"U\\+{ord(mark):04X}"):
+            enter()
 
 
 def test_a_zip_that_lies_about_its_size_is_damaged(tmp_path: Path) -> None:

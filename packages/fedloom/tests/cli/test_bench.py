@@ -90,6 +90,7 @@ def test_only_what_is_asked_for_is_measured_beside_what_is_picked(file: Path) ->
 
 def test_what_is_picked_is_what_a_run_takes() -> None:
     asked = experiment(oracle="looped", workers=2)
+    asked = parse({**asked.settings(), "method": [{"algorithm": "fedavg"}], "seeds": [0]})
     plan = Bench(asked)
     method = asked.methods[0]
     job, _ = make_job(method.setting, plan.federation)
@@ -106,13 +107,10 @@ def test_samples_are_those_of_the_method_and_the_estimate_adds_up_all_runs() -> 
 
 
 def test_runs_side_by_side_take_less_time() -> None:
-    plan = Bench(experiment(workers=2), rounds=1, oracles=["fused"], workers=[1])
-    assert plan.processes == 1  # twenty clients: chunks of one run, not several runs
-    few = experiment(workers=2)
-    few = parse({**few.settings(), "partition": {"kind": "iid", "clients": 5}})
-    plan = Bench(few, rounds=1, oracles=["fused"], workers=[1])
+    plan = Bench(experiment(workers=2), rounds=1, oracles=["fused"], workers=[1])  # twenty clients are one chunk
     speeds = list(plan.measure())
-    assert plan.processes == 2
+    assert plan.share == (2, 1)
+    assert {speed.way.workers for speed in speeds if speed.way.picked} == {1}
     assert plan.minutes(speeds) == pytest.approx((60 * speeds[0].seconds + 20 * speeds[1].seconds) / 60 / 2)
 
 

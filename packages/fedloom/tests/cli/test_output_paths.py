@@ -38,6 +38,7 @@ algorithm = "ditto"
 """
 
 READ = {
+    "analyze": {"file", "data_dir"},
     "bench": {"file", "data_dir"},
     "cox": {"file", "data_dir"},
     "models": {"run"},

@@ -253,10 +253,11 @@ def test_a_refit_trains_on_all_samples_after_cross_validation(tmp_path: Path, mo
         [partition]
         kind = "writers"
         folds = 2
-        leave = "each"
-        [evaluate]
-        groups = ["sex"]
-        predictions = true
+        [[analysis]]
+        kind = "groups"
+        by = ["sex"]
+        [[analysis]]
+        kind = "predictions"
         [[method]]
         algorithm = "local"
         [[method]]

@@ -334,7 +334,7 @@ def test_a_method_of_an_experiment_has_its_own_model_and_task() -> None:
         ({"methods": {"a": {"algorithm": "ditto", "lr": 0.1}}}, "a: unknown key 'lr'; it belongs in local="),
         ({"methods": {"a": {"algorithm": Ditto(), "epochs": 2}}}, r"a: unknown key 'epochs'; it belongs in local="),
         ({"methods": {"a": {"algorithm": "fedavg", "rounds": "x"}}}, "a: rounds: input should be a valid integer"),
-        ({"methods": {"a": Ditto()}, "lam": 3.0}, "'lam' is an option of a: give it there"),
+        ({"methods": {"a": Ditto()}, "lam": 3.0}, "unknown key 'lam'; it is an option of a: give it there"),
         ({"lr": 0.1}, r"unknown key 'lr'; it belongs in local="),
         ({"methods": ["fedavgg"]}, "did you mean 'fedavg'"),
         ({"against": "ditto"}, "against: unknown method to compare with 'ditto'"),
@@ -435,12 +435,12 @@ def test_a_comparison_without_test_samples_says_why_it_decides_nothing(tmp_path:
     cut = fl.partition.iid(clients=3, test=0.0)
     found = fl.compare(["fedavg", "local"], fl.load("digits"), partition=cut, seeds=[0, 1], folder=tmp_path, **SHORT)
     for line in repr(found).splitlines()[1:]:
-        assert "no client has a test sample: give clients test parts, as by test = 0.2" in line
-    assert "no client has a test sample" in found._repr_html_()
+        assert "trained, not evaluated: there is no test row" in line
+    assert "trained, not evaluated: there is no test row" in found._repr_html_()
     assert set(found.to_pandas().status) == {
-        "done, but no client has a test sample: give clients test parts, as by test = 0.2 in [partition]"
+        "trained, not evaluated: there is no test row (test = 0.2 in [partition] gives clients test parts)"
     }
-    assert "no client has a test sample" in found.report().read_text()
+    assert "trained, not evaluated: there is no test row" in found.report().read_text()
 
 
 def test_a_comparison_with_few_seeds_says_how_many_a_test_needs() -> None:

@@ -84,11 +84,16 @@ def test_the_federation_is_finite_and_the_raw_data_is_not() -> None:
     assert torch.equal(data.x.isnan(), hospital().x.isnan())
 
 
-def test_scaling_per_client_leaves_no_common_test_set() -> None:
+def test_a_common_test_set_is_scaled_as_a_new_client_is() -> None:
+    """Identity: its rows are what the medians of the clients' statistics make of them; other scalings have none."""
     data = replace(hospital(), test=torch.arange(5))
-    with pytest.raises(Refused, match="set pool = true"):
-        PARTITIONS["iid"](clients=3)(data, 0)
+    fed = PARTITIONS["iid"](clients=3)(data, 0)
+    new = TABLE.encoder(TABLE.typical(fed.data.fitted.values))(data.x[:5])
+    assert torch.equal(fed.fetch(fed.test), new)
+    assert fed.data.x.isfinite().all()
     assert PARTITIONS["iid"](clients=3, pool=True)(data, 0).test is None
+    with pytest.raises(Refused, match="set pool = true"):
+        PARTITIONS["iid"](clients=3)(replace(data, prepare=lambda x, owner, train: TABLE(x, owner, train)), 0)
     with pytest.raises(DataError, match="3 columns"):
         TABLE(torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64), torch.ones(2, dtype=torch.bool))
 

@@ -105,6 +105,8 @@ def held(result: Result) -> Tensor:
         return mean
     if hasattr(server, "more"):  # IFCA: the models of all clusters, of which an attacker changes one
         return server.x + server.more.view(-1, len(server.x)).sum(0)
+    if job.fields[job.primary].carries == "statistics":  # sums of clients, from which the model follows
+        return server.total
     down = job.down(server, result.rounds + 1)[0]
     return travelling(result, down if down.dim() == 1 else down.mean(0))
 
@@ -203,7 +205,15 @@ def by_class(r: Round) -> Tensor:
     return ((count[:, :, None] * r.models.view(*count.shape, -1)).sum(0) / count.sum(0)[:, None]).flatten()
 
 
+def of_sums(r: Round) -> Tensor:
+    """The mean of the clients' statistics."""
+    return r.models.mean(0)
+
+
 STEPS: dict[str, Callable[[Round], Tensor]] = {
+    "analytic-fl": of_sums,
+    "fed3r": of_sums,
+    "fedhip": of_sums,
     "equitable-fl": equitable,
     "fedas": by_fisher,
     "feddyn": repeated,  # Algorithm 1: theta = mean - h/alpha, h = -alpha (mean - theta)

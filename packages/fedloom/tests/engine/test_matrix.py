@@ -78,7 +78,9 @@ PROBING = {"equitable", "fairfed"}
 STREAMS = {"buffered", "asynchronous"}
 AMONG = {"fedacs", "fedamp", "heurfedamp"}
 """Methods that mix models of a cohort, and with ``among = "all"`` those of all clients."""
-PROJECTED = {"lp-proj", "admm-lp-proj", "fedproto"}
+SOLVED = {"analytic-fl", "fed3r", "fedhip"}
+"""Methods whose server solves a system of its clients' sums."""
+PROJECTED = {"lp-proj", "admm-lp-proj", "fedproto", *SOLVED}
 """Methods whose clients and server exchange something smaller than models."""
 
 REASONS = {
@@ -103,13 +105,17 @@ REASONS = {
         "divides sums of features by shares",
         "The server divides sums of features by class counts, and clipping both by the same factor has no effect.",
     ),
+    "solved": (
+        "the solution of a system of sums",
+        "The server solves a system of sums, and a small change of the sums may change the solution much.",
+    ),
     "keeps": (
         "keeps every client's last upload",
         "The server keeps every client's last upload, and takes the weighted mean over all clients.",
     ),
     "projected": (
         "uploads something smaller",
-        "Clients and server exchange projections or mean features, but the plug-in needs models.",
+        "Clients and server exchange projections or sums of features, but the plug-in needs models.",
     ),
     "no difference": ("clips differences", "The method uploads absolute values, but only a difference can be clipped."),
     "single": (
@@ -130,6 +136,7 @@ REASONS = {
         "sends something smaller",
         "The server does not send a model that a mixture could replace.",
     ),
+    "sums": ("in place of models", "The clients send statistics, so there are no models to mix."),
     "no model": (
         "queries clients about the global model",
         "The sampler asks clients about the global model, but the method has no global model.",
@@ -198,13 +205,15 @@ def refusal(made: Composition, kind: str, plugin: str) -> str | None:
         if any(field.primary and not field.averaged for field in fields):
             return "by itself"
         return central(fields) if plugin == "private-mean" else None
-    if kind == "channel" and type(method) is REGISTRY["fedproto"]:
-        return "exact"
+    if kind == "channel" and method.needs_exact is not None:
+        return "exact" if type(method) is REGISTRY["fedproto"] else "solved"
     return None
 
 
 def own_models(method: Algorithm, fields: Any, projected: bool) -> str | None:
     """The reason why clients cannot receive models of their own, or None."""
+    if any(field.carries != "model" for field in fields):
+        return "sums"
     if method.mixes:
         return "mixes itself"
     if method.family == "clustered":
@@ -460,8 +469,8 @@ The table lists the methods with a restriction. The letter in a cell refers to t
 NOTES = f"""
 Every method works with the weighers `shares` and `uniform`. Every method works with every sampler, except samplers that
 ask clients ({", ".join(sorted(ASKERS))}) or learn from uploads ({", ".join(sorted(LEARNERS))}). Every method with
-uploads works with the aggregator `mean` and, except for FedProto, with all channels. The compressors are
-{", ".join(sorted(COMPRESSORS))}. Every method works with all other client weightings
+uploads works with the aggregator `mean` and, except for {named(lambda method: method.needs_exact)}, with all channels.
+The compressors are {", ".join(sorted(COMPRESSORS))}. Every method works with all other client weightings
 ({", ".join(w for w in WEIGHTS if w != "clusters every k")}) and with the schedules
 {", ".join(sorted(SCHEDULES.keys() - STREAMS))}. Streams are the schedules {" and ".join(sorted(STREAMS))}. FedACS,
 FedAMP and HeurFedAMP work with streams if `among = "all"`.
@@ -513,6 +522,7 @@ FedAMP and HeurFedAMP work with streams if `among = "all"`.
   as far as it moves FedAvg, unless the server update of the paper scales it: equitable-fl, fedas, feddyn, fedopt,
   fedproto, fedslr, fedspa, fiaelt, ifca and q-ffl, and FedNova if clients take different numbers of steps. The method
   pages list the factors. In ADMM methods with one message u_i, the attacker forges u_i, as FLAME's paper states.
+  Clients of analytic-fl, fed3r and fedhip send statistics, and the attacker forges the statistics.
   `local` has no uploads, so the attack has no effect, and its results leave out the attackers.
 - The attack `forged-activations` can win its own cluster in `weights` and in the weigher `equitable`. If C is given, k
   attackers control up to k/C of the model, and the honest groups share fewer clusters. If fedloom searches for C, one

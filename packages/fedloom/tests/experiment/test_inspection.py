@@ -9,15 +9,13 @@ import pytest
 import torch
 
 from fedloom.algorithms import FLAME
+from fedloom.analyses.inspection import Confusion, Tsne, confusion, tsne
 from fedloom.data import partition
 from fedloom.data.sources import load
-from fedloom.engine.checks.inspection import check_inspection
-from fedloom.engine.setting import Evaluate
 from fedloom.engine.simulate import simulate
 from fedloom.errors import ConfigError, Refused
 from fedloom.lab.experiment import parse
 from fedloom.lab.experiment.execute import Plan
-from fedloom.lab.experiment.inspection import confusion, tsne
 
 FED = partition.shards(clients=4, labels_per_client=2)(load("digits"), seed=0)
 
@@ -61,9 +59,9 @@ def test_clients_with_few_test_samples_are_left_out_with_a_note() -> None:
 def test_what_cannot_be_shown_is_refused() -> None:
     regression = partition.iid(clients=2)(load("sklearn", set="diabetes"), seed=0)
     with pytest.raises(Refused, match="regression"):
-        check_inspection(Evaluate(confusion=True), regression)
+        Confusion().check_run(regression)
     with pytest.raises(ConfigError, match="client 4, but there are clients 0 to 3"):
-        check_inspection(Evaluate(tsne=(1, 4)), FED)
+        Tsne(clients=(1, 4)).check_run(FED)
 
 
 def test_a_run_writes_both_tables_also_when_asked_afterwards(tmp_path: Path) -> None:
@@ -76,7 +74,7 @@ def test_a_run_writes_both_tables_also_when_asked_afterwards(tmp_path: Path) -> 
     Plan(parse(document), tmp_path).run()
     assert not (tmp_path / "confusion.parquet").exists()
     before = (tmp_path / "metrics.parquet").read_bytes()
-    Plan(parse({**document, "evaluate": {"confusion": True, "tsne": [1]}}), tmp_path).run()
+    Plan(parse({**document, "analysis": [{"kind": "confusion"}, {"kind": "tsne", "clients": [1]}]}), tmp_path).run()
     assert (tmp_path / "metrics.parquet").read_bytes() == before
     table = pq.read_table(tmp_path / "confusion.parquet")
     assert table.column_names == ["method", "seed", "client", "model", "true", "predicted", "count"]
@@ -87,5 +85,5 @@ def test_a_run_writes_both_tables_also_when_asked_afterwards(tmp_path: Path) -> 
     places = pq.read_table(tmp_path / "tsne.parquet")
     assert places.column_names == ["method", "seed", "client", "model", "label", "x", "y"]
     with pytest.raises(ConfigError, match="client 7"):
-        Plan(parse({**document, "evaluate": {"tsne": [7]}}), tmp_path.with_name("other"))
+        Plan(parse({**document, "analysis": [{"kind": "tsne", "clients": [7]}]}), tmp_path.with_name("other"))
     assert not tmp_path.with_name("other").exists()

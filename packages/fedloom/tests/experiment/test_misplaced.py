@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import ast
+import re
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
 import fedloom as fl
+from fedloom.algorithms import REGISTRY
 from fedloom.engine.setting import Setting
-from fedloom.errors import ConfigError
+from fedloom.errors import ConfigError, FedloomError, InvalidValue
 from fedloom.lab.experiment import parse
+from fedloom.lab.experiment.schema import TABLES, Top
 
 DOCUMENT: dict[str, Any] = {"data": {"source": "digits"}, "method": [{"algorithm": "fedavg"}]}
 
@@ -81,3 +85,73 @@ def test_in_a_file(change: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError) as refused:
         parse({**DOCUMENT, **change})
     assert sentence in str(refused.value)
+
+
+DATA: dict[str, Any] = {"data": "digits", "partition": fl.partition.iid(clients=3), "progress": False}
+KEYS = sorted({key for table in TABLES.values() for keys in table.keys().values() for key in keys})
+KEYWORDS = sorted({key for table in Setting.tables().values() for keys in table.keys().values() for key in keys})
+
+
+def refusal(call: Any) -> str:
+    """Return the sentence with which a call is refused."""
+    with pytest.raises(FedloomError) as refused:
+        call()
+    return str(refused.value)
+
+
+def takes(table: str, key: str) -> bool:
+    """Whether a kind of a table has a key."""
+    return any(key in keys for keys in TABLES[table].keys().values())
+
+
+@pytest.mark.parametrize("key", [key for key in KEYS if key not in (*TABLES, *Top.model_fields)])
+def test_every_key_is_named_with_tables_that_take_it(key: str) -> None:
+    documents = [{**DOCUMENT, key: 1}, {**DOCUMENT, "method": [{"algorithm": "fedavg", key: 1}]}]
+    documents += [{**DOCUMENT, table: {key: 1}} for table in ("local", "engine") if not takes(table, key)]
+    for document in documents:
+        said = refusal(lambda document=document: parse(document))
+        homes, _, line = said.partition("it belongs in ")[2].partition(": ")
+        if not homes:
+            assert any(word in said for word in ("did you mean", "of its own", "at the top", f"{key}: ")), said
+        for home in re.findall(r"\[(\w+)\]", homes):
+            assert takes(home, line.partition(" = ")[0]), said
+
+
+@pytest.mark.parametrize("key", [key for key in KEYWORDS if key not in Setting.model_fields and key != "name"])
+def test_every_key_is_named_with_a_keyword_that_takes_it(key: str) -> None:
+    doors = [lambda given: Setting.of("fedavg", **given), lambda given: fl.compare(["fedavg"], **DATA, **given)]
+    for door in doors:
+        said = refusal(lambda door=door: door({key: 1}))
+        places = re.findall(r"(\w+)=(\{[^}]*\})", said.partition("it belongs in ")[2])
+        assert places or "did you mean" in said or "fl.partition" in said, said
+        for table, options in (place for place in places if place[0] != "tune"):
+            with suppress(InvalidValue):  # whose value 1 another sentence refuses
+                Setting.of("fedavg", **{table: ast.literal_eval(options)})
+
+
+@pytest.mark.parametrize("key", ["lr", "fraction_fit", "clusters", "q", "flip", "channels_last", "num_clients"])
+def test_every_door_of_python_names_the_same_place(key: str) -> None:
+    fed = fl.partition.iid(clients=4)(fl.load("digits"), 0)
+    doors = [
+        lambda given: fl.simulate("fedavg", fed, **given),
+        lambda given: fl.simulate(Setting.of("fedavg"), fed, **given),
+        lambda given: fl.compare(["fedavg"], **DATA, **given),
+        lambda given: fl.compare({"a": {"algorithm": "fedavg", **given}}, **DATA),
+        lambda given: fl.compare({"a": {"algorithm": REGISTRY["fedavg"](), **given}}, **DATA),
+    ]
+    said = {refusal(lambda door=door: door({key: 2})).rpartition(f"'{key}'; ")[2] for door in doors}
+    assert len(said) == 1, said
+    assert "did you mean" not in said.pop()
+
+
+@pytest.mark.parametrize("key", ["attack", "evaluate", "engine", "seeds", "partition"])
+def test_what_all_methods_share_is_refused_in_the_table_of_one(key: str) -> None:
+    here, value = {"algorithm": "fedavg", key: {}}, "a table of its own" if key != "seeds" else "at the top of the file"
+    assert value in refusal(lambda: parse({**DOCUMENT, "method": [here]}))
+    assert f"all methods share it: give compare(..., {key}=" in refusal(lambda: fl.compare({"a": here}, **DATA))
+
+
+def test_a_table_in_the_place_of_a_name_is_named_by_what_it_holds() -> None:
+    said = refusal(lambda: parse({**DOCUMENT, "optimizer": {"name": "adam"}}))
+    assert said.endswith('it belongs in [local]: optimizer = "adam"')
+    assert parse({**DOCUMENT, "local": {"optimizer": "adam"}}).common.local.optimizer == "adam"

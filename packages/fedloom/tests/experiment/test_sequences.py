@@ -44,7 +44,8 @@ lr = 0.5
 clip = 1.0
 [evaluate]
 every = 3
-confusion = true
+[[analysis]]
+kind = "confusion"
 [tune]
 trials = 2
 [tune.space.fedavg]

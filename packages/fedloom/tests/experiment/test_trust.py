@@ -54,7 +54,7 @@ PYTHON = (
     "shutil:rmtree", "builtins:exec", "builtins:eval", "functools:partial", "importlib:import_module", "pathlib:Path",
     "pathlib:Path.mkdir", "runpy:run_path", "antigravity:webbrowser.open", "__main__:os.mkdir", "pip.__main__:sys",
     "torch:os.mkdir", "torch:sys.exit", "torch.utils.cpp_extension:subprocess.Popen", "fedloom.imports:import_module",
-    "fedloom.errors:ELSEWHERE.update", "reexports:make", "reexports:os.mkdir", "reexports:join", "reexports:partly",
+    "fedloom.hints:ALIAS_NAMES.update", "reexports:make", "reexports:os.mkdir", "reexports:join", "reexports:partly",
     "reexports:twice", "reexports:Holder.tool", "reexports:Holder.module.rmtree", "reexports:Holder.method",
     "reexports:hidden.tool", "linked:rmtree", "linked:os.mkdir",
 )  # fmt: skip

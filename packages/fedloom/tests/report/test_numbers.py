@@ -13,9 +13,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from fedloom.algorithms import REGISTRY, role_of
 from fedloom.lab import report
 from fedloom.lab.report import numbers, overview
 from fedloom.lab.report.comparison import criteria as compare
+from fedloom.lab.report.comparison.contenders import reference
 from fedloom.lab.report.comparison.pairs import Pair, pairs_html, pairs_latex
 from fedloom.lab.report.numbers import Estimate, Row, rows_of
 from fedloom.lab.report.reading import read_runs
@@ -122,6 +124,19 @@ def win(*rows: Row) -> compare.Winner:
     return compare.winner(compare.Criterion("accuracy", "", "", 1.0, True, values), list(rows))
 
 
+def test_a_method_has_the_role_that_its_record_states_whatever_it_is_called() -> None:
+    def of(name: str, role: str | None) -> Row:
+        record = RunRecord(method=name, algorithm=name, role=role, seed=0, status="done")
+        return Row("", name, name, "global", (record,), {})
+
+    assert reference([of("fedavg", None), of("local", None)]) == "local"  # of a directory without roles
+    assert reference([of("fedavg", "average"), of("mine:Alone", "alone")]) == "mine:Alone"
+    assert reference([of("local", ""), of("fedavg", "average")]) == "fedavg"
+    roles = {name: role_of(entry()) for name, entry in REGISTRY.items()}
+    named = {name: role for name, role in roles.items() if role}
+    assert named == {"local": "alone", "fedavg": "average", "centralized": "pooled"}
+
+
 def test_a_clear_lead_and_one_that_is_not() -> None:
     clear = win(row("a", [0.5, 0.6, 0.7, 0.6, 0.6]), row("b", [0.601, 0.7, 0.799, 0.7, 0.7]))
     assert (clear.row, clear.rivals, clear.runner_up, clear.decidable) == (1, (), 0, True)
@@ -192,7 +207,7 @@ def test_a_diverged_method_cannot_win_and_a_running_one_makes_it_provisional() -
     assert win(row("b", [0.9, 0.9], "failed")).row is None
 
 
-@pytest.mark.parametrize(("figure", "words"), [("accuracy", "ended well"), ("bytes", "comes to this result")])
+@pytest.mark.parametrize(("figure", "words"), [("accuracy", "ended well"), ("bytes", "reaches this result")])
 def test_a_clear_lead_is_over_the_methods_that_were_compared(figure: str, words: str) -> None:
     best, behind = row("best", [0.9, 0.91, 0.92, 0.9, 0.93]), row("behind", [0.5, 0.52, 0.5, 0.51, 0.5])
     lost, few = row("lost", [0.95] * 5, "diverged"), row("few", [0.95, 0.96])

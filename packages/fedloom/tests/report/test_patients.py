@@ -24,18 +24,17 @@ from sklearn.metrics import (
 from statsmodels.stats.proportion import proportion_confint
 
 import fedloom as fl
+from fedloom.analyses.importance import check_importance, importance
 from fedloom.data.groups import groups_of
-from fedloom.engine.checks.inspection import check_permutable, check_references
 from fedloom.errors import ConfigError, Refused
-from fedloom.lab.experiment.analyses.importance import importance
-from fedloom.lab.experiment.analyses.left_out import scores_of_new, without
-from fedloom.lab.experiment.analyses.references import references
 from fedloom.lab.report.charts.calibrated import curve, point, wilson
 from fedloom.lab.report.comparison.bootstrap import standard_error, weighted
 from fedloom.lab.report.comparison.by_patient import delong
-from fedloom.lab.report.left_out import LEAD
 from fedloom.lab.report.patients import Predicted
 from fedloom.tasks.survival import SurvivalRows, concordance
+from fedloom_clinic.left_out import scores_of_new, without
+from fedloom_clinic.references import check_references, references
+from fedloom_clinic.sections.left_out import LEAD
 from tests.commands import call
 from tests.hospitals import COLUMNS, SITES, cell, patients
 
@@ -55,14 +54,19 @@ impute = true
 kind = "writers"
 validation = 0.2
 folds = 2
-leave = "each"
 [model]
 kind = "softmax"
-[evaluate]
-groups = ["sex", "age>=75"]
-predictions = true
-importance = true
-references = true
+[[analysis]]
+kind = "groups"
+by = ["sex", "age>=75"]
+[[analysis]]
+kind = "predictions"
+[[analysis]]
+kind = "importance"
+[[analysis]]
+kind = "references"
+[[analysis]]
+kind = "left-out"
 [[method]]
 algorithm = "local"
 [[method]]
@@ -153,17 +157,17 @@ def test_a_left_out_site_is_scored_as_if_it_had_never_been_there() -> None:
     fed = cut(whole, seed=0)
     choices = {"rounds": 2, "local": fl.LocalSGD(lr=0.1, batch_size=64), "evaluate": {"parts": ("train",)}}
     left, never = (fl.simulate("fedavg", one, **choices) for one in (without(fed, 2), cut(others, seed=0)))
-    scores = scores_of_new(left, whole, fed, 2).to_pylist()
+    scores = scores_of_new(left, fed, 2).to_pylist()
     celle = fl.Dataset.of(table[table.hospital == "Celle"], "died", **options)
     models = (never.models.ready("global"), never.models.ready("global").rescaled(celle))
     for scaling, model in zip(("as the clients' on average", "on these rows"), models, strict=True):
         found = {line["metric"]: line["value"] for line in scores if line["scaling"] == scaling}
         assert found.pop("samples") == 400
         assert found == pytest.approx(model.score(celle), abs=1e-12)
-    age, start = without(fed, 2).data.fitted.values[:, 0], (ROOT / "docs" / "start.md").read_text()
+    age, start = without(fed, 2).data.fitted.values[:, 0], (ROOT / "docs" / "clinical.md").read_text()
     assert torch.equal(models[0].fitted[0, :3], age[:, :3].quantile(0.5, dim=0))
     assert "by the medians of the other sites" in LEAD
-    assert "by the medians of the other sites" in " ".join(start.split())
+    assert "the medians of the other sites" in " ".join(start.split())
 
 
 def naive_delong(scores: np.ndarray, target: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -296,7 +300,7 @@ def test_permuting_a_column_tells_what_the_model_uses() -> None:
         expected = np.sqrt(2 * 9 * np.var(x[rows.numpy(), 0]))
         assert share["a"] == pytest.approx(expected, rel=0.2)
     with pytest.raises(Refused, match="permutes columns of a table"):
-        check_permutable(fl.partition.iid(clients=2)(fl.load("digits"), seed=0))
+        check_importance(fl.partition.iid(clients=2)(fl.load("digits"), seed=0))
 
 
 def test_reference_models_are_scikit_learns(run: Path) -> None:

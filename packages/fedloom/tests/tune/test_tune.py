@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import csv
 import errno
+import os
 import shutil
 import signal
 import sys
+import time
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,9 +27,10 @@ from fedloom.lab.experiment import parse
 from fedloom.lab.experiment.tuning import Tune
 from fedloom.lab.tune import Trial
 from fedloom.lab.tune.search import Search, check_values, defaults, own_params, space_of, with_params
-from fedloom.storage import disk
+from fedloom.rundir import WORK
+from fedloom.storage import Claims, disk
 from fedloom.values import fields_of
-from tests.commands import call, in_a_fork
+from tests.commands import call, end, fork, in_a_fork
 
 RUNNER = CliRunner()
 SMALL = """
@@ -71,6 +74,40 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def rows(out: Path) -> list[dict[str, str]]:
     with (out / "trials.csv").open() as file:
         return list(csv.DictReader(file))
+
+
+def test_processes_that_join_find_the_same_though_one_is_killed(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def search() -> None:
+        monkeypatch.setattr("fedloom.lab.tune.tuning.write_report", lambda *_, **__: None)  # a fork cannot draw
+        tuning(SMALL, tmp_path / "out").run(join=True)
+
+    claims = Claims(tmp_path / "out" / WORK)
+    processes, killed = [fork(search) for _ in range(3)], None
+    while killed is None:
+        holders = [claims.claimant(unit) for unit in claims.units() if unit not in ("begin", "finish")]
+        killed = next((holder.pid for holder in holders if holder is not None and not holder.ended), None)
+        time.sleep(0.05)
+    os.kill(killed, signal.SIGKILL)
+    assert sorted(end(process) for process in processes) == [-signal.SIGKILL, 0, 0]
+    tried = list[str]()
+    tuning(SMALL, tmp_path / "out").run(lambda label, _trial: tried.append(label), join=True)
+    assert tried == []
+    assert contents(tmp_path / "out") == contents(finished)
+
+
+def test_a_search_alone_goes_on_with_the_trials_of_one_that_joined(finished: Path, tmp_path: Path) -> None:
+    def stop(label: str, trial: Trial) -> None:
+        if (label, trial.number) == ("fedprox", 2):
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(RunStopped, match="other processes that joined go on"):
+        tuning(SMALL, tmp_path / "out").run(stop, join=True)
+    tried = list[tuple[str, int]]()
+    tuning(SMALL, tmp_path / "out").run(lambda label, trial: tried.append((label, trial.number)))
+    assert tried[0] == ("fedprox", 3)
+    assert contents(tmp_path / "out") == contents(finished)
 
 
 def test_every_method_has_the_same_trials_and_the_same_work(finished: Path) -> None:
@@ -220,6 +257,15 @@ def test_work_beyond_the_budget_is_named_everywhere(tune_alone: Any) -> None:
     assert f"warning: {sentence}" in output
     assert f"# {sentence}" in Path("out/tuned.toml").read_text()
     assert f"**{sentence}**" in Path("out/tuning.md").read_text()
+
+
+def test_trials_under_a_delta_are_counted_everywhere(tune_alone: Any) -> None:
+    sentence = "settings were chosen by 1 trials on the same data: epsilon of a run is of that run alone"
+    text = ONE.replace("rounds = 24", "rounds = 2")
+    noise = 'algorithm = "fedavg"\nchannel = {kind = "gaussian-noise", sigma = 1.0, clip = 1.0, delta = 1e-5}'
+    output, _ = tune_alone(noise, text, "3")
+    for place in (output, Path("out/tuned.toml").read_text(), Path("out/tuning.md").read_text()):
+        assert sentence in place
 
 
 def test_a_longer_final_run_has_equal_work_too(tune_alone: Any) -> None:

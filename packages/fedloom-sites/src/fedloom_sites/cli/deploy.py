@@ -67,6 +67,13 @@ def init(
     threshold: Annotated[
         int | None, typer.Option(help="sites without which no masked sum is opened; more than two thirds by default")
     ] = None,
+    changes: Annotated[
+        int | None,
+        typer.Option(help="how often a site may leave the masked sums, or return to them; 4 by default", min=0),
+    ] = None,
+    data_name: Annotated[
+        str, typer.Option(help="name of the data, by which sites remember sums and budgets over experiments")
+    ] = "data",
     data_dir: DataDir = None,
     trust: Trust = False,
 ) -> None:
@@ -103,6 +110,8 @@ def init(
             "most_samples": most_samples,
             "secure_aggregation": secure_aggregation,
             "threshold": threshold,
+            "changes": changes,
+            "data_name": data_name,
         }
         planned = plan(experiment, sites, **choice)
         folder = out or Path(file.stem)
@@ -224,3 +233,30 @@ def status(
             return
         say(*lines(shown))
         print_rows(table(shown), ("site",), width=WIDE)
+
+
+@deploy.command("verify-log")
+def verify_log(
+    place: Annotated[Path, typer.Argument(help="a log, or the folder of a server or of a site", show_default=False)],
+) -> None:
+    """Check that no line of a log was changed, removed or put in.
+
+    The log is audit.jsonl of a server, or sent.jsonl of a site. Note the printed digest elsewhere: lines that are
+    missing at the end show only against it.
+
+    Example: fedloom deploy verify-log hospitals
+    """
+    with errors():
+        from fedloom_sites.deploy.audit import SENT
+        from fedloom_sites.deploy.audit import verify_log as check_log
+        from fedloom_sites.deploy.ops.status import server_of
+        from fedloom_sites.deploy.settings import read_site
+
+        logs = [place]
+        if (place / "site.toml").exists():
+            logs = sorted(read_site(place / "site.toml").state.glob(f"*/{SENT}")) or [place / SENT]
+        elif place.is_dir():
+            logs = [server_of(place).audit]
+        for log in logs:
+            end = check_log(log)
+            say(f"{log}: {end.lines} lines, each follows the line before; the last has SHA-256 {end.digest}")

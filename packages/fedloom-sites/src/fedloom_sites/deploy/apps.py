@@ -10,12 +10,11 @@ from pathlib import Path
 
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
-from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
-from flwr.proto.recorddict_pb2 import RecordDict as ProtoRecordDict
 from flwr.serverapp import Grid, ServerApp
 
 from fedloom.errors import ConfigError, FedloomError, RunStopped
 from fedloom_sites.deploy.site.handover import hand_over
+from fedloom_sites.flwr_adapter import decode_records, encode_records
 
 SITE_KEY = "site"
 """Key of a SuperNode's node configuration: path of the site's TOML file."""
@@ -58,9 +57,8 @@ def _say(line: str) -> None:
 @client_app.evaluate()
 def answer(message: Message, context: Context) -> Message:
     """A site: its settings are in the file that the node configuration names."""
-    content = recorddict_to_proto(message.content).SerializeToString()
-    reply = hand_over(_file(context.node_config, SITE_KEY, "node"), content)
-    return Message(recorddict_from_proto(ProtoRecordDict.FromString(reply)), reply_to=message)
+    reply = hand_over(_file(context.node_config, SITE_KEY, "node"), encode_records(message.content))
+    return Message(decode_records(reply), reply_to=message)
 
 
 def _file(config: object, key: str, what: str) -> Path:

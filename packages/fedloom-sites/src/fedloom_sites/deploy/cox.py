@@ -15,7 +15,7 @@ from fedloom.engine.job import Job
 from fedloom.engine.privacy import accounted
 from fedloom.errors import ConfigError, Refused
 from fedloom.lab.experiment import Experiment
-from fedloom.lab.experiment.analyses.cox import agreed_ranges, agreement_of
+from fedloom.tasks.cox_sites import agreed_ranges, agreement_of
 from fedloom.tasks.cox_vectors import CoxAgreement
 from fedloom.values import Value
 
@@ -56,11 +56,13 @@ def agreed_cox(experiment: Experiment, samples: InputSpec) -> tuple[CoxAgreement
     Raises:
         ConfigError: the samples are no times to an event in a table, or a column has no agreed range.
     """
-    choice = experiment.common.evaluate.cox
+    choice = experiment.find("cox")
     if choice is None:
         return None
     if samples.table is None or samples.task != "survival":
-        raise ConfigError("evaluate.cox is of times to an event in a table; leave it out")
+        raise ConfigError("the analysis cox is of times to an event in a table; leave it out")
+    if not choice.stratify and (choice.width is None or choice.until is None):
+        raise ConfigError("sites of the analysis cox agree on time bins: give width and until, or stratify = true")
     return agreement_of(choice, agreed_ranges(samples.table)), column_names(samples.table)
 
 
@@ -73,4 +75,6 @@ def check_cox(job: Job, experiment: Experiment, samples: InputSpec) -> None:
     """
     agreed = agreed_cox(experiment, samples)
     if agreed is not None and accounted(job.setting.channel, job.setting.aggregator) is not None:
-        raise Refused("sums of evaluate.cox have no noise, and a delta covers all that leaves a site; leave one out")
+        raise Refused(
+            "sums of the analysis cox have no noise, and a delta covers all that leaves a site; leave one out"
+        )

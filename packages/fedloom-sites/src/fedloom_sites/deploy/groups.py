@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedloom.analyses.patients import GroupScore
 from fedloom.data.federation import Federation
-from fedloom.data.groups import group_names, groups_of, published, row_counts
+from fedloom.data.groups import group_names, groups_of, published, row_counts, subjects_of
 from fedloom.data.input_spec import InputSpec
 from fedloom.engine.clients.scores import Pass
 from fedloom.engine.job import Job
 from fedloom.errors import ConfigError
 from fedloom.lab.experiment import Experiment
-from fedloom.lab.experiment.analyses.patients import GroupScore
 from fedloom.rundir import FEDERATION, SAMPLES
 from fedloom.tasks.sums import metric_names, metrics_of, sums_of, width
 from fedloom_sites.deploy.protocol.envelope import FIGURES
@@ -43,7 +43,14 @@ def agreed_groups(experiment: Experiment, samples: InputSpec) -> list[tuple[str,
     levels = {} if samples.table is None else {c.name: c.names for c in samples.table.columns if c.names}
     agreement = getattr(experiment.source, "agreement", None)
     levels |= {} if agreement is None else agreement.levels
-    return group_names(experiment.common.evaluate.groups, levels)
+    choice = experiment.find("groups")
+    return [] if choice is None else group_names(choice.by, levels)
+
+
+def least_of(experiment: Experiment) -> int:
+    """Rows of a group, and of each class or events among them, below which a site does not publish it."""
+    choice = experiment.find("groups")
+    return 0 if choice is None else int(choice.least)
 
 
 def check_groups(job: Job, names: Sequence[tuple[str, str]]) -> None:
@@ -52,10 +59,10 @@ def check_groups(job: Job, names: Sequence[tuple[str, str]]) -> None:
     Raises:
         ConfigError: how many there are.
     """
-    if (count := len(GroupSums(job, names).names)) > FIGURES // 2:
+    if (count := len(GroupSums(job, names, 0).names)) > FIGURES // 2:
         raise ConfigError(
-            f"evaluate.groups makes {len(names)} groups, whose {count} numbers do not fit into a message; give bounds, "
-            "or columns of fewer levels"
+            f"the analysis groups makes {len(names)} groups, whose {count} numbers do not fit into a message; give "
+            "bounds, or columns of fewer levels"
         )
 
 
@@ -65,10 +72,11 @@ class GroupSums:
     Args:
         job: the run.
         names: choice and name of every group.
+        least: see `least_of`.
     """
 
-    def __init__(self, job: Job, names: Sequence[tuple[str, str]]) -> None:
-        self._task, self._least = job.oracle.task, job.setting.evaluate.group_least
+    def __init__(self, job: Job, names: Sequence[tuple[str, str]], least: int) -> None:
+        self._task, self._least = job.oracle.task, least
         self.groups = [name for _, name in names]
         choices = list(dict.fromkeys(choice for choice, _ in names))
         self._choices, self._part = choices, [choices.index(choice) for choice, _ in names]
@@ -92,7 +100,9 @@ class GroupSums:
         here = groups_of(fed.data, self._choices)
         nobody = torch.zeros(len(index), dtype=torch.bool)
         inside = torch.stack([here[name][index] if name in here else nobody for name in self.groups])
-        counts = row_counts(fed.data.task, fed.targets(index), self._task.outputs)
+        units = subjects_of(fed.data)
+        units = None if units is None else units[index]
+        counts = row_counts(fed.data.task, fed.targets(index), self._task.outputs, units)
         is_open = published(inside, self._part, counts, self._least)
         return {name: rows for name, rows, shown in zip(self.groups, inside, is_open, strict=True) if shown}
 

@@ -25,6 +25,7 @@ from fedloom.storage import read_toml
 from fedloom.storage.files import content_of
 from fedloom.values import Value, fields_of, make
 from fedloom.version import __version__
+from fedloom_sites.deploy.secure.changes import CHANGES
 from fedloom_sites.deploy.secure.protocol import FEWEST, MOST, least_threshold
 
 V = TypeVar("V", bound=Value)
@@ -84,13 +85,35 @@ class Secure(Value):
     scores: Literal["masked", "per-site", "off"] = Field(
         "masked", description="masked: the server gets sums of scores; per-site: every site's own; off: none"
     )
+    names: tuple[Name, ...] = Field(
+        (), max_length=MOST, description="names of the sites, by number, by which their sums are remembered"
+    )
+    changes: int = Field(
+        CHANGES,
+        ge=0,
+        description="how often a site may leave the sums over the same data, or return; each reveals one difference of "
+        "that site",
+    )
+    steady: int | None = Field(
+        None,
+        ge=0,
+        description="sites of every sum that have never left the sums over the same data; no combination of sums is of "
+        "fewer, but of sites that have; none: the threshold",
+    )
 
     @model_validator(mode="after")
     def _majority(self) -> Secure:
         n = len(self.keys)
+        if self.names and (len(self.names) != n or len({*self.names}) != n):
+            raise ValueError(f"names must be of all {n} sites, each once, got {len(self.names)}")
         if not least_threshold(n) <= self.threshold <= n:
             raise ValueError(f"threshold of {n} sites must be within {least_threshold(n)}..{n}, got {self.threshold}")
         return self
+
+    @property
+    def steady_sites(self) -> int:
+        """Sites of every sum that have never left the sums over the same data."""
+        return self.threshold if self.steady is None else self.steady
 
     def digest(self, fingerprint: str) -> bytes:
         """SHA-256 of these settings and of an experiment's fingerprint."""
@@ -124,6 +147,11 @@ class Shared(Value):
         description="the same of all rounds; none: twice the number of rounds and two more",
     )
     secure: Secure | None = Field(None, description="secure aggregation; left out: the server receives single uploads")
+    data_name: Name = Field(
+        "data",
+        description="name of the data; what a site remembers of opened sums, and its budgets, hold for all experiments "
+        "on data of one name",
+    )
 
     @model_validator(mode="after")
     def _keys_of_all(self) -> Self:
@@ -154,6 +182,11 @@ class Site(Shared):
         "all", description="all: every sample of the source is this site's; partition: this client's share of the cut"
     )
     state: Path = Field(Path("state"), description="folder of models and state, which never leave the site")
+    memory: Path | None = Field(
+        None,
+        description="folder of what the site remembers of its data over experiments, the same for all its deployments; "
+        "none: the folder state",
+    )
     server: Annotated[str, AfterValidator(_address)] = Field(description="address of the server, host:port")
     ca: Path = Field(Path("ca.crt"), description="certificate of the authority that signed the server's certificate")
     node_key: Path = Field(Path("node-key"), description="private key of the connection (ECDSA P-384, OpenSSH form)")
@@ -187,6 +220,11 @@ class Site(Shared):
     def folder(self) -> Path:
         """The folder of what the site keeps of this experiment."""
         return self.state / self.fingerprint[:16]
+
+    @property
+    def memory_folder(self) -> Path:
+        """The folder of what the site remembers of the data of this experiment, over all experiments on them."""
+        return (self.memory or self.state) / f"data-{self.data_name}"
 
     @field_validator("data")
     @classmethod

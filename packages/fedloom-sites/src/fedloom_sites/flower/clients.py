@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
-from flwr.common.constant import ErrorCode
 from torch import Tensor
 
 from fedloom.engine.clients.chunk import ClientOutput, ClientState
@@ -21,6 +20,7 @@ from fedloom.local import Nothing
 from fedloom.local.rows import rows_of
 from fedloom.processes.clients import AskRequest, ScoreRequest, TrainRequest, TrainResult
 from fedloom_sites.flower.records import HEAD, array_of_each, arrays_of, fields_like, head, head_of, log, tensors_of
+from fedloom_sites.flwr_adapter import ErrorCode
 
 T = TypeVar("T")
 

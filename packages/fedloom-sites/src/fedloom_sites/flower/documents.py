@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import inspect
 import json
+import tomllib
 from collections.abc import Mapping
+from importlib.resources import files
 from typing import Any
 
 from torch import nn
 
-from fedloom.algorithms import ALGORITHMS, REGISTRY, Algorithm, upload_fields
+from fedloom.algorithms import ALGORITHMS, REGISTRY, upload_fields
 from fedloom.choose.shares import by_clusters, column_of_shares
 from fedloom.engine.setting import Evaluate, Setting
 from fedloom.errors import ConfigError, Refused
-from fedloom.local import LocalSGD
-from fedloom.values import Value, choose, dump, fields_of, make
+from fedloom.hints import unknown
+from fedloom.values import Value, dump, fields_of
 
 WANTED = [
     name
@@ -22,86 +24,13 @@ WANTED = [
     if name not in ("algorithm", "model", "rounds", "task", "attack", "devices", "schedule")
 ]
 """Fields of a setting that a strategy takes: all but the app's own, and those of simulations."""
-PART, NODES = "sampler={'kind': 'uniform', 'fraction': 0.5}", "min_nodes"
-FIGURES = "client_metrics, which has the figures of every node"
-AS_THEY_ARRIVE = "none, as a round takes the replies that arrive"
-MOMENTUM = "Strategy('fedopt', Net(), optimiser='momentum')"
-TRIMMED, KRUM, MULTI_KRUM, BULYAN = (
-    f"aggregator={{'kind': '{kind}', 'f': 2}}" for kind in ("trimmed-mean", "krum", "multi-krum", "bulyan")
-)
-STRATEGIES = {
-    "fedadagrad": "Strategy('fedopt', Net(), optimiser='adagrad')",
-    "fedadam": "Strategy('fedopt', Net(), optimiser='adam')",
-    "fedyogi": "Strategy('fedopt', Net(), optimiser='yogi')",
-    "fedavgm": MOMENTUM,
-    "fedmedian": "Strategy('fedavg', Net(), aggregator={'kind': 'median'})",
-    "fedtrimmedavg": f"Strategy('fedavg', Net(), {TRIMMED})",
-    "krum": f"Strategy('fedavg', Net(), {KRUM})",
-    "multikrum": f"Strategy('fedavg', Net(), {MULTI_KRUM})",
-    "bulyan": f"Strategy('fedavg', Net(), {BULYAN})",
-    "qfedavg": "Strategy('q-ffl', Net(), q=...)",
-}
-"""Flower's strategies that have another name here, by theirs in small letters, and what takes their place."""
-INSTEAD = {
-    "fraction_train": PART,
-    "fraction_fit": PART,
-    "fraction_evaluate": "evaluate_every, as all nodes are scored",
-    "min_train_nodes": NODES,
-    "min_evaluate_nodes": NODES,
-    "min_available_nodes": NODES,
-    "min_fit_clients": NODES,
-    "min_evaluate_clients": NODES,
-    "min_available_clients": NODES,
-    "weighted_by_key": "weights='samples' or 'uniform'",
-    "train_metrics_aggr_fn": FIGURES,
-    "evaluate_metrics_aggr_fn": FIGURES,
-    "fit_metrics_aggregation_fn": FIGURES,
-    "evaluate_metrics_aggregation_fn": FIGURES,
-    "on_fit_config_fn": "local, by which all nodes train",
-    "on_evaluate_config_fn": "@app.evaluate('mine') at the nodes for scores of your own",
-    "accept_failures": AS_THEY_ARRIVE,
-    "min_completion_rate_fit": AS_THEY_ARRIVE,
-    "min_completion_rate_evaluate": AS_THEY_ARRIVE,
-    "proximal_mu": "Strategy('fedprox', Net(), mu=...)",
-    "num_malicious_nodes": KRUM,
-    "num_malicious_clients": KRUM,
-    "num_nodes_to_select": f"{MULTI_KRUM}, which averages all but f",
-    "num_clients_to_keep": f"{MULTI_KRUM}, which averages all but f",
-    "selection_rule": BULYAN,
-    "first_aggregation_rule": BULYAN,
-    "beta": TRIMMED,
-    "eta": "Strategy('fedopt', Net(), server_lr=...)",
-    "beta_1": "Strategy('fedopt', Net(), beta1=...)",
-    "beta_2": "Strategy('fedopt', Net(), beta2=...)",
-    "tau": "Strategy('fedopt', Net(), tau=...)",
-    "server_learning_rate": f"{MOMENTUM}, with server_lr",
-    "server_momentum": f"{MOMENTUM}, with beta1",
-    "q": STRATEGIES["qfedavg"],
-    "q_param": STRATEGIES["qfedavg"],
-    "train_loss_key": "none, as nodes compute the loss of the method",
-    "client_learning_rate": "local={'lr': ...}",
-    "qffl_learning_rate": "local={'lr': ...}",
-    "eta_l": "local={'lr': ...}",
-    "initial_parameters": "initial_arrays of start",
-    "arrayrecord_key": "none, as fedloom names the records",
-    "configrecord_key": "none, as fedloom names the records",
-}
-"""Options of Flower's strategies, and those in their place."""
+CURES = tomllib.loads((files("fedloom_sites.flower") / "cures.toml").read_text(encoding="utf-8"))
+"""What takes the place of Flower's strategies and their options, and of choices that have no use in an app."""
+SCORED_BY_NODES = "nodes score their own parts; compute it there, with personal_model(context)"
 UNREAD = {
-    "engine": {
-        "quorum": "a round takes the replies that arrive, one at least; leave it out",
-        "device": "the node names it: Local(..., device='cuda')",
-        "checkpoint_every": "a folder gets a checkpoint after every round; leave it out",
-    }
-    | dict.fromkeys(("workers", "chunk"), "a node computes for one client; leave it out"),
-    "evaluate": dict.fromkeys(
-        sorted(Evaluate.model_fields.keys() - {"select_on", "parts", "clients"}),
-        "nodes score their own parts; compute it there, with personal_model(context)",
-    )
-    | {
-        "every": "use evaluate_every",
-        "statistics": "a node computes them from its training samples; leave it out",
-    },
+    "engine": CURES["unread"]["engine"],
+    "evaluate": dict.fromkeys(sorted(Evaluate.model_fields.keys() - {"select_on", "parts", "clients"}), SCORED_BY_NODES)
+    | CURES["unread"]["evaluate"],
 }
 """Fields of choices that an app has no use for, and what to do."""
 OF_START = ("initial_arrays", "num_rounds", "timeout", "train_config", "evaluate_config", "evaluate_fn")
@@ -125,28 +54,30 @@ def document_of(algorithm: Any, choices: Mapping[str, Any]) -> str:
     if not isinstance(algorithm, str):
         raise ConfigError(f"algorithm must be a name, as in Strategy('ditto', Net(), lam=1.0), got {algorithm!r:.80}")
     if algorithm not in REGISTRY:
-        if cure := STRATEGIES.get(algorithm.lower().replace("-", "").replace("_", "")):
+        if cure := CURES["strategies"].get(algorithm.lower().replace("-", "").replace("_", "")):
             raise ConfigError(f"{algorithm!r} is a strategy of Flower's; use {cure}")
-        choose("algorithm", REGISTRY, algorithm, base=Algorithm)  # names the nearest
-        raise ConfigError(f"algorithm must be a name of fl.algorithms.REGISTRY, got {algorithm!r}")
-    for name in choices:
-        if name in INSTEAD and name not in fields_of(REGISTRY[algorithm]):
-            raise ConfigError(f"{name} is an option of Flower's own strategies; use {INSTEAD[name]}")
-        if name in OF_START:
-            raise ConfigError(f"{name} is an argument of start: strategy.start(grid, arrays, {name}=...)")
-    options = {name: value for name, value in choices.items() if name not in WANTED}
-    for name in options:
-        if name in LocalSGD.model_fields and name not in fields_of(REGISTRY[algorithm]):
-            raise ConfigError(f"{name} is of the training at the nodes; use local={{{name!r}: ...}}")
-    wanted = _plain({name: value for name, value in choices.items() if name in WANTED})
+        raise unknown("algorithm", algorithm, REGISTRY)
+    for name, value in choices.items():
+        if name not in (*WANTED, *fields_of(REGISTRY[algorithm])) and (cure := _hint(name, value)):
+            raise unknown("key", name, (), algorithm, cure)
     for part, cures in UNREAD.items():
-        table = wanted.get(part)
+        table = _plain(choices.get(part))
         for name in cures.keys() & (table if isinstance(table, Mapping) else ()):
             raise ConfigError(f"{part}: {name!r} has no effect in an app: {cures[name]}")
     try:
-        return json.dumps({"algorithm": algorithm, "options": _plain(options), "choices": wanted})
+        return json.dumps(_plain({"algorithm": algorithm, **choices}))
     except TypeError as error:
         raise ConfigError(f"a strategy takes names, numbers, tables and values of fedloom: {error}") from error
+
+
+def _hint(key: str, value: object) -> str:
+    """Name what takes the place of an option of Flower's strategies, or of an argument of `Strategy.start`."""
+    if key in CURES["options"]:
+        return f"{key} is an option of Flower's own strategies; use {CURES['options'][key]}"
+    if key in OF_START:
+        return f"{key} is an argument of start: strategy.start(grid, arrays, {key}=...)"
+    cures = [cures[key] for cures in UNREAD.values() if key in cures]
+    return f"it has no effect in an app: {cures[0]}" if cures else ""
 
 
 def resolved_document(setting: Setting) -> str:
@@ -154,7 +85,7 @@ def resolved_document(setting: Setting) -> str:
     name = next(name for name, kind in ALGORITHMS.items() if kind is type(setting.method))
     parts = [name for name in WANTED if name not in ("aggregator", "weights")]  # which the server has for itself
     choices = {part: value for part in parts if (value := getattr(setting, part)) is not None}
-    return json.dumps({"algorithm": name, "options": dump(setting.method), "choices": _plain(choices)})
+    return json.dumps({"algorithm": name, **dump(setting.method), **_plain(choices)})
 
 
 def setting_of(document: str, model: nn.Module, rounds: int, **more: Any) -> Setting:
@@ -168,10 +99,15 @@ def setting_of(document: str, model: nn.Module, rounds: int, **more: Any) -> Set
     for text in _texts(content):
         if ":" in text:
             raise Refused(f"{text!r} names code; a strategy takes the names of fedloom's own parts only")
-    choices = {**content["choices"], **more}
-    entry: Any = REGISTRY[content["algorithm"]]
-    algorithm = make(entry, content["options"], content["algorithm"], fields_of(entry))
-    return Setting.of(algorithm, model=model, rounds=rounds, **choices)
+    tables = {name: table.keys() for name, table in Setting.tables().items() if name in WANTED}
+    places = Setting.places(
+        tables=tables,
+        plain=WANTED,
+        keys=tuple(WANTED),
+        special=_hint,
+        call="Strategy({name!r}, Net(), {key}={value!r})",
+    )
+    return Setting.read(content, content["algorithm"], places).changed({"model": model, "rounds": rounds, **more})
 
 
 def check_counts(**counts: tuple[Any, int]) -> None:

@@ -10,13 +10,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor, nn
 
 from fedloom.data import PARTS, Dataset, Federation, Split
 from fedloom.data.dataset import Task
-from fedloom.errors import ConfigError
+from fedloom.data.subjects.design import Design, design_of
+from fedloom.engine.job import Job
+from fedloom.engine.setting import Setting
+from fedloom.errors import ConfigError, Refused
+from fedloom.rows.channel import GaussianNoise
 from fedloom.tasks import Objective
-from fedloom_sites.flower.samples import Signature, adapted, fit, read
+from fedloom_sites.deploy.protocol.lengths import shortened
+from fedloom_sites.flower.samples import Samples, Signature, adapted, fit, read
 
 TRIED = 2
 """Samples that a node tries its loss on."""
@@ -46,6 +52,13 @@ class Local:
         keys: of samples that are dicts, the names of the model's inputs and, last, of the target. By default the
             target is the entry ``label``, ``labels``, ``target``, ``targets`` or ``y``, and all others are inputs.
             Several inputs are given to the model by name.
+        subject: of samples that are dicts, the name of the entry that says whose a sample is, as a patient's number. It
+            is no input, and a subject in two of the sets is refused.
+        channel: the node's own noise, ``fl.channel.GaussianNoise(clip=1.0, sigma=1.0)`` or a dict of its options. No
+            document of the server lowers it: noise of the document counts where it clips to no more and adds no less,
+            else this one takes its place. Scores travel without noise.
+        norm_bound: longest difference (L2) of every field that leaves the node, greater than 0; what is longer is
+            shortened, whatever the server's document says. None: any length.
     """
 
     model: nn.Module
@@ -56,13 +69,68 @@ class Local:
     device: str | torch.device = "cpu"
     folder: Path | str | None = None
     keys: Sequence[str] = ()
+    subject: str | None = None
+    channel: GaussianNoise | Mapping[str, Any] | None = None
+    norm_bound: float | None = None
+
+    def with_floor(self, setting: Setting) -> Setting:
+        """Give a run of the server's document at least the node's own noise.
+
+        Raises:
+            ConfigError: the channel is no noise.
+            Refused: the document has a channel that does something else, and two channels cannot be.
+        """
+        own, given = self._noise(), setting.channel
+        if own is None:
+            return setting
+        if given is not None and not isinstance(given, GaussianNoise):
+            raise Refused(
+                f"this node adds noise of its own (Local(channel=...)), and the strategy has channel {given.kind!r}; "
+                "an upload passes one channel: leave the strategy's out"
+            )
+        if given is not None and given.clip <= own.clip and given.sigma * given.clip >= own.sigma * own.clip:
+            return setting
+        return setting.with_(channel=own)
+
+    def shorten(self, job: Job, upload: Any, down: object) -> Any:
+        """Shorten the upload of a node to its own bound; fields ``[1, .]``."""
+        if self.norm_bound is None:
+            return upload
+        return shortened(job, upload, down, dict.fromkeys(job.fields, float(self.norm_bound)))[0]
+
+    def _noise(self) -> GaussianNoise | None:
+        if self.channel is None or isinstance(self.channel, GaussianNoise):
+            return self.channel
+        options = {"kind": "gaussian-noise", **self.channel} if isinstance(self.channel, Mapping) else self.channel
+        try:
+            return GaussianNoise.model_validate(options)
+        except ValidationError as error:
+            what = error.errors()[0]
+            where = ".".join(map(str, ("channel", *what["loc"])))
+            raise ConfigError(
+                f"Local: {where}: {what['msg']}, got {what['input']!r:.80}; give the node's noise as "
+                "fl.channel.GaussianNoise(clip=1.0, sigma=1.0)"
+            ) from None
+
+    def _check_floor(self) -> None:
+        """Refuse noise or a bound that cannot be.
+
+        Raises:
+            ConfigError: what is wrong.
+        """
+        self._noise()
+        bound = self.norm_bound
+        if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int | float) or not bound > 0):
+            raise ConfigError(f"Local: norm_bound must be a number greater than 0, got {bound!r:.80}; or leave it out")
 
     def read(self) -> NodeProblem:
         """Read the samples.
 
         Raises:
             ConfigError: they are no samples, or the model or the loss does not take them.
+            DataError: a subject is in two of the sets.
         """
+        self._check_floor()
         if not isinstance(self.model, nn.Module):
             raise ConfigError(f"model must be a module, such as Net(), got {self.model!r:.80}")
         if self.loss is not None and (isinstance(self.loss, type) or not callable(self.loss)):
@@ -72,17 +140,19 @@ class Local:
         except Exception as error:
             raise ConfigError(f"device: {str(self.device)!r} is not there ({str(error)[:100]}); use 'cpu'") from error
         sets = {"train": self.trainset, "validation": self.valset, "test": self.testset}
-        parts = {part: read(part, samples, self.keys) for part, samples in sets.items() if samples is not None}
+        parts = {
+            part: read(part, samples, self.keys, self.subject) for part, samples in sets.items() if samples is not None
+        }
         if "train" not in parts:
             raise ConfigError("trainset is None; a node needs training samples")
-        inputs = {name: _joined(name, [values[name] for values, _ in parts.values()]) for name in parts["train"][0]}
-        y = _joined("target", [targets for _, targets in parts.values()])
+        inputs = {name: _joined(name, [one.inputs[name] for one in parts.values()]) for name in parts["train"].inputs}
+        y = _joined("target", [one.target for one in parts.values()])
         x, signature = fit(self.model, inputs)
         if _has_positions(y, signature.outputs):
             return self._sequences(x, y, signature._replace(positions=True), parts)
         task, default = _task(self.loss, y, math.prod(signature.outputs))
         if task == "regression":
-            samples = Dataset("node", x, y.reshape(len(y), -1).float(), task)
+            samples = Dataset("node", x, y.reshape(len(y), -1).float(), task, design=_design(parts))
         else:
             labels = y.reshape(len(y), -1).squeeze(1).long()
             if labels.dim() > 1:
@@ -91,7 +161,7 @@ class Local:
                     "gives a number per class, and with a label per position [L] a row of them for each, [L, C]"
                 )
             classes = range(2) if task == "binary" else range(math.prod(signature.outputs))
-            samples = Dataset("node", x, labels, task, tuple(map(str, classes)))
+            samples = Dataset("node", x, labels, task, tuple(map(str, classes)), design=_design(parts))
         model, objective = adapted(self.model, signature), Objective()
         if not default:
             loss = _loss_of_app(self.loss, y[0], signature.outputs)
@@ -104,7 +174,7 @@ class Local:
         """The problem of samples with a label per position ``[n, L]``."""
         ignored, classes = getattr(self.loss, "ignore_index", -100), tuple(map(str, range(signature.outputs[-1])))
         labels = torch.where(y == ignored, -1, y.long())
-        samples = Dataset("node", x, labels, "classification", classes, positions=True)
+        samples = Dataset("node", x, labels, "classification", classes, positions=True, design=_design(parts))
         plain = self.loss is None or (
             type(self.loss) is nn.CrossEntropyLoss and _is_plain(self.loss, ("ignore_index",))
         )
@@ -139,11 +209,17 @@ class NodeProblem(NamedTuple):
     objective: Objective
 
 
+def _design(parts: Mapping[str, Samples]) -> Design | None:
+    """Whose each sample is, of all parts one after another in the order of `PARTS`."""
+    owners = [owner for part in PARTS if part in parts for owner in parts[part].subject or ()]
+    return design_of({"subject": owners}, len(owners), "node") if owners else None
+
+
 def _splits(parts: Mapping[str, Any]) -> dict[str, Split]:
     """Places of the samples of every part, one part after another."""
     splits, start = {}, 0
     for part in PARTS:
-        count = len(parts[part][1]) if part in parts else 0
+        count = len(parts[part].target) if part in parts else 0
         splits[part] = Split(torch.arange(start, start + count), torch.tensor([0, count]))
         start += count
     return splits

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flwr.app import Message, RecordDict
-from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
 from fedloom.data.input_spec import InputSpec
@@ -18,6 +17,7 @@ from fedloom.storage.files import make_folder, write_atomic
 from fedloom_sites.flower.clients import Members
 from fedloom_sites.flower.records import HEAD, head, head_of, log
 from fedloom_sites.flower.samples import Signature
+from fedloom_sites.flwr_adapter import ErrorCode
 
 RUN = "run.json"
 """File of a run in its folder, beside the checkpoints."""

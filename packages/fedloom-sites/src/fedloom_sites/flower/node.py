@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from flwr.app import Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.common.constant import ErrorCode
 from torch import Tensor, nn
 
 from fedloom.data.input_spec import InputSpec
@@ -44,6 +43,7 @@ from fedloom_sites.flower.records import (
     shapes_of,
     tensors_of,
 )
+from fedloom_sites.flwr_adapter import ErrorCode, mods_of
 
 DEFAULT = "default"
 """Flower's name of a function without a name."""
@@ -174,7 +174,7 @@ class _Node:
 
     def hello(self, values: dict[str, Any], message: Message, context: Context) -> RecordDict:
         """Say what the node's samples look like, and how many there are."""
-        mods = [getattr(mod, "__name__", "") for mod in getattr(self._app, "_mods", ())]
+        mods = [getattr(mod, "__name__", "") for mod in mods_of(self._app)]
         for name in SECURE & {*mods}:
             raise Refused(
                 f"{name} needs the server's workflow of Flower's secure aggregation, which no strategy of its message "
@@ -200,13 +200,14 @@ class _Node:
         down = to_device(self._down(values, message, context), job.oracle.device)
         with repeatable(job.oracle.device, job.setting.engine.precision):
             output = run_clients(job, down, TrainTask(t, torch.tensor([0]), ids, torch.ones(1, 1)))
+        upload = self._run(context).local.shorten(job, output.upload, down)
         context.state[f"{STATE}{t}"] = arrays_of({name: rows[0] for name, rows in named(output.state).items()})
         self._keep(context, values.get("run", ""))
         answers = {"weigher": output.weigher_answer, "sampler": output.sampler_report}
         return RecordDict(
             {
                 HEAD: head(round=t, client=values["client"], work=output.work[0].tolist()),
-                "up": arrays_of(output.upload._asdict()),
+                "up": arrays_of(upload._asdict()),
                 "answers": arrays_of({name: rows for name, rows in answers.items() if rows is not None}),
                 "metrics": MetricRecord({"num-examples": part_sizes(job.fed, values["client"])[0]}),
             }
@@ -268,6 +269,7 @@ class _Node:
             model, objective = run.problem.model, run.problem.objective
             setting = setting_of(values["document"], model, values["rounds"], task=objective)
             setting = setting.with_(engine=setting.engine.with_(device=str(run.local.device), workers=1, chunk=1))
+            setting = run.local.with_floor(setting)
             fed, initial = seated(run.problem.fed, 0, seat, torch.tensor(values["sizes"])), start.get("start")
             replay = Replay() if initial is None else Replay(initial=initial)
             job, run.server = make_job(setting, fed, replay=replay)

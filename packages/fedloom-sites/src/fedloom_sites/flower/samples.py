@@ -144,13 +144,28 @@ def adapted(module: nn.Module, signature: Signature) -> nn.Module:
     return module
 
 
-def read(part: str, samples: Any, keys: Sequence[str]) -> tuple[dict[str, Tensor], Tensor]:
+class Samples(NamedTuple):
+    """Samples of one part of a node.
+
+    Attributes:
+        inputs: ``[n, ...]`` by name.
+        target: ``[n, ...]``.
+        subject: whose each sample is ``[n]``; None where that is not named.
+    """
+
+    inputs: dict[str, Tensor]
+    target: Tensor
+    subject: list[Any] | None = None
+
+
+def read(part: str, samples: Any, keys: Sequence[str], subject: str | None = None) -> Samples:
     """Read the inputs by name and the targets of a data set.
 
     Args:
         part: its name, for messages.
         samples: a ``Dataset``, a ``DataLoader``, or tensors ``(x, y)``.
         keys: of samples that are dicts, the names of the inputs and of the target, which is last; empty for a default.
+        subject: of samples that are dicts, the entry that names whose a sample is, which is no input; None: none does.
 
     Raises:
         ConfigError: they are no samples with a target.
@@ -159,6 +174,14 @@ def read(part: str, samples: Any, keys: Sequence[str]) -> tuple[dict[str, Tensor
         batch: Any = tuple(map(torch.as_tensor, samples))
     else:
         batch = _batch(part, samples)
+    owners = None
+    if subject is not None:
+        if not isinstance(batch, Mapping) or subject not in batch:
+            have = f"they have {', '.join(map(repr, batch))}" if isinstance(batch, Mapping) else "they are no dicts"
+            raise ConfigError(f"subject: samples of {part}set have no entry {subject!r}; {have}")
+        named = batch[subject]
+        owners = named.tolist() if isinstance(named, Tensor) else list(named)
+        batch = {name: value for name, value in batch.items() if name != subject}
     if isinstance(batch, Mapping):
         names = tuple(keys) or _keys(part, batch)
         absent = [name for name in names if name not in batch]
@@ -186,7 +209,7 @@ def read(part: str, samples: Any, keys: Sequence[str]) -> tuple[dict[str, Tensor
             f"{part}set needs as many samples as targets, and one at least, got "
             f"{' and '.join(str(len(value)) for value in (*inputs, y))}"
         )
-    return values, y
+    return Samples(values, y, owners)
 
 
 def _batch(part: str, samples: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedloom.lab.cli import DataDir, algorithms, app, errors, one_of, say
+from fedloom.lab.cli import DataDir, Join, algorithms, app, errors, one_of, say, worker_count
 from fedloom_studies.cli._complete import setups as setup_names
 from fedloom_studies.cli.reproduce import seconds
 
@@ -54,6 +54,8 @@ def map_command(
         Path | None, typer.Option(help="folder of the records, read and written; lines of several machines merge")
     ] = None,
     data_dir: DataDir = None,
+    workers: Annotated[str, typer.Option(help="cells at a time, or 'auto'")] = "1",
+    join: Join = False,
 ) -> None:
     """Measure every method in every kind of federation.
 
@@ -71,6 +73,7 @@ def map_command(
     with errors():
         from fedloom.lab.printing import print_rows
         from fedloom.outputs import check_output_folder
+        from fedloom.processes import cores
         from fedloom_studies.appendices import check_page
         from fedloom_studies.store import folder_of
 
@@ -95,6 +98,7 @@ def map_command(
 
             print_rows(listed("setups", (scale, setup, protocol, again, stale), rows, folder, data_dir))
             return
+        at_once = cores() if (count := worker_count(workers)) == "auto" else int(count)
         from fedloom.lab.progress import counted
         from fedloom_studies.appendices import write_pages
         from fedloom_studies.map.judge import judge
@@ -129,7 +133,7 @@ def map_command(
         time = TimeBudget(None if budget is None else seconds(budget))
         ended = measure_all(
             todo, records, recorded, out / scale, data_dir, time, counted, lambda line: say(line, err=True),
-            again=again,
+            again=again, workers=at_once, join=join,
         )  # fmt: skip
         if methods:
             now = with_reused(read(recorded, equal), read(recorded))

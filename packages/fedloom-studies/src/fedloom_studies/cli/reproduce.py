@@ -10,7 +10,7 @@ import typer
 
 from fedloom.errors import ConfigError
 from fedloom.formats import significant
-from fedloom.lab.cli import DataDir, app, errors, one_of, say, worker_count
+from fedloom.lab.cli import DataDir, Join, app, errors, one_of, say, worker_count
 from fedloom_studies.cli._complete import recipes as recipe_names
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ def reproduce(
         bool, typer.Option("--verify", help="run one seed of NAME again; compare with its summary")
     ] = False,
     decide: Annotated[bool, typer.Option("--decide", help="add seeds, up to 20, while a claim is undecided")] = False,
+    join: Join = False,
 ) -> None:
     """Run a table or figure of a paper and judge it.
 
@@ -112,7 +113,9 @@ def reproduce(
         for one in chosen:
 
             def run_with(count: list[int], one: Recipe = one) -> bool:
-                return _run(one, how_much, out, recorded, data_dir, workers, device, count, only or [], time, all_)
+                return _run(
+                    one, how_much, out, recorded, data_dir, workers, device, count, only or [], time, all_, join
+                )
 
             if (
                 time.left <= 0
@@ -125,7 +128,7 @@ def reproduce(
 
 def _run(
     recipe: Recipe, scale: Scale, out: Path, results: Path, data_dir: Path | None, workers: str, device: str,
-    seeds: list[int], only: list[str], budget: TimeBudget, several: bool,
+    seeds: list[int], only: list[str], budget: TimeBudget, several: bool, join: bool,
 ) -> bool:  # fmt: skip
     """Run one recipe and print its verdicts; whether the next may follow."""
     from fedloom.errors import DataError
@@ -143,7 +146,7 @@ def _run(
     try:
         done = run(
             recipe, scale, out / recipe.name / scale, results=results, data_dir=data_dir, seeds=seeds, only=only,
-            workers=worker_count(workers), device=device, budget=budget, show=counted,
+            workers=worker_count(workers), device=device, budget=budget, show=counted, join=join,
         )  # fmt: skip
     except DataError as error:
         if not several:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -14,8 +15,9 @@ from fedloom.data import Federation
 from fedloom.errors import ConfigError, DataError, FedloomError, RunDirError, RunStopped, Stop
 from fedloom.lab.experiment import Listener, Plan, parse
 from fedloom.lab.report import read_runs
-from fedloom.processes import check_alone
-from fedloom.storage import lock
+from fedloom.processes import WorkerPool, check_alone, interruptible, useful
+from fedloom.rundir import WORK
+from fedloom.storage import Claims, lock
 from fedloom_studies.map.budget import GradientBudget
 from fedloom_studies.map.records import (
     DONE,
@@ -38,6 +40,8 @@ from fedloom_studies.reproduce.recipe import Nominal
 if TYPE_CHECKING:
     from fedloom.lab.tune import SearchResult
 
+PAUSE_SECONDS = 0.5
+"""Seconds between two looks for a cell that nobody has."""
 EMPTY: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -70,10 +74,11 @@ def due(
 
 
 def measure_all(
-    todo: Iterable[Cell], records: Mapping[tuple[str, str], CellRecord], results: Path, out: Path,
+    todo: Sequence[Cell], records: Mapping[tuple[str, str], CellRecord], results: Path, out: Path,
     data_dir: Path | None, budget: TimeBudget, show: Show, say: Callable[[str], object], *, again: bool = False,
+    workers: int = 1, join: bool = False,
 ) -> bool:  # fmt: skip
-    """Run cells and write their records; whether all came to an end. What another process is at is left to it.
+    """Run cells and write their records; whether all came to an end.
 
     Args:
         todo: what to run.
@@ -85,42 +90,104 @@ def measure_all(
         show: shows progress.
         say: called for every cell.
         again: a second look at each.
+        workers: cells at a time.
+        join: wait for cells that other processes are at, and take over those of processes that have died. Otherwise
+            what another process is at is left to it.
 
     Raises:
         ConfigError: torchrun has started several ranks.
     """
     check_alone("the map")
-    missing, budgets = set[str](), dict[str, GradientBudget]()
-    for cell in todo:
-        if budget.left <= 0:
+    processes = useful(workers, len(todo))
+    measured = _Measured(records, results, out, data_dir, budget, show, say, again)
+    if processes == 1:
+        return measured.work_through(todo, join=join)
+
+    def handle(_shared: None, _k: int) -> bool:
+        return measured._replace(show=_hidden).work_through(todo, join=True)
+
+    with WorkerPool([handle], processes) as pool, interruptible() as interrupted:
+        return all([*pool.map(handle, None, range(processes), interrupted)]) and not interrupted()
+
+
+def _hidden(_rounds: int | Mapping[str, int]) -> AbstractContextManager[Listener]:
+    """Show nothing: several processes would write over each other."""
+    return nullcontext(lambda _event: None)
+
+
+class _Measured(NamedTuple):
+    """What cells are measured with, and where they are recorded; see `measure_all`."""
+
+    records: Mapping[tuple[str, str], CellRecord]
+    results: Path
+    out: Path
+    data_dir: Path | None
+    budget: TimeBudget
+    show: Show
+    say: Callable[[str], object]
+    again: bool
+
+    def work_through(self, todo: Sequence[Cell], *, join: bool) -> bool:
+        """Run every cell that no other process runs, where they join until none is left; whether all have ended."""
+        claims, missing, budgets = Claims(self.out / WORK), set[str](), dict[str, GradientBudget]()
+        with interruptible() as interrupted:
+            while todo:
+                left_open = list[Cell]()
+                for cell in todo:
+                    if self.budget.left <= 0 or interrupted():
+                        return False
+                    with ExitStack() as stack:
+                        if not self._has(cell, claims if join else None, stack):
+                            left_open.append(cell)
+                        elif not self._measure(cell, missing, budgets):
+                            return False
+                if not join:
+                    return True
+                if len(left_open) == len(todo):
+                    time.sleep(PAUSE_SECONDS)
+                todo = left_open
+        claims.forget()
+        return True
+
+    def _has(self, cell: Cell, claims: Claims | None, stack: ExitStack) -> bool:
+        """Whether this process has a cell until the stack ends."""
+        if claims is not None:
+            if (claim := claims.take(str(cell.file).replace("/", "@"))) is None:
+                return False
+            stack.callback(claim.release)
+        try:
+            stack.enter_context(lock(self.out / cell.file))
+        except RunDirError as busy:
+            if claims is None:
+                self.say(f"{cell.where}: left out: {busy}")
             return False
-        key = cell.setup.name, cell.method
-        before = records.get(key)
-        with ExitStack() as stack:
-            try:
-                stack.enter_context(lock(out / cell.file))
-            except RunDirError as busy:
-                say(f"{cell.where}: left out: {busy}")
-                continue
-            if cell.setup.name in missing or (before is None and key in read(results, cell.protocol)):
-                continue
-            try:
-                if cell.protocol == "gradients" and cell.setup.name not in budgets:
-                    budgets = {cell.setup.name: GradientBudget(cell.setup, data_dir)}
-                work = _Work(cell, out / cell.file, data_dir, budget, show, budgets.get(cell.setup.name))
-                if again and before:
-                    record = work.look_again(before)
-                else:
-                    record = work.reuse(results) or work.confirm(before) or work.measure()
-            except DataError as error:
-                say(f"{cell.setup.name}: data missing: {error}")
-                missing.add(cell.setup.name)
-                continue
+        return True
+
+    def _measure(self, cell: Cell, missing: set[str], budgets: dict[str, GradientBudget]) -> bool:
+        """Run a cell that no other process has recorded meanwhile; False where it was interrupted."""
+        key, results = (cell.setup.name, cell.method), self.results
+        before = self.records.get(key)
+        if cell.setup.name in missing or read(results, cell.protocol).get(key) != before:
+            return True
+        try:
+            if cell.protocol == "gradients" and cell.setup.name not in budgets:
+                budgets.clear()
+                budgets[cell.setup.name] = GradientBudget(cell.setup, self.data_dir)
+            gradients = budgets.get(cell.setup.name)
+            work = _Work(cell, self.out / cell.file, self.data_dir, self.budget, self.show, gradients)
+            if self.again and before:
+                record = work.look_again(before)
+            else:
+                record = work.reuse(results) or work.confirm(before) or work.measure()
+        except DataError as error:
+            self.say(f"{cell.setup.name}: data missing: {error}")
+            missing.add(cell.setup.name)
+            return True
         if record is None:
             return False
         write(record, results)
-        say(f"{cell.where}: {record.status}{record.reason and f': {record.reason}'}")
-    return True
+        self.say(f"{cell.where}: {record.status}{record.reason and f': {record.reason}'}")
+        return True
 
 
 class _Work(NamedTuple):
@@ -265,7 +332,7 @@ def estimates(
         records = [record for (name, _), record in records_by_cell.items() if name == setup.name]
         cells_of_setup = [cell for cell in todo if cell.setup is setup]
         spent, searched = sum(r.minutes for r in records), setup.trials if setup.trials > 1 else 0
-        runs, share = searched * len(setup.tuning) + len(setup.seeds), setup.share_of(protocol)
+        runs, share = searched * len(setup.tuning) + len(setup.seeds), setup.decide_share(protocol)
         row = {"setup": setup.name, "clients": setup.title, "recorded": len(records), "due": len(cells_of_setup),
                "trials": setup.trials, "minutes so far": round(spent, 1), "share": share}  # fmt: skip
         rows.append(row)

@@ -8,8 +8,8 @@ import shlex
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,6 +93,7 @@ def reproduce(
     device: str = "cpu",
     budget: TimeBudget | None = None,
     show: Show = _quiet,
+    join: bool = False,
 ) -> RecipeSummary | None:
     """Run what is missing of a recipe; the summary is written after every variant.
 
@@ -108,6 +109,7 @@ def reproduce(
         device: where its runs and trials compute, as in ``[engine]``.
         budget: time that may be spent.
         show: shows progress.
+        join: share every variant's runs with other processes that make the same call, on machines that have the folder.
 
     Returns:
         The summary, not complete where the budget or the user ended it; None if nothing has a result.
@@ -139,7 +141,7 @@ def reproduce(
             chooses = next(iter(documents.values())) if document.get("choose", {}).get("once") else document
             listeners: tuple[Listener, ...] = (budget, lambda _event, note=note: note())  # type: ignore[misc]
             ended = budget.left > 0 and _variant(
-                recipe, scale, variant, document, chooses, folder, data_dir, workers, show, *listeners
+                recipe, scale, variant, document, chooses, folder, data_dir, workers, show, join, *listeners
             )
         done = summaries.summarise(recipe, scale, command, documents, out, samples)
         if done is not None and results is not None:
@@ -249,15 +251,17 @@ def verify(
 
 def _variant(
     recipe: Recipe, scale: Scale, variant: str, document: dict[str, Any], chooses: dict[str, Any], folder: Path,
-    data_dir: Path | None, workers: int | str, show: Show, *listeners: Listener,
+    data_dir: Path | None, workers: int | str, show: Show, join: bool, *listeners: Listener,
 ) -> bool:  # fmt: skip
     """Run one variant with the settings that are chosen on the document ``chooses``; whether it came to its end."""
     where = f"recipe {recipe.name}, {variant}"
 
     def run(document: Mapping[str, object], *, page: bool = False) -> bool:
         plan = Plan(experiment(document, where, workers), folder, data_dir)
-        with show(plan.rounds) as listener:
-            return all(outcome.status != "interrupted" for outcome in plan.run(listener, *listeners, page=page))
+        with show(plan.rounds) as listener, _unless_interrupted():
+            outcomes = plan.run(listener, *listeners, page=page, join=join)
+            return all(outcome.status != "interrupted" for outcome in outcomes)
+        return False
 
     def search(place: Path, searched: dict[str, Any]) -> bool:
         from fedloom.lab.tune import Tuning
@@ -266,14 +270,11 @@ def _variant(
             return experiment(document, where, workers)
 
         tuning = Tuning(search_of(searched), where, place, data_dir, read=read)
-        with show(tuning.rounds) as listener:
-            try:
-                write_choices(place, searched, tuning.run(lambda *_: None, listener, *listeners, tuned=False))
-            except RunStopped as stopped:
-                if stopped.reason is not Stop.INTERRUPTED:
-                    raise
-                return False
-        return True
+        with show(tuning.rounds) as listener, _unless_interrupted():
+            findings = tuning.run(lambda *_: None, listener, *listeners, tuned=False, join=join)
+            write_choices(place, searched, findings)
+            return True
+        return False
 
     if scale == "smoke":
         return run(first(document))
@@ -282,3 +283,13 @@ def _variant(
         if open_methods(searched, read_choices(place, searched)) and not search(place, searched):
             return False
     return run(chosen(document, choices_so_far(trials, chooses)), page=True)
+
+
+@contextmanager
+def _unless_interrupted() -> Iterator[None]:
+    """Leave the block where the user stops it."""
+    try:
+        yield
+    except RunStopped as stopped:
+        if stopped.reason is not Stop.INTERRUPTED:
+            raise

@@ -18,10 +18,12 @@ from fedloom.algorithms._messages import upload_type as upload_type
 from fedloom.algorithms._regulariser import Regulariser as Regulariser
 from fedloom.algorithms.admmlpproj import ADMMLpProj as ADMMLpProj
 from fedloom.algorithms.afl import AFL as AFL
+from fedloom.algorithms.analytic_fl import AnalyticFL as AnalyticFL
 from fedloom.algorithms.apfl import APFL as APFL
 from fedloom.algorithms.cfl import CFL as CFL
 from fedloom.algorithms.dbe import DBE as DBE
 from fedloom.algorithms.ditto import Ditto as Ditto
+from fedloom.algorithms.fed3r import Fed3R as Fed3R
 from fedloom.algorithms.fedacs import FedACS as FedACS
 from fedloom.algorithms.fedadmm import FedADMM as FedADMM
 from fedloom.algorithms.fedadmm_composite import FedADMMComposite as FedADMMComposite
@@ -38,6 +40,7 @@ from fedloom.algorithms.feddualavg import FedDualAvg as FedDualAvg
 from fedloom.algorithms.feddyn import FedDyn as FedDyn
 from fedloom.algorithms.fedem import FedEM as FedEM
 from fedloom.algorithms.fedfomo import FedFomo as FedFomo
+from fedloom.algorithms.fedhip import FedHiP as FedHiP
 from fedloom.algorithms.fedmid import FedMiD as FedMiD
 from fedloom.algorithms.fednova import FedNova as FedNova
 from fedloom.algorithms.fedopt import FedOpt as FedOpt
@@ -128,9 +131,24 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "fedopt": FedOpt,
     "gifair-fl": GIFAIR,
     "q-ffl": QFFL,
+    "analytic-fl": AnalyticFL,
+    "fed3r": Fed3R,
+    "fedhip": FedHiP,
 }
 
 REGISTRY: dict[str, type[Algorithm] | Preset] = {**ALGORITHMS, **PRESETS}
 """Every method by name: an algorithm, or a preset that names a composition."""
+
+
+def role_of(method: Algorithm | Composition) -> str:
+    """Return what a comparison takes a method for, whatever it is called.
+
+    "alone": clients train by themselves and send nothing; "average": the one model of FedAvg; "pooled": all samples in
+    one place; empty: any other method.
+    """
+    if isinstance(method, Composition):
+        return "pooled" if method.pooled else ""
+    return ("average" if type(method) is FedAvg else "") if upload_fields(type(method)) else "alone"
+
 
 __dir__ = lister(__name__)

@@ -102,6 +102,9 @@ class Algorithm(Value, ABC):
     weighs_partial: ClassVar[bool] = False
     """Its server weighs or its local problem tolerates clients that take fewer steps than others, so that a deadline
     may cut their work short (`affordable`)."""
+    counting_option: ClassVar[str] = ""
+    """The option with which its server's model is a mean over all clients (`counts_absent`), of a method whose server
+    takes whole changes of it with others, as ``"server_lr = 'fraction'"``."""
     projects: ClassVar[bool] = False
     """Works in a subspace; takes the matrix that a run replays (``ctx.projection``, ``work.projection``)."""
     family: ClassVar[str] = "consensus"
@@ -205,7 +208,7 @@ class Algorithm(Value, ABC):
         return Model(x0), Nothing(), None
 
     def down(self, server: Any, kept: Any, ctx: Ctx) -> Any:
-        """The download: fields ``[d]``, or ``[m, .]`` where clients differ; the first field is the received model.
+        """The download: fields ``[d]``, or ``[m, .]`` where clients differ; first the model, where uploads have one.
 
         By default the fields of the server's state that the annotation of `client`'s download names.
 
@@ -234,12 +237,15 @@ class Algorithm(Value, ABC):
     def received(self, down: Any, up: Any) -> Tensor:
         """The model ``[d]`` or ``[m, d]`` that clients started from; a channel gets the change to it.
 
-        By default the first field of the download.
+        By default the first field of the download; zeros where uploads carry no model.
 
         Args:
             down: what the clients received.
             up: their uploads, of which a channel changes no label.
         """
+        name = primary_field(type(self))
+        if upload_fields(type(self))[name].carries != "model":
+            return torch.zeros_like(getattr(up, name))
         received: Tensor = down[0]
         return received
 

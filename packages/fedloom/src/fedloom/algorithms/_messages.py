@@ -9,7 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args, get_
 
 from torch import Tensor
 
-from fedloom.errors import ConfigError, nearest
+from fedloom.errors import ConfigError
+from fedloom.hints import nearest
 from fedloom.rows.prox import Form, made_by
 from fedloom.values import Value
 
@@ -25,6 +26,7 @@ class Kind:
             the clients' shares, whatever the weigher.
         part: name of a mask of the algorithm (`Algorithm.part`): only those coordinates travel.
         label: the number of something, such as a cluster: a channel leaves it as it is.
+        carries: what a primary field carries. Only a model is a change to the first field of the download.
     """
 
     averaged: ClassVar[bool] = True
@@ -37,6 +39,7 @@ class Kind:
     accumulates: bool = False
     part: str | None = None
     label: bool = False
+    carries: Literal["model", "statistics", "head"] = "model"
 
     @property
     def single(self) -> bool:

@@ -68,6 +68,7 @@ class FedADMM(Algorithm):
     )
 
     paper: ClassVar[Mapping[str, Any]] = {"rho": 0.01, "server_lr": 1.0}
+    counting_option = "server_lr = 'fraction'"
 
     @property
     def counts_absent(self) -> bool:

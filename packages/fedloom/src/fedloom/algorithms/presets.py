@@ -10,7 +10,7 @@ from fedloom.algorithms._base import Algorithm, chosen_settings
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.fedprox import FedProx
 from fedloom.choose import Clustered, EquitableWeigher, FairFedWeigher, PowerOfChoice, Sampler, Weigher
-from fedloom.errors import unknown
+from fedloom.hints import unknown
 
 
 class Composition(NamedTuple):
@@ -61,6 +61,12 @@ class Preset:
     def released(self) -> Mapping[str, Any]:
         """The constants and variants of the paper's public code."""
         return self.algorithm.released
+
+    def makes(self, composition: Composition) -> bool:
+        """Whether a composition has the parts of this preset."""
+        parts = (composition.algorithm, composition.sampler, composition.weigher)
+        same = [None if part is None else type(part) for part in parts] == [self.algorithm, self.sampler, self.weigher]
+        return same and composition.pooled == self.pooled
 
     def __call__(self, **options: Any) -> Composition:
         """The composition with some options given.

@@ -1,43 +1,77 @@
-"""Analyses: questions to all clients whose answers are sums, and what is read off the models of a run."""
+"""Analyses: questions to all clients whose answers are sums, and what is read off the models of a run.
 
-from fedloom.analyses.form import MAX_QUESTION_BYTES, Analysis, AnalysisTerms, Bounds, Info, Question, Rules, State
-from fedloom.analyses.registry import ANALYSES, AnalysisRegistry
-from fedloom.analyses.rows import ClientRows, Schema, client_rows, dataset_rows, schema_of
-from fedloom.analyses.run import (
-    AnalysisResult,
-    Answer,
-    Ask,
-    SumRecord,
-    analysis_of,
-    analyze,
-    answer_question,
-    run_questions,
-    sum_answers,
-)
+Names are imported when they are first touched, so that the registry lists analyses without torch.
+"""
 
-__all__ = [
-    "ANALYSES",
-    "MAX_QUESTION_BYTES",
-    "Analysis",
-    "AnalysisRegistry",
-    "AnalysisResult",
-    "AnalysisTerms",
-    "Answer",
-    "Ask",
-    "Bounds",
-    "ClientRows",
-    "Info",
-    "Question",
-    "Rules",
-    "Schema",
-    "State",
-    "SumRecord",
-    "analysis_of",
-    "analyze",
-    "answer_question",
-    "client_rows",
-    "dataset_rows",
-    "run_questions",
-    "schema_of",
-    "sum_answers",
-]  # fmt: skip
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fedloom.lazy import getter
+
+if TYPE_CHECKING:
+    from fedloom.analyses.form import MAX_QUESTION_BYTES as MAX_QUESTION_BYTES
+    from fedloom.analyses.form import Analysis as Analysis
+    from fedloom.analyses.form import AnalysisTerms as AnalysisTerms
+    from fedloom.analyses.form import Bounds as Bounds
+    from fedloom.analyses.form import FurtherRun as FurtherRun
+    from fedloom.analyses.form import Info as Info
+    from fedloom.analyses.form import Question as Question
+    from fedloom.analyses.form import Rules as Rules
+    from fedloom.analyses.form import State as State
+    from fedloom.analyses.registry import ANALYSES as ANALYSES
+    from fedloom.analyses.registry import AnalysisRegistry as AnalysisRegistry
+    from fedloom.analyses.rows import ClientRows as ClientRows
+    from fedloom.analyses.rows import Schema as Schema
+    from fedloom.analyses.rows import client_rows as client_rows
+    from fedloom.analyses.rows import dataset_rows as dataset_rows
+    from fedloom.analyses.rows import schema_of as schema_of
+    from fedloom.analyses.run import AnalysisResult as AnalysisResult
+    from fedloom.analyses.run import Answer as Answer
+    from fedloom.analyses.run import Ask as Ask
+    from fedloom.analyses.run import SumRecord as SumRecord
+    from fedloom.analyses.run import analysis_of as analysis_of
+    from fedloom.analyses.run import analyze as analyze
+    from fedloom.analyses.run import answer_question as answer_question
+    from fedloom.analyses.run import run_questions as run_questions
+    from fedloom.analyses.run import sum_answers as sum_answers
+    from fedloom.analyses.script import ScriptedAnalysis as ScriptedAnalysis
+    from fedloom.analyses.script import Total as Total
+
+_WHERE = {
+    "ANALYSES": "fedloom.analyses.registry:ANALYSES",
+    "Analysis": "fedloom.analyses.form:Analysis",
+    "AnalysisRegistry": "fedloom.analyses.registry:AnalysisRegistry",
+    "AnalysisResult": "fedloom.analyses.run:AnalysisResult",
+    "AnalysisTerms": "fedloom.analyses.form:AnalysisTerms",
+    "Answer": "fedloom.analyses.run:Answer",
+    "Ask": "fedloom.analyses.run:Ask",
+    "Bounds": "fedloom.analyses.form:Bounds",
+    "ClientRows": "fedloom.analyses.rows:ClientRows",
+    "FurtherRun": "fedloom.analyses.form:FurtherRun",
+    "Info": "fedloom.analyses.form:Info",
+    "MAX_QUESTION_BYTES": "fedloom.analyses.form:MAX_QUESTION_BYTES",
+    "Question": "fedloom.analyses.form:Question",
+    "Rules": "fedloom.analyses.form:Rules",
+    "Schema": "fedloom.analyses.rows:Schema",
+    "ScriptedAnalysis": "fedloom.analyses.script:ScriptedAnalysis",
+    "State": "fedloom.analyses.form:State",
+    "SumRecord": "fedloom.analyses.run:SumRecord",
+    "Total": "fedloom.analyses.script:Total",
+    "analysis_of": "fedloom.analyses.run:analysis_of",
+    "analyze": "fedloom.analyses.run:analyze",
+    "answer_question": "fedloom.analyses.run:answer_question",
+    "client_rows": "fedloom.analyses.rows:client_rows",
+    "dataset_rows": "fedloom.analyses.rows:dataset_rows",
+    "run_questions": "fedloom.analyses.run:run_questions",
+    "schema_of": "fedloom.analyses.rows:schema_of",
+    "sum_answers": "fedloom.analyses.run:sum_answers",
+}
+
+__all__ = [*_WHERE]
+
+__getattr__ = getter(__name__, _WHERE)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -13,7 +13,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from fedloom.analyses.rows import ClientRows, Schema
+from fedloom.analyses.rows import ClientRows, Schema, schema_of
 from fedloom.errors import ConfigError, WireError
 from fedloom.values import Value, kind_of
 
@@ -169,12 +169,26 @@ class AnalysisTerms:
         return int(self.sizes.max())
 
 
+class FurtherRun(NamedTuple):
+    """A run that an analysis needs, and what becomes of its result.
+
+    Attributes:
+        setting: of the run.
+        fed: its clients.
+        measure: gives the rows of the analysis' table.
+    """
+
+    setting: Setting
+    fed: Federation
+    measure: Callable[[Result], pa.Table]
+
+
 class Analysis(Value):
     """Question of a whole federation, as a frozen value: options are its fields, its functions are pure.
 
     An analysis by sums has `start`, `question`, `bounds`, `answer`, `step` and `result`, and runs in process, at sites
     (plain or masked) and in a Flower app, with the same result. An analysis of a run has `measure`: it reads the models
-    of a `fedloom.engine.result.Result`. One that needs further runs has `units`, whose tables `measure_unit` makes.
+    of a `fedloom.engine.result.Result`. One that needs further runs has `units`.
     """
 
     kind: ClassVar[str]
@@ -197,6 +211,15 @@ class Analysis(Value):
             ConfigError: with what, where, what was got and what to do.
             Refused: the analysis makes no sense for these data.
         """
+
+    def check_run(self, fed: Federation, setting: Setting | None = None) -> None:
+        """Refuse a federation that the analysis cannot be of; see `check`."""
+        self.check(schema_of(fed.data), setting)
+
+    @property
+    def kept_columns(self) -> Sequence[str]:
+        """Columns, or bounds of them, that a table must keep beside those that models get."""
+        return ()
 
     @property
     def shows_rows(self) -> bool:
@@ -265,9 +288,20 @@ class Analysis(Value):
         """Return the table of an analysis that reads a run, and notes on it."""
         raise NotImplementedError
 
-    def units(self, setting: Setting, fed: Federation) -> Sequence[str]:
-        """Return the names of the further runs that the analysis needs of each method and seed."""
-        return ()
+    def units(self, setting: Setting, fed: Federation, result: Result) -> Iterator[FurtherRun]:
+        """Yield the further runs that the analysis needs of a method and seed, beside its own.
+
+        Args:
+            setting: of the run.
+            fed: its clients.
+            result: of the run, which went to its end.
+        """
+        yield from ()
+
+    @property
+    def runs_further(self) -> bool:
+        """Whether the analysis has further runs."""
+        return type(self).units is not Analysis.units
 
     @property
     def by_sums(self) -> bool:

@@ -42,4 +42,12 @@ class AnalysisRegistry(Mapping[str, "type[Analysis]"]):
         return len(self.places)
 
 
-ANALYSES = AnalysisRegistry({})
+ANALYSES = AnalysisRegistry(
+    {
+        "confusion": "fedloom.analyses.inspection:Confusion",
+        "groups": "fedloom.analyses.patients:Groups",
+        "importance": "fedloom.analyses.importance:Importance",
+        "predictions": "fedloom.analyses.patients:KeptPredictions",
+        "tsne": "fedloom.analyses.inspection:Tsne",
+    }
+)

@@ -28,7 +28,7 @@ class Schema:
         outputs: outputs that a model of the task has.
         target_ranges: agreed range of every number of a target; None where there is none.
         levels: names of the codes of every kept column.
-        is_table: whether samples are rows of a table.
+        is_table: whether a sample is a row of columns.
     """
 
     name: str
@@ -58,6 +58,7 @@ class ClientRows:
         subjects: ``[N]`` int64 numbers of the people or things that the rows are of.
         columns: codes ``[N]`` int64 of every kept column of the schema.
         fetch: gives the inputs ``[b, *shape]`` of rows ``[b]`` as a model gets them.
+        place: number of the client among the sizes of the terms.
         models: the models of a run by kind ("global", "personal", "hybrid"), each a function of inputs; empty without.
     """
 
@@ -67,6 +68,7 @@ class ClientRows:
     subjects: Tensor
     columns: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     fetch: Callable[[Tensor], Tensor] | None = None
+    place: int = 0
     models: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict[str, Callable[[Tensor], Tensor]])
 
     def __len__(self) -> int:
@@ -104,16 +106,10 @@ def schema_of(data: Dataset) -> Schema:
     width = data.x[0].numel() if len(data) else 0
     columns = Table.numeric(max(width, 1)).columns if table is None else table.columns
     targets = 1 if data.y.ndim == 1 else data.y.shape[1]
-    return Schema(
-        data.name,
-        data.task,
-        columns,
-        data.classes,
-        data.outputs,
-        (None,) * targets,
-        dict(data.levels),
-        table is not None,
-    )
+    is_table = table is not None or (data.x.ndim == 2 and not data.vocabulary)
+    ranges = (None,) * targets
+    levels = dict(data.levels)
+    return Schema(data.name, data.task, columns, data.classes, data.outputs, ranges, levels, is_table)
 
 
 def client_rows(
@@ -134,7 +130,7 @@ def client_rows(
     def fetch(some: Tensor) -> Tensor:
         return fed.fetch(rows[some].to(fed.device))
 
-    return _rows_of(fed.data, rows, part, fetch, models or {})
+    return _rows_of(fed.data, rows, part, fetch, client, models or {})
 
 
 def dataset_rows(data: Dataset) -> dict[str, ClientRows]:
@@ -143,7 +139,7 @@ def dataset_rows(data: Dataset) -> dict[str, ClientRows]:
     names = ("all",) if data.users is None else data.user_names
     places = {name: (owner == k).nonzero().flatten() for k, name in enumerate(names)}
     train = {name: torch.zeros(len(rows), dtype=torch.long) for name, rows in places.items()}
-    return {name: _rows_of(data, rows, train[name], None, {}) for name, rows in places.items()}
+    return {name: _rows_of(data, rows, train[name], None, k, {}) for k, (name, rows) in enumerate(places.items())}
 
 
 def with_ranges(schema: Schema, clients: Mapping[str, ClientRows]) -> tuple[Schema, list[str]]:
@@ -164,8 +160,8 @@ def with_ranges(schema: Schema, clients: Mapping[str, ClientRows]) -> tuple[Sche
 
 
 def _range(values: Tensor) -> Range | None:
-    seen = values[values.isfinite()]
-    return (float(seen.min()), float(seen.max())) if len(seen) else None
+    finite = values[values.isfinite()]
+    return (float(finite.min()), float(finite.max())) if len(finite) else None
 
 
 def _table_of(data: Dataset) -> Table | None:
@@ -178,6 +174,7 @@ def _rows_of(
     rows: Tensor,
     part: Tensor,
     fetch: Callable[[Tensor], Tensor] | None,
+    place: int,
     models: Mapping[str, Callable[[Tensor], Tensor]],
 ) -> ClientRows:
     raw = data.x if data.fitted is None else data.fitted.raw
@@ -190,4 +187,4 @@ def _rows_of(
     if not data.classed:
         y = y * data.unit + data.centre if data.task == "regression" else y
     columns = {name: codes.cpu()[rows] for name, codes in data.columns.items()}
-    return ClientRows(x, y, part, torch.arange(len(rows)), columns, fetch, models)
+    return ClientRows(x, y, part, torch.arange(len(rows)), columns, fetch, place, models)

@@ -126,7 +126,7 @@ def analyze(
     value = analysis_of(analysis, options)
     agreed = rules if isinstance(rules, Rules) else Rules(**(rules or {}))
     if isinstance(clients, Result) and not value.by_sums:
-        value.check(schema_of(clients.job.eval_fed.data), clients.job.setting)
+        value.check_run(clients.job.eval_fed, clients.job.setting)
         table, notes = value.measure(clients)
         return AnalysisResult(value, table, notes=tuple(notes))
     require_questions(value)
@@ -346,8 +346,8 @@ def clients_of(clients: Any, analysis: Analysis) -> tuple[Schema, dict[str, Clie
     if unagreed:
         more = ", ..." if len(unagreed) > 5 else ""
         notes.append(
-            f"nobody has agreed on ranges of {', '.join(unagreed[:5])}{more}: here they are as wide as the columns; real "
-            "sites must agree on them"
+            f"nobody has agreed on ranges of {', '.join(unagreed[:5])}{more}: here they are as wide as the columns; "
+            "real sites must agree on them"
         )
     return schema, rows, notes
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from fedloom.choose.weighers import EquitableWeigher
 from fedloom.data.dataset import MISSING
 from fedloom.data.federation import Federation
-from fedloom.errors import ConfigError, Refused, RunStopped, Stop, unknown
+from fedloom.errors import ConfigError, Refused, RunStopped, Stop
+from fedloom.hints import unknown
 from fedloom.local import Ctx, Work, descend
 from fedloom.local.oracles import Network, chunk_count, chunk_limit
 from fedloom.rows.attacks import Attack

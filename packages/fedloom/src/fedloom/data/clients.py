@@ -11,7 +11,7 @@ import numpy as np
 from fedloom.data.dataset import Dataset
 from fedloom.data.partition import Writers
 from fedloom.data.samples import named_pair
-from fedloom.data.sides import are_many, batches_given, most_classes, refuse_unlike, side_of
+from fedloom.data.sides import are_many, batches_given, joined_roles, most_classes, refuse_unlike, side_of
 from fedloom.data.sources.table.frames import is_frame
 from fedloom.errors import ConfigError, DataError
 
@@ -38,7 +38,8 @@ def as_federation(
         test: fraction of a client's samples for its test part, where it comes without one.
         validation: fraction of a client's training samples (where it comes without a test set, of all) for validation.
         seed: of the cuts.
-        options: of the data set: ``task``, ``name``, ``classes``, ``mean``, ``std``, ``channels_last``, ``vocabulary``.
+        options: of the data set: ``task``, ``name``, ``classes``, ``mean``, ``std``, ``channels_last``, ``vocabulary``;
+            ``subject``, ``order`` and ``strata`` are entries of clients that are dictionaries with ``x`` and ``y``.
 
     Raises:
         ConfigError: it is no list or mapping of clients, or some come with a test set and others without one.
@@ -91,6 +92,8 @@ def as_federation(
     owners = [f"{place:0{width}}" for k in range(len(sides[0]))
               for place, parts in enumerate(sides) for _ in range(len(parts[k].x))]  # fmt: skip
     classes = most_classes(side for parts in sides for side in parts)
+    in_order = [_sides(client, both)[k] for k in range(len(sides[0])) for client in named.values()]
+    options = {**joined_roles(in_order, name), **options}
     options = {"users": np.array(owners), "name": name, "classes": classes, "channels_last": False, **options}
     data = Dataset.of(tuple(joined[0]), **options, **({"test": tuple(joined[1])} if both else {}))
     cut = Writers(test=0.0 if both else test, validation=validation, test_from="users" if both else "own")

@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from fedloom.data.text import wrong_labels, wrong_range, wrong_tokens
-from fedloom.errors import DataError, NoSamples, direction_in, nearest
+from fedloom.errors import DataError, NoSamples, direction_in
+from fedloom.hints import nearest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from fedloom.data.subjects.design import Design
     from fedloom.data.tables import Fitted
 
 Task = Literal["classification", "binary", "regression", "survival", "count"]
@@ -90,6 +92,8 @@ class Dataset:
         notes: sentences on how the source was read, for the report.
         conversion: ``factors`` that columns of a table were multiplied by, and the column ``users`` that names the
             client of a row; empty without factors.
+        design: whose rows belong together, in which order they came, and which are the test part; None: rows are on
+            their own.
         original_dtype: numpy's name of the type that the features had before they became `x`, such as ``"int64"``, or
             ``"uint8"`` where `x` has bytes divided by 255; empty: they are as they were given.
 
@@ -119,6 +123,7 @@ class Dataset:
     notes: tuple[str, ...] = ()
     conversion: Mapping[str, Any] = field(default_factory=dict[str, Any])
     original_dtype: str = ""
+    design: Design | None = None
 
     def __post_init__(self) -> None:
         n = len(self.x)
@@ -129,6 +134,7 @@ class Dataset:
         if len(self.classes) > MOST_CLASSES:
             raise DataError(f"{self.name}: {len(self.classes):,} classes; {TOO_MANY}")
         problems = [*self._wrong_x(), *self._wrong_y(n), *self._wrong_scale()]
+        problems += [] if self.design is None else self.design.wrong(n)
         for what, codes, names in self._coded():
             if len(codes) != n:
                 problems.append(f"{what} has {len(codes)} codes for {n} samples; give one per sample")

@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from fedloom.errors import DataError, PartitionError, unknown
+from fedloom.data.subjects.cut import mixed_subjects
+from fedloom.errors import DataError, PartitionError, direction_in
+from fedloom.hints import unknown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -48,7 +51,7 @@ class Federation:
     Raises:
         PartitionError: a client without training samples.
         DataError: positions outside the data, offsets that do not fit, data whose `prepare` was not applied, or was not
-            to a sample of a part.
+            to a sample of a part; or a subject in two parts.
     """
 
     data: Dataset
@@ -69,6 +72,8 @@ class Federation:
             raise DataError(
                 f"{self.data.name}: its scaling is fitted per client; use a partition to build the federation"
             )
+        if disguised := direction_in(self.data.name, *self.names):
+            raise DataError(f"clients: {disguised}")
         for part in PARTS:
             index, offsets = self.parts[part]
             steps = offsets.diff()
@@ -81,6 +86,7 @@ class Federation:
             self._check_ready(part, held)
         if self.test is not None:
             self._check_ready("the common test set", self.test)
+        self._check_subjects()
         empty: list[int] = (self.sizes("train") == 0).nonzero().flatten().tolist()
         if empty or self.n == 0:
             who = f"clients {empty[:8]} have no training sample" if empty else "there are no clients"
@@ -101,6 +107,27 @@ class Federation:
             raise DataError(
                 f"{self.data.name}: {part} has {len(bare)} samples whose columns were scaled for no client (first: "
                 f"sample {int(bare[0])}); let the partition deal them to a client, in Draw.dealt or Draw.test"
+            )
+
+    def _check_subjects(self) -> None:
+        """Refuse a subject in two parts, be it of two clients; the common test set is one with the test parts.
+
+        Raises:
+            DataError: there is one.
+        """
+        design = self.data.design
+        if design is None or design.subject is None:
+            return
+        parts = {part: self.parts[part].index.cpu().numpy() for part in PARTS}
+        if self.test is not None:
+            parts["test"] = np.concatenate([parts["test"], self.test.cpu().numpy()])
+        if (mixed := mixed_subjects(design, parts)) is not None:
+            first, second, row = mixed
+            raise DataError(
+                f"{self.data.name}: a subject ({design.subject_name!r}) is in the {first} part and in the {second} "
+                f"part (row {row}); keep each subject in one part of all clients, mark its rows alike, or let a "
+                "partition cut the parts (of data with an official test set with pool = true); put the client's name "
+                "before numbers that every client counts anew"
             )
 
     @classmethod

@@ -13,11 +13,13 @@ from fedloom.data.dataset import MISSING, Dataset
 from fedloom.data.sources import Source
 from fedloom.data.sources.table.reading import TableSource
 from fedloom.data.tables import is_number
-from fedloom.errors import ConfigError, nearest
+from fedloom.errors import ConfigError
+from fedloom.hints import unknown
 
 BOUND = re.compile(r"(.+?)\s*(>=|<=|>|<)\s*([-+]?[\d.]+(?:[eE][-+]?\d+)?)")
 COMPARE = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
 OPPOSITE = {">=": "<", "<=": ">", ">": "<=", "<": ">="}
+ROUNDING = 1e-6
 MOST_LEVELS = 20
 """Levels of a column that are groups of their own."""
 
@@ -46,27 +48,23 @@ def groups_of(data: Dataset, choices: Sequence[str]) -> Mapping[str, Tensor]:
     for choice in choices:
         name, bound = column_of(choice), BOUND.fullmatch(choice.strip())
         if name not in data.columns:
-            raise ConfigError(
-                f"evaluate.groups: the data have no column {name!r}; {nearest(name, data.columns)}",
-                rule="groups-missing",
-                fix="name a column of the table in {evaluate.groups}, or leave it out",
-            )
+            raise unknown("column", name, data.columns, "groups, of the columns of a table")
         codes, levels = data.columns[name], data.levels[name]
         if bound is None:
             if len(levels) > MOST_LEVELS:
                 raise ConfigError(
-                    f"evaluate.groups: {name!r} has {len(levels)} levels, and at most {MOST_LEVELS} are groups",
+                    f"groups: {name!r} has {len(levels)} levels",
                     rule="groups-too-many",
-                    fix=f"give a bound, as {{evaluate.groups = ['{name}>=50']}}",
+                    fix=f"give a bound, such as '{name}>=50'",
                 )
             groups |= {f"{name}={level}": codes == k for k, level in enumerate(levels) if level != MISSING}
             continue
         wrong = next((level for level in levels if level != MISSING and not is_number(level)), None)
         if wrong is not None:
             raise ConfigError(
-                f"evaluate.groups: {name!r} has {wrong!r}, which is no number",
+                f"groups: {name!r} has {wrong!r}, which is no number",
                 rule="groups-without-numbers",
-                fix=f"leave out the bound: {{evaluate.groups = ['{name}']}}",
+                fix="leave out the bound",
             )
         values = torch.tensor([float(level or "nan") for level in levels], dtype=torch.float64)[codes]
         for sign in (bound[2], OPPOSITE[bound[2]]):
@@ -89,7 +87,7 @@ def group_names(choices: Sequence[str], levels: Mapping[str, Sequence[str]]) -> 
         column, bound = column_of(choice), BOUND.fullmatch(choice.strip())
         if bound is None and column not in levels:
             raise ConfigError(
-                f"evaluate.groups: sites have not agreed on the levels of {column!r}; give a bound, such as "
+                f"groups: sites have not agreed on the levels of {column!r}; give a bound, such as "
                 f"'{column}>=50', or name it with its levels in the agreement (scoring = true keeps it from the models)"
             )
         signs = levels[column] if bound is None else (bound[2], OPPOSITE[bound[2]])
@@ -113,7 +111,7 @@ def published(members: Tensor, choice: Sequence[int], counts: Tensor, least: int
         counts: ``[N, q]`` of every row 1, and 1 in each kind of row of which there must be enough, such as its class.
         least: fewest rows of every kind in a set.
     """
-    is_open = [not bool(group.any()) or _enough(counts[group].sum(0), least) for group in members]
+    is_open = [not bool(group.any()) or enough(counts[group].sum(0), least) for group in members]
     patterns, place = members.T.unique(dim=0, return_inverse=True)
     groups, alike = patterns.T.double(), torch.eye(len(patterns), dtype=torch.float64)
     weights = torch.zeros(len(patterns), counts.shape[1], dtype=torch.float64).index_add(0, place, counts.double())
@@ -126,7 +124,7 @@ def published(members: Tensor, choice: Sequence[int], counts: Tensor, least: int
         for j in shown:
             sets += [overlap for k in shown for overlap in (groups[j] * groups[k], groups[j] * (1 - groups[k]))]
         basis = torch.cat([everything, groups[shown]])
-        small = (rows for rows in sets if bool(rows.any()) and not _enough(rows @ weights, least))
+        small = (rows for rows in sets if bool(rows.any()) and not enough(rows @ weights, least))
         exposed = next((rows for rows in small if not bool(rows.all()) and _follows(rows, basis)), None)
         if exposed is None:
             return is_open
@@ -135,8 +133,17 @@ def published(members: Tensor, choice: Sequence[int], counts: Tensor, least: int
         is_open[next((k for k in by_size if not _follows(exposed, rest[k])), by_size[0])] = False
 
 
-def row_counts(task: str, y: Tensor, outputs: int) -> Tensor:
+def subjects_of(data: Dataset) -> Tensor | None:
+    """Return the subject ``[N]`` of each row, numbered from 0; None where subjects are not known."""
+    design = data.design
+    return None if design is None or design.subject is None else torch.from_numpy(design.units)
+
+
+def row_counts(task: str, y: Tensor, outputs: int, units: Tensor | None = None) -> Tensor:
     """Return of every row 1, and 1 in each kind of row of which there must be enough: a class, or events.
+
+    Where subjects are known, a row counts as its part of the subject's rows of that kind, so that a sum over rows is at
+    most the number of their subjects.
 
     What is published of a group has numbers of rows and of right predictions by class, for every class. A class of
     which the group has no row is a kind too: it follows that no patient of the group is of this class.
@@ -145,9 +152,10 @@ def row_counts(task: str, y: Tensor, outputs: int) -> Tensor:
         task: of the data.
         y: ``[N]`` targets, ``[N, k]`` where they are numbers; of sequences ``[N, L]``, -1 where there is none.
         outputs: of a model of these data, for several classes one of each.
+        units: subject ``[N]`` of each row, numbered from 0; None: each row is one.
 
     Returns:
-        0 or 1, float32 ``[N, q]``.
+        0 to 1, float64 ``[N, q]``.
     """
     kinds = [torch.ones(len(y))]
     if task in ("binary", "classification"):
@@ -155,11 +163,16 @@ def row_counts(task: str, y: Tensor, outputs: int) -> Tensor:
         kinds += [(classes == k).any(1).float() for k in range(2 if task == "binary" else outputs)]
     if task == "survival":
         kinds.append((y[:, 1] > 0).float())
-    return torch.stack(kinds, 1)
+    counts = torch.stack(kinds, 1).double()
+    if units is None:
+        return counts
+    of_subject = torch.zeros(int(units.max()) + 1 if len(units) else 0, counts.shape[1], dtype=torch.float64)
+    return counts / of_subject.index_add(0, units, counts)[units].clamp(min=1)
 
 
-def _enough(counts: Tensor, least: int) -> bool:
-    return bool((counts >= least).all())
+def enough(counts: Tensor, least: int) -> bool:
+    """Return whether there is enough of every kind; parts of a subject's rows may miss 1 by their rounding."""
+    return bool((counts >= least - ROUNDING).all())
 
 
 def _follows(rows: Tensor, basis: Tensor) -> bool:
@@ -178,7 +191,7 @@ def keeping(source: Source, groups: Sequence[str]) -> Source:
     if not columns:
         return source
     if not isinstance(source, TableSource):
-        raise ConfigError("evaluate.groups needs a table with named columns in [data]")
+        raise ConfigError("groups of rows need a table with named columns in [data]")
     keeps: Source = source.with_(kept=tuple(dict.fromkeys((*source.kept, *columns))))
     return keeps
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 from torch.nn import functional
 
@@ -17,10 +17,11 @@ from fedloom.data.partition.deal import Dealt
 from fedloom.data.partition.parts import cut_parts
 from fedloom.data.pixels import came_as_bytes, refuse_other_numbers
 from fedloom.data.sources.table.frames import is_frame
+from fedloom.data.subjects.cut import Quota
 from fedloom.data.survey.agreement import Agreement
 from fedloom.data.tables import Table, TableColumn
 from fedloom.data.text import NO_LABEL, UNKNOWN, recoded, wrong_tokens
-from fedloom.errors import ConfigError, DataError
+from fedloom.errors import ConfigError, DataError, direction_in
 from fedloom.seeds import numpy_generator
 from fedloom.values import Value
 
@@ -51,6 +52,12 @@ class InputSpec(Value):
     table: Table | None = Field(None, description="columns that the features come from")
     vocabulary: tuple[str, ...] = Field((), description="names of the tokens of sequences")
     each: bool = Field(False, description="every position of a sequence has a label")
+
+    @model_validator(mode="after")
+    def _shows_its_names(self) -> InputSpec:
+        if disguised := direction_in(*self.classes, *self.vocabulary):
+            raise ValueError(disguised)
+        return self
 
     @classmethod
     def of(cls, data: Dataset) -> InputSpec:
@@ -142,6 +149,7 @@ class InputSpec(Value):
             unit=self.unit,
             vocabulary=self.vocabulary,
             original_dtype=data.original_dtype,
+            design=data.design,
         )
 
     @on_cpu()
@@ -252,9 +260,9 @@ def lone_client(data: Dataset, holdout: float = 0.0, seed: int = 0) -> Federatio
         raise ConfigError(f"holdout must be at least 0 and below 1, got {holdout}")
     dealt = Dealt(np.arange(len(data)), np.array([0, len(data)]))
     y = None if data.labels is None else data.labels.numpy()
-    cut = cut_parts(dealt, y, holdout, 0.0, None, None, None, numpy_generator(seed, purpose="parts"))
+    cut = cut_parts(dealt, y, Quota(holdout, 0.0), numpy_generator(seed, purpose="parts"), data.design)
     if data.prepare is not None:
-        data = prepared(data, dealt, cut["train"], pool=True)
+        data = prepared(data, dealt, cut["train"])
     parts = {part: Split(torch.from_numpy(d.index), torch.from_numpy(d.offsets)) for part, d in cut.items()}
     return Federation(data, parts, ("new",), seed=seed)
 

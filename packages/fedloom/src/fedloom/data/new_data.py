@@ -53,7 +53,12 @@ class NewData(NamedTuple):
             DataError: it is missing or damaged.
             ConfigError: an unknown name.
         """
-        return self.source(data, facts).read(data_dir)
+        reader = self.source(data, facts)
+        if isinstance(reader, TableSource) and reader.chosen:
+            with reader.open(data_dir) as raw:  # whose rows need no subject, unless they are cut once more
+                names = raw.names
+            reader = reader.with_(**reader.absent(names))
+        return reader.read(data_dir)
 
     def rows(
         self, facts: InputSpec, data: object, data_dir: str | Path | None = None, keep: Sequence[str] = ()

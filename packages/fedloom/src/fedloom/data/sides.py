@@ -21,6 +21,7 @@ from torch.utils.data import Dataset as TorchDataset
 from fedloom.data.samples import PAIRS, Stack, named_pair, paired, stacked, stacked_hub, stacked_torch
 from fedloom.data.sources.array_data import channels_first, plain
 from fedloom.data.sources.table.frames import class_names, frame_names, is_frame, is_hub
+from fedloom.data.subjects.design import SAMPLE_ROLES
 from fedloom.errors import ConfigError, DataError
 
 LABELS = ("label", "labels", "fine_label", "target", "y")
@@ -67,6 +68,21 @@ class Side(NamedTuple):
 def most_classes(sides: Iterable[Side]) -> tuple[str, ...]:
     """The classes of sets that number them alike: those of the set that declares most."""
     return max((side.classes for side in sides), key=len)
+
+
+def joined_roles(sides: Sequence[object], name: str) -> dict[str, NDArray[Any]]:
+    """Return what dictionaries say of every sample beside features and targets, one set after the other, by role.
+
+    Raises:
+        DataError: some of the sets have a role and others do not.
+    """
+    by_role = {
+        role: [side[role] for side in sides if isinstance(side, Mapping) and role in side] for role in SAMPLE_ROLES
+    }
+    if odd := [role for role, values in by_role.items() if values and len(values) < len(sides)]:
+        some = f"{len(by_role[odd[0]])} of {len(sides)} sets"
+        raise DataError(f"{name}: {some} have {odd[0]!r}; give it with all, or none")
+    return {role: np.concatenate([np.asarray(v) for v in values]) for role, values in by_role.items() if values}
 
 
 def refuse_unlike(name: str, sides: Mapping[str, Side], tokens: bool = False) -> None:
@@ -228,7 +244,9 @@ def _unread(obj: Mapping[str, Any], name: str) -> tuple[str, ...]:
         ConfigError: features and targets beside which the dictionary has a test set.
     """
     x, y = next(pair for pair in PAIRS if pair[0] in obj and pair[1] in obj)
-    unused = [key for key in obj if key not in (x, y, "users", "frame")]  # of scikit-learn, which holds both
+    unused = [
+        key for key in obj if key not in (x, y, "users", "frame", *SAMPLE_ROLES)
+    ]  # of scikit-learn, which holds both
     if tests := [key for key in unused if "test" in str(key).lower().split("_")]:
         raise ConfigError(
             f"{name}: {tests[0]!r} beside {x!r} and {y!r} would not be read; give {{'train': (x, y), 'test': (x, y)}}"

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from fedloom.errors import DataError
+from fedloom.errors import DataError, direction_in
 from fedloom.values import Value
 
 MARKERS = (
@@ -100,6 +100,12 @@ class TableColumn(Value):
     scale: bool = Field(default=True, description="whether a number is centred and scaled")
     unit: str = Field(default="", description="unit of a number, where it was agreed on")
     range: tuple[float, float] | None = Field(default=None, description="smallest and largest plausible number")
+
+    @model_validator(mode="after")
+    def _shows_its_names(self) -> TableColumn:
+        if disguised := direction_in(self.name, *self.names, self.unit):
+            raise ValueError(disguised)
+        return self
 
 
 class Table(Value):

@@ -5,24 +5,31 @@ Of several ranks, the first reads and writes for all.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import time
 from collections.abc import Mapping
+from inspect import getmembers, isfunction
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from fedloom.engine.job import Job
+from fedloom.engine.records import Records
 from fedloom.engine.setting import Setting
 from fedloom.engine.state import State, Times
-from fedloom.errors import ConfigError, Stop
+from fedloom.errors import ConfigError, RunDirError, Stop
 from fedloom.imports import source_of
 from fedloom.models.spec import weights_content
 from fedloom.schedule import Trace
 from fedloom.storage.checkpoint import Checkpoints
+from fedloom.values import Value
 from fedloom.version import __version__
+
+UNATTACKED = "no attacker took part in any round: none was attacked"
+"""Note on a run after its last round."""
 
 
 class Resumed(NamedTuple):
@@ -55,7 +62,7 @@ class RunCheckpoints:
 
     def __init__(self, job: Job, folder: Path | None, mark: str | None = None, *, every_round: bool = False) -> None:
         self._job, self._stores = job, job.stores
-        self._saves, self.every_round = folder is not None, every_round
+        self._saves, self.every_round, self._extends = folder is not None, every_round, mark is None
         self._checkpoints = None if folder is None or job.ranks.rank > 0 else Checkpoints(folder)
         self._mark = "" if self._checkpoints is None else mark or fingerprint(job)
         self._numbers = {**job.setting.numbers(), **job.replay.marks()}
@@ -77,15 +84,42 @@ class RunCheckpoints:
     def _resume(self, start: State) -> Resumed:
         if self._checkpoints is None:
             return Resumed(start)
-        loaded = self._checkpoints.resume(self._mark, self._stores, self._numbers)
+        shorter = self._shorter(self._checkpoints)
+        job = self._job if shorter is None else _with_rounds(self._job, shorter)
+        mark, numbers = (self._mark, self._numbers) if shorter is None else (fingerprint(job), job.setting.numbers())
+        loaded = self._checkpoints.resume(mark, self._stores, {**numbers, **job.replay.marks()})
         if loaded is None:
             return Resumed(start)
         meta = loaded.meta
         times = Times.resumed(meta["seconds"], meta.get("firsts", [0]))
         state = start.restored(meta["round"], loaded.tensors, [*meta["notes"], *loaded.warnings], times)
+        if shorter is not None:  # what was measured and noted because that round was the last
+            records = Records([r for r in state.records.items if r.round < shorter], state.records.ids)
+            notes = tuple(note for note in state.notes if note != UNATTACKED)
+            return Resumed(state.with_(records=records, notes=notes))
         stop = Stop[meta["stop"]] if meta["stop"] else None
         ended = None if stop is None or stop.resumable else stop
         return Resumed(state, ended, meta["detail"], meta.get("diverged"), meta["more"])
+
+    def _shorter(self, checkpoints: Checkpoints) -> int | None:
+        """Rounds of a run that has ended in the folder after fewer rounds than this one, which goes on from there.
+
+        Raises:
+            RunDirError: something in it depends on the number of rounds, so that the longer run is another one.
+        """
+        meta, rounds = checkpoints.meta() if self._extends else None, self._job.setting.rounds
+        before: dict[str, Any] = (meta or {}).get("numbers") or {}
+        ended = int(before.get("rounds", rounds))
+        if meta is None or not meta["stop"] or meta["round"] != ended or ended >= rounds:
+            return None
+        changed = {k for k, value in json.loads(json.dumps(self._numbers)).items() if before.get(k) != value}
+        derived = [k.removeprefix("algorithm.") for k in sorted(changed) if k.startswith("algorithm.")]
+        if depending := derived or find_round_readers(self._job.setting):
+            raise RunDirError(
+                f"{checkpoints.folder} holds a run of {ended} rounds, and {', '.join(depending)} depends on the number "
+                f"of rounds: one of {rounds} is another run; choose another --out folder, or start anew with --force"
+            )
+        return ended
 
     def save(
         self, state: State, stop: Stop | None = None, detail: str = "", diverged: int | None = None, **extras: Any
@@ -111,6 +145,28 @@ class RunCheckpoints:
             and not self.every_round
             and time.monotonic() - self._saved >= self._job.setting.engine.checkpoint_every
         )
+
+
+def find_round_readers(setting: Setting) -> list[str]:
+    """Name the choices of a run whose code reads the number of rounds, as ``weigher.beta``: by what is not given."""
+    options_open = list[str]()
+    parts = {"algorithm": setting.method, **{name: value for name, value in setting if isinstance(value, Value)}}
+    for name, part in parts.items():
+        for title, function in getmembers(type(part), isfunction):
+            read = function.__code__.co_names
+            if "rounds" not in read or title == "derived":
+                continue
+            options = [option for option in read if option in type(part).model_fields]
+            left = [option for option in options if not getattr(part, option)]
+            options_open += [f"{name}.{left[0]}"] if left else [] if options else [f"{name} ({type(part).__name__})"]
+    return list(dict.fromkeys(options_open))
+
+
+def _with_rounds(job: Job, rounds: int) -> Job:
+    """The run with another number of rounds, and the same stores."""
+    other = copy.copy(job)
+    other.__dict__.update(setting=job.setting.with_(rounds=rounds))
+    return other
 
 
 def fingerprint(job: Job) -> str:

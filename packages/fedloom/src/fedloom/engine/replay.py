@@ -12,7 +12,8 @@ from torch import Tensor
 
 from fedloom.algorithms import Algorithm
 from fedloom.choose import Sampler, Uniform
-from fedloom.errors import ConfigError, Refused, nearest
+from fedloom.errors import ConfigError, Refused
+from fedloom.hints import nearest
 from fedloom.local.batches import FixedBatches
 from fedloom.rows.layout import Layout
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypedDict, Unpack
 
-from pydantic import AfterValidator, Field, NonNegativeInt, PlainValidator
+from pydantic import AfterValidator, Field, PlainValidator, model_validator
 from torch import nn
 
-from fedloom.algorithms import REGISTRY, Algorithm, Composition
+from fedloom.algorithms import REGISTRY, Algorithm, Composition, Preset, role_of
 from fedloom.choose import MIXERS, SAMPLERS, WEIGHERS, Mixer, Sampler, SharesWeigher, Uniform, UniformWeigher, Weigher
-from fedloom.engine.tables import SettingTable, home_of
-from fedloom.errors import ConfigError, unknown
+from fedloom.data.partition import PARTITIONS, Partition
+from fedloom.engine.checks.moved import check_moved
+from fedloom.engine.tables import NamedMethod, SettingTable
+from fedloom.hints import Places, unknown
 from fedloom.local import LocalSGD
 from fedloom.models import KINDS, Augment, ModelSpec, Softmax
 from fedloom.rows.aggregate import AGGREGATORS, Aggregator
@@ -19,8 +21,7 @@ from fedloom.rows.attacks import ATTACKS, Attack
 from fedloom.rows.channel import CHANNELS, Channel
 from fedloom.schedule import DEVICES, SCHEDULES, Devices, Schedule, Synchronous
 from fedloom.tasks import Objective
-from fedloom.tasks.cox_choice import CoxRegression
-from fedloom.values import Value, choose, dump, flat, make
+from fedloom.values import Value, dump, fields_of, flat, make
 
 Part = Literal["train", "validation", "test"]
 
@@ -28,9 +29,11 @@ Part = Literal["train", "validation", "test"]
 class Evaluate(Value):
     """When and on what models are scored. Nothing here changes what is learned."""
 
-    free: ClassVar[tuple[str, ...]] = (
-        "confusion", "tsne", "groups", "group_least", "predictions", "importance", "references", "cox"
-    )  # fmt: skip
+    @model_validator(mode="before")
+    @classmethod
+    def _analyses_apart(cls, options: object) -> object:
+        check_moved("evaluate", options)
+        return options
 
     every: int = Field(5, ge=1, description="rounds between evaluations; the last round is always evaluated")
     select_on: Literal["validation", "test"] = Field(
@@ -52,30 +55,6 @@ class Evaluate(Value):
         False,
         description="train personal models for the evaluation before round 1, which else scores initial ones; those "
         "that FedAvg-FT, FedBABU and Per-FedAvg tune for an evaluation are tuned there, too",
-    )
-    confusion: bool = Field(
-        False, description="count predicted classes by true class on every client's test part, at the end"
-    )
-    groups: tuple[str, ...] = Field(
-        (), description="columns, or bounds such as 'age>=75', by whose groups test parts are scored, at the end"
-    )
-    group_least: int = Field(
-        10, ge=2, description="rows of a group, and of each class or events among them, below which it is not scored"
-    )
-    predictions: bool = Field(
-        False, description="keep the prediction of every test sample, at the end: calibration, net benefit, who gains"
-    )
-    importance: bool = Field(
-        False, description="permute every column of a table in every client's test part, at the end: what models use"
-    )
-    references: bool = Field(
-        False, description="fit a regression and a forest of scikit-learn at every client of a table, at the end"
-    )
-    cox: CoxRegression | None = Field(
-        None, description="of a survival task: fit a Cox regression over the rows of all clients by sums, at the end"
-    )
-    tsne: tuple[NonNegativeInt, ...] = Field(
-        (), description="clients whose test samples are laid out in the plane by t-SNE, at the end (FedSLR, Fig. 4)"
     )
 
 
@@ -111,16 +90,10 @@ class Engine(Value):
     norm_bound: float | None = Field(None, gt=0, description="largest norm of an accepted upload")
 
 
-def _method(method: Any) -> Algorithm | Composition:
-    """A method: itself, what a preset makes, or the defaults of a name of the registry."""
-    if isinstance(method, str):
-        entry: Any = choose("algorithm", REGISTRY, method, base=Algorithm)
-        return entry()  # type: ignore[no-any-return]
-    if not isinstance(method, Algorithm | Composition):
-        raise ConfigError(f"must be a method such as fl.algorithms.FedAvg() or its name, got {method!r}")
-    return method
-
-
+OF_DATA = (
+    "target", "label", "users", "categorical", "drop", "columns", "missing", "impute", "classes", "channels_last",
+)  # fmt: skip
+"""Options of `fedloom.Dataset.of` that are taken for choices of a run."""
 NAMED_SHARES = r"clusters(-[1-9]\d*)?( every [1-9]\d*)?|groups by .+"
 Shares = (
     Literal["samples", "uniform", "groups"]
@@ -155,7 +128,7 @@ class Choices(TypedDict, total=False):
 
 
 Rounds = Annotated[int, Field(ge=1, description="communication rounds")]
-Method = Annotated[Algorithm | Composition, PlainValidator(_method)]
+Method = Annotated[Algorithm | Composition, PlainValidator(lambda method: NamedMethod.read(method, {}).value)]
 
 
 class Setting(Value):
@@ -228,35 +201,80 @@ class Setting(Value):
     def of(
         cls, algorithm: Algorithm | Composition | str, model: GivenModel | None = None, **choices: Unpack[Choices]
     ) -> Setting:
-        """The setting of a method; a choice that is None is left as it is by default.
+        """Make the setting of a method; a choice that is None is left as it is by default.
 
         Raises:
             ConfigError: an unknown choice, a wrong type or a value out of range.
         """
-        chosen = cls._chosen({"model": model, **choices}, algorithm)
-        return make(cls, {"algorithm": algorithm, **chosen}, "", cls.model_fields)
+        return cls.read({"algorithm": algorithm, "model": model, **choices}, places=cls.places(algorithm))
 
     def changed(self, choices: Mapping[str, Any]) -> Setting:
-        """The setting with other choices; one that is None is left as it is.
+        """Return the setting with other choices; one that is None is left as it is.
 
         Raises:
             ConfigError: an unknown choice, a wrong type or a value out of range.
         """
-        return make(self.with_, self._chosen(choices, self.algorithm), "", type(self).model_fields)
+        return self.read(choices, places=self.places(self.algorithm), base=self)
 
     @classmethod
-    def _chosen(cls, choices: Mapping[str, Any], algorithm: Any) -> dict[str, Any]:
-        """Choices without those of None; one that belongs elsewhere is refused."""
-        chosen = {name: value for name, value in choices.items() if value is not None}
-        tables = cls.tables()
-        for name, value in chosen.items():
-            if name not in cls.model_fields:
-                raise unknown("key", name, cls.model_fields, cure=home_of(tables, name, value, algorithm))
-            fields = tables[name].base.model_fields if name in tables and not tables[name].kinds else {}
-            for key in value if fields and isinstance(value, Mapping) else ():
-                if key not in fields:
-                    raise unknown("key", key, fields, name, home_of(tables, key, value[key], algorithm))
-        return chosen
+    def read(
+        cls,
+        mapping: Mapping[str, Any],
+        where: str = "",
+        places: Places | None = None,
+        base: Setting | None = None,
+    ) -> Setting:
+        """Make the setting of a mapping, which is the only way to a run from keywords, tables and files.
+
+        Args:
+            mapping: ``algorithm`` (see `NamedMethod.read`), its options beside it, and fields of a setting: values,
+                names or tables. None stands for a choice that is left as it is.
+            where: the file or call, for messages.
+            places: what else may stand there, and how its keys are written; None: a mapping in Python.
+            base: has the choices that the mapping does not have; None: the defaults.
+
+        Raises:
+            ConfigError: an unknown key, a wrong type or a value out of range.
+        """
+        places = places or cls.places()
+        given = {key: value for key, value in mapping.items() if value is not None}
+        method, allowed, tables = given.pop("algorithm", None), cls.model_fields.keys() & {*places.keys}, cls.tables()
+        options = {key: given.pop(key) for key in [*given] if key not in allowed}
+        for key, value in options.items():
+            if method is None or not (places.method or key == "settings"):
+                raise unknown("key", key, places.keys, where, places.hint(key, value))
+        if method is not None:
+            given["algorithm"] = NamedMethod.read(method, options, where, places).value
+        for name in [name for name in given if name in tables]:
+            at = ": ".join(filter(None, (where, places.name_table(name))))
+            given[name] = tables[name].read(given[name], at, name, places)
+        return make(cls if base is None else base.with_, given, where, cls.model_fields)
+
+    @classmethod
+    def places(cls, algorithm: Any = None, **changes: Any) -> Places:
+        """Return what may be given in Python, and where every other key belongs.
+
+        Args:
+            algorithm: the method, where its options may not stand beside it.
+            changes: fields of the places that differ.
+        """
+        tables = {name: table.keys() for name, table in cls.tables().items()}
+        tables["partition"] = SettingTable(Partition, PARTITIONS, "iid").keys()
+        method = algorithm.algorithm if isinstance(algorithm, Setting) else algorithm
+        entry: Any = REGISTRY.get(method) if isinstance(method, str) else type(method)
+        options = fields_of(entry) if isinstance(entry, Preset) or hasattr(entry, "model_fields") else ()
+
+        def special(key: str, value: object) -> str:
+            if key not in options:
+                return ""
+            one = f"algorithms.{entry.__name__}" if isinstance(entry, type) else f"algorithms.REGISTRY[{method!r}]"
+            return f"it is an option of the method: give fl.{one}({key}={value!r}) in its place"
+
+        names = (*cls.model_fields,)
+        facts = {"plain": {*names} - {"algorithm"}, "keys": names, "method": algorithm is None}
+        methods = {name: fields_of(one) for name, one in REGISTRY.items()}
+        facts |= {"tables": {**tables, "data": {"": OF_DATA}}, "methods": methods, "special": special}
+        return Places(**{**facts, **changes})
 
     @classmethod
     def tables(cls) -> dict[str, SettingTable]:
@@ -296,6 +314,11 @@ class Setting(Value):
     def method(self) -> Algorithm:
         """The algorithm; of a preset, its own."""
         return self.algorithm.algorithm if isinstance(self.algorithm, Composition) else self.algorithm
+
+    @property
+    def role(self) -> str:
+        """What a comparison takes the method for; see `fedloom.algorithms.role_of`."""
+        return role_of(self.algorithm)
 
     @property
     def pooled(self) -> bool:

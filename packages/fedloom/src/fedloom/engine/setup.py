@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithms import Algorithm, check_declaration
-from fedloom.choose import SharesWeigher, Uniform
+from fedloom.choose import SharesWeigher, Uniform, Weigher
 from fedloom.choose.shares import by_clusters, check_clusters, cluster_shares, clusters_of, shares_of
 from fedloom.data.federation import Federation
 from fedloom.engine.checks.defaults import adapted
-from fedloom.engine.checks.inspection import check_inspection
 from fedloom.engine.checks.notes import changes_nothing, notes_of
 from fedloom.engine.checks.refusals import (
     check_attack,
@@ -24,6 +23,7 @@ from fedloom.engine.checks.refusals import (
     check_mixture,
     check_root,
     check_sampler,
+    check_tested,
     check_together,
     check_width,
     initial,
@@ -141,7 +141,6 @@ def make_problem(
     setting.local.check(setting.rounds)
     eval_fed = fed.to(device, dtype)
     fed = eval_fed.pooled() if setting.pooled else eval_fed
-    check_inspection(setting.evaluate, eval_fed)
     setting, pooled_notes = _checked(setting, fed.n)
     method, sampler, channel = setting.method, setting.sampler, setting.channel
     attackers = torch.arange(0) if setting.attack is None else setting.attack.attackers(fed.n, setting.seed)
@@ -178,8 +177,8 @@ def make_problem(
         with attribute_error("method", method, "down"):
             check_mixed_width(method, method.down(server, None, ctx), oracle.layout.d)
     with ruled(f"method-{type(method).__name__.lower()}"):
-        notes = [*pooled_notes, *notes_of(setting, oracle, server, ctx, fewest, attackers)]
-    notes += idle_workers(setting.engine)
+        notes = notes_of(setting, oracle, server, ctx, fewest, attackers)
+    notes = [*pooled_notes, *check_tested(setting, eval_fed), *notes, *idle_workers(setting.engine)]
     if setting.aggregator is not None and fewest is not None:
         setting.aggregator.check(fewest)
     check_layers(setting, oracle, ctx, (server, client, kept))
@@ -258,6 +257,19 @@ def _place(engine: Engine) -> tuple[torch.device, torch.dtype]:
     return device, getattr(torch, engine.dtype)
 
 
+def _closed(weigher: Weigher) -> Weigher:
+    """The weigher, if it needs no further groups.
+
+    Raises:
+        ConfigError: it compares two groups of rows, and names none.
+    """
+    try:
+        return weigher.with_groups(())
+    except ConfigError as error:
+        what = str(error).partition(";")[0]
+        raise ConfigError(f"{what}; name them in [weigher], as group = 'sex' or 'age>=75'") from None
+
+
 def _checked(setting: Setting, n: int) -> tuple[Setting, list[str]]:
     """The setting with presets resolved and checked with all that needs no data; notes on what pooling leaves out.
 
@@ -265,7 +277,7 @@ def _checked(setting: Setting, n: int) -> tuple[Setting, list[str]]:
         ConfigError: values that cannot work, or (Refused) do not work together.
     """
     pooled, (setting, notes) = setting.pooled, adapted(setting.resolved(), n)
-    setting = setting.with_(weigher=setting.weigher.with_groups(setting.evaluate.groups))
+    setting = setting.with_(weigher=_closed(setting.weigher))
     check_together(setting.method, setting.local, setting.weigher, setting.aggregator, setting.channel)
     check_sampler(setting.method, setting.sampler, setting.weigher)
     if pooled:

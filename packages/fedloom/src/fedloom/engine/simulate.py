@@ -9,12 +9,10 @@ from typing import Any, Literal, TypeVar, Unpack
 
 from torch import Tensor
 
-from fedloom.algorithms import REGISTRY, Algorithm, Composition
+from fedloom.algorithms import Algorithm, Composition
 from fedloom.data.federation import Federation
-from fedloom.engine.checkpoints import RunCheckpoints, check_ranks
+from fedloom.engine.checkpoints import UNATTACKED, RunCheckpoints, check_ranks
 from fedloom.engine.checks.guard import Guard
-from fedloom.engine.checks.inspection import INSPECTIONS
-from fedloom.engine.checks.notes import changes_nothing
 from fedloom.engine.clients.chunk import ask_chunk, compute_chunk, train_chunk
 from fedloom.engine.clients.scores import score_chunk
 from fedloom.engine.job import Job
@@ -27,16 +25,16 @@ from fedloom.engine.setup import make_job
 from fedloom.engine.state import State, initial_state
 from fedloom.engine.virtual.clock import flat
 from fedloom.entrances import entered
-from fedloom.errors import ConfigError, Stop, nearest, unknown
+from fedloom.errors import ConfigError, Stop
 from fedloom.local.oracles.precision import repeatable, undisturbed
+from fedloom.outputs import check_output_folder
 from fedloom.processes.clients import COUNTS, Clients, Handlers, LocalClients
 from fedloom.processes.pool import WorkerPool
 from fedloom.processes.rank_pool import RankPool
 from fedloom.processes.ranks import ALONE, Ranks
 from fedloom.processes.signals import interruptible
-from fedloom.rundir import place_of
+from fedloom.rundir import CHECKPOINTS, place_of
 from fedloom.seeds import SERVER, as_global, generator, rng_states
-from fedloom.values import choose, make
 
 T = TypeVar("T")
 Progress = Callable[[State], object]
@@ -102,9 +100,6 @@ def simulate(
         raise ConfigError(
             "fl.simulate is one run, of one method with one seed; several are fl.compare(methods, fed, seeds=range(5))"
         )
-    for key in choices:
-        if key not in Setting.model_fields and nearest(key, ("folder", "progress")).startswith("did"):
-            raise unknown("key", key, ("folder", "progress"))
     if isinstance(algorithm, Federation):
         raise ConfigError("the method comes first: fl.simulate(method, fed)")
     if not isinstance(fed, Federation):
@@ -113,25 +108,20 @@ def simulate(
             "fl.partition.iid(clients=10)(data, seed=0), or give a list of clients, each ((x, y), (x_test, y_test)); "
             "of samples that have owners give users to fl.Dataset.of, and take fl.partition.writers()"
         )
-    if settings != "default":
-        if not isinstance(algorithm, str):
-            raise ConfigError(
-                f"settings = {settings!r} goes with a method's name; give the method itself with it, as in "
-                'fl.algorithms.FLAME(settings="paper")'
-            )
-        entry: Any = choose("algorithm", REGISTRY, algorithm, base=Algorithm)
-        algorithm = make(entry, {"settings": settings}, "", {"settings": None})
     if callable(progress) or not all(map(callable, progress := list(progress))):
         raise ConfigError(f"progress must be a list of functions of a state, as [print], got {progress!r:.200}")
     place = None if folder is None else place_of(folder, "folder", ", or None for memory")
-    with entered("python") as outermost:
+    if place is not None:
+        check_output_folder(place, owns=lambda inner: len(inner.parts) == 2 and inner.parts[0] == CHECKPOINTS)
+    given = {"model": model, "settings": None if settings == "default" else settings, **choices}
+    places = Setting.places(algorithm, keys=(*Setting.model_fields, "folder", "progress"))
+    with entered("python"):
         if isinstance(algorithm, Setting):
-            setting = algorithm.changed({"model": model, **choices})
+            setting = Setting.read(given, places=places, base=algorithm)
         else:
-            setting = Setting.of(algorithm, model, **choices)
+            setting = Setting.read({"algorithm": algorithm, **given}, places=places)
         replay = Replay(initial, cohorts, batches, projection)
         job, server = make_job(setting, fed, folder=place, ranks=ranks, replay=replay)
-    unread = [f"evaluate.{key}" for key in INSPECTIONS if outermost and getattr(setting.evaluate, key)]
     check_ranks(job)
     checkpoints = RunCheckpoints(job, place)
     resumed = checkpoints.resume(initial_state(job, server))
@@ -143,8 +133,6 @@ def simulate(
             result = Result(job, *run_rounds(job, clients, checkpoints, hooks, resumed.state))
             result.notes += hooks.warnings
     result.notes[:0] = [f"data: {note}" for note in fed.remarks]
-    if unread:
-        result.notes.append(f"{changes_nothing(unread)} in fl.simulate; fl.compare and experiment files compute it")
     return result
 
 
@@ -178,7 +166,7 @@ class _Simulation(Hooks):
         if state.round == 1 and not state.totals[COUNTS.index("samples_backward")]:
             notes.append("round 1 took no gradient of any client: nothing is trained")
         if state.round == rounds and len(attackers) and not state.uploads[attackers].any():
-            notes.append("no attacker took part in any round: none was attacked")
+            notes.append(UNATTACKED)
         return tuple(notes)
 
     def after_round(self, state: State) -> str | None:

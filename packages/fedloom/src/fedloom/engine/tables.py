@@ -1,36 +1,86 @@
-"""Tables of an experiment file: how a field of a setting is written, read, and found when a key is misplaced."""
+"""The parts of a setting, read from values, names and tables: a method, and a field with its table."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 from torch import Tensor, nn
 
-from fedloom.algorithms import REGISTRY, Preset
-from fedloom.data.partition import PARTITIONS
-from fedloom.errors import ConfigError, homes_of, unknown
-from fedloom.imports import find_maker, is_path
+from fedloom.algorithms import REGISTRY, Algorithm, Composition, Preset
+from fedloom.engine.checks.moved import moved_key
+from fedloom.errors import ConfigError
+from fedloom.hints import METHOD_FORM, Hint, Places, nearest, unknown
+from fedloom.imports import find_maker, importable, is_path
 from fedloom.models import KINDS, MODELS, Import, ModelSpec, spec_of
 from fedloom.models.imported import Held, own_model
-from fedloom.values import fields_of, make, make_kind
+from fedloom.values import choose, fields_of, make, make_kind
 
-OF_DATA = (
-    "target",
-    "label",
-    "users",
-    "categorical",
-    "drop",
-    "columns",
-    "missing",
-    "impute",
-    "classes",
-    "channels_last",
-)
-"""Options of `fedloom.Dataset.of` that are taken for choices of a run."""
+
+class NamedMethod(NamedTuple):
+    """A method, and what files call it.
+
+    Attributes:
+        name: a name of the registry, an import path, or the class's name if no path leads to it.
+        entry: its class or preset; of a composition that no preset makes, the class of its algorithm.
+        value: the method, or what the preset makes.
+    """
+
+    name: str
+    entry: type[Algorithm] | Preset
+    value: Algorithm | Composition
+
+    @classmethod
+    def read(
+        cls, method: Any, options: Mapping[str, Any], where: str = "", places: Places | None = None
+    ) -> NamedMethod:
+        """Read a method with its options.
+
+        Args:
+            method: a name of the registry, an import path, a class, a method, or what a preset has made.
+            options: its options, and the constants ``settings`` of the options that are not given.
+            where: file and table, for the message.
+            places: knows where other keys belong.
+
+        Raises:
+            ConfigError: there is no such method, it has no such option, or a value is out of range.
+        """
+        name, entry, made = name_method(method, where)
+        fields = {**fields_of(entry), **({"settings": None} if made is None else {})}
+        allowed = [*fields, *(places.keys if places and places.method else ())]
+        for key, value in options.items():
+            if key not in fields:
+                raise unknown("key", key, allowed, where, places.hint(key, value) if places else "")
+        if made is None:
+            maker: Any = entry
+            return cls(name, entry, make(maker, options, where, fields))
+        if options and isinstance(made, Composition):
+            fixed = "the options of what a preset has made are fixed"
+            raise ConfigError(f"{_at(where)}{fixed}; give the preset by its name")
+        return cls(name, entry, make(made.with_, options, where, fields) if options else made)
+
+
+def name_method(method: Any, where: str = "") -> tuple[str, Any, Any]:
+    """Return the name of a method, its class or preset, and the method if it has been made already.
+
+    Raises:
+        ConfigError: there is no such method.
+    """
+    if isinstance(method, str):
+        return method, choose("algorithm", REGISTRY, method, where, Algorithm), None
+    if isinstance(method, Composition):
+        kind, presets = type(method.algorithm), {n: e for n, e in REGISTRY.items() if isinstance(e, Preset)}
+        name = next((name for name, preset in presets.items() if preset.makes(method)), None)
+        return name or f"a composition of {kind.__name__}", presets.get(name or "", kind), method
+    kind, made = (method, None) if isinstance(method, type) else (type(method), method)
+    if not issubclass(kind, Algorithm):
+        raise ConfigError(f"{_at(where)}must be {METHOD_FORM}, got {method!r:.80}")
+    name = next((name for name, entry in REGISTRY.items() if entry is kind), None)
+    return name or importable(kind) or kind.__qualname__, kind, made
 
 
 @dataclass(frozen=True)
@@ -50,47 +100,67 @@ class SettingTable:
     key: str = "kind"
 
     def classes(self) -> dict[str, type[Any]]:
-        """Return the class of every kind; of a table without kinds, its own, with an empty name."""
+        """Return the class of every kind; of a table without kinds, its own with an empty name."""
         return dict(self.kinds) or {"": self.base}
 
-    def class_of(self, options: Mapping[str, Any]) -> type[Any] | None:
-        """Return the class that a table of options chooses; None for user code, an unknown kind or none."""
-        kind = options.get(self.key, self.default) if self.kinds else ""
-        return self.classes().get(kind) if isinstance(kind, str) else None
+    def keys(self) -> dict[str, Iterable[str]]:
+        """Return the keys of every kind but `key`; those of a table that names no kind have an empty name."""
+        kinds: dict[str, Iterable[str]] = {
+            kind: fields_of(entry).keys() - {self.key} for kind, entry in self.classes().items()
+        }
+        return {"": kinds[self.default], **kinds} if self.default else kinds
 
-    def read(self, choice: Any, where: str = "") -> Any:
-        """The value of a table.
+    def read(self, choice: Any, where: str = "", name: str = "", places: Places | None = None) -> Any:
+        """Read the value of a table.
 
         Args:
-            choice: a value, a kind, a table of options, or None.
+            choice: a value, a kind, a table of options, or None; in a file only a table.
             where: file and table, for the message.
+            name: of the table, for the message.
+            places: knows where other keys belong.
 
         Raises:
             ConfigError: an unknown kind or key, a wrong type or a value out of range.
         """
         if choice is None or isinstance(choice, self.base):
             return choice
-        if self.base is ModelSpec and not isinstance(choice, str | Mapping):
-            return own_model(choice)
-        options = {"kind": choice} if isinstance(choice, str) and self.kinds else choice
+        in_file = places is not None and places.file
+        if self.base is ModelSpec and not in_file and not isinstance(choice, str | Mapping):
+            try:
+                return own_model(choice)
+            except ConfigError as error:
+                raise type(error)(f"{_at(where)}{error}") from None
+        options = {self.key: choice} if isinstance(choice, str) and self.kinds and not in_file else choice
         if not isinstance(options, Mapping):
-            raise ConfigError(f"{where}{where and ': '}must be a {self.base.__name__} or a table, got {choice!r}")
+            what = "a table" if in_file else f"a {self.base.__name__} or a table"
+            raise ConfigError(
+                f"{_at(where)}must be {what}, got {choice!r}{f'; {self._form(choice, name)}' if in_file else ''}"
+            )
+
+        def hint(key: str, value: object) -> str:
+            return moved_key(name, key, value) or (places.hint(key, value, name) if places else "")
+
         if not self.kinds:
-            for key, value in options.items():
-                if key not in self.base.model_fields and (cure := _option_of_methods(key, value)):
-                    raise unknown("key", key, self.base.model_fields, where or self.base.__name__, cure)
-            return make(self.base, options, where, self.base.model_fields)
+            return make(self.base, options, where, self.base.model_fields, hint)
         if self.default is None and (not options or options.get("kind") == "none"):
             return None
-        what = self.base.__name__.lower()
         if self.base is ModelSpec:
-            return _model(options, where)
+            return _model(options, where, hint)
         if self.default is None and "kind" not in options:
-            raise ConfigError(f"{where}: kind is missing; allowed: {', '.join(self.kinds)}, none")
-        return make_kind(what, self.kinds, options, where, self.default or "", base=self.base)
+            raise ConfigError(f"{_at(where)}kind is missing; allowed: {', '.join(self.kinds)}, none")
+        what = self.base.__name__.lower()
+        return make_kind(what, self.kinds, options, where, self.default or "", base=self.base, hint=hint)
+
+    def _form(self, choice: Any, name: str) -> str:
+        """Write something that is no table as the table that it may stand for."""
+        if not self.kinds:
+            return f"write {name} = {{ KEY = VALUE }}; keys: {', '.join(self.base.model_fields)}"
+        known = isinstance(choice, str) and (choice in self.kinds or is_path(choice))
+        kind, kinds = (json.dumps(choice), "") if known else ("KIND", f"; {nearest(choice, self.kinds)}")
+        return f"write {name} = {{ {self.key} = {kind} }}{kinds}"
 
     def kind(self, value: Any) -> dict[str, str]:
-        """The key ``kind`` of a value's table, where there are several."""
+        """Return the key ``kind`` of a value's table, where there are several."""
         named = {getattr(value, "kind", None), *(name for name, kind in self.kinds.items() if type(value) is kind)}
         return {"kind": str(next(name for name in named if name))} if self.kinds else {}
 
@@ -98,10 +168,14 @@ class SettingTable:
         return core_schema.no_info_plain_validator_function(self.read)
 
 
-def _model(options: Mapping[str, Any], where: str) -> ModelSpec:
+def _at(where: str) -> str:
+    return f"{where}: " if where else ""
+
+
+def _model(options: Mapping[str, Any], where: str, hint: Hint) -> ModelSpec:
     """The specification of a table: of a kind, of a paper's name, or of user code."""
     if options and all(isinstance(value, Tensor) for value in options.values()):
-        raise ConfigError(f"{where}: this is a state dict: load it into a module, and give the module")
+        raise ConfigError(f"{_at(where)}this is a state dict: load it into a module, and give the module")
     kind = options.get("kind", "softmax")
     rest = {k: v for k, v in options.items() if k != "kind"}
     if is_path(kind):
@@ -109,59 +183,17 @@ def _model(options: Mapping[str, Any], where: str) -> ModelSpec:
         if not (isinstance(maker, type) and issubclass(maker, ModelSpec)):
             common = {k: v for k, v in rest.items() if k in ModelSpec.model_fields}
             import_options = {"path": kind, "options": {k: v for k, v in rest.items() if k not in common}}
-            return make(Import, {**import_options, **common}, where, fields_of(Import))
-        return make_kind("model", MODELS, options, where, base=ModelSpec)
+            return make(Import, {**import_options, **common}, where, fields_of(Import), hint)
+        return make_kind("model", MODELS, options, where, base=ModelSpec, hint=hint)
     if kind == Held.kind and callable(rest.get("held")):
         return make(Held, rest, where, fields_of(Held))
     if kind == Held.kind and "digest" in rest:
         raise ConfigError(
-            f"{where}: the model {rest.get('name')!r} was an object in Python, and no file names it; in Python, give "
-            "it again, as fl.open_run(FOLDER, MODEL) or in the same call of fl.compare"
+            f"{_at(where)}the model {rest.get('name')!r} was an object in Python, and no file names it; in Python, "
+            "give it again, as fl.open_run(FOLDER, MODEL) or in the same call of fl.compare"
         )
     if kind not in KINDS:
         saved = isinstance(kind, str) and kind.endswith((".pt", ".pth", ".bin", ".ckpt", ".safetensors"))
         cure = "weights are in that file: load them into a module, and give the module" if saved else ""
         raise unknown("model kind", kind, KINDS, where, cure=cure)
-    return make(lambda **options_of_kind: spec_of(kind, **options_of_kind), rest, where, fields_of(KINDS[kind]))
-
-
-def _places(tables: Mapping[str, SettingTable], key: str, value: Any) -> list[str]:
-    """The tables and partitions that have a key, each as it is written with this value."""
-    places = list[str]()
-    for table, may in tables.items():
-        classes = may.classes()
-        fields = {kind: fields_of(classes[kind]) for kind in sorted(classes, key=lambda kind: kind != may.default)}
-        field_name, having = homes_of(key, fields)
-        if having:
-            kind = {} if having[0] in ("", may.default) else {"kind": having[0]}
-            places.append(f"{table}={ {**kind, field_name: value}!r}")
-    field_name, having = homes_of(key, {kind: fields_of(partition) for kind, partition in PARTITIONS.items()})
-    if having:
-        first = "iid" if "iid" in having else having[0]
-        places.append(f"the partition, as fl.partition.{first.replace('-', '_')}({field_name}={value!r})")
-    return places
-
-
-def home_of(tables: Mapping[str, SettingTable], key: str, value: Any, algorithm: Any) -> str:
-    """Where a keyword of something else belongs, as the end of a sentence; empty if nothing has it."""
-    entry: Any = REGISTRY.get(algorithm) if isinstance(algorithm, str) else type(algorithm)
-    if key in (fields_of(entry) if isinstance(entry, Preset) or hasattr(entry, "model_fields") else ()):
-        named = (
-            f"fl.algorithms.{entry.__name__}" if isinstance(entry, type) else f"fl.algorithms.REGISTRY[{algorithm!r}]"
-        )
-        return f"it is an option of the method: give {named}({key}={value!r}) in its place"
-    if places := _places(tables, key, value):
-        return f"it belongs in {' or '.join(places)}"
-    if key in OF_DATA:
-        return f"it belongs to the data: give fl.Dataset.of(data, {key}={value!r})"
-    return _option_of_methods(key, value, "other ")
-
-
-def _option_of_methods(key: str, value: Any, other: str = "") -> str:
-    """The methods that have an option, as the end of a sentence; empty if none has it."""
-    methods = [method for method, entry in REGISTRY.items() if key in fields_of(entry)]
-    if not methods:
-        return ""
-    some = ", ".join(methods[:6]) + (", ..." if len(methods) > 6 else "")
-    one = f"fl.algorithms.REGISTRY[{methods[0]!r}]({key}={value!r})"
-    return f"it is an option of {other}methods ({some}): give one, as {one}"
+    return make(lambda **options_of_kind: spec_of(kind, **options_of_kind), rest, where, fields_of(KINDS[kind]), hint)

@@ -10,9 +10,6 @@ from contextlib import contextmanager, suppress
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
 from fedloom.formats import duration, significant
 from fedloom.metrics import METRICS, leading
 
@@ -52,6 +49,9 @@ def counted(rounds: int | Mapping[str, int], after: str = "") -> Iterator[Listen
         rounds: of all runs together, or of the runs of every label.
         after: what is done after the last round, which may take a while.
     """
+    from rich.console import Console  # slow to import
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
     runs, console = _Runs(rounds, after), Console(stderr=True)
     if (display := notebook_display()) is not None:
         line = _NotebookLine(runs, display)

@@ -10,7 +10,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeGuard
 import torch
 from pydantic import AfterValidator, Field, model_validator
 
-from fedloom.errors import ConfigError, nearest
+from fedloom.errors import ConfigError
+from fedloom.hints import nearest
 from fedloom.imports import find_class, importable, is_path
 from fedloom.values import Value
 

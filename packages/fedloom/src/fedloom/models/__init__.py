@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedloom.errors import unknown
+from fedloom.hints import unknown
 from fedloom.lazy import lister
 from fedloom.models.adapters import Adapters, adapted, merged
 from fedloom.models.augment import Augment

@@ -9,7 +9,8 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor, nn
 
-from fedloom.errors import ConfigError, nearest
+from fedloom.errors import ConfigError
+from fedloom.hints import nearest
 from fedloom.models.dropout import Dropout
 
 

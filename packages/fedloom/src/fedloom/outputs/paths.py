@@ -68,7 +68,7 @@ def check_output_file(
             raise ConfigError(f"{path} would overwrite {name}, which this call reads; give another path")
         if exists and _lies_in(path, read) and not kind.is_own(path):
             raise ConfigError(f"{path} is a file of {name}, which this call reads; give another path")
-    _check_place(path.parent, path, owns)
+    _check_place(path.parent, path, path.parent.resolve() / path.name, owns)
     if exists and not os.access(path, os.W_OK):
         raise ConfigError(f"{path} may only be read; change its permissions, or give another path")
     if force:
@@ -86,7 +86,11 @@ def check_output_file(
 
 
 def check_output_folder(
-    folder: object, inputs: Iterable[object] = (), *, entries: Collection[str] | None = None
+    folder: object,
+    inputs: Iterable[object] = (),
+    *,
+    entries: Collection[str] | None = None,
+    owns: Callable[[Path], bool] = never,
 ) -> Path:
     """Refuse a folder that must not be written into.
 
@@ -95,6 +99,7 @@ def check_output_folder(
         inputs: files, folders and names that the same call reads.
         entries: names of the files and folders in it that belong to the command, which replaces and deletes them; None:
             single files are written, which `check_output_file` checks, and the folder is no run directory.
+        owns: whether a place in a run directory, relative to it, is for such folders.
 
     Returns:
         The folder.
@@ -107,7 +112,8 @@ def check_output_folder(
 
     folder = place_of(folder, "folder")
     check_folder(folder)
-    _check_place(folder if entries is None else folder.resolve().parent, folder, never)
+    whole = folder.resolve()
+    _check_place(whole if entries is None else whole.parent, folder, whole, owns)
     for name, read in _existing(inputs):
         if _lies_in(read, folder) and _folded(read).relative_to(_folded(folder)).parts[0] in (entries or ()):
             raise ConfigError(f"{name}, which this call reads, would be replaced or deleted in {folder}; move it")
@@ -138,12 +144,12 @@ def _is_deployment(folder: Path) -> bool:
     return False
 
 
-def _check_place(first: Path, shown: Path, owns: Callable[[Path], bool]) -> None:
-    """Refuse a place in a run directory or a deployment, from a folder upwards."""
+def _check_place(first: Path, shown: Path, target: Path, owns: Callable[[Path], bool]) -> None:
+    """Refuse a place in a run directory or a deployment, from a folder upwards; ``target`` is written."""
     place = first.resolve()
     for folder in (place, *place.parents):
         if is_run_directory(folder):
-            if owns((place / shown.name).relative_to(folder)):
+            if owns(target.relative_to(folder)):
                 return
             raise ConfigError(
                 f"{shown} lies in the run directory {folder}, whose files its run replaces; give a path outside"

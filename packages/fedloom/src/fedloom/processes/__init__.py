@@ -9,7 +9,20 @@ from fedloom.lazy import getter
 if TYPE_CHECKING:
     from fedloom.processes.distributed import check_alone as check_alone
     from fedloom.processes.distributed import joined as joined
+    from fedloom.processes.pool import WorkerPool as WorkerPool
+    from fedloom.processes.pool import cores as cores
+    from fedloom.processes.pool import useful as useful
+    from fedloom.processes.signals import interruptible as interruptible
 
-__all__ = ["check_alone", "joined"]
+_MODULES = {
+    "WorkerPool": "pool",
+    "check_alone": "distributed",
+    "cores": "pool",
+    "interruptible": "signals",
+    "joined": "distributed",
+    "useful": "pool",
+}
 
-__getattr__ = getter(__name__, {name: f"{__name__}.distributed:{name}" for name in ("check_alone", "joined")})
+__all__ = [*_MODULES]
+
+__getattr__ = getter(__name__, {name: f"{__name__}.{module}:{name}" for name, module in _MODULES.items()})

@@ -78,13 +78,20 @@ class WorkerPool:
         up_bytes: room for what one chunk sends back.
         ahead: give a worker its next task while it computes one, so that it need not wait for this process; for short
             tasks of like length, without interruption.
+        nested: the workers may have workers of their own.
 
     Raises:
         ConfigError: this process may have no others.
     """
 
     def __init__(
-        self, handlers: Sequence[Handler], workers: int, down_bytes: int = 0, up_bytes: int = 0, ahead: bool = False
+        self,
+        handlers: Sequence[Handler],
+        workers: int,
+        down_bytes: int = 0,
+        up_bytes: int = 0,
+        ahead: bool = False,
+        nested: bool = False,
     ) -> None:
         if workers > 1 and multiprocessing.current_process().daemon:
             raise ConfigError(
@@ -95,7 +102,7 @@ class WorkerPool:
         self._down = Buffer(down_bytes if workers > 1 else 0)
         self._depth = 2 if ahead else 1
         make = range(workers if workers > 1 else 0)
-        self._workers = [_Worker(handlers, self._down, up_bytes, self._depth) for _ in make]
+        self._workers = [_Worker(handlers, self._down, up_bytes, self._depth, nested) for _ in make]
 
     def map(
         self,
@@ -228,12 +235,12 @@ class _Silence:
 
 
 class _Worker:
-    def __init__(self, handlers: Sequence[Handler], down: Buffer, up_bytes: int, depth: int) -> None:
+    def __init__(self, handlers: Sequence[Handler], down: Buffer, up_bytes: int, depth: int, nested: bool) -> None:
         context = multiprocessing.get_context("fork")
         self.pipe, child_pipe = context.Pipe()
         ups = [Buffer(up_bytes) for _ in range(depth)]
         self._turn = cycle(ups)
-        self._process = context.Process(target=_serve, args=(child_pipe, handlers, down, ups), daemon=True)
+        self._process = context.Process(target=_serve, args=(child_pipe, handlers, down, ups), daemon=not nested)
         self._process.start()
         child_pipe.close()
 

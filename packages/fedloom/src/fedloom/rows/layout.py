@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Size, Tensor
 
-from fedloom.errors import LayoutError, nearest
+from fedloom.errors import LayoutError
+from fedloom.hints import nearest
 from fedloom.rows.algebra import ranks
 
 if TYPE_CHECKING:

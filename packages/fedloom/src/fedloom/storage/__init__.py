@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from fedloom.storage.claims import Claims
 from fedloom.storage.files import make_folder, write_atomic
 from fedloom.storage.locks import hold, lock, release
 from fedloom.storage.toml_files import read_toml
 
-__all__ = ["hold", "lock", "make_folder", "read_toml", "release", "write_atomic"]
+__all__ = ["Claims", "hold", "lock", "make_folder", "read_toml", "release", "write_atomic"]

@@ -280,6 +280,18 @@ class Checkpoints:
         placed = {name: tensor.clone() for name, tensor in tensors.items()}  # a product's rounding depends on it
         return loaded._replace(tensors=placed)
 
+    def copy_newest(self, folder: Path) -> None:
+        """Copy the newest intact generation into another folder, also while a process saves newer ones."""
+        for generation in reversed(self.generations()):
+            make_folder(folder)
+            copy = Checkpoints(folder)
+            for source, target in zip(self._paths(generation), copy._paths(generation), strict=True):
+                with suppress(OSError):
+                    write_atomic(target, regular(source).read_bytes())
+            if copy._read(generation) is not None:
+                return
+            discard(*copy._paths(generation))
+
     def _paths(self, generation: int) -> tuple[Path, Path]:
         stem = self.folder / f"checkpoint-{generation}"
         return stem.with_suffix(".safetensors"), stem.with_suffix(".json")

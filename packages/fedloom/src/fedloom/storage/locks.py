@@ -18,7 +18,7 @@ from fedloom.storage.files import explained, make_folder
 
 
 @contextmanager
-def lock(folder: Path, wait: float = 5.0) -> Iterator[None]:
+def lock(folder: Path, wait: float = 5.0, *, joins: bool = False) -> Iterator[None]:
     """Keeps every other process out of a run directory; the lock of a process that has died is free.
 
     Forked processes hold the lock with their parent, so that no other process enters while one of them may still write.
@@ -26,6 +26,7 @@ def lock(folder: Path, wait: float = 5.0) -> Iterator[None]:
     Args:
         folder: the run directory; created when missing.
         wait: seconds to wait for what a dead process leaves behind (its workers) to end.
+        joins: work beside other processes that join, and need no lock where the disk has none.
 
     Raises:
         RunDirError: another process works there, or the disk has no file locks.
@@ -35,10 +36,11 @@ def lock(folder: Path, wait: float = 5.0) -> Iterator[None]:
     with explained(path):
         fd = disk.open_file(path, os.O_RDWR | os.O_CREAT)
     try:
-        _take(fd, path, wait)
-        with explained(path):
-            disk.truncate(fd, path, 0)
-            disk.write(fd, path, disk.as_bytes(f"{me} {socket.gethostname()}".encode()), 0)
+        _take(fd, path, wait, joins=joins)
+        if not joins:
+            with explained(path):
+                disk.truncate(fd, path, 0)
+                disk.write(fd, path, disk.as_bytes(f"{me} {socket.gethostname()}".encode()), 0)
         yield
     finally:
         if os.getpid() == me:
@@ -98,17 +100,31 @@ def in_use(folder: Path) -> bool:
     return False
 
 
-def _take(fd: int, path: Path, wait: float) -> None:
+def _take(fd: int, path: Path, wait: float, *, joins: bool) -> None:
     end = time.monotonic() + wait
     while True:
-        if hold(fd, path):
+        if _share(fd) if joins else hold(fd, path):
             return
         pid, _, host = os.pread(fd, 300, 0).decode(errors="replace").partition(" ")
         alive = host != socket.gethostname() or _alive(int(pid))
         if (time.monotonic() > end or (pid and alive)) and _is_held(fd):
             what = f"process {pid} on {host}" + ("" if alive else ", which has ended, but not all of its workers")
-            raise RunDirError(f"{path.parent} is in use by {what}; wait for it, or choose another folder")
+            cure = "wait for it, or start both so that they join" if joins else "wait for it, or choose another folder"
+            raise RunDirError(f"{path.parent} is in use by {what}; {cure}")
+        if time.monotonic() > end:
+            raise RunDirError(f"{path.parent} is in use by processes that joined; join them (--join), or wait for them")
         time.sleep(0.02)
+
+
+def _share(fd: int) -> bool:
+    """Share the lock with others that join; False where a process has the directory for itself."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a disk without locks: claims need none
+        return True
+    return True
 
 
 def _is_held(fd: int) -> bool:

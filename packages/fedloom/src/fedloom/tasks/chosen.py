@@ -13,7 +13,8 @@ from typing import Any, Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
-from fedloom.errors import CodeError, ConfigError, FedloomError, cause_of, unknown
+from fedloom.errors import CodeError, ConfigError, FedloomError, cause_of
+from fedloom.hints import unknown
 from fedloom.imports import Function
 from fedloom.metrics import declare
 from fedloom.tasks.calibration import calibration

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
-from scipy.stats import norm
 
-from fedloom.errors import DataError, unknown
+from fedloom.errors import DataError
+from fedloom.hints import unknown
 from fedloom.tasks.penalty import (
     At,
     Floats,
@@ -80,13 +80,17 @@ class Wald:
 
     def interval(self, level: float = 0.95) -> tuple[Floats, Floats]:
         """Wald interval of every coefficient."""
-        reach = norm.ppf(0.5 + level / 2) * self.se
+        from scipy.special import ndtri  # slow to import
+
+        reach = ndtri(0.5 + level / 2) * self.se
         return self.beta - reach, self.beta + reach
 
     @property
     def p_values(self) -> Floats:
         """Two-sided Wald tests of beta = 0, ``[p]``."""
-        values: Floats = 2 * norm.sf(np.abs(self.beta / self.se))
+        from scipy.special import ndtr
+
+        values: Floats = 2 * ndtr(-np.abs(self.beta / self.se))
         return values
 
 

@@ -18,7 +18,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 from scipy.special import expit
 
-from fedloom.errors import DataError, unknown
+from fedloom.errors import DataError
+from fedloom.hints import unknown
 from fedloom.tasks.cox import Wald, check_varying, newton
 from fedloom.tasks.penalty import (
     At,

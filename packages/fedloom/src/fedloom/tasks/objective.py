@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PlainSerializer, PlainValidator, WithJsonSchema
 from torch import Tensor
 
-from fedloom.errors import unknown
+from fedloom.hints import unknown
 from fedloom.imports import PATTERN, Function, function, is_path
 from fedloom.metrics import METRICS
 from fedloom.tasks.calibration import recalibration

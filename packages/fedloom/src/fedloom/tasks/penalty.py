@@ -23,7 +23,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.errors import ConfigError, unknown
+from fedloom.errors import ConfigError
+from fedloom.hints import unknown
 
 Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
@@ -110,7 +111,8 @@ def jeffreys(at: At, slope: Callable[[Floats, Floats], Floats]) -> At:
         sign, size = np.linalg.slogdet(here.information) if np.isfinite(here.information).all() else (0, 0)
         if sign <= 0:
             return impossible(len(beta))
-        tilt = slope(beta, np.linalg.inv(here.information)) / 2
+        inverse: Floats = np.linalg.inv(here.information).astype(float)
+        tilt = slope(beta, inverse) / 2
         return Likelihood(here.value + float(size) / 2, here.gradient + tilt, here.information)
 
     return penalized

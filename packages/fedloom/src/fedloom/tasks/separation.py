@@ -18,8 +18,6 @@ from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.linalg import eigh, null_space
-from scipy.optimize import linprog
 
 from fedloom.errors import DataError
 
@@ -123,6 +121,8 @@ def recession(first: Floats, information: Floats, steps: tuple[Floats, Floats], 
 
 def is_suspect(first: Floats, information: Floats) -> bool:
     """Return whether some direction has lost so much information that separation must be looked for."""
+    from scipy.linalg import eigh  # slow to import
+
     if not np.isfinite(information).all():
         return True
     return bool(eigh(information, first, eigvals_only=True)[0] < COLLAPSED)
@@ -155,6 +155,9 @@ def separating(gains: Floats, equal: Floats, free: int = 0) -> Floats | None:
 
 def _direction(gains: Floats, equal: Floats) -> Floats | None:
     """The direction of largest gain in the box [-1, 1]^p, None where it gains nothing."""
+    from scipy.linalg import null_space  # slow to import
+    from scipy.optimize import linprog
+
     if not gains.shape[1]:
         return None
     if len(equal):  # what is equal leaves a space of directions, in which the program is solved

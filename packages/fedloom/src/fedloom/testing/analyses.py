@@ -254,7 +254,7 @@ def joined(first: ClientRows, second: ClientRows) -> ClientRows:
         torch.cat([first.subjects, second.subjects + cut]),
         {name: torch.cat([codes, second.columns[name]]) for name, codes in first.columns.items()},
         fetch,
-        first.models,
+        models=first.models,
     )
 
 

@@ -75,7 +75,7 @@ def shapes(s: Subject) -> None:
         map_rows(torch.zeros_like, scene.state.server),
         "the server's state keeps its shapes",
     )
-    if up._fields:
+    if up._fields and upload_fields(type(a))[primary_field(type(a))].carries == "model":
         width = getattr(up, primary_field(type(a))).shape[-1]
         demand(scene.down[0].shape[-1] == width, "the first field of the download must be the received model")
     x = a.global_model(server)

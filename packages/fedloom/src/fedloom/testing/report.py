@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedloom.errors import ConfigError, cause_of, unknown
+from fedloom.errors import ConfigError, cause_of
+from fedloom.hints import unknown
 from fedloom.rows.layout import Layout
 from fedloom.testing.scene import demand
 

@@ -20,7 +20,8 @@ from fedloom.data.input_spec import InputSpec
 from fedloom.data.new_rows import new_rows
 from fedloom.data.sources.table.levels import Factors
 from fedloom.data.tables import Table, markers_of
-from fedloom.errors import ConfigError, DataError, LayoutError, cause_of, unknown
+from fedloom.errors import ConfigError, DataError, LayoutError, cause_of
+from fedloom.hints import unknown
 from fedloom.models import factorise, merged
 from fedloom.storage.checkpoint import save_tensors
 from fedloom.storage.files import make_folder, write_atomic

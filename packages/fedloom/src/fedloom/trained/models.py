@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from fedloom.data.dataset import Dataset, on_cpu
 from fedloom.data.input_spec import lone_client
-from fedloom.errors import ConfigError, nearest
+from fedloom.errors import ConfigError
+from fedloom.hints import nearest
 from fedloom.local import LocalSGD
 from fedloom.local.oracles.precision import undisturbed
 from fedloom.outputs import check_output_folder

@@ -286,11 +286,15 @@ def _registered(site: Site, connection: HTTPSConnection) -> Iterator[Finding]:
 
     The request has seconds between heartbeats that are refused to a registered key, so nothing changes there.
     """
-    from flwr.common.constant import TIMESTAMP_HEADER
-    from flwr.proto.fleet_pb2 import ActivateNodeRequest
-    from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER
-    from flwr.supercore.primitives.asymmetric import public_key_to_bytes, sign_message
-    from flwr.supercore.protobuf.constants import PROTOBUF_MEDIA_TYPE
+    from fedloom_sites.flwr_adapter import (
+        FLEET_HTTP_PUBLIC_KEY_HEADER,
+        FLEET_HTTP_SIGNATURE_HEADER,
+        PROTOBUF_MEDIA_TYPE,
+        TIMESTAMP_HEADER,
+        ActivateNodeRequest,
+        public_key_to_bytes,
+        sign_message,
+    )
 
     try:
         key = load_ssh_private_key(regular(site.node_key).read_bytes(), password=None)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fedloom.engine.checks.moved import with_analyses
 from fedloom_sites.deploy.secure.opened import read_checked
 
 
@@ -22,7 +23,7 @@ def cox_state(
     Returns:
         ``state`` ("waits", "begun", "none" or "done"), ``sums`` so far, ``reason``; in the end ``rows``, ``events``.
     """
-    if document.get("evaluate", {}).get("cox") is None:
+    if not any(analysis.get("kind") == "cox" for analysis in with_analyses(document).get("analysis", ())):
         return None
     kept = (read_checked(path) or {} for path in checkpoints.glob("cox-[0-9]*.json"))
     sums = sum(step.get("total") is not None for step in kept)

@@ -256,12 +256,19 @@ def _sides(plan: DeploymentPlan, place: Location) -> Iterator[tuple[str, str, Fi
         "clients": len(plan.sites),
         "samples": plan.samples,
         "fixed_data": plan.fixed_data,
+        "data_name": plan.data_name,
         "code": plan.code.digests(),
         "installed": plan.code.installed,
     }
     if plan.threshold is not None:
         signing_keys = tuple(m.signing_key for m in members)
-        shared["secure"] = Secure(threshold=plan.threshold, keys=signing_keys, norm_bound=plan.norm_bound)
+        shared["secure"] = Secure(
+            threshold=plan.threshold,
+            keys=signing_keys,
+            names=plan.sites,
+            norm_bound=plan.norm_bound,
+            changes=plan.changes,
+        )
     if plan.start is not None:
         shared["start"] = digest(plan.start)
     agreed: Files = {} if plan.start is None else {START: plan.start}

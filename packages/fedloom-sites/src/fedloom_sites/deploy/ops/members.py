@@ -38,7 +38,10 @@ from fedloom_sites.deploy.site.approval import check_digest
 from fedloom_sites.deploy.site.ledger import NAME as LEDGER
 
 CHANGE = "agreement.json"
-SAME = ("name", "version", "samples", "fixed_data", "models_per_round", "models_in_run", "code", "installed")
+SAME = (
+    *("name", "version", "samples", "fixed_data", "models_per_round", "models_in_run", "code", "installed"),
+    "data_name",
+)
 """Fields of an agreement that a new member does not change."""
 
 
@@ -99,7 +102,8 @@ def add(folder: Path, name: str, place: Location) -> Change:
     if server.secure is not None:
         n, before = server.clients + 1, server.secure
         threshold = max(before.threshold, safe_threshold(n))
-        secure = before.with_(threshold=threshold, keys=(*before.keys, member.signing_key))
+        names = (*before.names, name) if before.names else ()
+        secure = before.with_(threshold=threshold, keys=(*before.keys, member.signing_key), names=names)
         new["secure"] = secure.model_dump(mode="json", exclude_none=True)
         settings["quorum"] = max(settings["quorum"], threshold)
     state = f"state/agreement-{number}"
@@ -272,7 +276,9 @@ def _keeps(before: Secure | None, new: Secure | None, members: Sequence[Member])
     if before is None or new is None:
         return before is new
     grown = new.keys == (*before.keys, members[-1].signing_key) and new.threshold >= before.threshold
-    return grown and all(getattr(new, name) == getattr(before, name) for name in ("scores", "norm_bound", "max_share"))
+    grown &= new.names == ((*before.names, members[-1].site) if before.names else ())
+    kept = ("scores", "norm_bound", "max_share", "changes", "steady")
+    return grown and all(getattr(new, name) == getattr(before, name) for name in kept)
 
 
 def _last_model(server: Server) -> bytes | None:

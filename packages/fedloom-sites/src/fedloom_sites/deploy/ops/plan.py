@@ -21,10 +21,12 @@ from fedloom.data.sources._base import ENV, FileSource
 from fedloom.data.sources.table.reading import TableSource
 from fedloom.engine.clients.chunk import run_clients
 from fedloom.engine.job import Job
+from fedloom.engine.privacy import accounted
 from fedloom.engine.setup import make_job
 from fedloom.engine.virtual.check import check_stream
 from fedloom.entrances import entered
-from fedloom.errors import ConfigError, unknown
+from fedloom.errors import ConfigError
+from fedloom.hints import unknown
 from fedloom.imports import is_path
 from fedloom.lab.experiment import Experiment, parse
 from fedloom.lab.experiment.schema import Method
@@ -37,6 +39,7 @@ from fedloom_sites.deploy.code import Code, code_of
 from fedloom_sites.deploy.cox import check_cox
 from fedloom_sites.deploy.groups import agreed_groups, check_groups
 from fedloom_sites.deploy.protocol.lengths import lengths
+from fedloom_sites.deploy.secure.changes import CHANGES
 from fedloom_sites.deploy.secure.protocol import FEWEST, MOST, least_threshold, safe_threshold
 from fedloom_sites.deploy.server.run import check_deployable, counts_samples
 from fedloom_sites.deploy.settings import NormBound, twin
@@ -45,6 +48,8 @@ from fedloom_sites.deploy.site.local_data import federation_of
 MARGIN = 10.0
 """How much longer than in the first round a difference may be. Over 20 rounds of the registry's methods the longest was
 up to 4 times the first's, and 7 times with a channel that keeps errors, unless a method diverged."""
+DRAWS_CHECKED = 50
+"""Rounds whose cohorts are drawn to see whether all sites train in each: a sampler that draws fewer shows it soon."""
 OF_ONE_TABLE = (*AGREED, *SIGNS, "users", "factors")
 """Options of a table that are agreed on, or hold for one file."""
 
@@ -73,10 +78,12 @@ class DeploymentPlan:
     code: Code
     norm_bound: NormBound | None
     threshold: int | None = None
+    changes: int = CHANGES
     most_samples: int | None = None
     start: bytes | None = None
     sends: bool = True
     by_samples: bool = False
+    data_name: str = "data"
 
 
 @entered("file")
@@ -95,6 +102,8 @@ def plan(
     most_samples: int | None = None,
     secure_aggregation: bool = False,
     threshold: int | None = None,
+    changes: int | None = None,
+    data_name: str = "data",
 ) -> DeploymentPlan:
     """What is deployed of an experiment.
 
@@ -113,6 +122,8 @@ def plan(
         most_samples: of any part of a site; None: the largest client's, and not known where sites have their own data.
         secure_aggregation: the server gets masked sums (`fedloom_sites.deploy.secure.protocol`).
         threshold: sites without which no sum is unmasked; None: more than two thirds.
+        changes: how often a site may leave the masked sums or return; None: `CHANGES`.
+        data_name: of the data, by which sites remember sums and budgets over experiments.
 
     Raises:
         ConfigError: several methods and none chosen, a number of sites that the partition does not give, or (Refused)
@@ -146,6 +157,9 @@ def plan(
     check_groups(job, agreed_groups(one, samples))
     check_cox(job, one, samples)
     agreed_threshold = _threshold(job, sites or fed.n, secure_aggregation, threshold)
+    if changes is not None and not secure_aggregation:
+        raise ConfigError("--changes is of secure aggregation: say --secure-aggregation too, or leave it out")
+    _check_same_cohorts(job, agreed_threshold is not None, CHANGES if changes is None else changes)
     folder = data_dir or (Path(os.environ[ENV]) if os.environ.get(ENV) else None)
     agreed = one.settings() | {"data": _placeless(one)}
     if agreement is not None:
@@ -165,6 +179,8 @@ def plan(
         code=code_of(one.settings()),
         norm_bound=norm_bound or (None if fed.data.name == "blank" else _bound(job, start)),
         threshold=agreed_threshold,
+        changes=CHANGES if changes is None else changes,
+        data_name=data_name,
         start=None if weights is None else weights_content(weights),
         most_samples=most_samples or (None if own_data else max(int(fed.sizes(part).max()) for part in PARTS)),
         sends=bool(job.fields),
@@ -195,6 +211,27 @@ def _threshold(job: Job, n: int, secure_aggregation: bool, threshold: int | None
             f"or choose a --threshold from {least} on"
         )
     return agreed
+
+
+def _check_same_cohorts(job: Job, masked: bool, changes: int) -> None:
+    """Refuse masked sums of cohorts that differ from round to round, unless they have noise that is accounted for.
+
+    Raises:
+        ConfigError: the sampler draws fewer than all sites, and not so many changes are agreed on.
+    """
+    setting, sampler = job.setting, job.setting.sampler
+    if not masked or accounted(setting.channel, setting.aggregator) is not None or changes >= setting.rounds:
+        return
+    for t in range(1, min(setting.rounds, DRAWS_CHECKED) + 1):
+        ctx = job.ctx(t)
+        drawn = len(sampler.apply(sampler.init(ctx), None, ctx)[0].unique())
+        if drawn < job.n:
+            raise ConfigError(
+                f"sampler {sampler.kind!r} draws {drawn} of {job.n} sites in round {t}, and two sums of other sites "
+                "reveal what one site sent; leave the sampler out, so that all sites train in every round, or add "
+                "noise (aggregator 'private-mean' with a delta, or channel 'gaussian-noise'), or agree on as many "
+                f"changes of a site as there are rounds (--changes {setting.rounds}) and give that protection up"
+            )
 
 
 def _bound(job: Job, server: Any) -> NormBound | None:

@@ -84,7 +84,8 @@ class SessionMember:
         self._path = folder / "session" / "session.json"
         self._agreement = site.secure.digest(site.fingerprint)
         self._public = {c: verifying_key(line, f"client {c}") for c, line in enumerate(site.secure.keys)}
-        self._opened = OpenedSums(folder)
+        agreed = site.secure
+        self._opened = OpenedSums(folder, site.memory_folder, agreed.names, agreed.changes, agreed.steady_sites)
 
     def keys(self, round: int, nonce: bytes) -> bytes:
         """Step 1: this site's keys in a new session, which takes the place of the one before."""
@@ -112,8 +113,9 @@ class SessionMember:
         return self._bytes(record, "shares")
 
     def receive(
-        self, round: int, nonce: bytes, message: bytes, terms: Terms, weights: Mapping[int, Sequence[float]]
-    ) -> bytes:
+        self, round: int, nonce: bytes, message: bytes, terms: Terms, weights: Mapping[int, Sequence[float]], *,
+        is_noisy: bool = False,
+    ) -> bytes:  # fmt: skip
         """Step 3, first half: the shares of the others, whom this site will have masks with.
 
         Args:
@@ -122,6 +124,7 @@ class SessionMember:
             message: sealed shares by sender.
             terms: what the site is to mask.
             weights: what every site counts in its sums, see `Terms.weights`.
+            is_noisy: whether the sum has noise that is accounted for, so that it may be of other sites than the last.
 
         Returns:
             Accusations by the accused, where a share does not decrypt; then the session is over here.
@@ -133,6 +136,7 @@ class SessionMember:
         self._once(record, "asked", terms.model_digests)
         self._once(record, "question", terms.question.encode().decode() if terms.question else "")
         self._once(record, "weights", {str(c): [*values] for c, values in weights.items()})
+        self._once(record, "noisy", is_noisy)
         self._once(record, "bases", {str(c): t for c, t in terms.bases.items()})
         if "held" not in record and "accuses" not in record:
             session, secrets = self._agreed_by(record), _secrets(record)
@@ -151,6 +155,7 @@ class SessionMember:
                 record["accuses"] = secure.write(accuses).hex()
             else:
                 record["held"] = {str(c): part.hex() for c, part in held.items()}
+                self._check_change(record, held)
             self._save(record)
         return self._bytes(record, "accuses") if "accuses" in record else b""
 
@@ -193,6 +198,7 @@ class SessionMember:
         """Step 4: this site's signature that the sum may be of the sites whose vector arrived, as some did not."""
         record = self._session(round, nonce, "agree")
         arrived = self._arrived(record, _read(message, 0))
+        self._check_change(record, arrived)
         self._once(record, "arrived", message.hex())
         self._save(record)
         return self._key.sign(secure.statement(self._bound(record), arrived))
@@ -254,9 +260,21 @@ class SessionMember:
             raise Broken("this site has signed that the sum is of other sites")
         secure.check_statement(self._agreed_by(record), self._bound(record), signed, self._public)
         bases = {str(c): record["bases"][str(c)] for c in arrived}
-        threshold, question = self._agreed.threshold, record["question"]
-        self._opened.reveal(record["name"], record["sums"], record["asked"], bases, threshold, question)
+        self._opened.reveal(
+            record["name"], record["sums"], record["asked"], bases, self._agreed.threshold, record["question"],
+            weights=_weights_by_sum(record), counts=record["counters"],
+        )  # fmt: skip
         return arrived
+
+    def _check_change(self, record: dict[str, Any], clients: Collection[int]) -> None:
+        """Sign no sum that differs from the last one in a site that has left or returned too often.
+
+        Raises:
+            Broken: which site has.
+        """
+        weights = _weights_by_sum(record)
+        if weights is not None:
+            self._opened.check_change([str(c) for c in clients], weights)
 
     def _check_counters(self, record: dict[str, Any], arrived: Sequence[int], counted: bytes, told: bytes) -> None:
         """Refuse to open a sum whose counters are missing, or show too few sites that answered from their samples.
@@ -273,6 +291,11 @@ class SessionMember:
         session, bound = self._agreed_by(record), self._bound(record)
         counts, _ = counters.opened_counters(session, bound, peers, sent, answers, self._public)
         counters.check_enough(counts, self._agreed.threshold)
+
+    @property
+    def stays_neutral(self) -> bool:
+        """Whether the site's uploads stay neutral from here on; see `OpenedSums.stays_neutral`."""
+        return self._opened.stays_neutral()
 
     def _arrived(self, record: dict[str, Any], clients: Collection[int]) -> list[int]:
         """The sites of a sum, if it may be one.
@@ -336,6 +359,18 @@ def _session_of(name: bytes, threshold: int, adverts: str) -> secure.Session:
 def _listed(clients: Collection[int]) -> str:
     """Sites as hexadecimal digits."""
     return secure.write(dict.fromkeys(clients, b"")).hex()
+
+
+def _weights_by_sum(record: dict[str, Any]) -> dict[str, dict[str, list[float]]] | None:
+    """What every site counts in each sum of a session; None where the sum has noise of its own.
+
+    An upload travels times its weight; all else is a sum of what the sites send.
+    """
+    if record["noisy"]:
+        return None
+    weights: dict[str, list[float]] = record["weights"]
+    alike = {c: [float(any(values))] for c, values in weights.items()}
+    return {what: weights if what == "uploads" else alike for what in record["sums"]}
 
 
 def _held(record: dict[str, Any]) -> dict[int, bytes]:

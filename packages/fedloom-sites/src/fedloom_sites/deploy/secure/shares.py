@@ -14,9 +14,8 @@ import itertools
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache, reduce
-from operator import mul
 
-from Crypto.Protocol.SecretSharing import Shamir, _Element
+from Crypto.Protocol.SecretSharing import Shamir
 from cryptography.exceptions import InvalidSignature, InvalidTag
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -36,6 +35,9 @@ from fedloom_sites.deploy.secure.protocol import (
 )
 
 NONCE, _HALF = 12, KEY // 2
+_BITS = 8 * _HALF
+MODULUS = (1 << 128) | 0x87
+"""x^128 + x^7 + x^2 + x + 1, by which Shamir's scheme in PyCryptodome reduces; it gives shares, and no arithmetic."""
 SEALED = KEY + NONCE + 3 * KEY + 16 + SIGNATURE
 """Bytes of a sealed share: a public key, a nonce, three shares with AES-GCM's tag, a signature."""
 SUBSETS = 200
@@ -144,29 +146,48 @@ def joined(parts: Sequence[tuple[int, bytes]]) -> bytes:
     Each half is a weighted sum of the shares times a factor; `_weights` has them, the same for all secrets of these
     places.
     """
-    (weights, factor), halves = _weights(tuple(k for k, _ in parts)), [_Element(0), _Element(0)]
+    (weights, factor), halves = _weights(tuple(k for k, _ in parts)), [0, 0]
     for weight, (_, both) in zip(weights, parts, strict=True):
         for k in (0, 1):
-            halves[k] += mul(weight, _Element(both[k * _HALF : (k + 1) * _HALF]))
-    return b"".join(mul(factor, half).encode() for half in halves)
+            halves[k] ^= multiply(weight, int.from_bytes(both[k * _HALF : (k + 1) * _HALF]))
+    return b"".join(multiply(factor, half).to_bytes(_HALF) for half in halves)
+
+
+def multiply(a: int, b: int) -> int:
+    """Multiply in GF(2^128), in as many steps as ``a`` has bits: polynomials over two elements as bits of integers."""
+    product = 0
+    while a:
+        product ^= b if a & 1 else 0
+        a, b = a >> 1, b << 1
+        b ^= MODULUS if b >> _BITS else 0
+    return product
+
+
+def invert(a: int) -> int:
+    """Find the inverse of an element of GF(2^128) that is not 0: its power 2^128 - 2."""
+    inverse = 1
+    for _ in range(_BITS - 1):
+        a = multiply(a, a)
+        inverse = multiply(inverse, a)
+    return inverse
 
 
 @lru_cache(maxsize=2 * SUBSETS)
-def _weights(places: tuple[int, ...]) -> tuple[list[_Element], _Element]:
+def _weights(places: tuple[int, ...]) -> tuple[list[int], int]:
     """What shares at these places are multiplied by, and their sum, so that it is the secret.
 
     These are Lagrange's polynomials at 0 and one; or, where they have fewer bits, for each of which a product takes a
     step, these times all differences of the places, and the inverse of that.
     """
-    nodes, weights = [_Element(k) for k in places], []
-    for k in nodes:
-        rest = [node for node in nodes if node is not k]
-        above, below = (reduce(mul, factors, _Element(1)) for factors in (rest, [k + node for node in rest]))
-        weights.append(mul(above, below.inverse()))
-    apart = reduce(mul, (a + b for a, b in itertools.combinations(nodes, 2)), _Element(1))
-    multiples = [mul(weight, apart) for weight in weights]
-    forms = (weights, _Element(1)), (multiples, apart.inverse())
-    return min(forms, key=lambda form: sum(int(element).bit_length() for element in (*form[0], form[1])))
+    weights = []
+    for k in places:
+        rest = [place for place in places if place != k]
+        above, below = (reduce(multiply, factors, 1) for factors in (rest, [k ^ place for place in rest]))
+        weights.append(multiply(above, invert(below)))
+    apart = reduce(multiply, (a ^ b for a, b in itertools.combinations(places, 2)), 1)
+    multiples = [multiply(weight, apart) for weight in weights]
+    forms = (weights, 1), (multiples, invert(apart))
+    return min(forms, key=lambda form: sum(element.bit_length() for element in (*form[0], form[1])))
 
 
 # --------------------------------------------------------------------------------------------------------- accusations

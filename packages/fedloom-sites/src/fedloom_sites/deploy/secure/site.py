@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -49,6 +49,7 @@ class MaskedAnswers:
         self._member, self._groups = SessionMember(site, key, folder), SiteGroups(trainer)
         self._cox, self._asked = SiteCox(trainer, folder), asked
         self._last: tuple[object, Job] | None = None
+        self._numbers = 0
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
@@ -94,6 +95,15 @@ class MaskedAnswers:
                 raise WireError(f"{len(arrays)} arrays, {fewest} to {most} are expected")
             return {}, [steps[kind](head["round"], head["session"], *arrays)], None
 
+    def count_parameters(self, kind: str, arrays: Sequence[bytes]) -> int:
+        """How many masked numbers are in the arrays of the newest answer, its counters among them.
+
+        Args:
+            kind: of the message.
+            arrays: of the answer.
+        """
+        return self._numbers if arrays and kind in ("masked", "tally") else 0
+
     def _scores(self, envelope: Envelope) -> Answer:
         head, trainer = envelope.head, self._trainer
         job, _ = trainer.with_local_data(head["accepted"], trainer.weighed(head["weight"]))
@@ -105,6 +115,7 @@ class MaskedAnswers:
         head, t, trains = envelope.head, envelope.head["round"], envelope.head["kind"] == "masked"
         trainer, client = self._trainer, self._site.client
         sizes, figures = part_sizes(trainer.fed, client), self.figures
+        self._numbers = 0
         with publish_reasons():
             if len(envelope.arrays) < 2 + trains:
                 raise WireError(f"{len(envelope.arrays)} arrays, at least {2 + trains} are expected")
@@ -119,14 +130,15 @@ class MaskedAnswers:
         with publish_reasons():
             check_summands(weights_of_all, terms.cohort, self._agreed.threshold, self._agreed.max_share)
             self._asked.enter_masked(terms, head["accepted"])
-            accusations = self._member.receive(t, head["session"], inbox, terms, weights_of_all)
+            accusations = self._member.receive(
+                t, head["session"], inbox, terms, weights_of_all, is_noisy=self._trainer.private
+            )
         if accusations:
             return ACCUSES + accusations
         if terms.question is not None:
             first = len(ScoreVector(trainer.job).figures) + len(self._groups.sums.groups)
             step, counters = self._cox.masked_vector(terms, first)
-            with publish_reasons():
-                return self._member.masked(t, head["session"], step, counters)
+            return self._under_masks(envelope, step, counters)
         job, state = trainer.with_local_data(head["accepted"], self._weighed(terms))
         vectors, counts = list[Integers](), tuple[int, ...]()
         if terms.scored >= 0:
@@ -151,13 +163,23 @@ class MaskedAnswers:
                         "its change is unknown; the site cannot take part in this run again"
                     )
             weights = terms.share(job, client), float(job.masses[client])
-            new = trainer.train(job, state, t, envelope.arrays[0], self._send(weights), weights)
+            with publish_reasons():
+                stays_neutral = self._member.stays_neutral
+            new = trainer.train(
+                job, state, t, envelope.arrays[0], self._send(weights), weights, stays_neutral=stays_neutral
+            )
             vectors.insert(0, new.tensors["reply"].numpy().view(np.uint64))
             if UploadVector(job, trainer.forms.idle).is_counted:
                 counts = NEUTRAL if new.reply["neutral"] else ANSWERED
                 counts = counts if sizes[0] else ABSENT
+        return self._under_masks(envelope, np.concatenate([np.zeros(0, np.uint64), *vectors]), counts)
+
+    def _under_masks(self, envelope: Envelope, vector: Integers, counts: Sequence[int]) -> bytes:
+        head = envelope.head
         with publish_reasons():
-            return self._member.masked(t, head["session"], np.concatenate([np.zeros(0, np.uint64), *vectors]), counts)
+            message = self._member.masked(head["round"], head["session"], vector, counts)
+        self._numbers = len(vector) + len(counts)
+        return message
 
     def _weighed(self, terms: Terms) -> Job:
         """The run with the shares of these terms, which stay as long as the numbers of samples do."""

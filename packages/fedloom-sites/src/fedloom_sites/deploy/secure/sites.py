@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedloom.analyses.patients import GroupScore
 from fedloom.engine.job import Job
 from fedloom.engine.privacy import accounted
 from fedloom.errors import GivenUp, Refused, RunStopped, Stop
-from fedloom.lab.experiment.analyses.patients import GroupScore
 from fedloom.processes.clients import ScoreRequest, Scores, SumResult, TrainRequest, TrainResult
 from fedloom.tasks.cox_vectors import CoxAgreement, Ring, opened
 from fedloom_sites.deploy.cox import CoxStep
@@ -43,9 +43,9 @@ class MaskedSites(Sites):
     def __init__(self, job: Job, forms: Forms, transport: Transport, settings: Server, group_sums: GroupSums) -> None:
         super().__init__(job, forms, transport, settings, group_sums)
         assert settings.secure is not None
-        self._sessions, self._agreed = SecureSums(transport, settings), settings.secure
-        self._uploads, self._figures = UploadVector(job, forms.idle), ScoreVector(job)
         private = accounted(job.setting.channel, job.setting.aggregator) is not None
+        self._sessions, self._agreed = SecureSums(transport, settings, is_noisy=private), settings.secure
+        self._uploads, self._figures = UploadVector(job, forms.idle), ScoreVector(job)
         self._tallies = settings.secure.scores == "masked" and not private
         self._tallied: tuple[int, dict[tuple[str, str, str], Figure]] = -1, {}
         self._groups = list[GroupScore]()

@@ -19,6 +19,8 @@ from fedloom_sites.deploy.protocol.identity import NONCE, verifying_key
 from fedloom_sites.deploy.secure import counters, shares
 from fedloom_sites.deploy.secure import protocol as secure
 from fedloom_sites.deploy.secure.answers import read_advert, read_sealed, read_shares, read_signature, read_vector
+from fedloom_sites.deploy.secure.changes import Changes
+from fedloom_sites.deploy.secure.opened import read_checked, write_checked
 from fedloom_sites.deploy.secure.pending import PendingSum, PendingSums
 from fedloom_sites.deploy.secure.protocol import SIGNATURE, Broken, Integers
 from fedloom_sites.deploy.secure.stages import Progress, Stage
@@ -67,15 +69,19 @@ class SecureSums:
     Args:
         transport: the way to the sites.
         settings: of the server, with secure aggregation.
+        is_noisy: whether the sums have noise that is accounted for, so that they may be of other sites each time.
     """
 
-    def __init__(self, transport: Transport, settings: Server) -> None:
+    def __init__(self, transport: Transport, settings: Server, *, is_noisy: bool = False) -> None:
         assert settings.secure is not None
         self._transport, self._settings, self._agreed = transport, settings, settings.secure
         self._agreement = settings.secure.digest(settings.fingerprint)
         self._public = {c: verifying_key(line, f"client {c}") for c, line in enumerate(settings.secure.keys)}
         self._unmasked = PendingSums(settings.checkpoints)
-        self._out = set[int]()
+        self._out, self._is_noisy = set[int](), is_noisy
+        self._changes_path = settings.checkpoints / "summed-sites.json"
+        agreed = settings.secure
+        self._changes = Changes(read_checked(self._changes_path) or {}, agreed.changes, agreed.steady_sites)
 
     def asked_for(self, sums: Mapping[str, int]) -> PendingSum | None:
         """The sum of any of these, by kind and round, if it was asked for before."""
@@ -100,7 +106,10 @@ class SecureSums:
             RunStopped: fewer than the threshold take part.
             GivenUp: it was asked for too often, or one of the vectors is wrong.
         """
-        pending = self._unmasked.of(terms.sums) or self._collected(terms, weights, request, length, counted)
+        pending = self._unmasked.of(terms.sums)
+        if pending is None:
+            pending = self._collected(terms, weights, request, length, counted)
+            self._enter_change(terms, weights, pending.clients)
         counts = None
         if counted:
             pending, counts = self._counted(pending)
@@ -118,6 +127,7 @@ class SecureSums:
         """The steps before the last: the sum under its masks. Until the last, nothing is revealed."""
         while True:
             cohort = self._apart(terms, [c for c in terms.cohort if c not in self._out])
+            cohort = self._same_sites(terms, weights, cohort)
             self._check_summands(terms.round, weights, cohort)
             session_sum = self._begun(terms, weights, cohort, request, length, counted)
             if session_sum is not None:
@@ -128,13 +138,17 @@ class SecureSums:
     ) -> PendingSum | None:
         """A session; None if a site was left out of it, so that another one is to begin."""
         t, course, public = terms.round, _Course(terms.round, os.urandom(NONCE)), self._public
+        wanted = {c for c in cohort if self._name(c) in self._changes.sites}
         name = secure.session_name(self._agreement, t, course.nonce)
         ask = {c: Request("keys", c) for c in cohort}
-        course, adverts = self._step(course, "keys", ask, lambda c, m: read_advert(m, name, c, public))
+        course, adverts = self._step(course, "keys", ask, lambda c, m: read_advert(m, name, c, public), wanted=wanted)
         everyone = secure.write_adverts(adverts.values())
         session = secure.session_of(name, self._agreed.threshold, adverts.values())
         ask = {c: Request("shares", c, [everyone]) for c in adverts}
-        course, sealed = self._step(course, "shares", ask, lambda c, m: read_sealed(m, session, c, public[c]))
+        course, sealed = self._step(
+            course, "shares", ask, lambda c, m: read_sealed(m, session, c, public[c]), wanted=wanted
+        )
+        self._check_leaving(terms, weights, sealed)
         inbox = {c: secure.write({p: sent[c] for p, sent in sealed.items() if p != c}) for c in sealed}
         bound = secure.bound_to(session, terms.digest, [*sealed])
         text = secure.statement(bound, [*sealed])
@@ -145,6 +159,7 @@ class SecureSums:
             ask,
             lambda c, m: read_vector(m, length, text, public[c], bound if counted else None),
             most=SIGNATURE + 8 * length + counters.WIDTH + secure.MOST * (4 + SIGNATURE),
+            wanted=wanted,
         )
         accusations = {c: answer for c, answer in answers.items() if isinstance(answer, dict)}
         if accusations and self._judge(course, session, accusations, sealed):
@@ -153,6 +168,7 @@ class SecureSums:
         if self._apart(terms, [*vectors]) != [*vectors]:
             raise RunStopped(Stop.TOO_FEW, f"round {t}: another sum would reveal what a single site sent")
         self._check_summands(t, weights, vectors)
+        self._check_leaving(terms, weights, vectors)
         total: Integers = np.sum([vector for _, vector, _ in vectors.values()], axis=0, dtype=np.uint64)
         signed = {c: signature for c, (signature, _, _) in vectors.items()}
         masked_counters = {c: one for c, (_, _, one) in vectors.items()} if counted else {}
@@ -246,6 +262,69 @@ class SecureSums:
             clients = [c for c in clients if c in before.clients]
         return [*clients]
 
+    def _same_sites(self, terms: Terms, weights: Weights, cohort: list[int]) -> list[int]:
+        """The cohort without sites that would return to the sums more often than was agreed on."""
+        listed, _ = self._counting(terms, weights, cohort)
+        returning = (
+            {*self._changes.exhausted({*listed} - {*self._changes.sites})} if self._changes.sites else set[str]()
+        )
+        if self._is_noisy or not returning:
+            return cohort
+        stays_out = [c for c in cohort if self._name(c) in returning]
+        self._transport.note(
+            "stays out",
+            terms.round,
+            stays_out,
+            f"round {terms.round}: {self._names(stays_out)} has left the sums or returned {self._changes.limit} times, "
+            "and every further change would reveal one more difference (changes in the table secure)",
+        )
+        return [c for c in cohort if c not in stays_out]
+
+    def _check_leaving(self, terms: Terms, weights: Weights, clients: Collection[int]) -> None:
+        """Ask for no sum that the sites would not open, since it lacks a site that has left too often.
+
+        Raises:
+            RunStopped: which site the run waits for.
+        """
+        if self._is_noisy:
+            return
+        try:
+            self._changes.after(*self._counting(terms, weights, clients))
+        except Broken as error:
+            raise RunStopped(
+                Stop.TOO_FEW, f"round {terms.round}: {error}; the run continues when the sites of that sum are back"
+            ) from None
+
+    def _enter_change(self, terms: Terms, weights: Weights, clients: Collection[int]) -> None:
+        """Remember and log of which sites a sum is that is asked for from here on."""
+        if self._is_noisy:
+            return
+        counting, before = self._counting(terms, weights, clients), self._changes
+        changed = before.changed(*counting)
+        self._changes = before.after(*counting)
+        if self._changes != before:
+            write_checked(self._changes_path, self._changes.record)
+        if changed:
+            counts = self._changes.record["changes"]
+            words = [
+                f"{'with' if c in counting[0] else 'without'} {c} (change {counts[c]} of {before.limit})"
+                for c in sorted(changed)
+            ]
+            reason = f"round {terms.round}: the sites have signed a sum {', '.join(words)}"
+            self._transport.note("other sites", terms.round, clients, reason)
+
+    def _counting(
+        self, terms: Terms, weights: Weights, clients: Collection[int]
+    ) -> tuple[list[str], dict[str, dict[str, Sequence[float]]]]:
+        """The sites of a sum whose part in it is not known, and what these count, as the sites find it."""
+        listed = {self._name(c): weights[c] for c in clients if any(weights[c])}
+        alike: dict[str, Sequence[float]] = dict.fromkeys(listed, (1.0,))
+        return sorted(listed), {what: listed if what == "uploads" else alike for what in terms.sums}
+
+    def _name(self, client: int) -> str:
+        names = self._agreed.names
+        return names[client] if names else str(client)
+
     # ------------------------------------------------------------------------------------------------- the last step
 
     def _revealed(self, pending: PendingSum, read: Callable[[Integers, int], Any]) -> PendingSum:
@@ -337,6 +416,7 @@ class SecureSums:
         read: Callable[[int, bytes], Any],
         need: int | None = None,
         most: int = secure.MOST * (4 + shares.SEALED),
+        wanted: Collection[int] = (),
     ) -> tuple[_Course, dict[int, Any]]:
         """Take a step of a session: how far it has come then, and the sites' answers by client in rising order."""
         progress = course.progress.after(kind)
@@ -350,7 +430,8 @@ class SecureSums:
         }
         last = kind in ("agree", "unmask")
         least = max(self._agreed.threshold, 1 if last else min(self._settings.quorum, len(requests)))
-        replies = self._transport.collect_replies(course.round, requests, least if need is None else need)
+        need = least if need is None else need
+        replies = self._transport.collect_replies(course.round, requests, need, wanted)
         return course._replace(progress=progress), {c: reply.value for c, reply in sorted(replies.items())}
 
     def _leave_out(self, t: int, client: int, why: str) -> None:

@@ -12,21 +12,26 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar, cast
 
-from flwr.app import Message, Metadata
-from flwr.app.error import Error
-from flwr.app.message import make_message
-from flwr.common.constant import ErrorCode
-from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest
-from flwr.proto.runtime_pb2 import PullAppMessagesRequest
+from flwr.app import Error, Message, Metadata
 from flwr.serverapp import Grid
-from flwr.supercore.constant import SYSTEM_MESSAGE_TYPE
-from flwr.supercore.date import now
-from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
-from flwr.supercore.inflatable.inflatable_protobuf_utils import make_pull_object_fn_protobuf
-from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, inflate_object_from_contents, pull_objects
 
 from fedloom.errors import FedloomError, RunStopped, Stop
 from fedloom_sites.deploy.protocol.rejected import plain
+from fedloom_sites.flwr_adapter import (
+    SYSTEM_MESSAGE_TYPE,
+    ConfirmMessageReceivedRequest,
+    ErrorCode,
+    ObjectPullError,
+    PullAppMessagesRequest,
+    connection_of,
+    inflate_object_from_contents,
+    iterate_object_tree,
+    make_message,
+    make_pull_object_fn_protobuf,
+    now,
+    pull_objects,
+    set_message_id,
+)
 
 T = TypeVar("T")
 
@@ -47,7 +52,7 @@ def pull(grid: Grid, limits: Mapping[str, int]) -> list[Message]:
         grid: Flower's.
         limits: most bytes of a reply, by the message that it answers.
     """
-    client = getattr(grid, "_runtime_client", None)
+    client = connection_of(grid)
     if client is None:  # not over a network: a message is there already
         return list(grid.pull_messages([*limits]))
     node, run_id = cast(Any, grid).node, grid.run.run_id
@@ -85,7 +90,7 @@ def _inflated(id_: str, tree: Any, fetch: Callable[[str], bytes], limit: int) ->
 
     message = inflate_object_from_contents(id_, pull_objects([*times], counted))
     assert isinstance(message, Message)
-    message.metadata.__dict__["_message_id"] = id_
+    set_message_id(message, id_)
     return message
 
 

@@ -7,12 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from fedloom.analyses.patients import GroupScore, group_table
 from fedloom.engine.job import Job
 from fedloom.engine.state import State
 from fedloom.errors import Stop
 from fedloom.lab.experiment import Experiment
-from fedloom.lab.experiment.analyses.cox import cox_table
-from fedloom.lab.experiment.analyses.patients import GroupScore, group_table
 from fedloom.lab.experiment.outputs import (
     labelled,
     partition_table,
@@ -20,9 +19,10 @@ from fedloom.lab.experiment.outputs import (
     write_parquet,
     write_settings,
 )
-from fedloom.rundir import COX, GROUPS, PARTITION, SUMMARY, RunRecord, SiteSummary, Summary
+from fedloom.rundir import GROUPS, PARTITION, SUMMARY, RunRecord, SiteSummary, Summary, analysis_file
 from fedloom.storage.checkpoint import save_tensors
 from fedloom.storage.files import make_folder, write_atomic
+from fedloom.tasks.cox_sites import cox_table
 from fedloom.tasks.cox_vectors import CoxAgreement
 from fedloom.tasks.secure_cox import SecureCoxFit
 from fedloom_sites.deploy.audit import lines_of
@@ -74,7 +74,7 @@ class Results:
 
     def cox(self, fit: SecureCoxFit, names: Sequence[str], terms: CoxAgreement) -> None:
         """The Cox regression over the rows of all sites."""
-        write_parquet(self._settings.results / COX, [cox_table(fit, names, terms)])
+        write_parquet(self._settings.results / analysis_file("cox"), [cox_table(fit, names, terms)])
 
     def summary(self, stop: Stop | None, detail: str, here: Collection[int], diverged: int | None = None) -> None:
         """How far the run is, or how it ended, and how every site did.
@@ -91,8 +91,9 @@ class Results:
         if job is not None:
             more |= {"oracle": job.oracle.name, "chunk": 1, "device": "cpu", "parameters": job.oracle.layout.d}
         run = RunRecord(
-            method=method.label, algorithm=method.algorithm, seed=self._experiment.head.seeds[0],
-            status=(stop or Stop.INTERRUPTED).status, reason=reason, rounds=self._rounds, **more,
+            method=method.label, algorithm=method.algorithm, role=method.setting.role,
+            seed=self._experiment.head.seeds[0], status=(stop or Stop.INTERRUPTED).status,
+            reason=reason, rounds=self._rounds, **more,
         )  # fmt: skip
         members = {m.client: m.site for m in settings.sites}
         log = lines_of(settings.audit)

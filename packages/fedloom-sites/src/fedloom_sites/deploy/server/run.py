@@ -38,7 +38,7 @@ from fedloom.version import __version__
 from fedloom_sites.deploy.audit import Audit
 from fedloom_sites.deploy.code import read_agreed
 from fedloom_sites.deploy.cox import agreed_cox
-from fedloom_sites.deploy.groups import GroupSums, agreed_groups
+from fedloom_sites.deploy.groups import GroupSums, agreed_groups, least_of
 from fedloom_sites.deploy.noise import SharedMean, deployed, left_to_sites
 from fedloom_sites.deploy.ops.status import serve_metrics
 from fedloom_sites.deploy.protocol.forms import Forms
@@ -208,7 +208,7 @@ class _Run(Hooks):
         settings, audit = self._settings, self._audit
         job, server, forms = self._make_job()
         checkpoints = RunCheckpoints(job, settings.checkpoints, settings.fingerprint[:16], every_round=True)
-        groups = GroupSums(job, agreed_groups(self._experiment, settings.samples))
+        groups = GroupSums(job, agreed_groups(self._experiment, settings.samples), least_of(self._experiment))
         sites = (Sites if settings.secure is None else MaskedSites)(job, forms, self._transport, settings, groups)
         self._job, self._sites = job, sites
         state, stop, detail, diverged, extras = checkpoints.resume(initial_state(job, server))

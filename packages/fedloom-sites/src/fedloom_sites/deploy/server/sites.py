@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedloom.analyses.patients import GroupScore
 from fedloom.engine.clients.chunk import ClientOutput
 from fedloom.engine.clients.remote import StreamedClients
 from fedloom.engine.job import Job
 from fedloom.errors import Refused, WireError
-from fedloom.lab.experiment.analyses.patients import GroupScore
 from fedloom.local.rows import Fields
 from fedloom.processes.clients import AskRequest, ScoreRequest, TrainRequest
 from fedloom.tasks.cox_vectors import CoxAgreement, Ring, opened

@@ -139,10 +139,18 @@ class Transport:
         greeted = {p.node for p, _ in (*self._posted.values(), *self._overdue.values()) if p.kind == "hello"}
         return [Request("hello", None, node=n) for n in self.presence.strangers(nodes) if n not in greeted]
 
-    def collect_replies(self, round: int, requests: dict[int, Request], need: int) -> dict[int, Reply]:
+    def collect_replies(
+        self, round: int, requests: dict[int, Request], need: int, wanted: Collection[int] = ()
+    ) -> dict[int, Reply]:
         """Accepted replies by client; those that did not answer are asked again until ``need`` is there.
 
         A reply to a request for scores only does not count to ``need``.
+
+        Args:
+            round: of the run.
+            requests: by client.
+            need: replies without which the run stops.
+            wanted: clients that are asked as long as the patience lasts, even where enough others have answered.
         """
         end = time.monotonic() + self._settings.patience
         self.presence.round = max(self.presence.round, round)
@@ -151,10 +159,10 @@ class Transport:
         while True:
             self.greet()
             now = [request._replace(node=self.nodes[c]) for c, request in open_.items() if c in self.nodes]
-            good, bad = self.exchange(round, now, need - _counting(replies), self._settings.deadline)
+            good, bad = self.exchange(round, now, need - _counting(replies), self._settings.deadline, wanted)
             replies |= good
             open_ = {c: request for c, request in open_.items() if c not in good and c not in bad}
-            if _counting(replies) >= need or (not open_ and requests):
+            if (_counting(replies) >= need and not {*wanted} & {*open_}) or (not open_ and requests):
                 break
             if time.monotonic() > end or not requests:
                 break
@@ -165,9 +173,11 @@ class Transport:
         return replies
 
     def exchange(
-        self, round: int, requests: Sequence[Request], need: int, deadline: float
+        self, round: int, requests: Sequence[Request], need: int, deadline: float, wanted: Collection[int] = ()
     ) -> tuple[dict[int, Reply], set[int]]:
         """Send requests and judge what comes back, until all is there or, with the quorum, the deadline is over.
+
+        A client that is ``wanted`` is waited for until the deadline, however soon the others answered.
 
         Returns:
             Accepted replies, and the clients whose reply was rejected.
@@ -186,7 +196,10 @@ class Transport:
                 self.presence.is_awaited(pending.node, waited, took[pending.kind].values())
                 for pending in open_requests.values()
             )
-            if waited > self._settings.ttl or ((waited > deadline or idle) and _counting(good) >= need):
+            is_over = waited > deadline or idle
+            if any(pending.client in wanted for pending in open_requests.values()):
+                is_over = waited > deadline
+            if waited > self._settings.ttl or (is_over and _counting(good) >= need):
                 break
             if open_requests and not arrived:
                 time.sleep(POLL)

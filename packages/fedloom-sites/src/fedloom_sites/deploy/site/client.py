@@ -116,7 +116,9 @@ class Client:
             CheckpointError: the disk is full or refuses.
         """
         facts = {"kind": about.get("kind"), "round": about.get("round"), "status": more["status"]}
-        sizes = {"bytes": sum(map(len, arrays)), "numbers": len(metrics or {}), "digest": more["digest"]}
+        parameters = self.answers.count_parameters(str(about.get("kind")), arrays)
+        sizes = {"bytes": sum(map(len, arrays)), "parameters": parameters, "numbers": len(metrics or {})}
+        sizes["digest"] = more["digest"]
         Audit(self._memory.folder / SENT).write("sent", **facts, **sizes)
 
     def _signed(

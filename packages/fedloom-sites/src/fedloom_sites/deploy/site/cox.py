@@ -14,11 +14,10 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from pydantic import ValidationError
 
-from fedloom.engine.checks.inspection import survival_table
 from fedloom.errors import DataError, Refused, WireError, sentence_of
-from fedloom.lab.experiment.analyses.cox import rows_of, survival_site, within
 from fedloom.storage.files import write_atomic
 from fedloom.tasks.cox import SurvivalSite
+from fedloom.tasks.cox_sites import rows_of, survival_site, table_of, within
 from fedloom.tasks.cox_vectors import CoxAgreement, Ring, SiteVectors, bins_with_events, merged_ends
 from fedloom.tasks.penalty import Floats
 from fedloom.values import Value
@@ -92,7 +91,7 @@ class SiteCox:
             return SurvivalSite(np.zeros((0, len(terms.low))), nothing, nothing), 0
         data = read_data(trainer.experiment, site)
         rows = rows_of(trainer.fed, site.client)
-        used = within(survival_site(data, survival_table(data), rows), terms)
+        used = within(survival_site(data, table_of(data), rows), terms)
         return used, len(rows) - len(used.time)
 
     def vector(self, step: CoxStep, terms: CoxAgreement | None = None) -> CoxAnswer:

@@ -11,7 +11,7 @@ from torch import Tensor
 from fedloom.engine.clients.scores import Pass, choose_model, outputs_of, personal_models
 from fedloom.engine.job import Job
 from fedloom.processes.clients import Scores
-from fedloom_sites.deploy.groups import Cells, GroupSums, agreed_groups
+from fedloom_sites.deploy.groups import Cells, GroupSums, agreed_groups, least_of
 from fedloom_sites.deploy.site.local_data import part_sizes
 from fedloom_sites.deploy.site.trainer import Trainer
 
@@ -30,7 +30,8 @@ class SiteGroups:
     def sums(self) -> GroupSums:
         """How they are summed."""
         trainer = self._trainer
-        return GroupSums(trainer.job, agreed_groups(trainer.experiment, trainer.site.samples))
+        agreed = agreed_groups(trainer.experiment, trainer.site.samples)
+        return GroupSums(trainer.job, agreed, least_of(trainer.experiment))
 
     @cached_property
     def members(self) -> Mapping[str, Tensor]:

@@ -7,6 +7,9 @@ because the download is another, is counted again.
 Each line has its number and the SHA-256 of the line before. A line that a crash cut short is one of them: the line
 after it names its bytes. Where the chain does not hold, has fewer lines than the state beside it has releases, or lacks
 a round that the server has accepted, what is spent cannot be known, and nothing is released any more.
+
+A site's own limit is one of its data: what other experiments on data of the same name have spent is added, since
+epsilon and delta of several experiments add up. The memory of these data has the epsilon of each ledger.
 """
 
 from __future__ import annotations
@@ -22,8 +25,10 @@ from fedloom.storage.disk import regular
 from fedloom.storage.files import append_line, create_file, make_folder
 from fedloom_sites.deploy.audit import entry_of
 from fedloom_sites.deploy.noise import left_to_sites
+from fedloom_sites.deploy.secure.opened import in_turn, read_checked, write_checked
 
-NAME = "ledger.jsonl"
+NAME, SPENT_FILE = "ledger.jsonl", "epsilon.json"
+"""Files with the releases of an experiment, and with the epsilon of every experiment on the same data."""
 
 
 class Spent(Refused):
@@ -40,13 +45,15 @@ class Ledger:
         who: whose budget it is, for messages.
         least: releases in the state beside the ledger.
         accepted: a round whose release the server has; 0 for none.
+        memory: folder of what is remembered of the data over experiments, where the limit is one of all of them.
     """
 
     def __init__(
-        self, folder: Path, noise: Noise | None, limit: float | None, who: str, least: int = 0, accepted: int = 0
-    ) -> None:
+        self, folder: Path, noise: Noise | None, limit: float | None, who: str, least: int = 0, accepted: int = 0,
+        memory: Path | None = None,
+    ) -> None:  # fmt: skip
         self._path, self._noise, self._limit, self._who = folder / NAME, noise, limit, who
-        self._least, self._accepted = least, accepted
+        self._least, self._accepted, self._memory = least, accepted, memory
 
     def releases(self) -> int:
         """The number of entries; one that a crash cut short counts.
@@ -131,7 +138,38 @@ class Ledger:
         alone = left_to_sites(self._noise)
         if alone is not None:
             entry["epsilon_sites"] = epsilon(alone, count)
+        line = json.dumps(entry).encode()
+        if self._memory is not None:
+            self._add_to_memory(self._memory, hashlib.sha256(lines[0] if lines else line).hexdigest(), spent)
         make_folder(self._path.parent)
         create_file(self._path)
-        append_line(self._path, json.dumps(entry).encode())
+        append_line(self._path, line)
         return count
+
+    def _add_to_memory(self, memory: Path, ledger: str, spent: float) -> None:
+        """Enter what this ledger has spent beside what others have.
+
+        Args:
+            memory: folder.
+            ledger: digest of its first line, which a ledger keeps that moves to another agreement.
+            spent: epsilon of its releases.
+
+        Raises:
+            Spent: all together would exceed the limit, or are not known.
+        """
+        with in_turn(memory):
+            path = memory / SPENT_FILE
+            record = read_checked(path)
+            if record is None and path.exists():
+                raise Spent(
+                    f"{path} is damaged, so what other experiments on these data have spent cannot be known; put back "
+                    "a copy of it"
+                )
+            record = (record or {}) | {ledger: spent}
+            others, total = len(record) - 1, sum(record.values())
+            if others and self._limit is not None and total > self._limit:
+                raise Spent(
+                    f"the privacy budget of {self._who} is spent: with {others} other experiments on these data, this "
+                    f"release would make epsilon {total:.4g}, the limit is {self._limit:.4g}"
+                )
+            write_checked(path, record)

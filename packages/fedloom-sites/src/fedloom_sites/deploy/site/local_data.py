@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +19,8 @@ from fedloom.data.new_data import AGREED
 from fedloom.data.partition import Iid
 from fedloom.data.pixels import came_as_bytes
 from fedloom.data.sources import SOURCES, Source
+from fedloom.data.sources.table.designs import DesignOptions
+from fedloom.data.subjects.design import count_subjects
 from fedloom.data.text import UNKNOWN, recoded
 from fedloom.errors import ConfigError, DataError, NoSamples, Refused
 from fedloom.lab.experiment import Experiment, parse
@@ -68,7 +71,7 @@ def read_data(experiment: Experiment, site: Site) -> Dataset:
     """
     local = parse({**experiment.settings(), "data": options_of(experiment, site)}, f"{site.site}: the site file")
     try:
-        data = keeping(local.source, experiment.common.evaluate.groups).read(site.data_dir)
+        data = keeping(local.source, experiment.kept_columns).read(site.data_dir)
     except ConfigError as error:  # it may quote the first row of a file without a header
         raise DataError(str(error)) from error
     except NoSamples:
@@ -133,13 +136,17 @@ def check_samples(site: Site, data: Dataset) -> None:
 
 
 def options_of(experiment: Experiment, site: Site) -> dict[str, Any]:
-    """The table ``[data]`` of a site, with the place of its samples; what columns mean was agreed on."""
+    """The table ``[data]`` of a site, with the place of its samples; what columns mean was agreed on.
+
+    The columns of subjects, order and strata are the experiment's where the site names no others: it cannot do without.
+    """
+    designed = {key: value for key, value in experiment.source_options.items() if key in DesignOptions.option_names()}
     agreed = getattr(experiment.source, "agreement", None) or site.samples.agreement
     kind = SOURCES.get(site.data["source"])
     if agreed is None or (kind is not None and "agreement" not in kind.model_fields):
-        return site.data
+        return designed | site.data
     options = {key: value for key, value in site.data.items() if key not in AGREED or key == "missing"}
-    return {**options, "agreement": agreed.model_dump(mode="json", exclude_none=True)}
+    return {**designed, **options, "agreement": agreed.model_dump(mode="json", exclude_none=True)}
 
 
 def check_patients(site: Site, source: Source, data: Dataset) -> None:
@@ -150,8 +157,10 @@ def check_patients(site: Site, source: Source, data: Dataset) -> None:
     """
     agreement = getattr(source, "agreement", None)
     if agreement is not None:
-        counts = {} if data.labels is None else {c: int((data.labels == k).sum()) for k, c in enumerate(data.classes)}
-        if few := agreement.shortcomings(counts, len(data)):
+        design, every = data.design, np.arange(len(data))
+        rows = {} if data.labels is None else {c: data.labels.numpy() == k for k, c in enumerate(data.classes)}
+        counts = {c: count_subjects(design, every[here]) for c, here in rows.items()}
+        if few := agreement.shortcomings(counts, count_subjects(design, every)):
             raise DataError(f"{site.site}: {'; '.join(few)}")
 
 
@@ -202,7 +211,7 @@ def seated(fed: Federation, client: int, seat: int, train_sizes: Tensor) -> Fede
         index = [rows if i == seat else filler.repeat(size) for i, size in enumerate(sizes.tolist())]
         parts[part] = Split(torch.cat(index), _offsets(sizes))
     names = tuple(fed.names[client] if i == seat else str(i) for i in range(len(train_sizes)))
-    return replace(fed, parts=parts, names=names, test=None, groups=None)
+    return replace(fed, parts=parts, names=names, test=None, groups=None, partition={})
 
 
 def _offsets(sizes: Tensor) -> Tensor:

@@ -10,11 +10,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from fedloom.analyses.importance import FEWEST, Scored, permuted
 from fedloom.data import Federation
 from fedloom.data.new_data import NewData
-from fedloom.errors import ConfigError, unknown
+from fedloom.errors import ConfigError
+from fedloom.hints import unknown
 from fedloom.lab.experiment import Experiment
-from fedloom.lab.experiment.analyses.importance import FEWEST, Scored, permuted
 from fedloom.local.oracles import make_oracle
 from fedloom.outputs import check_output_folder
 from fedloom.storage.checkpoint import check_digest, save_tensors

@@ -40,8 +40,7 @@ def start_executor(words: Sequence[str], folder: Path) -> int:
         words: command of the site's network process, which names the port and the file of the secret.
         folder: of the experiment's state at the site, for the program of a task.
     """
-    from flwr.supercore.superexec.run_superexec import run_superexec
-    from flwr.supercore.utils import disable_process_dumping
+    from fedloom_sites.flwr_adapter import disable_process_dumping, run_superexec
 
     shared, port = secrets.token_bytes(32), words[words.index("--port") + 1]
     _write(Path(words[words.index(SECRET) + 1]), shared, 0o600)
@@ -65,9 +64,7 @@ def start_executor(words: Sequence[str], folder: Path) -> int:
 
 def run_network(words: Sequence[str], folder: Path) -> None:
     """Become a site's network process, with the process that starts its tasks; arguments as of `start_executor`."""
-    from flwr.supercore.exit import ExitCode
-    from flwr.supercore.exit.exit_code import EXIT_CODE_HELP
-    from flwr.supernode.cli.flower_supernode import flower_supernode
+    from fedloom_sites.flwr_adapter import EXIT_CODE_HELP, ExitCode, flower_supernode
 
     EXIT_CODE_HELP[ExitCode.SUPERNODE_CONNECTION_ERROR] = NOT_LET_IN
     start_executor(words, folder)
@@ -84,10 +81,8 @@ def _write(path: Path, content: bytes, mode: int) -> None:
 
 def main() -> None:
     """Run a task of Flower with the app that is installed here; what the server sent is not installed, nor loaded."""
-    from flwr.common.args import add_args_flwr_app_common, try_obtain_flwr_app_token
-    from flwr.supernode.runtime import run_clientapp
-
     from fedloom_sites.deploy.apps import client_app
+    from fedloom_sites.flwr_adapter import add_args_flwr_app_common, run_clientapp, try_obtain_flwr_app_token
 
     def nothing(*_arguments: object, **_options: object) -> None:
         """Take the place of what installs the app that the server sent."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,17 @@ class PlainAnswers:
         scores = trainer.scores(job, arrays, t, common=common)
         cells = self._groups.cells(job, arrays, t, scores, common=common)
         return samples, [], metrics_of(scores) | self._groups.sums.as_metrics(cells)
+
+    def count_parameters(self, kind: str, arrays: Sequence[bytes]) -> int:
+        """How many numbers of the arrays of an answer are computed from models or samples: an upload, or sums.
+
+        Args:
+            kind: of the message.
+            arrays: of the answer.
+        """
+        if kind == "train":
+            return sum(field.numel() for field in self._trainer.forms.idle) if arrays else 0
+        return sum(map(len, arrays)) // 8 if kind in ("ask", "cox") else 0
 
     def _send(self, job: Job, state: Generation | None, trained: Trained, down: object) -> dict[str, Tensor]:
         return {"reply": torch.frombuffer(bytearray(self._trainer.forms.write_up(trained.output)), dtype=torch.uint8)}

@@ -158,6 +158,8 @@ class Trainer:
         download: bytes,
         send: Send,
         weights: Sequence[float] = (),
+        *,
+        stays_neutral: bool = False,
     ) -> Generation:
         """A round of training; one that was asked for before is answered with what is kept.
 
@@ -168,6 +170,7 @@ class Trainer:
             download: message of the server.
             send: writes the upload, and the rows to keep of it.
             weights: further numbers that the upload depends on.
+            stays_neutral: whether the upload is the neutral one, whatever the training gives.
 
         Raises:
             PublicReason: the download is not of this run or too far from the last one, the privacy budget is spent, or
@@ -189,7 +192,7 @@ class Trainer:
             norms, before = norms_of(job, down), [] if state is None else state.reply.get("norms", [])
             check_change(site.model_change, norms, before, f"site {site.site}, round {t}")
             releases = self._ledger.release(t, samples=samples)
-        trained = self._trained(job, down, t)
+        trained = self._trained(job, down, t, stays_neutral)
         state_rows = {name: rows[0] for name, rows in named(trained.output.state).items()}
         tensors = state_rows | send(job, state, trained, down)
         facts = {"work": trained.output.work[0].tolist(), "neutral": int(trained.is_neutral)}
@@ -205,9 +208,10 @@ class Trainer:
         if noise is not None and limit is None:
             limit = epsilon(noise, self.rounds)
         before, accepted = (0, 0) if noise is None else (self._memory.releases(), self._memory.accepted()[0])
-        return Ledger(self._memory.folder, noise, limit, f"site {self.site.site}", before, accepted)
+        memory = None if self.site.epsilon is None else self.site.memory_folder
+        return Ledger(self._memory.folder, noise, limit, f"site {self.site.site}", before, accepted, memory)
 
-    def _trained(self, job: Job, down: Any, t: int) -> Trained:
+    def _trained(self, job: Job, down: Any, t: int, stays_neutral: bool) -> Trained:
         """Train in a round; under masks or noise of the site's own, a failure shows in no answer.
 
         The state stays as it was then. Under noise the site sends noise alone, under masks its neutral upload.
@@ -218,6 +222,8 @@ class Trainer:
             work = output.work
             self._check_result(job, output, t)
             check_units(site.dead_units, job, down, t, self.ids, len(site.samples.vocabulary))
+            if stays_neutral:
+                raise Refused(f"round {t}: the uploads have changed between neutral and not as often as is agreed on")
         except Exception as error:
             if self.noise is None and site.secure is None:
                 raise

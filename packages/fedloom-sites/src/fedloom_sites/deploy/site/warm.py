@@ -19,9 +19,6 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
-from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
-from flwr.proto.recorddict_pb2 import RecordDict as ProtoRecordDict
-
 from fedloom.data.sources import SOURCES
 from fedloom.data.sources._base import ENV, FileSource
 from fedloom.errors import ConfigError
@@ -40,6 +37,7 @@ from fedloom_sites.deploy.site.handover import (
     receive,
     send_sized,
 )
+from fedloom_sites.flwr_adapter import decode_records, encode_records
 
 HEADS = 1 << 20
 """Bytes of a message beside its arrays."""
@@ -69,9 +67,8 @@ class Warm:
         Raises:
             ConfigError: the signing key cannot be read.
         """
-        client, request = self._fresh(), recorddict_from_proto(ProtoRecordDict.FromString(content))
-        reply: bytes = recorddict_to_proto(client.reply(request)).SerializeToString()
-        return reply
+        client, request = self._fresh(), decode_records(content)
+        return encode_records(client.reply(request))
 
     def prepare(self) -> None:
         """Read and make what every answer needs; an error is in the first answer."""

@@ -13,8 +13,11 @@ from pydantic import Field, model_validator
 from fedloom.data.dataset import Dataset, on_cpu
 from fedloom.data.federation import Federation, Split
 from fedloom.data.partition.changes import add_noise, prepared, relabelled, viewed
-from fedloom.data.partition.deal import Dealt, Ints, choose_each, distinct, joined, owners, round_to_total
+from fedloom.data.partition.deal import Dealt, Ints, by_owner, choose_each, distinct, joined, owners, round_to_total
 from fedloom.data.partition.parts import check_dealt, cut_parts
+from fedloom.data.subjects.cut import Quota, whole_subjects
+from fedloom.data.subjects.design import Design
+from fedloom.data.subjects.equal import equal_rows
 from fedloom.errors import ConfigError, DataError, PartitionError, Refused, attribute_error
 from fedloom.seeds import numpy_generator
 from fedloom.values import Value
@@ -25,7 +28,8 @@ class Pool(NamedTuple):
 
     Attributes:
         data: the whole data set.
-        index: positions in the data set ``[k]`` int64, all but those of the official test set.
+        index: positions in the data set ``[k]`` int64, all but those of the official test set. Where the data have
+            subjects, the last row of each, which stands for all of its rows.
         y: class of each ``[k]``; None for a regression or labels per position.
     """
 
@@ -70,6 +74,8 @@ class Draw(NamedTuple):
         dealt: samples of every client, from which its parts are cut.
         test: samples of every client's test part, where the partition chooses it. The fraction ``test`` then has no
             effect, and these samples are changed, scaled and encoded as those of ``dealt`` are.
+        common: positions ``[k]`` int64 of a common test set, on which global models are scored: no client holds these
+            samples, and columns of a table are scaled there as a new client's are. None: the data set's own.
         noise: standard deviation of Gaussian noise on each client's features, ``[n, 1]``, or by channel ``[n, c]``.
         anew: whether every step draws a client's noise anew ``[n]``.
         relabel: new class of every class at every client, ``[n, C]``.
@@ -81,6 +87,7 @@ class Draw(NamedTuple):
 
     dealt: Dealt
     test: Dealt | None = None
+    common: Ints | None = None
     noise: NDArray[np.float64] | None = None
     anew: NDArray[np.bool_] | None = None
     relabel: Ints | None = None
@@ -88,6 +95,29 @@ class Draw(NamedTuple):
     groups: Ints | None = None
     names: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+
+    def without_tested(self, trains: NDArray[np.bool_]) -> Draw:
+        """The draw of the clients that train ``[n]``; the rows of the others are the common test set, with a note."""
+        owner, n, dealt = owners(self.dealt), len(trains), self.dealt.index
+        number, of = np.cumsum(trains) - 1, int(trains.sum())
+        kept = {name: None if (v := getattr(self, name)) is None else v[trains] for name in PER_CLIENT}
+        outside = dealt[~trains[owner]]
+        shown = ", ".join(self.names[k] if self.names else str(k) for k in np.flatnonzero(~trains)[:8].tolist())
+        note = (
+            f"{n - of} of {n} clients have test rows alone ({shown}): they train on nothing, and their {len(outside)} "
+            "rows are the common test set, on which global models are scored as those of a new client"
+        )
+        return self._replace(
+            dealt=by_owner(dealt[trains[owner]], number[owner[trains[owner]]], of),
+            common=outside if self.common is None else np.concatenate([self.common, outside]),
+            names=tuple(name for name, train in zip(self.names, trains, strict=False) if train),
+            notes=(*self.notes, note),
+            **kept,
+        )
+
+
+PER_CLIENT = ("noise", "anew", "relabel", "views", "groups")
+"""Fields of a draw that have a row for each client, where they are given."""
 
 
 class Partition(Value):
@@ -98,6 +128,8 @@ class Partition(Value):
     """
 
     kind: ClassVar[str]
+    by_row: ClassVar[bool] = False
+    """Whether a draw deals rows as they are; else each entry stands for all rows of its subject, if there are any."""
     test: float = Field(default=0.2, ge=0, lt=1, description="fraction of a client's samples for its test part (FLAME)")
     validation: float = Field(default=0.1, ge=0, lt=1, description="fraction of a client's samples for validation")
     test_from: Literal["own", "ratio", "users"] = Field(
@@ -111,10 +143,6 @@ class Partition(Value):
     )
     folds: int | None = Field(
         default=None, ge=2, description="cross-validation: seed s tests on fold s mod folds of the split of s div folds"
-    )
-    leave: Literal["each"] | None = Field(
-        default=None,
-        description="each: train without every client in turn too, and score the one left out as a new one",
     )
     keep: int | None = Field(default=None, ge=1, description="training samples kept per client (FedACS, Table 2: 50)")
     min_size: int = Field(default=1, ge=1, description="samples that every client must get")
@@ -163,26 +191,31 @@ class Partition(Value):
         if not isinstance(seed, (int, np.integer)):
             raise ConfigError(f"seed must be a whole number, got {seed!r:.60}")
         seed_of_draw, fold = (seed, None) if self.folds is None else divmod(seed, self.folds)
+        self._check_design(data)
         pool = self.pool_of(data)
         with attribute_error("partition", self, f"draw, seed {seed}"):
             draw = self.draw(pool, seed_of_draw)
-            check_dealt(draw.dealt, draw.test, len(data))
+            check_dealt(draw.dealt, draw.test, draw.common, len(data))
+        draw = self._in_subjects(draw, data, pool)
         held = draw.dealt if draw.test is None else joined(draw.dealt, draw.test)
         self._check(draw, held, data)
         y = None if data.labels is None else data.labels.numpy()
         own_test_share = 0.0 if self.test_from != "own" or draw.test is not None else self.test
+        quota = Quota(own_test_share, self.validation, self.keep, self.folds, fold)
         rng = numpy_generator(seed_of_draw, purpose="parts")
-        cut = cut_parts(draw.dealt, y, own_test_share, self.validation, self.keep, self.folds, fold, rng)
+        cut = cut_parts(draw.dealt, y, quota, rng, data.design)
         if self.test_from == "ratio":
             cut["test"] = self._matched(data, cut["train"], seed_of_draw)
         elif draw.test is not None:
             cut["test"] = draw.test
+        common = draw.common if draw.common is not None or data.test is None or self.pool else data.test.numpy()
+        copies = equal_rows(data, {part: lists.index for part, lists in cut.items()}, common)
         if draw.relabel is not None:
             data = relabelled(data, held, draw.relabel)
         if draw.views is not None:
             data = viewed(data, held, draw.views)
         if data.prepare is not None:
-            data = prepared(data, held, cut["train"], pool=self.pool)
+            data = prepared(data, held, cut["train"], common)
         noise = None
         if draw.noise is not None:
             later = cut["train"].index
@@ -193,7 +226,7 @@ class Partition(Value):
             data,
             {part: Split(torch.from_numpy(d.index), torch.from_numpy(d.offsets)) for part, d in cut.items()},
             names,
-            test=None if self.pool else data.test,
+            test=None if common is None else torch.from_numpy(common),
             partition={"kind": self.kind, **self.model_dump(exclude_defaults=True)},
             seed=seed,
             groups=None if draw.groups is None else torch.from_numpy(draw.groups),
@@ -201,29 +234,88 @@ class Partition(Value):
             notes=(
                 *data.notes,
                 *draw.notes,
-                *self._without_effect(draw),
-                *_unused(held, pool),
+                *self._without_effect(draw, data),
+                *([] if data.design is None else data.design.notes(held.index, owners(held))),
+                *_unused(
+                    held.index if draw.common is None else np.concatenate([held.index, draw.common]),
+                    self._dealt_from(data),
+                ),
                 *_notes(cut, y, names, data.classes, len(data)),
+                *copies,
             ),
         )
 
     def pool_of(self, data: Dataset) -> Pool:
-        """The samples to give away: all but the official test set, or all with ``pool = true``."""
+        """The samples to give away: all but the official test set, or all with ``pool = true``; one of each subject."""
+        index = self._dealt_from(data)
+        if data.design is not None and not self.by_row:
+            index = np.sort(data.design.last_rows(index))
+        return Pool.of(data, index)
+
+    def _dealt_from(self, data: Dataset) -> Ints:
+        """Positions of all samples that may be given away."""
         mask = np.ones(len(data), bool)
         if data.test is not None and not self.pool:
             mask[data.test.numpy()] = False
-        return Pool.of(data, np.flatnonzero(mask))
+        return np.flatnonzero(mask)
 
-    def _without_effect(self, draw: Draw) -> list[str]:
-        """The note on a share for test parts that the partition itself gives."""
-        if draw.test is None or self.test_from != "own" or "test" not in self.model_fields_set:
+    def _check_design(self, data: Dataset) -> None:
+        """Refuse marked test rows beside another choice of the test part."""
+        if data.design is None or data.design.tested is None or self.test == 0:
+            return
+        other = f"folds = {self.folds}" if self.folds is not None else f"test_from = {self.test_from!r}"
+        if self.folds is not None or self.test_from != "own":
+            raise PartitionError(
+                f"{self.kind}: {data.name} has marked its test rows (test_column or test_since), so {other} cannot "
+                "choose others; leave one of them out"
+            )
+
+    def _in_subjects(self, draw: Draw, data: Dataset, pool: Pool) -> Draw:
+        """The draw with all rows of every subject; clients of test rows alone become a common test set."""
+        design = data.design
+        if design is None:
+            return draw
+        if not self.by_row:
+            lists = {name: value for name in ("dealt", "test") if (value := getattr(draw, name)) is not None}
+            for name, value in lists.items():
+                if strange := value.index[~np.isin(value.index, pool.index)].tolist():
+                    raise PartitionError(
+                        f"{self.kind}: {name} has rows that are not in pool.index, which has one row of every subject "
+                        f"(first: row {strange[0]}); deal entries of pool.index, or set by_row = True in the class to "
+                        "deal single rows"
+                    )
+            every = self._dealt_from(data)
+            draw = draw._replace(dealt=_whole(design, draw.dealt, every))
+            draw = draw if draw.test is None else draw._replace(test=_whole(design, draw.test, every))
+        if design.tested is None or self.test == 0 or draw.test is not None:
+            return draw
+        owner, n = owners(draw.dealt), len(draw.dealt.offsets) - 1
+        trains = np.bincount(owner[~design.tested[draw.dealt.index]], minlength=n) > 0
+        if not trains.any():
+            raise PartitionError(
+                f"{self.kind}: every row of {data.name} is marked for the test part; none is trained on"
+            )
+        return draw if trains.all() else draw.without_tested(trains)
+
+    def _without_effect(self, draw: Draw, data: Dataset) -> list[str]:
+        """The note on a share for test parts that the partition itself gives, or the data."""
+        if self.test_from != "own" or "test" not in self.model_fields_set:
             return []
-        return [f"{self.kind}: test = {self.test:g} has no effect, because the partition gives the test parts itself"]
+        marked = data.design is not None and data.design.tested is not None
+        if marked and self.test == 0:
+            return [f"{self.kind}: test = 0 leaves the test part empty, so rows that are marked for it are trained on"]
+        if draw.test is None and not marked:
+            return []
+        who = "partition gives the test parts itself" if draw.test is not None else "test rows are marked in the data"
+        return [f"{self.kind}: test = {self.test:g} has no effect, because the {who}"]
 
     def _check(self, draw: Draw, held: Dealt, data: Dataset) -> None:
-        sizes = np.diff(draw.dealt.offsets)
+        n = len(draw.dealt.offsets) - 1
+        sizes, what = np.diff(draw.dealt.offsets), "samples"
+        if data.design is not None and data.design.subject is not None:
+            sizes, what = data.design.counts(owners(draw.dealt), draw.dealt.index, n), "subjects"
         if len(sizes) == 0 or sizes.min() < self.min_size:
-            who = f"client {sizes.argmin()} gets {sizes.min()} samples" if len(sizes) else "there are no clients"
+            who = f"client {sizes.argmin()} gets {sizes.min()} {what}" if len(sizes) else "there are no clients"
             raise PartitionError(f"{self.kind}: {who} of {data.name}, min_size is {self.min_size}; use fewer clients")
         looked_at = data.prepare is not None or len(data.classes) == 1
         if looked_at and len(sizes) > 1 and bool((data.y == data.y[0]).all()):
@@ -243,7 +335,9 @@ class Partition(Value):
             option = f"folds = {self.folds}" if self.folds is not None else "test_from = 'ratio'"
             raise PartitionError(f"{self.kind}: gives the test parts itself, so {option} cannot; leave it out")
         if (changes or data.prepare is not None) and distinct(held.index, len(data)) < len(held.index):
-            cure = "set overlap = false" if draw.test is None else "give every sample to one client, and to one part"
+            cure = "set overlap = false"
+            if draw.test is not None:
+                cure = "give every sample to one client, and to one part; a test set of all clients is Draw.common"
             raise Refused(f"{self.kind}: overlapping clients would need two versions of one sample; {cure}")
 
     def _matched(self, data: Dataset, train: Dealt, seed: int) -> Dealt:
@@ -282,10 +376,13 @@ class Sized(Partition):
             )
 
 
-def _unused(held: Dealt, pool: Pool) -> list[str]:
-    is_held = np.zeros(len(pool.data), bool)
-    is_held[held.index] = True
-    left = int((~is_held[pool.index]).sum())
+def _whole(design: Design, dealt: Dealt, rows: Ints) -> Dealt:
+    """All rows of the subjects that are dealt, of those that may be."""
+    return Dealt(*whole_subjects(design, dealt.index, dealt.offsets, rows))
+
+
+def _unused(used: Ints, pool: Ints) -> list[str]:
+    left = len(pool) - int(np.isin(pool, used).sum())
     return [f"{left} of {len(pool)} samples belong to no client"] if left else []
 
 

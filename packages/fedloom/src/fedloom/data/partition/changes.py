@@ -74,27 +74,42 @@ def viewed(data: Dataset, dealt: Dealt, views: Ints) -> Dataset:
     return replace(data, x=x)
 
 
-def prepared(data: Dataset, dealt: Dealt, train: Dealt, *, pool: bool) -> Dataset:
+def prepared(data: Dataset, dealt: Dealt, train: Dealt, common: Ints | None = None) -> Dataset:
     """The data set with its `prepare` applied, fitted on each client's training part.
 
     Samples that belong to no client are NaN, and `Dataset.ready` is False there: no part of a federation may have them.
+    Samples of a common test set that no client holds are scaled as a new client's are, by `Table.typical`.
+
+    Args:
+        data: the data set.
+        dealt: samples of every client.
+        train: samples of its training part.
+        common: positions of a common test set; None: there is none.
+
+    Raises:
+        Refused: the common test set would need a scaling that is fitted by something else than a `Table`.
     """
     assert data.prepare is not None
-    if data.test is not None and not pool:
-        raise Refused(
-            f"{data.name}: its scaling is fitted on each client's training part, so a common test set has none; "
-            "set pool = true"
-        )
     owner = np.full(len(data), -1, np.int64)
     owner[dealt.index] = owners(dealt)
     in_train = np.zeros(len(data), bool)
     in_train[train.index] = True
     who, fit_on = torch.from_numpy(owner), torch.from_numpy(in_train)
-    ready = None if bool((who >= 0).all()) else who >= 0
+    new = who < 0
+    outside = torch.from_numpy(np.zeros(0, np.int64) if common is None else common[owner[common] < 0])
+    new[outside] = False
+    ready = ~new if bool(new.any()) else None
     if isinstance(data.prepare, Table):
         fitted = Fitted(data.prepare, data.prepare.fit(data.x, who, fit_on), data.x)
         x = fitted.table.encode(data.x, who, fitted.values)
+        if len(outside):
+            x[outside] = fitted.table.encoder(fitted.table.typical(fitted.values))(data.x[outside])
         return replace(data, x=x, prepare=None, fitted=fitted, ready=ready)
+    if len(outside):
+        raise Refused(
+            f"{data.name}: its scaling is fitted on each client's training part, so a common test set has none; "
+            "set pool = true"
+        )
     x = data.prepare(data.x, who, fit_on)
     if ready is not None:
         x = x.masked_fill(~ready.view(-1, *[1] * (x.ndim - 1)), torch.nan)

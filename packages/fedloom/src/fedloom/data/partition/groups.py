@@ -9,7 +9,8 @@ from pydantic import Field, model_validator
 
 from fedloom.data.partition._base import Draw, Partition, Pool
 from fedloom.data.partition.deal import Dealt, Ints, by_owner, deal, even
-from fedloom.errors import PartitionError, nearest
+from fedloom.errors import PartitionError
+from fedloom.hints import nearest
 from fedloom.seeds import numpy_generator
 
 
@@ -20,6 +21,7 @@ class Writers(Partition):
     """
 
     kind: ClassVar[str] = "writers"
+    by_row: ClassVar[bool] = True
     clients: int | None = Field(default=None, ge=1, description="number of clients; None: as many as there are")
     per_client: int | None = Field(default=None, ge=1, description="writers per client (FLAME on FEMNIST: 338)")
     shuffle: bool = Field(default=True, description="group writers at random; false: consecutive ones (FLAME's code)")
@@ -39,6 +41,7 @@ class Column(Partition):
     """Clients by the values of a column (education, occupation, writer): feature skew."""
 
     kind: ClassVar[str] = "column"
+    by_row: ClassVar[bool] = True
     column: str = Field(description="name of the column")
     clients: int | None = Field(default=None, ge=1, description="number of clients; None: as many as there are values")
     per_client: int | None = Field(default=None, ge=1, description="values per client")
@@ -55,7 +58,9 @@ class Column(Partition):
 
 
 def _by_level(part: Writers | Column, pool: Pool, codes: Ints, names: tuple[str, ...], seed: int) -> Draw:
-    counts = np.bincount(codes[pool.index], minlength=len(names))
+    counts, design = np.bincount(codes[pool.index], minlength=len(names)), pool.data.design
+    if design is not None and design.subject is not None:
+        counts = design.counts(codes[pool.index], pool.index, len(names))
     levels = np.flatnonzero(counts >= part.min_size)
     notes: list[str] = []
     if small := int(((np.bincount(codes, minlength=len(names)) > 0) & (counts < part.min_size)).sum()):

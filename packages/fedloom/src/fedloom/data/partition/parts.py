@@ -6,17 +6,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedloom.data.partition.deal import Dealt, Floats, Ints, in_order, offsets_of, owners
+from fedloom.data.subjects.cut import Quota, parts_by_subject, wanted
+from fedloom.data.subjects.design import Design
 
 
 def cut_parts(
-    dealt: Dealt,
-    y: Ints | None,
-    test: float,
-    validation: float,
-    keep: int | None,
-    folds: int | None,
-    fold: int | None,
-    rng: np.random.Generator,
+    dealt: Dealt, y: Ints | None, quota: Quota, rng: np.random.Generator, design: Design | None = None
 ) -> dict[str, Dealt]:
     """Cuts each client's samples.
 
@@ -26,43 +21,41 @@ def cut_parts(
     Args:
         dealt: samples of every client.
         y: classes of the whole data set [N], None for a regression.
-        test: fraction for test; 0: no test part.
-        validation: fraction for validation; 0: no validation part.
-        keep: training samples kept per client at most; the rest is left out.
-        folds: number of cross-validation folds, in place of `test`.
-        fold: which fold is the test part.
+        quota: how much goes into which part.
         rng: source of the random order.
+        design: whose samples belong together; then subjects are cut, see `parts_by_subject`.
     """
     owner, sizes = owners(dealt), np.diff(dealt.offsets)
-    label = np.zeros_like(owner) if y is None else y[dealt.index]
-    order = rng.random(len(owner))
-    if folds is None or fold is None:
-        in_test = np.zeros(len(owner), bool)
-        wanted = _quota(sizes, test, 2)
+    if design is not None:
+        code = parts_by_subject(design, dealt.index, owner, len(sizes), y, quota, rng)
     else:
-        in_test = _in_fold(owner, label, order, folds, fold, dealt.offsets)
-        wanted = np.zeros_like(sizes)
-    rest = np.flatnonzero(~in_test)
-    rank, firsts = _ranks(owner[rest], label[rest], order[rest], len(sizes))
-    left = np.bincount(owner[rest], minlength=len(sizes))
-    tests = np.minimum(wanted, left - firsts)
-    validations = np.minimum(_quota(sizes, validation, 3), left - firsts - tests)
-    code = np.full(len(owner), 2)
-    place = rank + (tests + validations - left)[owner[rest]]  # < 0: training
-    code[rest] = np.where(place < 0, 0, np.where(place < validations[owner[rest]], 1, 2))
-    if keep is not None:
-        code[rest[(place < 0) & (rank >= keep)]] = 3
+        code = _codes(dealt, owner, sizes, y, quota, rng.random(len(owner)))
     return {
         part: Dealt(dealt.index[code == k], offsets_of(np.bincount(owner[code == k], minlength=len(sizes))))
         for k, part in enumerate(("train", "validation", "test"))
     }
 
 
-def _quota(sizes: Ints, fraction: float, from_size: int) -> Ints:
-    """Samples wanted: the rounded fraction, and at least 1 for clients of `from_size` samples or more."""
-    wanted = np.rint(sizes * fraction).astype(np.int64)
-    least = np.asarray(sizes >= from_size if fraction > 0 else sizes < 0, np.int64)
-    return np.asarray(np.maximum(wanted, least))
+def _codes(dealt: Dealt, owner: Ints, sizes: Ints, y: Ints | None, quota: Quota, order: Floats) -> Ints:
+    """The part of each sample by code, where every sample is on its own."""
+    label = np.zeros_like(owner) if y is None else y[dealt.index]
+    if quota.folds is None or quota.fold is None:
+        in_test = np.zeros(len(owner), bool)
+        tests_wanted = wanted(sizes, quota.test, 2)
+    else:
+        in_test = _in_fold(owner, label, order, quota.folds, quota.fold, dealt.offsets)
+        tests_wanted = np.zeros_like(sizes)
+    rest = np.flatnonzero(~in_test)
+    rank, firsts = _ranks(owner[rest], label[rest], order[rest], len(sizes))
+    left = np.bincount(owner[rest], minlength=len(sizes))
+    tests = np.minimum(tests_wanted, left - firsts)
+    validations = np.minimum(wanted(sizes, quota.validation, 3), left - firsts - tests)
+    code = np.full(len(owner), 2)
+    place = rank + (tests + validations - left)[owner[rest]]  # < 0: training
+    code[rest] = np.where(place < 0, 0, np.where(place < validations[owner[rest]], 1, 2))
+    if quota.keep is not None:
+        code[rest[(place < 0) & (rank >= quota.keep)]] = 3
+    return code
 
 
 def _ranks(owner: Ints, label: Ints, order: Floats, n: int) -> tuple[Ints, Ints]:
@@ -88,12 +81,13 @@ def _in_fold(owner: Ints, label: Ints, order: Floats, folds: int, fold: int, off
     return np.asarray((turn % folds == fold) & (count[inverse] > 1))
 
 
-def check_dealt(dealt: Dealt, test: Dealt | None, samples: int) -> None:
+def check_dealt(dealt: Dealt, test: Dealt | None, common: Ints | None, samples: int) -> None:
     """Refuse positions outside the data, offsets that do not fit, and test samples that the client trains on.
 
     Args:
         dealt: samples of every client.
         test: samples of its test part, where the partition gives it.
+        common: samples of a common test set, where the partition gives one.
         samples: of the data set.
 
     Raises:
@@ -110,6 +104,15 @@ def check_dealt(dealt: Dealt, test: Dealt | None, samples: int) -> None:
         if len(index) and (index.min() < 0 or index.max() >= samples):
             raise ValueError(
                 f"{name}: index must be positions from 0 to {samples - 1}, got {index.min()} to {index.max()}"
+            )
+    if common is not None:
+        strange = common[(common < 0) | (common >= samples)]
+        if len(strange):
+            raise ValueError(f"common: must be positions from 0 to {samples - 1}, got {strange[0]}")
+        if len(both := np.intersect1d(dealt.index, common)):
+            raise ValueError(
+                f"{len(both)} samples of common are dealt to a client too (first: sample {both[0]}); leave them out of "
+                "dealt"
             )
     if test is None:
         return

@@ -17,6 +17,8 @@ from fedloom.data.sources.table.cells import LARGEST
 from fedloom.data.sources.table.checks import doubtful, doubtful_levels
 from fedloom.data.sources.table.levels import alike
 from fedloom.data.sources.table.targets import unlike
+from fedloom.data.subjects.copies import image_copies
+from fedloom.data.survey.findings import COPIED
 from fedloom.errors import ConfigError, DataError
 
 MOST_NOTED = 2**24
@@ -219,6 +221,7 @@ def noted(data: Dataset) -> Dataset:
     if x.dtype == torch.uint8 and x.ndim == 2 and not data.vocabulary:
         note = "x has bytes (uint8), which are read as pixels and divided by 255; give what are no pixels as floats"
         return replace(data, notes=(*data.notes, note))
+    data = noted_copies(data)
     if not x.is_floating_point() or not 0 < x.numel() <= MOST_NOTED or data.vocabulary:
         return data
     if x.ndim != 2 or _is_wide(x):
@@ -239,6 +242,13 @@ def noted(data: Dataset) -> Dataset:
         scaled |= of_targets if data.task == "regression" else {}
     notes = (*doubtful(columns, columns, 0, arrays=True), *doubtful_levels(levels, "y"), *_unscaled(scaled))
     return replace(data, notes=(*data.notes, *notes))
+
+
+def noted_copies(data: Dataset) -> Dataset:
+    """A data set of images, with a note on copies with small changes."""
+    if data.x.ndim != 4 or data.vocabulary or not (close := image_copies(data.x, data.design)):
+        return data
+    return replace(data, notes=(*data.notes, COPIED.format(f"{close:,}", f"{len(data):,} images")))
 
 
 def _is_wide(x: torch.Tensor) -> bool:

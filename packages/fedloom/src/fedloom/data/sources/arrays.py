@@ -16,6 +16,7 @@ from fedloom.data.samples import PAIRS
 from fedloom.data.sources._base import SampleSource, locate
 from fedloom.data.sources.archive import Entry, check_size, entries, fill, finished
 from fedloom.data.sources.array_data import has_channels_last, narrowed, noted, of_arrays
+from fedloom.data.subjects.design import SAMPLE_ROLES, design_of
 from fedloom.errors import DataError
 
 BLOCK = 2**20
@@ -45,8 +46,9 @@ class _Arrays(SampleSource):
 
 
 class Npy(_Arrays):
-    """A folder of x.npy, y.npy and, optionally, users.npy; x stays on disk, and samples are read as they are needed.
+    """A folder of x.npy, y.npy and, optionally, users.npy, subject.npy, order.npy and strata.npy.
 
+    The features stay on disk, and samples are read as they are needed.
     x may be larger than the memory. It holds bytes or float32, images with their channels first.
     """
 
@@ -70,7 +72,10 @@ class Npy(_Arrays):
                 "disk it must be uint8 or float32 in C order: save it so"
             )
         options: dict[str, Any] = {"where": place, "mean": self.mean, "std": self.std, "users": users}
-        return noted(of_arrays(place.name, x, y, self.task, vocabulary=self.vocabulary or (), **options))
+        data = of_arrays(place.name, x, y, self.task, vocabulary=self.vocabulary or (), **options)
+        files = {role: place / f"{role}.npy" for role in SAMPLE_ROLES}
+        roles = {role: _mapped(file) for role, file in files.items() if file.exists()}
+        return noted(replace(data, design=design_of(roles, len(data), str(place))))
 
     def samples(self, data_dir: str | Path | None = None) -> tuple[NDArray[Any], None]:
         """x, as it lies on disk."""
@@ -87,7 +92,7 @@ def _mapped(path: Path) -> NDArray[Any]:
 
 
 class Npz(_Arrays):
-    """An NPZ file with x and y, or x_train, y_train, x_test, y_test; optionally users."""
+    """An NPZ file with x and y, or x_train, y_train, x_test, y_test; optionally users, subject, order, strata."""
 
     channels_last: bool | None = Field(
         default=None, description="x is [N, height, width, channels]; not set: refused where the shape looks so"
@@ -103,7 +108,7 @@ class Npz(_Arrays):
                 f"{', '.join(' and '.join(pair) for pair in PAIRS[1:])}), got {sorted(headers)}"
             )
         x_key, y_key, x_test, y_test = keys
-        unread = [key for key in headers if key not in (*keys, "users")]
+        unread = [key for key in headers if key not in (*keys, "users", *SAMPLE_ROLES)]
         if tests := [key for key in unread if "test" in key.lower().split("_")]:
             raise DataError(
                 f"{place}: {tests[0]} beside {x_key} and {y_key} would not be read; name the arrays {x_key}_train, "
@@ -112,17 +117,16 @@ class Npz(_Arrays):
         sides = [(x_key, y_key)] + ([(x_test, y_test)] if x_test in headers and y_test in headers else [])
         x_keys, y_keys = ([side[k] for side in sides] for k in (0, 1))
         x, y = self._room_of_x(place, headers, x_keys), _room(place, headers, y_keys)
-        users = _room(place, headers, ["users"]) if "users" in headers else None
-        rooms = [(x_keys, x), (y_keys, y), *([] if users is None else [(["users"], users)])]
-        self._read(place, headers, rooms)
+        beside = {key: _room(place, headers, [key]) for key in ("users", *SAMPLE_ROLES) if key in headers}
+        self._read(place, headers, [(x_keys, x), (y_keys, y), *(([key], room) for key, room in beside.items())])
+        users = beside.pop("users", None)
         split = headers[x_key].shape[0] if len(sides) == 2 else None
         options: dict[str, Any] = {"where": place, "split": split, "mean": self.mean, "std": self.std, "users": users}
         options["original_dtype"] = str(headers[x_key].dtype)
         data = of_arrays(place.stem, x, y, self.task, vocabulary=self.vocabulary or (), **options)
-        beside = [key for key in unread if headers[key].shape[:1] in {headers[side[0]].shape[:1] for side in sides}]
-        notes = (f"of {place.name} {x_key!r} and {y_key!r} are read, not {', '.join(map(repr, beside))}",) * bool(
-            beside
-        )
+        data = replace(data, design=design_of(beside, len(data), str(place)))
+        extra = [key for key in unread if headers[key].shape[:1] in {headers[side[0]].shape[:1] for side in sides}]
+        notes = (f"of {place.name} {x_key!r} and {y_key!r} are read, not {', '.join(map(repr, extra))}",) * bool(extra)
         return noted(replace(data, notes=(*data.notes, *notes)))
 
     def samples(self, data_dir: str | Path | None = None) -> tuple[NDArray[Any], None]:
@@ -213,7 +217,7 @@ def _joined(place: Path, headers: dict[str, _Header], keys: list[str]) -> tuple[
             raise DataError(
                 f"{place}: {keys[0]} is {first.dtype} {first.shape}, {key} is {headers[key].shape}; no match"
             )
-    if first.dtype.kind in "US" and keys != ["users"]:
+    if first.dtype.kind in "US" and keys[0] not in ("users", "subject", "strata"):
         raise DataError(
             f"{place}: {keys[0]} holds text ({first.dtype}), allowed are numbers; number the classes from 0"
         )

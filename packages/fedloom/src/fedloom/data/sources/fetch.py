@@ -8,7 +8,8 @@ from os import environ
 from pathlib import Path
 from typing import NamedTuple
 
-from fedloom.errors import ConfigError, DataError, unknown
+from fedloom.errors import ConfigError, DataError
+from fedloom.hints import unknown
 from fedloom.outputs import check_output_folder
 from fedloom.rundir import place_of
 

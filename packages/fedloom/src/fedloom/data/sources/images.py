@@ -16,6 +16,7 @@ from pydantic import Field
 from fedloom.data.dataset import Dataset
 from fedloom.data.sources._base import FileSource, SampleSource, locate, scale
 from fedloom.data.sources.archive import Entry, GrowingRows, check_size, entries
+from fedloom.data.sources.array_data import noted_copies
 from fedloom.errors import DataError
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
@@ -112,15 +113,17 @@ def _read(
     test = torch.tensor(in_test).nonzero().flatten()
     if len(test) == len(labels):
         test = test[:0]
-    return Dataset(
-        name,
-        pictures.done(),
-        torch.tensor([code[label] for label in labels]),
-        "classification",
-        classes,
-        scale(mean),
-        scale(std),
-        test if len(test) else None,
+    return noted_copies(
+        Dataset(
+            name,
+            pictures.done(),
+            torch.tensor([code[label] for label in labels]),
+            "classification",
+            classes,
+            scale(mean),
+            scale(std),
+            test if len(test) else None,
+        )
     )
 
 

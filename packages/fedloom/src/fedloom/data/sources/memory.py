@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import Field
 
 from fedloom.data.dataset import Dataset, Task
-from fedloom.data.sides import LABELS, most_classes, refuse_order, refuse_unlike, side_of
+from fedloom.data.sides import LABELS, joined_roles, most_classes, refuse_order, refuse_unlike, side_of
 from fedloom.data.sources._base import Source
 from fedloom.data.sources.array_data import noted, of_arrays
 from fedloom.data.sources.rereading import REREAD_SAMPLES, steady
@@ -19,7 +19,9 @@ from fedloom.data.sources.table.cells import Problems
 from fedloom.data.sources.table.frames import coded_columns, frame_cells, frame_names, is_frame, is_hub
 from fedloom.data.sources.table.reading import TableSource, read_table
 from fedloom.data.sources.tabular import Csv
-from fedloom.errors import ConfigError, DataError, nearest
+from fedloom.data.subjects.design import SAMPLE_ROLES, design_of
+from fedloom.errors import ConfigError, DataError
+from fedloom.hints import nearest
 from fedloom.values import fields_of, make
 
 
@@ -43,12 +45,16 @@ def as_dataset(
         target: targets ``[N]`` or ``[N, k]`` of features that come alone; or the name of the target's column, None:
             ``label``, ``labels``, ``fine_label``, ``target`` or ``y``, and of a table otherwise the last.
         task: what the targets are; None: classification if they are whole numbers, text or booleans.
-        test: the official test set, of the same kind as `obj`; not for tables, whose scaling is fitted per client.
+        test: the official test set, of the same kind as `obj`; not for tables, whose test rows a column marks
+            (``test_column`` or ``test_since``).
         name: of the data set, for reports and messages.
         options: of arrays and samples: ``classes`` (names), ``mean``, ``std``, ``users`` (owner of each sample, or the
-            column that names it), ``features`` (column of the features), ``channels_last``, ``vocabulary`` (names of
-            the tokens, or how many: features are then tokens ``[N, length]``). Of tables, as of a CSV
-            file: ``users``, ``categorical``, ``drop``, ``columns``, ``missing``, ``impute``, ``scale``.
+            column that names it), ``subject`` (whose each sample is, as a patient's), ``order`` (when it came) and
+            ``strata`` (levels whose shares splits keep), which may be entries of dictionaries too, ``features`` (column
+            of the features), ``channels_last``, ``vocabulary`` (names of the tokens, or how many: features are then
+            tokens ``[N, length]``). Of tables, as of a CSV file: ``users``, ``subject``, ``order``, ``strata``,
+            ``test_column``, ``test_levels``, ``test_since``, ``categorical``, ``drop``, ``columns``, ``missing``,
+            ``impute``, ``scale``.
 
     Raises:
         ConfigError: it is of no known kind, or an option or column does not exist.
@@ -68,11 +74,16 @@ def as_dataset(
         first, target = first
     if is_frame(first):
         if len(sides) > 1:
-            raise ConfigError(f"{name}: a table has no separate test set, its scaling is fitted per client; join both")
+            raise ConfigError(
+                f"{name}: a table has no separate test set, its scaling is fitted per client; join both, with a column "
+                "that marks test rows, and name it in test_column"
+            )
         return _table(first, target, task, name, options)
-    allowed = ("classes", "mean", "std", "users", "features", "channels_last", "vocabulary")
+    allowed = ("classes", "mean", "std", "users", "features", "channels_last", "vocabulary", *SAMPLE_ROLES)
     if odd := [key for key in options if key not in allowed]:
         raise ConfigError(f"{name}: unknown option {odd[0]!r}; {nearest(odd[0], allowed)}")
+    roles = {role: options.pop(role, None) for role in SAMPLE_ROLES}
+    roles |= joined_roles(sides, name)
     column, users, last = options.pop("features", None), options.get("users"), options.pop("channels_last", None)
     parts = [
         side_of(side, None if i and not isinstance(target, str) else target, column, users, name).placed(last, name)
@@ -95,7 +106,11 @@ def as_dataset(
     options["original_dtype"] = parts[0].dtype
     data = of_arrays(name, x, y, task, split=len(parts[0].x) if len(parts) == 2 else None, **options)
     return noted(
-        replace(data, notes=(*data.notes, *dict.fromkeys(f"{name}: {note}" for part in parts for note in part.notes)))
+        replace(
+            data,
+            design=design_of(roles, len(data), name),
+            notes=(*data.notes, *dict.fromkeys(f"{name}: {note}" for part in parts for note in part.notes)),
+        )
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +25,7 @@ from fedloom.data.sources.table.cells import (
     signs_of,
     with_points,
 )
+from fedloom.data.sources.table.designs import DesignReading
 from fedloom.data.sources.table.reading import Raw, TableSource
 from fedloom.errors import DataError
 
@@ -85,6 +86,15 @@ def _is_csv(name: str) -> bool:
 class Parquet(TableSource):
     """A Parquet file."""
 
+    @property
+    def unread(self) -> set[str]:
+        """The columns that are left out and have no role beside."""
+        return (
+            {*self.drop}
+            - {*self.kept, *(c for c in (self.users, self.label, self.event) if c is not None)}
+            - {*DesignReading(self.chosen).columns}
+        )
+
     @contextmanager
     def open(self, data_dir: str | Path | None = None) -> Iterator[Raw]:
         """Columns one after the other: a page of every column at a time would be as much as the features.
@@ -97,7 +107,7 @@ class Parquet(TableSource):
         check_regular(place)
         try:
             schema = parquet.read_schema(place)
-            if nested := [f.name for f in schema if types.is_nested(f.type) and f.name not in self.drop]:
+            if nested := [f.name for f in schema if types.is_nested(f.type) and f.name not in self.unread]:
                 raise DataError(f"{place}: column {nested[0]!r} holds lists or tables in its cells; drop it")
             texts = [f.name for f in schema if _is_text(f.type)]
             options: dict[str, Any] = {"buffer_size": 2**18, "pre_buffer": False}  # else a group is held whole
@@ -105,9 +115,9 @@ class Parquet(TableSource):
                 groups = range(file.metadata.num_row_groups)
                 names = list(file.schema_arrow.names)
                 unpacked = sum(file.metadata.row_group(i).total_byte_size for i in groups)
-                cells = file.metadata.num_rows * sum(name not in self.drop for name in names)
+                cells = file.metadata.num_rows * sum(name not in self.unread for name in names)
                 check_size(str(place), max(unpacked, cells * CELL), place.stat().st_size)
-                yield Raw(place.stem, names, _columns(file, names, self.drop, place), Problems(str(place)))
+                yield Raw(place.stem, names, _columns(file, names, self.unread, place), Problems(str(place)))
         except (ArrowException, OSError) as error:
             raise DataError(f"{place}: not a readable Parquet file ({error}); write it again") from error
 
@@ -118,7 +128,7 @@ def _is_text(kind: object) -> bool:
     return any(test(kind) for test in (types.is_string, types.is_binary, types.is_large_string, types.is_large_binary))
 
 
-def _columns(file: Any, names: list[str], drop: tuple[str, ...], place: Path) -> Iterator[Piece]:
+def _columns(file: Any, names: list[str], drop: Collection[str], place: Path) -> Iterator[Piece]:
     """Pieces of a file's columns; equal texts are one in memory, and counted as often as they are there.
 
     Raises:

@@ -25,7 +25,8 @@ from fedloom.data.sources.table.levels import Codes
 from fedloom.data.sources.table.reading import TableSource
 from fedloom.data.sources.tabular import Csv
 from fedloom.data.text import NO_LABEL, Level, encoded, tokenised, vocabulary_of
-from fedloom.errors import ConfigError, DataError, NoSamples, nearest
+from fedloom.errors import ConfigError, DataError, NoSamples
+from fedloom.hints import nearest
 
 TEXT = 4
 """Place of the text in a tweet of Sentiment140: id, date, query, user, text."""

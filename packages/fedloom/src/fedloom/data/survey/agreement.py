@@ -21,6 +21,7 @@ HEAD = """\
 # where. impute = true: such cells, and levels that are not named here, are filled at each site.
 # patients, events: least rows of a site that takes part, and of each class there. level_rows: least rows of a level
 # that is named here (rarer ones identify people); cells of rarer levels are filled, as unknown ones are.
+# subject: column of whom a row is. Then patients, events and level_rows are numbers of subjects, not of rows.
 """
 
 
@@ -34,7 +35,7 @@ class AgreedColumn(Value):
     range: tuple[float, float] | None = Field(None, description="smallest and largest plausible number")
     missing: bool = Field(False, description="cells may be missing; a further feature then marks them")
     scale: bool = Field(True, description="a number is centred and scaled at every site")
-    scoring: bool = Field(False, description="kept for groups of evaluate.groups only; models do not receive it")
+    scoring: bool = Field(False, description="kept for the analysis groups only; models do not receive it")
 
     @model_validator(mode="after")
     def _fits(self) -> AgreedColumn:
@@ -82,6 +83,12 @@ class Agreement(Value):
     impute: bool = Field(True, description="missing cells are filled per site from its training rows")
     patients: int = Field(1, ge=1, description="least rows of a site that takes part")
     events: int = Field(0, ge=0, description="least rows of every class at a site that takes part")
+    subject: str | None = Field(None, description="column of whom a row is; then least numbers are of subjects")
+    order: str | None = Field(None, description="column of when a row came: earlier are trained on, later ones tested")
+    strata: tuple[str, ...] | None = Field(None, description="columns whose shares splits keep at every site")
+    test_column: str | None = Field(None, description="column that marks the rows of the test part")
+    test_levels: tuple[str, ...] | None = Field(None, description="its levels that mark them")
+    test_since: float | str | None = Field(None, description="number or date of order from which rows are tested")
     level_rows: int = Field(
         5, ge=1, description="least rows of a level that is named here; cells of others are filled, as unknown ones"
     )
@@ -94,7 +101,8 @@ class Agreement(Value):
             raise ValueError(disguised)
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"column: two of them are called {twice[0]!r}")
-        for what, name in (("target", self.target), ("event", self.event)):
+        roles = ("target", "event", "subject", "order", "test_column")
+        for what, name in ((role, getattr(self, role)) for role in roles):
             if name in names:
                 raise ValueError(f"column: {name!r} is the {what}, it cannot be a feature")
         if all(column.scoring for column in self.column):
@@ -175,18 +183,20 @@ class Agreement(Value):
         """Why a site with so many rows, and so many of every class, may not take part; a sentence each.
 
         Args:
-            counts: rows by class.
-            rows: of the site.
+            counts: rows by class, or subjects where the agreement names their column.
+            rows: of the site, or subjects.
         """
         sentences = []
+        what = "rows" if self.subject is None else f"subjects ({self.subject!r})"
         if rows < self.patients:
-            sentences.append(f"{rows} rows, the agreement requires at least {self.patients}")
+            sentences.append(f"{rows} {what}, the agreement requires at least {self.patients}")
         rare = {name: counts.get(name, 0) for name in self.classes if counts.get(name, 0) < self.events}
         if rare:
             shown = ", ".join(
                 f"{count} of {'the target' if self.target is None else self.target} = {name}"
                 for name, count in rare.items()
             )
+            shown += "" if self.subject is None else f", of {what}"
             sentences.append(f"{shown}; the agreement requires at least {self.events}")
         return sentences
 

@@ -14,9 +14,10 @@ from fedloom.data.sources.table.cells import is_missing
 from fedloom.data.sources.table.checks import rename
 from fedloom.data.sources.table.reading import TableSource
 from fedloom.data.sources.tabular import Csv
-from fedloom.data.survey.facts import PER_LEVEL, ColumnProfile
+from fedloom.data.survey.facts import PER_LEVEL, PERSON, ColumnProfile, repeats
 from fedloom.data.survey.people import words
-from fedloom.errors import ConfigError, DataError, NoSamples, nearest
+from fedloom.errors import ConfigError, DataError, NoSamples
+from fedloom.hints import nearest
 
 SITES = words(
     "site sites hospital hospitals center centers centre centres clinic clinics institution institute inst facility "
@@ -103,6 +104,21 @@ class Survey:
                 doubtful.append(column.name)
         return sure, doubtful
 
+    def subjects(self, excluded: Collection[str]) -> tuple[list[str], list[str]]:
+        """Return the column of whom a row is, and others that may be it: a patient has stays, not the reverse.
+
+        Args:
+            excluded: the target, its event and the sites of rows.
+        """
+        fit = [
+            c for c in self.columns.values() if c.name not in excluded and (c.kind == "text" or c.whole)
+            and repeats(c.name, c.levels, len(c.present)) and not c.personal
+        ]  # fmt: skip
+        whole = [c for c in fit if all(c is other or _contains(c, other) for other in fit)]
+        first = sorted(whole or fit, key=lambda c: (PERSON.search(c.name) is None, len(c.levels)))
+        sure = [c.name for c in first if PERSON.search(c.name) and (whole or len(fit) == 1)][:1]
+        return sure, [c.name for c in first if c.name not in sure]
+
     def twins(self, names: Sequence[str]) -> Iterator[tuple[str, str]]:
         """Columns with the same cells: a later one, and the first."""
         first_names: dict[bytes, str] = {}
@@ -111,6 +127,12 @@ class Survey:
             if key in first_names:
                 yield name, first_names[key]
             first_names.setdefault(key, name)
+
+
+def _contains(one: ColumnProfile, other: ColumnProfile) -> bool:
+    """Whether every level of another column has rows of a single level of this one."""
+    pairs = {*zip(other.cells.tolist(), one.cells.tolist(), strict=True)}
+    return len({level for level, _ in pairs}) == len(pairs)
 
 
 def words_of(name: str) -> list[str]:

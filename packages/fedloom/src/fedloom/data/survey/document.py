@@ -41,6 +41,8 @@ class ColumnRoles(NamedTuple):
         clients: number of clients where no column names a site.
         width: number of features.
         questions: what people must answer before the draft runs.
+        subject: column of whom a row is.
+        order: column of dates that may be when a row came; it is proposed.
     """
 
     survey: Survey
@@ -56,6 +58,8 @@ class ColumnRoles(NamedTuple):
     clients: int
     width: int
     questions: list[str]
+    subject: ColumnProfile | None = None
+    order: ColumnProfile | None = None
 
 
 def experiment_file(roles: ColumnRoles, place: Path, agreement: Path | None = None) -> str:
@@ -122,19 +126,19 @@ def _data(roles: ColumnRoles, agreement: Path | None) -> dict[str, Any]:
         data |= {"label": roles.target.name}
         data |= {"task": roles.task} if roles.event is None else {"event": roles.event.name}
     data |= {"users": roles.site.name} if roles.site else {}
+    data |= {"subject": roles.subject.name} if roles.subject else {}
     data |= {"categorical": roles.categorical} if roles.categorical else {}
     data |= {"drop": list(roles.drop)} if roles.drop else {}
     data |= {"missing": roles.missing} if roles.missing else {}
     data |= {"impute": True} if roles.impute else {}
-    if (roles.target is not None and roles.target.missing) or (
-        roles.site is not None and len(roles.site.present) < survey.rows
-    ):
+    whole = [column for column in (roles.site, roles.subject) if column is not None]
+    if (roles.target is not None and roles.target.missing) or any(len(c.present) < survey.rows for c in whole):
         data["unlabelled"] = "drop"
     if roles.task == "regression" and roles.target is not None:
         data |= {"centre": rounded(float(np.nanmean(roles.target.values)))}
         data |= {"unit": rounded(float(np.nanstd(roles.target.values))) or 1.0}
     if agreement is not None:
-        agreed = ("task", "categorical", "drop", "missing", "impute", "centre", "unit")
+        agreed = ("subject", "task", "categorical", "drop", "missing", "impute", "centre", "unit")
         data = {k: v for k, v in data.items() if k not in agreed} | {"agreement": str(agreement)}
     return data
 
@@ -146,18 +150,23 @@ def _notes(roles: ColumnRoles) -> dict[str, str]:
         "label": "what is predicted",
         "event": "1 where the time ended by an event, 0 where it is censored",
         "agreement": "what the columns mean at every site",
-        "users": "whose row it is",
+        "users": "which site's row it is",
+        "subject": "which patient's row it is: all rows of one are in one part of a split",
         "categorical": "text: a feature per level",
         "drop": "; ".join(f"{_bare(name)}: {_bare(why)}" for name, why in list(roles.drop.items())[:SHOWN]),
         "missing": "cells that mean missing, beside empty ones, NA and the like",
         "impute": "missing cells are filled per client from its training rows, and flagged",
-        "unlabelled": "rows without target or site are left out",
+        "unlabelled": "rows without target, site or subject are left out",
         "centre": "(label - centre) / unit is learned, and errors are in this unit",
     }
 
 
 def _proposals(roles: ColumnRoles) -> str:
-    """Comments with known factors of sites that may be in another unit; none is applied."""
+    """Comments with the order of rows, and known factors of sites that may be in another unit; none is applied."""
+    proposed = ""
+    if roles.order is not None:
+        head = "# Test on later rows? Take the sign # from the next line: each client trains on its earlier rows.\n"
+        proposed = f"{head}# {_lines({'order': roles.order.name}, {})}"
     lines, table = list[str](), dict[str, dict[str, float]]()
     for name, shifts in roles.shifts.items():
         for site, shift in shifts.items():
@@ -166,9 +175,9 @@ def _proposals(roles: ColumnRoles) -> str:
                 medians = f"median {shift.median:.4g}, {shift.usual:.4g} at the others"
                 lines.append(f"#   {_bare(name)} at {_bare(site)}: {medians}; {shift.units}\n")
     if not table:
-        return ""
+        return proposed
     head = "# Another unit? Ask the site. If so, take the sign # from the next line; factors multiply its numbers.\n"
-    return f"{head}# factors = {_inline(table)}\n{''.join(lines)}"
+    return f"{proposed}{head}# factors = {_inline(table)}\n{''.join(lines)}"
 
 
 def _bare(text: str) -> str:

@@ -11,13 +11,14 @@ from numpy.typing import NDArray
 
 from fedloom.data import by_site
 from fedloom.data.dataset import CLASSED, Dataset
+from fedloom.data.sources.table.designs import seconds_of
 from fedloom.data.sources.table.levels import alike, level
 from fedloom.data.sources.table.targets import unlike
 from fedloom.data.survey import outcomes
 from fedloom.data.survey.agreement import Agreement
 from fedloom.data.survey.columns import Survey
 from fedloom.data.survey.document import SHOWN, SMALLEST, ColumnRoles, experiment_file
-from fedloom.data.survey.facts import FEW, LATER, LEVELS_TOO, PER_LEVEL, ColumnProfile, repeats
+from fedloom.data.survey.facts import BORN, FEW, LATER, LEVELS_TOO, PER_LEVEL, ColumnProfile, repeats
 from fedloom.data.survey.findings import LEAK_SHARE
 from fedloom.data.tables import Table, is_number
 from fedloom.errors import ConfigError, DataError
@@ -38,6 +39,7 @@ class Draft:
         by: column that names the site of a row; None: found out; empty: there is none.
         target: column to predict; None: found out.
         event: column with 1 for an event, where the target is a time to it; None: found out; empty: there is none.
+        subject: column of whom a row is, where one has several; None: found out; empty: there is none.
 
     Attributes:
         report: a sentence on everything that is worth one.
@@ -47,7 +49,9 @@ class Draft:
         DataError: too few rows.
     """
 
-    def __init__(self, survey: Survey, by: str | None, target: str | None, event: str | None = None) -> None:
+    def __init__(
+        self, survey: Survey, by: str | None, target: str | None, event: str | None = None, subject: str | None = None
+    ) -> None:
         self._survey, self._drop = survey, dict[str, str]()
         self._rows: dict[str, NDArray[np.bool_]] = {}
         how = "".join(f", {k} {v!r}" for k, v in survey.options.items() if (k, v) != ("separator", ","))
@@ -70,6 +74,7 @@ class Draft:
             self.report.append(f"target: not clear: {outcome.question}")
         if outcome.note:
             self.report.append(f"  {outcome.note}")
+        self._take_subject(subject, by)
         self._take_site(by)
         self._take_features(outcome.alternatives)
 
@@ -141,6 +146,37 @@ class Draft:
         """The target and its event, where they are there."""
         return [column for column in (self._target, self._event) if column is not None]
 
+    def _take_subject(self, option: str | None, by: str | None) -> None:
+        """Take the column of whom a row is; a column of sites is none."""
+        survey = self._survey
+        roles = [column.name for column in self._outcome]
+        sites = survey.sites(roles)[0] if by is None else [by]
+        sure, doubtful = survey.subjects([*roles, *sites])
+        if option and option in (*roles, by):
+            raise ConfigError(f"{survey.path}: {option!r} cannot be --subject and the target or site; name two columns")
+        self._subject = survey.column(option, "--subject") if option else None
+        if option is None and sure:
+            self._subject = survey.columns[sure[0]]
+        if (subject := self._subject) is not None:
+            counts = np.unique(subject.present.astype(str), return_counts=True)[1]
+            self.report.append(
+                f"subject: {self._named(subject, option is not None, doubtful)}, {len(counts)} subjects of "
+                f"{counts.min()} to {counts.max()} rows, which stay in one part of every split"
+            )
+            if lost := survey.rows - len(subject.present):
+                self._say(subject, f"{lost} rows have no subject; they are left out")
+        elif option is None and doubtful:
+            self.report.append(
+                f"subject: no column is sure to say whose a row is; {_list(doubtful)} may (--subject does, '' for none)"
+            )
+        dates = [c for c in survey.columns.values() if c.kind == "date" and c.name not in roles]
+        came = [
+            c for c in dates if not BORN.search(c.name) and all(seconds_of(level) is not None for level in c.levels)
+        ]
+        self._order = came[0] if came else None
+        if self._order is not None:
+            self._say(self._order, "dates; to test on later rows, name it in order (the draft has it in a comment)")
+
     def _take_site(self, option: str | None) -> None:
         survey, target = self._survey, self._target
         sure, doubtful = survey.sites([column.name for column in self._outcome])
@@ -148,8 +184,17 @@ class Draft:
         if target is not None:
             has_target = (target.cells != "") & ~np.isin(target.cells.astype(str), target.odd)
 
+        subject = self._subject
+        if subject is not None:
+            has_target &= subject.cells != ""
+
         def sizes(site: ColumnProfile) -> tuple[NDArray[np.str_], NDArray[np.int64]]:
-            return np.unique(site.cells[has_target & (site.cells != "")].astype(str), return_counts=True)
+            """Levels of a column, and the rows of each, or its subjects."""
+            here = has_target & (site.cells != "")
+            if subject is None:
+                return np.unique(site.cells[here].astype(str), return_counts=True)
+            pairs = {*zip(site.cells[here].tolist(), subject.cells[here].tolist(), strict=True)}
+            return np.unique(np.array([level for level, _ in sorted(pairs)], str), return_counts=True)
 
         def split(names: Sequence[str]) -> list[str]:
             return [name for name in names if (sizes(survey.columns[name])[1] >= SMALLEST).sum() >= 2]
@@ -172,23 +217,24 @@ class Draft:
                 self.report.append(f"site: no column names one (--by does{may}); {dealt}")
             return
         names, counts = sizes(site)
+        what = "rows" if subject is None else "subjects"
         keep, kept = counts >= SMALLEST, counts[counts >= SMALLEST]
         if len(kept) < 2:
             raise ConfigError(
                 f"{survey.path}: {len(kept)} of the {len(names)} sites of --by {site.name} have at least {SMALLEST} "
-                f"rows, a federation needs two; {self._ask}"
+                f"{what}, a federation needs two; {self._ask}"
             )
         self.report.append(
             f"site: {self._named(site, option is not None, doubtful)}, {len(kept)} sites of {kept.min()} to "
-            f"{kept.max()} rows"
+            f"{kept.max()} {what}"
         )
         if without_site := survey.rows - len(site.present):
             self._say(site, f"{without_site} rows have no site; they are left out")
         if not keep.all():
-            self._say(site, f"sites of fewer than {SMALLEST} rows, left out: {_list(names[~keep].tolist())}")
+            self._say(site, f"sites of fewer than {SMALLEST} {what}, left out: {_list(names[~keep].tolist())}")
         if (small := keep & (counts < FEW)).any():
             few = ", ".join(f"{n!r} ({c})" for n, c in zip(names[small].tolist(), counts[small], strict=True))
-            self._say(site, f"sites of fewer than {FEW} rows: {few}; their results are uncertain")
+            self._say(site, f"sites of fewer than {FEW} {what}: {few}; their results are uncertain")
         if self._classes is not None:
             target = self._classes
             here = {n: has_target & (site.cells == n) for n in names[keep].tolist()}
@@ -216,7 +262,7 @@ class Draft:
 
     def _take_features(self, alternatives: Sequence[str]) -> None:
         survey = self._survey
-        roles = (self._target, self._event, self._site)
+        roles = (self._target, self._event, self._site, self._subject)
         candidates = [c for c in survey.columns.values() if not any(c is role for role in roles)]
         twins = dict(survey.twins([c.name for c in candidates if c.kind != "empty"]))
         self._shifts = dict[str, dict[str, by_site.Shift]]()
@@ -280,7 +326,7 @@ class Draft:
         if what := c.personal:
             return f"{what}, which identify patients"
         if c.kind == "number" and len(c.levels) > FEW and c.whole and repeats(c.name, c.levels, len(c.present)):
-            return "numbers patients, whose rows come again"
+            return "numbers patients or the like, whose rows come again"
         if what := c.quantity:
             return f"numbers with {what}; plain numbers would be a feature"
         if c.identifies:
@@ -328,14 +374,16 @@ class Draft:
         table = data.prepare.with_(columns=columns, missing=tuple(self._odd), impute=True)
         event = None if self._event is None else self._event.name
         target = None if self._target is None else self._target.name
+        subject = self._subject
         agreed = Agreement.of(table, data.task, data.classes, target, data.centre, data.unit, event)
-        return agreed.without_rare({c.name: survey_levels(self._survey.columns[c.name]) for c in columns})
+        agreed = agreed if subject is None else agreed.with_(subject=subject.name)
+        return agreed.without_rare({c.name: survey_levels(self._survey.columns[c.name], subject) for c in columns})
 
     def text(self, place: Path, agreement: Path | None = None) -> str:
         """The experiment file; see `experiment_file`."""
         roles = ColumnRoles(
             self._survey, self._task, self._target, self._event, self._site, self._categorical, self._drop, self._odd,
-            self._impute, self._shifts, self._clients, self._width, self.questions,
+            self._impute, self._shifts, self._clients, self._width, self.questions, self._subject, self._order,
         )  # fmt: skip
         return experiment_file(roles, place, agreement)
 
@@ -358,9 +406,12 @@ def unnamed(data: Dataset, agreement: Agreement) -> list[str]:
     return sentences
 
 
-def survey_levels(column: ColumnProfile) -> dict[str, int]:
-    """Return the rows of every level of a column, by the name that a level has in data sets."""
+def survey_levels(column: ColumnProfile, subject: ColumnProfile | None = None) -> dict[str, int]:
+    """Return the rows of every level of a column, or its subjects, by the name that a level has in data sets."""
     counts = Counter[str]()
+    if subject is not None:
+        pairs = {*zip(column.cells.tolist(), subject.cells.tolist(), strict=True)}
+        return dict(Counter(level(name) for name, _ in pairs if name != ""))
     for name, rows in column.levels.items():
         counts[level(name)] += rows
     return counts

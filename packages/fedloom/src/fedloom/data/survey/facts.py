@@ -46,7 +46,7 @@ APART = 3
 CODES = 7
 """Codes of a question beside which 9, 99 or -1 means that there is no answer."""
 IDS = re.compile(
-    r"(^|[_\W])(id|uuid|guid|key|index|idx|mrn|nr|no|number|row|rownames|rownum|obs|observation)([_\W]|$)|^rn$|[a-z]I[dD]$",
+    r"(^|[_\W])(id|uuid|guid|key|index|idx|mrn|nr|no|number|row|rownames|rownum|obs|observation)([_\W]|$)|^rn$|[a-z]I[dD]$|[a-z](nummer|nr)$",
     re.IGNORECASE,
 )
 """Names of numbers of rows, and of what is known by a number."""
@@ -58,6 +58,10 @@ PERSON = re.compile(
     re.IGNORECASE,
 )
 """Names of numbers of patients and the like, whose rows belong together."""
+ID_NAMES = re.compile(r"(^|[_\W])(id|uuid|guid|key|mrn)([_\W]|$)|[a-z]I[dD]$", re.IGNORECASE)
+"""Names of identifiers; other numbers are counts as often."""
+BORN = re.compile(r"birth|dob|born|geb|naissance|nacimiento|nascita|death|dod\b|died", re.IGNORECASE)
+"""Names of dates of a person, not of when a row came."""
 MOST_ALONE = 0.9
 """Different numbers per row up to which rows of a patient come again; above, a few are entered twice."""
 DENSE = 20
@@ -311,11 +315,12 @@ def row_number(name: str, values: NDArray[np.float64]) -> bool:
 
 
 def repeats(name: str, levels: Collection[object], rows: int) -> bool:
-    """Return whether a column numbers patients or the like, of whom most have several rows.
+    """Return whether a column identifies patients or the like, of whom most have several rows.
 
     Args:
         name: in the header.
         levels: different cells.
         rows: whose cell is not missing.
     """
-    return bool(PERSON.search(name)) and FEW < len(levels) <= MOST_ALONE * rows
+    named = PERSON.search(name) or ID_NAMES.search(name)
+    return bool(named) and FEW < len(levels) <= MOST_ALONE * rows

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from fedloom.data.subjects.copies import near_copies
 from fedloom.data.survey.facts import (
     BINS,
     FEW,
@@ -38,13 +39,11 @@ COPIES = 3
 """Fewest equal rows that are noted."""
 FINE = 0.2
 """Different values per row of a column in which rows differ."""
-NEIGHBOURS = 10
-"""Neighbours of a row by which a near copy differs from a dense place."""
-CLOSE = 1e-3
-"""Probability that a row's nearest neighbour is as close, were all rows drawn alike; a note needs 50 times as many."""
-CLOSE_SHARE = 0.05
-MOST_NEAR = 20_000
-"""Rows up to which near copies are looked for; a tree of more takes seconds."""
+COPIED = (
+    "{} of {} have a neighbour that is far closer than all others, as copies with noise are; where they are of one "
+    "sample, it is in training and test alike: leave them out, or name the column of whom a row is in subject"
+)
+"""The note on near copies."""
 SHOWN = 6
 
 Floats = NDArray[np.float64]
@@ -104,7 +103,7 @@ def text_left_out(name: str, counts: Mapping[str, int], rows: int) -> str:
 
 def findings(
     features: Mapping[str, ReadColumn], outcome: Mapping[str, tuple[ReadColumn, str]], users: ReadColumn | None,
-    ranged: Collection[str] = (),
+    ranged: Collection[str] = (), units: NDArray[np.int64] | None = None,
 ) -> Iterator[str]:  # fmt: skip
     """Yield the notes on a table.
 
@@ -113,14 +112,16 @@ def findings(
         outcome: the label and its event by name, each with "classification" or "regression".
         users: of whom each row is; None: no column has it.
         ranged: columns whose numbers are compared with an agreed range, which finds markers too.
+        units: subject ``[N]`` of each row, whose rows may be alike; None: no column names it.
     """
     from fedloom.data.by_site import score  # which imports scipy.stats, slowly
 
     count = len(next(iter(features.values())).values)
     if count < FEW:
         return
-    yield from _copies({**features, **{name: column for name, (column, _) in outcome.items()}})
-    yield from _near_copies([c.values for c in features.values() if not c.names])
+    every = {**features, **{name: column for name, (column, _) in outcome.items()}}
+    yield from _copies(every if units is None else {**every, "": ReadColumn(units.astype(np.float64))})
+    yield from _near_copies([c.values for c in features.values() if not c.names], units)
     rows = _sample(count, len(features))
     for name, column in features.items():
         yield from _numbered(name, column, count)
@@ -155,7 +156,7 @@ def _numbered(name: str, column: ReadColumn, count: int) -> Iterator[str]:
     if whole and repeats(name, levels.tolist(), len(values)):
         yield (
             f"column {name!r}: {len(levels):,} different in {len(values):,} rows, so rows of one are in training and "
-            "test alike, and scores are too good; take one row of each, or make it users, and each a client"
+            "test alike, and scores are too good; name it in subject, which keeps the rows of one together, or in drop"
         )
     elif not column.names and len(values) == count and whole and len(levels) == count:
         if values.min() in (0, 1) and is_permutation(values):
@@ -205,25 +206,8 @@ def _copies(columns: Mapping[str, ReadColumn]) -> Iterator[str]:
         )
 
 
-def _near_copies(numbers: Sequence[Floats]) -> Iterator[str]:
+def _near_copies(numbers: Sequence[Floats], units: NDArray[np.int64] | None) -> Iterator[str]:
     """The note on rows that lie far closer to one another than the others do, as augmented copies."""
-    from scipy.spatial import cKDTree  # slow to import
-
     fine = [v for v in numbers if not np.isnan(v).any() and len(np.unique(v)) >= 0.5 * len(v) and v.std() > 0][:8]
-    if len(fine) < 2 or not 5 * NEIGHBOURS <= len(fine[0]) <= MOST_NEAR:
-        return
-    ranks = np.stack([(v - v.mean()) / v.std() for v in fine], 1)
-    distances = cKDTree(ranks).query(ranks, NEIGHBOURS + 1)[0][:, 1:]
-    first, inner, last = distances[:, 0], distances[:, 1:-1], distances[:, -1]
-    sound = (inner[:, 0] > 0) & (last > inner[:, 0])
-    if sound.sum() < len(ranks) / 2:
-        return
-    logs = np.log(last[sound, None] / inner[sound])
-    dimension = min(len(fine), 1 / float(np.median(logs.mean(1))))
-    ratio = (first[sound] / last[sound]) ** dimension
-    close = 1 - (1 - ratio) ** (NEIGHBOURS - 1) < CLOSE
-    if close.mean() >= CLOSE_SHARE:
-        yield (
-            f"{int(close.sum()):,} of {len(ranks):,} rows have a neighbour that is far closer than all others, as "
-            "copies with noise are; where they are of one sample, it is in training and test alike: leave them out"
-        )
+    if len(fine) > 1 and (close := near_copies(np.stack([(v - v.mean()) / v.std() for v in fine], 1), units)):
+        yield COPIED.format(f"{close:,}", f"{len(fine[0]):,} rows")

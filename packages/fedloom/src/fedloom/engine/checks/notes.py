@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from fedloom.algorithms import Algorithm, FedADMM, upload_fields
+from fedloom.algorithms import Algorithm, upload_fields
 from fedloom.choose import Sampler, SharesWeigher, UniformWeigher
 from fedloom.choose.shares import by_clusters
 from fedloom.engine.setting import Setting
@@ -73,13 +73,13 @@ def _trusted(setting: Setting, attackers: Tensor, fewest: int | None, n: int) ->
 def _overstepped(setting: Setting, fewest: int | None, n: int) -> list[str]:
     """The note on a rule of all clients' sums, of whose change a server takes more than the cohort's part."""
     method, rule = setting.method, setting.aggregator
-    steps_by_itself = isinstance(method, FedADMM) and not method.counts_absent
+    steps_by_itself = method.counting_option and not method.counts_absent
     if rule is None or rule.linear or not steps_by_itself or fewest == n:
         return []
     far = "n over m times" if fewest is None else f"up to {n / fewest:.3g} times"
     return [
-        f"aggregator {kind_of(rule)!r} decides on the sums of all clients seen, and FedADMM with a number as server_lr "
-        f"goes {far} as far as their value where clients are absent; set server_lr = 'fraction'"
+        f"aggregator {kind_of(rule)!r} decides on the sums of all clients seen, and {type(method).__name__} goes {far} "
+        f"as far as their value where clients are absent; set {method.counting_option}"
     ]
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from fedloom.algorithms import Algorithm, primary_field, upload_fields
 from fedloom.choose import Mixer, Sampler, SamplesWeigher, SharesWeigher, UniformWeigher, Weigher
 from fedloom.choose.shares import by_clusters
+from fedloom.data.federation import Federation
 from fedloom.engine.setting import Setting
 from fedloom.entrances import worded
 from fedloom.errors import CodeError, ConfigError, Refused
@@ -41,13 +42,18 @@ def ruled(rule: str) -> Iterator[None]:
         raise
 
 
+NOT_EVALUATED = "trained, not evaluated: there is no test row"
+"""What a run without a test part ends with."""
+
+
 def check_width(method: Algorithm, upload: Fields, weigher: Weigher, sampler: Sampler, d: int) -> None:
     """Refuse plug-ins that look at models if what the method uploads is not one.
 
     Raises:
         Refused: the run makes no sense; the message has the reason.
     """
-    if not upload or getattr(upload, primary_field(type(method))).shape[1] == d:
+    name = primary_field(type(method)) if upload else ""
+    if not upload or (getattr(upload, name).shape[1] == d and upload_fields(type(method))[name].carries == "model"):
         return
     for what, value, looks in (("weigher", weigher, weigher.probes), ("sampler", sampler, sampler.learns)):
         if looks:
@@ -165,6 +171,13 @@ def check_mixer(algorithm: Algorithm, mixer: Mixer, aggregator: Aggregator | Non
         raise Refused(
             f"{what} has nothing to mix in {name}: it uploads nothing",
             rule="mixer-without-upload",
+            fix="leave {mixer} out",
+        )
+    carried = kinds[primary_field(type(algorithm))].carries
+    if carried != "model":
+        raise Refused(
+            f"{what} mixes models, and clients of {name} send {carried} in place of models",
+            rule="mixer-without-models",
             fix="leave {mixer} out",
         )
     if algorithm.mixes:
@@ -306,6 +319,26 @@ def check_root(aggregator: Aggregator | None, n: int) -> None:
             rule="trusted-client-missing",
             fix="set {aggregator.root = 0}, or to another of them",
         )
+
+
+def check_tested(setting: Setting, fed: Federation) -> list[str]:
+    """Refuse a run that would evaluate nothing though nobody asked for that; the note on a run that was asked to.
+
+    A test part is empty on purpose where the partition says ``test = 0``, or clients came without any.
+
+    Raises:
+        Refused: no client has a test row.
+    """
+    tested = len(fed.parts["test"].index) + (0 if fed.test is None else len(fed.test))
+    if tested or "test" not in setting.evaluate.parts:
+        return []
+    if fed.partition and fed.partition.get("test", 1.0) != 0:
+        raise Refused(
+            f"no client has a test row (training parts have {int(fed.sizes('train').sum())}), so nothing would be "
+            "evaluated: use fewer clients or a larger test share; to train without a test, state test = 0 in the "
+            "partition"
+        )
+    return [NOT_EVALUATED]
 
 
 def initial(method: Algorithm, x0: Tensor, ctx: Ctx) -> tuple[Fields, Fields, Fields | None]:

@@ -102,7 +102,7 @@ def check_shares(setting: Setting, server: Fields, ctx: Ctx) -> None:
                 rule="clusters-under-a-rule",
                 fix=cure,
             )
-    elif adds and method.reshared(server, namedtuple("Moved", adds)(*[model * 0 for _ in adds]), ctx) is None:
+    elif adds and method.reshared(server, namedtuple("Moved", adds)(*[model.new_zeros(1)] * len(adds)), ctx) is None:
         raise Refused(
             f"{what} has no meaning in {name}: its server adds up uploads by the shares that clients had in their "
             "rounds, which later shares do not reach",

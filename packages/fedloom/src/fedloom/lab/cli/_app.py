@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import errno
+import json
+import math
 import os
 import re
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer import core
 from typer.core import TyperGroup
 
 from fedloom.entrances import PLAIN_KEYS
-from fedloom.errors import ConfigError, DataError, FedloomError, printable
+from fedloom.errors import ConfigError, DataError, FedloomError, RunStopped, Stop, printable
 from fedloom.version import __version__
-
-if TYPE_CHECKING:
-    from fedloom.tasks.penalty import Ridge
 
 core.HAS_RICH = False  # else typer writes "\\[required]" in plain help, an escape that only rich's markup needs
 
 
-MAY_BE_EMPTY = ("--event",)
+MAY_BE_EMPTY = ("--event", "--by", "--subject")
 """Options whose empty word has a meaning."""
 
 
@@ -137,6 +136,25 @@ def say(*lines: object, err: bool = False) -> None:
         typer.echo(printable(line), err=err)
 
 
+def say_json(value: object) -> None:
+    """Write a value as JSON to the terminal; numbers that are not finite become null."""
+    typer.echo(json.dumps(finite_only(value), indent=2))
+
+
+def finite_only(value: Any) -> Any:
+    """Return a value of lists and tables in which every number that is not finite is None.
+
+    >>> finite_only({"a": [1.0, float("nan")]})
+    {'a': [1.0, None]}
+    """
+    if isinstance(value, Mapping):
+        return {str(key): finite_only(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite_only(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object for other programs")]
 FileArgument = Annotated[Path, typer.Argument(help="experiment file (TOML)", show_default=False)]
 Trust = Annotated[
     bool,
@@ -145,43 +163,20 @@ Trust = Annotated[
         help="run code that the file names by import path, though it is another user's or a package's; read it first",
     ),
 ]
-PenaltyName = Annotated[
-    Literal["none", "ridge", "firth"],
-    typer.Option(help="ridge or firth: finite coefficients also where columns separate the rows"),
+Join = Annotated[
+    bool,
+    typer.Option(
+        "--join", help="share the work with other processes that run the same command, on machines that share a disk"
+    ),
 ]
-Strength = Annotated[
+ExecutorName = Annotated[
     str | None,
     typer.Option(
-        help="of a ridge, per row and for columns of unit deviation, as lifelines' penalizer; cv, or without it: by "
-        "cross-validated likelihood",
-        show_default=False,
+        "--executor",
+        help="have another engine compute the runs: dask:ADDRESS, slurm:KEY=VALUE,..., loky:N or processes:N",
     ),
 ]
 DataDir = Annotated[Path | None, typer.Option(help="folder of data sets; else the environment variable FEDLOOM_DATA")]
-
-
-def read_strength(penalty: str, text: str | None) -> float | Literal["cv"] | None:
-    """Read the value of --strength; None where there is no ridge.
-
-    Raises:
-        ConfigError: it is neither a number above 0 nor cv, or there is no ridge.
-    """
-    from fedloom.tasks.penalty import check_penalty
-
-    try:
-        value: float | str | None = text if text in (None, "cv") else float(str(text))
-    except ValueError:
-        value = text
-    check_penalty(penalty, value)  # type: ignore[arg-type]
-    return "cv" if penalty == "ridge" and value is None else value  # type: ignore[return-value]
-
-
-def say_penalty(penalty: str, ridge: Ridge | None) -> None:
-    """Write what the penalty of a regression is, and what its intervals are."""
-    if ridge is not None:
-        say(f"{ridge.words}; standard errors are of the penalized likelihood and leave out what shrinking costs")
-    elif penalty == "firth":
-        say("Firth's penalty; intervals are Wald's, which are too short where columns separate the rows")
 
 
 def worker_count(text: str) -> int | str:
@@ -279,6 +274,10 @@ def errors() -> Iterator[None]:
     """An expected error is a sentence on standard error and an exit code: 2 for what was asked, 1 for what happened."""
     try:
         yield
+    except RunStopped as stop:
+        resumes = stop.reason is Stop.INTERRUPTED
+        say(str(stop) if resumes else f"error: {stop}", err=True)
+        raise typer.Exit(130 if resumes else 1) from None
     except FedloomError as error:
         say(f"error: {error}", err=True)
         raise typer.Exit(2 if isinstance(error, ValueError) else 1) from None

@@ -23,6 +23,9 @@ def init(
     event: Annotated[
         str | None, typer.Option(help="column with 1 for an event, where the target is the time to it; '' for none")
     ] = None,
+    subject: Annotated[
+        str | None, typer.Option(help="column of whom a row is, as a patient with several rows; '' for none")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="experiment file; beside the table by default")] = None,
     agree: Annotated[
         bool, typer.Option("--agree", help="write a document on the columns too, which all sites can agree on")
@@ -48,7 +51,7 @@ def init(
         document = place.with_name(f"{place.stem}.agreement.toml")
         for path in (place, document) if agree else (place,):
             check_output_file(path, FileKind("TOML", "an experiment file", never), (table,), force=force)
-        draft = Draft(Survey(table), by, target, event)
+        draft = Draft(Survey(table), by, target, event, subject)
         say(*draft.report)
         text = draft.text(place)
         data = None if draft.asks else _try(text, place)

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedloom.errors import RunStopped, Stop
 from fedloom.formats import significant
-from fedloom.lab.cli._app import DataDir, FileArgument, Trust, about_file, app, errors, say, worker_count
+from fedloom.lab.cli._app import DataDir, FileArgument, Join, Trust, about_file, app, errors, say, worker_count
 
 if TYPE_CHECKING:
     from fedloom.lab.tune import Trial
@@ -25,6 +24,7 @@ def tune(
     workers: Annotated[str | None, typer.Option(help="methods at a time, or 'auto'; replaces [engine] workers")] = None,
     data_dir: DataDir = None,
     force: Annotated[bool, typer.Option("--force", help="forget what the directory holds and start anew")] = False,
+    join: Join = False,
     trust: Trust = False,
 ) -> None:
     """Choose every method's settings on validation data.
@@ -47,18 +47,12 @@ def tune(
             if value is not None:
                 document[name] = {**table(document.get(name, {}), f"{file}: [{name}]"), key: value}
         from fedloom.lab.tune import Tuning
-        from fedloom.lab.tune.search import beyond, shorter
+        from fedloom.lab.tune.search import beyond, note_limits
 
         search = Tuning(document, str(file), out or Path("runs") / f"{file.stem}-tune", data_dir, force=force)
         for sentence in search.remarks:
             say(f"note: {sentence}", err=True)
-        try:
-            findings = search.run(_tell)
-        except RunStopped as stop:
-            if stop.reason is not Stop.INTERRUPTED:
-                raise
-            say(str(stop), err=True)
-            raise typer.Exit(130) from None
+        findings = search.run(_tell, join=join)
     for f in findings:
         if f.best is not None and f.best.value is not None:
             say(
@@ -66,7 +60,7 @@ def tune(
             )
     for sentence in beyond(findings):
         say(f"warning: {sentence}", err=True)
-    for sentence in shorter(findings):
+    for sentence in note_limits(findings):
         say(f"note: {sentence}", err=True)
     say(f"report: {search.out / 'tuning.md'}\nnext:   fedloom run {search.out / 'tuned.toml'}")
 

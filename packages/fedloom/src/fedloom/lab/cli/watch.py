@@ -6,6 +6,7 @@ import hashlib
 import tempfile
 import threading
 from contextlib import suppress
+from html import escape
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import entry_points
@@ -16,6 +17,7 @@ import typer
 
 from fedloom.errors import ConfigError, FedloomError, RunDirError
 from fedloom.lab.cli._app import app, errors, say
+from fedloom.rundir import WORK
 
 HOST = "127.0.0.1"
 WAITING = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>fedloom</title></head>
@@ -39,14 +41,25 @@ def watch(
     run: Annotated[Path, typer.Argument(help="run directory, or directory of a deployment", show_default=False)],
     port: Annotated[int, typer.Option(min=0, max=65535, help="port on loopback; 0: a free one")] = 8321,
     every: Annotated[int, typer.Option(min=1, help="seconds between two looks")] = 5,
+    list_: Annotated[
+        bool, typer.Option("--list", help="print who works on which run, how far it is and what failed; serve nothing")
+    ] = False,
 ) -> None:
     """Serve the report of a run in progress.
 
-    A browser on this machine shows it. Ctrl-C ends the serving, not the run.
+    A browser on this machine shows it, with a table of who works on which run. Ctrl-C ends the serving, not the run.
 
     Example: fedloom watch runs/quickstart
     """
     with errors():
+        if list_:
+            from fedloom.lab.experiment.units.status import list_status
+            from fedloom.lab.printing import print_rows
+
+            if not (run / "experiment.toml").is_file():
+                raise RunDirError(f"{run} is no run directory; give the --out of 'fedloom run'")
+            print_rows(list_status(run))
+            return
         page = Page(run, every)
         try:
             server = ThreadingHTTPServer((HOST, port), handler(page))
@@ -91,6 +104,7 @@ class Page:
         from fedloom.lab.experiment.live import newest, snapshot
         from fedloom.lab.report.document import POLICY
 
+        work = self._work()
         with self._lock, suppress(FedloomError, FileNotFoundError):
             if (newest_files := newest(self._folder)) != self._shown_files:
                 place = Path(self._draft.name)
@@ -99,9 +113,26 @@ class Page:
                 self._shown_files = newest_files
         if self._text is WAITING:
             refresh = f'<meta http-equiv="refresh" content="{self._every}">'
-            return self._text.replace('<meta charset="utf-8">', f'<meta charset="utf-8">{refresh}', 1)
+            text = self._text.replace('<meta charset="utf-8">', f'<meta charset="utf-8">{refresh}', 1)
+            return text.replace("</main>", f"{work}</main>", 1)
         live = self._text.replace(POLICY, f"{POLICY}; connect-src 'self'", 1)
+        live = live.replace('<main class="wrap">', f'<main class="wrap">{work}', 1)
         return (LIVE % (1000 * self._every)).join(live.rsplit("</body>", 1))
+
+    def _work(self) -> str:
+        """The table of who works on what, while processes share the directory; empty otherwise."""
+        from fedloom.lab.experiment.units.status import list_status
+
+        if not (self._folder / WORK).is_dir():
+            return ""
+        with suppress(OSError, ValueError, KeyError):
+            rows = list_status(self._folder)
+            heads = "".join(f'<th scope="col">{escape(name)}</th>' for name in rows[0])
+            lines = ("".join(f"<td>{escape(value)}</td>" for value in row.values()) for row in rows)
+            body = "".join(f"<tr>{line}</tr>" for line in lines)
+            table = f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
+            return f'<section><h2>Who works on what</h2><div class="scroll" tabindex="0">{table}</div></section>'
+        return ""
 
     def close(self) -> None:
         """Removes what was written for it."""

@@ -16,11 +16,13 @@ from fedloom.data.dataset import on_cpu
 from fedloom.engine.result import Result
 from fedloom.engine.setting import Choices, GivenModel
 from fedloom.entrances import entered
-from fedloom.errors import ConfigError, RunDirError, RunStopped, Stop, unknown
+from fedloom.errors import ConfigError, RunDirError, RunStopped, Stop
+from fedloom.hints import unknown
 from fedloom.lab.comparison.given import GivenExperiment
 from fedloom.lab.experiment import Plan
 from fedloom.lab.experiment.events import Listener
 from fedloom.lab.experiment.outputs import Outcome
+from fedloom.lab.experiment.units.executors import Executor
 from fedloom.lab.progress import counted, remark, shown
 from fedloom.lab.report.comparison.contenders import MODELS, Models
 from fedloom.lab.report.comparison.pairs import checked_margin
@@ -78,7 +80,10 @@ def compare(
     against: str | None = None,
     models: Models = "used",
     margin: float | None = None,
+    analyses: Sequence[object] = (),
     folder: Path | str | None = None,
+    join: bool = False,
+    executor: Executor | None = None,
     progress: bool = True,
     name: str = "comparison",
     **choices: Unpack[Choices],
@@ -107,8 +112,15 @@ def compare(
             personal model the better one on the client's validation part); ``personal``, as papers report it; ``all``.
         margin: differences up to it do not matter, in the units of the leading metric (0.01 of an accuracy is one
             point): methods within it are equivalent. None: none is stated, and no methods are called equivalent.
+        analyses: what is computed beside the rounds, as values, names of `fedloom.analyses.ANALYSES` or tables with
+            ``kind``: ``["confusion", {"kind": "groups", "by": ["sex"]}]``. The report has them.
         folder: the run directory, from which the same call resumes; a search has ``<folder>-tune`` beside it. None: a
             temporary one.
+        join: share the runs with other processes that make the same call with the same folder, on any machine that has
+            it. Every process returns the whole comparison.
+        executor: computes the runs: an object with ``submit(function, *arguments)``, as Dask's
+            ``Client.get_executor()``, submitit's executors and those of `concurrent.futures`. Classes must be in
+            modules that its workers can import; data travel, once per worker. A search runs here.
         progress: show a bar (in a terminal) or lines, on standard error.
         name: of the comparison, in titles.
         choices: further fields of `fedloom.Setting` for all methods, such as ``rounds=50`` or ``local={"lr": 0.1}``.
@@ -126,20 +138,27 @@ def compare(
         raise ConfigError("compare: tune needs Optuna: pip install 'fedloom[tune]'")
     if not isinstance(tune, int | Mapping | None):
         raise ConfigError(f"compare: tune must be a number of trials or the table [tune] of a file, got {tune!r:.80}")
+    if join and folder is None:
+        raise ConfigError("compare: join shares the runs of a folder; give a folder that all processes have")
     table = {"trials": tune} if isinstance(tune, int) else dict(tune or {})
     place = None if folder is None else place_of(folder, "compare: folder")
     checked_margin(margin)
     if models not in MODELS:
         raise unknown("choice", models, MODELS, "compare: models")
     keywords = [keyword for keyword in signature(compare).parameters if keyword != "choices"]
-    definition = GivenExperiment(methods, data, partition, seeds, table, name, {"model": model, **choices}, keywords)
+    definition = GivenExperiment(
+        methods, data, partition, seeds, table, name, {"model": model, **choices}, analyses, keywords
+    )
     if against is not None and against not in definition.references:
         raise unknown("method to compare with", against, definition.references, "compare: against")
     if place is not None:
-        return _compared(definition, place, (against, models, margin), tune is not None, progress)
+        return _compared(
+            definition, place, (against, models, margin), tune is not None, progress, join=join, executor=executor
+        )
     temporary = Path(mkdtemp(prefix="fedloom-"))
     try:
-        comparison = _compared(definition, temporary / "run", (against, models, margin), tune is not None, progress)
+        shown_as = (against, models, margin)
+        comparison = _compared(definition, temporary / "run", shown_as, tune is not None, progress, executor=executor)
     except BaseException:
         rmtree(temporary, ignore_errors=True)
         raise
@@ -153,17 +172,20 @@ def _compared(
     shown_as: tuple[str | None, Models, float | None],
     tunes: bool,
     progress: bool,
+    *,
+    join: bool = False,
+    executor: Executor | None = None,
 ) -> Comparison:
     """The comparison in a folder, after all that is missing has been run."""
-    document, chosen = definition.document(), dict[str, Mapping[str, Any]]()
+    document, chosen = definition.document, dict[str, Mapping[str, Any]]()
     try:
         if tunes:
-            document, chosen = _tuned(definition, document, place.with_name(f"{place.name}-tune"), progress)
+            document, chosen = _tuned(definition, document, place.with_name(f"{place.name}-tune"), progress, join)
         plan = Plan(definition.read(document), place)
         for line in plan.remarks if progress else ():
             remark(line)
         with shown(plan) if progress else nullcontext(_silent) as hear:
-            outcomes = plan.run(hear, page=False)
+            outcomes = plan.run(hear, page=False, join=join, executor=executor)
     except RunDirError as error:
         what, flag, _ = str(error).partition("; choose another --out")
         seed = "; where its code is the same, call torch.manual_seed before the module is made, as it draws weights"
@@ -179,17 +201,17 @@ def _compared(
 
 
 def _tuned(
-    definition: GivenExperiment, document: dict[str, Any], out: Path, progress: bool
+    definition: GivenExperiment, document: dict[str, Any], out: Path, progress: bool, join: bool
 ) -> tuple[dict[str, Any], dict[str, Mapping[str, Any]]]:
     """The document with the settings that a search has chosen, and these by label."""
     from fedloom.lab.tune import Tuning  # needs the extra 'tune'
-    from fedloom.lab.tune.search import beyond, shorter
+    from fedloom.lab.tune.search import beyond, note_limits
 
     search = Tuning(document, "compare", out, read=definition.read)
     shows: AbstractContextManager[Listener] = counted(search.rounds) if progress else nullcontext(_silent)
     with shows as hear:
-        findings = search.run(lambda *_: None, hear)
-    for sentence in (*(f"warning: {one}" for one in beyond(findings)), *shorter(findings)) if progress else ():
+        findings = search.run(lambda *_: None, hear, join=join)
+    for sentence in (*(f"warning: {one}" for one in beyond(findings)), *note_limits(findings)) if progress else ():
         remark(sentence)
     return search.tuned(findings), {one.study.method.label: dict(one.best.params) for one in findings if one.best}
 

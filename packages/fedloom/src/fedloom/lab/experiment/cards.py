@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 
 from fedloom.algorithms import REGISTRY, Algorithm, Composition, Preset
 from fedloom.algorithms._theorems import THEOREMS
+from fedloom.analyses import ANALYSES
 from fedloom.choose import MIXERS, SAMPLERS, WEIGHERS, SharesWeigher
 from fedloom.data.partition import PARTITIONS
 from fedloom.data.sources import SOURCES
@@ -38,6 +39,7 @@ PARTS: Mapping[str, Mapping[str, type[Value]]] = {
     "channels": CHANNELS,
     "devices": DEVICES,
     "schedules": SCHEDULES,
+    "analyses": ANALYSES,
 }
 """The topics of ``fedloom list`` beside methods, metrics and recipes."""
 

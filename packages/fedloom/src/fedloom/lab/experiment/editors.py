@@ -8,6 +8,7 @@ from typing import Any
 
 from fedloom.algorithms import REGISTRY, Preset
 from fedloom.algorithms._base import SETTINGS
+from fedloom.analyses import ANALYSES
 from fedloom.engine.setting import Setting
 from fedloom.imports import PATTERN
 from fedloom.lab.experiment.schema import TABLES, Top
@@ -60,7 +61,14 @@ def json_schema() -> str:
         "type": "object",
         "additionalProperties": False,
         "required": ["data", "method"],
-        "properties": {**head, **tables, "method": {"type": "array", "minItems": 1, "items": method}, **links},
+        "properties": {
+            **head,
+            **tables,
+            "grid": {"type": "object"},
+            "method": {"type": "array", "minItems": 1, "items": method},
+            "analysis": {"type": "array", "items": kinds(ANALYSES)},
+            **links,
+        },
         "$defs": {**shared, **overridable},
     }
     return json.dumps(document, separators=(",", ":"))

@@ -2,56 +2,86 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
 import tomllib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
+from functools import cached_property, partial
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import pyarrow as pa
 
-from fedloom.data.dataset import Dataset, on_cpu
+from fedloom.analyses import ANALYSES
+from fedloom.data.dataset import on_cpu
 from fedloom.data.federation import Federation
 from fedloom.data.groups import keeping
 from fedloom.engine.result import Result
 from fedloom.engine.setting import Setting
 from fedloom.engine.setup import check
 from fedloom.engine.simulate import Progress, simulate
+from fedloom.engine.state import State
 from fedloom.entrances import entered
-from fedloom.errors import CodeError, DamagedCheckpoint, DataError, LayoutError, Refused, RunDirError, RunStopped, Stop
+from fedloom.errors import (
+    CodeError,
+    ConfigError,
+    DamagedCheckpoint,
+    LayoutError,
+    Refused,
+    RunDirError,
+    RunStopped,
+    Stop,
+)
 from fedloom.lab import report
-from fedloom.lab.experiment.analyses.cox import cox_regression
-from fedloom.lab.experiment.analyses.left_out import scores_of_new, without
 from fedloom.lab.experiment.events import PAUSE, Emitter, Event, EventQueue, Listener
 from fedloom.lab.experiment.file import difference_to_recorded
 from fedloom.lab.experiment.live import LiveFigures
 from fedloom.lab.experiment.outputs import (
     Outcome,
-    left_out_before,
-    write_inspection,
-    write_left_out,
-    write_parquet,
+    write_analyses,
     write_settings,
     write_splits,
     write_summary,
     write_tables,
 )
 from fedloom.lab.experiment.schema import Experiment, Method
+from fedloom.lab.experiment.units.executors import Executor, check_executor, compute_units
+from fedloom.lab.experiment.units.further import FurtherRuns
+from fedloom.lab.experiment.units.joined import JoinedWork, WorkUnit
+from fedloom.lab.experiment.units.shares import Share, decide_share
+from fedloom.lab.experiment.units.travel import Luggage, pack_experiment
 from fedloom.lab.report.charts.look import can_draw
 from fedloom.local.oracles.precision import undisturbed
 from fedloom.outputs import check_output_folder, is_run_directory
-from fedloom.processes.pool import WorkerPool, cores, useful
+from fedloom.processes.pool import WorkerPool
 from fedloom.processes.ranks import ALONE, Ranks
 from fedloom.processes.signals import interruptible
-from fedloom.rundir import CHECKPOINTS, COX, FILES, FOLDERS, LIVE, MODELS, REPORT, SETTINGS, check_case, folder_of
-from fedloom.storage.checkpoint import check_digest
-from fedloom.storage.files import is_unused, make_folder, refuse_links
+from fedloom.rundir import (
+    CHECKPOINTS,
+    FILES,
+    FOLDERS,
+    LIVE,
+    MODELS,
+    REPORT,
+    SETTINGS,
+    WORK,
+    analysis_file,
+    check_case,
+    folder_of,
+    label_of,
+)
+from fedloom.storage.checkpoint import Checkpoints, check_digest
+from fedloom.storage.claims import Claims, UnitClaim, publish
+from fedloom.storage.files import is_unused, make_folder, refuse_links, write_atomic
 from fedloom.storage.locks import lock
+from fedloom.values import kind_of
 
+EMPTY: Mapping[Any, Any] = MappingProxyType({})
 NO_PAGE = "no report.html is written: its charts need another package; pip install 'fedloom[charts]'"
-FEW_CLIENTS = 16
-"""Cohorts below this size run several runs side by side, instead of several chunks of one."""
 
 
 class Plan:
@@ -95,22 +125,22 @@ class Plan:
         self._force, self._partly = force, partly
         if ranks.rank == 0:
             self._check_directory()
-            entries = (*FOLDERS, *FILES, *(() if is_run_directory(out) else (SETTINGS,)))
+            entries = (*FOLDERS, *FILES, *map(analysis_file, ANALYSES), *(() if is_run_directory(out) else (SETTINGS,)))
             check_output_folder(out, (*reads, experiment.source_options.get("source")), entries=entries)
-        data = keeping(experiment.source, experiment.common.evaluate.groups).read(data_dir)
+        data = keeping(experiment.source, experiment.kept_columns).read(data_dir)
         self.federations: dict[int, Federation] = {s: experiment.partition(data, s) for s in experiment.head.seeds}
         self.runs = [(m, seed) for m in experiment.methods for seed in experiment.head.seeds]
-        fed = self.federations[experiment.head.seeds[0]]
-        self._raw = data if experiment.partition.leave else None
-        self._cox = None if experiment.common.evaluate.cox is None else data
-        if self._raw is not None and (ranks.size > 1 or fed.n < 3):
-            why = "on one process" if ranks.size > 1 else f"with 3 clients or more, and there are {fed.n}"
-            raise Refused(
-                f"partition.leave trains {why}", rule="leave-needs-clients", fix="leave {partition.leave} out"
-            )
-        self.notes = {m.label: check(m.setting.with_(seed=experiment.head.seeds[0]), fed) for m in experiment.methods}
+        for analysis in experiment.analyses:
+            for fed in self.federations.values():
+                analysis.check_run(fed, experiment.common)
+            if analysis.runs_further and ranks.size > 1:
+                raise Refused(f"{kind_of(analysis)} trains further runs on one process; leave it out")
+        first = experiment.head.seeds[0]
+        fed = self.federations[first]
+        self._checksum = data.checksum
+        self.notes = {m.label: check(m.setting.with_(seed=first), fed) for m in experiment.methods}
         for method, seed in self.runs:
-            if seed != experiment.head.seeds[0]:
+            if seed != first:
                 check(method.setting.with_(seed=seed), self.federations[seed])
         if ranks.rank == 0 and not dry:
             make_folder(out)
@@ -135,13 +165,22 @@ class Plan:
         """Rounds of all seeds of every method together, by its label."""
         return self.experiment.rounds
 
+    @cached_property
+    def share(self) -> Share:
+        """Number of runs at a time, and of processes of each."""
+        return Share(1, 1) if self.ranks.size > 1 else decide_share(self.experiment, self.federations)
+
     @undisturbed()
-    def run(self, *listeners: Listener, page: bool = True) -> list[Outcome]:
+    def run(
+        self, *listeners: Listener, page: bool = True, join: bool = False, executor: Executor | None = None
+    ) -> list[Outcome]:
         """Do what is missing, and write every file of the run directory, the report if ``page``.
 
         Args:
             listeners: hear of every round, and of the end of every run.
             page: write the report.
+            join: share the runs with other processes that join, on any machine that has the directory.
+            executor: computes the runs, with ``submit(function, *arguments)``; see `units.executors`.
 
         Returns:
             The outcome of every run, those that were there included.
@@ -150,55 +189,201 @@ class Plan:
             CheckpointError: a disk that is full or refuses; what was finished is kept.
             RunDirError: another process works in the directory, or has made it another experiment's; or two labels
                 differ only in case, which its disk ignores.
+            ConfigError: it is to join, with ranks, or to forget what is there.
+            RunStopped: the user interrupted a process that joined; the others go on.
         """
+        if executor is not None:
+            self._check_travels(executor, join=join)
+        if join:
+            return self._run_joined(listeners, page=page)
         if self.ranks.rank > 0:
             return self._run_all(listeners)
         with lock(self.out):
-            check_case(self.out, [method.label for method in self.experiment.methods])
-            self._check_directory()
-            if self._force:
-                self._clear()
-            write_settings(self.out, self.experiment)
-            write_splits(self.out, self.federations)
-            processes = 1 if self.ranks.size > 1 else side_by_side(self.experiment, self.federations.values())
+            self._prepare()
+            share = self.share
             ended: set[tuple[str, int]] = set()
-            interrupted = processes > 1 and self._run_side_by_side(processes, listeners, ended)
-            outcomes = self._run_all(listeners, alone=processes == 1, interrupted=interrupted, ended=ended)
+            if executor is not None:
+                interrupted, failures = self._run_elsewhere(executor)
+            else:
+                interrupted, failures = share.runs > 1 and self._run_side_by_side(share, listeners, ended), EMPTY
+            workers = None if share.runs == 1 else 1
+            outcomes = self._run_all(
+                listeners, workers=workers, interrupted=interrupted, ended=ended, failures=failures
+            )
             self._write(outcomes)
-            if self._raw is not None:
-                self._leave(self._raw, outcomes)
-            if page and can_draw() and any(o.result is not None for o in outcomes):
-                report.write([self.out], self.out / REPORT, charts=False)
+            self._run_further(outcomes)
+            self._write_page(outcomes, page=page)
         return outcomes
+
+    def _check_travels(self, executor: Executor, *, join: bool) -> None:
+        """Refuse an experiment that no executor can carry, before any work."""
+        check_executor(executor)
+        if join or self.ranks.size > 1:
+            raise ConfigError("an executor starts the work itself: leave join and torchrun out")
+        self._luggage()
+
+    def _luggage(self) -> Luggage:
+        return pack_experiment(self.experiment, self._checksum())
+
+    def _run_elsewhere(self, executor: Executor) -> tuple[bool, dict[tuple[str, int], str]]:
+        """Have an executor compute the runs that are missing: whether the user stopped it, and which have failed."""
+        folders = [(run, self._folder(CHECKPOINTS, *run)) for run in self.runs]
+        missing = [(run, folder) for run, folder in folders if not _is_whole(folder, run[0].setting.rounds)]
+        units = [json.dumps({"label": method.label, "seed": seed}) for (method, seed), _ in missing]
+        failures, draft = dict[tuple[str, int], str](), self.out / WORK
+        with interruptible() as interrupted:
+            for k, reply in compute_units(executor, self._luggage(), units, interrupted):
+                (method, seed), folder = missing[k]
+                if reply.failure:
+                    failures[method.label, seed] = reply.failure
+                shutil.rmtree(draft, ignore_errors=True)
+                make_folder(draft)
+                for name, content in reply.files.items():
+                    write_atomic(draft / name, content)
+                shutil.rmtree(folder, ignore_errors=True)
+                publish(draft, folder)
+            return interrupted(), failures
+
+    def _run_joined(self, listeners: tuple[Listener, ...], *, page: bool) -> list[Outcome]:
+        """`run` beside other processes: a run is one's work, and so are a client left out, and the files at the end."""
+        if self.ranks.size > 1:
+            raise ConfigError("a process that joins takes whole runs, but torchrun's ranks compute one together")
+        if self._force:
+            raise ConfigError(
+                f"a process that joins cannot forget what others do, as --force would; delete {self.out} first"
+            )
+        session, line, ended = JoinedWork(self.out), EventQueue(), set[tuple[str, int]]()
+        workers, hear = None if self.share.runs == 1 else self.share.workers, (*listeners, partial(_note_end, ended))
+        units = [WorkUnit(path.name, path) for path in (self._folder(CHECKPOINTS, *run) for run in self.runs)]
+
+        def do(k: int, claim: UnitClaim) -> str | None:
+            outcome = self._run_one(*self.runs[k], hear if workers is None else (line.send,), workers, claim=claim)
+            if outcome.status == "interrupted":
+                raise KeyboardInterrupt
+            return None if outcome.result is not None or outcome.damaged else outcome.failure
+
+        with lock(self.out, joins=True):
+            if session.is_begun:
+                self._check_directory(joins=True)
+            session.begin(partial(self._prepare, session.claims))
+            with nullcontext() if workers is None else line.listening(*hear):
+                session.work(units, do, self.share)
+            failures = {
+                (method.label, seed): session.failure(unit)
+                for (method, seed), unit in zip(self.runs, units, strict=True)
+            }
+            outcomes = self._run_all(listeners, workers=1, interrupted=True, ended=ended, failures=failures)
+            further = self._further(outcomes)
+            places = [further.place(k) for k in range(len(further.units))]
+            session.work(places, partial(_measure_joined, further, workers or 1), self.share)
+            session.finish(lambda: self._finish(outcomes, further, page=page))
+        return outcomes
+
+    def _prepare(self, claims: Claims | None = None) -> None:
+        """Make the directory this experiment's, and give runs that were left in the middle to who comes next."""
+        check_case(self.out, [method.label for method in self.experiment.methods])
+        self._check_directory()
+        if self._force:
+            self._clear()
+        self._check_rounds()
+        write_settings(self.out, self.experiment)
+        write_splits(self.out, self.federations)
+        if claims is not None:
+            for method, seed in self.runs:
+                folder = self._folder(CHECKPOINTS, method, seed)
+                if (
+                    folder.exists()
+                    and not _is_whole(folder, method.setting.rounds)
+                    and (claim := claims.take(folder.name)) is not None
+                ):
+                    if not publish(folder, claim.state):
+                        shutil.rmtree(folder)
+                    claim.release()
+        elif (self.out / WORK).exists():
+            self._adopt(Claims(self.out / WORK))
+
+    def _check_rounds(self) -> None:
+        """Let runs that have ended have more rounds, unless something in them depends on the number of rounds."""
+        longer = list[Path]()
+        for method, seed in self.runs:
+            folder, setting = self._folder(CHECKPOINTS, method, seed), method.setting.with_(seed=seed)
+            planned = (Checkpoints(folder).meta() or {}).get("numbers", {}).get("rounds", setting.rounds)
+            if planned < setting.rounds:
+                simulate(setting, self.federations[seed], folder=folder, advance=False)
+                longer.append(self._folder(MODELS, method, seed))
+        for models in longer:  # those of fewer rounds
+            shutil.rmtree(models, ignore_errors=True)
+        for analysis in self.experiment.analyses if longer else ():
+            if analysis.runs_further:
+                (self.out / analysis_file(kind_of(analysis))).unlink(missing_ok=True)
+
+    def _adopt(self, claims: Claims) -> None:
+        """Take what processes left that had joined; refuse to where one of them may still work."""
+        claims.check_ended()
+        for method, seed in self.runs:
+            folder = self._folder(CHECKPOINTS, method, seed)
+            if (state := claims.left_behind(folder.name)) is not None:
+                publish(state, folder)
+        claims.forget()
+
+    def _finish(self, outcomes: list[Outcome], further: FurtherRuns, *, page: bool) -> None:
+        """Write the files of a directory on which several processes have worked."""
+        self._write(outcomes)
+        further.write_published()
+        self._write_page(outcomes, page=page)
+
+    def _write_page(self, outcomes: Sequence[Outcome], *, page: bool) -> None:
+        if page and can_draw() and any(o.result is not None for o in outcomes):
+            report.write([self.out], self.out / REPORT, charts=False)
 
     def _run_all(
         self,
         listeners: tuple[Listener, ...],
         *,
-        alone: bool = True,
+        workers: int | None = None,
         interrupted: bool = False,
         ended: Collection[tuple[str, int]] = (),
+        failures: Mapping[tuple[str, int], str | None] = EMPTY,
     ) -> list[Outcome]:
-        """The outcome of every run; the listeners have received those that have ``ended`` already."""
+        """The outcome of every run; the listeners have received those that have ``ended`` already.
+
+        Runs with ``failures`` have failed in another process, and are not tried again.
+        """
         outcomes = []
         with interruptible() as stop_requested:
             for method, seed in self.runs:
                 hear = () if (method.label, seed) in ended else listeners
-                outcomes.append(self._run_one(method, seed, hear, alone=alone, advance=not interrupted))
+                if (failure := failures.get((method.label, seed))) is not None:
+                    outcomes.append(Outcome(method.label, method.algorithm, seed, None, failure))
+                    Emitter(hear, method.label, method.setting.with_(seed=seed)).end(None, "failed")
+                    continue
+                outcomes.append(self._run_one(method, seed, hear, workers, advance=not interrupted))
                 interrupted |= self.ranks.any(stop_requested())[0] or outcomes[-1].status == "interrupted"
         return outcomes
 
     def _run_one(
-        self, method: Method, seed: int, listeners: tuple[Listener, ...], *, alone: bool, advance: bool = True
+        self,
+        method: Method,
+        seed: int,
+        listeners: tuple[Listener, ...],
+        workers: int | None = None,
+        *,
+        advance: bool = True,
+        claim: UnitClaim | None = None,
     ) -> Outcome:
+        """The outcome of a run; with a number of workers it is one of several that go on at a time.
+
+        With a claim it is computed in the claim's folder.
+        """
         setting = method.setting.with_(seed=seed)
-        if not alone:
-            setting = setting.with_(engine=setting.engine.with_(workers=1))
-        emitter = Emitter(listeners, method.label, setting, 0.0 if alone else PAUSE)
-        folder, fed = self._folder(CHECKPOINTS, method, seed), self.federations[seed]
+        if workers is not None:
+            setting = setting.with_(engine=setting.engine.with_(workers=workers))
+        emitter = Emitter(listeners, method.label, setting, 0.0 if workers is None else PAUSE)
+        folder, fed = self._folder(CHECKPOINTS, method, seed) if claim is None else claim.state, self.federations[seed]
+        place = self.out if claim is None else claim.folder
         try:
-            live = [LiveFigures(self.out, method.label, seed, setting.rounds)] if self.ranks.rank == 0 else []
-            progress: list[Progress] = [emitter, *live]
+            live = [LiveFigures(place, method.label, seed, setting.rounds)] if self.ranks.rank == 0 else []
+            progress: list[Progress] = [emitter, *live, *([] if claim is None else [partial(_note_round, claim)])]
             result = simulate(setting, fed, folder=folder, progress=progress, advance=advance, ranks=self.ranks)
             outcome = Outcome(method.label, method.algorithm, seed, result)
         except (CodeError, RunStopped) as error:
@@ -211,18 +396,18 @@ class Plan:
         emitter.end(None if outcome.result is None else outcome.result.state, outcome.status)
         return outcome
 
-    def _run_side_by_side(self, processes: int, listeners: tuple[Listener, ...], ended: set[tuple[str, int]]) -> bool:
+    def _run_side_by_side(self, share: Share, listeners: tuple[Listener, ...], ended: set[tuple[str, int]]) -> bool:
         """Compute the runs in forked processes; their checkpoints hold the results. True if the user stopped it."""
         line = EventQueue()
 
         def handle(_shared: None, k: int) -> None:
-            self._run_one(*self.runs[k], (line.send,), alone=False)
+            self._run_one(*self.runs[k], (line.send,), share.workers)
 
-        def note(event: Event) -> None:
-            if event.status:
-                ended.add((event.label, event.seed))
-
-        with WorkerPool([handle], processes) as pool, interruptible() as interrupted, line.listening(*listeners, note):
+        with (
+            WorkerPool([handle], share.runs, nested=share.workers > 1) as pool,
+            interruptible() as interrupted,
+            line.listening(*listeners, partial(_note_end, ended)),
+        ):
             for _ in pool.map(handle, None, range(len(self.runs)), interrupted):
                 pass
             return interrupted()
@@ -232,42 +417,36 @@ class Plan:
             if outcome.complete and outcome.result is not None:
                 _save_models(outcome.result, self._folder(MODELS, method, seed))
         write_tables(self.out, outcomes)
-        more = write_inspection(self.out, self.experiment.common.evaluate, outcomes)
-        more += self._fit_cox() if any(outcome.complete for outcome in outcomes) else []
+        federation = self.federations[self.experiment.head.seeds[0]]
+        more = write_analyses(self.out, self.experiment.analyses, outcomes, federation)
         write_summary(self.out, self.experiment, outcomes, self.federations, more)
         shutil.rmtree(self.out / LIVE, ignore_errors=True)
 
-    def _fit_cox(self) -> list[str]:
-        """Fit the Cox regression that was asked for, on the clients of the first seed; a note where there is none."""
-        choice, seed = self.experiment.common.evaluate.cox, self.experiment.head.seeds[0]
-        tables, notes = list[pa.Table](), list[str]()
-        if choice is not None and self._cox is not None:
-            try:
-                tables = [cox_regression(choice, self._cox, self.federations[seed])]
-            except (DataError, Refused) as error:
-                notes = [f"the Cox regression has no fit: {error}"]
-        write_parquet(self.out / COX, tables)
-        return notes
+    def _further(self, outcomes: Sequence[Outcome]) -> FurtherRuns:
+        return FurtherRuns(self.experiment, self.federations, self.out, self.runs, outcomes, simulate)
 
-    def _leave(self, data: Dataset, outcomes: Sequence[Outcome]) -> None:
-        """Train every complete run again without each client in turn, and score that one; a run's scores are kept."""
-        before, tables = left_out_before(self.out), dict[tuple[str, int], list[pa.Table]]()
-        write_left_out(self.out, tables, before)
-        for (method, seed), outcome in zip(self.runs, outcomes, strict=False):
-            fed = self.federations[seed]
-            scored = method.setting.evaluate.with_(every=method.setting.rounds, parts=("test",), select_on="test")
-            shared = outcome.complete and outcome.result is not None and "global" in outcome.result.models.kinds()
-            for client in range(fed.n) if shared and (method.label, seed) not in before else ():
-                setting = method.setting.with_(seed=seed, evaluate=scored)
-                result = simulate(setting, without(fed, client))
-                if result.stop is Stop.INTERRUPTED:
+    def _run_further(self, outcomes: Sequence[Outcome]) -> None:
+        """Do the further runs of analyses for every complete run; rows of runs that have them are kept."""
+        further, tables = self._further(outcomes), list[pa.Table]()
+        further.write(tables)
+        share = decide_share(self.experiment, self.federations, further.methods)
+
+        def handle(_shared: None, k: int) -> pa.Table | None:
+            return further.measure(k, share.workers)
+
+        with WorkerPool([handle], share.runs, nested=share.workers > 1) as pool, interruptible() as interrupted:
+            for k, rows in enumerate(pool.map(handle, None, range(len(further.units)), interrupted)):
+                if rows is None:
                     return
-                tables.setdefault((method.label, seed), []).append(scores_of_new(result, data, fed, client))
-            if (method.label, seed) in tables:
-                write_left_out(self.out, tables, before)
+                tables.append(rows)
+                if further.is_last(k):
+                    further.write(tables)
 
-    def _check_directory(self) -> None:
-        """Refuse what is not a run directory, or one of another experiment; methods and seeds may come and go."""
+    def _check_directory(self, *, joins: bool = False) -> None:
+        """Refuse what is not a run directory, or one of another experiment; methods and seeds may come and go.
+
+        Where others work on them at this moment (``joins``) they may not.
+        """
         if is_unused(self.out):
             return
         settings = self.out / SETTINGS
@@ -279,7 +458,8 @@ class Plan:
         if self._force and not self._partly:
             return
         free = [f"{table}.{field}" for table, value in Setting.tables().items() for field in value.base.free]
-        patterns = [*map(re.escape, ["name", "rounds", "seeds", *free])]
+        patterns = [*map(re.escape, [*([] if joins else ["name", "rounds", "seeds"]), *free])]
+        patterns += [] if joins else ["method .*: rounds"]
         if self._force:
             patterns += [f"method {re.escape(method.label)}: .*" for method in self.experiment.methods]
         try:
@@ -289,10 +469,21 @@ class Plan:
             raise RunDirError(
                 f"{settings} is damaged: {error}; choose another --out, or start anew with --force"
             ) from None
+        if not difference and joins:
+            difference = self._other_methods(before)
+        if difference and joins:
+            raise RunDirError(
+                f"{self.out}: processes that joined work on another experiment: {difference}; join with the same "
+                "settings, and change them once all have ended"
+            )
         if difference:
             raise RunDirError(
                 f"{self.out} holds another experiment: {difference}; choose another --out, or start anew with --force"
             )
+
+    def _other_methods(self, before: Mapping[str, Any]) -> str:
+        was, now = [label_of(method) for method in before["method"]], [m.label for m in self.experiment.methods]
+        return "" if was == now else f"methods were {', '.join(was)}, now {', '.join(now)}"
 
     def _clear(self) -> None:
         """Forget what the directory holds; ``experiment.toml`` stays until it is replaced, so that it is still one."""
@@ -304,20 +495,11 @@ class Plan:
             return
         for name in FOLDERS:
             shutil.rmtree(self.out / name, ignore_errors=True)
-        for name in FILES:
+        for name in (*FILES, *map(analysis_file, ANALYSES)):
             (self.out / name).unlink(missing_ok=True)
 
     def _folder(self, kind: str, method: Method, seed: int) -> Path:
         return folder_of(self.out, kind, method.label, seed)
-
-
-def side_by_side(experiment: Experiment, federations: Collection[Federation]) -> int:
-    """Runs at a time: more than one where cohorts are small."""
-    wanted = experiment.common.engine.workers
-    if wanted == "auto":
-        wanted = cores()
-    small = all(fed.n < FEW_CLIENTS for fed in federations) and experiment.common.engine.device == "cpu"
-    return useful(wanted, len(experiment.methods) * len(experiment.head.seeds)) if small else 1
 
 
 def _save_models(result: Result, folder: Path) -> None:
@@ -327,3 +509,26 @@ def _save_models(result: Result, folder: Path) -> None:
             check_digest(folder / f"{name}.safetensors")
     except LayoutError:
         result.models.save_in_run(folder)
+
+
+def _measure_joined(further: FurtherRuns, workers: int, k: int, claim: UnitClaim) -> None:
+    rows = further.measure(k, workers)
+    if rows is None:
+        raise KeyboardInterrupt
+    further.keep(k, rows, claim.state)
+
+
+def _note_end(ended: set[tuple[str, int]], event: Event) -> None:
+    if event.status:
+        ended.add((event.label, event.seed))
+
+
+def _note_round(claim: UnitClaim, state: State) -> None:
+    claim.progress = f"round {state.round}"
+
+
+def _is_whole(folder: Path, rounds: int) -> bool:
+    """Whether a run of so many rounds has come to its end in a folder."""
+    meta = Checkpoints(folder).meta() or {}
+    stop, planned = meta.get("stop"), meta.get("numbers", {}).get("rounds", rounds)
+    return planned == rounds and stop in Stop.__members__ and not Stop[stop].resumable

@@ -5,11 +5,13 @@ What is kept holds for the very sources that it was made of.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import NamedTuple
 
 from fedloom import cache
+from fedloom.analyses.registry import ANALYSES
 
 NAME = "index.json"
 
@@ -46,5 +48,6 @@ def _make() -> Index:
 
 
 def _sources() -> str:
-    """Digest the files of the package, and the versions behind them."""
-    return cache.fingerprint([Path(__file__).parents[2]])
+    """Digest the files of the package, the versions behind them, and the analyses of other packages."""
+    added = "".join(f"{name}{place}" for name, place in ANALYSES.places.items())
+    return cache.fingerprint([Path(__file__).parents[2]]) + hashlib.sha256(added.encode()).hexdigest()[:16]

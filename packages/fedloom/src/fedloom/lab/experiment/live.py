@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 from fedloom.engine.state import State
 from fedloom.lab.experiment.outputs import labelled, of_runs, write_parquet
-from fedloom.rundir import LIVE, METRICS, PARTITION, SETTINGS, SUMMARY, TIMINGS, file_name
+from fedloom.rundir import LIVE, METRICS, PARTITION, SETTINGS, SUMMARY, TIMINGS, WORK, file_name
 from fedloom.storage.files import make_folder
 
 PAUSE = 2.0
@@ -46,7 +46,7 @@ class LiveFigures:
 def newest(out: Path) -> dict[str, int]:
     """The files of a run directory that a report reads, with their times: what differs when there is news."""
     names = (SETTINGS, METRICS, TIMINGS, PARTITION, SUMMARY)
-    paths = [*(out / name for name in names), *sorted((out / LIVE).glob("*.parquet"))]
+    paths = [*(out / name for name in names), *_live_files(out)]
     times = dict[str, int]()
     for path in paths:
         with suppress(FileNotFoundError):  # a run deletes its files in `LIVE` at its end
@@ -64,7 +64,7 @@ def snapshot(out: Path, into: Path) -> Path:
     Raises:
         FileNotFoundError: the run ends, or is deleted, at this moment.
     """
-    live = {path.name: path for path in (out / LIVE).glob("*.parquet")}
+    live = {path.name: path for path in _live_files(out)}
     if not live:
         return out
     make_folder(into)
@@ -78,3 +78,9 @@ def snapshot(out: Path, into: Path) -> Path:
             shutil.copyfile(out / name, into / name)
     write_parquet(into / METRICS, tables)
     return into
+
+
+def _live_files(out: Path) -> list[Path]:
+    """Files of figures, of runs of this machine and of those that other processes have claimed, newer attempts last."""
+    claimed = sorted(out.glob(f"{WORK}/*/*/{LIVE}/*.parquet"), key=lambda path: int(path.parts[-3]))
+    return [*sorted((out / LIVE).glob("*.parquet")), *claimed]

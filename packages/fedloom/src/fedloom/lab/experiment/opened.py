@@ -14,9 +14,12 @@ from fedloom.algorithms import REGISTRY, encodings
 from fedloom.data.dataset import Dataset
 from fedloom.data.new_data import NewData
 from fedloom.data.new_rows import new_rows
+from fedloom.data.sources import Source
+from fedloom.engine.checks.moved import with_analyses
 from fedloom.engine.setting import Setting
-from fedloom.errors import ConfigError, RunDirError, nearest
+from fedloom.errors import ConfigError, DataError, RunDirError
 from fedloom.formats import option
+from fedloom.hints import nearest
 from fedloom.imports import is_path
 from fedloom.lab.experiment.file import parse
 from fedloom.lab.experiment.recorded import RecordedRun
@@ -43,6 +46,13 @@ from fedloom.trained.saved import SavedModels
 from fedloom.trust import check_document
 
 COLUMNS = ("method", "seed", "round", "client", "model", "part", "metric", "value")
+
+
+class RecordedData(Source):
+    """Data of a finished run, which may be elsewhere by now."""
+
+    def load(self, data_dir: object = None) -> Dataset:
+        raise DataError("the data of a finished run are not looked for; read them with the source that they came from")
 
 
 class RunDirectory:
@@ -146,8 +156,9 @@ class RunDirectory:
     def _experiment(self, methods: Sequence[Mapping[str, Any]]) -> Experiment:
         """The settings with some of the methods: what another method names may be gone."""
         check_document(self._document, self.path / SETTINGS, trust=self._trust)
-        document = {k: v for k, v in self._document.items() if k not in ("resolved", "partition")}
-        tables = {"data": {"source": "digits"}, "method": [self._with_model(method) for method in methods]}
+        apart = ("resolved", "partition", "analysis")  # a model is used without the packages of the analyses
+        document = {k: v for k, v in with_analyses(self._document).items() if k not in apart}
+        tables = {"data": RecordedData(), "method": [self._with_model(method) for method in methods]}
         return parse({**self._with_model(document), **tables}, str(self.path / SETTINGS))
 
     @property

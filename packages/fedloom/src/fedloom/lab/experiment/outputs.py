@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -17,36 +17,28 @@ import pyarrow.parquet as pq
 import tomli_w
 from numpy.typing import NDArray
 
+from fedloom.analyses import ANALYSES, Analysis, analyze
 from fedloom.data.federation import Federation, Split
+from fedloom.engine.checks.refusals import NOT_EVALUATED
 from fedloom.engine.result import Result
-from fedloom.engine.setting import Evaluate
-from fedloom.errors import RunDirError
-from fedloom.lab.experiment.analyses.importance import importance
-from fedloom.lab.experiment.analyses.patients import group_scores, predictions
-from fedloom.lab.experiment.analyses.references import references
-from fedloom.lab.experiment.inspection import confusion, tsne
+from fedloom.errors import DataError, Refused, RunDirError
 from fedloom.lab.experiment.schema import Experiment
-from fedloom.rundir import (  # fmt: skip
-    CONFUSION,
-    GROUPS,
-    IMPORTANCE,
-    LEFT_OUT,
+from fedloom.rundir import (
     METRICS,
     NO_DIGEST,
     PARTITION,
-    PREDICTIONS,
-    REFERENCES,
     SETTINGS,
     SUMMARY,
     TIMINGS,
-    TSNE,
     RunRecord,
     Summary,
+    analysis_file,
     check_digest,
     with_digest,
 )
 from fedloom.storage.disk import regular
 from fedloom.storage.files import write_atomic
+from fedloom.values import kind_of
 from fedloom.version import __version__
 
 VERSIONS = ("torch", "numpy", "scipy", "scikit-learn", "pyarrow", "pydantic")
@@ -84,6 +76,8 @@ class Outcome(NamedTuple):
         """The sentence on how it ended."""
         if self.result is None:
             return self.failure
+        if self.status == "done" and NOT_EVALUATED in self.result.notes:
+            return NOT_EVALUATED
         return f"{self.result.stop.value}{f' ({self.result.detail})' if self.result.detail else ''}"
 
 
@@ -124,56 +118,73 @@ def write_measured(
     write_parquet(out / TIMINGS, seconds, keep)
 
 
-def write_inspection(out: Path, evaluate: Evaluate, outcomes: Sequence[Outcome]) -> list[str]:
-    """Write the analyses of `Evaluate` after the last round, a file each for complete runs; notes are returned."""
+def write_analyses(
+    out: Path, analyses: Sequence[Analysis], outcomes: Sequence[Outcome], federation: Federation
+) -> list[str]:
+    """Write the tables of analyses after the last round, a file each; return notes.
+
+    Further runs have their file by `write_further`.
+
+    Args:
+        out: the run directory.
+        analyses: of the experiment.
+        outcomes: of all runs, of which the complete ones are analysed.
+        federation: of the first seed, whose rows an analysis by sums is of.
+    """
     done = sorted(
         ((o, o.result) for o in outcomes if o.result is not None and o.complete),
         key=lambda pair: (pair[0].label, pair[0].seed),
     )
-    analyses = {
-        CONFUSION: (evaluate.confusion, confusion),
-        GROUPS: (evaluate.groups, group_scores),
-        PREDICTIONS: (evaluate.predictions, predictions),
-        IMPORTANCE: (evaluate.importance, importance),
-    }
-    tables = {name: list[pa.Table]() for name in (*analyses, TSNE)}
-    notes, fitted = list[str](), dict[int, pa.Table]()
-    for outcome, result in done:
-        for name, (wanted, analysis) in analyses.items():
-            if wanted:
-                tables[name].append(labelled(analysis(result), outcome.label, outcome.seed))
-        if evaluate.tsne:
-            table, tsne_notes = tsne(result, evaluate.tsne)
-            tables[TSNE].append(labelled(table, outcome.label, outcome.seed))
-            notes += tsne_notes
-        if evaluate.references and outcome.seed not in fitted:
-            fitted[outcome.seed] = labelled(references(result), "", outcome.seed)
-    for name, some in tables.items():
-        write_parquet(out / name, some, [(o.label, o.seed) for o in outcomes if o.damaged])
-    write_parquet(out / REFERENCES, [*fitted.values()])
+    keep, notes = [(o.label, o.seed) for o in outcomes if o.damaged], list[str]()
+    for kind in {*ANALYSES} - {kind_of(analysis) for analysis in analyses}:
+        (out / analysis_file(kind)).unlink(missing_ok=True)
+    for analysis in (value for value in analyses if not value.runs_further):
+        path = out / analysis_file(kind_of(analysis))
+        if analysis.by_sums and not analysis.uses_models:
+            tables, more = _summed(analysis, federation) if done else ([], [])
+            write_parquet(path, tables)
+            notes += more
+            continue
+        tables, seeds = list[pa.Table](), set[int]()
+        for outcome, result in done:
+            if analysis.per == "seed" and outcome.seed in seeds:
+                continue
+            measured = analyze(analysis, result)
+            tables.append(labelled(measured.table, "" if analysis.per == "seed" else outcome.label, outcome.seed))
+            notes += measured.notes if not analysis.by_sums else ()
+            seeds.add(outcome.seed)
+        write_parquet(path, tables, [] if analysis.per == "seed" else keep)
     return notes
 
 
-def left_out_before(out: Path) -> list[tuple[str, int]]:
-    """Labels and seeds of the runs of which ``left_out.parquet`` has scores; none where it is damaged."""
-    names = ["method", "seed"]
+def _summed(analysis: Analysis, federation: Federation) -> tuple[list[pa.Table], list[str]]:
+    """The table of an analysis by sums, and notes; where it has no answer, a note on that alone."""
     try:
-        check_digest(out / LEFT_OUT, regular(out / LEFT_OUT).read_bytes())
-        keys = pq.read_table(out / LEFT_OUT, columns=names).group_by(names).aggregate([])
+        return [analyze(analysis, federation).table], []
+    except (DataError, Refused) as error:
+        return [], [f"the analysis {kind_of(analysis)!r} has no answer: {error}"]
+
+
+def further_before(out: Path, analysis: Analysis) -> list[tuple[str, int]]:
+    """Labels and seeds of the runs of which an analysis' file has rows of further runs; none where it is damaged."""
+    names, path = ["method", "seed"], out / analysis_file(kind_of(analysis))
+    try:
+        check_digest(path, regular(path).read_bytes())
+        keys = pq.read_table(path, columns=names).group_by(names).aggregate([])
     except (FileNotFoundError, RunDirError, pa.ArrowException):
         return []
     return list(zip(keys["method"].to_pylist(), keys["seed"].to_pylist(), strict=True))
 
 
-def write_left_out(
-    out: Path, tables: Mapping[tuple[str, int], Sequence[pa.Table]], keep: Sequence[tuple[str, int]]
+def write_further(
+    out: Path, analysis: Analysis, tables: Mapping[tuple[str, int], Sequence[pa.Table]], keep: Sequence[tuple[str, int]]
 ) -> None:
-    """``left_out.parquet``: scores of clients by models that were trained without them, by method's label and seed.
+    """Write the rows of further runs, by method's label and seed.
 
     Of the runs to ``keep``, the rows that the file has stay.
     """
     rows = [labelled(pa.concat_tables(some), *run) for run, some in sorted(tables.items())]
-    write_parquet(out / LEFT_OUT, rows, keep)
+    write_parquet(out / analysis_file(kind_of(analysis)), rows, keep)
 
 
 def write_parquet(path: Path, tables: list[pa.Table], keep: Sequence[tuple[str, int]] = ()) -> None:
@@ -216,9 +227,10 @@ def write_summary(
         for note in o.result.notes
         if note.removeprefix("data: ") not in of_data.get(o.seed, ())
     ]
+    roles = {method.label: method.setting.role for method in experiment.methods}
     summary = Summary(
         name=experiment.head.name,
-        runs=tuple(map(_run, outcomes)),
+        runs=tuple(_run(outcome, roles.get(outcome.label)) for outcome in outcomes),
         clients=feds[0].n,
         classes=feds[0].data.classes,
         select_on=experiment.common.evaluate.select_on,
@@ -237,10 +249,10 @@ def write_splits(
     write_parquet(out / PARTITION, tables)
 
 
-def _run(outcome: Outcome) -> RunRecord:
+def _run(outcome: Outcome, role: str | None) -> RunRecord:
     result = outcome.result
-    fields = {"method": outcome.label, "algorithm": outcome.algorithm, "seed": outcome.seed}
-    fields |= {"status": outcome.status, "reason": outcome.reason, "rounds": 0}
+    fields: dict[str, Any] = {"method": outcome.label, "algorithm": outcome.algorithm, "seed": outcome.seed}
+    fields |= {"role": role, "status": outcome.status, "reason": outcome.reason, "rounds": 0}
     if result is not None:
         oracle = result.job.oracle
         fields |= {"rounds": result.rounds, "oracle": oracle.name, "chunk": result.job.chunk}

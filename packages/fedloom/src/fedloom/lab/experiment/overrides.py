@@ -7,15 +7,14 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fedloom.errors import ConfigError, unknown
+from fedloom.analyses import ANALYSES, Analysis
+from fedloom.errors import ConfigError
+from fedloom.hints import unknown
 from fedloom.rundir import label_of
 from fedloom.values import FACTOR, table
 
 WORD = re.compile(rf"[A-Za-z_][\w./:-]*|{FACTOR}")
 """Text that needs no quotes, for the shell takes them away."""
-
-TESTED = ("predictions", "importance", "references", "confusion", "tsne")
-"""Keys of [evaluate] that look at test samples."""
 
 
 def with_overrides(
@@ -57,6 +56,9 @@ def with_overrides(
             if name not in names:
                 raise unknown("method", name, names, f"{where}: --method")
         changed["method"] = [m for m in named if {label_of(m), m.get("algorithm")} & {*methods}]
+        grid, kept = changed.get("grid"), {label_of(m) for m in changed["method"]}
+        if isinstance(grid, dict) and isinstance(grid.get("method"), dict):
+            changed["grid"] = {**grid, "method": {k: v for k, v in grid["method"].items() if k in kept}}
     if rounds is not None:
         changed["rounds"] = rounds
         for m in named:
@@ -66,14 +68,20 @@ def with_overrides(
 
 def _refitted(document: dict[str, Any], where: str) -> dict[str, Any]:
     """The experiment without test samples, and without validation ones unless models are recalibrated on them."""
-    tables = {name: table(document.get(name, {}), f"{where}: [{name}]") for name in ("partition", "evaluate", "task")}
-    partition = {k: v for k, v in tables["partition"].items() if k not in ("folds", "leave")} | {"test": 0.0}
+    tables = {name: table(document.get(name, {}), f"{where}: [{name}]") for name in ("partition", "task")}
+    partition = {k: v for k, v in tables["partition"].items() if k != "folds"} | {"test": 0.0}
     if not tables["task"].get("calibrate"):
         partition["validation"] = 0.0
-    evaluate = {k: v for k, v in tables["evaluate"].items() if k not in TESTED}
     seeds = document.get("seeds", [0])
     first = seeds[:1] if isinstance(seeds, list) else seeds
-    return {**document, "partition": partition, "evaluate": evaluate, "seeds": first}
+    analyses = [entry for entry in document.get("analysis", ()) if not _looks_at_tests(entry)]
+    return {**document, "partition": partition, "analysis": analyses, "seeds": first}
+
+
+def _looks_at_tests(entry: object) -> bool:
+    """Whether an analysis reads a run, whose test parts are empty here; one by sums is of all rows."""
+    kind = entry.get("kind") if isinstance(entry, Mapping) else None
+    return not (kind in ANALYSES and ANALYSES[str(kind)].answer is not Analysis.answer)
 
 
 def _set(document: dict[str, Any], text: str, where: str) -> None:

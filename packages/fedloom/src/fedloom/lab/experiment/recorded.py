@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
@@ -58,6 +57,8 @@ class RecordedRun:
         Raises:
             ConfigError: it was not measured.
         """
+        import pyarrow.compute as pc  # slow to import
+
         if model is None:
             measured = {kind for kind, _, _ in self.measured()}
             model = next((kind for kind in MOST_PERSONAL_FIRST if kind in measured), MOST_PERSONAL_FIRST[-1])
@@ -87,6 +88,8 @@ class RecordedRun:
 
     @cached_property
     def _clients(self) -> pa.Table:
+        import pyarrow.compute as pc  # slow to import
+
         return self.table().filter(pc.field("client") >= 0)
 
     @cached_property

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeInt, create_model, field_validator
 
 from fedloom.algorithms import REGISTRY, Algorithm, Preset
+from fedloom.analyses import Analysis
 from fedloom.data.partition import PARTITIONS, Partition
 from fedloom.data.sources import SOURCES, Source
+from fedloom.data.sources import source as source_of
 from fedloom.engine.setting import Rounds, Setting, Shares
 from fedloom.engine.tables import SettingTable
-from fedloom.errors import direction_in
+from fedloom.errors import ConfigError, DataError, direction_in
+from fedloom.hints import Places, no_hint
+from fedloom.imports import is_path
 from fedloom.lab.experiment.tuning import Tune
-from fedloom.values import Value, choose, dump, fields_of
+from fedloom.values import Value, choose, dump, fields_of, kind_of, make
 
 
 @dataclass(frozen=True)
@@ -27,7 +33,7 @@ class Method:
         algorithm: what the file names: an entry of the registry, or a class of user code.
         options: its own keys.
         setting: its run, with the first seed.
-        kind: its class or preset, where no name leads to it.
+        kind: its class or preset, where no name may lead to it.
     """
 
     label: str
@@ -104,13 +110,53 @@ _questions: Any = (
 )
 Top = create_model("Top", __base__=Head, questions=_questions, **{name: _plain[name] for name in Setting.plain()})
 """All plain keys of an experiment file."""
+
+
+class DataTable(SettingTable):
+    """The table [data], whose key ``source`` is a data set's name, or a path, which chooses the reader."""
+
+    def read(self, choice: Any, where: str = "", name: str = "", places: Places | None = None) -> Any:
+        """Read the source of a table; a file or folder is looked at, so that its reader is known.
+
+        Raises:
+            ConfigError: no such source, or an option that it does not have.
+            DataError: the path leads to no data set.
+        """
+        if not isinstance(choice, Mapping):
+            return super().read(choice, where, name, places)
+        options, source = {key: value for key, value in choice.items() if key != "source"}, choice.get("source")
+        if not isinstance(source, str):
+            raise ConfigError(f"{where} needs source, a data set's name or a path; names: {', '.join(SOURCES)}")
+        if source in SOURCES or is_path(source):
+            maker: Any = choose("data set", SOURCES, source, where, Source)
+            fields = fields_of(maker)
+        else:
+            agreement = {"agreement": options["agreement"]} if options.get("agreement") is not None else {}
+            try:
+                fields = fields_of(type(source_of(source, **agreement)))
+            except (ConfigError, DataError) as error:
+                raise type(error)(f"{where}: {error}") from None
+            maker = partial(source_of, source)
+        return make(maker, options, where, fields, *([places.within(name)] if places else ()))
+
+
 TABLES: dict[str, SettingTable] = {
-    "data": SettingTable(Source, SOURCES, key="source"),
+    "data": DataTable(Source, SOURCES, key="source"),
     "partition": SettingTable(Partition, PARTITIONS, "iid"),
     **Setting.tables(),
     "tune": SettingTable(Tune),
 }
 """The tables of an experiment file beside its methods."""
+
+
+def by_file() -> Places:
+    """Return the way in of an experiment file."""
+    tables = {name: table.keys() for name, table in TABLES.items()}
+    tables = {"partition": tables.pop("partition"), **tables}
+    keys = (*TABLES, *Top.model_fields, "method", "analysis")
+    return Setting.places(tables=tables, plain=Top.model_fields, keys=keys, method=False, file=True, special=no_hint)
+
+
 SHARED = ("model", "task")
 """What a method has from the experiment unless it has its own; settings name it there alone."""
 
@@ -128,6 +174,7 @@ class Experiment:
         common: what methods have that choose nothing for themselves.
         tune: the table [tune].
         methods: what is compared.
+        analyses: what is computed beside the rounds, one of a kind.
     """
 
     head: Head
@@ -138,6 +185,18 @@ class Experiment:
     common: Setting
     tune: Tune
     methods: tuple[Method, ...]
+    analyses: tuple[Analysis, ...] = ()
+
+    @property
+    def kept_columns(self) -> list[str]:
+        """Columns, or bounds of them, that a table keeps for analyses and weighers."""
+        weighers = [self.common.weigher, *(method.setting.weigher for method in self.methods)]
+        groups = [group for weigher in weighers if (group := getattr(weigher, "group", None)) is not None]
+        return list(dict.fromkeys([*(column for value in self.analyses for column in value.kept_columns), *groups]))
+
+    def find(self, kind: str) -> Any:
+        """Return the analysis of a kind, None where the experiment has none."""
+        return next((value for value in self.analyses if kind_of(value) == kind), None)
 
     @property
     def rounds(self) -> dict[str, int]:
@@ -163,4 +222,5 @@ class Experiment:
             **common,
             "model": {**common["model"], "kind": self.model_kind},
             "method": [{k: v for k, v in m.items() if k not in SHARED or v != whole[k]} for m in methods],
+            **({"analysis": [dump(value, kind=kind_of(value)) for value in self.analyses]} if self.analyses else {}),
         }

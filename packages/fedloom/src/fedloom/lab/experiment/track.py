@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from fedloom.engine.checks.guard import Guard
-from fedloom.errors import ConfigError, sentence_of, unknown
+from fedloom.errors import ConfigError, sentence_of
+from fedloom.hints import unknown
 from fedloom.lab.experiment.events import Event, Figures
 from fedloom.lab.experiment.schema import Experiment
 from fedloom.rundir import folder_of

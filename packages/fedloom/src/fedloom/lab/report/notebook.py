@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, cast
 import pyarrow as pa
 
 from fedloom import metrics
-from fedloom.errors import ConfigError, nearest, unknown
+from fedloom.errors import ConfigError
 from fedloom.formats import DASH, significant
+from fedloom.hints import nearest, unknown
 from fedloom.lab.report.charts import kit, look
 from fedloom.lab.report.naming import figure, metric, titled
 from fedloom.lab.report.numbers import MODELS, Estimate

@@ -18,8 +18,10 @@ from fedloom.formats import rounded
 from fedloom.lab.report.naming import METRICS, metric
 from fedloom.lab.report.run import Integers, Key, Numbers, Points, Run
 from fedloom.metrics import leading, worst
-from fedloom.rundir import RunRecord
+from fedloom.rundir import ROLES_BY_NAME, RunRecord
 
+BASELINE_ROLES = ("alone", "average")
+"""Roles of the methods that others are compared with: the first of them that was run."""
 MODELS = ("global", "personal", "hybrid")
 WORK = (
     "steps",
@@ -35,7 +37,7 @@ COUNTED = (*WORK, "seconds")
 """Figures that a seed has which ended early; they count where no seed came to its end."""
 LOST = ("diverged", "failed")
 """Statuses of runs without a result."""
-UNTESTED = "no client has a test sample: give clients test parts, as by test = 0.2 in [partition]"
+UNTESTED = "trained, not evaluated: there is no test row (test = 0.2 in [partition] gives clients test parts)"
 """What became of a method without a figure on test parts, where even the loss has none."""
 ENOUGH = 5
 """With fewer seeds nothing is decided, and charts show the seeds instead of an interval."""
@@ -174,6 +176,12 @@ class Row:
     figures: dict[str, Estimate]
 
     @property
+    def role(self) -> str:
+        """What the method is taken for: "alone", "average", "pooled", or empty."""
+        stated = next((record.role for record in self.records if record.role is not None), None)
+        return ROLES_BY_NAME.get(self.algorithm, "") if stated is None else stated
+
+    @property
     def name(self) -> str:
         """Method and run, for people."""
         return f"{self.method} · {self.run}" if self.run else self.method
@@ -237,7 +245,7 @@ class Row:
             if record.status != "done":
                 seeds.setdefault(_phrase(record), []).append(record.seed)
         if self.untested:
-            return f"done, but {UNTESTED}"
+            return UNTESTED
         if not seeds:
             return "done" if self.records else "unfinished"
         shown = [phrase + self._share(some) for phrase, some in seeds.items()]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -22,8 +22,9 @@ class Predicted(NamedTuple):
         row: ``[N]`` its place in the data.
         target: ``[N]`` its target.
         prediction: ``[N]`` mean prediction over the seeds that tested it; of a binary task the probability of the
-            second class.
+            second class, of several classes the share of the seeds that were right (targets are 1 then).
         event: ``[N]`` 1 where the target is the time of an event, 0 where it is censored; None of other tasks.
+        subject: ``[N]`` number of whom the sample is; None: each is of its own.
     """
 
     client: NDArray[np.int64]
@@ -31,27 +32,47 @@ class Predicted(NamedTuple):
     target: Numbers
     prediction: Numbers
     event: Numbers | None = None
+    subject: NDArray[Any] | None = None
 
     def at(self, client: int | None) -> Predicted:
         """Those of one client; None: all."""
         if client is None:
             return self
         here = self.client == client
-        event = None if self.event is None else self.event[here]
-        return Predicted(self.client[here], self.row[here], self.target[here], self.prediction[here], event)
+        event, subject = (None if values is None else values[here] for values in (self.event, self.subject))
+        return Predicted(self.client[here], self.row[here], self.target[here], self.prediction[here], event, subject)
+
+    @property
+    def units(self) -> NDArray[np.int64]:
+        """Subject ``[N]`` of each sample, numbered from 0; each is its own where none is known."""
+        if self.subject is None:
+            return np.arange(len(self.target))
+        return np.unique(self.subject, return_inverse=True)[1].astype(np.int64)
+
+    def count(self, some: NDArray[np.bool_] | None = None) -> int:
+        """How many subjects the samples are of, or some of them ``[N]``."""
+        return len(np.unique(self.units if some is None else self.units[some]))
 
 
 def tested(run: Run, method: str, model: str) -> Predicted | None:
-    """What a model predicted for test samples; None where predictions were not kept, or have several outputs."""
+    """What a model predicted for test samples; None where predictions were not kept, or are several numbers."""
     path = run.path / PREDICTIONS
     if not path.exists():
         return None
     names = ("method", "seed", "client", "model", "row", "target", "prediction")
     columns = pq.read_schema(path).names
-    if "prediction" not in columns:
+    several = [] if "prediction" in columns else [f"prediction {k}" for k in range(len(run.summary.classes))]
+    if several != [name for name in columns if name.startswith("prediction ")]:
         return None
-    measured = ["target", "prediction", *(["event"] if "event" in columns else [])]
-    table = read_table(path, (*names, *measured[2:]))
+    measured = ["target", "prediction", *(name for name in ("event", "subject") if name in columns)]
+    table = read_table(
+        path, (*(name for name in names if not several or name != "prediction"), *measured[2:], *several)
+    )
+    if several:
+        best = np.stack([table[name].to_numpy() for name in several], 1).argmax(1)
+        right = pa.array((best == table["target"].to_numpy()).astype(float))
+        place = table.column_names.index("target")
+        table = table.set_column(place, "target", pa.array(np.ones(len(table)))).append_column("prediction", right)
     hostile = {seed: run.attackers(seed) for seed in set(table["seed"].to_pylist())}
     table = rows_where(table, method=method, model=model)
     seeds, clients = table["seed"].to_numpy(), table["client"].to_numpy()
@@ -59,8 +80,10 @@ def tested(run: Run, method: str, model: str) -> Predicted | None:
     table = table.filter(pa.array(benign))
     means = table.group_by(["client", "row"]).aggregate([(name, "mean") for name in measured])
     means = means.sort_by([("client", "ascending"), ("row", "ascending")])
-    values = [means[name].to_numpy() for name in ("client", "row", *(f"{name}_mean" for name in measured))]
-    return Predicted(*values) if len(means) else None
+    values = {name: means[f"{name}_mean"].to_numpy() for name in measured}
+    if "subject" in values:
+        values["subject"] = np.rint(values["subject"]).astype(np.int64)
+    return Predicted(means["client"].to_numpy(), means["row"].to_numpy(), **values) if len(means) else None
 
 
 def is_binary(run: Run, samples: Predicted) -> bool:

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from fedloom.errors import RunDirError
@@ -143,6 +142,8 @@ def _seconds(path: Path) -> dict[tuple[str, int], Points]:
 
 def _partitions(path: Path) -> tuple[dict[int, RunPartition], list[str]]:
     """The split of every seed, and the names of the clients; empty while the first method is still running."""
+    import pyarrow.compute as pc  # slow to import
+
     if not path.exists():
         return {}, []
     needed = ("seed", "client", "name", "size", "group", "attacks", "counts")
@@ -175,6 +176,8 @@ def read_table(path: Path, names: tuple[str, ...], *, coded: bool = False, lacki
     Raises:
         RunDirError: the file is damaged, or lacks one of them.
     """
+    import pyarrow.compute as pc  # slow to import
+
     if path.exists() and not path.is_file():
         raise RunDirError(f"{path} is no regular file; remove it")
     try:
@@ -216,6 +219,8 @@ def table_of(path: Path, names: tuple[str, ...]) -> pa.Table | None:
 
 def rows_where(table: pa.Table, **values: object) -> pa.Table:
     """The rows in which the named columns have these values."""
+    import pyarrow.compute as pc  # slow to import
+
     for name, value in values.items():
         table = table.filter(pc.equal(table[name], value))
     return table

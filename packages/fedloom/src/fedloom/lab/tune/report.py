@@ -13,7 +13,7 @@ from fedloom.lab.report.charts.kit import chart as parts
 from fedloom.lab.report.csv_files import csv_of
 from fedloom.lab.report.naming import metric as named
 from fedloom.lab.report.naming import titled
-from fedloom.lab.tune.search import ALL, SearchResult, beyond, defaults, shorter
+from fedloom.lab.tune.search import ALL, SearchResult, beyond, defaults, note_limits
 from fedloom.lab.tune.trial import Trial
 from fedloom.lab.tune.work import Goal
 from fedloom.storage.files import write_atomic
@@ -83,7 +83,7 @@ def _page(name: str, tune: Tune, goal: Goal, findings: Sequence[SearchResult], *
             f"{b.samples_backward:,} |{share} {ends} |"
         )
     lines += [line for sentence in beyond(findings) for line in ("", f"**{sentence}**")]
-    lines += [line for sentence in shorter(findings) for line in ("", sentence)]
+    lines += [line for sentence in note_limits(findings) for line in ("", sentence)]
     lines += ["", "## Where was looked", "", "| method | setting | where | from |", "|---|---|---|---|"]
     for f in findings:
         for key, dimension in f.study.space.items():

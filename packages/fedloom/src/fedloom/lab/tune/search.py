@@ -21,8 +21,10 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 from optuna.pruners import MedianPruner, NopPruner
 from optuna.samplers import GridSampler, TPESampler
 
-from fedloom.errors import ConfigError, unknown
+from fedloom.engine.privacy import accounted
+from fedloom.errors import ConfigError
 from fedloom.formats import percent
+from fedloom.hints import unknown
 from fedloom.lab.experiment import Experiment, parse
 from fedloom.lab.experiment.schema import Method
 from fedloom.lab.experiment.tuning import Dimension, Range, Tune
@@ -244,7 +246,12 @@ def beyond(findings: Sequence[SearchResult]) -> list[str]:
     ]
 
 
-def shorter(findings: Sequence[SearchResult]) -> list[str]:
+def note_limits(findings: Sequence[SearchResult]) -> list[str]:
+    """List what a reader of the chosen settings must know: fewer rounds than in the runs, and trials under a delta."""
+    return [*_fewer_rounds(findings), *_private_choices(findings)]
+
+
+def _fewer_rounds(findings: Sequence[SearchResult]) -> list[str]:
     """A sentence where trials had fewer rounds than the runs to come, in which a setting that was best may diverge."""
     pairs = dict.fromkeys((f.study.goal.rounds, f.study.method.setting.rounds) for f in findings)
     return [
@@ -252,6 +259,22 @@ def shorter(findings: Sequence[SearchResult]) -> list[str]:
         f"diverge; [tune] rounds = {rounds} searches with as many."
         for tried, rounds in pairs
         if tried < rounds
+    ]
+
+
+def _private_choices(findings: Sequence[SearchResult]) -> list[str]:
+    """A sentence where runs have an epsilon, which does not cover the trials that chose their settings."""
+    counts = [
+        len(f.trials)
+        for f in findings
+        if accounted(f.study.method.setting.channel, f.study.method.setting.aggregator) is not None
+    ]
+    if not sum(counts):
+        return []
+    return [
+        f"settings were chosen by {sum(counts)} trials on the same data: epsilon of a run is of that run alone, "
+        "and the choice among trials is not in it. Basic composition adds the epsilon of each trial; or choose on "
+        "public data."
     ]
 
 

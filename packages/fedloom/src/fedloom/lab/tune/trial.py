@@ -114,12 +114,13 @@ class TrialJournal:
         whole = (journal_bytes or b"")[: (journal_bytes or b"").rfind(b"\n") + 1]
         if journal_bytes != whole:
             write_atomic(path, whole)
+        direction = "maximize" if higher else "minimize"
         try:
-            self._study = optuna.create_study(
-                storage=JournalStorage(_File(path)),
-                study_name=label,
-                direction="maximize" if higher else "minimize",
-                load_if_exists=True,
+            storage = JournalStorage(_File(path))
+            self._study = (
+                optuna.load_study(storage=storage, study_name=label)
+                if whole
+                else optuna.create_study(storage=storage, study_name=label, direction=direction)
             )
             self.trials = [_trial(frozen) for frozen in self._study.trials]
         except Exception as error:  # the storage raises what its parser meets

@@ -23,6 +23,9 @@ from fedloom.lab.experiment import Experiment, parse
 from fedloom.lab.experiment.events import PAUSE, Emitter, EventQueue, Listener
 from fedloom.lab.experiment.file import difference_to_recorded
 from fedloom.lab.experiment.tuning import Dimension, Tune
+from fedloom.lab.experiment.units.grid import with_grid
+from fedloom.lab.experiment.units.joined import JoinedWork, WorkUnit
+from fedloom.lab.experiment.units.shares import Share, decide_share
 from fedloom.lab.tune.report import REPORTS, write_report
 from fedloom.lab.tune.search import (
     Read,
@@ -32,8 +35,8 @@ from fedloom.lab.tune.search import (
     beyond,
     check_names,
     check_values,
+    note_limits,
     own_params,
-    shorter,
     space_of,
     with_params,
 )
@@ -50,16 +53,18 @@ from fedloom.lab.tune.trial import (
 from fedloom.lab.tune.work import Budget, Goal, plain_budget
 from fedloom.outputs import check_output_folder
 from fedloom.processes.distributed import check_alone
-from fedloom.processes.pool import WorkerPool, cores, useful
+from fedloom.processes.pool import WorkerPool
 from fedloom.processes.signals import interruptible
-from fedloom.rundir import check_case, file_name
+from fedloom.rundir import WORK, check_case, file_name
+from fedloom.storage.claims import Claims, UnitClaim
 from fedloom.storage.files import is_unused, make_folder, refuse_links, write_atomic
 from fedloom.storage.locks import lock
 from fedloom.values import difference, dump, flat
 
 FREE = ("seeds", "name", "evaluate")
 """Parts of an experiment that no trial depends on."""
-FOLDERS = ("trials", "checkpoints")
+SEARCH = "search.toml"
+FOLDERS = ("trials", "checkpoints", WORK)
 ENTRIES = (*FOLDERS, "search.toml", "tuned.toml", *REPORTS)
 """Names in the directory of a search that belong to it."""
 """Folders of a search."""
@@ -99,6 +104,7 @@ class Tuning:
         read: Read = parse,
     ) -> None:
         check_alone("a search for settings")
+        document = with_grid(document, where)
         self.experiment = read(document, where)
         self.tune, self.out, self._where, self._read = self.experiment.tune, out, where, read
         check_output_folder(out, (where, self.experiment.source_options.get("source")), entries=ENTRIES)
@@ -111,10 +117,12 @@ class Tuning:
                 raise ConfigError(f"{where}: nothing to look for in {label}; give it a setting in [tune.space.{label}]")
             check_values(document, place, space, where, read)
         seeds = self.tune.seeds or self.experiment.head.seeds[:1]
-        data = keeping(self.experiment.source, self.experiment.common.evaluate.groups).read(data_dir)
+        data = keeping(self.experiment.source, self.experiment.kept_columns).read(data_dir)
         whole = {s: self.experiment.partition(data, s) for s in seeds}
-        for method in self.experiment.methods:
-            for s, fed in whole.items():
+        for s, fed in whole.items():
+            for analysis in self.experiment.analyses:
+                analysis.check_run(fed, self.experiment.common)
+            for method in self.experiment.methods:
                 check(method.setting.with_(seed=s), fed)
         self.federations: dict[int, Federation] = {s: without_test(fed) for s, fed in whole.items()}
         if any(not int(fed.sizes(PART).sum()) for fed in self.federations.values()):
@@ -151,13 +159,17 @@ class Tuning:
         trials = [min(self.tune.trials, study.search.settings) * study.goal.rounds for study in self.studies]
         return int(sum(trials)) * len(self.goal.seeds)
 
-    def run(self, on_trial: OnTrial = lambda *_: None, *listeners: Listener, tuned: bool = True) -> list[SearchResult]:
+    def run(
+        self, on_trial: OnTrial = lambda *_: None, *listeners: Listener, tuned: bool = True, join: bool = False
+    ) -> list[SearchResult]:
         """Do the trials that are missing, and write every file.
 
         Args:
             on_trial: called after every trial.
             listeners: hear of every round of a trial.
             tuned: write ``tuned.toml`` too; every method must have a trial that completed then.
+            join: share the methods with other processes that join, on any machine that has the directory; the trials of
+                a method follow each other, as each depends on those before.
 
         Returns:
             The search of every method, in the experiment's order.
@@ -167,86 +179,144 @@ class Tuning:
             CheckpointError: a disk that is full or refuses; what was tried is kept.
         """
         self._stopped = False
-        with lock(self.out), interruptible() as interrupted:
-            check_case(self.out, [study.method.label for study in self.studies])
-            self._claim()
-            workers = self._workers()
-            processes = useful(workers, len(self.studies))
-            line = EventQueue()
+        with lock(self.out, joins=join), interruptible() as interrupted:
+            share = decide_share(self.experiment, self.federations, range(len(self.studies)))
+            line, beside = EventQueue(), share.runs > 1
 
             def emitter(label: str, run: Setting) -> Emitter:
-                return Emitter((line.send,), label, run, PAUSE) if processes > 1 else Emitter(listeners, label, run)
+                return Emitter((line.send,), label, run, PAUSE) if beside else Emitter(listeners, label, run)
 
-            def handle(_shared: None, k: int) -> None:
-                self._tune(self.studies[k], on_trial, emitter, interrupted, workers if processes == 1 else 1)
+            def search(k: int, place: Path) -> None:
+                self._tune(self.studies[k], on_trial, emitter, share.workers, place)
 
-            with (
-                WorkerPool([handle], processes) as pool,
-                line.listening(*listeners) if processes > 1 else nullcontext(),
-            ):
-                for _ in pool.map(handle, None, range(len(self.studies)), interrupted):
-                    pass
-            findings = [self._result_of(study) for study in self.studies]
-            if not all(f.study.search.ended(f.trials) for f in findings):
-                raise RunStopped(
-                    Stop.INTERRUPTED, f"{sum(len(f.trials) for f in findings)} trials are kept in {self.out}"
-                )
-            write_report(self.out, self.experiment.head.name, self.tune, self.goal, findings, tuned=tuned)
-            lost = [f for f in findings if f.best is None]
-            if lost and tuned:
-                who, why = lost[0].study.method.label, lost[0].trials[-1].reason
-                raise RunStopped(Stop.FAILED, f"no trial of {who} completed: {why}; look in {self.out / 'trials.csv'}")
-            if tuned:
-                self._write(findings)
+            with line.listening(*listeners) if beside else nullcontext():
+                if join:
+                    return self._run_joined(search, share, tuned=tuned)
+                check_case(self.out, [study.method.label for study in self.studies])
+                self._claim()
+                if (self.out / WORK).exists():
+                    self._adopt(Claims(self.out / WORK))
+
+                def handle(_shared: None, k: int) -> None:
+                    search(k, self.out)
+
+                with WorkerPool([handle], share.runs, nested=share.workers > 1) as pool:
+                    for _ in pool.map(handle, None, range(len(self.studies)), interrupted):
+                        pass
+            return self._findings(tuned=tuned)
+
+    def _findings(self, *, tuned: bool) -> list[SearchResult]:
+        """The search of every method, after all files are written."""
+        findings = [self._result_of(study) for study in self.studies]
+        if not all(f.study.search.ended(f.trials) for f in findings):
+            raise RunStopped(Stop.INTERRUPTED, f"{sum(len(f.trials) for f in findings)} trials are kept in {self.out}")
+        write_report(self.out, self.experiment.head.name, self.tune, self.goal, findings, tuned=tuned)
+        lost = [f for f in findings if f.best is None]
+        if lost and tuned:
+            who, why = lost[0].study.method.label, lost[0].trials[-1].reason
+            raise RunStopped(Stop.FAILED, f"no trial of {who} completed: {why}; look in {self.out / 'trials.csv'}")
+        if tuned:
+            self._write(findings)
         return findings
+
+    def _run_joined(self, search: Callable[[int, Path], None], share: Share, *, tuned: bool) -> list[SearchResult]:
+        """`run` beside other processes; the search for a method's settings is the work of one."""
+        if self._force:
+            raise ConfigError(
+                f"a process that joins cannot forget what others do, as --force would; delete {self.out} first"
+            )
+        session = JoinedWork(self.out)
+        if session.is_begun and tomllib.loads((self.out / SEARCH).read_text()) != self._recorded_identity():
+            raise RunDirError(
+                f"{self.out}: processes that joined work on another search; join with the same file, and change it "
+                "once all have ended"
+            )
+        session.begin(self._claim)
+        names = [file_name(study.method.label) for study in self.studies]
+        units = [WorkUnit(name, self.out / WORK / name / "done") for name in names]
+
+        def do(k: int, claim: UnitClaim) -> None:
+            log = self._log(self.studies[k], claim.state)
+            make_folder(log.parent)
+            for before in (claim.earlier, self.out):
+                if before is not None and not log.exists() and self._log(self.studies[k], before).exists():
+                    write_atomic(log, self._log(self.studies[k], before).read_bytes())
+            search(k, claim.state)
+            if not self.studies[k].search.ended(self._journal(self.studies[k], claim.state).trials):
+                raise KeyboardInterrupt
+
+        def write() -> None:
+            for study, unit in zip(self.studies, units, strict=True):
+                write_atomic(self._log(study, self.out), self._log(study, unit.target).read_bytes())
+            results.extend(self._findings(tuned=tuned))
+
+        results = list[SearchResult]()
+        session.work(units, do, share)
+        session.finish(write)
+        return results or [self._result_of(study) for study in self.studies]
+
+    def _adopt(self, claims: Claims) -> None:
+        """Go on with the trials of processes that had joined and have ended."""
+        claims.check_ended()
+        for study in self.studies:
+            name = file_name(study.method.label)
+            for state in (claims.left_behind(name), claims.folder / name / "done"):
+                if state is not None and self._log(study, state).exists():
+                    write_atomic(self._log(study, self.out), self._log(study, state).read_bytes())
+        claims.forget()
 
     def _tune(
         self,
         study: Study,
         on_trial: OnTrial,
         emitter: Callable[[str, Setting], Emitter],
-        interrupted: Callable[[], bool],
         workers: int,
+        out: Path,
     ) -> None:
-        """The missing trials of a method."""
-        journal, folder = self._journal(study), self.out / "checkpoints" / file_name(study.method.label)
-        while not study.search.ended(journal.trials) and not interrupted() and not self._stopped:
-            trial = study.search.ask(journal.trials)
-            experiment = self._experiment(with_params(self._document, study.place, trial.params), workers)
-            method = experiment.methods[study.place]
-            place = folder / str(trial.number)
-            for old in folder.glob("*"):
-                if old != place:
-                    shutil.rmtree(old)
-            try:
-                done = attempt(method, self.federations, study.goal, trial, place, emitter)
-            except Interrupted:
-                self._stopped = True
-                return
-            journal.append(done, study.search.space)
-            on_trial(study.method.label, done)
+        """The missing trials of a method, with their journal and checkpoints in a folder."""
+        journal, folder = self._journal(study, out), out / "checkpoints" / file_name(study.method.label)
+        with interruptible() as interrupted:
+            while not study.search.ended(journal.trials) and not self._stopped:
+                trial = study.search.ask(journal.trials)
+                experiment = self._experiment(with_params(self._document, study.place, trial.params), workers)
+                method = experiment.methods[study.place]
+                place = folder / str(trial.number)
+                for old in folder.glob("*"):
+                    if old != place:
+                        shutil.rmtree(old)
+                try:
+                    done = attempt(method, self.federations, study.goal, trial, place, emitter)
+                except Interrupted:
+                    self._stopped = True
+                    return
+                journal.append(done, study.search.space)
+                on_trial(study.method.label, done)
+                self._stopped = interrupted()
         if study.search.ended(journal.trials):
             shutil.rmtree(folder, ignore_errors=True)
 
     def _result_of(self, study: Study) -> SearchResult:
-        trials = self._journal(study).trials[: self.tune.trials]
+        trials = self._journal(study, self.out).trials[: self.tune.trials]
         return SearchResult(study, trials, study.search.best(trials))
 
-    def _journal(self, study: Study) -> TrialJournal:
-        label = study.method.label
-        return TrialJournal(self.out / "trials" / f"{file_name(label)}.log", label, study.search.higher)
+    def _journal(self, study: Study, out: Path) -> TrialJournal:
+        return TrialJournal(self._log(study, out), study.method.label, study.search.higher)
+
+    def _log(self, study: Study, out: Path) -> Path:
+        return out / "trials" / f"{file_name(study.method.label)}.log"
 
     def _write(self, findings: Sequence[SearchResult]) -> None:
         """``tuned.toml``: the experiment with the settings of each method's best trial."""
         document = self.tuned(findings)
-        self._read(document, "tuned.toml")
+        experiment = self._read(document, "tuned.toml")
         chosen = f"the best of {self.tune.trials} trials each by validation {self.tune.metric or self.goal.metric}"
         head = f"# {self.experiment.head.name}: settings chosen by 'fedloom tune', {chosen}.\n"
         if self.tune.equal_work:
             head += "# The rounds of every method bring its samples_backward nearest to those of `rounds` plain ones.\n"
             head += "".join(f"# {sentence}\n" for sentence in beyond(findings))
-        head += "".join(f"# {sentence}\n" for sentence in shorter(findings))
-        write_atomic(self.out / "tuned.toml", (head + tomli_w.dumps(document)).encode())
+        head += "".join(f"# {sentence}\n" for sentence in note_limits(findings))
+        content = document if self._read is parse else experiment.settings()  # values have no form in TOML
+        write_atomic(self.out / "tuned.toml", (head + tomli_w.dumps(content)).encode())
 
     def tuned(self, findings: Sequence[SearchResult]) -> dict[str, Any]:
         """The document of the experiment with the settings of each method's best trial, which must be there."""
@@ -282,22 +352,15 @@ class Tuning:
         experiment = self._read(document, self._where)
         return experiment.with_(engine=experiment.common.engine.with_(workers=workers))
 
-    def _workers(self) -> int:
-        """Processes: for methods side by side, or, where one is tuned at a time, for its rounds."""
-        wanted = self.experiment.common.engine.workers
-        if wanted == "auto":
-            wanted = cores()
-        return wanted if self.experiment.common.engine.device == "cpu" else 1
-
     def _check_directory(self) -> None:
         """Refuse a directory that is not this search's; ``search.toml`` has the choices that its trials depend on."""
-        out, path = self.out, self.out / "search.toml"
+        out, path = self.out, self.out / SEARCH
         if not is_unused(out) and not path.exists():
             raise RunDirError(f"{out} is not empty and holds no search (no search.toml); choose another --out")
         refuse_links(out, FOLDERS)
         if self._force:
             return
-        now = tomllib.loads(tomli_w.dumps(self._identity()))
+        now = self._recorded_identity()
         try:
             difference = _changed(tomllib.loads(path.read_text()), now) if path.exists() else ""
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -316,6 +379,10 @@ class Tuning:
         self._force = False
         write_atomic(self.out / "search.toml", tomli_w.dumps(self._identity()).encode())
         make_folder(self.out / "trials")
+
+    def _recorded_identity(self) -> dict[str, Any]:
+        """`_identity` as a file has it."""
+        return tomllib.loads(tomli_w.dumps(self._identity()))
 
     def _identity(self) -> dict[str, Any]:
         """What trials depend on, as a TOML document."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.data.groups import two_groups
-from fedloom.errors import unknown
+from fedloom.hints import unknown
 from fedloom.local.batches import PASS
 from fedloom.local.oracles.allocator import keep_memory
 from fedloom.local.oracles.base import Oracle, Reduce

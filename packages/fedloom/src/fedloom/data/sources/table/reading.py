@@ -18,11 +18,12 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, mo
 from torch import Tensor
 
 from fedloom.data.dataset import CLASSED, MISSING, MOST_CLASSES, TOO_MANY, Dataset, refuse
-from fedloom.data.sources._base import FileSource, naming_file_in_errors
+from fedloom.data.sources._base import naming_file_in_errors
 from fedloom.data.sources.archive import GrowingRows
 from fedloom.data.sources.table import checks
 from fedloom.data.sources.table.cells import Piece, Problems, is_missing, numbers
 from fedloom.data.sources.table.checks import Coded, coded_numbers, rows_of_levels
+from fedloom.data.sources.table.designs import DesignOptions, DesignReading
 from fedloom.data.sources.table.levels import Agreed, Codes, agreed_columns, factor_of, factors_by_client, unapplied
 from fedloom.data.sources.table.targets import absence, agreed_classes, check_event, task_of_levels
 from fedloom.data.survey.agreement import Agreement, agreement_of
@@ -45,7 +46,7 @@ class Raw(NamedTuple):
     problems: Problems
 
 
-class TableSource(FileSource):
+class TableSource(DesignOptions):
     """Roles of the columns: one label, the others features unless named below."""
 
     label: str | None = Field(default=None, description="name of the target column; None: the last one")
@@ -170,12 +171,16 @@ class _Reading:
         self.task = self.task if agreement is None else agreement.task
         check_event(where, self.task, self.event, self.label, scaled=(spec.centre, spec.unit) != (0.0, 1.0))
         self.special = [*spec.columns, *([] if spec.users is None else [spec.users])]
-        wanted = {self.label, *([] if self.event is None else [self.event]), *spec.factors, *spec.kept}
+        self.design = design = DesignReading(spec.chosen)
+        if self.label in design.complete or (self.event is not None and self.event in design.complete):
+            raise ConfigError(f"{where}: the target cannot be subject, order or test_column too; name another column")
+        wanted = {*design.columns, self.label, *([] if self.event is None else [self.event]), *spec.factors, *spec.kept}
         if agreement is None:
             wanted |= {*spec.categorical, *spec.drop, *spec.include, *self.special}
         else:
             wanted |= {column.name for column in agreement.table.columns}
             self.special = [column for column in self.special if column in names]
+        self.special += [column for column in design.complete if column != design.order]
         if len(names) > MOST_COLUMNS:
             raise DataError(
                 f"{where}: {len(names):,} columns, at most {MOST_COLUMNS:,} are read; check the separator, or give the "
@@ -187,7 +192,9 @@ class _Reading:
         if absent := sorted(wanted - set(names)):
             raise ConfigError(f"{where}: {absence(absent, names, agreed=agreement is not None)}")
         self.agreed: dict[str, Agreed] = {}
-        self.features = [c for c in names if c not in {self.label, self.event, spec.users, *spec.drop}]
+        self.features = [
+            c for c in names if c not in {self.label, self.event, spec.users, *spec.drop, *design.no_features}
+        ]
         if agreement is not None:
             if self.label in {column.name for column in agreement.column}:
                 raise ConfigError(f"{where}: {self.label!r} is a feature of the agreement; name the target in label")
@@ -203,7 +210,10 @@ class _Reading:
         self.categorical = [c for c in self.features if c in categorical]
         self.texts: dict[str, Counter[str]] = {}
         self.place = {column: k for k, column in enumerate(self.features)}
-        self.codes = {column: Codes() for column in {self.label, *categorical, *self.special, *spec.kept, *included}}
+        self.codes = {
+            column: Codes()
+            for column in {self.label, *categorical, *self.special, *spec.kept, *included, *design.coded}
+        }
         self.numeric = {c for c in self.features if c not in categorical and c not in self.agreed}
         self.x = GrowingRows((len(self.features),), np.float64)
         self.measured = {
@@ -220,14 +230,16 @@ class _Reading:
     def add(self, piece: Piece) -> None:
         """A piece of a column."""
         start, column, block = piece
-        if not any(column in roles for roles in (self.codes, self.numeric, self.agreed, self.measured)):
+        roles = (self.codes, self.numeric, self.agreed, self.measured, self.design.columns)
+        if not any(column in columns for columns in roles):
             return
         rows, missing = self.x.at(start, len(block)), is_missing(block, self.markers)
         if self.unmatched and missing.any():
             holes = [cell for cell, hole in zip(block, missing, strict=True) if hole]
             self.unmatched = [text for text in self.unmatched if not any(map(markers_of((text,)).hold, holes))]
-        if column not in self.agreed:
+        if column not in self.agreed or column in self.design.complete:
             self._check_gaps(piece, missing)
+        self.design.add(piece, missing)
         if column in self.numeric or column in self.agreed or (column in self.measured and self.numeric_label):
             self.fractions.add(column, block)
         if column in self.codes:
@@ -255,8 +267,8 @@ class _Reading:
     def _check_gaps(self, piece: Piece, missing: NDArray[np.bool_]) -> None:
         """Missing cells that nothing allows are a problem."""
         spec, column = self.spec, piece.column
-        special = column in self.measured or column in self.special
-        if column in spec.drop or (spec.unlabelled == "drop" if special else spec.impute):
+        special = column in self.measured or column in self.special or column in self.design.complete
+        if (column in spec.drop and not special) or (spec.unlabelled == "drop" if special else spec.impute):
             return
         cure = "repair it, name the column in drop, or set impute = true for a feature"
         if special:
@@ -287,17 +299,19 @@ class _Reading:
         if task == "survival":
             times, events = self._targets.items()
             wrong += checks.impossible(times, events, problems.first, eventless=agreement is not None)
-        refuse(where, [*sentences, *wrong])
+        refuse(where, [*sentences, *wrong, *self.design.wrong(problems.first)])
         regression = task == "regression"
         numeric = [*self._targets.values()] or [label]
-        keep = torch.from_numpy(~np.isnan([*numeric, *(coded[c][0] for c in self.special)]).any(0))
+        whole = [*numeric, *(coded[c][0] for c in self.special), *self.design.times()]
+        keep = torch.from_numpy(~np.isnan(whole).any(0))
         values = torch.from_numpy(self._numbers)
         for column in self.categorical:
             values[:, self.place[column]] = torch.from_numpy(coded[column][0])
         values = values if bool(keep.all()) else values[keep]
         y = torch.from_numpy(np.stack(numeric, 1))[keep]
-        codes = {c: torch.from_numpy(coded[c][0])[keep].long() for c in self.special}
-        levels = {c: coded[c][1] for c in self.special}
+        split_by = [c for c in self.special if c not in self.design.complete or c in spec.columns]
+        codes = {c: torch.from_numpy(coded[c][0])[keep].long() for c in split_by}
+        levels = {c: coded[c][1] for c in split_by}
         for column in spec.kept:
             is_number = column in self.numeric or (column in self.agreed and not self.agreed[column].column.levels)
             places, names = coded[column] if not is_number else coded_numbers(self._numbers[:, self.place[column]])
@@ -321,6 +335,7 @@ class _Reading:
                 unit=unit if regression else 1.0,
                 notes=(*left_out, *self._notes(coded | {self.label: (label, classes)})),
                 conversion={"users": spec.users, "factors": spec.factors} if spec.factors else {},
+                design=self.design.design(coded, keep),
             )
 
     def _convert(self, codes: NDArray[np.float64], clients: tuple[str, ...]) -> None:
@@ -352,7 +367,7 @@ class _Reading:
                 self.problems.forget(column)
             elif column in self.numeric:
                 self.codes.pop(column, None)
-        stated = {*spec.include, *spec.columns, *spec.kept, *spec.factors}
+        stated = {*spec.include, *spec.columns, *spec.kept, *spec.factors, *self.design.strata}
         notes = list[str]()
         for column in [c for c in self.features if c not in stated]:
             if column in self.texts:
@@ -394,7 +409,9 @@ class _Reading:
         users = self.spec.users
         owners = ReadColumn(*coded[users]) if users is not None and users in coded else None
         ranged = [name for name, agreed in self.agreed.items() if agreed.column.range is not None]
-        yield from findings(features, outcome, owners, ranged)
+        subjects = None if self.design.subject is None else np.nan_to_num(coded[self.design.subject][0], nan=-1)
+        units = None if subjects is None else subjects.astype(np.int64)
+        yield from findings(features, outcome, owners, ranged, units)
 
     @property
     def _targets(self) -> dict[str, NDArray[np.float64]]:

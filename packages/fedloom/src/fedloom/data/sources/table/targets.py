@@ -12,7 +12,8 @@ from fedloom.data.dataset import CLASSED, Task
 from fedloom.data.sources.table.cells import LEVELS
 from fedloom.data.sources.table.levels import alike, natural
 from fedloom.data.survey.agreement import Agreement
-from fedloom.errors import ConfigError, nearest
+from fedloom.errors import ConfigError
+from fedloom.hints import nearest
 
 
 def absence(absent: list[str], names: list[str], *, agreed: bool) -> str:

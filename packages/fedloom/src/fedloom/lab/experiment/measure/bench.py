@@ -17,9 +17,10 @@ from fedloom.engine.job import Job
 from fedloom.engine.setting import Setting
 from fedloom.engine.setup import check, make_job
 from fedloom.errors import Refused
-from fedloom.lab.experiment.execute import Plan, side_by_side
+from fedloom.lab.experiment.execute import Plan
 from fedloom.lab.experiment.measure.cost import RoundCost, RunCost, measure_rounds, run_cost
 from fedloom.lab.experiment.schema import Experiment, Method
+from fedloom.lab.experiment.units.shares import decide_share
 from fedloom.local.oracles import ORACLES
 from fedloom.processes.costs import Costs, MeasuredWorkers
 from fedloom.processes.machine_load import QUIET, wait_for_quiet, watch_others
@@ -91,7 +92,7 @@ class Bench:
         self.experiment, self.rounds = experiment, rounds
         seed = experiment.head.seeds[0]
         self.federation: Federation = experiment.partition(experiment.source.read(data_dir), seed)
-        self.processes = side_by_side(experiment, [self.federation])
+        self.share = decide_share(experiment, {seed: self.federation})
         counts = workers or (1, cores() if experiment.common.engine.device == "cpu" else 1)
         self.ways = {m.label: self._ways(m, oracles, counts) for m in experiment.methods}
 
@@ -115,7 +116,7 @@ class Bench:
 
     def minutes(self, speeds: Sequence[Speed]) -> float:
         """Minutes for all methods, rounds and seeds, as measured in the way that is picked, without evaluation."""
-        return sum(s.seconds * self.experiment.rounds[s.method] for s in speeds if s.way.picked) / self.processes / 60
+        return sum(s.seconds * self.experiment.rounds[s.method] for s in speeds if s.way.picked) / self.share.runs / 60
 
     def costs(self, method: Method) -> Costs:
         """Constants of a method on this federation; see `costs_of`."""
@@ -129,7 +130,7 @@ class Bench:
         def job_of(wanted: int | str) -> Job:
             return make_job(self._setting(method, method.setting.engine.oracle, wanted), self.federation)[0]
 
-        job = job_of(self.experiment.common.engine.workers if self.processes == 1 else 1)
+        job = job_of(self.experiment.common.engine.workers if self.share.runs == 1 else self.share.workers)
         picked = Way(job.oracle.name, job.workers, picked=True)
         able = [picked.oracle, *(name for name in oracles or ORACLES if self._can(method, name, named=bool(oracles)))]
         counts = dict.fromkeys([picked.workers, *(job_of(n).workers for n in workers)])
@@ -230,11 +231,11 @@ def estimates(plan: Plan) -> Iterator[tuple[str, RunCost]]:
     Raises:
         CodeError: code of a method failed.
     """
-    fed, alone = plan.federations[plan.experiment.head.seeds[0]], _processes(plan) == 1
+    fed, share = plan.federations[plan.experiment.head.seeds[0]], plan.share
     for method in plan.experiment.methods:
         setting = method.setting
-        if not alone:
-            setting = setting.with_(engine=setting.engine.with_(workers=1))
+        if share.runs > 1:
+            setting = setting.with_(engine=setting.engine.with_(workers=share.workers))
         yield method.label, run_cost(setting, fed)
 
 
@@ -244,8 +245,4 @@ def minutes(plan: Plan, costs: Mapping[str, RunCost]) -> float | None:
     if any(whole is None for whole in seconds.values()):
         return None
     of_rounds = ((whole or 0.0) / costs[label].rounds * plan.rounds[label] for label, whole in seconds.items())
-    return sum(of_rounds) / _processes(plan) / 60
-
-
-def _processes(plan: Plan) -> int:
-    return side_by_side(plan.experiment, plan.federations.values())
+    return sum(of_rounds) / plan.share.runs / 60

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from fedloom.formats import rounded, significant
 from fedloom.lab.report.charts import kit
@@ -50,6 +49,8 @@ def _chosen(run: Run, table: Any) -> tuple[str, int, str]:
 
 def _drawn(run: Run, name: str, columns: tuple[str, ...]) -> tuple[Rows, str] | None:
     """Rows of the drawn method, model and seed, of its first benign clients; words on them."""
+    import pyarrow.compute as pc  # slow to import
+
     table = table_of(run.path / f"{name}.parquet", ("method", "seed", "client", "model", *columns))
     if table is None or not len(table):
         return None

@@ -8,14 +8,11 @@ from fedloom.formats import rounded
 from fedloom.lab.report.charts import kit
 from fedloom.lab.report.charts.kit import Figure, Rows, Spec
 from fedloom.lab.report.naming import metric, titled, within_line
-from fedloom.lab.report.numbers import Row, run_of, seeds_of
+from fedloom.lab.report.numbers import BASELINE_ROLES, Row, run_of, seeds_of
 from fedloom.lab.report.run import Integers, Key, Numbers, Run
 
 DOTS, FEWEST = 2000, 40
 """Up to so many clients (times seeds) of all rows are drawn as dots, of one row at least so many."""
-BASELINES = ("local", "fedavg")
-"""The first of these algorithms that was run is the baseline of gains (FedSLR, Fig. 3, has FedAvg)."""
-
 Seeds = dict[int, tuple[Integers, Numbers]]
 """Clients and their values by seed."""
 
@@ -88,7 +85,7 @@ def _baseline(rows: list[Row], row: Row) -> Row | None:
     """The row of the same run that the others are compared with."""
     same_run = [other for other in rows if other.run == row.run]
     candidates = [
-        r for name in BASELINES for r in same_run if r.algorithm == name and r.model in ("global", "personal")
+        r for role in BASELINE_ROLES for r in same_run if r.role == role and r.model in ("global", "personal")
     ]
     return candidates[0] if candidates else None
 

@@ -1,13 +1,13 @@
 """Metrics of resampled test samples: the standard error of a difference of two models, paired over patients.
 
 Reference: B. Efron and R. Tibshirani, "An Introduction to the Bootstrap", 1993, Section 6.2; every resample has both
-models' predictions of the patients in it.
+models' predictions of the patients in it. Where samples are of known subjects, these are drawn, each with all of its
+samples: C. A. Field and A. H. Welsh, "Bootstrapping clustered data", J. R. Stat. Soc. B 69, 2007.
 """
 
 from __future__ import annotations
 
 import numpy as np
-from scipy.special import xlogy
 
 from fedloom.lab.report.patients import Predicted
 from fedloom.lab.report.run import Numbers
@@ -21,7 +21,8 @@ def weighted(metric: str, weight: Numbers, samples: Predicted) -> Numbers:
     """A metric ``[B]`` of test samples of which each counts as often as its weight; nan where it has no value.
 
     Args:
-        metric: ``c_index``, ``r2``, ``rmse``, ``mae`` or ``deviance``, as the tasks define them; in units of the label.
+        metric: ``accuracy`` (of predictions above 0.5 for targets above it), ``c_index``, ``r2``, ``rmse``, ``mae`` or
+            ``deviance``, as the tasks define them; in units of the label.
         weight: ``[B, N]``, 0 or more.
         samples: ``[N]``.
     """
@@ -30,9 +31,13 @@ def weighted(metric: str, weight: Numbers, samples: Predicted) -> Numbers:
     with np.errstate(divide="ignore", invalid="ignore"):
         if metric == "c_index":
             return _concordance(weight, samples)
+        if metric == "accuracy":
+            return np.asarray(weight @ ((prediction > 0.5) == (y > 0.5)).astype(float) / total)
         if metric == "mae":
             return np.asarray(weight @ np.abs(error) / total)
         if metric == "deviance":
+            from scipy.special import xlogy  # slow to import
+
             return np.asarray(weight @ (2 * (xlogy(y, y) - xlogy(y, prediction) + error)) / total)
         squares = weight @ error**2
         if metric == "rmse":
@@ -54,17 +59,27 @@ def _concordance(weight: Numbers, samples: Predicted) -> Numbers:
     return right / pairs
 
 
-def standard_error(metric: str, alone: Predicted, shared: Predicted) -> float:
-    """Standard deviation of the difference of a metric over `RESAMPLES` resamples; nan where it cannot be had."""
-    n = len(alone.target)
-    if n < 2 or (metric == "c_index" and alone.event is not None and alone.event.sum() * n > MOST_PAIRS):
+def standard_error(metric: str, alone: Predicted, shared: Predicted | None = None) -> float:
+    """Standard deviation of a metric over `RESAMPLES` resamples of subjects; nan where it cannot be had.
+
+    Args:
+        metric: see `weighted`.
+        alone: samples of one model.
+        shared: the same samples of another; then of the difference of both.
+    """
+    n, units = len(alone.target), alone.units
+    subjects = int(units.max(initial=-1)) + 1
+    if subjects < 2 or (metric == "c_index" and alone.event is not None and alone.event.sum() * n > MOST_PAIRS):
         return float("nan")
     rng = np.random.default_rng(0)
     values = list[Numbers]()
     block = max(1, 10**7 // n)
     for start in range(0, RESAMPLES, block):
-        weight = rng.multinomial(n, np.full(n, 1 / n), min(block, RESAMPLES - start)).astype(float)
-        values.append(weighted(metric, weight, shared) - weighted(metric, weight, alone))
+        count = min(block, RESAMPLES - start)
+        drawn = rng.multinomial(subjects, np.full(subjects, 1 / subjects), count).astype(float)
+        weight = drawn if alone.subject is None else drawn[:, units]
+        figures = weighted(metric, weight, alone)
+        values.append(figures if shared is None else weighted(metric, weight, shared) - figures)
     gains = np.concatenate(values)
     gains = gains[np.isfinite(gains)]
     return float(gains.std(ddof=1)) if len(gains) > RESAMPLES / 2 else float("nan")

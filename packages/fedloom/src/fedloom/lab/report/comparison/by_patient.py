@@ -1,9 +1,11 @@
 """Gains over test samples: the metric of a site alone and together, and an interval of the difference.
 
-The interval of AUROC is DeLong's, that of another metric has the standard error of a bootstrap.
+The interval of AUROC is DeLong's, that of another metric has the standard error of a bootstrap. Where samples are of
+known subjects, both go by subject.
 
 Reference: E. R. DeLong et al., "Comparing the areas under two or more correlated receiver operating characteristic
-curves", Biometrics 1988, Eq. 5 to 8; by mid-ranks as X. Sun and W. Xu, IEEE Signal Process. Lett. 2014.
+curves", Biometrics 1988, Eq. 5 to 8; by mid-ranks as X. Sun and W. Xu, IEEE Signal Process. Lett. 2014; of subjects
+with several samples N. A. Obuchowski, "Nonparametric analysis of clustered ROC curve data", Biometrics 53, 1997.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from html import escape
 from typing import NamedTuple
 
 import numpy as np
-from scipy.stats import norm, rankdata
+from numpy.typing import NDArray
 
 from fedloom.formats import DASH, fixed, p_value, pair
 from fedloom.lab.report.comparison.bootstrap import standard_error, weighted
@@ -27,10 +29,12 @@ from fedloom.lab.report.run import Numbers, Run
 from fedloom.lab.report.tables import scrolling
 
 LEVEL = 0.95
-BOOTSTRAPPED = ("c_index", "r2", "rmse", "mae", "deviance")
+BOOTSTRAPPED = ("accuracy", "c_index", "r2", "rmse", "mae", "deviance")
 """Metrics whose interval is a bootstrap's."""
+SHARES = ("auroc", "accuracy", "c_index")
+"""Metrics from 0 to 1, whose intervals are made on the scale of logits."""
 LEAST = 2
-"""Test samples of each class from which a difference has an interval."""
+"""Test samples, or subjects, of each class from which a difference has an interval."""
 
 ABOUT = (
     "The same, patient by patient: every test sample with the mean of its predictions over the seeds that tested it, "
@@ -45,9 +49,9 @@ class SiteDifference(NamedTuple):
 
     Attributes:
         site: its name.
-        samples: test samples.
+        samples: test samples, or subjects where they are known.
         metric: that is compared.
-        events: of the second class, or of times; None of other tasks.
+        events: of the second class, or of times, likewise; None of other tasks.
         alone: of the site's own model.
         together: of the federated one.
         half: half the width of the interval of their difference; nan where there is none.
@@ -64,19 +68,68 @@ class SiteDifference(NamedTuple):
     p: float
 
 
-def delong(scores: Numbers, target: Numbers) -> tuple[Numbers, Numbers]:
+def delong(scores: Numbers, target: Numbers, units: NDArray[np.int64] | None = None) -> tuple[Numbers, Numbers]:
     """AUROC of models ``[k]`` on the same samples, and the covariance ``[k, k]`` of these estimates.
 
     Args:
         scores: ``[k, N]``, higher for the second class.
-        target: ``[N]`` 0 or 1, at least `LEAST` of each.
+        target: ``[N]`` 0 or 1, at least `LEAST` of each, and of as many subjects.
+        units: subject ``[N]`` of each sample, numbered from 0; None: each is its own.
     """
-    cases, controls = scores[:, target == 1], scores[:, target == 0]
+    from scipy.stats import rankdata  # slow to import
+
+    case = target == 1
+    cases, controls = scores[:, case], scores[:, ~case]
     m, n = cases.shape[1], controls.shape[1]
     whole = np.stack([rankdata(row) for row in np.concatenate([cases, controls], 1)])
     won = (whole[:, :m] - np.stack([rankdata(row) for row in cases])) / n  # controls below each case
     lost = 1 - (whole[:, m:] - np.stack([rankdata(row) for row in controls])) / m  # cases above each control
-    return won.mean(1), np.atleast_2d(np.cov(won)) / m + np.atleast_2d(np.cov(lost)) / n
+    areas = won.mean(1)
+    if units is None:
+        return areas, np.atleast_2d(np.cov(won)) / m + np.atleast_2d(np.cov(lost)) / n
+    subjects = int(units.max()) + 1
+    by_case, by_control = (
+        np.stack([np.bincount(units[some], row - area, subjects) for row, area in zip(parts, areas, strict=True)])
+        for some, parts in ((case, won), (~case, lost))
+    )
+    counts = [len(np.unique(units[some])) for some in (case, ~case)] + [len(np.unique(units))]
+    a, b, both = (count / (count - 1) for count in counts)
+    cross = by_case @ by_control.T
+    variance = (
+        a * by_case @ by_case.T / m**2 + b * by_control @ by_control.T / n**2 + both * (cross + cross.T) / (m * n)
+    )
+    return areas, variance
+
+
+def interval(metric: str, samples: Predicted, level: float = LEVEL) -> tuple[float, float, float]:
+    """A metric of one model, and the ends of its interval; nan where there is none.
+
+    Student's t with a degree of freedom fewer than there are subjects, for shares on the scale of logits.
+
+    Args:
+        metric: ``auroc``, or one of `BOOTSTRAPPED`.
+        samples: of whom each is where subjects have several.
+        level: how often such intervals cover the metric of the population.
+    """
+    subjects = samples.count()
+    if metric == "auroc":
+        some = [samples.count(samples.target == k) for k in (0, 1)]
+        if min(some) < LEAST:
+            return math.nan, math.nan, math.nan
+        areas, variance = delong(samples.prediction[None], samples.target, samples.units)
+        value, se = float(areas[0]), math.sqrt(max(0.0, float(variance[0, 0])))
+    else:
+        value = float(weighted(metric, np.ones((1, len(samples.target))), samples)[0])
+        se = standard_error(metric, samples)
+    if not se > 0 or subjects < 2:
+        return value, math.nan, math.nan
+    from scipy.special import expit, logit, stdtrit  # slow to import
+
+    width = float(stdtrit(subjects - 1, 0.5 + level / 2)) * se
+    if metric in SHARES and 0 < value < 1:
+        centre, half = logit(value), width / (value * (1 - value))
+        return value, float(expit(centre - half)), float(expit(centre + half))
+    return value, value - width, value + width
 
 
 def differences(run: Run, table: SiteGains) -> list[SiteDifference]:
@@ -92,23 +145,26 @@ def differences(run: Run, table: SiteGains) -> list[SiteDifference]:
 
 
 def _difference(name: str, lead: str, alone: Predicted, shared: Predicted) -> SiteDifference:
-    count = len(alone.target)
+    count, units = alone.count(), alone.units
     if lead == "auroc":
-        cases = int(alone.target.sum())
+        cases, controls = (alone.count(alone.target == k) for k in (1, 0))
         events: int | None = cases
-        if min(cases, count - cases) < LEAST:
+        if min(cases, controls) < LEAST:
             return SiteDifference(name, count, lead, cases, math.nan, math.nan, math.nan, math.nan)
-        areas, covariance = delong(np.stack([alone.prediction, shared.prediction]), alone.target)
+        scores = np.stack([alone.prediction, shared.prediction])
+        areas, covariance = delong(scores, alone.target, None if alone.subject is None else units)
         values = (float(areas[0]), float(areas[1]))
         se = math.sqrt(max(0.0, covariance[0, 0] + covariance[1, 1] - 2 * covariance[0, 1]))
     else:
-        events = None if alone.event is None else int(alone.event.sum())
-        once = np.ones((1, count))
+        events = None if alone.event is None else alone.count(alone.event > 0)
+        once = np.ones((1, len(alone.target)))
         values = (float(weighted(lead, once, alone)[0]), float(weighted(lead, once, shared)[0]))
         se = standard_error(lead, alone, shared)
+    from scipy.special import ndtr, ndtri  # slow to import
+
     change = values[1] - values[0]
-    p = float(2 * norm.sf(abs(change) / se)) if se > 0 else 1.0 if change == 0 else math.nan
-    return SiteDifference(name, count, lead, events, *values, float(norm.ppf(0.5 + LEVEL / 2)) * se, p)
+    p = float(2 * ndtr(-abs(change) / se)) if se > 0 else 1.0 if change == 0 else math.nan
+    return SiteDifference(name, count, lead, events, *values, float(ndtri(0.5 + LEVEL / 2)) * se, p)
 
 
 def by_patients(runs: list[Run], by_site: Sequence[SiteGains]) -> list[tuple[str, list[SiteDifference]]]:

@@ -14,6 +14,7 @@ from typing import Literal
 import numpy as np
 
 from fedloom.lab.report.numbers import (
+    BASELINE_ROLES,
     COUNTED,
     Estimate,
     Row,
@@ -77,8 +78,8 @@ def best_row(rows: Sequence[Row], lead: str) -> Row | None:
 
 
 def reference(rows: Sequence[Row]) -> str | None:
-    """The method that others are compared with unless one is named: the first `local`, else the first `fedavg`."""
-    first = [row.name for name in ("local", "fedavg") for row in rows if row.algorithm == name]
+    """The method that others are compared with unless one is named: the first that trains alone, else FedAvg."""
+    first = [row.name for role in BASELINE_ROLES for row in rows if row.role == role]
     return next(iter(first), None)
 
 
@@ -94,8 +95,8 @@ def better_of_both(run: Run, rows: Sequence[Row]) -> Row | None:
         run: with the clients' results.
         rows: of the run.
     """
-    local = next((row for row in rows if (row.algorithm, row.model) == ("local", "personal")), None)
-    shared = next((row for row in rows if (row.algorithm, row.model) == ("fedavg", "global")), None)
+    local = next((row for row in rows if (row.role, row.model) == ("alone", "personal")), None)
+    shared = next((row for row in rows if (row.role, row.model) == ("average", "global")), None)
     if local is None or shared is None:
         return None
     figures: dict[str, dict[int, float]] = {}

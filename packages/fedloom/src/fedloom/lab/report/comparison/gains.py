@@ -30,8 +30,6 @@ FEW = 20
 """Up to so many sites are listed one by one."""
 BY_SITE = ("column", "writers")
 """Kinds of partition whose clients are sites, even where their names are numbers."""
-APART = ("local", "centralized", "")
-"""Algorithms of rows that are no federation: alone, with all samples in one place, and rivals that need no method."""
 MEANS = ("Mean of the sites", "Mean by training samples")
 
 LEAD = (
@@ -114,7 +112,7 @@ def _by_site(run: Run) -> bool:
 
 def _table(run: Run, rows: list[Row], lead: str) -> SiteGains | None:
     shown = [row for row in contenders([run], rows) if row.result(lead)]
-    alone = next((row for row in shown if row.algorithm == "local"), None)
+    alone = next((row for row in shown if row.role == "alone"), None)
     together = federated_leader(shown, lead)
     if alone is None or together is None:
         return None
@@ -143,7 +141,7 @@ def federated_leader(rows: Sequence[Row], lead: str) -> Row | None:
         rows: one of each method.
         lead: metric that is compared.
     """
-    return best_row([row for row in rows if row.algorithm not in APART], lead)
+    return best_row([row for row in rows if row.algorithm and row.role not in ("alone", "pooled")], lead)
 
 
 def leader_of(run: Run, runs: list[Run], rows: Sequence[Row], lead: str) -> Row | None:

@@ -8,8 +8,9 @@ from html import escape
 from typing import Any, NamedTuple
 
 from fedloom import formats
-from fedloom.errors import ConfigError, unknown
+from fedloom.errors import ConfigError
 from fedloom.formats import DASH, p_value
+from fedloom.hints import unknown
 from fedloom.lab.report.comparison.contenders import Models, contenders, distinct, reference
 from fedloom.lab.report.comparison.criteria import tasks
 from fedloom.lab.report.comparison.family import (

@@ -1,0 +1,1 @@
+"""Clinical analyses; the registry of fedloom finds them by their entry points."""

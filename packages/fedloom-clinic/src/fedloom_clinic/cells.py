@@ -1,0 +1,135 @@
+"""Cells of tables: groups and levels of codes, and how cells that too few clients reach are merged before any sum."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedloom.analyses import ClientRows, Rules, Schema
+from fedloom.errors import Refused
+from fedloom.hints import unknown
+
+OTHER, MISSING = "other", "missing"
+CLIENT_GROUP = "client"
+"""The word that makes every client a group."""
+
+
+class Cells(NamedTuple):
+    """Cells that are left.
+
+    Attributes:
+        names: of the cells.
+        of: ``[L]`` the cell of every cell before; of a merged one that of "other".
+    """
+
+    names: tuple[str, ...]
+    of: Tensor
+
+    @property
+    def members(self) -> Tensor:
+        """``[cells, L]`` 1 where a cell before is in a cell."""
+        return torch.nn.functional.one_hot(self.of, len(self.names)).T.double()
+
+
+def every_cell(names: Sequence[str]) -> Cells:
+    """Return all cells as they are."""
+    return Cells(tuple(names), torch.arange(len(names)))
+
+
+def groups_of(schema: Schema, group: str | None, clients: int) -> tuple[str, ...]:
+    """Return the names of the groups of rows; of a column of features the last is of rows whose cell is missing.
+
+    Raises:
+        ConfigError: there is no column of this name with levels.
+    """
+    if group is None:
+        return ("all",)
+    if group == CLIENT_GROUP:
+        return tuple(f"client {k}" for k in range(clients))
+    if group in schema.levels:
+        return tuple(schema.levels[group])
+    place = schema.place(group)
+    coded = [column.name for column in schema.columns if column.levels]
+    if place is None or not schema.columns[place].levels:
+        raise unknown("group", group, (CLIENT_GROUP, *coded, *schema.levels))
+    return (*map(str, schema.columns[place].names), MISSING)
+
+
+def group_codes(client: ClientRows, schema: Schema, group: str | None) -> Tensor:
+    """Return the place of every row's group ``[N]``."""
+    if group is None or group == CLIENT_GROUP:
+        return torch.full((len(client),), 0 if group is None else client.place)
+    if group in schema.levels:
+        return client.columns[group].long()
+    place = schema.place(group)
+    assert place is not None
+    return level_codes(client.x[:, place], schema.columns[place].levels)
+
+
+def level_codes(values: Tensor, levels: int) -> Tensor:
+    """Return codes ``[N]`` of a column; a missing one comes after all levels."""
+    return torch.where(values.isnan(), float(levels), values).long()
+
+
+def merges(rules: Rules) -> bool:
+    """Return whether the rules protect cells."""
+    return rules.fewest > 1 or rules.least > 1
+
+
+def merged_cells(names: Sequence[str], flags: Tensor, rules: Rules) -> Cells:
+    """Merge cells that too few clients reach into "other", with one that enough do, so that no sum shows the rest.
+
+    Args:
+        names: of the cells.
+        flags: ``[n, L]`` 1 where a client has the least number of rows in a cell.
+        rules: as agreed.
+    """
+    if not merges(rules) or len(names) == 1:
+        return every_cell(names)
+    support = flags.sum(0)
+    enough = support - rules.missing >= rules.fewest
+    if bool(enough.all()):
+        return every_cell(names)
+    ranked = [k for k in support.argsort(stable=True).tolist() if bool(enough[k])]
+    joined = (~enough).nonzero().flatten().tolist() + ranked[:1]
+    kept = [k for k in range(len(names)) if k not in joined]
+    place = {k: at for at, k in enumerate(kept)}
+    return Cells((*(names[k] for k in kept), OTHER), torch.tensor([place.get(k, len(kept)) for k in range(len(names))]))
+
+
+def merged_bins(filled: Tensor, rules: Rules) -> Tensor:
+    """Return the bin ``[B]`` of every bin, merged with the next ones until each has rows of enough clients.
+
+    What is after the last such bin belongs to it.
+
+    Args:
+        filled: ``[n, G, B]`` 1 where a client has the least number of rows in a bin, of every group.
+        rules: as agreed.
+
+    Raises:
+        Refused: not even one bin has rows of so many clients in every group.
+    """
+    bins = filled.shape[2]
+    if not merges(rules):
+        return torch.arange(bins)
+    inside, place, of = torch.zeros(filled.shape[:2], dtype=torch.bool), 0, list[int]()
+    for k in range(bins):
+        inside |= filled[:, :, k] > 0
+        of.append(place)
+        if bool((inside.sum(0) - rules.missing >= rules.fewest).all()):
+            inside, place = torch.zeros_like(inside), place + 1
+    if not place:
+        raise Refused(
+            f"no bin has {rules.least} rows at {rules.fewest + rules.missing} clients in every group; agree on wider "
+            "bins, on fewer groups, or on a smaller least count"
+        )
+    return torch.tensor(of).clamp(max=place - 1)
+
+
+def summed(values: Tensor, of: Tensor) -> Tensor:
+    """Return sums ``[..., cells]`` of values ``[..., L]`` by the cell of each."""
+    cells = int(of.max()) + 1 if len(of) else 0
+    return values.new_zeros(*values.shape[:-1], cells).index_add(-1, of, values)

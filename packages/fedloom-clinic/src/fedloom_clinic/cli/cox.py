@@ -1,0 +1,109 @@
+"""``fedloom cox``: time to event over sites, by sums that equal the pooled fit."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from fedloom.formats import option, significant
+from fedloom.lab.cli import DataDir, FileArgument, app, errors, one_of, say
+from fedloom_clinic.cli.penalty import PenaltyName, Strength, read_strength, say_penalty
+
+
+@app.command(rich_help_panel="Statistics")
+def cox(
+    file: FileArgument,
+    time: Annotated[
+        str | None, typer.Option(help="column of the time to the event, or to the end of observation; as in [data]")
+    ] = None,
+    event: Annotated[
+        str | None, typer.Option(help="column with 1 where the time is that of an event, else 0; as in [data]")
+    ] = None,
+    ties: Annotated[str, typer.Option(help="efron or breslow", autocompletion=one_of("efron", "breslow"))] = "efron",
+    bins: Annotated[
+        float | None,
+        typer.Option(min=0, help="width of time bins that sites agree on; they then send secure sums only"),
+    ] = None,
+    least: Annotated[
+        int, typer.Option(min=1, help="with --bins: events of a site in a bin, and its rows at risk, that it may send")
+    ] = 5,
+    stratify: Annotated[bool, typer.Option("--stratify", help="a baseline hazard for every site")] = False,
+    penalty: PenaltyName = "none",
+    strength: Strength = None,
+    test: Annotated[
+        str | None,
+        typer.Option(help="COLUMN=VALUE of rows that are not fitted; the concordance on them is printed"),
+    ] = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Fit a Cox regression over the sites of a table.
+
+    It uses sums alone, and prints hazard ratios with intervals.
+
+    Example: fedloom cox patients.toml --time followup_days --event died --stratify
+    """
+    with errors():
+        import numpy as np
+
+        from fedloom.data.site_rows import survival_rows
+        from fedloom.errors import ConfigError
+        from fedloom.lab.experiment import read
+        from fedloom.lab.printing import print_rows
+        from fedloom.tasks.cox import SurvivalSite, fit_cox
+        from fedloom.tasks.cox_vectors import agreement_on
+        from fedloom.tasks.secure_cox import fit_secure_cox
+        from fedloom.tasks.survival import SurvivalRows, concordance
+
+        chosen = read_strength(penalty, strength)
+        held_out = None if test is None else tuple(test.split("=", 1))
+        if held_out is not None and len(held_out) != 2:
+            raise ConfigError(f"--test names test rows by COLUMN=VALUE, as fold=test, got {test!r}")
+        if bins is not None and (penalty == "firth" or chosen == "cv"):
+            raise ConfigError(
+                "sums of --bins are of one likelihood; give --penalty ridge with a --strength found without --bins"
+            )
+        table = survival_rows(read(file).source, time, event, data_dir, held_out)
+        say(*table.notes)
+        if bins is not None and stratify:
+            raise ConfigError(
+                "--stratify sends what one site alone has, so secure sums have nothing to add; leave one out"
+            )
+        sites = [SurvivalSite(x, *y.T) for x, y in table.sites]
+        fit = exact = fit_cox(sites, ties, stratify=stratify, names=table.columns, penalty=penalty, strength=chosen)
+        if bins is not None:
+            secure = fit_secure_cox(sites, agreement_on(sites, bins, least, ties, chosen), table.columns)
+            fit, losses = secure.fit, secure.losses
+            say(
+                f"bins of {option(bins)}, at least {least} events and rows of a site: "
+                f"{losses.rare + losses.uncovered} of {losses.events} events are censored "
+                f"({losses.rare} in bins with too few, {losses.uncovered} late)"
+            )
+            say(
+                f"rounding moves no coefficient by more than {significant(float(secure.bound.max()), 1)} "
+                "from the pooled fit of these rows"
+            )
+        low, high = fit.interval()
+        heads = ("coefficient", "standard error", "hazard ratio", "95 % from", "to", "p")
+        with np.errstate(over="ignore"):  # per unit of a column in large units, a ratio may be beyond all numbers: inf
+            ratios = np.exp([fit.beta, low, high])
+        figures = np.stack([fit.beta, fit.se, *ratios, fit.p_values], 1).tolist()
+        rows = [dict(zip(heads, values, strict=True)) for values in figures]
+        if bins is not None:
+            for row, beta, se in zip(rows, exact.beta, exact.se, strict=True):
+                row |= {"with exact times": beta, "its standard error": se}
+        print_rows([{"column": name, **row} for name, row in zip(table.columns, rows, strict=True)])
+        baseline = "a baseline hazard for every site" if stratify else "one baseline hazard"
+        say(f"{fit.rows} rows of {len(table.sites)} sites, {fit.events} events; ties by {ties}, {baseline}")
+        say_penalty(penalty, fit.ridge)
+        parts = [SurvivalRows(x @ fit.beta, *y.T) for x, y in table.test]
+        if parts:
+            whole = SurvivalRows(*(np.concatenate(part) for part in zip(*parts, strict=True)))
+            by_site = ", ".join(
+                f"{name} {significant(c, 3)}" if (c := concordance(rows)) == c else f"{name} none"
+                for name, rows in zip(table.names, parts, strict=True)
+            )
+            say(
+                f"concordance on {len(whole.z)} test rows with {int(whole.event.sum())} events: "
+                f"{significant(concordance(whole), 3)}; by site: {by_site}"
+            )

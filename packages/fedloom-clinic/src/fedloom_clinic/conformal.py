@@ -1,0 +1,162 @@
+"""Split conformal prediction: a threshold of scores, shared or of each client, from histograms of scores.
+
+References: V. Vovk, A. Gammerman, G. Shafer, "Algorithmic Learning in a Random World", 2005; M. Sadinle, J. Lei,
+L. Wasserman, JASA 2019 (scores 1 - p of a class); C. Lu et al., "Federated Conformal Predictors", ICML 2023.
+
+A set has every class whose probability is at least 1 - threshold. With n calibration rows the threshold is the end of
+the bin that holds the score of rank ceil((n + 1) (1 - alpha)). If a new row is as the calibration rows, its set has its
+class with a probability from 1 - alpha to 1 - alpha + 1 / (n + 1) + the mass of a bin. Of a shared threshold that holds
+for the pooled rows of all clients, not at each client.
+
+Calibration rows are drawn from the test part, which has chosen neither round, model nor settings; the other test rows
+show the coverage.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+
+import pyarrow as pa
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fedloom.analyses import Analysis, AnalysisTerms, Bounds, ClientRows, Info, Question, Schema
+from fedloom.analyses.tables import NUMBER, TEXT, table_of
+from fedloom.data.federation import PARTS
+from fedloom.errors import DataError, Refused
+
+if TYPE_CHECKING:
+    from fedloom.engine.setting import Setting
+
+EVERY_CLASS = 2.0
+"""Threshold above all scores: too few calibration rows for a smaller one, so sets have every class."""
+
+
+class Calibrated(NamedTuple):
+    """What is known: thresholds ``[S]``, calibration rows ``[S]``, and the totals of the second question."""
+
+    owners: int
+    thresholds: Tensor | None = None
+    rows: Tensor | None = None
+    covered: Tensor | None = None
+
+
+class Conformal(Analysis):
+    """Thresholds that make sets of classes hold the right one with a chosen probability, and their coverage."""
+
+    kind: ClassVar[str] = "conformal"
+    questions: ClassVar = {"scores": {}, "coverage": {"thresholds": 1}}
+    uses_models: ClassVar[bool] = True
+
+    alpha: float = Field(0.1, gt=0, lt=1, description="share of rows whose set may miss their class")
+    model_kind: Literal["global", "personal"] = Field("global", description="the model whose probabilities are taken")
+    by_client: bool = Field(False, description="a threshold for every client; clients then show their own histograms")
+    share: float = Field(0.5, gt=0, lt=1, description="part of the test rows that calibrates")
+    bins: int = Field(1000, ge=10, le=100_000, description="equal bins of scores from 0 to 1")
+    draw: int = Field(0, ge=0, description="number of the draw of calibration rows")
+
+    @property
+    def shows_rows(self) -> bool:
+        return self.by_client
+
+    def check(self, schema: Schema, setting: Setting | None = None) -> None:
+        if schema.task not in ("binary", "classification"):
+            raise Refused(f"conformal sets are of classes, and {schema.name} is a {schema.task}; leave it out")
+        if setting is not None and setting.evaluate.select_on == "test":
+            raise Refused(
+                "conformal thresholds are of rows that chose no round, and this run selects on test; set "
+                "evaluate.select_on = 'validation'"
+            )
+
+    def start(self, terms: AnalysisTerms) -> Calibrated:
+        return Calibrated(len(terms.sizes) if self.by_client else 1)
+
+    def question(self, state: Calibrated) -> Question | None:
+        if state.thresholds is None:
+            return Question("scores")
+        return Question("coverage", {"thresholds": state.thresholds}) if state.covered is None else None
+
+    def bounds(self, question: Question, terms: AnalysisTerms) -> Bounds:
+        owners, most = self.start(terms).owners, float(terms.most_rows)
+        if question.name == "scores":
+            return Bounds.counts(owners * self.bins, most)
+        rows = torch.full((owners,), most, dtype=torch.float64)
+        high = torch.cat([rows, rows, most * len(terms.schema.classes) * torch.ones(owners)])
+        return Bounds.between(torch.zeros(3 * owners), high, 1.0)
+
+    def answer(self, question: Question, client: ClientRows, terms: AnalysisTerms) -> Tensor:
+        owners, classes = self.start(terms).owners, len(terms.schema.classes)
+        place = client.place if self.by_client else 0
+        test = client.select(client.part == PARTS.index("test"))
+        drawn = self._draws(test) < self.share
+        some = test.select(drawn if question.name == "scores" else ~drawn)
+        p = self._probabilities(some, classes)
+        label = some.y[:, 0].long()
+        own = 1 - p[torch.arange(len(some)), label]
+        if question.name == "scores":
+            counts = torch.zeros(owners, self.bins, dtype=torch.float64)
+            counts[place] = torch.bincount((own * self.bins).long().clamp(max=self.bins - 1), minlength=self.bins)
+            return counts.flatten()
+        found = torch.zeros(3, owners, dtype=torch.float64)
+        limit = question.values["thresholds"][place]
+        found[:, place] = torch.tensor([len(some), int((own <= limit).sum()), int((1 - p <= limit).sum())]).double()
+        return found.flatten()
+
+    def step(self, state: Calibrated, total: Tensor, info: Info) -> Calibrated:
+        if state.thresholds is not None:
+            return state._replace(covered=total.view(3, -1))
+        counts = total.view(state.owners, -1)
+        if not counts.any():
+            raise DataError("no client has test rows that calibrate; give the partition a test part")
+        rows = counts.sum(1)
+        limits = [self._threshold(row) for row in counts]
+        return state._replace(thresholds=torch.tensor(limits, dtype=torch.float64), rows=rows)
+
+    def result(self, state: Calibrated) -> pa.Table:
+        assert state.thresholds is not None
+        assert state.rows is not None
+        assert state.covered is not None
+        lines = list[tuple[object, ...]]()
+        for k, (limit, rows) in enumerate(zip(state.thresholds.tolist(), state.rows.tolist(), strict=True)):
+            tested, covered, size = state.covered[:, k].tolist()
+            mean = (covered / tested, size / tested) if tested else (None, None)
+            lines.append((f"client {k}" if self.by_client else "all", limit, rows, 1 - self.alpha, tested, *mean))
+        names = ("threshold", "rows", "wanted", "test_rows", "coverage", "set_size")
+        return table_of(lines, client=TEXT, **dict.fromkeys(names, NUMBER))
+
+    def _threshold(self, counts: Tensor) -> float:
+        """Return the end of the bin with the score of the rank that is wanted; above all scores with too few rows."""
+        rank = math.ceil((float(counts.sum()) + 1) * (1 - self.alpha) - 1e-9)
+        if rank > counts.sum():
+            return EVERY_CLASS
+        return (int(torch.searchsorted(counts.cumsum(0), float(rank))) + 1) / self.bins
+
+    def _probabilities(self, client: ClientRows, classes: int) -> Tensor:
+        if not len(client):
+            return torch.zeros(0, classes, dtype=torch.float64)
+        if self.model_kind not in client.models:
+            raise Refused(f"the run has no {self.model_kind} model; take model_kind = {next(iter(client.models))!r}")
+        outputs = client.models[self.model_kind](client.inputs).double().cpu()
+        if classes == 2 and outputs.shape[1] == 1:
+            return torch.cat([torch.sigmoid(-outputs), torch.sigmoid(outputs)], 1)
+        return outputs.softmax(1)
+
+    def _draws(self, client: ClientRows) -> Tensor:
+        """Return numbers in [0, 1) ``[N]`` that follow from the draw and a row's cells, wherever the row lies."""
+        key = f"conformal {self.draw}".encode()
+        cells = torch.cat([client.x, client.y], 1).numpy()
+        digests = (hashlib.blake2b(row.tobytes(), key=key, digest_size=6).digest() for row in cells)
+        return torch.tensor([int.from_bytes(digest, "little") / 2**48 for digest in digests], dtype=torch.float64)
+
+
+def prediction_sets(probabilities: Tensor, threshold: float) -> Tensor:
+    """Return which classes are in the set of every row, bool ``[b, c]``.
+
+    Args:
+        probabilities: ``[b, c]`` of the model, as `fedloom.trained` predicts them.
+        threshold: of the result's table.
+    """
+    return 1 - probabilities <= threshold

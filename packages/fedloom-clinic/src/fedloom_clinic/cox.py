@@ -1,0 +1,239 @@
+"""Cox regression over the rows of all clients by sums: exact times, agreed time bins, or a baseline for every client.
+
+References: D. R. Cox, "Regression models and life-tables", JRSS B 1972; C.-L. Lu et al., "WebDISCO", JAMIA 2015.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import numpy as np
+import pyarrow as pa
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from fedloom.analyses import AnalysisTerms, Bounds, ClientRows, Question, Schema, ScriptedAnalysis, Total
+from fedloom.errors import DataError, Refused
+from fedloom.tasks.cox import CoxFit, RiskSums, SurvivalSite, likelihood, newton, risk_sums
+from fedloom.tasks.cox_sites import cox_table
+from fedloom.tasks.cox_vectors import (
+    COUNTS,
+    BinningLoss,
+    CoxAgreement,
+    Ring,
+    SiteVectors,
+    bin_ends,
+    bins_with_events,
+    merged_ends,
+)
+from fedloom.tasks.penalty import Likelihood, Ridge, impossible, ridged
+from fedloom.tasks.secure_cox import SecureCoxFit, fit_of_sums
+from fedloom_clinic.columns import Floats, design_of, names_of, ranges_of, require_columns, square, tensor, triangle
+
+if TYPE_CHECKING:
+    from fedloom.engine.setting import Setting
+
+MAX_BINS = 1000
+VARYING = 1e-9
+"""Standard deviation of a column, in its agreed range, from which it varies; rounding leaves less of one that is the
+same in every row."""
+MAX_EXPONENT = 700.0
+"""Exponent from which a bound is no number of float64."""
+
+
+class Cox(ScriptedAnalysis):
+    """Cox regression over the rows of all clients, by sums.
+
+    With a width, times count in agreed bins. With ``stratify`` every client has a baseline hazard of its own. With
+    neither, clients publish their event times, which a plain agreement allows and masks do not.
+    """
+
+    kind: ClassVar[str] = "cox"
+    questions: ClassVar = {
+        "step": {"beta": 1, "ends": 1},
+        "means": {},
+        "spreads": {"centre": 1},
+        "risk": {"beta": 1, "centre": 1, "spread": 1, "times": 1},
+    }
+
+    width: float | None = Field(None, gt=0, description="width of time bins, in the unit of the times")
+    until: float | None = Field(
+        None, gt=0, description="end of the last bin; a later event counts as censored there; None: the largest time"
+    )
+    stratify: bool = Field(False, description="a baseline hazard for every client, in place of bins; times are exact")
+    least: int = Field(5, ge=1, description="events of a client in a bin, or of all it has, below which it sends none")
+    ties: Literal["efron", "breslow"] = Field("efron", description="how events of one bin, or of one time, count")
+
+    penalty: Literal["none", "ridge"] = Field("none", description="ridge: shrink coefficients, also of separated rows")
+    strength: float | None = Field(
+        None, gt=0, description="of the ridge, per row and for columns of unit deviation, as lifelines' penalizer"
+    )
+
+    @model_validator(mode="after")
+    def _bins_or_strata(self) -> Cox:
+        if (self.penalty == "ridge") != (self.strength is not None):
+            raise ValueError("penalty = 'ridge' and strength go together, as in penalty = 'ridge', strength = 0.1")
+        if self.stratify and (self.width is not None or self.until is not None):
+            raise ValueError("stratify needs no time bins; leave width and until out")
+        if self.width is None and self.until is not None:
+            raise ValueError("until is the end of the last bin; give width as well")
+        if self.width is not None and self.until is not None and self.until / self.width > MAX_BINS:
+            raise ValueError(f"at most {MAX_BINS} bins, got {self.until / self.width:.0f}: give a larger width")
+        return self
+
+    @property
+    def shows_rows(self) -> bool:
+        return self.width is None and not self.stratify
+
+    def check(self, schema: Schema, setting: Setting | None = None) -> None:
+        if schema.task != "survival":
+            raise Refused(
+                f"a Cox regression is of times to an event, and {schema.name} is a {schema.task}; leave it out"
+            )
+        require_columns(schema, "a Cox regression")
+
+    def publish(self, client: ClientRows, terms: AnalysisTerms) -> Tensor:
+        site = _site_of(client, terms)
+        if self.shows_rows:
+            return torch.from_numpy(np.unique(site.time[site.event == 1]))
+        return torch.from_numpy(bins_with_events(site, self._agreement(terms)).astype(float))
+
+    def conclude(self, ask: Callable[[Question], Total], terms: AnalysisTerms) -> tuple[pa.Table, None]:
+        names = names_of(terms.schema)
+        if self.shows_rows:
+            return cox_table(self._exact(ask, terms, names), names, self._agreement(terms)), None
+        agreed = self._merged(terms)
+        start_silent: list[int] = []
+
+        def total(beta: Floats) -> Ring | None:
+            vector, info = ask(
+                Question("step", {"beta": torch.from_numpy(beta), "ends": torch.from_numpy(agreed.ends)})
+            )
+            start_silent[:] = start_silent or [info.neutral]
+            if info.neutral > start_silent[0]:
+                return None  # a client declines here, as where one of its rows outweighs all others
+            multiples = np.rint(vector.numpy()[:-COUNTS] / agreed.step)
+            return np.concatenate([multiples, vector.numpy()[-COUNTS:]]).astype(np.int64).view(np.uint64)
+
+        return cox_table(fit_of_sums(total, agreed, names, len(terms.sizes)), names, agreed), None
+
+    def bounds(self, question: Question, terms: AnalysisTerms) -> Bounds:
+        most, values = float(terms.most_rows), question.values
+        p = len(ranges_of(terms.schema)[0])
+        moments = 1 + p + p * (p + 1) // 2
+        if question.name == "means":
+            return Bounds.join([Bounds.counts(1, most), _symmetric(p, most)])
+        if question.name == "spreads":
+            return Bounds.join([_symmetric(p, 4 * most), Bounds.counts(1, most)])
+        if question.name == "risk":
+            bins = len(values["times"])
+            reach = (1 + values["centre"].abs()) / values["spread"]
+            weight = most * float(torch.exp((values["beta"].abs() @ reach).clamp(max=MAX_EXPONENT)))
+            largest = max(1.0, float(reach.max()))
+            sums = _symmetric(bins * 2 * moments, weight * largest**2)
+            return Bounds.join([sums, Bounds.counts(bins, most), _symmetric(bins * p, most * largest)])
+        agreed = self._merged(terms)
+        counts = Bounds.counts(COUNTS, most)
+        if self.stratify:
+            lowest = most * (2 * float(values["beta"].abs().sum()) + float(np.log(most + 1)))
+            value = Bounds.between(torch.tensor([-lowest]), torch.zeros(1) + agreed.step, agreed.step)
+            return Bounds.join([value, _symmetric(agreed.length - COUNTS - 1, 2 * most, agreed.step), counts])
+        return Bounds.join([_symmetric(agreed.length - COUNTS, most, agreed.step), counts])
+
+    def answer(self, question: Question, client: ClientRows, terms: AnalysisTerms) -> Tensor | None:
+        site, design = _site_of(client, terms), design_of(client, terms)
+        values = {name: value.numpy() for name, value in question.values.items()}
+        low, high = ranges_of(terms.schema)
+        scaled = (site.x - (high + low) / 2) / ((high - low) / 2)
+        if question.name == "means":
+            return tensor(float(len(scaled)), scaled.sum(0))
+        if question.name == "spreads":
+            return tensor(((scaled - values["centre"]) ** 2).sum(0), site.event.sum())
+        if question.name == "risk":
+            standard = site._replace(x=(scaled - values["centre"]) / values["spread"])
+            with np.errstate(over="ignore", invalid="ignore"):
+                sums = risk_sums(standard, values["beta"], values["times"])
+                answer = tensor(*(part for of in (sums.risk, sums.tied) for part in (of[0], of[1], triangle(of[2]))),
+                                sums.deaths, sums.total)  # fmt: skip
+            return answer if bool(answer.isfinite().all()) else None
+        agreed = self._merged(terms)
+        try:
+            vector = SiteVectors(site, agreed, design.left_out).at(values["beta"]).view(np.int64)
+        except DataError:  # a sum that has no room: Newton's step is too long
+            return None
+        return tensor(vector[:-COUNTS] * agreed.step, vector[-COUNTS:].astype(float))
+
+    def _agreement(self, terms: AnalysisTerms) -> CoxAgreement:
+        low, high = ranges_of(terms.schema)
+        last = self.until or (terms.schema.target_ranges[0] or (0.0, 1.0))[1]
+        ends = np.zeros(0) if self.width is None else bin_ends(self.width, last)
+        return CoxAgreement(ends, low, high, self.least, ties=self.ties, stratify=self.stratify, ridge=self.strength)
+
+    def _merged(self, terms: AnalysisTerms) -> CoxAgreement:
+        agreed = self._agreement(terms)
+        if terms.rules.fewest == 1:
+            return agreed
+        filled = np.stack([flags.numpy() > 0 for flags in terms.published])
+        return merged_ends(agreed, filled, terms.rules.missing, terms.rules.fewest)
+
+    def _exact(self, ask: Callable[[Question], Total], terms: AnalysisTerms, names: Sequence[str]) -> SecureCoxFit:
+        """Return the fit of all rows at their exact times."""
+        low, high = ranges_of(terms.schema)
+        total, first = ask(Question("means"))
+        means = total.numpy()
+        rows = means[0]
+        if not rows:
+            raise DataError("no row is complete and within the agreed ranges; drop columns, or agree on wider ranges")
+        centre = means[1:] / rows
+        squares, (events,) = np.split(ask(Question("spreads", {"centre": torch.from_numpy(centre)}))[0].numpy(), [-1])
+        spread = np.sqrt(squares / rows)
+        if not events:
+            raise DataError("no row has an event; nothing can be fitted")
+        if not (spread > VARYING).all():
+            raise DataError(f"{names[int((spread <= VARYING).argmax())]} is the same in every row; leave it out")
+        times = np.unique(np.concatenate([some.numpy() for some in terms.published]))
+        public = {"centre": centre, "spread": spread, "times": times}
+
+        def at(beta: Floats) -> Likelihood:
+            values = {name: torch.from_numpy(value) for name, value in {"beta": beta, **public}.items()}
+            vector, info = ask(Question("risk", values))
+            if info.neutral > first.neutral:
+                return impossible(len(beta))
+            return likelihood(_opened(vector.numpy(), len(beta)), beta, self.ties)
+
+        if self.strength is None:
+            beta, here = newton(at, names)
+        else:
+            beta, here = newton(ridged(at, rows * self.strength * np.ones(len(names))), names, penalty="ridge")
+        unit = spread * (high - low) / 2
+        se = np.sqrt(np.linalg.inv(here.information).diagonal())
+        value = at(beta).value if self.strength is not None else here.value
+        ridge = None if self.strength is None else Ridge(self.strength)
+        fit = CoxFit(beta / unit, se / unit, value, int(events), int(rows), ridge)
+        everyone = int(terms.sizes.sum())
+        return SecureCoxFit(fit, np.zeros(len(beta)), BinningLoss(int(rows), int(events), 0, 0, everyone - int(rows)))
+
+
+def _site_of(client: ClientRows, terms: AnalysisTerms) -> SurvivalSite:
+    design = design_of(client, terms)
+    return SurvivalSite(design.x, *design.y.T)
+
+
+def _opened(vector: Floats, p: int) -> RiskSums:
+    """Return the sums that an answer to "risk" holds."""
+    half = p * (p + 1) // 2
+    bins = len(vector) // (2 * (1 + p + half) + 1 + p)
+    ends = np.cumsum([bins, bins * p, bins * half] * 2 + [bins])
+    parts = np.split(vector, ends)
+    moments = [
+        (zero, one.reshape(bins, p), square(two.reshape(bins, half), p)) for zero, one, two in (parts[:3], parts[3:6])
+    ]
+    return RiskSums(moments[0], moments[1], parts[6], parts[7].reshape(bins, p))
+
+
+def _symmetric(numbers: int, most: float, step: float = 2.0**-36) -> Bounds:
+    """Return the bounds of numbers of either sign."""
+    ends = torch.full((numbers,), float(most), dtype=torch.float64)
+    return Bounds.between(-ends, ends, step)

@@ -1,0 +1,196 @@
+"""Linear, logistic and Poisson regression over the rows of all clients by sums, with intervals.
+
+References: P. McCullagh and J. A. Nelder, "Generalized Linear Models", 2nd ed., Chapter 2; Y. Wu et al., "GLORE", JAMIA
+2012.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import numpy as np
+import pyarrow as pa
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from fedloom.analyses import AnalysisTerms, Bounds, ClientRows, Question, Schema, ScriptedAnalysis, Total
+from fedloom.errors import DataError, Refused
+from fedloom.tasks.cox import newton
+from fedloom.tasks.glm import FAMILIES, GlmFit, GlmSite, glm_sums
+from fedloom.tasks.penalty import Floats, Likelihood, Ridge, impossible, ridged
+from fedloom_clinic.columns import design_of, names_of, ranges_of, require_columns, square, tensor, triangle
+
+if TYPE_CHECKING:
+    from fedloom.engine.setting import Setting
+
+FAMILY_OF_TASK = {"binary": "logistic", "count": "poisson", "regression": "linear"}
+VARYING = 1e-9
+"""Standard deviation of a column, in its agreed range, from which it varies."""
+MAX_EXPONENT = 700.0
+"""Linear predictor at which a bound is taken at most; exp of more is no number of float64."""
+
+
+class Glm(ScriptedAnalysis):
+    """Regression over the rows of all clients, by sums: logistic for a binary task, Poisson for counts, else linear."""
+
+    kind: ClassVar[str] = "glm"
+    questions: ClassVar = {
+        "means": {},
+        "spreads": {"centre": 1},
+        "step": {"beta": 1, "centre": 1, "spread": 1},
+    }
+
+    by_site: bool = Field(False, description="an intercept for every client; clients then show sums of their own rows")
+
+    penalty: Literal["none", "ridge"] = Field("none", description="ridge: shrink coefficients, also of separated rows")
+    strength: float | None = Field(
+        None, gt=0, description="of the ridge, per row and for columns of unit deviation; intercepts are free"
+    )
+
+    @model_validator(mode="after")
+    def _together(self) -> Glm:
+        if (self.penalty == "ridge") != (self.strength is not None):
+            raise ValueError("penalty = 'ridge' and strength go together, as in penalty = 'ridge', strength = 0.1")
+        return self
+
+    @property
+    def shows_rows(self) -> bool:
+        return self.by_site
+
+    def check(self, schema: Schema, setting: Setting | None = None) -> None:
+        if schema.task not in FAMILY_OF_TASK or len(schema.target_ranges) != 1:
+            cure = (
+                "a Cox regression is for times to an event" if schema.task == "survival" else "take one or two classes"
+            )
+            raise Refused(
+                f"a regression is of one number or of two classes, and {schema.name} is a {schema.task}; {cure}"
+            )
+        require_columns(schema, "a regression")
+
+    def conclude(self, ask: Callable[[Question], Total], terms: AnalysisTerms) -> tuple[pa.Table, None]:
+        fit = self._fit(ask, terms)
+        low, high = fit.interval()
+        figures = {"coefficient": fit.beta, "standard_error": fit.se, "low": low, "high": high, "p": fit.p_values}
+        table = pa.table({"column": pa.array(fit.names, pa.string()), **{k: pa.array(v) for k, v in figures.items()}})
+        facts = {"family": FAMILY_OF_TASK[terms.schema.task], "rows": fit.rows}
+        facts |= {} if self.strength is None else {"ridge": self.strength}
+        facts["left_out"] = int(terms.sizes.sum()) - fit.rows
+        for name, fact in facts.items():
+            table = table.append_column(name, pa.array([fact] * len(table)))
+        return table, None
+
+    def bounds(self, question: Question, terms: AnalysisTerms) -> Bounds:
+        most, values = float(terms.most_rows), question.values
+        numbers = len(ranges_of(terms.schema)[0]) + 1  # columns and the target
+        if question.name == "means":
+            return Bounds.join([Bounds.counts(1, most), _symmetric(torch.full((numbers,), most))])
+        if question.name == "spreads":
+            return _symmetric(torch.full((numbers,), 4 * most))
+        beta, first = values["beta"], self._intercepts(terms)
+        reach = torch.cat([torch.ones(first), ((1 + values["centre"].abs()) / values["spread"])[:-1]])
+        eta = min(float(beta.abs() @ reach), MAX_EXPONENT)
+        family = FAMILY_OF_TASK[terms.schema.task]
+        cumulant, mean, variance = (float(abs(link(np.array([eta]))[0])) for link in FAMILIES[family][:3])
+        low, high = self._target_range(terms)
+        target = (
+            max(abs(low), abs(high))
+            if family != "linear"
+            else float(((1 + values["centre"].abs()) / values["spread"])[-1])
+        )
+        variance = 0.25 if family == "logistic" else variance
+        value = torch.tensor([most * (target * eta + max(cumulant, 1.0)), most * target**2])
+        gradient = most * (target + max(mean, 1.0)) * reach
+        information = most * variance * torch.from_numpy(triangle(torch.outer(reach, reach).numpy()))
+        return _symmetric(torch.cat([value, gradient, information]))
+
+    def answer(self, question: Question, client: ClientRows, terms: AnalysisTerms) -> Tensor | None:
+        values = {name: value.numpy() for name, value in question.values.items()}
+        design, (low, high) = design_of(client, terms), ranges_of(terms.schema)
+        bottom, top = self._target_range(terms)
+        half = np.append((high - low) / 2, (top - bottom) / 2)
+        columns = np.column_stack([design.x, design.y])
+        scaled = (columns - np.append((high + low) / 2, (top + bottom) / 2)) / half
+        if question.name == "means":
+            return tensor(float(len(scaled)), scaled.sum(0))
+        if question.name == "spreads":
+            return tensor(((scaled - values["centre"]) ** 2).sum(0))
+        standard = (scaled - values["centre"]) / values["spread"]
+        linear = terms.schema.task == "regression"
+        y = standard[:, -1] if linear else design.y[:, 0]
+        ones = np.zeros((len(y), self._intercepts(terms)))
+        ones[:, client.place if self.by_site else 0] = 1
+        with np.errstate(over="ignore", invalid="ignore"):
+            here = glm_sums(
+                GlmSite(np.hstack([ones, standard[:, :-1]]), y), values["beta"], FAMILY_OF_TASK[terms.schema.task]
+            )
+            answer = tensor(here.value, y @ y, here.gradient, triangle(here.information))
+        return answer if bool(answer.isfinite().all()) else None
+
+    def _fit(self, ask: Callable[[Question], Total], terms: AnalysisTerms) -> GlmFit:
+        names, first, family = names_of(terms.schema), self._intercepts(terms), FAMILY_OF_TASK[terms.schema.task]
+        total, info = ask(Question("means"))
+        count = int(total[0])
+        if not count:
+            raise DataError("no row is complete and within the agreed ranges; drop columns, or agree on wider ranges")
+        centre = total.numpy()[1:] / count
+        squares = ask(Question("spreads", {"centre": torch.from_numpy(centre)}))[0].numpy()
+        spread = np.sqrt(squares / count)
+        for name, varies in zip(names, spread > VARYING, strict=False):
+            if not varies:
+                raise DataError(f"{name} is the same in every row; leave it out")
+        low, high = ranges_of(terms.schema)
+        bottom, top = self._target_range(terms)
+        half, mid = np.append((high - low) / 2, (top - bottom) / 2), np.append((high + low) / 2, (top + bottom) / 2)
+        if not spread[-1] > VARYING:
+            raise DataError(f"the target is {mid[-1] + half[-1] * centre[-1]:g} in every row; nothing can be fitted")
+        public = {"centre": torch.from_numpy(centre), "spread": torch.from_numpy(spread)}
+        labels = [f"intercept {k}" for k in range(first)] if self.by_site else ["intercept"]
+        size, of_targets = first + len(names), 0.0
+
+        def at(beta: Floats) -> Likelihood:
+            nonlocal of_targets
+            vector, now = ask(Question("step", {"beta": torch.from_numpy(beta), **public}))
+            if now.neutral > info.neutral:
+                return impossible(size)
+            numbers = vector.numpy()
+            of_targets = float(numbers[1])
+            return Likelihood(float(numbers[0]), numbers[2 : 2 + size], square(numbers[2 + size :], size))
+
+        weights = np.concatenate([np.zeros(first), np.full(len(names), count * (self.strength or 0.0))])
+        if self.strength is None:
+            beta, here = newton(at, [*labels, *names], intercepts=first)
+        else:
+            beta, here = newton(ridged(at, weights), [*labels, *names], intercepts=first, penalty="ridge")
+        inverse = np.linalg.inv(here.information)
+        unit, middle = (spread[-1] * half[-1], mid[-1] + half[-1] * centre[-1]) if family == "linear" else (1.0, 0.0)
+        scale = 1.0
+        if family == "linear":  # residuals: y'y - 2 (value), as value is y'eta - eta^2/2
+            exact = at(beta) if self.strength is not None else here
+            spent = size if self.strength is None else float(np.trace(inverse @ exact.information))
+            if count <= spent:
+                raise DataError(f"{count} rows for {size} coefficients leave no residual; leave columns out")
+            scale = (of_targets - 2 * exact.value) / (count - spent)
+        unit_of, centre_of = (spread * half)[:-1], (mid + half * centre)[:-1]
+        back = np.eye(size)  # coefficients as they are measured are linear in these
+        back[first:, first:] = np.diag(1 / unit_of)
+        back[:first, first:] = -(centre_of / unit_of)
+        covariance = back @ inverse @ back.T * scale * unit**2
+        beta = back @ beta * unit
+        beta[:first] += middle
+        ridge = None if self.strength is None else Ridge(self.strength)
+        return GlmFit([*labels, *names], beta, np.sqrt(covariance.diagonal()), count, ridge)
+
+    def _intercepts(self, terms: AnalysisTerms) -> int:
+        return len(terms.sizes) if self.by_site else 1
+
+    @staticmethod
+    def _target_range(terms: AnalysisTerms) -> tuple[float, float]:
+        low, high = terms.schema.target_ranges[0] or (0.0, 1.0)
+        return low, max(high, low + 1e-9)
+
+
+def _symmetric(most: Tensor) -> Bounds:
+    """Return the bounds of numbers of either sign."""
+    return Bounds.between(-most.double(), most.double())

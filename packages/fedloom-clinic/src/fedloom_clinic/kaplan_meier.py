@@ -1,0 +1,201 @@
+"""Kaplan-Meier curves, the log-rank test and restricted means by group, from counts in agreed time bins.
+
+References: E. L. Kaplan and P. Meier, JASA 1958; variance by M. Greenwood, 1926; N. Mantel, Cancer Chemother. Rep. 1966
+(log-rank); P. Royston and M. K. B. Parmar, Stat. Med. 2011 (restricted mean).
+
+A time counts as the end of its bin, so that curve and test are those of the binned times. Of the exact times, with n at
+risk, d events and c censored rows in a bin, the factor of a bin lies between 1 - d / (n - c) and 1 - d / n, whatever
+their order; so each curve has a bound of its error, and so has each mean.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import torch
+from numpy.typing import NDArray
+from pydantic import Field
+from scipy.stats import chi2, norm
+from torch import Tensor
+
+from fedloom.analyses import Analysis, AnalysisTerms, Bounds, ClientRows, Info, Question, Schema
+from fedloom.analyses.tables import NUMBER, TEXT, table_of
+from fedloom.errors import DataError, Refused
+from fedloom.tasks.cox_vectors import bin_ends
+from fedloom_clinic.cells import (
+    CLIENT_GROUP,
+    Cells,
+    group_codes,
+    groups_of,
+    merged_bins,
+    merged_cells,
+    summed,
+)
+
+if TYPE_CHECKING:
+    from fedloom.engine.setting import Setting
+
+Floats = NDArray[np.float64]
+
+
+class Counted(NamedTuple):
+    """Cells of the question, and the total ``[G, 2, J]`` of events and of other ends once it is known."""
+
+    groups: Cells
+    ends: Tensor
+    total: Tensor | None = None
+
+
+class Curve(NamedTuple):
+    """Kaplan and Meier's curve of one group ``[J]``, with its smallest value for the exact times, and log variance."""
+
+    at_risk: Floats
+    events: Floats
+    censored: Floats
+    survival: Floats
+    lowest: Floats
+    variance: Floats
+
+
+class KaplanMeier(Analysis):
+    """Survival curves by group, the log-rank test and restricted means, on agreed time bins."""
+
+    kind: ClassVar[str] = "kaplan-meier"
+    questions: ClassVar = {"counts": {}}
+
+    width: float = Field(gt=0, description="width of time bins, in the unit of the times")
+    until: float | None = Field(
+        None, gt=0, description="end of the last bin, where later times are censored; None: the largest time"
+    )
+    group: str | None = Field(None, description="a column with levels, or 'client'; None: one curve")
+    level: float = Field(0.95, gt=0, lt=1, description="coverage of the intervals")
+
+    @property
+    def shows_rows(self) -> bool:
+        return self.group == CLIENT_GROUP
+
+    @property
+    def kept_columns(self) -> tuple[str, ...]:
+        return () if self.group in (None, CLIENT_GROUP) else (str(self.group),)
+
+    def check(self, schema: Schema, setting: Setting | None = None) -> None:
+        if schema.task != "survival":
+            raise Refused(
+                f"survival curves are of times to an event, and {schema.name} is a {schema.task}; leave it out"
+            )
+        groups_of(schema, self.group, 1)
+
+    def publish(self, client: ClientRows, terms: AnalysisTerms) -> Tensor:
+        counts = self._counts(client, terms)
+        flags = torch.cat([counts.sum((1, 2)), counts[:, 0].flatten()])
+        return (flags >= terms.rules.least).double()
+
+    def start(self, terms: AnalysisTerms) -> Counted:
+        names, ends = groups_of(terms.schema, self.group, len(terms.sizes)), self._ends(terms)
+        flags = torch.stack(terms.published)
+        groups = merged_cells(names, flags[:, : len(names)], terms.rules)
+        filled = flags[:, len(names) :].view(len(flags), len(names), -1)
+        filled = (groups.members @ filled > 0).double()
+        of = merged_bins(filled, terms.rules)
+        last = [int((of == k).nonzero().max()) for k in range(int(of.max()) + 1)]
+        return Counted(groups, ends[last])
+
+    def question(self, state: Counted) -> Question | None:
+        return Question("counts") if state.total is None else None
+
+    def bounds(self, question: Question, terms: AnalysisTerms) -> Bounds:
+        state = self.start(terms)
+        return Bounds.counts(len(state.groups.names) * 2 * len(state.ends), terms.most_rows)
+
+    def answer(self, question: Question, client: ClientRows, terms: AnalysisTerms) -> Tensor:
+        state = self.start(terms)
+        counts = self._counts(client, terms)
+        of = torch.searchsorted(state.ends, self._ends(terms)).clamp(max=len(state.ends) - 1)
+        return summed((state.groups.members @ counts.flatten(1)).view(-1, 2, len(of)), of).flatten()
+
+    def step(self, state: Counted, total: Tensor, info: Info) -> Counted:
+        if not total.any():
+            raise DataError("no row has a time; nothing can be drawn")
+        return state._replace(total=total.view(len(state.groups.names), 2, -1))
+
+    def result(self, state: Counted) -> pa.Table:
+        assert state.total is not None
+        counts, ends = state.total.numpy(), state.ends.numpy()
+        used = [k for k in range(len(counts)) if counts[k].any()]
+        statistic, p = log_rank(counts[used])
+        rows = list[tuple[object, ...]]()
+        widths = np.diff(ends, prepend=0.0)
+        for k in used:
+            curve = curve_of(counts[k])
+            before, below = np.append(1.0, curve.survival[:-1]), np.append(1.0, curve.lowest[:-1])
+            mean = float((widths * before).sum())
+            error = float((widths * (before - np.minimum(below, curve.lowest))).sum())
+            later = np.append((widths * before)[::-1].cumsum()[::-1][1:], 0.0)  # area to the right of every end
+            left = curve.at_risk - curve.events
+            hazard = np.divide(curve.events, curve.at_risk * left, out=np.zeros_like(left), where=left > 0)
+            se = float(np.sqrt((later**2 * hazard).sum()))
+            low, high = interval(curve, self.level)
+            for j, end in enumerate(ends.tolist()):
+                figures = (curve.at_risk, curve.events, curve.censored, curve.survival, low, high)
+                rows.append((
+                    state.groups.names[k], end, *(float(part[j]) for part in figures),
+                    float(curve.survival[j] - curve.lowest[j]), mean, se, error, statistic, p,
+                ))  # fmt: skip
+        names = (
+            "time", "at_risk", "events", "censored", "survival", "low", "high", "binning_error", "restricted_mean",
+            "restricted_mean_se", "restricted_mean_error", "log_rank", "p",
+        )  # fmt: skip
+        return table_of(rows, group=TEXT, **dict.fromkeys(names, NUMBER))
+
+    def _ends(self, terms: AnalysisTerms) -> Tensor:
+        last = self.until or (terms.schema.target_ranges[0] or (0.0, 1.0))[1]
+        return torch.from_numpy(bin_ends(self.width, last))
+
+    def _counts(self, client: ClientRows, terms: AnalysisTerms) -> Tensor:
+        """Return events and other ends of rows ``[G, 2, J]`` in the agreed bins and groups."""
+        ends, groups = self._ends(terms), len(groups_of(terms.schema, self.group, len(terms.sizes)))
+        place = torch.searchsorted(ends, client.y[:, 0].contiguous())
+        event = (client.y[:, 1] == 1) & (place < len(ends))
+        at = (group_codes(client, terms.schema, self.group) * 2 + (~event).long()) * len(ends)
+        at = at + place.clamp(max=len(ends) - 1)
+        return torch.bincount(at, minlength=groups * 2 * len(ends)).double().view(groups, 2, -1)
+
+
+def curve_of(counts: Floats) -> Curve:
+    """Return the curve of counts ``[2, J]`` of events and of rows that are censored."""
+    events, censored = counts
+    at_risk = (events + censored)[::-1].cumsum()[::-1]
+    factors, lowest = (
+        1 - np.divide(events, risk, out=np.zeros_like(events), where=risk > 0) for risk in (at_risk, at_risk - censored)
+    )
+    left = at_risk - events
+    terms = np.divide(events, at_risk * left, out=np.zeros_like(events), where=left > 0)
+    return Curve(at_risk, events, censored, factors.cumprod(), np.maximum(lowest, 0).cumprod(), terms.cumsum())
+
+
+def interval(curve: Curve, level: float) -> tuple[Floats, Floats]:
+    """Return the ends ``[J]`` of intervals on the scale of log(-log S), as lifelines has them."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        log = np.log(curve.survival)
+        reach = norm.ppf(0.5 + level / 2) * np.sqrt(curve.variance) / log
+        low, high = (np.exp(-np.exp(np.log(-log) + sign * reach)) for sign in (-1, 1))
+    same = ~np.isfinite(low) | ~np.isfinite(high)
+    return np.where(same, curve.survival, low), np.where(same, curve.survival, high)
+
+
+def log_rank(counts: Floats) -> tuple[float | None, float | None]:
+    """Return the log-rank statistic of groups ``[G, 2, J]``, and its p value; None with fewer than two groups."""
+    if len(counts) < 2:
+        return None, None
+    events = counts[:, 0]
+    at_risk = counts.sum(1)[:, ::-1].cumsum(1)[:, ::-1]
+    d, n = events.sum(0), at_risk.sum(0)
+    at = d > 0
+    share = at_risk[:, at] / n[at]
+    gap = (events[:, at] - d[at] * share).sum(1)[:-1]
+    scale = d[at] * (n[at] - d[at]) / np.maximum(n[at] - 1, 1)
+    covariance = (np.einsum("gj,gh->ghj", share, np.eye(len(share))) - share[:, None] * share[None]) @ scale
+    statistic = float(gap @ np.linalg.pinv(covariance[:-1, :-1]) @ gap)
+    return statistic, float(chi2.sf(statistic, len(counts) - 1))

@@ -1,0 +1,96 @@
+"""A new client: every method without each client in turn, its model scored at the one that was left out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import ClassVar
+
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from fedloom.analyses import Analysis, FurtherRun
+from fedloom.analyses.tables import NUMBER, TEXT, WHOLE, table_of
+from fedloom.data.federation import PARTS, Federation, Split
+from fedloom.data.groups import subjects_of
+from fedloom.engine.result import Result
+from fedloom.engine.setting import Setting
+from fedloom.errors import Refused
+from fedloom.tasks import task_of
+from fedloom.trained.model import Model
+from fedloom.trained.predictions import NEW_SCALE, TYPICAL_SCALE
+
+SAMPLES = "samples"
+"""Name under which the number of samples of the left out client is recorded."""
+FEWEST_CLIENTS = 3
+"""Clients of which one can be left out."""
+
+
+class LeftOut(Analysis):
+    """Every method without each client in turn, its global model scored at the client that was left out."""
+
+    kind: ClassVar[str] = "left-out"
+
+    def check_run(self, fed: Federation, setting: Setting | None = None) -> None:
+        if fed.n < FEWEST_CLIENTS:
+            raise Refused(f"left-out trains with {FEWEST_CLIENTS} clients or more, and there are {fed.n}; leave it out")
+
+    def units(self, setting: Setting, fed: Federation, result: Result) -> Iterator[FurtherRun]:
+        scored = setting.evaluate.with_(every=setting.rounds, parts=("test",), select_on="test")
+        for client in range(fed.n) if "global" in result.models.kinds() else ():
+            score = partial(scores_of_new, fed=fed, client=client)
+            yield FurtherRun(setting.with_(evaluate=scored), without(fed, client), score)
+
+
+def without(fed: Federation, client: int) -> Federation:
+    """The federation of all clients but one; samples of that one stay in the data set and belong to no client."""
+    ids = torch.tensor([i for i in range(fed.n) if i != client])
+    parts = {}
+    for part in PARTS:
+        index, sizes = fed.gather(part, ids)
+        parts[part] = Split(index, torch.cat([torch.zeros(1, dtype=torch.long, device=sizes.device), sizes.cumsum(0)]))
+    data = fed.data
+    if data.fitted is not None:
+        data = replace(data, fitted=data.fitted._replace(values=data.fitted.values[ids]))
+    names = tuple(fed.names[i] for i in ids.tolist())
+    groups = None if fed.groups is None else fed.groups[ids.to(fed.groups.device)]
+    cut = {**fed.partition, "test": 0.0}  # the client that is left out is the test part
+    return replace(fed, data=data, parts=parts, names=names, groups=groups, test=None, partition=cut)
+
+
+def scores_of_new(result: Result, fed: Federation, client: int) -> pa.Table:
+    """The global model of a run without a client on all samples of this one: client, scaling, metric, value.
+
+    Columns of a table are scaled by the medians of the other clients, which is how a new client uses the model; and on
+    the client's own rows, which is what it could do with its rows at hand.
+
+    Args:
+        result: of the run without the client.
+        fed: with the client.
+        client: who was left out.
+    """
+    rows: list[tuple[int, str, str, float]] = []
+    index = torch.cat([fed.indices(part, client) for part in PARTS]).cpu()
+    if (subjects := subjects_of(fed.data)) is not None:  # who is at another client too may have been trained on
+        trained = torch.cat([result.job.eval_fed.parts[part].index.cpu() for part in ("train", "validation")])
+        index = index[~torch.isin(subjects[index], subjects[trained])]
+    raw = fed.data.x.cpu() if fed.data.fitted is None else fed.data.fitted.raw
+    if len(index):
+        for scaling, model in _models(result, raw[index]):
+            y = fed.targets(index.to(fed.device)).cpu()
+            outputs = model.outputs(raw[index])
+            owner = torch.zeros(len(index), dtype=torch.long)
+            values = task_of(fed.data, model.recipe.objective).metrics(outputs.flatten(0, -2), y, owner, 1)
+            rows.append((client, scaling, SAMPLES, float(len(index))))
+            rows += [(client, scaling, name, float(value)) for name, value in values.items()]
+    return table_of(rows, client=WHOLE, scaling=TEXT, metric=TEXT, value=NUMBER)
+
+
+def _models(result: Result, x: Tensor) -> Iterator[tuple[str, Model]]:
+    model = result.models.ready("global")
+    yield TYPICAL_SCALE, model
+    if (table := model.recipe.facts.table) is not None:
+        owner = torch.zeros(len(x), dtype=torch.long)
+        yield NEW_SCALE, replace(model, fitted=table.fit(x, owner, owner == 0)[0])

@@ -1,0 +1,89 @@
+"""Reference models of scikit-learn, fitted at every site on its own rows: a regression and a forest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from fedloom.analyses import Analysis
+from fedloom.analyses.tables import NUMBER, TEXT, WHOLE, table_of
+from fedloom.data.federation import Federation
+from fedloom.engine.result import Result
+from fedloom.engine.setting import Setting
+from fedloom.errors import Refused
+
+TREES = 200
+SMALLEST = 1e-12
+"""Probability that stands for 0."""
+
+
+class References(Analysis):
+    """Regression and forest of scikit-learn, fitted at every client of a table, after the last round."""
+
+    kind: ClassVar[str] = "references"
+    per: ClassVar[str] = "seed"
+
+    def check_run(self, fed: Federation, setting: Setting | None = None) -> None:
+        check_references(fed)
+
+    def measure(self, result: Result) -> tuple[pa.Table, Sequence[str]]:
+        return references(result), ()
+
+
+def check_references(fed: Federation) -> None:
+    """Refuse data that the reference models do not take.
+
+    Raises:
+        Refused: the samples are no rows of a table, or their targets are times or counts.
+    """
+    if fed.data.fitted is None or fed.data.task in ("survival", "count"):
+        raise Refused(
+            f"references fits models to classes or measurements of a table, and {fed.data.name} has "
+            f"targets of a {fed.data.task}",
+            rule="references-need-a-table",
+            fix="leave it out",
+        )
+
+
+def references(result: Result) -> pa.Table:
+    """Metrics of the reference models on every client's test part: client, model, metric, value.
+
+    They are fitted to the features of the client's training part, as the networks get them. A client whose training
+    part has one class only has no logistic regression and no forest.
+    """
+    fed, task, rows = result.job.eval_fed, result.job.oracle.task, list[tuple[int, str, str, float]]()
+    for client in result.job.scored_ids.tolist():
+        train, test = (fed.indices(part, client) for part in ("train", "test"))
+        if not len(test) or (fed.data.classed and len(fed.targets(train).unique()) < 2):
+            continue
+        for name, model in _models(fed, result.job.setting.seed).items():
+            model.fit(fed.fetch(train).double().cpu().numpy(), fed.targets(train).squeeze(-1).cpu().numpy())
+            outputs = _outputs(fed, model, fed.fetch(test).double().cpu().numpy())
+            owner = torch.zeros(len(test), dtype=torch.long)
+            scores = task.metrics(outputs, fed.targets(test), owner, 1)
+            rows += [(client, name, metric, float(value)) for metric, value in scores.items()]
+    return table_of(rows, client=WHOLE, model=TEXT, metric=TEXT, value=NUMBER)
+
+
+def _models(fed: Federation, seed: int) -> dict[str, Any]:
+    from sklearn.ensemble import RandomForestClassifier, RandomForestRegressor  # slow to import
+    from sklearn.linear_model import LogisticRegression, Ridge
+
+    forest = {"n_estimators": TREES, "min_samples_leaf": 5, "random_state": seed}
+    if fed.data.classed:
+        return {"logistic regression": LogisticRegression(max_iter=1000), "forest": RandomForestClassifier(**forest)}
+    return {"linear regression": Ridge(), "forest": RandomForestRegressor(**forest)}
+
+
+def _outputs(fed: Federation, model: Any, x: np.ndarray[Any, Any]) -> Tensor:
+    """What a network of the task would give: logits of classes, or values."""
+    if not fed.data.classed:
+        return torch.from_numpy(model.predict(x).reshape(len(x), -1))
+    p = torch.full((len(x), len(fed.data.classes)), SMALLEST, dtype=torch.float64)
+    p[:, torch.from_numpy(model.classes_).long()] = torch.from_numpy(model.predict_proba(x)).clamp(min=SMALLEST)
+    return (p[:, 1:] / p[:, :1]).log() if fed.data.task == "binary" else p.log()

@@ -1,0 +1,166 @@
+"""Ridge regression of numbers or classes over all clients, from Gram matrices: a predictor in three questions.
+
+References: A. E. Hoerl and R. W. Kennard, Technometrics 1970; sums over sites as in V. Nikolaenko et al., S&P 2013.
+
+Inputs are those that a model gets, of training rows. Clients first send means, then squares about the means, then the
+Gram matrix of standardized inputs and targets; so coefficients lose no digits to the size of a column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from fedloom.analyses import AnalysisTerms, Bounds, ClientRows, Question, Schema, ScriptedAnalysis, Total
+from fedloom.analyses.tables import NUMBER, TEXT, table_of
+from fedloom.errors import DataError, Refused
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from fedloom.engine.setting import Setting
+
+SMALLEST_SPREAD = 1e-9
+"""Deviation of an input, in the largest that is agreed on, below which it is the same in every row."""
+
+
+class Samples(NamedTuple):
+    """Inputs ``[N, p]`` and targets ``[N, c]`` of a client's complete training rows."""
+
+    x: Tensor
+    y: Tensor
+
+
+class LinearPredictor(nn.Module):
+    """Outputs ``[b, c]`` of inputs ``[b, *shape]``: numbers in the unit of the label, or scores of classes."""
+
+    def __init__(self, weight: Tensor, bias: Tensor) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(weight), nn.Parameter(bias)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return the outputs in the dtype of the inputs."""
+        return inputs.flatten(1) @ self.weight.to(inputs).T + self.bias.to(inputs)
+
+
+class RidgeRegression(ScriptedAnalysis):
+    """Ridge regression over the training rows of all clients, by sums; of classes on one-hot targets."""
+
+    kind: ClassVar[str] = "ridge"
+    questions: ClassVar = {"means": {}, "spreads": {"centre": 1}, "gram": {"centre": 1, "spread": 1}}
+
+    strength: float = Field(
+        0.01, ge=0, description="penalty per row, for inputs of unit deviation: scikit-learn's Ridge(alpha) over rows"
+    )
+    largest: float = Field(1000.0, gt=0, description="largest absolute number of an input that clients agree on")
+
+    def check(self, schema: Schema, setting: Setting | None = None) -> None:
+        if schema.task not in ("regression", "binary", "classification"):
+            raise Refused(f"a ridge regression is of numbers or classes, and {schema.name} is a {schema.task}")
+
+    def bounds(self, question: Question, terms: AnalysisTerms) -> Bounds:
+        most, p, c = float(terms.most_rows), len(input_names(terms.schema)), self._outputs(terms.schema)
+        reach = torch.full((p,), self.largest, dtype=torch.float64)
+        low, high = self._target_range(terms.schema)
+        target = torch.full((c,), max(abs(low), abs(high)), dtype=torch.float64)
+        both = torch.cat([reach, target])
+        if question.name == "means":
+            return Bounds.join([Bounds.counts(1, most), _of_rows(both, most)])
+        if question.name == "spreads":
+            return _of_rows(4 * both**2, most)
+        standard = (both + question.values["centre"].abs()) / question.values["spread"]
+        products = torch.outer(standard[:p], standard)
+        upper = torch.triu_indices(p, p)
+        return _of_rows(torch.cat([products[:, :p][upper[0], upper[1]], products[:, p:].flatten()]), most)
+
+    def answer(self, question: Question, client: ClientRows, terms: AnalysisTerms) -> Tensor:
+        x, y = self._samples(client, terms.schema)
+        both = torch.cat([x, y], 1)
+        if question.name == "means":
+            return torch.cat([torch.tensor([len(x)], dtype=torch.float64), both.sum(0)])
+        gap = both - question.values["centre"]
+        if question.name == "spreads":
+            return (gap**2).sum(0)
+        z = gap / question.values["spread"]
+        p = x.shape[1]
+        upper, gram = torch.triu_indices(p, p), z[:, :p].T @ z
+        return torch.cat([gram[:, :p][upper[0], upper[1]], gram[:, p:].flatten()])
+
+    def conclude(self, ask: Callable[[Question], Total], terms: AnalysisTerms) -> tuple[pa.Table, nn.Module]:
+        inputs = input_names(terms.schema)
+        p, c = len(inputs), self._outputs(terms.schema)
+        total, _ = ask(Question("means"))
+        rows = int(total[0])
+        if not rows:
+            raise DataError("no training row is complete; impute missing cells, or give training rows")
+        centre = total[1:] / rows
+        spread = (ask(Question("spreads", {"centre": centre}))[0] / rows).sqrt()
+        still = spread[:p] <= SMALLEST_SPREAD * self.largest
+        spread = torch.where(torch.cat([still, spread[p:] <= 0]), torch.ones_like(spread), spread)
+        gram, _ = ask(Question("gram", {"centre": centre, "spread": spread}))
+        upper, half = torch.triu_indices(p, p), p * (p + 1) // 2
+        system = gram.new_zeros(p, p)
+        system[upper[0], upper[1]] = system[upper[1], upper[0]] = gram[:half]
+        system += torch.diag(rows * self.strength + still.double())  # an input that is the same everywhere has 0
+        beta = torch.linalg.pinv(system, hermitian=True) @ gram[half:].view(p, c)
+        weight = (beta * spread[p:] / spread[:p, None]).T
+        bias = centre[p:] - weight @ centre[:p]
+        names = terms.schema.classes if c > 1 else ("target",)
+        lines = [
+            (names[k], inputs[j] if j < p else "intercept", float(weight[k, j] if j < p else bias[k]), rows)
+            for k in range(c)
+            for j in range(p + 1)
+        ]
+        return table_of(lines, output=TEXT, input=TEXT, coefficient=NUMBER, rows=NUMBER), LinearPredictor(weight, bias)
+
+    @staticmethod
+    def _outputs(schema: Schema) -> int:
+        return len(schema.classes) if schema.task == "classification" else len(schema.target_ranges)
+
+    @staticmethod
+    def _target_range(schema: Schema) -> tuple[float, float]:
+        if schema.task != "regression":
+            return -1.0, 1.0
+        low, high = zip(*(pair or (0.0, 1.0) for pair in schema.target_ranges), strict=True)
+        return min(low), max(high)
+
+    def _samples(self, client: ClientRows, schema: Schema) -> Samples:
+        train = client.select(client.part == 0)
+        x = raw_inputs(train.x, schema) if client.fetch is None else train.inputs.double().flatten(1)
+        x = x.reshape(len(x), len(input_names(schema)))
+        whole = ~x.isnan().any(1)
+        y = train.y[whole]
+        if schema.task == "classification":
+            y = nn.functional.one_hot(y[:, 0].long(), self._outputs(schema)).double()
+        elif schema.task == "binary":
+            y = 2 * y - 1
+        return Samples(x[whole], y)
+
+
+def _of_rows(largest: Tensor, most: float) -> Bounds:
+    """Return the bounds of sums over rows of numbers up to ``largest [k]``, each with a step of 2^-44 of its own."""
+    return Bounds(-most * largest, most * largest, largest * 2.0**-44)
+
+
+def input_names(schema: Schema) -> list[str]:
+    """Return the names of the numbers of an input: a code has one for each level, a flagged column one for its gaps."""
+    names = list[str]()
+    for column in schema.columns:
+        names += [f"{column.name} {level}" for level in column.names] if column.levels else [column.name]
+        names += [f"{column.name} missing"] if column.flag else []
+    return names
+
+
+def raw_inputs(x: Tensor, schema: Schema) -> Tensor:
+    """Return inputs ``[N, p]`` from raw columns of rows that no federation has prepared; gaps stay NaN."""
+    blocks = list[Tensor]()
+    for column, values in zip(schema.columns, x.T, strict=True):
+        levels = torch.arange(column.levels or 1).double()
+        coded = torch.where(values.isnan()[:, None], values[:, None], (values[:, None] == levels).double())
+        blocks += [coded if column.levels else values[:, None]]
+        blocks += [values.isnan().double()[:, None]] if column.flag else []
+    return torch.cat(blocks, 1)

@@ -1,0 +1,90 @@
+"""The Cox regression of a run: hazard ratios with intervals, and what bins and least counts cost."""
+
+from __future__ import annotations
+
+import math
+from html import escape
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from fedloom.formats import p_value, significant
+from fedloom.lab.sections import Row, Run, Section, csv_of, scrolling, table_of
+from fedloom.rundir import analysis_file
+
+LEAD = "Hazard ratios per unit of a column over the rows of all clients, from sums alone."
+HEADS = ("Column", "Hazard ratio", "95 % from", "to", "Coefficient", "Standard error", "p")
+NAMES = (
+    "column", "coefficient", "standard_error", "low", "high", "p", "bound", "likelihood", "rows", "events",
+    "late_lost", "rare_lost", "left_out", "bins", "least", "ties",
+)  # fmt: skip
+
+
+def section(runs: list[Run], rows: list[Row], lead: str) -> Section | None:
+    """Return the section on the regressions of some runs, None without one."""
+    body = cox_tables(runs)
+    return Section("Cox regression", LEAD, body, {"cox": cox_csv(runs)}) if body else None
+
+
+def cox_tables(runs: list[Run]) -> str:
+    """An HTML table per run with a Cox regression over the rows of all clients."""
+    text = ""
+    for run in runs:
+        rows = _rows(run)
+        if rows:
+            label = f"Cox regression{f', {run.label}' if len(runs) > 1 else ''}"
+            text += f"<h3>{escape(label)}</h3><p>{escape(cox_words(rows[0]))}</p>"
+            text += scrolling(label, HEADS, [_line(row) for row in rows])
+    return text
+
+
+def cox_csv(runs: list[Run]) -> str:
+    """Every column of every regression, unscaled."""
+    lines = [{"run": run.label, **row} for run in runs for row in _rows(run)]
+    return (
+        csv_of(tuple(dict.fromkeys(["run", *NAMES, *(name for line in lines for name in line)])), lines)
+        if lines
+        else ""
+    )
+
+
+def _rows(run: Run) -> list[dict[str, Any]]:
+    path = run.path / analysis_file("cox")
+    if not path.exists():
+        return []
+    names = (*NAMES, "ridge") if "ridge" in pq.read_schema(path).names else NAMES
+    table = table_of(path, names)
+    return [] if table is None else table.to_pylist()
+
+
+def cox_words(row: dict[str, Any]) -> str:
+    """What a regression is of, and what it lost."""
+    rows, events, beyond, rare, left_out, bins, least = (
+        int(row[name]) for name in ("rows", "events", "late_lost", "rare_lost", "left_out", "bins", "least")
+    )
+    text = f"{rows} rows of all sites with {events} events, by sums; ties by {row['ties'].title()}"
+    text += f", {bins} time bins, one baseline hazard." if bins else ", a baseline hazard for every site, exact times."
+    lost = [
+        f"{count} {what}"
+        for count, what in (
+            (beyond, "events after the last bin"),
+            (rare, f"events where a site has fewer than {least}"),
+        )
+        if count
+    ]
+    text += f" Counted as censored: {' and '.join(lost)}." if lost and bins else ""
+    text += f" Left out: sites with fewer than {least} events, which have {rare}." if rare and not bins else ""
+    text += f" {left_out} further rows have a missing cell, or a number beyond the agreed range." if left_out else ""
+    if "ridge" in row:
+        strength = significant(row["ridge"])
+        text += f" A ridge of strength {strength} shrinks the coefficients; intervals leave out what that costs."
+    bound = row["bound"]
+    moved = f"no coefficient by more than {significant(bound, 1)}" if math.isfinite(bound) else "by an unknown amount"
+    return f"{text} Rounding moves {moved}."
+
+
+def _line(row: dict[str, Any]) -> list[str]:
+    beta, low, high = (row[name] for name in ("coefficient", "low", "high"))
+    ratios = [significant(math.exp(min(number, 700.0)), 3) for number in (beta, low, high)]
+    se = significant(row["standard_error"], 3)
+    return [escape(row["column"]), *ratios, significant(beta, 3), se, escape(p_value(row["p"]))]

@@ -1,0 +1,90 @@
+"""A new client: results at every site by models that were trained without it."""
+
+from __future__ import annotations
+
+from html import escape
+
+import pyarrow as pa
+
+from fedloom.formats import DASH
+from fedloom.lab.sections import (
+    Estimate,
+    Row,
+    Run,
+    Section,
+    cell_text,
+    contenders_of,
+    csv_of,
+    federated_leader,
+    figure,
+    rows_where,
+    scrolling,
+    site_estimate,
+    table_of,
+    titled,
+    values_by_seed,
+)
+from fedloom.rundir import analysis_file
+
+NAMES = ("method", "seed", "client", "scaling", "metric", "value")
+LEAD = (
+    "Every site in turn as one that was not there: trained on the others, and scored on all of its samples. Left out: "
+    "columns are scaled by the medians of the other sites, as a new site would use the model. On its own rows: "
+    "the site scales columns by its own samples first. Beside them its result with the same method where it takes "
+    "part, on its test samples, and where it trains alone. Mean over seeds ± half the width of the 95 % interval."
+)
+
+
+def section(runs: list[Run], rows: list[Row], lead: str) -> Section | None:
+    """Return the section on clients that were left out of some runs, None without one."""
+    body = left_out_tables(runs, rows, lead)
+    return Section("A new site", LEAD, body, {"left_out": left_out_csv(runs)}) if body else None
+
+
+def left_out_tables(runs: list[Run], rows: list[Row], lead: str) -> str:
+    """An HTML table per run that left out every site in turn, of each method with a global model."""
+    text = ""
+    for run in runs:
+        table = table_of(run.path / analysis_file("left-out"), NAMES)
+        if table is None:
+            continue
+        shown = contenders_of(run, runs, rows, lead)
+        alone = next((row for row in shown if row.role == "alone"), None)
+        best = federated_leader(shown, lead)
+        methods = [row for row in shown if row.method in set(table["method"].to_pylist())]
+        for row in sorted(methods, key=lambda row: row is not best):
+            text += _table(run, rows_where(table, method=row.method), row, alone, lead, len(runs) > 1)
+    return text
+
+
+def _table(run: Run, table: pa.Table, row: Row, alone: Row | None, lead: str, several: bool) -> str:
+    scalings = list(dict.fromkeys(table["scaling"].to_pylist()))
+    values: dict[tuple[int, str], dict[int, float]] = {}
+    for line in rows_where(table, metric=lead).to_pylist():
+        values.setdefault((line["client"], line["scaling"]), {})[line["seed"]] = line["value"]
+    samples = {line["client"]: int(line["value"]) for line in rows_where(table, metric="samples").to_pylist()}
+    inside = {r.method: values_by_seed(run, r, lead) for r in (row, alone) if r is not None}
+    title = titled(figure(lead))
+    heads = [
+        "Site", "Samples", f"{title} left out", *(["On its own rows"] if len(scalings) > 1 else []), "Taking part",
+        *(["Alone"] if alone is not None and alone is not row else []),
+    ]  # fmt: skip
+    lines = []
+    for client in range(run.clients):
+        estimates = [Estimate(values.get((client, scaling), {})) for scaling in scalings]
+        estimates += [site_estimate(by_seed, client) for by_seed in inside.values()]
+        words = [cell_text(lead, estimate) for estimate in estimates]
+        lines.append([escape(run.client(client)), str(samples.get(client, DASH)), *words])
+    label = f"{row.method}{f', {run.label}' if several else ''}"
+    return f"<h3>{escape(label)}</h3>" + scrolling(f"Sites left out: {label}", heads, lines)
+
+
+def left_out_csv(runs: list[Run]) -> str:
+    """Every figure of every left out site, by seed and unscaled."""
+    lines = [
+        (run.label, *(run.client(line[name]) if name == "client" else line[name] for name in NAMES))
+        for run in runs
+        if (table := table_of(run.path / analysis_file("left-out"), NAMES)) is not None
+        for line in table.to_pylist()
+    ]
+    return csv_of(("run", "method", "seed", "site", "scaling", "metric", "value"), lines) if lines else ""

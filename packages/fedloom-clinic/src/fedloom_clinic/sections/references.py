@@ -1,0 +1,57 @@
+"""Reference models of scikit-learn beside the federation: every site's own regression and forest."""
+
+from __future__ import annotations
+
+from html import escape
+
+import numpy as np
+
+from fedloom.lab.sections import (
+    Row,
+    Run,
+    Section,
+    cell_text,
+    contenders_of,
+    federated_leader,
+    figure,
+    rows_where,
+    scrolling,
+    site_estimate,
+    table_of,
+    titled,
+    values_by_seed,
+)
+from fedloom.rundir import analysis_file
+
+LEAD = "Scikit-learn's models, fitted at each site on its own rows, beside training alone and the federated method."
+
+
+def section(runs: list[Run], rows: list[Row], lead: str) -> Section | None:
+    """Return the section on the reference models of some runs, None without them."""
+    body = reference_tables(runs, rows, lead)
+    return Section("Reference models", LEAD, body) if body else None
+
+
+def reference_tables(runs: list[Run], rows: list[Row], lead: str) -> str:
+    """An HTML table per run whose reference models were fitted."""
+    text = ""
+    for run in runs:
+        table = table_of(run.path / analysis_file("references"), ("seed", "client", "model", "metric", "value"))
+        if table is None:
+            continue
+        shown = contenders_of(run, runs, rows, lead)
+        methods = [next((row for row in shown if row.role == "alone"), None), federated_leader(shown, lead)]
+        columns = {row.name: values_by_seed(run, row, lead) for row in methods if row is not None}
+        for line in rows_where(table, metric=lead).to_pylist():
+            seeds = columns.setdefault(line["model"], {})
+            seeds.setdefault(line["seed"], np.full(run.clients, np.nan))[line["client"]] = line["value"]
+        lines = [
+            [
+                escape(run.client(client)),
+                *(cell_text(lead, site_estimate(values, client)) for values in columns.values()),
+            ]
+            for client in range(run.clients)
+        ]
+        label = f"{titled(figure(lead))}{f', {run.label}' if len(runs) > 1 else ''}"
+        text += f"<h3>{escape(label)}</h3>" + scrolling(f"Reference models: {label}", ["Site", *columns], lines)
+    return text

@@ -1,0 +1,396 @@
+"""Table 1: counts, means, deviations, missing cells, histograms and quantiles by group, and tests of homogeneity.
+
+References: T. J. Pollard et al., "tableone", JAMIA Open 2018; D. Yang and J. E. Dalton, SAS Global Forum 2012 (the
+standardized difference of levels); tests are SciPy's on the same sums.
+
+Numbers are put on [-1, 1] by their agreed ranges. Deviations come from a second question, about the means of the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import torch
+from numpy.typing import NDArray
+from pydantic import Field
+from scipy import stats
+from torch import Tensor
+
+from fedloom.analyses import AnalysisTerms, Bounds, ClientRows, Question, Schema, ScriptedAnalysis, Total
+from fedloom.errors import DataError, Refused
+from fedloom_clinic.cells import (
+    CLIENT_GROUP,
+    MISSING,
+    Cells,
+    every_cell,
+    group_codes,
+    groups_of,
+    level_codes,
+    merged_bins,
+    merged_cells,
+)
+
+if TYPE_CHECKING:
+    from fedloom.engine.setting import Setting
+
+Floats = NDArray[np.float64]
+QUANTILES = {"q25": 0.25, "median": 0.5, "q75": 0.75}
+UNIT_FACTORS = {
+    18.02: "glucose in mmol/l and mg/dl", 88.4: "creatinine in mg/dl and umol/l", 38.67: "cholesterol in mmol/l and "
+    "mg/dl", 2.205: "kg and pounds", 2.54: "inches and cm", 100.0: "a hundredfold unit", 10.0: "a tenfold unit",
+    1000.0: "a thousandfold unit", 365.25: "days and years", 30.44: "days and months",
+}  # fmt: skip
+"""Ratios of one quantity in two units; clinics' commonest."""
+UNIT_TOLERANCE = 0.15
+"""Part of a factor within which a ratio of two clients' medians is that of two units."""
+APART = 1.0
+"""Standard deviations of the others' rows from which a client's mean stands apart; a large effect, by Cohen, is 0.8."""
+
+
+@dataclass(frozen=True, eq=False)
+class Column:
+    """A column with its cells: bins of a number, or levels of a code with missing ones last.
+
+    Args:
+        name: of the column.
+        place: in the rows.
+        edges: ``[bins + 1]`` of a number; None of a code.
+        cells: of a code.
+        levels: of a code before cells were merged.
+        of: ``[bins]`` the cell of every agreed bin.
+    """
+
+    name: str
+    place: int
+    edges: Tensor | None
+    cells: Cells
+    levels: int
+    of: Tensor
+
+    @property
+    def shown(self) -> int:
+        """Levels that are no missing cells."""
+        return len(self.cells.names) - (self.cells.names[-1] == MISSING)
+
+    @property
+    def size(self) -> int:
+        """Numbers of the column in the first answer, of a group: cells, and of a number also missing, beyond, a sum."""
+        return len(self.cells.names) if self.edges is None else int(self.of.max()) + 4
+
+
+class TableOne(ScriptedAnalysis):
+    """Table 1 of all clients by sums, by a group or by client, with tests of homogeneity over groups and clients."""
+
+    kind: ClassVar[str] = "table-1"
+    questions: ClassVar = {"counts": {}, "spreads": {"centres": 2, "shares": 2}}
+
+    group: str | None = Field(None, description="a column with levels, or 'client'; None: one column of figures")
+    bins: int = Field(50, ge=2, le=1000, description="equal bins of the agreed range of a number")
+
+    @property
+    def shows_rows(self) -> bool:
+        return self.group == CLIENT_GROUP
+
+    @property
+    def kept_columns(self) -> tuple[str, ...]:
+        return () if self.group in (None, CLIENT_GROUP) else (str(self.group),)
+
+    def check(self, schema: Schema, setting: Setting | None = None) -> None:
+        if not schema.is_table:
+            raise Refused(f"Table 1 is of the columns of a table, and {schema.name} is none; leave it out")
+        groups_of(schema, self.group, 1)
+
+    def publish(self, client: ClientRows, terms: AnalysisTerms) -> Tensor:
+        columns, groups = self._agreed(terms.schema), groups_of(terms.schema, self.group, len(terms.sizes))
+        counts = _counted(client, terms, columns, every_cell(groups), self.group)
+        return (counts >= terms.rules.least).double()
+
+    def bounds(self, question: Question, terms: AnalysisTerms) -> Bounds:
+        most = float(terms.most_rows)
+        groups, columns = self._cells(terms)
+        numbers = [column for column in columns if column.edges is not None]
+        if question.name == "spreads":
+            squares = Bounds.counts(len(groups.names) * len(numbers), 4 * most)
+            between = Bounds.counts(len(numbers), 4 * most)
+            shares = question.values["shares"]
+            smallest = [float(row[row > 0].min()) if bool((row > 0).any()) else 1.0 for row in shares]
+            chi = torch.tensor([most / share for share in smallest], dtype=torch.float64)
+            every = [squares, between, Bounds.between(torch.zeros(len(chi)), chi), Bounds.counts(len(columns), 1)]
+            return Bounds.join([part._replace(step=torch.full_like(part.step, 2.0**-36)) for part in every])
+        low, high, step = [], [], []
+        for column in columns:
+            size, last = column.size, int(column.edges is not None)
+            low.append(torch.cat([torch.zeros(size - last), torch.full((last,), -most)]))
+            high.append(torch.full((size,), most))
+            step.append(torch.cat([torch.ones(size - last), torch.full((last,), 2.0**-36)]))
+        sides = [torch.cat([torch.cat(side).double()] * len(groups.names)) for side in (low, high, step)]
+        rows = Bounds.counts(len(groups.names), most)
+        return Bounds.join([rows, Bounds(*sides)])
+
+    def answer(self, question: Question, client: ClientRows, terms: AnalysisTerms) -> Tensor:
+        groups, columns = self._cells(terms)
+        code = groups.of[group_codes(client, terms.schema, self.group)]
+        if question.name == "counts":
+            return _counted(client, terms, columns, groups, self.group)
+        centres, shares = question.values["centres"], question.values["shares"]
+        squares, between, chi, present = [], [], [], []
+        numbers = (column for column in columns if column.edges is not None)
+        for k, column in enumerate(numbers):
+            u, whole = _scaled(client, terms, column)
+            gap = torch.where(whole, u - centres[code, k], 0.0)
+            squares.append(torch.zeros(len(groups.names)).double().index_add(0, code, gap**2))
+            pooled = u[whole] - centres[-1, k]
+            between.append(pooled.sum() ** 2 / max(len(pooled), 1))
+            present.append(whole.any().double())
+        for k, column in enumerate(column for column in columns if column.edges is None):
+            counts = _levels(client, column)[: column.shown]
+            wanted = counts.sum() * shares[k, : column.shown]
+            chi.append(torch.where(wanted > 0, (counts - wanted) ** 2 / wanted.clamp(min=1e-300), 0.0).sum())
+            present.append(counts.any().double())
+        parts = [torch.stack(squares, 1).flatten() if squares else torch.zeros(0).double()]
+        parts += [torch.stack(part) for part in (between, chi, present) if part]
+        return torch.cat(parts)
+
+    def conclude(self, ask: Callable[[Question], Total], terms: AnalysisTerms) -> tuple[pa.Table, None]:
+        groups, columns = self._cells(terms)
+        count = len(groups.names)
+        total, _ = ask(Question("counts"))
+        if not total[:count].any():
+            raise DataError("no client has a row that may be counted; agree on a smaller least count")
+        blocks = [
+            dict(zip(columns, row.split([c.size for c in columns]), strict=True))
+            for row in total[count:].view(count, -1)
+        ]
+        numbers, codes = ([c for c in columns if (c.edges is None) == coded] for coded in (False, True))
+        sums, whole = (
+            torch.stack([torch.stack([part(block[c]) for c in numbers] or [total[:0].sum()]) for block in blocks])
+            for part in (lambda cells: cells[-1], lambda cells: cells[:-3].sum())
+        )
+        sums, whole = sums[:, : len(numbers)], whole[:, : len(numbers)]
+        centres = torch.cat([sums / whole.clamp(min=1), (sums.sum(0) / whole.sum(0).clamp(min=1))[None]])
+        widest = max((c.size for c in codes), default=1)
+        shares = torch.zeros(len(codes), widest, dtype=torch.float64)
+        for k, column in enumerate(codes):
+            counts = torch.stack([block[column] for block in blocks]).sum(0)
+            shares[k, : column.shown] = counts[: column.shown] / counts[: column.shown].sum().clamp(min=1)
+        answer, _ = ask(Question("spreads", {"centres": centres, "shares": shares}))
+        squares, between, chi, present = answer.split([count * len(numbers), len(numbers), len(codes), len(columns)])
+        clients = dict(zip([*numbers, *codes], present.int().tolist(), strict=True))
+        rows = list[dict[str, object]]()
+        for column in columns:
+            found = [block[column].numpy() for block in blocks]
+            if column.edges is not None:
+                k = numbers.index(column)
+                low, high = float(column.edges[0]), float(column.edges[-1])
+                figures = _Moments(
+                    whole[:, k].numpy(),
+                    centres[:, k].numpy(),
+                    squares.view(count, -1)[:, k].numpy(),
+                    (high - low) / 2,
+                    (high + low) / 2,
+                )
+                rows += _of_number(column, groups, found, figures, float(between[k]), clients[column])
+            else:
+                k = codes.index(column)
+                rows += _of_code(column, groups, np.stack(found), float(chi[k]), clients[column])
+        if self.group == CLIENT_GROUP:
+            _note_clients(rows)
+        table = pa.Table.from_pylist(rows, schema=SCHEMA)
+        return table, None
+
+    def _agreed(self, schema: Schema) -> list[Column]:
+        """Return every column with the agreed bins and all levels."""
+        columns = list[Column]()
+        for place, column in enumerate(schema.columns):
+            if column.levels:
+                cells = every_cell([*map(str, column.names), MISSING])
+                columns.append(Column(column.name, place, None, cells, column.levels, torch.zeros(0).long()))
+                continue
+            low, high = column.range or (0.0, 1.0)
+            edges = torch.linspace(low, max(high, low + 1e-9), self.bins + 1, dtype=torch.float64)
+            columns.append(Column(column.name, place, edges, every_cell(()), 0, torch.arange(self.bins)))
+        return columns
+
+    def _cells(self, terms: AnalysisTerms) -> tuple[Cells, list[Column]]:
+        """Return groups and columns with the cells that enough clients reach."""
+        names, columns = groups_of(terms.schema, self.group, len(terms.sizes)), self._agreed(terms.schema)
+        flags = torch.stack(terms.published)
+        groups = merged_cells(names, flags[:, : len(names)], terms.rules)
+        blocks = flags[:, len(names) :].view(len(flags), len(names), -1)
+        filled = (groups.members @ blocks > 0).double().split([c.size for c in columns], 2)
+        kept = list[Column]()
+        for column, cells in zip(columns, filled, strict=True):
+            if column.edges is None:
+                every = cells.amin(1)  # in every group
+                kept.append(replace(column, cells=merged_cells(column.cells.names, every, terms.rules)))
+                continue
+            of = merged_bins(cells[:, :, : self.bins], terms.rules)
+            ends = [int((of == k).nonzero().max()) + 1 for k in range(int(of.max()) + 1)]
+            kept.append(replace(column, edges=column.edges[[0, *ends]], of=of))
+        return groups, kept
+
+
+class _Moments(NamedTuple):
+    """Of a number by group: rows ``[G]``, means ``[G + 1]`` and squares on [-1, 1], and how to go back."""
+
+    rows: Floats
+    centre: Floats
+    squares: Floats
+    half: float
+    middle: float
+
+
+FIGURES = (
+    "rows", "share", "missing", "beyond", "mean", "deviation", *QUANTILES, "bin", "standardized_difference", "p_groups",
+    "p_clients",
+)  # fmt: skip
+SCHEMA = pa.schema([
+    *((name, pa.string()) for name in ("column", "level", "group")), *((name, pa.float64()) for name in FIGURES),
+    ("edges", pa.list_(pa.float64())), ("counts", pa.list_(pa.float64())), ("note", pa.string()),
+])  # fmt: skip
+
+
+def _scaled(client: ClientRows, terms: AnalysisTerms, column: Column) -> tuple[Tensor, Tensor]:
+    """Return a number on [-1, 1] ``[N]``, and where it is there and within the agreed range."""
+    assert column.edges is not None
+    values, low, high = client.x[:, column.place], column.edges[0], column.edges[-1]
+    whole = (values >= low) & (values <= high)
+    return torch.where(whole, (values - (high + low) / 2) / ((high - low) / 2), 0.0), whole
+
+
+def _levels(client: ClientRows, column: Column) -> Tensor:
+    """Return the rows in every cell of a code."""
+    codes = level_codes(client.x[:, column.place], column.levels)
+    return torch.bincount(column.cells.of[codes], minlength=len(column.cells.names)).double()
+
+
+def _counted(
+    client: ClientRows, terms: AnalysisTerms, columns: list[Column], groups: Cells, group: str | None
+) -> Tensor:
+    """Return the rows of every group, and by group the numbers of every column."""
+    code = groups.of[group_codes(client, terms.schema, group)]
+    blocks = []
+    for g in range(len(groups.names)):
+        some = client.select(code == g)
+        for column in columns:
+            if column.edges is None:
+                blocks.append(_levels(some, column))
+                continue
+            values, (u, whole) = some.x[:, column.place], _scaled(some, terms, column)
+            place = torch.searchsorted(column.edges[1:-1].contiguous(), values[whole].contiguous(), right=True)
+            counts = torch.bincount(place, minlength=len(column.edges) - 1).double()
+            missing = values.isnan().sum()
+            blocks.append(torch.cat([counts, torch.stack([missing, (~whole).sum() - missing, u.sum()])]))
+    rows = torch.bincount(code, minlength=len(groups.names)).double()
+    return torch.cat([rows, *blocks])
+
+
+def _of_number(
+    column: Column, groups: Cells, found: list[Floats], of: _Moments, between: float, clients: int
+) -> Iterator[dict[str, object]]:
+    """Yield the rows of a number, a row for each group that has rows."""
+    assert column.edges is not None
+    edges, some = column.edges.numpy(), [g for g, block in enumerate(found) if block[:-1].any()]
+    n, mean = of.rows, of.centre[:-1] * of.half + of.middle
+    deviation = np.sqrt(of.squares / np.maximum(n - 1, 1)) * of.half
+    full = [g for g in some if n[g] > 1]
+    pairs = list(combinations(full, 2))
+    gaps = [abs(mean[a] - mean[b]) / np.sqrt((deviation[a] ** 2 + deviation[b] ** 2) / 2) for a, b in pairs
+            if deviation[a] + deviation[b] > 0]  # fmt: skip
+    squares = float((of.squares + n * (of.centre[:-1] - of.centre[-1]) ** 2).sum())
+    if len(full) == 2:
+        a, b = full
+        p = stats.ttest_ind_from_stats(mean[a], deviation[a], n[a], mean[b], deviation[b], n[b], equal_var=False).pvalue
+    else:
+        p = _f_test(squares - float(of.squares[full].sum()), squares, len(full), n[full].sum())
+    for g in some:
+        counts = found[g][:-3]
+        middle = {name: _quantile(edges, counts, level) for name, level in QUANTILES.items()}
+        yield {
+            "column": column.name, "group": groups.names[g], "rows": n[g], "missing": found[g][-3],
+            "beyond": found[g][-2], "mean": mean[g] if n[g] else None, "deviation": deviation[g] if n[g] > 1 else None,
+            **middle, "bin": float(np.diff(edges).max()), "standardized_difference": max(gaps, default=None),
+            "p_groups": _number(p), "p_clients": _number(_f_test(between, squares, clients, n.sum())),
+            "edges": edges.tolist(), "counts": counts.tolist(),
+        }  # fmt: skip
+
+
+def _of_code(
+    column: Column, groups: Cells, found: Floats, statistic: float, clients: int
+) -> Iterator[dict[str, object]]:
+    """Yield the rows of a code, a row for each level and group that has rows."""
+    shown = found[:, : column.shown]
+    some = [g for g in range(len(found)) if found[g].any()]
+    full = [g for g in some if shown[g].any()]
+    used = shown[full][:, shown.any(0)]
+    p = stats.chi2_contingency(used).pvalue if min(used.shape) > 1 else None
+    between = stats.chi2.sf(statistic, (clients - 1) * (used.shape[1] - 1)) if clients > 1 < used.shape[1] else None
+    gaps = [_difference(shown[a], shown[b]) for a, b in combinations(full, 2)]
+    for g in some:
+        for k, level in enumerate(column.cells.names):
+            yield {
+                "column": column.name, "level": level, "group": groups.names[g], "rows": found[g, k],
+                "share": found[g, k] / max(shown[g].sum(), 1) if k < column.shown else None,
+                "missing": found[g, column.shown :].sum(), "standardized_difference": max(gaps, default=None),
+                "p_groups": _number(p), "p_clients": _number(between),
+            }  # fmt: skip
+
+
+def _f_test(between: float, total: float, groups: int, rows: float) -> float | None:
+    """Return the p value of a one-way analysis of variance; None without two groups or without a spread."""
+    within = total - between
+    if groups < 2 or rows <= groups or within <= 0:
+        return None
+    return float(stats.f.sf(between / (groups - 1) / (within / (rows - groups)), groups - 1, rows - groups))
+
+
+def _difference(first: Floats, second: Floats) -> float:
+    """Return Yang and Dalton's standardized difference of shares of levels ``[L]``."""
+    one, two = first / first.sum(), second / second.sum()
+    gap = (one - two)[1:]
+    covariance = (np.diag(one) - np.outer(one, one) + np.diag(two) - np.outer(two, two))[1:, 1:] / 2
+    return float(np.sqrt(max(gap @ np.linalg.pinv(covariance) @ gap, 0.0)))
+
+
+def _quantile(edges: Floats, counts: Floats, level: float) -> float | None:
+    """Return a quantile from counts in bins, rows spread evenly over their bin."""
+    if not counts.any():
+        return None
+    below = np.append(0.0, counts.cumsum())
+    return float(np.interp(level * below[-1], below, edges))
+
+
+def _number(p: float | None) -> float | None:
+    return None if p is None or not np.isfinite(p) else float(p)
+
+
+def _note_clients(rows: list[dict[str, object]]) -> None:
+    """Note clients that stand apart in a number, and whether another unit would explain it; a guess, never applied."""
+    numbers = [row for row in rows if row.get("counts") is not None]
+    for row in numbers:
+        others = [
+            o for o in numbers if o["column"] == row["column"] and o is not row and o.get("deviation") is not None
+        ]
+        if row.get("deviation") is None or len(others) < 2:
+            continue
+        n, mean, spread = (np.array([o[key] for o in others], float) for key in ("rows", "mean", "deviation"))
+        centre = float((n * mean).sum() / n.sum())
+        deviation = float(np.sqrt(((n - 1) * spread**2 + n * (mean - centre) ** 2).sum() / (n.sum() - 1)))
+        gap = (float(str(row["mean"])) - centre) / deviation if deviation > 0 else 0.0
+        if abs(gap) <= APART:
+            continue
+        note = f"stands apart: its mean is {gap:+.1f} deviations of the others' rows from theirs"
+        here, there = float(str(row["median"])), float(np.median([float(str(o["median"])) for o in others]))
+        ratio = max(here / there, there / here) if here * there > 0 else 0.0
+        for factor, units in UNIT_FACTORS.items():
+            if abs(ratio / factor - 1) <= UNIT_TOLERANCE:
+                note += (
+                    f"; the ratio of medians, {ratio:.3g}, is near that of {units} ({factor:g}): is the unit another?"
+                )
+                break
+        row["note"] = note

@@ -1,0 +1,99 @@
+"""Conformal sets cover as the theorem promises, and thresholds are the exact ones but for the width of a bin."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import fedloom as fl
+from fedloom.engine.result import Result
+from fedloom.engine.setting import Evaluate
+from fedloom.errors import ConfigError, DataError, Refused
+from fedloom_clinic.conformal import EVERY_CLASS, Conformal, prediction_sets
+
+
+@pytest.fixture(scope="module")
+def trained() -> Result:
+    """A weak model, so that sets are not of one class."""
+    fed = fl.partition.dirichlet(clients=5, beta=0.5, test=0.6)(fl.load("digits"), seed=0)
+    return fl.simulate("fedavg-ft", fed, rounds=2, local=fl.LocalSGD(lr=0.02))
+
+
+def scores(result: Result, client: int) -> tuple[np.ndarray, np.ndarray]:
+    """1 - p ``[N, c]`` of all test rows of a client, and their classes."""
+    fed = result.job.eval_fed
+    rows = fed.indices("test", client)
+    x = result.models.rows("global")
+    return 1 - result.job.oracle.run(x, fed.fetch(rows)).softmax(1).double().numpy(), fed.data.y[rows].numpy()
+
+
+def test_thresholds_are_the_exact_quantiles_but_for_a_bin(trained: Result) -> None:
+    """Over all test rows but one in 1e9, whose order statistic NumPy has."""
+    table = fl.analyze("conformal", trained, share=1 - 1e-9, bins=10_000, by_client=True).table.to_pandas()
+    for client in range(5):
+        score, label = scores(trained, client)
+        own = np.sort(score[np.arange(len(label)), label])
+        rank = math.ceil((len(own) + 1) * 0.9 - 1e-9)
+        assert table["rows"][client] == len(own)
+        assert 0 <= table.threshold[client] - own[rank - 1] <= 1e-4 + 1e-9
+
+
+@pytest.mark.parametrize("model", ["global", "personal"])
+@pytest.mark.parametrize("by_client", [False, True])
+def test_mean_coverage_is_the_theorems(trained: Result, by_client: bool, model: str) -> None:
+    """Over 100 draws of the calibration rows: from 1 - a to 1 - a + 1/(n + 1) + the mass of a bin, +- 3 errors."""
+    coverage, most = [], []
+    for draw in range(100):
+        table = fl.analyze("conformal", trained, draw=draw, by_client=by_client, model_kind=model).table.to_pandas()
+        if not by_client:
+            table = table.iloc[:1]
+        coverage.append(table.coverage.to_numpy())
+        most.append((1 / (table["rows"] + 1)).to_numpy())
+    values = np.array(coverage)
+    slack = 3 * values.std(0) / np.sqrt(len(values))
+    bin_mass = 0.02  # of 1000 bins; the fullest has less than that of the rows
+    assert (values.mean(0) >= 0.9 - slack).all()
+    assert (values.mean(0) <= 0.9 + np.mean(most, 0) + bin_mass + slack).all()
+
+
+def test_sets_have_the_classes_that_the_coverage_counts(trained: Result) -> None:
+    table = fl.analyze("conformal", trained, share=1e-6 + 0.5).table.to_pandas()
+    sizes, covered, rows = 0, 0, 0
+    for client in range(5):
+        score, label = scores(trained, client)
+        sets = prediction_sets(torch.from_numpy(1 - score), table.threshold[0]).numpy()
+        sizes, rows = sizes + sets.sum(), rows + len(sets)
+        covered += sets[np.arange(len(label)), label].sum()
+    assert covered / rows == pytest.approx(table.coverage[0], abs=0.05)
+    assert sizes / rows == pytest.approx(table.set_size[0], rel=0.1)
+    assert sizes / rows > 1
+
+
+def test_too_few_rows_give_sets_of_every_class(trained: Result) -> None:
+    table = fl.analyze("conformal", trained, alpha=0.0005).table.to_pandas()
+    assert table.threshold[0] == EVERY_CLASS
+    assert table.coverage[0] == 1
+    assert table.set_size[0] == 10
+
+
+def test_it_obeys_the_laws(trained: Result) -> None:
+    fl.testing.check_analysis(Conformal(), trained)
+    fl.testing.check_analysis(Conformal(by_client=True), trained, without=["union"])
+
+
+def test_what_it_cannot_be_of_is_a_sentence(trained: Result) -> None:
+    with pytest.raises(ConfigError, match="reads the models of a run"):
+        fl.analyze("conformal", fl.load("digits"))
+    fed = fl.partition.iid(clients=3)(fl.load("digits"), seed=0)
+    chosen = fl.simulate("fedavg", fed, rounds=1, evaluate=Evaluate(select_on="test"))
+    with pytest.raises(Refused, match="selects on test"):
+        fl.analyze("conformal", chosen)
+    plain = fl.simulate("fedavg", fed, rounds=1)
+    with pytest.raises(Refused, match="no personal model"):
+        fl.analyze("conformal", plain, model_kind="personal")
+    untested = fl.partition.iid(clients=3, test=0.0)(fl.load("digits"), seed=0)
+    with pytest.raises((DataError, ConfigError, Refused)):
+        fl.analyze("conformal", fl.simulate("fedavg", untested, rounds=1))

@@ -1,0 +1,111 @@
+"""Survival curves by sums are those of lifelines on the same binned times, and state what binning costs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from lifelines import KaplanMeierFitter
+from lifelines.statistics import multivariate_logrank_test
+from lifelines.utils import restricted_mean_survival_time
+
+import fedloom as fl
+from fedloom.errors import ConfigError, Refused
+from fedloom_clinic.kaplan_meier import KaplanMeier
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of lifelines, on pandas
+WIDTH, UNTIL = 4.0, 60.0
+
+
+def patients(sizes: tuple[int, ...] = (150, 80, 40), seed: int = 0) -> fl.Dataset:
+    """Times that start at 0, two arms with another hazard, and a third arm of few."""
+    rng = np.random.default_rng(seed)
+    rows = sum(sizes)
+    arm = rng.choice(3, rows, p=[0.5, 0.47, 0.03])
+    time, end = rng.exponential(30 * np.array([1.0, 1.8, 1.0])[arm]), rng.exponential(45, rows)
+    y = torch.from_numpy(np.stack([np.floor(np.minimum(time, end)), (time <= end) * 1.0], 1))
+    users = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+    return fl.Dataset(
+        "arms", torch.from_numpy(rng.normal(size=(rows, 1))), y, "survival", users=users,
+        user_names=tuple("abc"[: len(sizes)]), columns={"arm": torch.from_numpy(arm)}, levels={"arm": ("A", "B", "C")},
+    )  # fmt: skip
+
+
+def binned(data: fl.Dataset) -> tuple[np.ndarray, np.ndarray]:
+    time, event = data.y.numpy().T
+    ends = np.arange(1, UNTIL / WIDTH + 1) * WIDTH
+    place = np.searchsorted(ends, time)
+    return ends[place.clip(max=len(ends) - 1)], event * (place < len(ends))
+
+
+def test_curves_test_and_means_are_those_of_the_binned_times() -> None:
+    data = patients()
+    table = fl.analyze("kaplan-meier", data, width=WIDTH, until=UNTIL, group="arm").table.to_pandas()
+    time, event = binned(data)
+    arm = data.columns["arm"].numpy()
+    for k, name in enumerate("ABC"):
+        fit = KaplanMeierFitter().fit(time[arm == k], event[arm == k])
+        rows = table[table.group == name]
+        np.testing.assert_allclose(rows.survival, fit.survival_function_at_times(rows.time), atol=1e-12)
+        wanted = fit.confidence_interval_.reindex(rows.time).to_numpy()
+        here = np.isfinite(wanted).all(1)
+        assert here.sum() >= 3
+        np.testing.assert_allclose(rows[["low", "high"]].to_numpy()[here], wanted[here], atol=1e-8)
+        mean = restricted_mean_survival_time(fit, t=UNTIL)
+        assert rows.restricted_mean.iloc[0] == pytest.approx(mean, abs=1e-8)
+    test = multivariate_logrank_test(time, arm, event)
+    assert table.log_rank.iloc[0] == pytest.approx(test.test_statistic, abs=1e-8)
+    assert table.p.iloc[0] == pytest.approx(test.p_value, abs=1e-10)
+    assert table.groupby("group")[["events", "censored"]].sum().to_numpy().sum() == len(data)
+
+
+def test_the_curve_of_exact_times_is_within_the_stated_error() -> None:
+    data = patients((400,), seed=3)
+    time, event = data.y.numpy().T
+    table = fl.analyze("kaplan-meier", data, width=10.0, until=60.0).table.to_pandas()
+    exact = KaplanMeierFitter().fit(time, event)
+    gap = table.survival - exact.survival_function_at_times(table.time).to_numpy()
+    assert (gap >= -1e-12).all()
+    assert (gap <= table.binning_error + 1e-12).all()
+    assert gap.max() > 1e-3
+    mean = restricted_mean_survival_time(exact, t=60.0)
+    assert 0 <= table.restricted_mean.iloc[0] - mean <= table.restricted_mean_error.iloc[0]
+
+
+def test_the_error_of_a_mean_is_greenwoods() -> None:
+    """The spread of restricted means over 300 data sets."""
+    means, errors = [], []
+    for seed in range(300):
+        table = fl.analyze("kaplan-meier", patients((120,), seed), width=4.0, until=40.0).table
+        means.append(table["restricted_mean"][0].as_py())
+        errors.append(table["restricted_mean_se"][0].as_py())
+    assert np.mean(errors) == pytest.approx(np.std(means), rel=0.15)
+
+
+def test_it_obeys_the_laws() -> None:
+    for group in (None, "arm"):
+        fl.testing.check_analysis(KaplanMeier(width=WIDTH, until=UNTIL, group=group), patients())
+    fl.testing.check_analysis(KaplanMeier(width=WIDTH, group="client"), patients(), without=["union"])
+
+
+def test_cells_of_too_few_clients_are_merged_and_none_is_lost() -> None:
+    data = patients()
+    free = fl.analyze("kaplan-meier", data, width=12.0, until=UNTIL, group="arm").table.to_pandas()
+    kept = fl.analyze(
+        "kaplan-meier", data, width=12.0, until=UNTIL, group="arm", rules={"fewest": 3, "least": 3}
+    ).table.to_pandas()
+    assert set(free.group) == {"A", "B", "C"}
+    assert set(kept.group) in ({"A", "other"}, {"B", "other"})  # C alone would be the difference to all
+    assert kept.time.nunique() < free.time.nunique()
+    for column in ("events", "censored"):
+        assert kept[column].sum() == free[column].sum()
+    assert kept[kept.time == kept.time.min()].at_risk.sum() == len(data)
+
+
+def test_what_it_cannot_be_of_is_a_sentence() -> None:
+    with pytest.raises(Refused, match="times to an event"):
+        fl.analyze("kaplan-meier", fl.load("digits"), width=1.0)
+    with pytest.raises(ConfigError, match="group"):
+        fl.analyze("kaplan-meier", patients(), width=1.0, group="ward")
+    with pytest.raises(Refused, match="no bin has 50 rows"):
+        fl.analyze("kaplan-meier", patients(), width=30.0, group="arm", rules={"fewest": 3, "least": 50})

@@ -1,0 +1,140 @@
+"""Table 1 by sums is that of tableone's formulas and SciPy's tests on the pooled rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from scipy import stats
+from typer.testing import CliRunner
+
+import fedloom as fl
+from fedloom.errors import ConfigError, Refused
+from fedloom.lab.cli import app
+from fedloom_clinic.table_one import TableOne
+
+SIZES = (150, 90, 60, 40)
+
+
+def patients(seed: int = 0, unit: float = 1.0) -> tuple[fl.Dataset, pd.DataFrame]:
+    """Four clients: a number with gaps, a code with a rare level, two arms; the last client may have another unit."""
+    rng = np.random.default_rng(seed)
+    rows = sum(SIZES)
+    site = np.repeat(list("abcd"), SIZES)
+    arm = rng.choice(["new", "old"], rows)
+    glucose = rng.normal(6, 1, rows) + 0.5 * (arm == "new")
+    glucose[rng.random(rows) < 0.1] = np.nan
+    frame = pd.DataFrame({
+        "site": site, "glucose": np.where(site == "d", unit, 1.0) * glucose, "age": rng.normal(60, 9, rows).round(),
+        "ward": rng.choice(["GEN", "ICU", "REHAB"], rows, p=[0.7, 0.28, 0.02]), "arm": arm,
+        "died": rng.integers(0, 2, rows),
+    })  # fmt: skip
+    data = fl.Dataset.of(frame, "died", users="site", categorical=("ward", "arm"), impute=True, kept=("arm",))
+    return data, frame
+
+
+def row(table: pd.DataFrame, column: str, group: str, level: str | None = None) -> pd.Series:
+    some = table[(table.column == column) & (table.group == group)]
+    return (some if level is None else some[some.level == level]).iloc[0]
+
+
+def test_figures_are_those_of_the_pooled_rows() -> None:
+    data, frame = patients()
+    table = fl.analyze("table-1", data, group="arm").table.to_pandas()
+    arms = [frame[frame.arm == arm] for arm in ("new", "old")]
+    for column in ("glucose", "age"):
+        values = [arm[column].dropna() for arm in arms]
+        for arm, some, whole in zip(("new", "old"), values, arms, strict=True):
+            found = row(table, column, arm)
+            assert found["rows"] == len(some)
+            assert found.missing == whole[column].isna().sum()
+            assert found["mean"] == pytest.approx(some.mean(), abs=1e-9)
+            assert found.deviation == pytest.approx(some.std(), abs=1e-9)
+            for name, level in (("q25", 0.25), ("median", 0.5), ("q75", 0.75)):
+                assert abs(found[name] - some.quantile(level)) <= found.bin + 1e-9
+            assert sum(found.counts) == len(some)
+        one, two = values
+        gap = abs(one.mean() - two.mean()) / np.sqrt((one.var() + two.var()) / 2)
+        found = row(table, column, "new")
+        assert found.standardized_difference == pytest.approx(gap, abs=1e-9)
+        assert found.p_groups == pytest.approx(stats.ttest_ind(one, two, equal_var=False).pvalue, abs=1e-9)
+        by_site = [some.dropna() for _, some in frame.groupby("site")[column]]
+        assert found.p_clients == pytest.approx(stats.f_oneway(*by_site).pvalue, abs=1e-9)
+    crossed = pd.crosstab(frame.arm, frame.ward)
+    for arm in ("new", "old"):
+        for ward in crossed.columns:
+            found = row(table, "ward", arm, ward)
+            assert found["rows"] == crossed.loc[arm, ward]
+            assert found.share == pytest.approx(crossed.loc[arm, ward] / crossed.loc[arm].sum())
+    found = row(table, "ward", "new", "GEN")
+    assert found.p_groups == pytest.approx(stats.chi2_contingency(crossed).pvalue, abs=1e-10)
+    sites = pd.crosstab(frame.site, frame.ward)
+    assert found.p_clients == pytest.approx(stats.chi2_contingency(sites).pvalue, abs=1e-10)
+    one, two = crossed.to_numpy() / crossed.to_numpy().sum(1, keepdims=True)
+    spread = [np.diag(p) - np.outer(p, p) for p in (one, two)]
+    gap = (one - two)[1:]
+    wanted = np.sqrt(gap @ np.linalg.inv(((spread[0] + spread[1]) / 2)[1:, 1:]) @ gap)
+    assert found.standardized_difference == pytest.approx(wanted, abs=1e-10)
+
+
+def test_three_groups_have_an_analysis_of_variance() -> None:
+    data, frame = patients()
+    found = row(fl.analyze("table-1", data, group="ward").table.to_pandas(), "age", "ICU")
+    wanted = stats.f_oneway(*(some for _, some in frame.groupby("ward").age)).pvalue
+    assert found.p_groups == pytest.approx(wanted, abs=1e-9)
+
+
+def test_a_client_in_another_unit_is_noted_and_changed_nowhere() -> None:
+    data, frame = patients(unit=18.02)
+    table = fl.analyze("table-1", data, group="client").table.to_pandas()
+    noted = table[table.note.notna()]
+    assert noted[["column", "group"]].to_numpy().tolist() == [["glucose", "client 3"]]
+    assert "glucose in mmol/l and mg/dl" in noted.note.iloc[0]
+    wanted = frame[frame.site == "d"].glucose.mean()
+    assert noted["mean"].iloc[0] == pytest.approx(wanted, rel=1e-9)
+    same = fl.analyze("table-1", patients()[0], group="client").table.to_pandas()
+    assert not same.note.notna().any()
+
+
+def test_small_cells_are_merged_and_totals_are_of_all_rows() -> None:
+    data, frame = patients()
+    table = fl.analyze("table-1", data, rules={"least": 3, "fewest": 3}).table.to_pandas()
+    ward = table[table.column == "ward"]
+    assert "REHAB" not in set(ward.level)
+    assert "other" in set(ward.level)
+    assert ward["rows"].sum() == len(frame)
+    glucose = row(table, "glucose", "all")
+    assert len(glucose.counts) < 50
+    assert sum(glucose.counts) == frame.glucose.notna().sum()
+    assert glucose["mean"] == pytest.approx(frame.glucose.mean(), abs=1e-9)
+
+
+def test_the_command_prints_it_without_histograms(tmp_path: Path) -> None:
+    _, frame = patients()
+    frame.to_csv(tmp_path / "t.csv", index=False)
+    (tmp_path / "t.toml").write_text(
+        f'[data]\nsource = "{tmp_path}/t.csv"\nlabel = "died"\nusers = "site"\ncategorical = ["ward", "arm"]\n'
+        '[partition]\nkind = "writers"\n[[method]]\nalgorithm = "fedavg"\n'
+    )
+    said = CliRunner().invoke(app, ["analyze", "table-1", str(tmp_path / "t.toml"), "--set", "group=arm"])
+    assert said.exit_code == 0, said.output
+    line = next(line for line in said.output.splitlines() if line.split()[:2] == ["age", "new"])
+    assert f"{frame[frame.arm == 'new'].age.mean():.4g}" in line
+    assert "2 questions to 4 clients" in said.output
+
+
+def test_it_obeys_the_laws() -> None:
+    """Homogeneity over clients is a sum of squares of clients, not of rows, so that law is left out."""
+    for group in (None, "arm", "client"):
+        fl.testing.check_analysis(TableOne(group=group, bins=10), patients()[0], without=["union"])
+
+
+def test_what_it_cannot_be_of_is_a_sentence() -> None:
+    with pytest.raises(Refused, match="columns of a table"):
+        fl.analyze("table-1", fl.load("digits"))
+    with pytest.raises(ConfigError, match="group"):
+        fl.analyze("table-1", patients()[0], group="age")
+    assert torch.is_tensor(patients()[0].x)

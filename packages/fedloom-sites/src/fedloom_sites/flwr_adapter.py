@@ -1,0 +1,107 @@
+"""The only module that imports private parts of Flower, so that a release that moves them is met in one place.
+
+Every name is imported when it is first asked for: Flower starts a process for each message to a site, and Flower apps
+need few of the names, of which older releases have no more.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fedloom.lazy import getter
+
+if TYPE_CHECKING:
+    from flwr.app import Message, RecordDict
+    from flwr.app.message import make_message as make_message
+    from flwr.clientapp import ClientApp
+    from flwr.common.args import add_args_flwr_app_common as add_args_flwr_app_common
+    from flwr.common.args import try_obtain_flwr_app_token as try_obtain_flwr_app_token
+    from flwr.common.constant import TIMESTAMP_HEADER as TIMESTAMP_HEADER
+    from flwr.common.constant import ErrorCode as ErrorCode
+    from flwr.proto.fleet_pb2 import ActivateNodeRequest as ActivateNodeRequest
+    from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest as ConfirmMessageReceivedRequest
+    from flwr.proto.runtime_pb2 import PullAppMessagesRequest as PullAppMessagesRequest
+    from flwr.serverapp import Grid
+    from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER as FLEET_HTTP_PUBLIC_KEY_HEADER
+    from flwr.supercore.constant import FLEET_HTTP_SIGNATURE_HEADER as FLEET_HTTP_SIGNATURE_HEADER
+    from flwr.supercore.constant import SYSTEM_MESSAGE_TYPE as SYSTEM_MESSAGE_TYPE
+    from flwr.supercore.date import now as now
+    from flwr.supercore.exit import ExitCode as ExitCode
+    from flwr.supercore.exit.exit_code import EXIT_CODE_HELP as EXIT_CODE_HELP
+    from flwr.supercore.inflatable.inflatable_object import iterate_object_tree as iterate_object_tree
+    from flwr.supercore.inflatable.inflatable_protobuf_utils import (
+        make_pull_object_fn_protobuf as make_pull_object_fn_protobuf,
+    )
+    from flwr.supercore.inflatable.inflatable_utils import ObjectPullError as ObjectPullError
+    from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents as inflate_object_from_contents
+    from flwr.supercore.inflatable.inflatable_utils import pull_objects as pull_objects
+    from flwr.supercore.primitives.asymmetric import public_key_to_bytes as public_key_to_bytes
+    from flwr.supercore.primitives.asymmetric import sign_message as sign_message
+    from flwr.supercore.protobuf.constants import PROTOBUF_MEDIA_TYPE as PROTOBUF_MEDIA_TYPE
+    from flwr.supercore.superexec.run_superexec import run_superexec as run_superexec
+    from flwr.supercore.utils import disable_process_dumping as disable_process_dumping
+    from flwr.supernode.cli.flower_supernode import flower_supernode as flower_supernode
+    from flwr.supernode.runtime import run_clientapp as run_clientapp
+
+_PLACES = {
+    "make_message": "flwr.app.message",
+    "add_args_flwr_app_common": "flwr.common.args",
+    "try_obtain_flwr_app_token": "flwr.common.args",
+    "TIMESTAMP_HEADER": "flwr.common.constant",
+    "ErrorCode": "flwr.common.constant",
+    "ActivateNodeRequest": "flwr.proto.fleet_pb2",
+    "ConfirmMessageReceivedRequest": "flwr.proto.message_pb2",
+    "PullAppMessagesRequest": "flwr.proto.runtime_pb2",
+    "FLEET_HTTP_PUBLIC_KEY_HEADER": "flwr.supercore.constant",
+    "FLEET_HTTP_SIGNATURE_HEADER": "flwr.supercore.constant",
+    "SYSTEM_MESSAGE_TYPE": "flwr.supercore.constant",
+    "now": "flwr.supercore.date",
+    "ExitCode": "flwr.supercore.exit",
+    "EXIT_CODE_HELP": "flwr.supercore.exit.exit_code",
+    "iterate_object_tree": "flwr.supercore.inflatable.inflatable_object",
+    "make_pull_object_fn_protobuf": "flwr.supercore.inflatable.inflatable_protobuf_utils",
+    "ObjectPullError": "flwr.supercore.inflatable.inflatable_utils",
+    "inflate_object_from_contents": "flwr.supercore.inflatable.inflatable_utils",
+    "pull_objects": "flwr.supercore.inflatable.inflatable_utils",
+    "public_key_to_bytes": "flwr.supercore.primitives.asymmetric",
+    "sign_message": "flwr.supercore.primitives.asymmetric",
+    "PROTOBUF_MEDIA_TYPE": "flwr.supercore.protobuf.constants",
+    "run_superexec": "flwr.supercore.superexec.run_superexec",
+    "disable_process_dumping": "flwr.supercore.utils",
+    "flower_supernode": "flwr.supernode.cli.flower_supernode",
+    "run_clientapp": "flwr.supernode.runtime",
+}
+"""The module of every name of Flower's."""
+
+if not TYPE_CHECKING:
+    __getattr__ = getter(__name__, {name: f"{module}:{name}" for name, module in _PLACES.items()})
+
+
+def encode_records(records: RecordDict) -> bytes:
+    """Records as the bytes in which Flower sends them."""
+    from flwr.common.serde import recorddict_to_proto
+
+    return recorddict_to_proto(records).SerializeToString()
+
+
+def decode_records(message: bytes) -> RecordDict:
+    """The records in bytes of `encode_records`."""
+    from flwr.common.serde import recorddict_from_proto
+    from flwr.proto.recorddict_pb2 import RecordDict as ProtoRecordDict
+
+    return recorddict_from_proto(ProtoRecordDict.FromString(message))
+
+
+def set_message_id(message: Message, id_: str) -> None:
+    """Give a message the number under which Flower knows it."""
+    message.metadata.__dict__["_message_id"] = id_
+
+
+def connection_of(grid: Grid) -> Any:
+    """The connection of a grid to Flower's server; None where it has none, as in one process."""
+    return getattr(grid, "_runtime_client", None)
+
+
+def mods_of(app: ClientApp) -> list[Any]:
+    """The mods of a client app."""
+    return [*getattr(app, "_mods", ())]

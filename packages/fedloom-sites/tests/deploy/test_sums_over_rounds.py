@@ -1,0 +1,350 @@
+"""Sums over rounds and experiments: no combination of those that a server can have opened is of fewer than T sites."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedloom.errors import Stop
+from fedloom_sites.deploy.cox import CoxStep
+from fedloom_sites.deploy.secure import counters, shares
+from fedloom_sites.deploy.secure import protocol as secure
+from fedloom_sites.deploy.secure.changes import CHANGES, Changes, reweighted
+from fedloom_sites.deploy.secure.counters import ANSWERED, NEUTRAL
+from fedloom_sites.deploy.secure.member import SessionMember
+from fedloom_sites.deploy.secure.opened import read_checked
+from fedloom_sites.deploy.secure.protocol import Broken
+from fedloom_sites.deploy.secure.terms import Terms
+from fedloom_sites.deploy.settings import Site
+from tests.deploy.scene import Scene, signing_key_of
+from tests.deploy.sessions import losing, secured
+from tests.deploy.test_dishonest import Rogue, honest, rogue_of
+
+pytestmark = pytest.mark.attack("a server that combines sums")
+
+THRESHOLD = 3
+Row = Mapping[tuple[str, int], float]
+"""A sum: what it counts of each unknown, which is what one site sends of one kind in all rounds."""
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda _fd: None)
+
+
+def isolated(rows: Sequence[Row], threshold: int = THRESHOLD) -> set[tuple[tuple[str, int], ...]]:
+    """The smallest sets of fewer unknowns than the threshold of which a combination of the sums is one of these alone.
+
+    A combination that is zero outside a set and not within it exists if and only if the rank falls without the set.
+    """
+    found = set[tuple[tuple[str, int], ...]]()
+    for kind in {kind for row in rows for kind, _ in row}:
+        some = [row for row in rows if any(k == kind for k, _ in row)]
+        unknowns = sorted({u for row in some for u in row})
+        matrix = np.array([[row.get(u, 0.0) for u in unknowns] for row in some])
+        rank = np.linalg.matrix_rank(matrix)
+        for size in range(1, min(threshold, len(unknowns) + 1)):
+            for few in itertools.combinations(range(len(unknowns)), size):
+                chosen = tuple(unknowns[k] for k in few)
+                if not any({*smaller} < {*chosen} for smaller in found):
+                    rest = np.delete(matrix, few, axis=1)
+                    if rank > (np.linalg.matrix_rank(rest) if rest.size else 0):
+                        found.add(chosen)
+    return found
+
+
+def test_the_solver_finds_what_is_planted() -> None:
+    """R5, R7, R12, a neutral answer and other weights; nothing where all sums are of the same sites."""
+
+    def row(sites: Collection[int], weights: Sequence[float] = (1.0,) * 5) -> Row:
+        return {("uploads", c): weights[c] for c in sites}
+
+    everyone = range(5)
+    assert not isolated([row(everyone)] * 9)
+    assert isolated([row([0])]) == {(("uploads", 0),)}  # R5: what the two others send is known
+    assert isolated([row(everyone), row([0, 1, 2, 3])]) == {(("uploads", 4),)}  # R7, and R12 of two experiments
+    assert isolated([row([0, 1, 2]), row([0, 1, 3])]) == {(("uploads", 2), ("uploads", 3))}
+    assert isolated([row(everyone), row([0, 1, 3, 4])]) == {(("uploads", 2),)}  # site 2 was neutral: it is known
+    assert isolated([row(everyone), row(everyone, (1, 1, 1, 1, 2))]) == {(("uploads", 4),)}
+    assert not isolated([row(everyone), {("scores", c): 1.0 for c in range(4)}])  # of something else
+
+
+class Federation:
+    """The sites of several experiments on the same data, asked by a server that keeps every sum that it gets.
+
+    Args:
+        here: a deployment.
+        weights: of each site in a mean of uploads; 0 for one without samples.
+    """
+
+    def __init__(self, here: Scene, weights: Sequence[float]) -> None:
+        self.here, self.weights = here, {c: (w,) for c, w in enumerate(weights)}
+        self.rows: list[Row] = []
+        self.refused: list[str] = []
+        self.begin(0)
+
+    def begin(self, experiment: int) -> None:
+        """Begin another experiment on the same data, under another key."""
+        self.experiment, self.t = experiment, 0
+        self.settings = [s.with_(fingerprint=f"{experiment:064x}") for s in self.here.sites]
+        self.members = [member_of(s) for s in self.settings]
+
+    def sum(self, kind: str, present: Collection[int], arrived: Collection[int], neutral: Collection[int] = ()) -> bool:
+        """Ask for a sum of some sites, of which some drop out before their vector arrives; whether it is opened."""
+        self.t += kind == "uploads"
+        t, n, members, nonce = self.t, len(self.members), self.members, os.urandom(16)
+        model = os.urandom(32).hex()
+        terms = Terms(
+            round=t, trains=kind == "uploads", sizes=((9, 3, 3),) * n, cohort=sorted(present),
+            accepted=(0,) * len(present), download=model if kind == "uploads" else "",
+            scored=t if kind == "scores" else -1, models=(model,) if kind == "scores" else (),
+            question=CoxStep(step=t, beta=(0.5,)) if kind == "cox" else None,
+        )  # fmt: skip
+        weights = {c: self.weights[c] for c in present}
+        counted = kind != "scores"
+        try:
+            adverts = secure.write_adverts([secure.read_adverts(members[c].keys(t, nonce))[0] for c in present])
+            sealed = {c: secure.read(members[c].shares(t, nonce, adverts), shares.SEALED) for c in present}
+            inbox = {c: secure.write({p: sealed[p][c] for p in present if p != c}) for c in present}
+            vectors = dict[int, bytes]()
+            for c in present:
+                members[c].receive(t, nonce, inbox[c], terms, weights)
+                is_neutral = c in neutral or (kind == "uploads" and members[c].stays_neutral)
+                answer = NEUTRAL if is_neutral else ANSWERED
+                counts = answer if counted and any(weights[c]) else (0, 0) if counted else ()
+                vectors[c] = members[c].masked(t, nonce, np.zeros(3, dtype=np.uint64), counts)
+        except Broken as error:
+            self.refused.append(str(error))
+            return False
+        told = set[int]()
+        signed = {c: vectors[c][:64] for c in arrived}
+        if {*arrived} != {*present}:
+            listed = secure.write(dict.fromkeys(sorted(arrived), b""))
+            signed = {c: self._ask(lambda c=c: members[c].agree(t, nonce, listed)) or bytes(64) for c in arrived}
+        message = secure.write(signed)
+        shown = {c: self._ask(lambda c=c: members[c].count(t, nonce, message)) for c in arrived} if counted else {}
+        answers = {c: one for c, one in shown.items() if one}
+        sent = [secure.write({c: vectors[c][-counters.WIDTH :] for c in arrived}), secure.write(answers)]
+        if counted and len(answers) >= THRESHOLD:
+            self._keep("counters", arrived)
+        for c in arrived:
+            more = sent if counted else []
+            if self._ask(lambda c=c, more=more: members[c].reveal(t, nonce, message, *more)):
+                told.add(c)
+        if len(told) < THRESHOLD:
+            return False
+        known = {c for c in arrived if counted and vectors[c] and self._is_neutral(members[c], c, neutral)}
+        self._keep(kind, {*arrived} - known if kind == "uploads" else arrived)
+        return True
+
+    def _is_neutral(self, member: SessionMember, c: int, neutral: Collection[int]) -> bool:
+        return c in neutral or self.stayed(c)
+
+    def stayed(self, c: int) -> bool:
+        record = read_checked(self.settings[c].memory_folder / "opened.json")
+        return bool(record and record["neutral"])
+
+    def _keep(self, kind: str, sites: Collection[int]) -> None:
+        alike = {c: float(any(w)) for c, w in self.weights.items()}
+        weights = {c: w for c, (w,) in self.weights.items()} if kind == "uploads" else alike
+        self.rows.append({(kind, c): weights[c] for c in sites if weights[c]})
+
+    def _ask(self, answer: Any) -> Any:
+        try:
+            return answer()
+        except Broken as error:
+            self.refused.append(str(error))
+            return None
+
+    def changes(self) -> dict[str, int]:
+        """The most changes that any site has counted of each."""
+        most = dict[str, int]()
+        for site in self.settings:
+            record = read_checked(site.memory_folder / "opened.json") or {"sites": {}}
+            for name, count in record["sites"].get("changes", {}).items():
+                most[name] = max(most.get(name, 0), count)
+        return most
+
+
+def member_of(site: Site) -> SessionMember:
+    return SessionMember(site, signing_key_of(site.client), site.folder)
+
+
+KINDS = ("uploads", "uploads", "scores", "cox")
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("changes", [0, CHANGES])
+def test_no_combination_of_sums_isolates_a_site(changes: int, seed: int, tmp_path: Path) -> None:
+    """50 random rounds in two experiments: sites drop out, join late, have no samples, and answer neutrally.
+
+    Without any agreed change the server finds no sum of fewer than T sites. With some it finds sites alone that have
+    changed, each as often as was agreed on and no oftener. A site that answers neutrally is known as one that has left.
+    """
+    draw = np.random.default_rng([changes, seed])
+    fed = Federation(secured(tmp_path, "fedavg", THRESHOLD, agreed={"changes": changes}), (3, 1, 2, 5, seed % 2))
+    opened, last = 0, list[int]()
+    joins = {c: int(draw.choice([0, 0, 0, 9])) for c in range(5)}
+    for t in range(50):
+        if t == 25:
+            fed.begin(1)
+        here = [c for c in range(5) if t >= joins[c] and (t < 4 or draw.random() > 0.1)]
+        here = last if last and draw.random() > 0.5 else here  # as a server asks that wants a sum
+        arrived = [c for c in here if draw.random() > 0.05]
+        if len(here) >= THRESHOLD <= len(arrived):
+            neutral = [c for c in here if changes and seed == 3 and draw.random() < 0.02]
+            if fed.sum(str(draw.choice(KINDS)), here, arrived, neutral):
+                opened, last = opened + 1, arrived
+    found = {c for few in isolated(fed.rows) for _, c in few}
+    assert opened >= 8
+    assert fed.refused
+    turned = {c for c in range(5) if (read_checked(fed.settings[c].memory_folder / "opened.json") or {}).get("turns")}
+    known = turned | {c for c in range(5) if f"site-{c}" in fed.changes()}
+    steady = {c for c, weight in fed.weights.items() if any(weight)} - known
+    assert max(fed.changes().values(), default=0) <= changes
+    assert len(steady) >= THRESHOLD or turned
+    assert found <= known or len(steady) < THRESHOLD
+    assert changes or not found
+
+
+def test_sites_that_leave_one_after_the_other_leave_a_threshold_that_never_has(tmp_path: Path) -> None:
+    """If all but one left once, their differences are known, and so is what remains of a sum: the last one's."""
+    for steady, isolates in ((None, set[int]()), (0, {*range(5)})):
+        agreed = {} if steady is None else {"steady": steady}
+        fed = Federation(secured(tmp_path / f"{steady}", "fedavg", THRESHOLD, agreed=agreed), (1,) * 5)
+        for gone in (4, 3, 2, 1):
+            fed.sum("uploads", range(5), range(5))
+            rest = [c for c in range(5) if c != gone]
+            assert fed.sum("uploads", rest, rest) is (gone >= THRESHOLD or steady == 0)
+        found = {c for few in isolated(fed.rows) for kind, c in few if kind == "uploads"}
+        assert found == (isolates or {3, 4})
+
+
+def test_without_the_memory_the_same_rounds_isolate_every_site(tmp_path: Path) -> None:
+    """The control: sites that sign any change open sums that give every upload away."""
+    draw = np.random.default_rng(0)
+    fed = Federation(secured(tmp_path, "fedavg", THRESHOLD, agreed={"changes": 10**6, "steady": 0}), (3, 1, 2, 5, 4))
+    for _ in range(30):
+        here = sorted(draw.permutation(5)[: draw.integers(4, 6)].tolist())
+        assert fed.sum("uploads", here, here)
+    assert {few for few in isolated(fed.rows) if few[0][0] == "uploads"} == {(("uploads", c),) for c in range(5)}
+
+
+def test_a_site_that_turns_neutral_too_often_stays_neutral(tmp_path: Path) -> None:
+    """Each turn is a difference of its last upload; in the end its uploads stay known, and refuse nothing."""
+    fed = Federation(secured(tmp_path, "fedavg", THRESHOLD), (1,) * 5)
+    for t in range(12):
+        assert fed.sum("uploads", range(5), range(5), [4] if t % 2 else [])
+    record = read_checked(fed.settings[4].memory_folder / "opened.json")
+    assert record is not None
+    assert (record["neutral"], record["turns"]) == (True, CHANGES - 1)
+    assert all(not (read_checked(s.memory_folder / "opened.json") or {})["turns"] for s in fed.settings[:4])
+    with_it = [("uploads", 4) in row for row in fed.rows if ("uploads", 0) in row]
+    assert with_it == [True, False, True, *[False] * 9]
+
+
+def test_weights_that_change_are_changes_of_a_site() -> None:
+    """Two sums of the same sites with other weights give a site away, whichever weight is the reference."""
+    before = {"a": [3.0], "b": [1.0], "c": [2.0], "d": [5.0]}
+    assert not reweighted(before, {c: [w[0] / 7] for c, w in before.items()})
+    assert reweighted(before, {**before, "d": [5.001]}) == {"d"}
+    assert reweighted(before, {c: [w[0] * (1 if c == "a" else 2)] for c, w in before.items()}) == {"a"}
+    assert reweighted(before, {**before, "b": [0.0]}) == {"b"}
+    first = Changes({}, 1).after([*before], {"uploads": before})
+    assert first.record["changes"] == {}
+    second = first.after([*before], {"uploads": {**before, "d": [6.0]}})
+    assert second.record["changes"] == {"d": 1}
+    with pytest.raises(Broken, match="differs in d; a site leaves the sums over the same data, or returns, 1 times"):
+        second.after([*before], {"uploads": before})
+    assert second.after([*before], {"scores": before}).record["changes"] == {"d": 1}  # a sum of something else
+
+
+# ------------------------------------------------------------------------------------------------- played at real sites
+
+
+def test_nearly_the_same_model_in_the_next_round_without_a_site(tmp_path: Path) -> None:
+    """R7: 1e-16 more in the model. Without an agreed change no site signs; else as often as is agreed on."""
+    rogue, rest = rogue_of(tmp_path / "none", changes=0), [0, 1, 2, 3]
+    assert honest(rogue, 1, rogue.download()).told
+    session = honest(rogue, 2, rogue.download(1e-16), clients=rest)
+    assert not session.told
+    assert not session.vectors
+    assert any("it differs in site-4" in reason for reason in rogue.refused)
+    assert honest(rogue, 3, rogue.download(1e-16)).told.keys() == {*range(5)}
+    rogue = rogue_of(tmp_path / "two", changes=2)
+    assert honest(rogue, 1, rogue.download()).told
+    assert honest(rogue, 2, rogue.download(0.1), clients=rest).told
+    assert honest(rogue, 3, rogue.download(0.2)).told
+    assert not honest(rogue, 4, rogue.download(0.3), clients=rest).told
+
+
+def test_another_experiment_on_the_same_data_without_a_site(tmp_path: Path) -> None:
+    """R12: the study is begun again with the same seed and the same first model, a new key and other rows."""
+    first, rest = rogue_of(tmp_path / "first"), [0, 1, 2, 3]
+    download = first.download()
+    assert honest(first, 1, download).told
+    for number, rounds in enumerate((5, 6)):
+        again = Rogue(second_experiment(tmp_path, first, rounds, data_name="data"))
+        assert again.here.sites[0].fingerprint != first.here.sites[0].fingerprint
+        assert again.download() == download
+        again_without = honest(again, 1, download, clients=rest)
+        assert not again_without.told
+        assert any("on these models were summed already, in another round" in reason for reason in again.refused)
+        assert honest(again, 1, download).told.keys() == {*range(5)}, number
+    other = Rogue(second_experiment(tmp_path, first, 7, data_name="other"))
+    assert honest(other, 1, download, clients=rest).told  # of other data, by the name in the agreement
+
+
+def second_experiment(folder: Path, first: Rogue, rounds: int, **changes: Any) -> Scene:
+    """The deployment of another experiment file at the same sites, with the state that these have."""
+    cut = {"kind": "dirichlet", "clients": 5, "beta": 0.5}
+    here = secured(
+        folder / f"{rounds}", "fedavg", weights="samples", weigher={"kind": "samples"}, partition=cut, rounds=rounds
+    )
+    states = [s.state for s in first.here.sites]
+    sites = [s.with_(state=state, **changes) for s, state in zip(here.sites, states, strict=True)]
+    return here._replace(sites=sites, server=here.server.with_(**changes))
+
+
+# ---------------------------------------------------------------------------------------------- an honest server's run
+
+
+def test_a_site_that_stays_away_is_left_out_by_signature_and_returns(tmp_path: Path) -> None:
+    """Two changes; a site that answers late, but within the patience, costs none."""
+    here, late = secured(tmp_path, "flame", rounds=5), list[int]()
+
+    def fault(node: int, message: Any, reply: Any) -> Any:
+        t, kind = int(message.content["head"]["round"]), str(message.content["head"]["kind"])
+        if (t, kind, node) == (2, "masked", 103) and not late:
+            late.append(t)
+            return None
+        return losing({(3, "masked"): [4], (4, "keys"): [4]})(node, message, reply)
+
+    assert here.serve(here.grid(fault), patience=3.0) is Stop.DONE
+    assert late
+    lines = here.audit("other sites")
+    assert [(line["round"], line["reason"].partition(": ")[2]) for line in lines] == [
+        (3, "the sites have signed a sum without site-4 (change 1 of 4)"),
+        (5, "the sites have signed a sum with site-4 (change 2 of 4)"),
+    ]
+    assert [len(line["sites"]) for line in lines] == [4, 5]
+
+
+def test_without_a_change_left_the_run_waits_or_the_site_stays_out(tmp_path: Path) -> None:
+    here = secured(tmp_path / "none", "fedavg", rounds=3, agreed={"changes": 0})
+    assert here.serve(here.grid(losing({(2, "keys"): [4], (2, "masked"): [4]}))) is Stop.TOO_FEW
+    detail = here.summary()["detail"]
+    assert "it differs in site-4; a site leaves the sums over the same data, or returns, 0 times at most" in detail
+    assert "the run continues when the sites of that sum are back" in detail
+    assert here.serve() is Stop.DONE
+    assert not here.audit("other sites")
+    here = secured(tmp_path / "one", "fedavg", rounds=4, agreed={"changes": 1})
+    assert here.serve(here.grid(losing({(2, "keys"): [4]}))) is Stop.DONE
+    assert {line["round"] for line in here.audit("stays out")} >= {3, 4}
+    assert len(here.audit("other sites")) == 1

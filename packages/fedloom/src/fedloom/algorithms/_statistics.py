@@ -1,0 +1,141 @@
+"""Sums of features and labels, from which the best linear head over all clients follows in closed form.
+
+With z the features of a sample and a 1 below them, k + 1 numbers, and t its target, one number for each output, a
+client has the means S_zz of z z' and S_zt of z t'. Their mean by samples over clients is the mean over all rows,
+however rows lie at clients; so is the head (S_zz + diag(r, ..., r, 0))^-1 S_zt, which is ridge regression.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedloom.algorithms._messages import Mean
+from fedloom.algorithms._prototypes import shape_of
+from fedloom.local import Work, where_moved
+from fedloom.local.oracles.base import Features
+from fedloom.rows.layout import Layout
+
+SUM_IS_EXACT = "its head is the solution of a system of sums: a small error of sums may be a large one of the head"
+
+
+class Server(NamedTuple):
+    """x ``[d]``: the model, whose head is solved; total ``[s]``: the statistics of all clients so far."""
+
+    x: Tensor
+    total: Tensor
+
+
+class Client(NamedTuple):
+    """sent ``[m, s]``: the statistics that the server has of the client; 0 before it took part."""
+
+    sent: Tensor
+
+
+class Up(NamedTuple):
+    """change ``[m, s]`` of the client's statistics since it last took part; those themselves the first time."""
+
+    change: Annotated[Tensor, Mean(base="rows.sent", primary=True, accumulates=True, carries="statistics")]
+
+
+class Moments(NamedTuple):
+    """zz ``[..., k + 1, k + 1]`` and zt ``[..., k + 1, c]`` in float64, and the rounding of the dtype they came in."""
+
+    zz: Tensor
+    zt: Tensor
+    rounding: float
+
+
+def outputs_of(layout: Layout) -> int:
+    """Outputs of the model's last matrix."""
+    return list(layout.matrix_shapes.values())[-1][0]
+
+
+def width_of(layout: Layout) -> int:
+    """Numbers s of a client's statistics: a triangle of z z', and z t'."""
+    size = shape_of(layout)[1] + 1
+    return size * (size + 1) // 2 + size * outputs_of(layout)
+
+
+def start(x0: Tensor, layout: Layout) -> tuple[Server, Client, None]:
+    """The states before the first round."""
+    nothing = x0.new_zeros(width_of(layout))
+    return Server(x0, nothing), Client(nothing), None
+
+
+def samples_of(part: Features, outputs: int) -> tuple[Tensor, Tensor]:
+    """Features with a 1 ``[N, k + 1]`` and targets ``[N, c]``: 1 for a sample's class and 0; of one output 1 and -1."""
+    z = part.z.double()
+    z = torch.cat([z, torch.ones_like(z[:, :1])], 1)
+    y = part.y.long()
+    targets = 2.0 * y.double()[:, None] - 1 if outputs == 1 else torch.eye(outputs, dtype=z.dtype, device=z.device)[y]
+    return z, targets
+
+
+def statistics(x: Tensor, work: Work) -> Tensor:
+    """The clients' statistics ``[m, s]`` under the body of ``x``, in its dtype.
+
+    Raises:
+        Refused: the task has no classes, or the model's samples cannot be looked at one by one.
+    """
+    assert work.class_counts is not None  # refuses a task without classes
+    rows = []
+    for part in work.features(x):
+        z, targets = samples_of(part, outputs_of(work.layout))
+        zz, count = z.T @ z, max(len(z), 1)
+        upper = torch.triu_indices(len(zz), len(zz), device=zz.device)
+        rows.append(torch.cat([zz[upper[0], upper[1]], (z.T @ targets).flatten()]) / count)
+    return torch.stack(rows).to(x)
+
+
+def sent(x: Tensor, rows: Client, work: Work) -> tuple[Up, Client]:
+    """What clients send and keep; nothing new of a client that takes no step."""
+    now = where_moved(work, statistics(x, work), rows.sent)
+    return Up(now - rows.sent), Client(now)
+
+
+def moments_of(row: Tensor, layout: Layout) -> Moments:
+    """Statistics ``[..., s]`` as matrices."""
+    rounding, size, row = torch.finfo(row.dtype).eps, shape_of(layout)[1] + 1, row.double()
+    upper = torch.triu_indices(size, size, device=row.device)
+    zz = row.new_zeros(*row.shape[:-1], size, size)
+    zz[..., upper[0], upper[1]] = zz[..., upper[1], upper[0]] = row[..., : upper.shape[1]]
+    return Moments(zz, row[..., upper.shape[1] :].unflatten(-1, (size, -1)), rounding)
+
+
+def head_from(moments: Moments, ridge: float, layout: Layout, *, bias: bool = True) -> Tensor:
+    """The head ``[..., k + 1, c]`` of least squares plus ``ridge`` times its squares, but for the last row's.
+
+    The last row is the bias, and 0 without one, as of a model whose last layer has none. Where the ridge is below the
+    rounding of the sums, directions below it, by the rule of `numpy.linalg.matrix_rank`, have nothing of the head; so
+    of several best heads it is the smallest.
+    """
+    features = shape_of(layout)[1]
+    used = features + 1 if bias and bias_of(layout) is not None else features
+    penalty = torch.zeros(used, dtype=moments.zz.dtype, device=moments.zz.device)
+    penalty[:features] = ridge
+    system, right = moments.zz[..., :used, :used] + torch.diag(penalty), moments.zt[..., :used, :]
+    tolerance = used * moments.rounding
+    if ridge > tolerance * float(system.diagonal(dim1=-2, dim2=-1).max()):
+        head = torch.linalg.solve(system, right)
+    else:
+        head = torch.linalg.pinv(system, rtol=tolerance, hermitian=True) @ right
+    return torch.cat([head, torch.zeros_like(moments.zt[..., used:, :])], -2)
+
+
+def bias_of(layout: Layout) -> str | None:
+    """Name of the bias of the model's last layer, if it has one."""
+    name = f"{list(layout.matrix_shapes)[-1].rpartition('.')[0]}.bias"
+    return name if name in layout.names else None
+
+
+def with_head(x: Tensor, head: Tensor, layout: Layout) -> Tensor:
+    """Models ``[..., d]`` with the body of ``x [d]`` and heads ``[..., k + 1, c]``."""
+    models = x.expand(*head.shape[:-2], -1).clone()
+    tree, bias = layout.tree(models), bias_of(layout)
+    tree[list(layout.matrix_shapes)[-1]].copy_(head[..., :-1, :].mT)
+    if bias is not None:
+        tree[bias].copy_(head[..., -1, :])
+    return models

@@ -1,0 +1,68 @@
+"""Analytic FL: least squares over all clients in one round: a frozen body, and a head from sums of its features.
+
+Problem: min over the head W of the sum over all samples of ||W' z - t||^2 + ridge ||W||^2, z the body's features.
+
+Reference: R. He, K. Tong, D. Fang, H. Sun, Z. Zeng, H. Li, T. Chen, H. Zhuang, "AFL: A Single-Round Analytic Approach
+for Federated Learning with Pre-trained Models", CVPR 2025, arXiv:2405.16240, Theorem 1 and Section 3.4. The registry's
+afl is agnostic federated learning.
+
+    paper        here          meaning
+    X_k, Y_k     z, t          features of the frozen body with a 1, and one-hot labels
+    C_k          zz            X_k' X_k, a client's Gram matrix
+    C_k W_k      zt            X_k' Y_k
+    C_agg        total         their sum over clients
+
+Kept by a client: s, what it sent. Sent per round: d down and s up, (k + 1) (k + 2) / 2 + (k + 1) c numbers for k
+features and c outputs; no model, and zeros after the first time.
+
+Deviations: clients send the sums X' X and X' Y in place of their heads and X' X, which gives the same head without the
+paper's gamma, its removal and the recursion over clients. Heads have a bias. Sums are divided by the number of samples.
+
+The body is that of the initial model: random features of a network as it is drawn, or a trained network of the user. A
+model without a hidden layer is linear ridge regression. Learning rate, epochs and batches change nothing. The head is
+the same however rows lie at clients, and in whatever order clients take part, once each has, where shares are by
+samples. Outputs are fits of 0 and 1, so their softmax is no probability: compare accuracies.
+
+Attackers: the model that they forge is a set of statistics. A forged model moves each sum by the attacker's share.
+
+Use it with a good frozen body, when labels are skewed or rounds are dear.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import Field
+from torch import Tensor
+
+from fedloom.algorithms import _statistics as sums
+from fedloom.algorithms._base import Algorithm, Model
+from fedloom.local import Ctx, Work
+
+
+class AnalyticFL(Algorithm):
+    """AFL, analytic federated learning (He et al. 2025, Theorem 1)."""
+
+    ridge: float = Field(
+        0.0, ge=0, description="weight of the squared head, as scikit-learn's Ridge(alpha); 0: AFL's least squares"
+    )
+
+    needs_exact: ClassVar[str | None] = sums.SUM_IS_EXACT
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        return ("lr", "schedule", "epochs", "batch_size")
+
+    def init(self, x0: Tensor, ctx: Ctx) -> tuple[sums.Server, sums.Client, None]:
+        return sums.start(x0, ctx.layout)
+
+    def client(self, down: Model, rows: sums.Client, work: Work) -> tuple[sums.Up, sums.Client]:
+        return sums.sent(down.x, rows, work)
+
+    def server(self, server: sums.Server, up: sums.Up, ctx: Ctx) -> sums.Server:
+        total = server.total + ctx.part * up.change  # C_agg
+        head = sums.head_from(sums.moments_of(total, ctx.layout), self.ridge / int(ctx.sizes.sum()), ctx.layout)
+        return sums.Server(sums.with_head(server.x, head, ctx.layout), total)
+
+    def reshared(self, server: sums.Server, moved: sums.Up, ctx: Ctx) -> sums.Server:
+        return sums.Server(server.x, server.total + moved.change)

@@ -1,0 +1,73 @@
+"""Fed3R: a ridge classifier over all clients in one round, its classes brought to one scale.
+
+Problem: min over the head W of the sum over all samples of ||W' z - t||^2 + ridge ||W||^2, z the body's features.
+
+Reference: E. Fani, R. Camoriano, B. Caputo, M. Ciccone, "Accelerating Heterogeneous Federated Learning with Closed-form
+Classifiers", ICML 2024, arXiv:2406.01116, Section 4.
+
+    paper    here      meaning
+    A_k      zz        sum of z z' over a client's samples
+    b_k      zt        sum of z t'
+    W*       head      (A + lambda I)^-1 b
+    lambda   ridge     weight of the squared head
+
+Kept by a client: s, what it sent. Sent per round: d down and s up, (k + 1) (k + 2) / 2 + (k + 1) c numbers for k
+features and c outputs; no model, and zeros after the first time.
+
+Deviations: the model's bias, if there is one, is 0. Sums are divided by the number of samples. Random Fourier features
+(Fed3R-RF) are a frozen random body of the model. Fine-tuning from the head (Fed3R-FT) is a run of another method that
+starts from this model.
+
+Every class's weights are divided by their length, as in the paper, so that no class wins by its size alone. Without
+that it is analytic-fl with a ridge and no bias. Learning rate, epochs and batches change nothing, and the head is the
+same however rows lie at clients, where shares are by samples.
+
+Attackers: the model that they forge is a set of statistics. A forged model moves each sum by the attacker's share.
+
+Use it with a good frozen body and many classes, and to start other methods from.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import Field
+from torch import Tensor
+
+from fedloom.algorithms import _statistics as sums
+from fedloom.algorithms._base import Algorithm, Model
+from fedloom.local import Ctx, Work
+
+
+class Fed3R(Algorithm):
+    """Fed3R (Fani et al. 2024, Section 4)."""
+
+    ridge: float = Field(
+        0.01, ge=0, description="lambda, weight of the squared head, as scikit-learn's Ridge(alpha); 0.01 in the paper"
+    )
+    normalise: bool = Field(True, description="divide every class's weights by their length")
+
+    needs_exact: ClassVar[str | None] = sums.SUM_IS_EXACT
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        return ("lr", "schedule", "epochs", "batch_size")
+
+    def init(self, x0: Tensor, ctx: Ctx) -> tuple[sums.Server, sums.Client, None]:
+        return sums.start(x0, ctx.layout)
+
+    def client(self, down: Model, rows: sums.Client, work: Work) -> tuple[sums.Up, sums.Client]:
+        return sums.sent(down.x, rows, work)
+
+    def server(self, server: sums.Server, up: sums.Up, ctx: Ctx) -> sums.Server:
+        total = server.total + ctx.part * up.change  # A, b
+        head = sums.head_from(
+            sums.moments_of(total, ctx.layout), self.ridge / int(ctx.sizes.sum()), ctx.layout, bias=False
+        )
+        if self.normalise:
+            length = head[:-1].norm(dim=0)
+            head = head / length.where(length > 0, 1)  # W_c / ||W_c||
+        return sums.Server(sums.with_head(server.x, head, ctx.layout), total)
+
+    def reshared(self, server: sums.Server, moved: sums.Up, ctx: Ctx) -> sums.Server:
+        return sums.Server(server.x, server.total + moved.change)

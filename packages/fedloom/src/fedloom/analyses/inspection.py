@@ -1,0 +1,131 @@
+"""Models on single clients after the last round: confusion counts, and representations in the plane."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import ClassVar
+
+import pyarrow as pa
+import torch
+from pydantic import Field, NonNegativeInt
+from torch import Tensor
+
+from fedloom.analyses.form import Analysis
+from fedloom.analyses.models import models_of
+from fedloom.analyses.rows import Schema
+from fedloom.analyses.tables import NUMBER, TEXT, WHOLE, table_of
+from fedloom.data.federation import Federation
+from fedloom.engine.result import Result
+from fedloom.engine.setting import Setting
+from fedloom.errors import ConfigError, Refused
+from fedloom.seeds import generator, random_state
+
+FEWEST_SAMPLES = 5
+"""t-SNE needs so many test samples of a client."""
+PERPLEXITY = 30.0
+"""Of t-SNE, as scikit-learn's default; less where a client has few samples."""
+
+
+class Confusion(Analysis):
+    """Counts of predicted classes by true class on every client's test part, after the last round."""
+
+    kind: ClassVar[str] = "confusion"
+
+    def check(self, schema: Schema, setting: Setting | None = None) -> None:
+        if not schema.classes:
+            raise Refused(
+                f"confusion counts predicted classes, but {schema.name} is a {schema.task}",
+                rule="confusion-needs-classes",
+                fix="leave it out",
+            )
+
+    def measure(self, result: Result) -> tuple[pa.Table, Sequence[str]]:
+        return confusion(result), ()
+
+
+class Tsne(Analysis):
+    """Test samples of some clients in the plane by t-SNE, after the last round (FedSLR, Fig. 4)."""
+
+    kind: ClassVar[str] = "tsne"
+    clients: tuple[NonNegativeInt, ...] = Field(min_length=1, description="numbers of the clients")
+
+    def check_run(self, fed: Federation, setting: Setting | None = None) -> None:
+        unknown = [i for i in self.clients if i >= fed.n]
+        if unknown:
+            raise ConfigError(
+                f"tsne names client {unknown[0]}, but there are clients 0 to {fed.n - 1} only",
+                rule="tsne-client-missing",
+                fix="name clients that are there, or leave it out",
+            )
+        sizes = fed.sizes("test")
+        if all(int(sizes[i]) < FEWEST_SAMPLES for i in self.clients):
+            raise Refused(
+                f"tsne needs {FEWEST_SAMPLES} test samples of a client, and none of these clients has so many",
+                rule="tsne-too-few-samples",
+                fix="name clients with more test samples, or leave it out",
+            )
+
+    def measure(self, result: Result) -> tuple[pa.Table, Sequence[str]]:
+        return tsne(result, self.clients)
+
+
+def confusion(result: Result) -> pa.Table:
+    """Confusion counts on every scored client's test part, after the last round: client, model, true, predicted, count.
+
+    Classes are their codes; cells without a sample are left out; rows are sorted.
+    """
+    oracle, fed = result.job.oracle, result.job.eval_fed
+    classes = max(len(fed.data.classes), 2)
+    counts_by_client: dict[tuple[int, str], Tensor] = {}
+    for model in ("global", "personal"):
+        for client, row in models_of(result, model, result.job.scored_ids):
+            index = fed.indices("test", client)
+            if len(index):
+                guess = torch.cat([oracle.task.predict(out) for out in oracle.outputs(row, index)])
+                y = fed.targets(index)
+                cells = (y * classes + guess)[y >= 0]
+                counts_by_client[client, model] = torch.bincount(cells.cpu(), minlength=classes**2)
+    if "hybrid" in result.models.kinds():
+        takes = result.models.takes_global().tolist()
+        chosen = {c: "global" if takes[c] else "personal" for c, _ in counts_by_client}
+        counts_by_client |= {(c, "hybrid"): counts_by_client[c, model] for c, model in chosen.items()}
+    rows = [
+        (client, model, *divmod(cell, classes), count)
+        for (client, model), counts in sorted(counts_by_client.items())
+        for cell, count in enumerate(counts.tolist())
+        if count
+    ]
+    return table_of(rows, client=WHOLE, model=TEXT, true=WHOLE, predicted=WHOLE, count=WHOLE)
+
+
+def tsne(result: Result, clients: tuple[int, ...]) -> tuple[pa.Table, list[str]]:
+    """t-SNE of the head's inputs for clients' test samples: client, model, label, x, y; and notes on who is left out.
+
+    The model is the client's personal one, the global one where there is none (FedSLR, Fig. 4). Every client has a
+    plane of its own, a function of the run's seed; a label is a class's code, NaN without classes.
+    """
+    from sklearn.manifold import TSNE  # slow to import, needed where it is asked for
+
+    oracle, fed, kinds = result.job.oracle, result.job.eval_fed, result.models.kinds()
+    model = "personal" if "personal" in kinds else "global"
+
+    sizes = fed.sizes("test")
+    few = sorted({i for i in clients if sizes[i] < FEWEST_SAMPLES})
+    notes = (
+        [f"t-SNE leaves out clients with fewer than {FEWEST_SAMPLES} test samples: {', '.join(map(str, few))}"]
+        if few
+        else []
+    )
+    shown = torch.tensor(sorted(set(clients) - set(few)), dtype=torch.long)
+    rows: list[tuple[int, str, float, float, float]] = []
+    for client, row in models_of(result, model, shown):
+        index = fed.indices("test", client)
+        representations = oracle.representations(row, index).double().cpu().numpy()
+        y = fed.targets(index)
+        labels = [math.nan] * len(index) if not fed.data.classed else y[y >= 0].tolist()
+        rng = random_state(generator(result.job.setting.seed, client=client, purpose="tsne"))
+        plane = TSNE(perplexity=min(PERPLEXITY, (len(index) - 1) / 3), init="random", random_state=rng, n_jobs=1)
+        places = plane.fit_transform(representations).tolist()
+        rows += [(client, model, float(label), *place) for label, place in zip(labels, places, strict=True)]
+    return table_of(rows, client=WHOLE, model=TEXT, label=NUMBER, x=NUMBER, y=NUMBER), notes

@@ -1,0 +1,144 @@
+"""Test samples one by one after the last round: what was predicted, and scores of groups within clients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import ClassVar
+
+import pyarrow as pa
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fedloom.analyses.form import Analysis
+from fedloom.analyses.tables import NUMBER, TEXT, WHOLE, table_of
+from fedloom.data.federation import Federation
+from fedloom.data.groups import enough, groups_of, row_counts, subjects_of
+from fedloom.engine.clients.scores import final_outputs
+from fedloom.engine.result import Result
+from fedloom.engine.setting import Setting
+from fedloom.errors import Refused
+from fedloom.rundir import FEDERATION, SAMPLES
+
+GroupScore = tuple[int, str, str, str, float]
+"""Client (-1: all together), model, group, metric and value."""
+MAX_OUTPUTS = 64
+"""Outputs of a sample whose prediction is kept."""
+
+
+class KeptPredictions(Analysis):
+    """Prediction of every test sample, after the last round: calibration, net benefit, who gains."""
+
+    kind: ClassVar[str] = "predictions"
+
+    def check_run(self, fed: Federation, setting: Setting | None = None) -> None:
+        """Refuse a federation of too many outputs.
+
+        Raises:
+            Refused: a sample has a label per position, or more than `MAX_OUTPUTS` outputs.
+        """
+        if fed.data.each or fed.data.outputs > MAX_OUTPUTS:
+            raise Refused(f"predictions keeps at most {MAX_OUTPUTS} outputs of a sample; leave it out")
+
+    def measure(self, result: Result) -> tuple[pa.Table, Sequence[str]]:
+        return predictions(result), ()
+
+
+class Groups(Analysis):
+    """Scores of groups of rows within every client's test part, after the last round."""
+
+    kind: ClassVar[str] = "groups"
+    by: tuple[str, ...] = Field(
+        min_length=1, description="columns, or bounds such as 'age>=75', by whose groups test parts are scored"
+    )
+    least: int = Field(
+        10, ge=2, description="rows of a group, and of each class or events among them, below which it is not scored"
+    )
+
+    @property
+    def kept_columns(self) -> Sequence[str]:
+        return self.by
+
+    def check_run(self, fed: Federation, setting: Setting | None = None) -> None:
+        groups_of(fed.data, self.by)
+
+    def measure(self, result: Result) -> tuple[pa.Table, Sequence[str]]:
+        return group_scores(result, self.by, self.least), ()
+
+
+def _final(result: Result) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
+    """Every kind of model with its outputs ``[N, k]`` on test samples, their places ``[N]`` and clients ``[N]``."""
+    job, kinds = result.job, result.models.kinds()
+    outputs_of = {kind: final_outputs(job, result.state, kind) for kind in ("global", "personal") if kind in kinds}
+    for kind, (outputs, index, sizes) in outputs_of.items():
+        yield kind, outputs.cpu(), index.cpu(), job.scored_ids.repeat_interleave(sizes.cpu())
+    if "hybrid" in kinds:
+        shared, index, sizes = outputs_of["global"]
+        owner = job.scored_ids.repeat_interleave(sizes.cpu())
+        takes = result.models.takes_global()
+        chosen = torch.zeros(job.n, dtype=torch.bool).index_copy(0, job.scored_ids, takes[: len(job.scored_ids)])
+        outputs = torch.where(chosen[owner][:, None], shared.cpu(), outputs_of["personal"][0].cpu())
+        yield "hybrid", outputs, index.cpu(), owner
+
+
+def predictions(result: Result) -> pa.Table:
+    """Columns client, model, row (place in the data), target [, event, subject], and prediction, or one per class.
+
+    Predictions are probabilities of classes, of a binary task that of the second one, values in units of the label,
+    means of counts, and risks by the horizon (without one log hazards) of a survival task.
+    """
+    data, task, parts = result.job.eval_fed.data, result.job.oracle.task, []
+    for kind, outputs, index, owner in _final(result):
+        y, z = data.y.cpu()[index], outputs.double()
+        targets = {"target": y.double() if y.ndim == 1 else y[:, 0].double() * data.unit + data.centre}
+        if (subjects := subjects_of(data)) is not None:
+            targets["subject"] = subjects[index]
+        if data.task == "survival":
+            targets["event"] = y[:, 1].double()
+            z = z if result.job.setting.task.horizon is None else -torch.expm1(-z.exp())
+        elif data.task == "binary":
+            z = z.sigmoid()
+        elif data.task == "classification":
+            z = z.softmax(-1)
+        else:
+            z = task.predict(z) * data.unit + data.centre
+        names = ["prediction"] if z.shape[1] == 1 else [f"prediction {k}" for k in range(z.shape[1])]
+        columns = {"client": owner, "row": index, **targets, **dict(zip(names, z.unbind(1), strict=True))}
+        table = pa.table({name: values.numpy() for name, values in columns.items()})
+        parts.append(table.add_column(1, "model", pa.array([kind] * len(table), pa.string())))
+    return pa.concat_tables(parts)
+
+
+def group_scores(result: Result, by: Sequence[str], least: int) -> pa.Table:
+    """Columns client (-1: all together), model, subgroup, metric, value; of every group first its samples.
+
+    Groups with fewer samples (known subjects) than `least`, or of a class or of events, have no other figure.
+
+    Args:
+        result: of a run.
+        by: columns, or bounds of them.
+        least: rows or subjects of every kind in a group that is scored.
+    """
+    job = result.job
+    data, ids = job.eval_fed.data, job.scored_ids.tolist()
+    groups, subjects = groups_of(data, by), subjects_of(data)
+    rows: list[GroupScore] = []
+    for kind, outputs, index, owner in _final(result):
+        y = job.eval_fed.targets(index.to(job.eval_fed.device)).cpu()
+        for name, members in groups.items():
+            inside = members.cpu()[index]
+            for client in (FEDERATION, *ids):
+                some = inside if client == FEDERATION else inside & (owner == client)
+                count = int(some.sum())
+                rows.append((client, kind, name, SAMPLES, float(count)))
+                units = None if subjects is None else subjects[index[some]]
+                counts = row_counts(data.task, y[some], job.oracle.task.outputs, units).sum(0)
+                if enough(counts, least):
+                    scores = job.oracle.task.metrics(outputs[some], y[some], torch.zeros(count, dtype=torch.long), 1)
+                    rows += [(client, kind, name, metric, float(value)) for metric, value in scores.items()]
+    return group_table(rows)
+
+
+def group_table(rows: Sequence[GroupScore]) -> pa.Table:
+    """Scores of groups as a table."""
+    return table_of(rows, client=WHOLE, model=TEXT, subgroup=TEXT, metric=TEXT, value=NUMBER)

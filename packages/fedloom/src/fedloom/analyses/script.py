@@ -1,0 +1,94 @@
+"""Analysis written as one function that asks, such as Newton's method: its state is the sums that it has had so far."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import pyarrow as pa
+from torch import Tensor, nn
+
+from fedloom.analyses.form import Analysis, AnalysisTerms, Info, Question
+
+Total = tuple[Tensor, Info]
+"""The sum of the answers ``[k]`` to a question, and what is known of it."""
+
+
+class _Pending(BaseException):
+    """The question that the function needs next; no code of an analysis catches it by accident."""
+
+    def __init__(self, question: Question) -> None:
+        super().__init__()
+        self.question = question
+
+
+@dataclass(frozen=True, eq=False)
+class Transcript:
+    """What a script has been told so far.
+
+    Args:
+        script: the analysis.
+        terms: what is public.
+        totals: of its questions, in order.
+    """
+
+    script: ScriptedAnalysis
+    terms: AnalysisTerms
+    totals: tuple[Total, ...] = ()
+
+    @cached_property
+    def outcome(self) -> Question | tuple[pa.Table, nn.Module | None]:
+        """The next question; at the end the table and the predictor."""
+        totals = iter(self.totals)
+
+        def ask(question: Question) -> Total:
+            total = next(totals, None)
+            if total is None:
+                raise _Pending(question)
+            return total
+
+        try:
+            return self.script.conclude(ask, self.terms)
+        except _Pending as pending:
+            return pending.question
+
+
+class ScriptedAnalysis(Analysis):
+    """An analysis by sums as one function `conclude`, which is played again from its start after every sum.
+
+    What lies between two questions should therefore take little time. `conclude` is pure: equal sums lead to equal
+    questions.
+    """
+
+    def conclude(self, ask: Callable[[Question], Total], terms: AnalysisTerms) -> tuple[pa.Table, nn.Module | None]:
+        """Return the table and the predictor, None if there is none.
+
+        Args:
+            ask: puts a question to all clients, and returns the sum of their answers.
+            terms: what is public.
+
+        Raises:
+            DataError: the analysis has no answer.
+        """
+        raise NotImplementedError
+
+    def start(self, terms: AnalysisTerms) -> Transcript:
+        return Transcript(self, terms)
+
+    def question(self, state: Transcript) -> Question | None:
+        return state.outcome if isinstance(state.outcome, Question) else None
+
+    def step(self, state: Transcript, total: Tensor, info: Info) -> Transcript:
+        return Transcript(self, state.terms, (*state.totals, (total, info)))
+
+    def result(self, state: Transcript) -> pa.Table:
+        return _conclusion(state)[0]
+
+    def model(self, state: Transcript) -> nn.Module | None:
+        return _conclusion(state)[1]
+
+
+def _conclusion(state: Transcript) -> tuple[pa.Table, nn.Module | None]:
+    assert not isinstance(state.outcome, Question)
+    return state.outcome

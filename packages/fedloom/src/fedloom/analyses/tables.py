@@ -1,0 +1,14 @@
+"""Tables of analyses: their types of columns, and how rows become one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pyarrow as pa
+
+WHOLE, TEXT, NUMBER = pa.int64(), pa.string(), pa.float64()
+
+
+def table_of(rows: Sequence[tuple[object, ...]], /, **kinds: pa.DataType) -> pa.Table:
+    """Return rows as a table whose columns have these names and types."""
+    return pa.table({n: pa.array([r[k] for r in rows], kind) for k, (n, kind) in enumerate(kinds.items())})

@@ -1,0 +1,268 @@
+"""The columns of a table that splits respect: whose each row is, when it came, strata, and which rows are the test."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, date, datetime
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import Field, field_validator, model_validator
+from torch import Tensor
+
+from fedloom.data.sources._base import FileSource
+from fedloom.data.sources.archive import GrowingRows
+from fedloom.data.sources.table.cells import Piece, shortened
+from fedloom.data.subjects.design import Design
+from fedloom.data.tables import number_of
+from fedloom.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from fedloom.data.sources.table.checks import Coded
+
+MARKED = ("1", "1.0", "true", "yes", "test")
+"""Levels of a column that mark a row of the test part, in lower case, where nothing else is said."""
+UNMARKED = ("0", "0.0", "false", "no", "train", "training")
+"""Levels that mark a row of the training part, in lower case."""
+YEAR, MONTH = re.compile(r"\d{4}"), re.compile(r"\d{4}-\d{2}")
+CURE = "write numbers, or dates as 2024-09-01, in every row; unlabelled = 'drop' leaves rows without one out"
+
+
+class DesignOptions(FileSource):
+    """Options on what splits respect."""
+
+    subject: str | None = Field(
+        default=None, description="column of whom a row is, as a patient; no feature, and in one part of every split"
+    )
+    order: str | None = Field(
+        default=None,
+        description="column of numbers or dates: earlier rows are trained on, later ones tested; no feature",
+    )
+    strata: tuple[str, ...] = Field(
+        default=(), description="columns whose shares splits and folds keep; features all the same, or the label"
+    )
+    test_column: str | None = Field(
+        default=None, description="column that marks the rows of the test part (1, true, yes or test); no feature"
+    )
+    test_levels: tuple[str, ...] = Field(
+        default=(), description="levels of test_column that mark the test part, as a hospital's name or a year"
+    )
+    test_since: float | str | None = Field(
+        default=None, description="number or date of `order` from which on rows are the test part, as 2024-09-01"
+    )
+
+    @field_validator("test_since", mode="before")
+    @classmethod
+    def _as_text(cls, since: object) -> object:
+        """Take a date of TOML."""
+        return since.isoformat() if isinstance(since, date) else since
+
+    @field_validator("strata", mode="before")
+    @classmethod
+    def _one_or_more(cls, strata: object) -> object:
+        """Take one column by its name alone."""
+        return (strata,) if isinstance(strata, str) else strata
+
+    @model_validator(mode="after")
+    def _design_fits(self) -> DesignOptions:
+        if self.test_levels and self.test_column is None:
+            raise ValueError("test_levels are of test_column, which is not set; name it")
+        if self.test_since is not None and self.order is None and getattr(self, "agreement", None) is None:
+            raise ValueError("test_since needs order, the column of when a row came; name it")
+        if self.test_since is not None and self.test_column is not None:
+            raise ValueError("test_since and test_column both choose the test part; leave one of them out")
+        check_roles({name: getattr(self, name, None) for name in ("subject", "order", "test_column", "users")})
+        return self
+
+    @property
+    def chosen(self) -> dict[str, Any]:
+        """The options that are set, those of an agreement first."""
+        agreed = getattr(self, "agreement", None)
+        values = {name: getattr(self, name) for name in DesignOptions.option_names()}
+        if agreed is not None:
+            values |= {name: value for name in values if (value := getattr(agreed, name)) is not None}
+        return {name: value for name, value in values.items() if value is not None and value != ()}
+
+    def absent(self, names: Sequence[str]) -> dict[str, Any]:
+        """The options whose column is not among the names, without it; a new table has no test rows of the old."""
+        unset: dict[str, Any] = {"test_column": None, "test_levels": (), "test_since": None}
+        unset |= {role: None for role in ("subject", "order") if getattr(self, role) not in names}
+        return unset | {"strata": tuple(column for column in self.strata if column in names)}
+
+    @staticmethod
+    def option_names() -> tuple[str, ...]:
+        """The names of these options."""
+        return tuple(name for name in DesignOptions.model_fields if name not in FileSource.model_fields)
+
+
+def check_roles(columns: Mapping[str, str | None]) -> None:
+    """Refuse one column in two roles.
+
+    Raises:
+        ValueError: two of the options name one column.
+    """
+    role_of = dict[str, str]()
+    for role, column in columns.items():
+        if column is not None and column in role_of:
+            raise ValueError(
+                f"{role_of[column]} and {role} are both {column!r}: a patient is no site, and a column has one role; "
+                "name another column, or leave one of them out"
+            )
+        if column is not None:
+            role_of[column] = role
+
+
+class Moments(NamedTuple):
+    """When rows came, as numbers and as seconds since 1970; NaN where a cell is no such number or no date."""
+
+    numbers: GrowingRows
+    seconds: GrowingRows
+
+
+class DesignReading:
+    """The columns of the design on their way to a `Design`.
+
+    Args:
+        options: what the source says, see `DesignOptions.chosen`.
+
+    Attributes:
+        columns: that must be there.
+        complete: those of them whose cell no row may lack.
+        coded: those of them that are read as levels.
+        strata: those of them that have strata.
+        no_features: those of them that are no features.
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._options = options
+        self.subject, self.order, self._marked = (options.get(k) for k in ("subject", "order", "test_column"))
+        self.strata: tuple[str, ...] = tuple(options.get("strata", ()))
+        self.complete = [c for c in (self.subject, self.order, self._marked) if c is not None]
+        self.columns = [*self.complete, *self.strata]
+        self.coded = [c for c in self.columns if c != self.order or c in self.strata]
+        self.no_features = {*self.complete} - {*self.strata}
+        self._moments = Moments(GrowingRows((), np.float64), GrowingRows((), np.float64))
+        self._odd: tuple[int, object] | None = None
+
+    def add(self, piece: Piece, missing: NDArray[np.bool_]) -> None:
+        """Read a piece of the column of when rows came."""
+        if piece.column != self.order:
+            return
+        rooms = [cast("NDArray[np.float64]", rows.at(piece.start, len(missing))) for rows in self._moments]
+        for room in rooms:
+            room[:] = np.nan
+        for k in np.flatnonzero(~missing).tolist():
+            number, second = number_of(piece.cells[k]), seconds_of(piece.cells[k])
+            rooms[0][k], rooms[1][k] = (np.nan if v is None else v for v in (number, second))
+            if number is None and second is None and self._odd is None:
+                self._odd = piece.start + k, piece.cells[k]
+
+    def wrong(self, first: int) -> Iterator[str]:
+        """Yield what is wrong with the column of when rows came; ``first`` is the number of the first row."""
+        if self.order is None:
+            return
+        if self._odd is not None:
+            row, cell = self._odd
+            where = f"row {first + row}, column {self.order!r}"
+            yield f"{where}: expected a number or a date, got {shortened(cell)}; {CURE}"
+            return
+        numbers, seconds = (np.isnan(cast("NDArray[np.float64]", rows.done())) for rows in self._moments)
+        if (numbers & ~seconds).any() and (seconds & ~numbers).any():
+            row = int(np.flatnonzero(seconds & ~numbers)[0])
+            yield f"row {first + row}, column {self.order!r}: a number, and others are dates; {CURE}"
+
+    def design(self, coded: Mapping[str, Coded], keep: Tensor) -> Design | None:
+        """Return the design of the rows to keep ``[N]``; None where nothing is said.
+
+        Raises:
+            ConfigError: levels of the column that marks test rows that say neither yes nor no.
+            DataError: no row is marked, or every one.
+        """
+        if not self._options:
+            return None
+        subject = None if self.subject is None else torch.from_numpy(coded[self.subject][0])[keep].long()
+        order = next((torch.from_numpy(times)[keep] for times in self.times()), None)
+        strata = None
+        for column in self.strata:
+            codes, names = coded[column]
+            levels = torch.from_numpy(np.nan_to_num(codes, nan=len(names)))[keep].long()
+            strata = levels if strata is None else strata * (len(names) + 1) + levels
+        if strata is not None:
+            strata = strata.unique(return_inverse=True)[1]
+        held_out = self._held_out(coded, keep, order)
+        roles = {"subject": self.subject, "order": self.order, "strata": ", ".join(self.strata)}
+        return Design(
+            subject, order, strata, held_out, {role: name for role, name in roles.items() if name is not None}
+        )
+
+    @property
+    def _dates(self) -> bool:
+        """Whether rows came at dates, not at numbers."""
+        numbers, seconds = (cast("NDArray[np.float64]", rows.done()) for rows in self._moments)
+        return bool((np.isnan(numbers) & ~np.isnan(seconds)).any())
+
+    def times(self) -> Iterator[NDArray[np.float64]]:
+        """Yield when each row came ``[N]``, NaN where its cell is missing; nothing where that is not known."""
+        if self.order is not None:
+            yield cast("NDArray[np.float64]", self._moments[self._dates].done())
+
+    def _held_out(self, coded: Mapping[str, Coded], keep: Tensor, order: Tensor | None) -> Tensor | None:
+        since, dates = self._options.get("test_since"), self._dates
+        if since is not None and order is not None:
+            value = seconds_of(since) if dates else number_of(since)
+            if value is None:
+                kind = "a date as 2024-09-01" if dates else "a number"
+                raise ConfigError(f"test_since must be {kind}, as {self.order!r} has, got {since!r}")
+            held_out, what = order >= value, f"test_since = {since!r}"
+        elif self._marked is not None:
+            codes, names = coded[self._marked]
+            marks = self._marks(names)
+            flags = torch.tensor([name in marks for name in names] + [False])
+            held_out = flags[torch.from_numpy(np.nan_to_num(codes, nan=len(names)))[keep].long()]
+            what = f"test_column = {self._marked!r}"
+        else:
+            return None
+        if not bool(held_out.any()) or bool(held_out.all()):
+            some = "every row is a test row" if bool(held_out.any()) else "no row is a test row"
+            raise DataError(f"{what}: {some}; name a value that parts the rows, or leave it out")
+        return held_out
+
+    def _marks(self, names: Sequence[str]) -> set[str]:
+        """The levels that mark the test part.
+
+        Raises:
+            ConfigError: a level that was named is not there, or one says neither yes nor no.
+        """
+        named = self._options.get("test_levels", ())
+        shown = ", ".join(map(repr, names[:20])) + (", ..." if len(names) > 20 else "")
+        if absent := [level for level in named if level not in names]:
+            raise ConfigError(f"test_levels: {self._marked!r} has no level {absent[0]!r}; it has {shown}")
+        if not named and (odd := [name for name in names if name.lower() not in (*MARKED, *UNMARKED)]):
+            raise ConfigError(
+                f"test_column: {self._marked!r} has {odd[0]!r}, which is neither yes nor no; name the levels that mark "
+                f"test rows in test_levels: it has {shown}"
+            )
+        return {*named} or {name for name in names if name.lower() in MARKED}
+
+
+def seconds_of(cell: object) -> float | None:
+    """Return seconds since 1970 of a date, a time or its text in ISO 8601; None for any other cell.
+
+    >>> seconds_of("1970-01-02"), seconds_of("1970-01-01T00:01"), seconds_of("1971"), seconds_of("2.1.1970")
+    (86400.0, 60.0, 31536000.0, None)
+    """
+    if isinstance(cell, str):
+        text = cell.strip()
+        text = f"{text}-01-01" if YEAR.fullmatch(text) else f"{text}-01" if MONTH.fullmatch(text) else text
+        try:
+            cell = datetime.fromisoformat(text)
+        except ValueError:
+            return None
+    if isinstance(cell, date) and not isinstance(cell, datetime):
+        cell = datetime(cell.year, cell.month, cell.day)  # made UTC below
+    if not isinstance(cell, datetime):
+        return None
+    return (cell if cell.tzinfo else cell.replace(tzinfo=UTC)).timestamp()

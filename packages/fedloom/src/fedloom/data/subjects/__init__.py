@@ -1,0 +1,1 @@
+"""Subjects: the rows of one patient stay together, and splits follow the calendar and keep shares."""

@@ -1,0 +1,130 @@
+"""Copies with small changes, as augmentation makes them: rows and images that lie far closer than all others do."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedloom.data.subjects.design import Design, Ints
+
+NEIGHBOURS = 10
+"""Neighbours of a row by which a near copy differs from a dense place."""
+CLOSE = 1e-3
+"""Probability that a row's nearest neighbour is as close, were all rows drawn alike; a note needs 50 times as many."""
+CLOSE_SHARE = 0.05
+MOST_NEAR_ROWS = 20_000
+"""Rows up to which near copies are looked for; a tree of more takes seconds."""
+MOST_NEAR_IMAGES = 10_000
+"""Images up to which near copies are looked for; the distances of more take seconds."""
+MOST_TREE_AXES = 8
+"""Axes up to which a tree finds neighbours faster than all distances do."""
+MOST_COMPARED_BYTES = 1 << 29
+"""Bytes of samples that are compared: above, it takes seconds, and samples may lie on disk."""
+THUMB_PIXELS = 32
+"""Height and width to which larger images are averaged before they are compared."""
+LEAST_PIXELS = 8
+"""Height and width from which images can be told apart."""
+FREQUENCIES = 5
+SEEN_AXES = 12
+"""Principal axes of spectra and thumbnails in which images are compared."""
+
+
+def near_copies(points: NDArray[np.float64], units: Ints | None = None, *, ties: bool = False) -> int:
+    """Return how many rows have a neighbour that is far closer than the next ones; 0 where that is chance.
+
+    Args:
+        points: ``[N, p]`` in which distances mean something.
+        units: subject ``[N]`` of each row, whose own rows do not count; None: no rows belong together.
+        ties: whether equal points are copies; else points with several equal ones are coarse and say nothing.
+    """
+    if not 5 * NEIGHBOURS <= len(points) <= MOST_NEAR_ROWS:
+        return 0
+    distances, nearest = _neighbours(points)
+    distances = distances[:, 1:]
+    first, inner, last = distances[:, 0], distances[:, 1:-1], distances[:, -1]
+    sound = (last > 0) if ties else (inner[:, 0] > 0) & (last > inner[:, 0])
+    if sound.sum() < len(points) / 2:
+        return 0
+    apart = sound & (inner[:, 0] > 0)
+    if not apart.any():
+        return 0
+    logs = np.log(last[apart, None] / inner[apart])
+    dimension = min(points.shape[1], 1 / max(float(np.median(logs.mean(1))), 1e-9))
+    ratio = (first[sound] / last[sound]) ** dimension
+    close = 1 - (1 - ratio) ** (NEIGHBOURS - 1) < CLOSE
+    if units is not None:
+        itself = nearest[:, 0] == np.arange(len(points))  # among equal points, it may come second
+        other = np.where(itself, nearest[:, 1], nearest[:, 0])
+        close &= (units[other] != units)[sound]
+    return int(close.sum()) if close.mean() >= CLOSE_SHARE else 0
+
+
+def _neighbours(points: NDArray[np.float64]) -> tuple[NDArray[np.float64], Ints]:
+    """Distances ``[N, k]`` of each point to its nearest ones, itself among them, and their places."""
+    if points.shape[1] <= MOST_TREE_AXES:
+        from scipy.spatial import cKDTree  # slow to import
+
+        distances, nearest = cKDTree(points).query(points, NEIGHBOURS + 1)
+        return distances, nearest
+    whole, nearest, squares = torch.from_numpy(points), list[torch.Tensor](), list[torch.Tensor]()
+    lengths = whole.square().sum(1)
+    for some, own_lengths in zip(whole.split(512), lengths.split(512), strict=True):
+        apart = torch.addmm(lengths + own_lengths[:, None], some, whole.T, alpha=-2)
+        values, places = apart.topk(NEIGHBOURS + 1, largest=False)
+        squares.append(values)
+        nearest.append(places)
+    return torch.cat(squares).clamp(min=0).sqrt().numpy(), torch.cat(nearest).numpy()
+
+
+def image_copies(images: torch.Tensor, design: Design | None) -> int:
+    """Return how many images look like copies of others with small changes; 0 where that is chance.
+
+    Mirror images, quarter turns, shifts and other contrasts leave the spectrum as it is, noise leaves the thumbnail.
+    Turns by another angle and crops of a small part change both.
+
+    Args:
+        images: ``[N, C, H, W]``.
+        design: of the data set; images of one subject do not count.
+    """
+    if len(images) > MOST_NEAR_IMAGES or images.nbytes > MOST_COMPARED_BYTES or min(images.shape[2:]) < LEAST_PIXELS:
+        return 0
+    units = None if design is None or design.subject is None else design.units
+    some = max(1, 2**22 // max(1, images[0].numel()))
+    grey = torch.cat([_thumbs(part.float().mean(1, keepdim=True), THUMB_PIXELS) for part in images.split(some)])
+    if not bool(grey.isfinite().all()):
+        return 0
+    views = (_spectra(grey), _unit_thumbs(grey))
+    return max(near_copies(_in_axes(view, SEEN_AXES), units, ties=True) for view in views)
+
+
+def _thumbs(grey: torch.Tensor, most: int) -> torch.Tensor:
+    """Images ``[N, 1, H, W]`` averaged to at most so many pixels in height and width."""
+    return torch.nn.functional.adaptive_avg_pool2d(grey, (min(grey.shape[2], most), min(grey.shape[3], most)))
+
+
+def _spectra(grey: torch.Tensor) -> torch.Tensor:
+    """Low frequencies of the absolute Fourier transform, averaged with those of turned and mirrored images, ``[N, p]``.
+
+    They are divided by their mean, which the contrast changes.
+    """
+    absolute = torch.fft.fft2(grey[:, 0] - grey.mean((1, 2, 3))[:, None, None]).abs()
+    k = min(FREQUENCIES, *(side // 2 for side in absolute.shape[1:]))
+    low = (absolute + absolute.flip(2).roll(1, 2))[:, :k, :k]
+    low = (low + low.transpose(1, 2)).flatten(1)[:, 1:]
+    return torch.log1p(low / low.mean(1, keepdim=True).clamp(min=1e-12))
+
+
+def _unit_thumbs(grey: torch.Tensor) -> torch.Tensor:
+    """Thumbnails of 8 x 8 pixels around their mean, of length 1: ``[N, 64]``."""
+    thumbs = _thumbs(grey, LEAST_PIXELS).flatten(1)
+    thumbs = thumbs - thumbs.mean(1, keepdim=True)
+    unit: torch.Tensor = thumbs / thumbs.norm(dim=1, keepdim=True).clamp(min=1e-12)
+    return unit
+
+
+def _in_axes(points: torch.Tensor, count: int) -> NDArray[np.float64]:
+    """Points ``[N, p]`` in their first principal axes."""
+    points = points.double() - points.double().mean(0)
+    axes = torch.linalg.svd(points, full_matrices=False)[2][:count]
+    return np.asarray((points @ axes.T).numpy())

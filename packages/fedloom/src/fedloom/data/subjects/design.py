@@ -1,0 +1,175 @@
+"""Design of a data set: whose rows belong together, in which order rows came, and which of them are the test part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedloom.errors import DataError
+
+Ints = NDArray[np.int64]
+SAMPLE_ROLES = ("subject", "order", "strata")
+"""What is known of every sample in memory; rows of a table may be marked as test rows, too."""
+
+
+@dataclass(frozen=True, eq=False)
+class Design:
+    """What splits respect. A subject goes by its last row: the latest by `order`, without that the last in the data.
+
+    Attributes:
+        subject: code ``[N]`` int64 of each row's subject, such as a patient; None: every row is one of its own.
+        order: when each row came, ``[N]`` float64: a number, or seconds since 1970 of a date; None: not known.
+        strata: code ``[N]`` int64 of each row's stratum, whose shares splits and folds keep; None: there are none.
+        held_out: whether each row is marked as a test row, ``[N]`` bool; None: partitions cut the test parts.
+        names: column of each of these by its option, such as ``{"subject": "patient_id"}``.
+    """
+
+    subject: Tensor | None = None
+    order: Tensor | None = None
+    strata: Tensor | None = None
+    held_out: Tensor | None = None
+    names: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def wrong(self, rows: int) -> list[str]:
+        """Return what is wrong with the design of a data set of so many rows, a sentence each."""
+        kinds = {"subject": torch.int64, "order": torch.float64, "strata": torch.int64, "held_out": torch.bool}
+        sentences = []
+        for name, dtype in kinds.items():
+            values = getattr(self, name)
+            if values is not None and (values.dtype != dtype or values.shape != (rows,)):
+                sentences.append(f"{name} must be {dtype} [{rows}], got {values.dtype} {list(values.shape)}")
+            elif values is not None and dtype == torch.int64 and rows and int(values.min()) < 0:
+                sentences.append(f"{name} has negative codes; number subjects and strata from 0")
+            elif values is not None and dtype == torch.float64 and not bool(torch.isfinite(values).all()):
+                sentences.append(f"{name} is not finite in {int((~torch.isfinite(values)).sum())} rows; leave them out")
+        return sentences
+
+    def at(self, rows: Tensor) -> Design:
+        """Return the design of some rows ``[k]``, by position or by a mask ``[N]``."""
+        values = {name: getattr(self, name) for name in ("subject", "order", "strata", "held_out")}
+        return replace(self, **{name: value[rows] for name, value in values.items() if value is not None})
+
+    @property
+    def subject_name(self) -> str:
+        """Column of the subjects, or "subject"."""
+        return self.names.get("subject", "subject")
+
+    @cached_property
+    def units(self) -> Ints:
+        """Subject of each row ``[N]``, numbered from 0 to fewer than N; each row is its own where none is known."""
+        rows = next(len(v) for v in (self.subject, self.order, self.strata, self.held_out) if v is not None)
+        if self.subject is None:
+            return np.arange(rows)
+        return np.unique(self.subject.numpy(), return_inverse=True)[1].astype(np.int64)
+
+    def last_rows(self, rows: Ints) -> Ints:
+        """Return the last row of every subject among some rows ``[k]``, subjects by number: ``[s]`` positions."""
+        times = np.zeros(len(rows)) if self.order is None else self.order.numpy()[rows]
+        ordered = rows[np.lexsort((rows, times, self.units[rows]))]
+        ends = np.ones(len(ordered), bool)
+        ends[:-1] = np.diff(self.units[ordered]) != 0
+        return ordered[ends]
+
+    @cached_property
+    def tested(self) -> NDArray[np.bool_] | None:
+        """Whether each row is in the test part, ``[N]``: all rows of the subjects whose last row is marked."""
+        if self.held_out is None:
+            return None
+        of_unit = np.zeros(len(self.units), bool)
+        last = self.last_rows(np.arange(len(self.units)))
+        of_unit[self.units[last]] = self.held_out.numpy()[last]
+        tested: NDArray[np.bool_] = of_unit[self.units]
+        return tested
+
+    def count(self, rows: Ints) -> int:
+        """Return how many subjects some rows are of."""
+        return len(np.unique(self.units[rows]))
+
+    def counts(self, groups: Ints, rows: Ints, total: int) -> Ints:
+        """Return how many subjects each of ``total`` groups has, ``[total]``.
+
+        Args:
+            groups: group ``[k]`` of each row.
+            rows: positions ``[k]``.
+            total: number of groups.
+        """
+        pairs = np.unique(groups.astype(np.int64) * len(self.units) + self.units[rows])
+        return np.bincount(pairs // len(self.units), minlength=total)
+
+    def notes(self, rows: Ints, owner: Ints) -> list[str]:
+        """Return sentences for the report: how many subjects there are, and what has no effect.
+
+        Args:
+            rows: positions ``[k]`` of what clients hold.
+            owner: client ``[k]`` of each.
+        """
+        notes = []
+        if self.subject is not None:
+            subjects, total = len(np.unique(self.units)), len(self.units)
+            notes.append(
+                f"{total:,} rows of {subjects:,} subjects ({self.subject_name!r}): partitions, folds and intervals go "
+                "by subject"
+            )
+            clients = np.unique(owner * total + self.units[rows]) % total
+            if several := int((np.bincount(clients, minlength=1) > 1).sum()):
+                notes.append(
+                    f"{several:,} subjects have rows at several clients, and are in one part at all of them; if every "
+                    "client counts its patients anew, put the client's name before the number"
+                )
+        if self.order is not None and self.strata is not None:
+            notes.append("strata change nothing beside order: earlier rows are trained on, and later ones tested")
+        if self.held_out is not None and self.subject is not None:
+            assert self.tested is not None
+            if moved := int((self.tested != self.held_out.numpy()).sum()):
+                notes.append(
+                    f"{moved:,} rows are in another part than they are marked for: a subject goes by its last row"
+                )
+        return notes
+
+
+def design_of(values: Mapping[str, object], rows: int, place: str) -> Design | None:
+    """Return the design of samples in memory; None where nothing is said.
+
+    Args:
+        values: by name ``subject`` (anything that names it), ``order`` (numbers or dates) and ``strata`` (levels), each
+            a value for every sample.
+        rows: number of samples.
+        place: for messages.
+
+    Raises:
+        DataError: another number of values, missing ones, or an order that is neither of numbers nor of dates.
+    """
+    arrays = {name: np.asarray(value) for name, value in values.items() if value is not None}
+    if not arrays:
+        return None
+    for name, value in arrays.items():
+        if value.shape != (rows,):
+            raise DataError(f"{place}: {name} has shape {value.shape} for {rows} samples; give one value per sample")
+        if value.dtype == object and any(v is None or v != v for v in value.tolist()):
+            raise DataError(f"{place}: {name} is missing for some samples; give one for each, or leave them out")
+    design = dict[str, Tensor]()
+    for name in ("subject", "strata"):
+        if name in arrays:
+            codes = np.unique(
+                arrays[name].astype(str) if arrays[name].dtype == object else arrays[name], return_inverse=True
+            )
+            design[name] = torch.from_numpy(codes[1].astype(np.int64))
+    if "order" in arrays:
+        order = arrays["order"]
+        if order.dtype.kind == "M":
+            order = order.astype("datetime64[us]").astype(np.float64) / 1e6
+        if order.dtype.kind not in "uifb" or not np.isfinite(order.astype(np.float64)).all():
+            raise DataError(f"{place}: order must be finite numbers or dates (datetime64), got {arrays['order'].dtype}")
+        design["order"] = torch.from_numpy(order.astype(np.float64))
+    return Design(design.get("subject"), design.get("order"), design.get("strata"))
+
+
+def count_subjects(design: Design | None, rows: Ints) -> int:
+    """Return how many subjects some rows are of; without a design, how many rows there are."""
+    return len(rows) if design is None else design.count(rows)

@@ -1,0 +1,104 @@
+"""Equal rows in two parts: who is tested on a copy of what was trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedloom.data.subjects.copies import MOST_COMPARED_BYTES
+from fedloom.data.subjects.design import Ints
+
+if TYPE_CHECKING:
+    from fedloom.data.dataset import Dataset
+
+LEAST_EQUAL_ROWS = 3
+"""Fewest equal rows that are noted."""
+CHANCE_RATIO = 10
+"""Times as many equal rows as chance makes from which they are noted."""
+FINE_SHARE = 0.2
+"""Different values per row of a column in which rows differ."""
+PRIME = np.uint64(0x9E3779B97F4A7C15)
+
+
+class Digests(NamedTuple):
+    """Samples as numbers that are equal where samples and targets are.
+
+    Attributes:
+        values: ``[N]``.
+        chance: how probably two samples are equal by chance: the product over the columns of a table, as if these were
+            independent; 0 of other samples.
+        fine: whether a column has so many different values that dependent columns make no equal rows.
+    """
+
+    values: NDArray[np.uint64]
+    chance: float
+    fine: bool
+
+
+def digests_of(data: Dataset) -> Digests:
+    """Return a digest of every sample with its target."""
+    flat = data.x.reshape(len(data), -1).numpy()
+    targets = data.y.reshape(len(data), -1).numpy().astype(np.float64)
+    digest, chance, fine = np.zeros(len(data), np.uint64), 0.0, False
+    if data.x.ndim == 2 and not data.vocabulary:
+        chance = 1.0
+        for column in (*flat.T, *targets.T):
+            codes, rows = np.unique(column, return_inverse=True, return_counts=True)[1:]
+            chance *= float(((rows / len(data)) ** 2).sum())
+            fine = fine or len(rows) >= FINE_SHARE * len(data)
+            digest = _mixed(digest, codes.astype(np.uint64))
+        return Digests(digest, chance, fine)
+    wide = np.ascontiguousarray(flat).view(np.uint8)
+    padded = -wide.shape[1] % 8
+    if padded:
+        wide = np.pad(wide, ((0, 0), (0, padded)))
+    for word in wide.view(np.uint64).T:
+        digest = _mixed(digest, word)
+    for column in targets.T:
+        digest = _mixed(digest, np.ascontiguousarray(column).view(np.uint64))
+    return Digests(digest, 0.0, fine=True)
+
+
+def _mixed(digest: NDArray[np.uint64], values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    digest = (digest ^ values) * PRIME
+    return digest ^ (digest >> np.uint64(29))
+
+
+def equal_rows(data: Dataset, parts: Mapping[str, Ints], common: Ints | None) -> list[str]:
+    """Return the note on samples of one part that are equal to samples of another, more of them than chance makes.
+
+    Args:
+        data: as it was read.
+        parts: samples of each part, all clients together.
+        common: samples of a common test set.
+    """
+    if data.x.nbytes > MOST_COMPARED_BYTES or data.x.device.type != "cpu":
+        return []
+    tested = parts["test"] if common is None else np.concatenate([parts["test"], common])
+    held = {"training": parts["train"], "validation": parts["validation"], "test": tested}
+    held = {name: np.unique(rows) for name, rows in held.items() if len(rows)}
+    if len(held) < 2:
+        return []
+    return list(_notes(digests_of(data), held))
+
+
+def _notes(digests: Digests, held: Mapping[str, Ints]) -> Iterator[str]:
+    digest = digests.values
+    names = list(held)
+    for k, name in enumerate(names[1:], 1):
+        before = np.concatenate([held[other] for other in names[:k]])
+        rows = held[name][~np.isin(held[name], before)]
+        before_values, counts = np.unique(digest[before], return_counts=True)
+        place = np.searchsorted(before_values, digest[rows]).clip(max=len(before_values) - 1)
+        twice = before_values[place] == digest[rows]
+        pairs, chance = float(counts[place[twice]].sum()), digests.chance * len(rows) * len(before)
+        limit = CHANCE_RATIO * chance if digests.fine else CHANCE_RATIO**2 * max(chance, 1)
+        if twice.sum() >= LEAST_EQUAL_ROWS and pairs > limit:
+            where = " or ".join(f"the {other} part" for other in names[:k])
+            yield (
+                f"{int(twice.sum()):,} of {len(rows):,} rows of the {name} part are equal to rows of {where} in every "
+                "value, so scores are too good: leave copies out, or name the column of whom a row is as subject"
+            )

@@ -1,0 +1,189 @@
+"""Hints: the ends of refusals, which name what was meant, or the place where a key belongs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+
+from fedloom.errors import ConfigError
+from fedloom.lazy import lister
+
+ALIAS_NAMES = {
+    "alpha": "beta", "learning_rate": "lr", "local_lr": "lr", "client_lr": "lr", "step_size": "lr",
+    "local_learning_rate": "lr", "local_epochs": "epochs", "num_epochs": "epochs", "local_ep": "epochs",
+    "local_bs": "batch_size", "local_batch_size": "batch_size", "wd": "weight_decay",
+    "join_ratio": "fraction", "participation": "fraction", "fraction_fit": "fraction", "fraction_train": "fraction",
+    "frac": "fraction", "client_fraction": "fraction", "eligible_perc": "fraction", "global_rounds": "rounds",
+    "num_rounds": "rounds", "n_rounds": "rounds", "comm_round": "rounds", "num_clients": "clients",
+    "n_clients": "clients", "num_partitions": "clients",
+    "personalised": "fedavg-ft", "personalized": "fedavg-ft", "fine-tuning": "fedavg-ft",
+    "dir": "dirichlet", "pathological": "shards", "natural": "writers", "label_skew": "few", "seed": "seeds",
+    "callback": "progress", "callbacks": "progress", "checkpoint": "folder", "checkpoint_dir": "folder",
+}  # fmt: skip
+"""Names that papers and other libraries use, and ours."""
+METHOD_FORM = "a method such as fl.algorithms.FedAvg(), or its name"
+"""How Python gives a method."""
+MAX_NAMES_BESIDE_A_HINT = 20
+"""Names that a message lists although it suggests one of them."""
+SHOWN_METHODS = 6
+"""Most methods that a hint names."""
+
+Hint = Callable[[str, object], str]
+"""(key, value) -> the end of a sentence that names where the key belongs; empty if nothing has it."""
+
+
+def nearest(got: object, allowed: Iterable[str]) -> str:
+    """Return the end of a sentence that names the nearest valid name, or all of them.
+
+    >>> nearest("fedporx", ["fedavg", "fedprox"])
+    "did you mean 'fedprox'? allowed: fedavg, fedprox"
+    >>> nearest("alpha", ["beta", "clients"])
+    "did you mean 'beta'? allowed: beta, clients"
+    >>> nearest("LR", ["lr", "epochs"])
+    "did you mean 'lr'? allowed: epochs, lr"
+    >>> nearest("flam", ["equitable-table2", "flame-figure2"])
+    "did you mean 'flame-figure2'? allowed: equitable-table2, flame-figure2"
+    """
+    names = sorted(allowed)
+    if not names:
+        return "none are allowed"
+    equivalent, wanted, folded = ALIAS_NAMES.get(str(got)), str(got).casefold(), {n.casefold(): n for n in names}
+    close = [folded[name] for name in get_close_matches(wanted, folded, n=1, cutoff=0.6)]
+    close = [equivalent] if equivalent in names else close
+    close = close or [name for name in names if len(wanted) > 2 and name.casefold().startswith(wanted)]
+    hint = f"did you mean '{close[0]}'?" if close else ""
+    if hint and len(names) > MAX_NAMES_BESIDE_A_HINT:
+        return hint
+    return f"{hint} allowed: {', '.join(names)}".lstrip()
+
+
+def unknown(what: str, got: object, allowed: Iterable[str], where: str = "", cure: str = "") -> ConfigError:
+    """Make the error for a name that does not exist: with our name for it, else ``cure``, else the nearest name."""
+    place, names = f"{where}: " if where else "", list(allowed)
+    cure = "" if ALIAS_NAMES.get(str(got)) in names else cure
+    return ConfigError(f"{place}unknown {what} {got!r}; {cure or nearest(got, names)}")
+
+
+def no_hint(key: str, value: object) -> str:
+    """Know no place of a key."""
+    return ""
+
+
+@dataclass(frozen=True)
+class Places:
+    """A way in for choices: the places of all keys there, and how a key is written in its place.
+
+    Attributes:
+        tables: the keys of every table by kind; those of a table that names no kind come first, with an empty name.
+        plain: keys outside of tables; in Python all keywords.
+        methods: the options of every method by its name.
+        keys: what may be given at this place, beside the options of a method.
+        method: the place is a method's own, with its options.
+        file: keys are written as in an experiment file; else as in a call in Python.
+        call: how a method is given in Python, for a format of ``name``, ``key`` and ``value``.
+        special: knows keys with a sentence of their own.
+    """
+
+    tables: Mapping[str, Mapping[str, Iterable[str]]]
+    plain: Iterable[str]
+    methods: Mapping[str, Iterable[str]]
+    keys: tuple[str, ...]
+    method: bool = False
+    file: bool = False
+    call: str = "fl.algorithms.REGISTRY[{name!r}]({key}={value!r})"
+    special: Hint = no_hint
+
+    @property
+    def form(self) -> str:
+        """How a method is given, as the end of a sentence."""
+        return 'for example [[method]] and below it algorithm = "fedavg"' if self.file else f"give {METHOD_FORM}"
+
+    def name_table(self, table: str) -> str:
+        """Return the name of a table as messages have it."""
+        return f"[{table}]" if self.file and not self.method else table
+
+    def of_method(self, *keys: str) -> Places:
+        """Return the way in for a method's own table, which may have these keys."""
+        return replace(self, keys=keys, method=True, special=no_hint)
+
+    def within(self, table: str) -> Hint:
+        """Return what knows the places of keys that a table has not."""
+        return lambda key, value: self.hint(key, value, table)
+
+    def hint(self, key: str, value: object, table: str = "") -> str:
+        """Name the place that a key belongs in, as the end of a sentence; empty if no place has it.
+
+        Args:
+            key: the key, which may be a name that papers and other libraries use.
+            value: its value.
+            table: the table that holds it; empty outside of tables.
+        """
+        names = dict.fromkeys((ALIAS_NAMES.get(key, key), key))
+        kinds = [
+            repr(kind)
+            for kind, keys in self.tables.get(table, {}).items()
+            if kind and not names.keys().isdisjoint(keys)
+        ]
+        other = f"it is an option of kind {' or '.join(kinds)}" if kinds else ""
+        if other and (table != "data" or (key in self.tables and not isinstance(value, Mapping))):
+            return other
+        if key == "settings" and not self.file:
+            return 'it goes with a method\'s name: give the method with it, as fl.algorithms.FLAME(settings="paper")'
+        places = (self._place(name, value, table) for name in names)
+        # other data would be another experiment, so their options come last
+        return self.special(key, value) or next(filter(None, places), "") or other or self._option(key, value)
+
+    def _place(self, key: str, value: object, table: str) -> str:
+        """Name the plain key, or the tables that have a key."""
+        line = f"{key} = {_toml(value)}" if self.file else f"{key}={value!r}"
+        if (key in self.plain or (self.file and key in self.tables)) and (table or key not in self.keys):
+            if not self.file:
+                shared = self.method and key not in self.keys
+                return (
+                    f"all methods share it: give compare(..., {line})"
+                    if shared
+                    else f"it is a keyword of its own: {line}"
+                )
+            at_top = "it belongs at the top of the file, before any table"
+            return f"{at_top}: {line}" if key in self.plain else f"it is a table of its own: [{key}]"
+        homes = [home for home, kinds in self.tables.items() if home != table and any(key in k for k in kinds.values())]
+        if not homes or not self.file:
+            return (homes and f"it belongs in {' or '.join(self._keyword(home, key, value) for home in homes)}") or ""
+        own = self.method and homes[0] in self.keys and not table
+        alone = f"; for this method alone, {homes[0]} = {{ {line} }}" if own else ""
+        return f"it belongs in {' or '.join(f'[{home}]' for home in homes)}: {line}{alone}"
+
+    def _keyword(self, table: str, key: str, value: object) -> str:
+        """Write a key within the keyword that is its table."""
+        kinds = self.tables[table]
+        kind = next(kind for kind in kinds if key in kinds[kind])
+        if table == "data":
+            return f"the data: give fl.Dataset.of(data, {key}={value!r})"
+        if table == "partition":
+            kind = kind or "iid"
+            return f"the partition, as fl.partition.{kind.replace('-', '_')}({key}={value!r})"
+        named = {"kind": kind} if kind else {}
+        return f"{table}={ {**named, key: value}!r}"
+
+    def _option(self, key: str, value: object) -> str:
+        """Name the methods that have an option."""
+        methods = [name for name, options in self.methods.items() if key in options]
+        if not methods:
+            return ""
+        some = ", ".join(methods[:SHOWN_METHODS]) + (", ..." if len(methods) > SHOWN_METHODS else "")
+        if self.file:
+            return f"it is an option of methods ({some}): {key} = {_toml(value)} below algorithm in their [[method]]"
+        one = self.call.format(name=methods[0], key=key, value=value)
+        return f"it is an option of other methods ({some}): give one, as {one}"
+
+
+def _toml(value: object) -> str:
+    """Write a value as in a file; a table in the place of a name by the name that it holds."""
+    if isinstance(value, Mapping):
+        value = next((value[key] for key in ("name", "kind", "type") if isinstance(value.get(key), str)), None)
+    return "..." if value is None else json.dumps(value, default=str)
+
+
+__dir__ = lister(__name__)

@@ -1,0 +1,85 @@
+"""``fedloom analyze``: any analysis by sums over the clients of an experiment file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated
+
+import typer
+
+from fedloom.lab.cli import _complete as offer
+from fedloom.lab.cli._app import DataDir, FileArgument, app, errors, say
+
+
+def _names() -> Iterator[str]:
+    from fedloom.analyses.registry import ANALYSES
+
+    yield from ANALYSES
+
+
+@app.command(rich_help_panel="Statistics")
+def analyze(
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="name, as fedloom list analyses has it",
+            show_default=False,
+            autocompletion=offer.offer(_names),
+        ),
+    ],
+    file: FileArgument,
+    values: Annotated[
+        list[str] | None, typer.Option("--set", help="an option of the analysis, as width=30; may be repeated")
+    ] = None,
+    rules: Annotated[
+        list[str] | None, typer.Option("--rule", help="what the clients agree on, as least=5; may be repeated")
+    ] = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Ask all clients of a file questions whose answers are sums, and print what follows.
+
+    The clients are the users of the table, else those of the file's partition with its first seed. Options are those of
+    the file's [[analysis]] of this kind, changed by --set.
+
+    Example: fedloom analyze cox patients.toml --set width=30 --set until=360
+    """
+    with errors():
+        import pyarrow as pa
+
+        from fedloom.analyses import Rules, analysis_of
+        from fedloom.analyses import analyze as run_analysis
+        from fedloom.data.dataset import Dataset
+        from fedloom.data.groups import keeping
+        from fedloom.data.sources.table.reading import TableSource
+        from fedloom.formats import option
+        from fedloom.lab.experiment import read
+        from fedloom.lab.experiment.overrides import with_overrides
+        from fedloom.lab.printing import print_rows
+        from fedloom.values import make
+
+        experiment, options = read(file), with_overrides({}, "fedloom analyze", values or ())
+        chosen = experiment.find(name)
+        analysis = (
+            analysis_of(name, options)
+            if chosen is None
+            else make(chosen.with_, options, name, type(chosen).model_fields)
+        )
+        agreed = make(Rules, with_overrides({}, "fedloom analyze", rules or ()), "--rule", Rules.model_fields)
+        source = keeping(experiment.source, analysis.kept_columns)
+        source = source.with_(impute=True) if isinstance(source, TableSource) else source
+        data = source.read(data_dir)
+        clients = data if data.users is not None else experiment.partition(data, experiment.head.seeds[0])
+        count = len(data.user_names) if isinstance(clients, Dataset) else clients.n
+        result = run_analysis(analysis, clients, rules=agreed)
+        say(*result.notes)
+        columns = {  # lists, as of a histogram, are for files
+            field.name: result.table[field.name].to_pylist()
+            for field in result.table.schema
+            if not pa.types.is_list(field.type) and result.table[field.name].null_count < len(result.table)
+        }
+        facts = {name: values[0] for name, values in columns.items() if len(values) > 1 and len({*values}) == 1}
+        shown = [key for key in columns if key not in facts]
+        print_rows([dict(zip(shown, row, strict=True)) for row in zip(*(columns[key] for key in shown), strict=True)])
+        if facts:
+            say(", ".join(f"{key.replace('_', ' ')}: {option(value)}" for key, value in facts.items()))
+        say(f"{len(result.log)} questions to {count} clients, by sums alone")

@@ -1,0 +1,199 @@
+"""Executors: engines of others that carry units of work, as Dask, Slurm through submitit, or a pool of processes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import import_module
+from typing import Any, Protocol
+
+from fedloom.errors import ConfigError, FedloomError
+from fedloom.hints import unknown
+from fedloom.lab.experiment.units.travel import Luggage, UnitReply, compute_unit
+
+LOOK_SECONDS = 0.05
+"""Seconds between two looks at what an executor computes."""
+MAX_TRIES = 3
+"""Times that a unit is submitted whose worker dies."""
+
+
+class Future(Protocol):
+    """What an executor returns for a call."""
+
+    def done(self) -> bool:
+        """Whether the call has ended."""
+        ...
+
+    def result(self) -> Any:
+        """Its value, once it has ended; its error is raised."""
+        ...
+
+
+class Executor(Protocol):
+    """An engine that makes calls elsewhere, as those of `concurrent.futures`."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any) -> Future:
+        """Make a call."""
+        ...
+
+
+def _processes(count: str) -> Any:
+    from concurrent.futures import ProcessPoolExecutor
+    from multiprocessing import get_context
+
+    return ProcessPoolExecutor(_number(count, "processes"), mp_context=get_context("spawn"))
+
+
+def _loky(count: str) -> Any:
+    return _library("loky", "loky").get_reusable_executor(max_workers=_number(count, "loky"))
+
+
+def _dask(address: str) -> Any:
+    if not address:
+        raise ConfigError("--executor dask needs the address of a scheduler, as dask:tcp://10.0.0.1:8786")
+    return _library("distributed", "distributed").Client(address).get_executor()
+
+
+def _slurm(options: str) -> Any:
+    executor = _library("submitit", "submitit").AutoExecutor(folder="runs/slurm")
+    executor.update_parameters(**_options(options))
+    return executor
+
+
+KINDS: Mapping[str, Callable[[str], Any]] = {
+    "processes": _processes,
+    "loky": _loky,
+    "dask": _dask,
+    "slurm": _slurm,
+}
+"""Executors by name; each takes the text after the colon."""
+
+
+def open_executor(name: str) -> Executor:
+    """Open an executor by its name.
+
+    Args:
+        name: ``processes:N``, ``loky:N``, ``dask:ADDRESS``, or ``slurm:KEY=VALUE,...`` with submitit's parameters.
+
+    Raises:
+        ConfigError: another name, or the library is not installed.
+    """
+    kind, _, text = name.partition(":")
+    if kind not in KINDS:
+        raise unknown("executor", kind, KINDS, "--executor")
+    return KINDS[kind](text)  # type: ignore[no-any-return]
+
+
+def check_executor(executor: object) -> None:
+    """Refuse what cannot submit calls.
+
+    Raises:
+        ConfigError: with what an executor is.
+    """
+    if not callable(getattr(executor, "submit", None)):
+        raise ConfigError(
+            f"executor must have submit(function, *arguments), as concurrent.futures' have, got {executor!r:.80}"
+        )
+
+
+def compute_units(
+    executor: Executor, luggage: Luggage, units: Sequence[str], interrupted: Callable[[], bool]
+) -> Iterator[tuple[int, UnitReply]]:
+    """Compute units by an executor.
+
+    Args:
+        executor: carries them.
+        luggage: the experiment.
+        units: texts of units.
+        interrupted: looked at now and then; once it is true, nothing more is taken.
+
+    Yields:
+        The number of a unit and its reply, in the order in which units end.
+
+    Raises:
+        FedloomError: of a unit, or because the executor has lost a unit `MAX_TRIES` times.
+    """
+    calls, lost, wanting = dict[Any, tuple[int, bool]](), [0] * len(units), _Wanting()
+    for k in range(len(units)):
+        calls[_submit(executor, luggage, units[k])] = k, False
+    while calls and not interrupted():
+        ended = [call for call in calls if call.done()]
+        for call in ended:
+            k, had_data = calls.pop(call)
+            try:
+                reply = UnitReply.of(call.result())
+            except FedloomError:
+                raise
+            except Exception as error:  # of the engine: a worker has died
+                lost[k] += 1
+                if lost[k] == MAX_TRIES:
+                    raise _lost(units[k], error) from error
+                reply = UnitReply({}, interrupted=True)
+            if had_data:
+                wanting.got(reply.worker)
+            if not (reply.wants_data or reply.interrupted):
+                yield k, reply
+                continue
+            sends = reply.wants_data and wanting.sends(reply.worker)
+            data = [luggage.data] if sends and luggage.data is not None else []
+            calls[_submit(executor, luggage, units[k], *data)] = k, sends
+        if not ended:
+            time.sleep(LOOK_SECONDS)
+    for call in calls:
+        getattr(call, "cancel", lambda: None)()
+
+
+class _Wanting:
+    """Workers that lack the data: as many units carry the data as there are such workers."""
+
+    def __init__(self) -> None:
+        self._lacking, self._having, self._under_way = set[str](), set[str](), 0
+
+    def sends(self, worker: str) -> bool:
+        """Whether the next unit carries the data, since this worker has none."""
+        self._lacking.add(worker)
+        self._lacking -= self._having
+        sends = self._under_way < len(self._lacking)
+        self._under_way += sends
+        return sends
+
+    def got(self, worker: str) -> None:
+        """Note that a unit with the data has come back from a worker, or from nobody."""
+        self._having.add(worker)
+        self._lacking -= self._having
+        self._under_way -= 1
+
+
+def _submit(executor: Executor, luggage: Luggage, unit: str, *data: bytes) -> Future:
+    try:
+        return executor.submit(compute_unit, luggage.text, unit, *data)
+    except FedloomError:
+        raise
+    except Exception as error:
+        raise _lost(unit, error) from error
+
+
+def _lost(unit: str, error: Exception) -> FedloomError:
+    what = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+    return FedloomError(f"the executor lost {unit}: {what}; what has ended is kept, and the same command resumes")
+
+
+def _library(module: str, package: str) -> Any:
+    try:
+        return import_module(module)
+    except ModuleNotFoundError:
+        raise ConfigError(f"this executor needs {package}: pip install {package}") from None
+
+
+def _number(text: str, kind: str) -> int:
+    if not (text.isdecimal() and int(text) > 0):
+        raise ConfigError(f"--executor {kind} needs a number of workers, as {kind}:4, got {text!r}")
+    return int(text)
+
+
+def _options(text: str) -> dict[str, int | str]:
+    """Options of the form ``key=value,key=value``, numbers as numbers."""
+    pairs = [part.partition("=") for part in text.split(",") if part]
+    if wrong := [key for key, sign, _ in pairs if not sign]:
+        raise ConfigError(f"--executor slurm takes KEY=VALUE,..., as slurm:timeout_min=60, got {wrong[0]!r}")
+    return {key: int(value) if value.isdecimal() else value for key, _, value in pairs}

@@ -1,0 +1,111 @@
+"""Grid: every method of an experiment file with every combination of the values of its table [grid]."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import product
+from typing import Any
+
+from fedloom.algorithms import REGISTRY, Algorithm
+from fedloom.engine.setting import Setting
+from fedloom.errors import ConfigError
+from fedloom.formats import options
+from fedloom.hints import unknown
+from fedloom.rundir import label_of
+from fedloom.values import choose, fields_of, table
+
+MAX_METHODS = 10_000
+"""Methods that a grid may make."""
+
+
+def with_grid(document: Mapping[str, object], where: str) -> dict[str, Any]:
+    """Replace every method of a document by one for each combination of the values in its table ``[grid]``.
+
+    Keys are as those of ``--set``: an option of methods, such as ``lam``; a key of a table that a method may have for
+    itself, such as ``local.lr``; with ``method.LABEL.`` before it, of one method alone. A method that has no such
+    option is left as it is.
+
+    Args:
+        document: of an experiment file.
+        where: the file, for messages.
+
+    Raises:
+        ConfigError: a key that no method has, or one that all methods share; or values that are no list.
+    """
+    changed = {key: value for key, value in document.items() if key != "grid"}
+    methods = document.get("method")
+    if "grid" not in document or not isinstance(methods, list):
+        return changed
+    entries = [table(method, f"{where}: [[method]]") for method in methods]
+    dimensions = dict(_dimensions(table(document["grid"], f"{where}: [grid]"), where))
+    labels = [label_of(entry) for entry in entries]
+    names = {label: _options(entry, where) for label, entry in zip(labels, entries, strict=True)}
+    for key in dimensions:
+        _check(key, names, where)
+    varied = [
+        _vary(entry, dict(zip(chosen, values, strict=True)))
+        for label, entry in zip(labels, entries, strict=True)
+        for chosen in [_of_method(dimensions, label, names[label])]
+        for values in product(*chosen.values())
+    ]
+    if len(varied) > MAX_METHODS:
+        raise ConfigError(
+            f"{where}: [grid] makes {len(varied)} methods; at most {MAX_METHODS} fit, so give fewer values"
+        )
+    return {**changed, "method": varied}
+
+
+def _dimensions(values: Mapping[str, Any], where: str, prefix: str = "") -> Iterator[tuple[str, list[Any]]]:
+    """Every dotted key with its values."""
+    for name, choices in values.items():
+        key = f"{prefix}{name}"
+        if isinstance(choices, Mapping):
+            yield from _dimensions(choices, where, f"{key}.")
+        elif not isinstance(choices, list) or not choices:
+            raise ConfigError(f"{where}: [grid] {key} must be a list of values, as [0.1, 0.3], got {choices!r:.80}")
+        else:
+            distinct = [value for k, value in enumerate(choices) if value not in choices[:k]]
+            if len(distinct) < len(choices):
+                raise ConfigError(f"{where}: [grid] {key} must have every value once, got {choices!r:.80}")
+            yield key, choices
+
+
+def _options(entry: Mapping[str, Any], where: str) -> list[str]:
+    name = str(entry.get("algorithm"))
+    return list(fields_of(choose("algorithm", REGISTRY, name, f"{where}: [[method]]", Algorithm)))
+
+
+def _check(key: str, names: Mapping[str, list[str]], where: str) -> None:
+    """Refuse a key of which no method takes values."""
+    of_method = key.startswith("method.")
+    label = next((label for label in names if key.startswith(f"method.{label}.")), None) if of_method else None
+    if of_method and label is None:
+        raise unknown("method", key.split(".")[1], names, f"{where}: [grid]")
+    name = key.removeprefix(f"method.{label}.") if label is not None else key
+    allowed = {*(names[label] if label is not None else (n for some in names.values() for n in some))}
+    if name.partition(".")[0] in (*Setting.per_method, *allowed):
+        return
+    if name.partition(".")[0] in (*Setting.tables(), "data", "partition", "seeds", "seed"):
+        raise ConfigError(
+            f"{where}: [grid] {key} is the same for all methods of an experiment; a grid varies the options of methods "
+            f"and {', '.join(Setting.per_method)}; write a file for each value, or give --set and --out"
+        )
+    raise unknown("key", name, sorted(allowed), f"{where}: [grid]")
+
+
+def _of_method(dimensions: Mapping[str, list[Any]], label: str, names: list[str]) -> dict[str, list[Any]]:
+    """The values of a method by its own keys; those that it has for itself replace those of all."""
+    shared = {
+        key: values for key, values in dimensions.items() if key.partition(".")[0] in (*Setting.per_method, *names)
+    }
+    prefix = f"method.{label}."
+    return shared | {key.removeprefix(prefix): v for key, v in dimensions.items() if key.startswith(prefix)}
+
+
+def _vary(entry: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """A method with these values, named by them."""
+    varied = {**entry}
+    for key, value in values.items():
+        name, _, rest = key.partition(".")
+        varied[name] = {**table(varied.get(name, {}), name), rest: value} if rest else value
+    return {**varied, "label": f"{label_of(entry)}, {options(values, 12)}"} if values else varied

@@ -1,0 +1,185 @@
+"""Join: several processes, on any machines that share a disk, work through the units of one run directory."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from fedloom.errors import CheckpointError, RunStopped, Stop
+from fedloom.lab.experiment.units.shares import Share
+from fedloom.processes.pool import WorkerPool
+from fedloom.processes.signals import interruptible
+from fedloom.rundir import WORK
+from fedloom.storage.claims import Claims, UnitClaim
+from fedloom.storage.files import make_folder, write_atomic
+
+PAUSE_SECONDS = 0.5
+"""Seconds between two looks for a unit that nobody has."""
+BEGIN, FINISH = "begin", "finish"
+BEGUN, FAILED = "begun", "failed"
+
+
+class WorkUnit(NamedTuple):
+    """A unit of work.
+
+    Attributes:
+        name: of its claims, which a folder can have.
+        target: where its result lies once it is published.
+    """
+
+    name: str
+    target: Path
+
+
+ClaimedUnit = tuple[int, WorkUnit, UnitClaim]
+Work = Callable[[int, UnitClaim], str | None]
+"""(number of the unit, claim) -> why the unit has no result, or None once its state is whole; an interrupt raises."""
+
+
+class JoinedWork:
+    """The work on a run directory from its first process to its last one.
+
+    Args:
+        out: the run directory.
+
+    Raises:
+        RunStopped: (any method) the user interrupts this process; the others go on.
+    """
+
+    def __init__(self, out: Path) -> None:
+        self.claims = Claims(out / WORK)
+        self._token: bytes | None = None
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether a process has prepared the directory already."""
+        return self._read_token() is not None
+
+    def begin(self, prepare: Callable[[], object]) -> None:
+        """Prepare the directory, unless another process has done so; return when it is ready."""
+        with interruptible() as interrupted:
+            while (token := self._read_token()) is None:
+                claim = self.claims.take(BEGIN)
+                if claim is None:
+                    _wait(interrupted)
+                    continue
+                try:
+                    prepare()
+                    write_atomic(self.claims.folder / BEGUN, os.urandom(8).hex().encode())
+                finally:
+                    claim.release()
+            self._token = token
+
+    def work(self, units: Sequence[WorkUnit], do: Work, share: Share) -> None:
+        """Work on units until each has a result or a failure, of whatever process.
+
+        Args:
+            units: all of them.
+            do: does one.
+            share: units that this process does at a time, and the processes of each.
+        """
+
+        def handle(_shared: None, _k: int) -> bool:
+            with interruptible() as interrupted:
+                return self._work(units, do, interrupted)
+
+        runs = max(1, min(share.runs, len(units)))
+        with WorkerPool([handle], runs, nested=share.workers > 1) as pool, interruptible() as interrupted:
+            ended = [*pool.map(handle, None, range(runs), interrupted)]
+        if interrupted() or not all(ended):
+            raise RunStopped(Stop.INTERRUPTED, "other processes that joined go on; the same command joins them again")
+
+    def finish(self, write: Callable[[], object]) -> None:
+        """Write what is made of all units, unless another process does; return when that is done."""
+        with interruptible() as interrupted:
+            while self._is_on():
+                claim = self._take(FINISH)
+                if claim is None:
+                    _wait(interrupted)
+                    continue
+                try:
+                    write()
+                finally:
+                    claim.release()
+                self.claims.forget()
+                return
+
+    def failure(self, unit: WorkUnit) -> str | None:
+        """Why a unit has no result; None where it has one, or none yet."""
+        with suppress(OSError):
+            return self._failed(unit).read_text(encoding="utf-8")
+        return None
+
+    def _work(self, units: Sequence[WorkUnit], do: Work, interrupted: Callable[[], bool]) -> bool:
+        """Work until no unit is open; False where the user stopped it."""
+        open_units = [*enumerate(units)]
+        while self._is_on():
+            open_units = [(k, unit) for k, unit in open_units if not self._is_done(unit)]
+            if not open_units:
+                return True
+            claimed = self._next(open_units, interrupted)
+            if interrupted():
+                return False
+            if claimed is None:
+                time.sleep(PAUSE_SECONDS)
+            elif not self._finishes(*claimed, do):
+                return False
+        return True
+
+    def _next(self, units: Sequence[tuple[int, WorkUnit]], interrupted: Callable[[], bool]) -> ClaimedUnit | None:
+        """The first unit that nobody has, with its claim."""
+        for k, unit in units:
+            if not interrupted() and (claim := self._take(unit.name)) is not None:
+                return k, unit, claim
+        return None
+
+    def _finishes(self, k: int, unit: WorkUnit, claim: UnitClaim, do: Work) -> bool:
+        """Whether work on a unit came to its end; the user stopped it otherwise."""
+        try:
+            if not self._is_done(unit):
+                failure = do(k, claim)
+                if failure is not None:
+                    write_atomic(self._failed(unit), failure.encode())
+                make_folder(claim.state)
+                claim.publish(unit.target)
+        except KeyboardInterrupt:
+            return False
+        except CheckpointError:
+            if self._is_on():  # else others have finished all, and deleted the claim
+                raise
+        finally:
+            claim.release()
+        return True
+
+    def _take(self, name: str) -> UnitClaim | None:
+        try:
+            return self.claims.take(name)
+        except CheckpointError:
+            if self._is_on():
+                raise
+            return None
+
+    def _is_done(self, unit: WorkUnit) -> bool:
+        return unit.target.exists() or self._failed(unit).exists()
+
+    def _failed(self, unit: WorkUnit) -> Path:
+        return self.claims.folder / unit.name / FAILED
+
+    def _is_on(self) -> bool:
+        """Whether the session that this process joined goes on."""
+        return self._read_token() == self._token
+
+    def _read_token(self) -> bytes | None:
+        with suppress(OSError):
+            return (self.claims.folder / BEGUN).read_bytes()
+        return None
+
+
+def _wait(interrupted: Callable[[], bool]) -> None:
+    if interrupted():
+        raise RunStopped(Stop.INTERRUPTED, "other processes that joined go on; the same command joins them again")
+    time.sleep(PAUSE_SECONDS)

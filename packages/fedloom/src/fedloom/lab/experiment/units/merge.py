@@ -1,0 +1,164 @@
+"""Merge: run directories of one experiment, with other seeds or methods, joined into one."""
+
+from __future__ import annotations
+
+import shutil
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import tomli_w
+
+from fedloom.analyses import ANALYSES, Analysis
+from fedloom.engine.setting import Engine
+from fedloom.errors import RunDirError
+from fedloom.lab.experiment.file import difference_to_recorded
+from fedloom.lab.experiment.outputs import of_runs, write_parquet
+from fedloom.rundir import (
+    CHECKPOINTS,
+    METRICS,
+    MODELS,
+    NO_DIGEST,
+    SETTINGS,
+    SUMMARY,
+    TIMINGS,
+    Summary,
+    analysis_file,
+    check_digest,
+    folder_of,
+    read_summary,
+    with_digest,
+)
+from fedloom.storage.disk import regular
+from fedloom.storage.files import is_unused, make_folder, write_atomic
+from fedloom.storage.locks import lock
+
+FREE = "|".join(["name", "seeds", *(rf"engine\.{key}" for key in Engine.free)])
+"""Pattern of the settings in which the directories may differ; methods may be others too."""
+
+
+def merge(folders: Sequence[Path], out: Path) -> list[tuple[str, int]]:
+    """Join run directories of the same experiment into a new one, run by run.
+
+    Args:
+        folders: the run directories, two or more; of a run that several have, the first one's is taken.
+        out: the new run directory.
+
+    Returns:
+        Label and seed of the runs that no directory has; the joined experiment lacks them.
+
+    Raises:
+        RunDirError: a folder is no finished run directory, they are of different experiments, a run that several have
+            has other figures in each, or ``out`` is in use.
+    """
+    if not is_unused(out):
+        raise RunDirError(f"{out} is not empty; give a new folder for what is merged")
+    documents = {folder: _document(folder) for folder in folders}
+    first = next(iter(documents.values()))
+    for folder, document in documents.items():
+        if difference := difference_to_recorded(first, document, FREE):
+            raise RunDirError(f"{folders[0]} and {folder} are of different experiments: {difference}")
+    summaries = {folder: read_summary(folder / SUMMARY) for folder in folders}
+    methods = {method["label"]: method for document in documents.values() for method in document["method"]}
+    seeds = sorted({seed for document in documents.values() for seed in document["seeds"]})
+    records = {(run.method, run.seed): (folder, run) for folder in reversed(folders) for run in summaries[folder].runs}
+    wanted = [(label, seed) for label in methods for seed in seeds]
+    runs = [run for run in wanted if run in records]
+    _check_equal(folders, summaries)
+    make_folder(out)
+    with lock(out):
+        versions = {"resolved": first.get("resolved", {})}
+        whole = {**first, "seeds": seeds, "method": [*methods.values()], **versions}
+        write_atomic(out / SETTINGS, with_digest(f"{tomli_w.dumps(whole)}# {NO_DIGEST}\n".encode()))
+        for name in sorted({path.name for folder in folders for path in folder.glob("*.parquet")}):
+            write_parquet(out / name, _tables(name, folders, [(run, records[run][0]) for run in runs], seeds))
+        for label, seed in runs:
+            for kind in (CHECKPOINTS, MODELS):
+                source = folder_of(records[label, seed][0], kind, label, seed)
+                if source.is_dir():
+                    shutil.copytree(source, folder_of(out, kind, label, seed))
+        joined = summaries[folders[0]]
+        warnings = _ordered([w for one in summaries.values() for w in one.warnings], runs, seeds)
+        metrics = {name: more for one in summaries.values() for name, more in one.metrics.items()}
+        fields = {"runs": tuple(records[run][1] for run in runs), "warnings": warnings, "metrics": metrics}
+        content = Summary.model_validate(joined.model_dump(exclude_unset=True) | fields | {"name": first["name"]})
+        write_atomic(out / SUMMARY, content.content())
+    return [run for run in wanted if run not in records]
+
+
+def _document(folder: Path) -> dict[str, Any]:
+    """The settings of a run directory that has come to its end.
+
+    Raises:
+        RunDirError: it has not, or is none.
+    """
+    for name in (SETTINGS, SUMMARY):
+        if not (folder / name).is_file():
+            raise RunDirError(f"{folder} has no {name}; give run directories that 'fedloom run' has written to the end")
+    content = regular(folder / SETTINGS).read_bytes()
+    check_digest(folder / SETTINGS, content)
+    try:
+        return tomllib.loads(content.decode())
+    except ValueError as error:
+        raise RunDirError(f"{folder / SETTINGS} is damaged: {error}; run the experiment again") from None
+
+
+def _check_equal(folders: Sequence[Path], summaries: Mapping[Path, Summary]) -> None:
+    """Refuse a run that several directories have with different figures."""
+    figures = dict[tuple[str, int], tuple[Path, pa.Table]]()
+    for folder in folders:
+        if not (folder / METRICS).exists():
+            continue
+        table = pq.read_table(folder / METRICS)
+        for run in summaries[folder].runs:
+            key = run.method, run.seed
+            rows = of_runs(table, [key])
+            other, before = figures.setdefault(key, (folder, rows))
+            if not rows.equals(before):
+                raise RunDirError(
+                    f"{run.method}, seed {run.seed}, has other figures in {folder} than in {other}; merge only one"
+                )
+
+
+def _tables(
+    name: str, folders: Sequence[Path], runs: Sequence[tuple[tuple[str, int], Path]], seeds: Sequence[int]
+) -> list[pa.Table]:
+    """The rows of a file, run by run, or of a table of the clients seed by seed."""
+    tables = {folder: _read(folder / name) for folder in folders if (folder / name).exists()}
+    if not tables:
+        return []
+    columns = next(iter(tables.values())).column_names
+    if "method" in columns and any(
+        label for table in tables.values() for label in table["method"].unique().to_pylist()
+    ):
+        order = runs if name in (METRICS, TIMINGS) else sorted(runs)
+        parts = [of_runs(tables[folder], [run]) for run, folder in order if folder in tables]
+        return [part for part in parts if part.num_rows]
+    of_first = any(name == analysis_file(kind) and a.answer is not Analysis.answer for kind, a in ANALYSES.items())
+    if of_first or "seed" not in columns:
+        return [tables[folders[0]]] if folders[0] in tables else []
+    parts_by_seed = list[pa.Table]()
+    for seed in seeds:
+        rows = [t.filter(pa.array([s == seed for s in t["seed"].to_pylist()], pa.bool_())) for t in tables.values()]
+        parts_by_seed += [part for part in rows if part.num_rows][:1]
+    return parts_by_seed
+
+
+def _read(path: Path) -> pa.Table:
+    """A table with the types with which it was written: a file gives the elements of a list another name."""
+    table = pq.read_table(path)
+    fields = [f.with_type(pa.list_(f.type.value_type)) if pa.types.is_list(f.type) else f for f in table.schema]
+    return table.cast(pa.schema(fields))
+
+
+def _ordered(warnings: Sequence[str], runs: Sequence[tuple[str, int]], seeds: Sequence[int]) -> tuple[str, ...]:
+    """Sentences in the order of one experiment: of the data by seed, of the runs, all others."""
+    heads = [*(f"data, seed {seed}: " for seed in seeds), *(f"{label}, seed {seed}: " for label, seed in runs)]
+
+    def place(sentence: str) -> int:
+        return next((k for k, head in enumerate(heads) if sentence.startswith(head)), len(heads))
+
+    return tuple(sorted(dict.fromkeys(warnings), key=place))

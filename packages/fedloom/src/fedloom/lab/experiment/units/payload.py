@@ -1,0 +1,83 @@
+"""Payloads: data of memory as bytes for another machine, tensors in safetensors and all else in JSON, never code."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+from pydantic import BaseModel
+from safetensors.torch import load, save
+from torch import Tensor
+
+from fedloom.errors import ConfigError
+
+KIND, FORM = "kind of value", "form"
+
+
+def encode(value: object) -> bytes:
+    """Write a data set or a federation as bytes, equal ones as equal bytes.
+
+    Raises:
+        ConfigError: something in it has no such form.
+    """
+    tensors = dict[str, Tensor]()
+    form = json.dumps(_form(value, tensors, "data"), sort_keys=True)
+    return save(tensors or {"none": torch.zeros(0)}, {FORM: form})
+
+
+def decode(content: bytes) -> Any:
+    """Read what `encode` has written."""
+    length = int.from_bytes(content[:8], "little")
+    form = json.loads(json.loads(content[8 : 8 + length])["__metadata__"][FORM])
+    return _value(form, load(content))
+
+
+def _form(value: Any, tensors: dict[str, Tensor], place: str) -> Any:
+    """A value as JSON in which tensors stand by their names."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Tensor):
+        tensors[place] = value.detach().cpu().clone().contiguous()
+        return {KIND: "tensor", "name": place}
+    if isinstance(value, torch.dtype):
+        return {KIND: "dtype", "name": str(value).removeprefix("torch.")}
+    if is_dataclass(value):
+        pairs = [(f.name, getattr(value, f.name)) for f in fields(value) if f.init]
+    elif isinstance(value, BaseModel):
+        pairs = [(name, getattr(value, name)) for name in type(value).model_fields]
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        pairs = [(name, getattr(value, name)) for name in value._fields]
+    elif isinstance(value, tuple | list):
+        return {KIND: type(value).__name__, "items": [_form(v, tensors, f"{place}.{k}") for k, v in enumerate(value)]}
+    elif isinstance(value, Mapping):
+        items = [[key, _form(v, tensors, f"{place}.{k}")] for k, (key, v) in enumerate(value.items())]
+        return {KIND: "dict", "items": items}
+    else:
+        raise ConfigError(f"{place} is a {type(value).__name__}, which cannot travel; put the data into a file")
+    module, name = type(value).__module__, type(value).__qualname__
+    if module.partition(".")[0] != "fedloom":
+        raise ConfigError(f"{place} is a {module}.{name}, which cannot travel; put the data into a file")
+    return {KIND: f"{module}:{name}", "fields": {key: _form(v, tensors, f"{place}.{key}") for key, v in pairs}}
+
+
+def _value(form: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if not isinstance(form, dict):
+        return form
+    kind = form[KIND]
+    if kind == "tensor":
+        return tensors[form["name"]]
+    if kind == "dtype":
+        return getattr(torch, form["name"])
+    if kind in ("tuple", "list"):
+        items = [_value(v, tensors) for v in form["items"]]
+        return tuple(items) if kind == "tuple" else items
+    if kind == "dict":
+        return {key: _value(v, tensors) for key, v in form["items"]}
+    module, _, name = kind.partition(":")
+    if module.partition(".")[0] != "fedloom":
+        raise ConfigError(f"{kind} is no value of data")
+    return getattr(import_module(module), name)(**{key: _value(v, tensors) for key, v in form["fields"].items()})

@@ -1,0 +1,142 @@
+"""Decide how many runs go side by side, and how many processes each of them has."""
+
+from __future__ import annotations
+
+import heapq
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from fedloom.choose import Uniform
+from fedloom.data.federation import Federation
+from fedloom.engine.setting import Setting
+from fedloom.engine.setup import make_problem
+from fedloom.errors import FedloomError
+from fedloom.lab.experiment.measure.cost import measure_rounds
+from fedloom.lab.experiment.schema import Experiment
+from fedloom.local.oracles import chunk_count
+from fedloom.processes.costs import MeasuredWorkers
+from fedloom.processes.pool import Workers, cores, useful
+
+TRIED_CLIENTS = 8
+"""Clients of the two rounds in which the cost of a run is measured."""
+SYNCHRONY_COST = 1.1
+"""Time of a run with several processes, which wait for each other in every round, relative to a perfect share."""
+
+
+class Load(NamedTuple):
+    """Cost of a run.
+
+    Attributes:
+        alone: seconds of one process, whatever the others do.
+        work: seconds of local work, which chunks share.
+        chunks: of a cohort; more processes have nothing to do.
+    """
+
+    alone: float
+    work: float
+    chunks: int
+
+    def seconds(self, workers: int) -> float:
+        """Seconds of the run on a number of processes >= 1."""
+        if workers == 1:
+            return self.alone + self.work
+        turns = math.ceil(self.chunks / min(workers, self.chunks))
+        return self.alone + self.work * turns / self.chunks * SYNCHRONY_COST
+
+
+class Share(NamedTuple):
+    """Number of runs at a time, and of processes that each of them has."""
+
+    runs: int
+    workers: int
+
+
+def choose_share(loads: Sequence[Load], processes: int, most: int | None = None) -> Share:
+    """Return the share of processes with which a queue of runs ends first; of equal ones that with most runs.
+
+    Args:
+        loads: of the runs, in the order in which they are begun.
+        processes: that may compute at once, >= 1.
+        most: runs at a time that memory has room for; None: any number.
+    """
+    sizes = range(1, max(1, min(processes, len(loads), most or processes)) + 1)
+    shares = [Share(runs, processes // runs) for runs in sizes]
+    return min(
+        shares, key=lambda share: (_end([load.seconds(share.workers) for load in loads], share.runs), -share.runs)
+    )
+
+
+def _end(seconds: Sequence[float], places: int) -> float:
+    """Time at which the last run ends, where each run takes the place that is free first."""
+    free = [0.0] * places
+    for each in seconds:
+        heapq.heapreplace(free, free[0] + each)
+    return max(free)
+
+
+def decide_share(
+    experiment: Experiment, federations: Mapping[int, Federation], units: Sequence[int] | None = None
+) -> Share:
+    """Decide how the processes of an experiment are shared among its runs.
+
+    A cohort that is one chunk has work for one process only. Where cohorts have several chunks and the number of runs
+    leaves processes idle, rounds of few clients are measured, and the measured times decide.
+
+    Args:
+        experiment: with the wanted number of processes in ``engine.workers``.
+        federations: by seed.
+        units: of every run that is left, the number of its method; None: all methods with all seeds.
+
+    Returns:
+        One run at a time with all processes on an accelerator, which forked processes cannot share.
+    """
+    engine, fed = experiment.common.engine, next(iter(federations.values()))
+    wanted = cores() if engine.workers == "auto" else engine.workers
+    methods = range(len(experiment.methods))
+    queue = [k for k in methods for _ in experiment.head.seeds] if units is None else units
+    processes = useful(wanted, max(len(queue), fed.n))
+    if processes == 1 or engine.device != "cpu" or len(queue) <= 1:
+        return Share(1, wanted)
+    settings = [method.setting for method in experiment.methods]
+    shapes = {k: _shape(settings[k], fed) for k in dict.fromkeys(queue)}
+    most = max(1, _memory() // max(1, max(rows for _, rows in shapes.values())))
+    if all(chunks == 1 for chunks, _ in shapes.values()):
+        return Share(useful(min(processes, most), len(queue)), 1)
+    loads = {k: _load(settings[k], fed, chunks) for k, (chunks, _) in shapes.items()}
+    return choose_share([loads[k] for k in queue], processes, most)
+
+
+def _shape(setting: Setting, fed: Federation) -> tuple[int, int]:
+    """Chunks of a cohort, and bytes of the clients' rows that lie in memory."""
+    problem, start = make_problem(setting, fed, finds=False)
+    cohort = problem.setting.sampler.smallest(problem.n) or problem.n
+    rows = problem.n * sum(t.numel() * t.element_size() for fields in start.templates.values() for t in fields)
+    return chunk_count(cohort, problem.chunk), min(rows, setting.engine.store_budget << 20)
+
+
+def _load(setting: Setting, fed: Federation, chunks: int) -> Load:
+    """The cost of a run, from a second round; of arithmetic alone where no such round can be played."""
+    by_round: list[MeasuredWorkers] = []
+
+    def through(workers: Workers) -> Workers:
+        by_round.append(MeasuredWorkers(workers))
+        return by_round[-1]
+
+    problem, _ = make_problem(setting, fed, finds=False)
+    cohort = problem.setting.sampler.smallest(problem.n) or problem.n
+    alone = setting.with_(engine=setting.engine.with_(workers=1))
+    few = alone.with_(sampler=Uniform(clients=min(TRIED_CLIENTS, cohort)))
+    try:
+        seconds = measure_rounds(few, fed, 2, through=through).rounds[1].seconds or 0.0
+    except FedloomError:  # a method that needs all clients, or whose first round fails
+        return Load(0.0, float(setting.rounds), chunks)
+    work, clients = by_round[-1].work, max(1, by_round[-1].clients)
+    rest = max(0.0, seconds - work - by_round[-1].passing)
+    return Load(setting.rounds * rest, setting.rounds * work / clients * cohort, chunks)
+
+
+def _memory() -> int:
+    """Bytes of memory that runs may take together: half of the machine's."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

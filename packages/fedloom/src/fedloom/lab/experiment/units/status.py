@@ -1,0 +1,61 @@
+"""Status: who works on which run of a directory, how far it is, and what has failed."""
+
+from __future__ import annotations
+
+import tomllib
+from contextlib import suppress
+from pathlib import Path
+
+from fedloom.errors import RunDirError
+from fedloom.lab.experiment.units.joined import BEGIN, FAILED, FINISH
+from fedloom.rundir import CHECKPOINTS, SETTINGS, SUMMARY, WORK, folder_of, label_of, read_summary
+from fedloom.storage.checkpoint import Checkpoints
+from fedloom.storage.claims import Claims
+
+
+def list_status(out: Path) -> list[dict[str, str]]:
+    """A row for every run, and for every other unit that a process is at: unit, state, who, how far.
+
+    States are ``waiting``, ``working``, ``left`` (its process has ended, and another one goes on), and those of a run
+    that has ended: ``done``, ``diverged``, ``interrupted``, ``failed``.
+    """
+    document = tomllib.loads((out / SETTINGS).read_text(encoding="utf-8"))
+    claims, ended = Claims(out / WORK), dict[tuple[str, int], tuple[str, str]]()
+    if not (out / WORK).exists():
+        with suppress(OSError, RunDirError):
+            for run in read_summary(out / SUMMARY).runs:
+                ended[run.method, run.seed] = run.status, "" if run.status == "done" else run.reason
+    rows, names = list[dict[str, str]](), set[str]()
+    for label in map(label_of, document["method"]):
+        for seed in document["seeds"]:
+            folder = folder_of(out, CHECKPOINTS, label, seed)
+            names.add(folder.name)
+            state, detail = ended.get((label, seed)) or _state(folder, claims)
+            rows.append({"run": f"{label}, seed {seed}", "state": state, **_who(claims, folder.name, state, detail)})
+    for unit in claims.units():
+        if unit not in names and not (claims.folder / unit / "done").exists():
+            state = "left" if (holder := claims.claimant(unit)) is None or holder.ended else "working"
+            what = {BEGIN: "preparing the directory", FINISH: "writing tables and report"}.get(unit, unit)
+            if state == "working":
+                rows.append({"run": what, "state": state, **_who(claims, unit, state, "")})
+    return rows
+
+
+def _state(folder: Path, claims: Claims) -> tuple[str, str]:
+    """State of a run without a recorded end, and what there is to say of it."""
+    failed = claims.folder / folder.name / FAILED
+    with suppress(OSError):
+        return "failed", failed.read_text(encoding="utf-8")
+    meta = Checkpoints(folder).meta() if folder.exists() else None
+    if meta is not None:
+        return ("done" if meta["stop"] == "DONE" else "working" if not meta["stop"] else meta["stop"].lower()), (
+            f"round {meta['round']}"
+        )
+    holder = claims.claimant(folder.name)
+    return "waiting" if holder is None else "left" if holder.ended else "working", ""
+
+
+def _who(claims: Claims, unit: str, state: str, detail: str) -> dict[str, str]:
+    holder = claims.claimant(unit)
+    who = "" if holder is None else f"process {holder.pid} on {holder.host}"
+    return {"who": who, "so far": detail or ("" if holder is None else holder.progress)}

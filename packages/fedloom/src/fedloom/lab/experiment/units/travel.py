@@ -1,0 +1,197 @@
+"""Travel: a unit of work at a worker of somebody's executor: text in, and data by digest; the files of a run out."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import socket
+import tarfile
+import tempfile
+import threading
+import tomllib
+from collections.abc import Mapping
+from functools import lru_cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tomli_w
+
+from fedloom.data.federation import Federation
+from fedloom.data.groups import keeping
+from fedloom.engine.simulate import simulate
+from fedloom.errors import CodeError, ConfigError, DataError, FedloomError, RunStopped, Stop
+from fedloom.lab.experiment.file import parse
+from fedloom.lab.experiment.schema import Experiment
+from fedloom.lab.experiment.units.payload import decode, encode
+from fedloom.local.oracles.precision import undisturbed
+
+MEMORY = "memory"
+"""Source of data that no file has."""
+PLACEHOLDER = {"data": {"source": "digits"}, "partition": {"kind": "iid", "clients": 1}}
+"""What stands in an experiment's text for data of memory."""
+_ONE = threading.Lock()
+"""Units of one process are computed one after another: torch's settings are the process's."""
+_held = dict[str, bytes]()
+"""Data of memory that have come to this process, by digest."""
+
+
+class Luggage(NamedTuple):
+    """An experiment as what travels.
+
+    Attributes:
+        text: a TOML document.
+        data: the clients, or the data set, as bytes; None: every worker reads the experiment's own source.
+    """
+
+    text: str
+    data: bytes | None
+
+
+class UnitReply(NamedTuple):
+    """What a unit gives.
+
+    Attributes:
+        files: by name, of the run's checkpoint.
+        failure: why the run has no result; empty otherwise.
+        interrupted: whether the worker was asked to stop.
+        wants_data: whether the worker lacks the data, and got none.
+        worker: the process that replies.
+    """
+
+    files: Mapping[str, bytes]
+    failure: str = ""
+    interrupted: bool = False
+    wants_data: bool = False
+    worker: str = ""
+
+    def packed(self) -> bytes:
+        """The reply as bytes: a line of JSON and an archive."""
+        head = json.dumps({k: v for k, v in self._asdict().items() if k != "files"}).encode()
+        archive = io.BytesIO()
+        with tarfile.open(fileobj=archive, mode="w") as tar:
+            for name, content in sorted(self.files.items()):
+                member = tarfile.TarInfo(name)
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+        return head + b"\n" + archive.getvalue()
+
+    @classmethod
+    def of(cls, content: bytes) -> UnitReply:
+        """The reply of bytes.
+
+        Raises:
+            ConfigError: they are none.
+        """
+        head, _, archive = content.partition(b"\n")
+        files = dict[str, bytes]()
+        try:
+            with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+                for member in tar:
+                    stream = tar.extractfile(member)
+                    if stream is None or Path(member.name).name != member.name or member.name.startswith(".."):
+                        raise ValueError(f"{member.name!r} is no file of a run")
+                    files[member.name] = stream.read()
+            return cls(files, **json.loads(head))
+        except (ValueError, TypeError, tarfile.TarError) as error:
+            raise ConfigError(f"the executor returned something else than a unit's reply: {error}") from None
+
+
+def pack_experiment(experiment: Experiment, checksum: str) -> Luggage:
+    """Write an experiment so that a worker computes the same numbers.
+
+    Args:
+        experiment: what to run.
+        checksum: of its data set, which every worker's must have.
+
+    Raises:
+        ConfigError: a part of it has no form as text, or its data none as bytes.
+    """
+    settings, data = experiment.settings(), None
+    if experiment.source_options.get("source") == MEMORY:
+        held: Any = getattr(experiment.partition, "held", None)
+        in_memory = held if isinstance(held, Federation) else experiment.source.held  # type: ignore[attr-defined]
+        data = encode(in_memory)
+        partition = {} if isinstance(in_memory, Federation) else {"partition": settings["partition"]}
+        settings = {**settings, **PLACEHOLDER, **partition}
+    text = tomli_w.dumps(settings)
+    try:
+        again = parse(tomllib.loads(text), "executor")
+        same = [m.settings() for m in again.methods] == [m.settings() for m in experiment.methods]
+    except FedloomError as error:
+        raise ConfigError(
+            f"the experiment cannot travel to a worker: {error}; put your classes and functions into a module that the "
+            "workers can import, and name them by their import path"
+        ) from None
+    if not same:
+        raise ConfigError(
+            "the experiment cannot travel to a worker: a method or model has no form as text; put the class into a "
+            "module that the workers can import, and the weights into a file"
+        )
+    checks = {"data": "" if data is None else sha256(data).hexdigest(), "checksum": checksum}
+    return Luggage(tomli_w.dumps({**settings, "travel": checks}), data)
+
+
+def compute_unit(experiment: str, unit: str, data: bytes | None = None) -> bytes:
+    """Compute one unit of an experiment, anywhere; the same arguments give the same models and figures.
+
+    Args:
+        experiment: text of `pack_experiment`.
+        unit: JSON with ``label`` and ``seed``.
+        data: bytes of `pack_experiment`; needed once per worker.
+
+    Returns:
+        A `UnitReply` as bytes.
+
+    Raises:
+        DataError: the worker has not the same data.
+        ConfigError: the worker cannot import the code.
+    """
+    document = tomllib.loads(experiment)
+    travel, key, worker = document.pop("travel"), json.loads(unit), f"{socket.gethostname()} {os.getpid()}"
+    if data is not None:
+        if sha256(data).hexdigest() != travel["data"]:
+            raise DataError("the data that came with a unit are not those of its experiment")
+        _held[travel["data"]] = data
+    if travel["data"] and travel["data"] not in _held:
+        return UnitReply({}, wants_data=True, worker=worker).packed()
+    with _ONE, undisturbed(), tempfile.TemporaryDirectory(prefix="fedloom-unit-") as folder:
+        plan = parse(_localise(document), "executor")
+        fed = _federation(experiment, key["seed"])
+        setting = next(m.setting for m in plan.methods if m.label == key["label"]).with_(seed=key["seed"])
+        setting, place = setting.with_(engine=setting.engine.with_(workers=1)), Path(folder) / "state"
+        failure, interrupted = "", False
+        try:
+            interrupted = simulate(setting, fed, folder=place).stop is Stop.INTERRUPTED
+        except (CodeError, RunStopped) as error:
+            failure = str(error)
+        files = {path.name: path.read_bytes() for path in place.iterdir() if path.is_file()} if place.is_dir() else {}
+        return UnitReply(files, failure, interrupted, worker=worker).packed()
+
+
+@lru_cache(maxsize=4)
+def _federation(experiment: str, seed: int) -> Federation:
+    """The clients of an experiment with a seed, whose data are those of the process that sends it."""
+    document = tomllib.loads(experiment)
+    travel = document.pop("travel")
+    plan = parse(_localise(document), "executor")
+    if not travel["data"]:
+        source = keeping(plan.source, plan.kept_columns).read(None)
+        if source.checksum() != travel["checksum"]:
+            raise DataError(
+                f"the data {plan.source_options['source']} of this worker are others than those of the experiment; "
+                "give it the same files, at the same place or in the folder that FEDLOOM_DATA names"
+            )
+        return plan.partition(source, seed)
+    held = decode(_held[travel["data"]])
+    return held if isinstance(held, Federation) else plan.partition(held, seed)
+
+
+def _localise(document: Mapping[str, Any]) -> dict[str, Any]:
+    """The document with the data where this worker has them: at the same path, or in the folder of FEDLOOM_DATA."""
+    path, folder = Path(str(document["data"]["source"])).expanduser(), os.environ.get("FEDLOOM_DATA")
+    here = Path(folder or ".") / path.name
+    if len(path.parts) < 2 or path.exists() or folder is None or not here.exists():
+        return dict(document)
+    return {**document, "data": {**document["data"], "source": str(here)}}

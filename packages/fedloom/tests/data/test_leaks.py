@@ -1,0 +1,190 @@
+"""Planted leaks of repeated subjects and augmented copies are noted, and clean data have no note."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from PIL import Image
+from sklearn.metrics import roc_auc_score
+from typer.testing import CliRunner
+
+import fedloom as fl
+from fedloom.data.survey.columns import Survey
+from fedloom.lab.cli import app
+from fedloom.sklearn import FederatedClassifier
+
+N = 240
+
+
+def table(seed: int = 0, rows: int = N) -> dict[str, Any]:
+    rng = np.random.default_rng(seed)
+    return {
+        "age": rng.normal(60, 9, rows).round(1), "crp": rng.exponential(9, rows).round(2),
+        "died": rng.integers(2, size=rows),
+    }  # fmt: skip
+
+
+REPEATED: dict[str, tuple[str, Any]] = {
+    "patients": ("patient_id", np.arange(N) // 3), "text": ("subject", [f"s{k // 4}" for k in range(N)]),
+    "a record": ("record_id", np.arange(N) // 2 + 10**6), "one word": ("patientId", np.arange(N) // 5),
+    "a key": ("case key", [f"k{k % 60:04d}" for k in range(N)]), "an animal": ("animal", np.arange(N) % 50),
+    "in no order": ("pid", np.random.default_rng(1).integers(70, size=N)), "stays": ("hadm_id", np.arange(N) // 3 + 20),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REPEATED)
+def test_an_identifier_that_repeats_is_noted_until_it_is_the_subject(case: str) -> None:
+    name, cells = REPEATED[case]
+    frame = pd.DataFrame({name: cells, **table()})
+    text = isinstance(cells, list)
+    leaky = fl.Dataset.of(frame, "died", categorical=[name] if text else [])
+    (note,) = [note for note in leaky.notes if "different in 240 rows" in note]
+    assert "name it in subject" in note
+    sound = fl.Dataset.of(frame, "died", subject=name)
+    assert sound.notes == ()
+    assert [column.name for column in sound.prepare.columns] == ["age", "crp"]
+
+
+@pytest.mark.parametrize("name", ["patient_id", "id", "Fallnummer", "caseId", "MRN"])
+def test_a_number_of_a_person_that_would_be_a_feature_is_noted(name: str) -> None:
+    numbers = np.random.default_rng(0).permutation(10**6)[:N]
+    data = fl.Dataset.of(pd.DataFrame({name: numbers, **table()}), "died")
+    assert any(f"column {name!r} differs in every row" in note for note in data.notes)
+
+
+def smooth(count: int, seed: int = 0, side: int = 16) -> torch.Tensor:
+    """Images with structure: noise whose low frequencies are the strongest, from 0 to 1."""
+    g = torch.Generator().manual_seed(seed)
+    waves = torch.fft.rfft2(torch.randn(count, 1, side, side, generator=g))
+    u = torch.fft.fftfreq(side).abs()[:, None] + torch.fft.rfftfreq(side)[None]
+    images = torch.fft.irfft2(waves / (0.05 + u), s=(side, side))
+    low, high = images.amin((1, 2, 3), keepdim=True), images.amax((1, 2, 3), keepdim=True)
+    return (images - low) / (high - low)
+
+
+AUGMENTED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "mirrored": lambda x: x.flip(-1), "upside down": lambda x: x.flip(-2), "turned": lambda x: x.rot90(1, (-2, -1)),
+    "shifted": lambda x: x.roll((1, 2), (-2, -1)), "brighter": lambda x: (x * 1.2).clamp(0, 1),
+    "noisy": lambda x: (x + 0.02 * torch.randn(x.shape, generator=torch.Generator().manual_seed(1))).clamp(0, 1),
+    "equal": lambda x: x.clone(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bytes_", [False, True])
+@pytest.mark.parametrize("case", AUGMENTED)
+def test_augmented_copies_of_images_are_noted_unless_they_are_of_one_subject(case: str, bytes_: bool) -> None:
+    images, labels = smooth(150), np.arange(150) % 3
+    both = torch.cat([images, AUGMENTED[case](images)])
+    both = (both * 255).round().to(torch.uint8) if bytes_ else both
+    y = np.concatenate([labels, labels])
+    noted = fl.Dataset.of((both, y)).notes
+    assert any("images have a neighbour that is far closer" in note for note in noted)
+    known = fl.Dataset.of((both, y), subject=np.tile(np.arange(150), 2))
+    assert not any("far closer" in note for note in known.notes)
+    parts = fl.partition.iid(clients=3)(known, 0).parts
+    train, test = (({*(parts[p].index % 150).tolist()}) for p in ("train", "test"))
+    assert not train & test
+
+
+def test_a_folder_of_pictures_with_copies_is_noted(tmp_path: Path) -> None:
+    for k, image in enumerate(smooth(60)):
+        folder = tmp_path / "ab"[k % 2]
+        folder.mkdir(exist_ok=True)
+        pixels = (image[0] * 255).round().byte().numpy()
+        Image.fromarray(pixels).save(folder / f"{k}.png")
+        Image.fromarray(np.fliplr(pixels)).save(folder / f"{k}-mirrored.png")
+    assert any("120 images have a neighbour" in note for note in fl.load(tmp_path).notes)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_images_without_copies_have_no_note(seed: int) -> None:
+    assert not any("neighbour" in note for note in fl.Dataset.of((smooth(300, seed), np.arange(300) % 3)).notes)
+    noise = torch.rand(300, 3, 12, 12, generator=torch.Generator().manual_seed(seed))
+    assert not any("neighbour" in note for note in fl.Dataset.of((noise, np.arange(300) % 3)).notes)
+    digits = fl.load("digits")
+    some = torch.randperm(len(digits), generator=torch.Generator().manual_seed(seed))[:600]
+    written = fl.Dataset.of((digits.x[some], digits.y[some]))
+    assert not any("neighbour" in note for note in written.notes)
+
+
+def test_rows_of_a_subject_may_be_alike() -> None:
+    """Copies with noise are a leak among rows, and visits of a patient where the patient is known."""
+    rng = np.random.default_rng(0)
+    one = rng.normal(size=(120, 5))
+    x = np.concatenate([one, one + 0.01 * rng.normal(size=one.shape)])
+    frame = pd.DataFrame({**{f"x{k}": x[:, k] for k in range(5)}, "who": np.tile(np.arange(120), 2),
+                          "y": np.tile(rng.integers(2, size=120), 2)})  # fmt: skip
+    assert any("far closer" in note for note in fl.Dataset.of(frame.drop(columns="who"), "y").notes)
+    assert fl.Dataset.of(frame, "y", subject="who").notes == ()
+
+
+def test_without_the_subject_noise_is_learned_and_with_it_it_is_not() -> None:
+    """The leak itself: features that only tell patients apart, and outcomes that are tossed per patient."""
+    aurocs = {}
+    for known in (False, True):
+        figures = []
+        for seed in range(6):
+            rng = np.random.default_rng(seed)
+            who = np.repeat(np.arange(60), 5)
+            x = rng.normal(size=(60, 4))[who] + 0.05 * rng.normal(size=(300, 4))
+            y = rng.integers(2, size=60)[who]
+            data = fl.Dataset.of((x.astype(np.float32), y), subject=who if known else None)
+            fed = fl.partition.iid(clients=1, test=0.3, validation=0.0)(data, seed)
+            train, test = (fed.parts[part].index.numpy() for part in ("train", "test"))
+            nearest = ((x[:, None] - x[None, train]) ** 2).sum(-1).argmin(1)
+            figures.append(roc_auc_score(y[test], y[train][nearest[test]]))
+        aurocs[known] = float(np.mean(figures))
+    assert aurocs[False] > 0.95
+    assert abs(aurocs[True] - 0.5) < 0.15
+
+
+def test_init_names_the_patient_or_the_site_and_never_both(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    patient = np.sort(rng.integers(80, size=N))
+    stay = patient * 10 + np.arange(N) % 2
+    frame = pd.DataFrame({
+        "subject_id": patient, "hospital": np.array(["a", "b", "c"])[patient % 3],
+        "admitted": (pd.Timestamp("2022-01-01") + pd.to_timedelta(rng.integers(700, size=N), "D")).strftime("%Y-%m-%d"),
+        "birth_date": [f"19{50 + k % 40}-01-01" for k in patient], **table(),
+    })  # fmt: skip
+    frame.to_csv(tmp_path / "t.csv", index=False)
+    said = CliRunner().invoke(app, ["init", str(tmp_path / "t.csv"), "--target", "died", "--agree"])
+    assert said.exit_code == 0, said.output
+    text = (tmp_path / "t.toml").read_text()
+    assert 'users = "hospital"' in text
+    assert '# order = "admitted"' in text
+    assert '\norder = "' not in text
+    assert 'subject = "subject_id"' in (tmp_path / "t.agreement.toml").read_text()
+    assert "subject: 'subject_id'" in said.output
+    draft = CliRunner().invoke(app, ["init", str(tmp_path / "t.csv"), "--target", "died", "--subject", "", "--force"])
+    assert draft.exit_code == 0, draft.output
+    assert "\nsubject =" not in (tmp_path / "t.toml").read_text()
+    chosen = CliRunner().invoke(
+        app,
+        ["init", str(tmp_path / "t.csv"), "--target", "died", "--by", "hospital", "--subject", "hospital", "--force"],
+    )
+    assert chosen.exit_code != 0
+    assert "name two columns" in chosen.output
+    frame.assign(stay_id=stay).to_csv(tmp_path / "u.csv", index=False)
+    assert Survey(tmp_path / "u.csv").subjects(["died"])[0] == ["subject_id"]
+    for name in ("subject", "patient", "user"):  # a column of few is a site by its rows, and no subject
+        few = frame.drop(columns=["subject_id", "hospital"]).assign(**{name: patient % 6})
+        few.to_csv(tmp_path / "v.csv", index=False)
+        survey = Survey(tmp_path / "v.csv")
+        assert not {*survey.sites(["died"])[0]} & {*survey.subjects(["died"])[0]}
+        assert "subject" not in survey.sites(["died"])[0]
+
+
+def test_the_estimators_keep_the_rows_of_a_subject_together() -> None:
+    rng = np.random.default_rng(0)
+    x, y, who = rng.normal(size=(120, 3)), rng.integers(2, size=120), np.repeat(np.arange(30), 4)
+    fitted = FederatedClassifier(rounds=1, clients=4).fit(x, y, subjects=who)
+    assert fitted.predict(x).shape == (120,)
+    with pytest.raises(ValueError, match="subjects has 5 entries for 120 rows"):
+        FederatedClassifier(rounds=1).fit(x, y, subjects=who[:5])

@@ -1,0 +1,229 @@
+"""Processes that join: the files of one process, for any number of them, whatever happens to some."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fedloom.errors import ConfigError, RunDirError, RunStopped
+from fedloom.lab.experiment import Plan, parse
+from fedloom.lab.experiment.events import Event
+from fedloom.rundir import WORK
+from fedloom.storage import claims as claims_module
+from fedloom.storage import disk
+from fedloom.storage.claims import Claims
+from fedloom.storage.locks import lock
+from tests.commands import end, fork, in_a_fork
+
+pytestmark = pytest.mark.attack("processes on one directory")
+
+SMALL: dict[str, Any] = {
+    "rounds": 3,
+    "seeds": [0, 1],
+    "data": {"source": "digits"},
+    "partition": {"kind": "iid", "clients": 3, "keep": 30, "validation": 0.2},
+    "model": {"kind": "softmax"},
+    "engine": {"workers": 1},
+    "method": [{"algorithm": "fedavg"}, {"algorithm": "ditto", "label": "two words"}],
+}
+LONG = {**SMALL, "rounds": 60, "seeds": [0, 1, 2, 3], "engine": {"workers": 1, "checkpoint_every": 0.05}}
+
+
+def contents(out: Path) -> dict[str, bytes]:
+    """Every file but those with times in them, and the lock."""
+    files = {str(path.relative_to(out)): path for path in sorted(out.rglob("*")) if path.is_file()}
+    timed = ("timings.parquet", ".lock")
+    return {n: p.read_bytes() for n, p in files.items() if n not in timed and not n.startswith("checkpoints")}
+
+
+def join(document: dict[str, Any], out: Path, *hear: Callable[[Event], object]) -> None:
+    Plan(parse(document, "small"), out).run(*hear, page=False, join=True)
+
+
+def start(document: dict[str, Any], out: Path) -> int:
+    """Another process that joins."""
+    return fork(lambda: join(document, out))
+
+
+def alone(document: dict[str, Any], out: Path) -> dict[str, bytes]:
+    Plan(parse(document, "small"), out).run(page=False)
+    return contents(out)
+
+
+def soon(condition: Callable[[], object], seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.005)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    return alone(SMALL, tmp_path_factory.mktemp("alone") / "out")
+
+
+def test_one_process_that_joins_gives_the_files_of_one_alone(small: dict[str, bytes], tmp_path: Path) -> None:
+    join(SMALL, tmp_path / "out")
+    assert contents(tmp_path / "out") == small
+    join(SMALL, tmp_path / "out")
+    assert contents(tmp_path / "out") == small
+    assert not (tmp_path / "out" / WORK).exists()
+
+
+def test_eight_processes_of_which_three_are_killed_give_the_files_of_one(tmp_path: Path) -> None:
+    draw, out = torch.Generator().manual_seed(7), tmp_path / "out"
+    processes = [start(LONG, out) for _ in range(8)]
+    victims, claims = list[int](), Claims(out / WORK)
+    while len(victims) < 3:
+        holders = [claims.claimant(unit) for unit in claims.units() if unit not in ("begin", "finish")]
+        alive = [h.pid for h in holders if h is not None and not h.ended and h.pid not in victims]
+        if alive:
+            time.sleep(0.2 * float(torch.rand(1, generator=draw)))
+            victims.append(alive[int(torch.randint(len(alive), (1,), generator=draw))])
+            os.kill(victims[-1], signal.SIGKILL)
+        time.sleep(0.01)
+    assert [end(pid) for pid in processes] == [-signal.SIGKILL if pid in victims else 0 for pid in processes]
+    assert contents(out) == alone(LONG, tmp_path / "alone")
+
+
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 0.7, 0.9, 0.98])
+def test_a_process_that_ends_at_any_write_leaves_nothing_that_holds_the_next_up(
+    small: dict[str, bytes], tmp_path: Path, share: float
+) -> None:
+    def count(_op: str, _path: Path) -> None:
+        steps.append(1)
+
+    steps = list[int]()
+    disk.hook = count
+    try:
+        join(SMALL, tmp_path / "counted")
+    finally:
+        disk.hook = None
+    assert in_a_fork(lambda: join(SMALL, tmp_path / "out"), round(share * len(steps))) == 137
+    join(SMALL, tmp_path / "out")
+    assert contents(tmp_path / "out") == small
+
+
+def test_a_run_alone_goes_on_with_what_one_that_joined_has_left(small: dict[str, bytes], tmp_path: Path) -> None:
+    def stop(event: Event) -> None:
+        if event.round == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(RunStopped, match="other processes that joined go on"):
+        join(SMALL, tmp_path / "out", stop)
+    assert (tmp_path / "out" / WORK / "fedavg-0" / "1" / "state" / "checkpoint-1.json").exists()
+    assert alone(SMALL, tmp_path / "out") == small
+
+
+def test_one_that_joins_goes_on_with_what_a_run_alone_has_left(small: dict[str, bytes], tmp_path: Path) -> None:
+    def stop(event: Event) -> None:
+        if event.round == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    def hear(event: Event) -> None:
+        first.setdefault((event.label, event.seed), event.round)
+
+    first = dict[tuple[str, int], int]()
+    Plan(parse(SMALL, "small"), tmp_path / "out").run(stop, page=False)
+    join(SMALL, tmp_path / "out", hear)
+    assert first[("fedavg", 0)] == 3
+    assert contents(tmp_path / "out") == small
+
+
+def test_an_interrupt_of_one_leaves_the_others_running(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    first, second = start(LONG, out), start(LONG, out)
+    soon(lambda: len(list(out.glob(f"{WORK}/*/*/state"))) >= 2)
+    os.kill(first, signal.SIGINT)
+    assert (end(first), end(second)) == (1, 0)
+    assert contents(out) == alone(LONG, tmp_path / "alone")
+
+
+def test_clients_left_out_are_units_too(tmp_path: Path) -> None:
+    document = {**SMALL, "analysis": [{"kind": "left-out"}]}
+    processes = [start(document, tmp_path / "out") for _ in range(3)]
+    assert [end(process) for process in processes] == [0, 0, 0]
+    assert contents(tmp_path / "out") == alone(document, tmp_path / "alone")
+    assert "left_out.parquet" in contents(tmp_path / "out")
+
+
+def test_a_run_that_fails_has_failed_for_all(tmp_path: Path) -> None:
+    document = {
+        **SMALL,
+        "method": [{"algorithm": "fedavg"}, {"algorithm": "fedavg", "label": "odd", "local": {"lr": 1e30}}],
+    }
+    processes = [start(document, tmp_path / "out") for _ in range(2)]
+    assert [end(process) for process in processes] == [0, 0]
+    assert contents(tmp_path / "out") == alone(document, tmp_path / "alone")
+    statuses = {
+        run["method"]: run["status"] for run in json.loads((tmp_path / "out" / "summary.json").read_text())["runs"]
+    }
+    assert statuses["fedavg"] == "done"
+    assert statuses["odd"] in ("diverged", "failed")
+
+
+def test_who_shares_a_directory_agrees_on_all_settings(tmp_path: Path) -> None:
+    def disturb(event: Event) -> None:
+        if not refused:
+            refused.append(event.label)
+            for change in ({"seeds": [0]}, {"rounds": 4}, {"method": SMALL["method"][:1]}):
+                with pytest.raises(RunDirError, match="processes that joined work on another experiment"):
+                    join({**SMALL, **change}, tmp_path / "out")
+            with pytest.raises(RunDirError, match="processes that joined; join them"):
+                Plan(parse(SMALL, "small"), tmp_path / "out").run(page=False)
+
+    refused = list[str]()
+    join(SMALL, tmp_path / "out", disturb)
+    with lock(tmp_path / "out"), pytest.raises(RunDirError, match="in use by process .* start both so that they join"):
+        join(SMALL, tmp_path / "out")
+    with pytest.raises(ConfigError, match="cannot forget what others do"):
+        Plan(parse(SMALL, "small"), tmp_path / "out", force=True).run(join=True)
+
+
+def test_a_claim_is_free_once_its_counter_stands_still(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a process on another machine nothing but the counter is known; its clock says nothing."""
+    first, second = Claims(tmp_path / "work"), Claims(tmp_path / "work")
+    monkeypatch.setattr(claims_module, "PULSE_SECONDS", 0.05)
+    monkeypatch.setattr(claims_module, "EXPIRY_SECONDS", 0.5)
+    claim = first.take("unit")
+    assert claim is not None
+    monkeypatch.setattr(claims_module, "_place", lambda: "another machine")
+    end = time.monotonic() + 1.0
+    while time.monotonic() < end:
+        assert second.take("unit") is None
+        time.sleep(0.02)
+    claim._stop()  # as if its machine had lost its power
+    soon(lambda: second.take("unit"), 10)
+    assert first.take("unit") is None
+
+
+def test_the_first_result_stays(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "result").write_text(name)
+    assert claims_module.publish(tmp_path / "a", tmp_path / "target")
+    assert not claims_module.publish(tmp_path / "b", tmp_path / "target")
+    assert (tmp_path / "target" / "result").read_text() == "a"
+
+
+def test_one_of_many_gets_a_unit(tmp_path: Path) -> None:
+    def take() -> None:
+        barrier.wait()
+        taken.append(Claims(tmp_path / "work").take("unit"))
+
+    barrier, taken = threading.Barrier(16), list[Any]()
+    threads = [threading.Thread(target=take) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(claim is not None for claim in taken) == 1

@@ -1,0 +1,150 @@
+"""Law: an interval by subject covers the population's figure as often as it says, where a subject has several rows.
+
+Every set has so many subjects of one to five rows. Rows of one subject are alike: half of the variance of a score, and
+of what makes a prediction right, is the subject's. ``python -m`` of this file prints the table of docs/subjects.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache
+
+import numpy as np
+import pytest
+from scipy.stats import norm
+
+from fedloom.lab.report.comparison.by_patient import interval
+from fedloom.lab.report.patients import Predicted
+
+Draw = Callable[[np.random.Generator, int], Predicted]
+FREE, TIMES = 20_000, 4_000
+"""Subjects of one row by which the true concordance is measured, and events that are compared at a time."""
+
+
+def subjects_of(rng: np.random.Generator, subjects: int) -> np.ndarray:
+    return np.repeat(np.arange(subjects), rng.integers(1, 6, subjects))
+
+
+def made(subject: np.ndarray, target: np.ndarray, prediction: np.ndarray, event: np.ndarray | None = None) -> Predicted:
+    client = np.zeros(len(subject), np.int64)
+    return Predicted(client, np.arange(len(subject)), target, prediction, event, subject)
+
+
+def scores(area: float) -> Draw:
+    """Scores whose AUROC over subjects is ``area``; a subject is mostly of one class."""
+
+    def draw(rng: np.random.Generator, subjects: int) -> Predicted:
+        subject = subjects_of(rng, subjects)
+        often = rng.choice([0.2, 0.8], subjects)
+        target = (rng.random(len(subject)) < often[subject]).astype(float)
+        noise = (rng.normal(size=subjects)[subject] + rng.normal(size=len(subject))) / math.sqrt(2)
+        return made(subject, target, noise + math.sqrt(2) * norm.ppf(area) * target)
+
+    return draw
+
+
+def right(share: float) -> Draw:
+    """Predictions of which a share is right, those of a subject alike."""
+
+    def draw(rng: np.random.Generator, subjects: int) -> Predicted:
+        subject = subjects_of(rng, subjects)
+        noise = (rng.normal(size=subjects)[subject] + rng.normal(size=len(subject))) / math.sqrt(2)
+        return made(subject, np.ones(len(subject)), (noise < norm.ppf(share)).astype(float))
+
+    return draw
+
+
+def times(rng: np.random.Generator, subjects: int, most: int = 5) -> Predicted:
+    """Times and risks that share a subject's frailty, a third of them censored."""
+    subject = np.repeat(np.arange(subjects), rng.integers(1, most + 1, subjects))
+    own, rows = rng.normal(size=subjects), len(subject)
+    risk = (own[subject] + rng.normal(size=rows)) / math.sqrt(2)
+    frailty = np.exp(0.5 * rng.normal(size=subjects))[subject]
+    time = rng.exponential(size=rows) / (np.exp(0.8 * risk) * frailty)
+    censored = rng.exponential(size=rows) * 2
+    return made(subject, np.minimum(time, censored), risk, (time <= censored).astype(float))
+
+
+@cache
+def true_concordance() -> float:
+    """The C-index of pairs of different subjects."""
+    s = times(np.random.default_rng(99), FREE, most=1)
+    assert s.event is not None
+    won = pairs = 0.0
+    for k in np.flatnonzero(s.event > 0)[:TIMES]:
+        later = s.target > s.target[k]
+        won += float((s.prediction[later] < s.prediction[k]).sum())
+        pairs += float(later.sum())
+    return won / pairs
+
+
+FIGURES: dict[str, tuple[str, Draw, Callable[[], float]]] = {
+    "AUROC 0.5": ("auroc", scores(0.5), lambda: 0.5),
+    "AUROC 0.7": ("auroc", scores(0.7), lambda: 0.7),
+    "AUROC 0.9": ("auroc", scores(0.9), lambda: 0.9),
+    "accuracy 0.8": ("accuracy", right(0.8), lambda: 0.8),
+    "concordance": ("c_index", times, true_concordance),
+}
+
+
+def coverage(figure: str, subjects: int, sets: int, *, known: bool = True) -> float:
+    """The share of sets whose 95 % interval has the true figure; ``known``: whether the subjects are."""
+    metric, draw, truth = FIGURES[figure]
+    rng, held = np.random.default_rng([sets, subjects, len(figure)]), 0
+    for _ in range(sets):
+        samples = draw(rng, subjects)
+        _, low, high = interval(metric, samples if known else samples._replace(subject=None))
+        held += low <= truth() <= high
+    return held / sets
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("subjects", "least", "most"), [(100, 0.93, 0.97), (30, 0.90, 1.0)])
+@pytest.mark.parametrize("figure", FIGURES)
+def test_intervals_by_subject_cover_on_2000_sets(figure: str, subjects: int, least: float, most: float) -> None:
+    assert least <= coverage(figure, subjects, 2000) <= most
+
+
+SETS = 120
+ERROR = math.sqrt(0.05 * 0.95 / SETS)
+"""Standard error of a coverage of 95 % on so many sets: 2.0 points. The bounds leave 3.3 of them."""
+
+
+@pytest.mark.parametrize("figure", FIGURES)
+def test_intervals_by_subject_cover(figure: str) -> None:
+    sets = SETS if figure != "concordance" else SETS // 2
+    assert coverage(figure, 100, sets) >= 0.95 - 3.3 * ERROR * math.sqrt(SETS / sets)
+
+
+def test_intervals_by_row_do_not_cover_where_rows_of_a_subject_are_alike() -> None:
+    assert coverage("accuracy 0.8", 100, SETS, known=False) < 0.95 - 3.3 * ERROR
+
+
+def test_a_subject_of_one_row_changes_no_interval() -> None:
+    """Obuchowski's variance is DeLong's, and drawing subjects is drawing rows."""
+    rng = np.random.default_rng(3)
+    for metric, draw, _ in FIGURES.values():
+        samples = draw(rng, 60)
+        alone = samples._replace(subject=rng.permutation(len(samples.target)))
+        assert interval(metric, alone)[:1] == interval(metric, alone._replace(subject=None))[:1]
+        if metric == "auroc":
+            np.testing.assert_allclose(interval(metric, alone), interval(metric, alone._replace(subject=None)))
+
+
+def test_copies_of_every_row_widen_no_interval_and_narrow_none() -> None:
+    """Identity: with each row three times under its subject's name, the variance is that of the rows once."""
+    rng = np.random.default_rng(4)
+    for metric, draw, _ in FIGURES.values():
+        one = draw(rng, 80)
+        one = one._replace(subject=np.arange(len(one.target)))
+        three = Predicted(*(None if values is None else np.repeat(values, 3) for values in one))
+        np.testing.assert_allclose(interval(metric, three), interval(metric, one), rtol=0.01)
+
+
+if __name__ == "__main__":
+    print("| figure | 100 subjects | 30 subjects | 100 subjects, rows taken as patients |\n|---|---|---|---|")
+    for name in FIGURES:
+        shares = coverage(name, 100, 2000), coverage(name, 30, 2000), coverage(name, 100, 500, known=False)
+        print(f"| {name} | {' | '.join(f'{share:.1%}' for share in shares)} |", flush=True)

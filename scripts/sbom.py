@@ -1,0 +1,77 @@
+"""Complete the bill of materials of a deployment: fedloom's own packages, and the license of every package.
+
+    python scripts/sbom.py build/sbom.json    # what 'make sbom' wrote from requirements-deploy.txt
+
+Licenses are those that the packages installed beside this Python state; a package that is not installed in the listed
+version, or states none, is printed and has no license in the file.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tomllib
+from importlib.metadata import PackageNotFoundError, metadata
+from pathlib import Path
+from typing import Any
+
+from fedloom.version import __version__
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("fedloom", "fedloom-sites")
+"""The packages of this repository that a machine of a deployment installs."""
+
+
+def complete(bill: dict[str, Any]) -> list[str]:
+    """Add the packages of this repository and all licenses to a bill of materials; the packages without a license.
+
+    Args:
+        bill: a document of CycloneDX, changed in place.
+    """
+    own = [_own(name) for name in PACKAGES]
+    others = [c for c in bill.get("components", []) if c["name"] not in PACKAGES]
+    for component in others:
+        license_ = stated_license(component["name"], component.get("version", ""))
+        if license_:
+            component["licenses"] = [{"license": {"name": license_}}]
+    bill["components"] = [*own, *others]
+    bill.setdefault("metadata", {})["component"] = own[-1]
+    return [f"{c['name']} {c.get('version', '')}" for c in others if "licenses" not in c]
+
+
+def stated_license(name: str, version: str) -> str:
+    """The license that an installed package states; empty if it states none, or another version is installed."""
+    try:
+        facts = metadata(name)
+    except PackageNotFoundError:
+        return ""
+    if version and facts["Version"].partition("+")[0] != version.partition("+")[0]:
+        return ""
+    first_line = next(iter((facts.get("License") or "").strip().splitlines()), "")
+    classified = [c.rpartition(" :: ")[2] for c in facts.get_all("Classifier") or () if c.startswith("License :: ")]
+    return str(facts.get("License-Expression") or ", ".join(classified) or first_line[:80])
+
+
+def _own(name: str) -> dict[str, Any]:
+    project = tomllib.loads((ROOT / "packages" / name / "pyproject.toml").read_text())["project"]
+    reference = f"pkg:pypi/{name}@{__version__}"
+    license_ = {"license": {"id": project["license"]}}
+    return {
+        "type": "library", "name": name, "version": __version__, "purl": reference, "bom-ref": reference,
+        "licenses": [license_],
+    }  # fmt: skip
+
+
+def main() -> int:
+    """Complete the file that the command names."""
+    path = Path(sys.argv[1])
+    bill = json.loads(path.read_text())
+    lacking = complete(bill)
+    path.write_text(json.dumps(bill, indent=2, sort_keys=True) + "\n")
+    for name in lacking:
+        sys.stdout.write(f"no license is known of {name}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
