@@ -44,6 +44,8 @@ def analyze(
     Example: fedloom analyze table-1 patients.toml --rule least=5
     """
     with errors():
+        import pyarrow as pa
+
         from fedloom.analyses import Rules, analysis_of
         from fedloom.analyses import analyze as run_analysis
         from fedloom.data.dataset import Dataset
@@ -70,8 +72,10 @@ def analyze(
         count = len(data.user_names) if isinstance(clients, Dataset) else clients.n
         result = run_analysis(analysis, clients, rules=agreed)
         say(*result.notes)
-        columns = {
-            name: column.to_pylist() for name, column in zip(result.table.column_names, result.table, strict=True)
+        columns = {  # lists, as of a histogram, are for files
+            field.name: result.table[field.name].to_pylist()
+            for field in result.table.schema
+            if not pa.types.is_list(field.type) and result.table[field.name].null_count < len(result.table)
         }
         facts = {name: values[0] for name, values in columns.items() if len(values) > 1 and len({*values}) == 1}
         shown = [key for key in columns if key not in facts]
