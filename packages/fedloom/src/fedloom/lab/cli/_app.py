@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import json
+import math
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -132,6 +134,25 @@ def say(*lines: object, err: bool = False) -> None:
         typer.echo(printable(line), err=err)
 
 
+def say_json(value: object) -> None:
+    """Write a value as JSON to the terminal; numbers that are not finite become null."""
+    typer.echo(json.dumps(finite_only(value), indent=2))
+
+
+def finite_only(value: Any) -> Any:
+    """Return a value of lists and tables in which every number that is not finite is None.
+
+    >>> finite_only({"a": [1.0, float("nan")]})
+    {'a': [1.0, None]}
+    """
+    if isinstance(value, Mapping):
+        return {str(key): finite_only(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite_only(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object for other programs")]
 FileArgument = Annotated[Path, typer.Argument(help="experiment file (TOML)", show_default=False)]
 Trust = Annotated[
     bool,

@@ -18,6 +18,7 @@ from fedloom.lab.report.charts.kit import HIDDEN, Figure, Rows
 from fedloom.lab.report.charts.look import can_draw, import_charts, theme
 from fedloom.lab.report.charts.partition import skew_table
 from fedloom.lab.report.comparison.by_patient import by_patients, differences_html
+from fedloom.lab.report.comparison.conclusion import Conclusion
 from fedloom.lab.report.comparison.contenders import Models, contenders
 from fedloom.lab.report.comparison.devices import LEAD as DEVICES
 from fedloom.lab.report.comparison.devices import device_tables
@@ -58,7 +59,7 @@ PLACES = {
         "Epsilon spent after each round, of the client that took part most often; no amplification.",
     ),
     "convergence": ("Convergence", "How near the methods are to a solution of their problem."),
-    "others": ("Other figures", "What else was recorded about the whole federation."),
+    "others": ("More results", "Further values about the whole federation."),
     "partition": ("Data", "How the samples are split over the clients."),
 }
 """Sections of the page by group of figures, in order."""
@@ -66,8 +67,8 @@ PLACES = {
 FIRST_PLACES = ("patients", "importance")
 """Sections before those of analyses by packages."""
 PAIRS = (
-    "Every method against one of them, as one family of tests. The interval of a difference is the one that decides: "
-    "it leaves out 0 exactly where the verdict is better or worse. Equivalent is an interval within a stated margin."
+    "Every method against the baseline, as one family of tests. The interval of the difference decides the verdict: "
+    "better or worse if it excludes 0, equivalent if it is inside a stated margin, otherwise inconclusive."
 )
 READING = {
     "Result": "Mean over the clients' own test parts at the last round, then mean over seeds; "
@@ -129,6 +130,7 @@ def document(
     by_site: Sequence[SiteGains] = (),
     models: Models = "used",
     sections: Mapping[str, Section] = MappingProxyType({}),
+    conclusions: Sequence[Conclusion] = (),
 ) -> str:
     """The whole page as text."""
     name = escape(title(runs))
@@ -141,9 +143,9 @@ def document(
     bodies["privacy"] += privacy_tables(runs)
     gained = gains_html(by_site) + differences_html(by_patients(runs, by_site)) if by_site else ""
     parts = {
-        **({"gains": ("Who gains", LEAD, gained)} if by_site else {}),
+        **({"gains": ("Who gains", "", f'{gained}<p class="lead">{LEAD}</p>')} if by_site else {}),
         "overview": ("Overview", "Who leads by which criterion.", overview.cards(runs, rows, models)),
-        **({"pairs": ("Pairs", f"{PAIRS} {_scope(runs)}", pairs_html(compared))} if compared else {}),
+        **({"pairs": ("Comparison", f"{PAIRS} {_scope(runs)}", pairs_html(compared))} if compared else {}),
         "results": ("Results", READING["Result"], overview.results([*rows, *_rivals(runs, rows)], runs) + _downloads()),
         **{group: (*PLACES[group], bodies[group]) for group in FIRST_PLACES if bodies[group]},
         **{file_name(kind): (one.title, one.lead, one.body) for kind, one in sections.items()},
@@ -169,7 +171,8 @@ def document(
 <body>
 <a class="skip" href="#{next(iter(parts))}">Skip to the results</a>
 <header class="wrap">
-<div class="top"><h1>{name}</h1><button data-do="look">Dark look</button></div>
+<div class="top"><h1>{name}</h1><button data-do="look">Dark mode</button></div>
+{overview.answer(conclusions)}
 <p class="facts">{escape(overview.facts(runs, rows))}</p>
 {overview.note_list(runs, rows)}
 </header>

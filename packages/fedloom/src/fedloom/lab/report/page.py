@@ -19,6 +19,7 @@ from fedloom.lab.report.charts.kit import HIDDEN, Figure
 from fedloom.lab.report.charts.partition import cluster_shares, clusters, splits
 from fedloom.lab.report.charts.tradeoffs import costs, tradeoffs
 from fedloom.lab.report.comparison.by_patient import by_patients, differences_csv
+from fedloom.lab.report.comparison.conclusion import conclude
 from fedloom.lab.report.comparison.contenders import Models
 from fedloom.lab.report.comparison.devices import devices_csv
 from fedloom.lab.report.comparison.gains import gains, gains_csv, gains_latex
@@ -88,7 +89,8 @@ def write(
         compared = pairs(runs, rows, against, models, margin=checked_margin(margin))
         by_site = gains(runs, rows, leading_metric(runs))
         sections = sections_of(runs, rows, leading_metric(runs))
-        text = document(runs, rows, shown, tex, compared, by_site, models, sections)
+        conclusions = conclude(runs, rows, against, models, margin)
+        text = document(runs, rows, shown, tex, compared, by_site, models, sections, conclusions)
     contents = {"results.csv": csv_text(rows), "results.tex": tex}
     if compared:
         contents |= {"pairs.csv": pairs_csv(compared), "pairs.tex": pairs_latex(compared, title(runs))}
