@@ -17,6 +17,7 @@ from typing import Any
 import pyarrow as pa
 
 from fedloom.analyses import ANALYSES
+from fedloom.analyses.registry import name_of
 from fedloom.data.dataset import on_cpu
 from fedloom.data.federation import Federation
 from fedloom.data.groups import keeping
@@ -78,7 +79,6 @@ from fedloom.storage.checkpoint import Checkpoints, check_digest
 from fedloom.storage.claims import Claims, UnitClaim, publish
 from fedloom.storage.files import is_unused, make_folder, refuse_links, write_atomic
 from fedloom.storage.locks import lock
-from fedloom.values import kind_of
 
 EMPTY: Mapping[Any, Any] = MappingProxyType({})
 NO_PAGE = "no report.html is written: its charts need another package; pip install 'fedloom[charts]'"
@@ -134,7 +134,7 @@ class Plan:
             for fed in self.federations.values():
                 analysis.check_run(fed, experiment.common)
             if analysis.runs_further and ranks.size > 1:
-                raise Refused(f"{kind_of(analysis)} trains further runs on one process; leave it out")
+                raise Refused(f"{name_of(analysis)} trains further runs on one process; leave it out")
         first = experiment.head.seeds[0]
         fed = self.federations[first]
         self._checksum = data.checksum
@@ -315,7 +315,7 @@ class Plan:
             shutil.rmtree(models, ignore_errors=True)
         for analysis in self.experiment.analyses if longer else ():
             if analysis.runs_further:
-                (self.out / analysis_file(kind_of(analysis))).unlink(missing_ok=True)
+                (self.out / analysis_file(name_of(analysis))).unlink(missing_ok=True)
 
     def _adopt(self, claims: Claims) -> None:
         """Take what processes left that had joined; refuse to where one of them may still work."""
