@@ -14,6 +14,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from fedloom.analyses import ANALYSES
 from fedloom.data.dataset import on_cpu
 from fedloom.data.federation import Federation
 from fedloom.data.groups import keeping
@@ -51,7 +52,7 @@ from fedloom.outputs import check_output_folder, is_run_directory
 from fedloom.processes.pool import WorkerPool
 from fedloom.processes.ranks import ALONE, Ranks
 from fedloom.processes.signals import interruptible
-from fedloom.rundir import (
+from fedloom.rundir import analysis_file, (
     CHECKPOINTS,
     FILES,
     FOLDERS,
@@ -112,7 +113,7 @@ class Plan:
         self.runs = self._directory.runs
         if ranks.rank == 0:
             self._directory.check()
-            entries = (*FOLDERS, *FILES, *(() if is_run_directory(out) else (SETTINGS,)))
+            entries = (*FOLDERS, *FILES, *map(analysis_file, ANALYSES), *(() if is_run_directory(out) else (SETTINGS,)))
             check_output_folder(out, (*reads, experiment.source_options.get("source")), entries=entries)
         data = keeping(experiment.source, experiment.kept_columns).read(data_dir)
         self.federations: dict[int, Federation] = {s: experiment.partition(data, s) for s in experiment.head.seeds}
