@@ -52,7 +52,7 @@ from fedloom.outputs import check_output_folder, is_run_directory
 from fedloom.processes.pool import WorkerPool
 from fedloom.processes.ranks import ALONE, Ranks
 from fedloom.processes.signals import interruptible
-from fedloom.rundir import analysis_file, (
+from fedloom.rundir import (
     CHECKPOINTS,
     FILES,
     FOLDERS,
@@ -61,6 +61,7 @@ from fedloom.rundir import analysis_file, (
     REPORT,
     SETTINGS,
     WORK,
+    analysis_file,
 )
 from fedloom.storage.checkpoint import check_digest
 from fedloom.storage.claims import UnitClaim, publish
