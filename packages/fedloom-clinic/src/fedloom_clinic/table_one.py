@@ -207,6 +207,8 @@ class TableOne(ScriptedAnalysis):
         """Return every column with the agreed bins and all levels."""
         columns = list[Column]()
         for place, column in enumerate(schema.columns):
+            if column.name == self.group:
+                continue
             if column.levels:
                 cells = every_cell([*map(str, column.names), MISSING])
                 columns.append(Column(column.name, place, None, cells, column.levels, torch.zeros(0).long()))
@@ -333,6 +335,8 @@ def _of_code(
     gaps = [_difference(shown[a], shown[b]) for a, b in combinations(full, 2)]
     for g in some:
         for k, level in enumerate(column.cells.names):
+            if k >= column.shown and not found[:, k].any():
+                continue  # no cell is missing
             yield {
                 "column": column.name, "level": level, "group": groups.names[g], "rows": found[g, k],
                 "share": found[g, k] / max(shown[g].sum(), 1) if k < column.shown else None,
