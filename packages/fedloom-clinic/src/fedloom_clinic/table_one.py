@@ -167,11 +167,10 @@ class TableOne(ScriptedAnalysis):
             for row in total[count:].view(count, -1)
         ]
         numbers, codes = ([c for c in columns if (c.edges is None) == coded] for coded in (False, True))
-        sums, whole = (
-            torch.stack([torch.stack([part(block[c]) for c in numbers] or [total[:0].sum()]) for block in blocks])
-            for part in (lambda cells: cells[-1], lambda cells: cells[:-3].sum())
-        )
-        sums, whole = sums[:, : len(numbers)], whole[:, : len(numbers)]
+        sums, whole = total.new_zeros(count, len(numbers)), total.new_zeros(count, len(numbers))
+        for g, block in enumerate(blocks):
+            for k, column in enumerate(numbers):
+                sums[g, k], whole[g, k] = block[column][-1], block[column][:-3].sum()
         centres = torch.cat([sums / whole.clamp(min=1), (sums.sum(0) / whole.sum(0).clamp(min=1))[None]])
         widest = max((c.size for c in codes), default=1)
         shares = torch.zeros(len(codes), widest, dtype=torch.float64)

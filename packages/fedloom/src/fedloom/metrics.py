@@ -94,7 +94,7 @@ TOTALS = {
 
 COSTS = {
     "steps": Metric("Local steps", higher=False),
-    "samples_backward": Metric("Samples backward", higher=False),
+    "samples_backward": Metric("Sample gradients", higher=False),
     "bytes_up": Metric("MB up", "", 1 / MB, higher=False),
     "bytes_down": Metric("MB down", "", 1 / MB, higher=False),
     "seconds": Metric("Seconds", higher=False),

@@ -373,7 +373,8 @@ def test_the_help_of_every_command_has_an_example_that_could_be_typed(path: list
 def test_examples_of_models_in_hand_are_commands_of_their_page(name: str) -> None:
     """Whose test runs them: new rows of a table are of no use to a run of images."""
     [example] = re.findall(r"Example: (fedloom (?:.+\n)+)", RUNNER.invoke(app, [name, "--help"]).output)
-    assert " ".join(example.split()) in (Path(__file__).parents[4] / "docs" / "models.md").read_text().splitlines()
+    page = (Path(__file__).parents[4] / "docs" / "models.md").read_text().replace("\\\n", " ")
+    assert " ".join(example.split()) in [" ".join(line.split()) for line in page.splitlines()]
 
 
 @pytest.mark.parametrize("width", [30, 50, 80, 200])
@@ -489,6 +490,23 @@ def test_killed_at_random_moments_and_run_again(tmp_path: Path, workers_kind: st
     assert files(tmp_path / "broken") == files(tmp_path / "whole")
 
 
+def test_a_finished_run_has_nothing_to_do_and_json_on_standard_output(tmp_path: Path) -> None:
+    file, out = tmp_path / "small.toml", tmp_path / "out"
+    file.write_text(SMALL)
+    first = RUNNER.invoke(app, ["run", str(file), "--out", str(out)])
+    assert "nothing to do" not in first.output
+    assert "Answer: " in first.output
+    again = RUNNER.invoke(app, ["run", str(file), "--out", str(out), "--json"])
+    assert f"nothing to do: all 4 runs in {out} are finished" in again.stderr
+    found = json.loads(again.stdout)
+    assert {row["method"] for row in found["results"]} == {"fedavg", "flame"}
+    assert json.loads(RUNNER.invoke(app, ["describe", "flame", "--json"]).stdout)["options"].keys() >= {"rho", "lam"}
+    listed = json.loads(RUNNER.invoke(app, ["list", "--json"]).stdout)
+    assert {"fedavg", "flame"} <= {part["name"] for part in listed}
+    measured = json.loads(RUNNER.invoke(app, ["bench", str(file), "--rounds", "1", "--workers", "1", "--json"]).stdout)
+    assert {row["method"] for row in measured["rounds"]} == {"fedavg", "flame"}
+
+
 def test_interrupt_leaves_a_resumable_run(tmp_path: Path) -> None:
     file = tmp_path / "longer.toml"
     file.write_text(LONGER.replace("rounds = 40", "rounds = 40_000"))
@@ -498,5 +516,7 @@ def test_interrupt_leaves_a_resumable_run(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=200)
     assert process.returncode == 130, errors
+    lines = [line for line in errors.decode().splitlines() if "interrupted" in line or "same command" in line]
+    assert lines == ["interrupted: 0 of 4 runs are finished; run the same command again to continue"]
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert "interrupted" in {r["status"] for r in summary["runs"]}

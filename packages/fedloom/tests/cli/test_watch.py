@@ -186,7 +186,7 @@ def test_a_browser_draws_what_is_new_and_leaves_the_rest(tmp_path: Path) -> None
         shown.on("pageerror", lambda error: complaints.append(str(error)))
         shown.goto(f"http://{HOST}:{server.server.server_port}/")
         shown.wait_for_selector("html[data-ready=yes]", state="attached")
-        shown.get_by_role("button", name="Dark look").click()
+        shown.get_by_role("button", name="Dark mode").click()
         shown.locator("#curves .tabs input").nth(1).check(force=True)
         chosen = shown.locator("#curves .tabs input:checked").get_attribute("value")
         shown.locator("#partition .chart svg").first.wait_for()

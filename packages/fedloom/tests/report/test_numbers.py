@@ -207,7 +207,7 @@ def test_a_diverged_method_cannot_win_and_a_running_one_makes_it_provisional() -
     assert win(row("b", [0.9, 0.9], "failed")).row is None
 
 
-@pytest.mark.parametrize(("figure", "words"), [("accuracy", "ended well"), ("bytes", "comes to this result")])
+@pytest.mark.parametrize(("figure", "words"), [("accuracy", "ended well"), ("bytes", "reaches this result")])
 def test_a_clear_lead_is_over_the_methods_that_were_compared(figure: str, words: str) -> None:
     best, behind = row("best", [0.9, 0.91, 0.92, 0.9, 0.93]), row("behind", [0.5, 0.52, 0.5, 0.51, 0.5])
     lost, few = row("lost", [0.95] * 5, "diverged"), row("few", [0.95, 0.96])

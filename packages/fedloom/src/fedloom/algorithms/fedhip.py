@@ -98,7 +98,7 @@ class FedHiP(Algorithm):
             heads.append(min(fits, key=lambda fit: fit.error).head)
         return sums.with_head(down.x, torch.stack(heads), work.layout)
 
-    def _fit(self, z: Tensor, t: Tensor, mix: sums.Moments, unit: float, ridge: float, work: Work) -> Fit:
+    def _fit(self, z: Tensor, t: Tensor, mix: sums.FeatureSums, unit: float, ridge: float, work: Work) -> Fit:
         """The head of sums, and the mean squared error on each of the client's rows of the head without that row."""
         if not len(z) or self.share is not None:
             return Fit(sums.head_from(mix, ridge, work.layout), 0.0)

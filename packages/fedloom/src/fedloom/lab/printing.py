@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from textwrap import wrap
+from typing import Any
 
 import pyarrow as pa
 from rich.box import SIMPLE_HEAD
@@ -18,7 +19,7 @@ from fedloom.errors import printable
 from fedloom.formats import DASH, option, pair
 from fedloom.lab.report.naming import figure, within_line
 from fedloom.lab.report.tables import column_of, headline, measured
-from fedloom.metrics import leading
+from fedloom.metrics import leading, metric
 
 COLUMN = 12
 """Characters that a folded column has at least."""
@@ -114,20 +115,59 @@ def _width(console: Console, table: Table) -> int:
     return Measurement.get(console, console.options.update(max_width=UNFOLDED), table).maximum
 
 
+NARROW_FIGURES = ("worst10", "samples_backward", "bytes_up", "bytes_down")
+"""Ends of the names of figures that stand beside the leading metric where a terminal is too narrow for all."""
+NARROW_TITLES = {"sample gradients": "gradients"}
+"""Shorter titles for a narrow terminal."""
+BEST_MARK = "*"
+"""What follows the method of the row with the best mean."""
+
+
 def print_results(table: pa.Table) -> None:
-    """The result table of a run: mean over seeds with 95 % confidence interval, and the work it took."""
-    lead = leading(table.column_names)
-    figures = {name: figure(name).title for name in headline(lead) if column_of(name) in table.column_names}
+    """Print the result table of a run: means over seeds with 95 % intervals, the work, and a mark at the best mean.
+
+    A narrow terminal shows fewer columns; ``results.csv`` and the report have all.
+    """
+    lead, rows = leading(table.column_names), table.to_pylist()
+    figures = {
+        name: within_line(figure(name).title) for name in headline(lead) if column_of(name) in table.column_names
+    }
     figures |= {lead: f"test {lead}"} if lead in figures else {}
-    titles = ("method", "model", "seeds", *map(within_line, figures.values()), "status")
-    rows = [
-        (
-            row["method"], row["model"], str(row["seeds"]),
-            *(_figure(name, row[column_of(name)], row[f"{column_of(name)}_ci95"]) for name in figures), row["status"],
-        )
-        for row in table.to_pylist()
+    best = _best_place(rows, lead) if lead in figures else None
+    titles, cells, right = _result_cells(rows, figures, best, ("seeds", "status"))
+    console = _Output()
+    if console.is_terminal and _width(console, _columns(titles, cells, range(len(titles)), right)) > console.width:
+        short = {name: NARROW_TITLES.get(title, title) for name, title in figures.items()
+                 if name == lead or name.endswith(NARROW_FIGURES)}  # fmt: skip
+        more = () if all(row["status"] == "done" for row in rows) else ("status",)
+        titles, cells, right = _result_cells(rows, short, best, more)
+    print_texts(titles, cells, right=right)
+    if best is not None and len(rows) > 1:
+        console.print(Text(f"{BEST_MARK} best mean test {within_line(figure(lead).title)}"))
+
+
+def _result_cells(
+    rows: Sequence[Mapping[str, Any]], figures: Mapping[str, str], best: int | None, more: Sequence[str]
+) -> tuple[list[str], list[list[str]], list[str]]:
+    """Return titles, texts and the titles of numbers, for some figures and some of ``seeds`` and ``status``."""
+    first, last = (["seeds"] if "seeds" in more else []), (["status"] if "status" in more else [])
+    cells = [
+        [
+            f"{row['method']} {BEST_MARK}" if k == best else row["method"], row["model"],
+            *(str(row[name]) for name in first),
+            *(_figure(name, row[column_of(name)], row[f"{column_of(name)}_ci95"]) for name in figures),
+            *(row[name] for name in last),
+        ]
+        for k, row in enumerate(rows)
     ]  # fmt: skip
-    print_texts(titles, rows, right=titles[2:-1])
+    return ["method", "model", *first, *figures.values(), *last], cells, [*first, *figures.values()]
+
+
+def _best_place(rows: Sequence[Mapping[str, object]], lead: str) -> int | None:
+    """Return the row with the best mean of the leading metric, of those that ended well; None without one."""
+    means = {k: float(str(row[column_of(lead)])) for k, row in enumerate(rows)
+             if row["status"] == "done" and row[column_of(lead)] is not None}  # fmt: skip
+    return (max if metric(lead).higher else min)(means, key=means.__getitem__, default=None)
 
 
 def print_rows(rows: Sequence[Mapping[str, object]], first: Sequence[str] = (), *, width: int = 200) -> None:

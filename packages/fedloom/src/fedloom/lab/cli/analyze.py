@@ -58,8 +58,12 @@ def analyze(
         from fedloom.values import make
 
         experiment, options = read(file), with_overrides({}, "fedloom analyze", values or ())
-        own = experiment.find(name)
-        analysis = analysis_of(name, options) if own is None else make(own.with_, options, name, type(own).model_fields)
+        chosen = experiment.find(name)
+        analysis = (
+            analysis_of(name, options)
+            if chosen is None
+            else make(chosen.with_, options, name, type(chosen).model_fields)
+        )
         agreed = make(Rules, with_overrides({}, "fedloom analyze", rules or ()), "--rule", Rules.model_fields)
         source = keeping(experiment.source, analysis.kept_columns)
         source = source.with_(impute=True) if isinstance(source, TableSource) else source

@@ -9,7 +9,7 @@ import typer
 
 from fedloom.formats import duration, fixed, significant
 from fedloom.lab.cli import _complete as offer
-from fedloom.lab.cli._app import DataDir, FileArgument, Trust, app, errors, say, worker_count
+from fedloom.lab.cli._app import AsJson, DataDir, FileArgument, Trust, app, errors, say, say_json, worker_count
 
 if TYPE_CHECKING:
     from fedloom.lab.experiment.measure.bench import Speed
@@ -49,6 +49,7 @@ def bench(
         int | None, typer.Option(min=1, help="with --ranks: clients of a round, if not as many as in the file")
     ] = None,
     data_dir: DataDir = None,
+    as_json: AsJson = False,
     trust: Trust = False,
 ) -> None:
     """Measure how fast an experiment runs here.
@@ -86,7 +87,7 @@ def bench(
                 say(f"{method.label}: {_costs_text(costs)}", err=True)
                 n, m = clients or plan.federation.n, cohort or costs.cohort
                 rows += [{"method": method.label} | _calculated(p, costs.round(max(n, m), m, p)) for p in places]
-            print_rows(rows)
+            say_json({"rounds": rows}) if as_json else print_rows(rows)
             return
         speeds: list[Speed] = []
         total = sum(map(len, plan.ways.values()))
@@ -94,6 +95,9 @@ def bench(
             speeds.append(speed)
             way = speed.way
             say(f"{len(speeds)}/{total}: {speed.method}, {way.oracle}, workers {way.workers}", err=True)
+        if as_json:
+            say_json({"rounds": [_row(speed) for speed in speeds], "minutes": plan.minutes(speeds)})
+            return
         print_rows([_row(speed) for speed in speeds], ("method", "oracle", "workers"))
         runs = len(plan.experiment.methods) * len(plan.experiment.head.seeds)
         beside = f", {plan.share.runs} at a time" if plan.share.runs > 1 else ""

@@ -14,7 +14,7 @@ import typer
 
 from fedloom.hints import unknown
 from fedloom.lab.cli import _complete as offer
-from fedloom.lab.cli._app import DataDir, app, errors, say
+from fedloom.lab.cli._app import AsJson, DataDir, app, errors, say, say_json
 
 LISTS = entry_points(group="fedloom.lists")
 """Kinds of parts that other packages add; each is a function that returns names with a line each."""
@@ -32,6 +32,7 @@ def list_command(
     what: Annotated[
         str, typer.Argument(help=f"one of {', '.join(KINDS)}", autocompletion=offer.one_of(*KINDS))
     ] = "methods",
+    as_json: AsJson = False,
 ) -> None:
     """List methods, or another kind of part, by name.
 
@@ -42,17 +43,21 @@ def list_command(
     with errors():
         if what not in KINDS:
             raise unknown("kind of part", what, KINDS, "fedloom list")
+        families: dict[str, list[tuple[str, str]]]
         if what in LISTS.names:
-            _print(LISTS[what].load()())
-            return
-        from fedloom.lab.experiment.index import index
-
-        if what == "methods":
-            for family, methods in index().families.items():
-                say(family)
-                _print(methods)
+            families = {"": LISTS[what].load()()}
         else:
-            _print(index().parts[what])
+            from fedloom.lab.experiment.index import index
+
+            families = index().families if what == "methods" else {"": index().parts[what]}
+        if as_json:
+            listed = [(family, name, line) for family, parts in families.items() for name, line in parts]
+            keys = ("family", "name", "about")
+            say_json([{key: text for key, text in zip(keys, one, strict=True) if text} for one in listed])
+            return
+        for family, parts in families.items():
+            say(*([family] if family else []))
+            _print(parts)
 
 
 def _print(lines: list[tuple[str, str]]) -> None:
@@ -86,6 +91,7 @@ def describe(
         str,
         typer.Argument(help="a method, see 'fedloom list'", show_default=False, autocompletion=offer.algorithms),
     ],
+    as_json: AsJson = False,
 ) -> None:
     """Print a method's card and its options.
 
@@ -101,12 +107,26 @@ def describe(
             from fedloom.trust import vouch
 
             vouch([name])
-            say(card(name))
-            return
-        from fedloom.lab.experiment.index import index
-        from fedloom.values import choose
+            text = card(name)
+        else:
+            from fedloom.lab.experiment.index import index
+            from fedloom.values import choose
 
-        say(choose("algorithm", index().cards, name))
+            text = choose("algorithm", index().cards, name)
+        if as_json:
+            say_json({"name": name, "card": text, "options": _options_of(name)})
+        else:
+            say(text)
+
+
+def _options_of(name: str) -> dict[str, Any]:
+    """Return a method's own options as JSON schema: type, default, range and meaning; empty for a method by path."""
+    from fedloom.lab.experiment.index import index
+
+    choices = json.loads(index().schema)["properties"]["method"]["items"]["anyOf"]
+    found = [one["properties"] for one in choices if one["properties"].get("algorithm", {}).get("const") == name]
+    shared = set.intersection(*(set(one["properties"]) for one in choices if "const" in one["properties"]["algorithm"]))
+    return {key: option for one in found[:1] for key, option in one.items() if key not in shared}
 
 
 @app.command(rich_help_panel="Start")

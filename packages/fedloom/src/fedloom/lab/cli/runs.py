@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,10 +12,24 @@ import typer
 from fedloom.formats import duration
 from fedloom.hints import unknown
 from fedloom.lab.cli import _complete as offer
-from fedloom.lab.cli._app import DataDir, ExecutorName, FileArgument, Join, Trust, app, errors, say, worker_count
+from fedloom.lab.cli._app import (
+    AsJson,
+    DataDir,
+    ExecutorName,
+    FileArgument,
+    Join,
+    Trust,
+    app,
+    errors,
+    say,
+    say_json,
+    worker_count,
+)
 
 if TYPE_CHECKING:
     from fedloom.lab.experiment import Plan
+    from fedloom.lab.experiment.outputs import Outcome
+    from fedloom.lab.report.comparison.contenders import Models
 
 
 @app.command(rich_help_panel="Run")
@@ -61,6 +77,7 @@ def run(
     ] = False,
     join: Join = False,
     executor: ExecutorName = None,
+    as_json: AsJson = False,
     trust: Trust = False,
 ) -> None:
     """Run an experiment: all its methods and seeds.
@@ -70,6 +87,7 @@ def run(
     With --dry-run, print the plan and an estimate, and write nothing.
 
     Example: fedloom run examples/quickstart.toml --out runs/quickstart --workers 2
+
     On several machines or GPUs: torchrun --nproc-per-node 4 -m fedloom.lab.cli run FILE.toml
     """
     with errors():
@@ -96,18 +114,30 @@ def run(
                     _preview(plan)
                 return
             tracker = Tracker(track, plan.experiment, where) if track and ranks.rank == 0 else None
+            before = _recorded_figures(where)
             with shown(plan) as show:
                 outcomes = plan.run(show, *([tracker] if tracker else []), join=join, executor=engine)
+    open_runs = [outcome for outcome in outcomes if outcome.status == "interrupted"]
     if plan.ranks.rank == 0:
-        _print_table(plan.out)
-        for outcome in outcomes:
-            if outcome.status != "done":
-                say(f"{outcome.label}, seed {outcome.seed}: {outcome.reason}", err=True)
-        if (plan.out / "report.html").exists():
-            say(f"report: {plan.out / 'report.html'}")
+        if open_runs:
+            finished = len(outcomes) - len(open_runs)
+            say(
+                f"interrupted: {finished} of {len(outcomes)} runs are finished; run the same command again to continue",
+                err=True,
+            )
+        elif before and before == _recorded_figures(plan.out):
+            say(f"nothing to do: all {len(outcomes)} runs in {plan.out} are finished", err=as_json)
+        _print_failures(outcomes)
+        if as_json:
+            _print_json([plan.out] if (plan.out / "metrics.parquet").exists() else [])
+        elif not open_runs:
+            _print_table(plan.out)
+            _print_conclusions([plan.out])
+        if (plan.out / "report.html").exists() and not open_runs:
+            say(f"report: {plan.out / 'report.html'}", err=as_json)
         if tracker is not None:
-            say(f"tracked: {tracker.view}")
-    if any(o.status == "interrupted" for o in outcomes):
+            say(f"tracked: {tracker.view}", err=as_json)
+    if open_runs:
         raise typer.Exit(130)
     if any(o.status != "done" for o in outcomes):
         raise typer.Exit(1)
@@ -168,6 +198,40 @@ def _print_table(out: Path) -> None:
         print_results(report.result_table(out))
 
 
+def _recorded_figures(out: Path) -> bytes:
+    """Return a digest of the recorded figures; empty if none are there."""
+    place = out / "metrics.parquet"
+    return hashlib.sha256(place.read_bytes()).digest() if place.is_file() else b""
+
+
+def _print_failures(outcomes: Sequence[Outcome]) -> None:
+    """Print a line for every run that ended badly; interrupted runs have one line together."""
+    for outcome in outcomes:
+        if outcome.status not in ("done", "interrupted"):
+            say(f"{outcome.label}, seed {outcome.seed}: {outcome.reason}", err=True)
+
+
+def _print_conclusions(
+    runs: Sequence[Path], against: str | None = None, models: Models = "used", margin: float | None = None
+) -> None:
+    """Print who wins, by how much, which models are compared, and what they cost."""
+    from fedloom.lab import report
+
+    if all((run / "metrics.parquet").exists() for run in runs):
+        for found in report.conclusions(runs, against, models, margin):
+            say(*found.lines())
+
+
+def _print_json(
+    runs: Sequence[Path], against: str | None = None, models: Models = "used", margin: float | None = None,
+    **more: object,
+) -> None:  # fmt: skip
+    """Print results, comparisons and conclusions of run directories as one JSON object."""
+    from fedloom.lab import report
+
+    say_json(report.as_record(runs, against, models, margin) | more)
+
+
 @app.command(rich_help_panel="Run")
 def merge(
     runs: Annotated[list[Path], typer.Argument(help="run directories of one experiment", show_default=False)],
@@ -185,6 +249,7 @@ def merge(
 
         check_output_folder(out, runs, entries=())
         lacks = join_folders(runs, out)
+        _print_conclusions([out])
         if can_draw():
             say(f"report: {report.write([out], out / 'report.html', charts=False)}")
     for label, seed in lacks:
@@ -227,6 +292,7 @@ def report_command(
     force: Annotated[
         bool, typer.Option("--force", help="replace files that are there and that no report wrote")
     ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Write the report of runs as one offline HTML page.
 
@@ -247,6 +313,13 @@ def report_command(
         if card:
             report.check_card(beside)
         shown = report.write(runs, page, columns=chosen, against=against, models=kind, margin=margin, force=force)
+        written = report.write_card(runs, beside) if card else None
+        if as_json:
+            _print_json(
+                runs, against, kind, margin, report=str(shown), **({} if written is None else {"card": str(written)})
+            )
+            return
+        _print_conclusions(runs, against, kind, margin)
         say(f"report: {shown}")
-        if card:
-            say(f"model card: {report.write_card(runs, beside)}")
+        if written is not None:
+            say(f"model card: {written}")

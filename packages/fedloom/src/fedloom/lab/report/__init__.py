@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fedloom.lab.report.charts import kit, look
 from fedloom.lab.report.comparison.card import check_card, write_card
+from fedloom.lab.report.comparison.conclusion import as_record, conclude, conclusions
 from fedloom.lab.report.comparison.criteria import NEAR, cumulative
 from fedloom.lab.report.comparison.family import (
     LEVEL,
@@ -50,7 +51,10 @@ __all__ = [
     "PairVerdict",
     "Run",
     "TestedDifference",
+    "as_record",
     "check_card",
+    "conclude",
+    "conclusions",
     "csv_of_table",
     "cumulative",
     "curve",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from html import escape
 
@@ -12,6 +12,7 @@ import numpy as np
 from fedloom.formats import DASH, factor, interval, pair, percent, total
 from fedloom.lab.report.charts.kit import off_axis
 from fedloom.lab.report.charts.tradeoffs import REACHED
+from fedloom.lab.report.comparison.conclusion import Conclusion
 from fedloom.lab.report.comparison.contenders import Models, one_per_method
 from fedloom.lab.report.comparison.criteria import Winner, tasks, winners
 from fedloom.lab.report.naming import COSTS, figure, is_ratio, metric, within_line
@@ -23,6 +24,10 @@ SHOWN = 4
 """Further notes are folded away."""
 BEYOND = 1.1
 """Work up to this share of the least is called equal, as `fedloom tune` plans it; more of FedAvg's is named."""
+FIRST_COLUMNS = ("samples_backward", "bytes_up", "bytes_down", "seconds")
+"""Work and traffic, which stand beside the leading metric."""
+MAX_COLUMNS = 6
+"""Columns beside the leading metric and the status that a page of 1,280 pixels has room for."""
 NAMED = 20
 """Up to so many clients without a result are named."""
 TIE = 1e-6
@@ -32,6 +37,19 @@ TIE = 1e-6
 def model_tag(model: str) -> str:
     """The model's name with its coloured dot."""
     return f'<span class="model" data-model="{escape(model)}">{escape(model)}</span>' if model else ""
+
+
+def answer(conclusions: Sequence[Conclusion]) -> str:
+    """Return the conclusions as the head of the page: who wins, by how much, what is compared, and its cost."""
+    parts = []
+    for one in conclusions:
+        first, *pairs = one.lines()
+        ends = [line for line in (one.compared, one.cost) if line]
+        shown = [line.strip() for line in pairs if line not in ends]
+        items = "".join(f"<li>{escape(line)}</li>" for line in shown)
+        more = f'<p class="about">{escape(" ".join(ends))} <a href="#reading">How to read this</a></p>'
+        parts.append(f'<p class="first">{escape(first)}</p><ul>{items}</ul>{more}')
+    return f'<div class="answer" role="region" aria-label="Answer">{"".join(parts)}</div>' if parts else ""
 
 
 def facts(runs: list[Run], rows: list[Row]) -> str:
@@ -105,7 +123,7 @@ def sure(winner: Winner, rows: list[Row]) -> str:
     equals = ", ".join(escape(rows[i].name) for i in winner.equals)
     same = f" The models of {equals} are the same." if equals else ""
     if winner.runner_up is None:
-        alone = "No other method comes to this result with every seed."
+        alone = "No other method reaches this result with every seed."
         rest = "No other method has this result from runs that ended well." if not same else same.strip()
         return alone if criterion.figure in REACHED else rest
     other = rows[winner.runner_up]
@@ -129,7 +147,7 @@ def sure(winner: Winner, rows: list[Row]) -> str:
         seeds = f"{winner.seeds} common seed{'s' * (winner.seeds != 1)}"
         verdict = f"<b>Not tested</b> with {seeds} ({ENOUGH} are needed): {lead}."
     elif not winner.rivals:
-        sound = "comes to this result" if criterion.figure in REACHED else "ended well"
+        sound = "reaches this result" if criterion.figure in REACHED else "ended well"
         compared = "every other method" + f" that {sound} with every seed" * winner.excluded
         verdict = f"<b>Better</b> than {compared}: {lead}."
     elif winner.runner_up in winner.rivals:
@@ -142,7 +160,7 @@ def sure(winner: Winner, rows: list[Row]) -> str:
 
 
 def results(rows: list[Row], runs: Sequence[Run] = ()) -> str:
-    """The result table: every row with its figures, status, work and traffic.
+    """Return the result tables: mean, status, work and traffic of every row, and the other figures behind a fold.
 
     Args:
         rows: of the table.
@@ -151,11 +169,27 @@ def results(rows: list[Row], runs: Sequence[Run] = ()) -> str:
     columns = columns_of(rows)
     if not columns:
         return "<p>No results have been recorded yet.</p>"
-    lead = next(iter(columns))
+    lead, *others = columns
+    first = [name for name in FIRST_COLUMNS if name in columns]
+    first += [name for name in others if name not in first and name.endswith(("/worst10", "/variance"))]
+    first = first[:MAX_COLUMNS]
+    rest = [name for name in others if name not in first]
+    main = _results(rows, runs, {name: columns[name] for name in (lead, *first)}, lead, status=True)
+    if not rest:
+        return main
+    more = _results(rows, runs, {name: columns[name] for name in rest}, lead, status=False)
+    return f"{main}<details><summary>{len(rest)} more columns</summary>{more}</details>"
+
+
+def _results(
+    rows: list[Row], runs: Sequence[Run], columns: Mapping[str, str], lead: str, *, status: bool
+) -> str:  # fmt: skip
+    """Return a table of some figures; the leading one has a bar, and the status beside it."""
     groups = [peers for _, _, peers in tasks(list(runs), rows)] if runs else [rows]
     rated = [name for name in columns if name not in COSTS]
     best = {(id(row), name): top for peers in groups for name in rated for top in [_best(name, peers)] for row in peers}
     heads = [("Method", "text"), ("Model", "text"), *((title, "") for title in columns.values())]
+    heads[3:3] = [("Status", "text")] if status else []
     cells = "".join(
         f'<th scope="col" class="{kind}"><button data-do="sort">{escape(title)}</button></th>' for title, kind in heads
     )
@@ -163,9 +197,9 @@ def results(rows: list[Row], runs: Sequence[Run] = ()) -> str:
     span = _span(lead, rows)
     body = []
     for row in rows:
-        remark = "" if row.done and not row.untested else f' <span class="odd">{escape(row.status)}</span>'
+        odd = "" if row.done and not row.untested else ' class="odd"'
         line = [
-            f'<th scope="row" data-value="{escape(row.name)}">{escape(row.name)}{remark}</th>',
+            f'<th scope="row" data-value="{escape(row.name)}">{escape(row.name)}</th>',
             f'<td class="text" data-value="{escape(row.model)}">{model_tag(row.model)}</td>',
         ]
         for name in columns:
@@ -178,12 +212,14 @@ def results(rows: list[Row], runs: Sequence[Run] = ()) -> str:
             if name == lead and estimate is not None and 0 < len(estimate.finite) < len(estimate.by_seed):
                 shown += f' <span class="odd">({len(estimate.finite)} of {len(estimate.by_seed)} seeds)</span>'
             line.append(f'<td data-value="{value}">{shown}{_bar(row, name, span) if name == lead else ""}</td>')
+            if name == lead and status:
+                line.append(f'<td class="text"><span{odd}>{escape(row.status)}</span></td>')
         body.append(f"<tr>{''.join(line)}</tr>")
+    name, kind = ("Results", "results") if status else ("More columns", "further")
     return (
-        '<div class="scroll" tabindex="0" role="region" aria-label="Results, scrolls sideways">'
-        '<table class="results"><caption class="unseen">Mean over seeds with half the width of the 95 % interval; '
-        f"the best of a column in bold, of methods of which no run diverged or failed{apart}; methods without a remark "
-        "ran to the end. Heads sort.</caption>"
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{name}, scrolls sideways">'
+        f'<table class="{kind}"><caption class="unseen">Mean over seeds with half the width of the 95 % interval; '
+        f"the best of a column in bold, of methods of which no run diverged or failed{apart}. Heads sort.</caption>"
         f"<thead><tr>{cells}</tr></thead><tbody>{''.join(body)}</tbody></table></div>"
     )
 
@@ -288,8 +324,8 @@ def _work(run_rows: list[Row]) -> str:
     beyond = [f"{m} has {percent(w / work[least])}" for m, w in work.items() if w > BEYOND * work[least]]
     named = f" ({', '.join(beyond)} of the gradients of {least})" if work[least] and beyond else ""
     return (
-        f"The methods did not do equal work: {total(min(work.values()))} to {total(max(work.values()))} samples "
-        f"backward{named}. Compare them by gradients of samples too."
+        f"The methods did not do equal work: {total(min(work.values()))} to {total(max(work.values()))} sample "
+        f"gradients{named}. Compare them at equal gradients too."
     )
 
 

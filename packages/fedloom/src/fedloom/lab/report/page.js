@@ -115,7 +115,7 @@
 
   async function drawAll() {
     document.documentElement.dataset.look = look();
-    document.querySelector('[data-do="look"]').textContent = look() === "dark" ? "Light look" : "Dark look";
+    document.querySelector('[data-do="look"]').textContent = look() === "dark" ? "Light mode" : "Dark mode";
     for (const place of document.querySelectorAll(".chart")) {
       if (place.offsetParent === null) continue;
       await draw(place);

@@ -12,6 +12,7 @@ from fedloom.errors import ConfigError
 from fedloom.formats import as_pandas, p_value, pair
 from fedloom.hints import unknown
 from fedloom.lab.report import notebook as display
+from fedloom.lab.report.comparison.conclusion import conclude
 from fedloom.lab.report.comparison.contenders import Models, contenders, reference
 from fedloom.lab.report.comparison.pairs import Pair, checked_margin, pairs, pairs_latex
 from fedloom.lab.report.comparison.paper import results_latex, title
@@ -149,7 +150,9 @@ class RecordedComparison:
             for m, _, value, d, _, v in self._lines()
         ]
         metric = within_line(titled(figure(self._lead)))
-        return "\n  ".join([f"Comparison({title(self._runs)}, test {metric})", *lines])
+        found = conclude(self._runs, self._rows, self.against, self.models, self.margin)
+        ends = [line for one in found for line in (one.answer, one.compared, one.cost) if line and one.compared]
+        return "\n  ".join([f"Comparison({title(self._runs)}, test {metric})", *lines, *ends])
 
     def _lines(self) -> list[list[str]]:
         """Method, model, mean, difference, Holm's p and verdict as texts."""

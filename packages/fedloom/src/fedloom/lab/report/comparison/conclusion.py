@@ -1,0 +1,186 @@
+"""Conclude a comparison in a few sentences: the winner, the differences, the compared models, and their cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fedloom.formats import pair as with_half
+from fedloom.formats import significant, total
+from fedloom.lab.report.comparison.contenders import Models, best_row, contenders, reference
+from fedloom.lab.report.comparison.criteria import tasks
+from fedloom.lab.report.comparison.family import PairVerdict
+from fedloom.lab.report.comparison.pairs import Pair, pairs
+from fedloom.lab.report.naming import MB, figure, titled, within_line
+from fedloom.lab.report.numbers import ENOUGH, Row, leading_metric, rows_of
+from fedloom.lab.report.reading import read_runs
+from fedloom.lab.report.run import Run
+from fedloom.lab.report.tables import arrow, cell_text, difference
+
+SHOWN_PAIRS = 3
+"""Differences that a terminal and the head of a report show; the table of pairs has all."""
+
+
+class Conclusion(NamedTuple):
+    """The result of a comparison in words.
+
+    Attributes:
+        task: of several comparisons, the data and attack of this one; empty for a single comparison.
+        answer: the winner, or that there is none.
+        pairs: a line per compared method, with its mean, its difference from the baseline and the verdict.
+        compared: which models are compared; empty if no two are.
+        cost: gradients and traffic of the best method and of the baseline; empty if neither is recorded.
+        tests: the pairs behind the lines; none without a baseline.
+    """
+
+    task: str
+    answer: str
+    pairs: tuple[str, ...]
+    compared: str
+    cost: str
+    tests: tuple[Pair, ...] = ()
+
+    def lines(self, shown: int | None = SHOWN_PAIRS) -> list[str]:
+        """Return the conclusion line by line.
+
+        Args:
+            shown: number of pairs that are written out; None for all.
+        """
+        rest = len(self.pairs[shown:]) if shown is not None else 0
+        head = f"{self.task}: {self.answer}" if self.task else self.answer
+        more = [f"  {rest} more in the report"] if rest else []
+        pair_lines = [f"  {line}" for line in self.pairs[:shown]]
+        return [line for line in (head, *pair_lines, *more, self.compared, self.cost) if line]
+
+
+def conclude(
+    runs: list[Run], rows: list[Row], against: str | None = None, models: Models = "used", margin: float | None = None
+) -> list[Conclusion]:
+    """Return a conclusion for each family of comparable runs.
+
+    Args:
+        runs: of the rows.
+        rows: every model of every method.
+        against: label of the baseline; None for `local`, or else FedAvg, or else the first method of a single run.
+        models: which model of a method is compared.
+        margin: differences up to it do not matter, in the units of the leading metric; None: none is stated.
+    """
+    lead, found = leading_metric(runs), []
+    several = tasks(runs, rows)
+    for label, own_runs, task_rows in several:
+        shown = [row for row in contenders(own_runs, task_rows, models) if row.result(lead) is not None]
+        if not shown:
+            continue
+        base = against if against is not None and any(against in (r.method, r.name) for r in shown) else None
+        name = base or reference(shown) or (shown[0].name if len(runs) == 1 else None)
+        compared = [] if name is None else pairs(own_runs, task_rows, name, models, margin=margin)
+        found.append(_conclusion(label if len(several) > 1 else "", lead, shown, compared, models))
+    return found
+
+
+def conclusions(
+    run_dirs: Sequence[Path], against: str | None = None, models: Models = "used", margin: float | None = None
+) -> list[Conclusion]:
+    """Return the conclusions from run directories; see `conclude`.
+
+    Raises:
+        RunDirError: a directory is not a readable run directory.
+    """
+    runs = read_runs(run_dirs)
+    return conclude(runs, rows_of(runs), against, models, margin)
+
+
+def as_record(
+    run_dirs: Sequence[Path], against: str | None = None, models: Models = "used", margin: float | None = None
+) -> dict[str, Any]:
+    """Return results, comparisons and conclusions of run directories as plain values, unrounded and unscaled.
+
+    Raises:
+        RunDirError: a directory is not a readable run directory.
+    """
+    runs = read_runs(run_dirs)
+    rows = rows_of(runs)
+    found = conclude(runs, rows, against, models, margin)
+    texts = ("task", "answer", "pairs", "compared", "cost")
+    return {
+        "runs": [str(folder) for folder in run_dirs],
+        "results": arrow(rows).to_pylist(),
+        "comparisons": [pair.record() for one in found for pair in one.tests],
+        "conclusions": [{name: getattr(one, name) for name in texts} for one in found],
+    }
+
+
+def _conclusion(task: str, lead: str, shown: list[Row], compared: list[Pair], models: Models) -> Conclusion:
+    best = best_row([row for row in shown if row.algorithm], lead)
+    if not compared or best is None:
+        means = [f"{_titled(row)}: {cell_text(lead, row.figures.get(lead))}" for row in shown]
+        alone = "There is nothing to compare" if len(shown) == 1 else "There is no baseline (local or fedavg)"
+        answer = f"{alone}; test {within_line(titled(figure(lead)))}:"
+        return Conclusion(task, answer, tuple(means), "", _cost([best] if best else []))
+    baseline = compared[0].reference
+    lines = tuple(_line(pair) for pair in compared)
+    cost = _cost([best] if best is baseline else [best, baseline])
+    answer = f"Answer: {_answer(compared, baseline)}."
+    return Conclusion(task, answer, lines, _compared(shown, models), cost, tuple(compared))
+
+
+def _answer(compared: list[Pair], baseline: Row) -> str:
+    """Return the sentence that names the winner, if there is one."""
+    of_methods = [pair for pair in compared if pair.row.algorithm]
+    better, tested = ([p for p in of_methods if test(p)] for test in (_is_better, lambda p: not p.reason))
+    seeds = max((p.comparison.seeds for p in compared if p.comparison), default=0)
+    shown, name = figure(compared[0].figure), compared[0].figure
+    unit = f" {shown.unit}" if shown.unit else ""
+    mean = f"{within_line(shown.title)} {cell_text(name, baseline.figures[name])}{unit}"
+    beside = f"{baseline.name} (test {mean}, {seeds} seeds)"
+    if better:
+        verb = "is" if len(better) == 1 else "are"
+        names = _listed([p.row.name for p in better])
+        first = f"; {better[0].row.name} has the best mean" if len(better) > 1 else ""
+        return f"{names} {verb} better than {beside}{first}"
+    if not tested and of_methods and seeds < ENOUGH:
+        return f"not tested, because a test needs at least {ENOUGH} seeds"
+    same = [p.row.name for p in of_methods if p.verdict == PairVerdict.EQUIVALENT]
+    equal = f"; equivalent within the margin: {_listed(same)}" if same else ""
+    return f"no method is better than {beside}{equal}"
+
+
+def _is_better(pair: Pair) -> bool:
+    return pair.verdict == PairVerdict.BETTER
+
+
+def _line(pair: Pair) -> str:
+    one = pair.comparison
+    gap = f", {with_half(*difference(pair.figure, one.mean, one.half))} to {pair.reference.name}" if one else ""
+    return f"{_titled(pair.row)}: {cell_text(pair.figure, pair.row.figures[pair.figure])}{gap}, {pair.words}"
+
+
+def _titled(row: Row) -> str:
+    return f"{row.name} ({row.model})" if row.model and row.algorithm else row.name
+
+
+def _compared(shown: list[Row], models: Models) -> str:
+    """Return the sentence on the models that are compared."""
+    if models == "all":
+        return "Compared models: all models of every method."
+    if models == "personal":
+        return "Compared models: personal, or global if a method has no personal models."
+    if any(row.model == "hybrid" for row in shown):
+        return "Compared models: hybrid (per client, the better one on validation data) or the only one."
+    return "Compared models: the only one of each method."
+
+
+def _cost(rows: list[Row]) -> str:
+    """Return the sentence on sample gradients and traffic of some rows."""
+    parts = []
+    for row in rows:
+        work, up, down = (row.figures.get(name) for name in ("samples_backward", "bytes_up", "bytes_down"))
+        if work is not None and work.finite:
+            traffic = sum(estimate.mean for estimate in (up, down) if estimate is not None and estimate.finite)
+            parts.append(f"{row.name} {total(work.mean)} gradients, {significant(traffic / MB, 3)} MB")
+    return f"Cost per run: {'; '.join(parts)}." if parts else ""
+
+
+def _listed(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
