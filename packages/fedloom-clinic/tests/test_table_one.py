@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pandas as pd
 import pytest
 import torch
 from scipy import stats
+from typer.testing import CliRunner
 
 import fedloom as fl
 from fedloom.errors import ConfigError, Refused
+from fedloom.lab.cli import app
 from fedloom_clinic.table_one import TableOne
 
 SIZES = (150, 90, 60, 40)
@@ -47,18 +51,18 @@ def test_figures_are_those_of_the_pooled_rows() -> None:
             found = row(table, column, arm)
             assert found["rows"] == len(some)
             assert found.missing == whole[column].isna().sum()
-            assert found["mean"] == pytest.approx(some.mean(), abs=1e-6)
-            assert found.deviation == pytest.approx(some.std(), abs=1e-6)
+            assert found["mean"] == pytest.approx(some.mean(), abs=1e-9)
+            assert found.deviation == pytest.approx(some.std(), abs=1e-9)
             for name, level in (("q25", 0.25), ("median", 0.5), ("q75", 0.75)):
-                assert abs(found[name] - some.quantile(level)) <= found.bin + 1e-6
+                assert abs(found[name] - some.quantile(level)) <= found.bin + 1e-9
             assert sum(found.counts) == len(some)
         one, two = values
         gap = abs(one.mean() - two.mean()) / np.sqrt((one.var() + two.var()) / 2)
         found = row(table, column, "new")
-        assert found.standardized_difference == pytest.approx(gap, abs=1e-6)
-        assert found.p_groups == pytest.approx(stats.ttest_ind(one, two, equal_var=False).pvalue, abs=1e-6)
+        assert found.standardized_difference == pytest.approx(gap, abs=1e-9)
+        assert found.p_groups == pytest.approx(stats.ttest_ind(one, two, equal_var=False).pvalue, abs=1e-9)
         by_site = [some.dropna() for _, some in frame.groupby("site")[column]]
-        assert found.p_clients == pytest.approx(stats.f_oneway(*by_site).pvalue, abs=1e-6)
+        assert found.p_clients == pytest.approx(stats.f_oneway(*by_site).pvalue, abs=1e-9)
     crossed = pd.crosstab(frame.arm, frame.ward)
     for arm in ("new", "old"):
         for ward in crossed.columns:
@@ -80,7 +84,7 @@ def test_three_groups_have_an_analysis_of_variance() -> None:
     data, frame = patients()
     found = row(fl.analyze("table-1", data, group="ward").table.to_pandas(), "age", "ICU")
     wanted = stats.f_oneway(*(some for _, some in frame.groupby("ward").age)).pvalue
-    assert found.p_groups == pytest.approx(wanted, abs=1e-6)
+    assert found.p_groups == pytest.approx(wanted, abs=1e-9)
 
 
 def test_a_client_in_another_unit_is_noted_and_changed_nowhere() -> None:
@@ -90,7 +94,7 @@ def test_a_client_in_another_unit_is_noted_and_changed_nowhere() -> None:
     assert noted[["column", "group"]].to_numpy().tolist() == [["glucose", "client 3"]]
     assert "glucose in mmol/l and mg/dl" in noted.note.iloc[0]
     wanted = frame[frame.site == "d"].glucose.mean()
-    assert noted["mean"].iloc[0] == pytest.approx(wanted, rel=1e-6)
+    assert noted["mean"].iloc[0] == pytest.approx(wanted, rel=1e-9)
     same = fl.analyze("table-1", patients()[0], group="client").table.to_pandas()
     assert not same.note.notna().any()
 
@@ -105,7 +109,21 @@ def test_small_cells_are_merged_and_totals_are_of_all_rows() -> None:
     glucose = row(table, "glucose", "all")
     assert len(glucose.counts) < 50
     assert sum(glucose.counts) == frame.glucose.notna().sum()
-    assert glucose["mean"] == pytest.approx(frame.glucose.mean(), abs=1e-6)
+    assert glucose["mean"] == pytest.approx(frame.glucose.mean(), abs=1e-9)
+
+
+def test_the_command_prints_it_without_histograms(tmp_path: Path) -> None:
+    _, frame = patients()
+    frame.to_csv(tmp_path / "t.csv", index=False)
+    (tmp_path / "t.toml").write_text(
+        f'[data]\nsource = "{tmp_path}/t.csv"\nlabel = "died"\nusers = "site"\ncategorical = ["ward", "arm"]\n'
+        '[partition]\nkind = "writers"\n[[method]]\nalgorithm = "fedavg"\n'
+    )
+    said = CliRunner().invoke(app, ["analyze", "table-1", str(tmp_path / "t.toml"), "--set", "group=arm"])
+    assert said.exit_code == 0, said.output
+    line = next(line for line in said.output.splitlines() if line.split()[:2] == ["age", "new"])
+    assert f"{frame[frame.arm == 'new'].age.mean():.4g}" in line
+    assert "2 questions to 4 clients" in said.output
 
 
 def test_it_obeys_the_laws() -> None:

@@ -69,20 +69,19 @@ class RidgeRegression(ScriptedAnalysis):
         target = torch.full((c,), max(abs(low), abs(high)), dtype=torch.float64)
         both = torch.cat([reach, target])
         if question.name == "means":
-            return Bounds.join([Bounds.counts(1, most), Bounds.between(-most * both, most * both)])
+            return Bounds.join([Bounds.counts(1, most), _of_rows(both, most)])
         if question.name == "spreads":
-            return Bounds.between(torch.zeros(p + c), 4 * most * both**2)
+            return _of_rows(4 * both**2, most)
         standard = (both + question.values["centre"].abs()) / question.values["spread"]
         products = torch.outer(standard[:p], standard)
         upper = torch.triu_indices(p, p)
-        size = most * torch.cat([products[:, :p][upper[0], upper[1]], products[:, p:].flatten()])
-        return Bounds.between(-size, size)
+        return _of_rows(torch.cat([products[:, :p][upper[0], upper[1]], products[:, p:].flatten()]), most)
 
     def answer(self, question: Question, client: ClientRows, terms: AnalysisTerms) -> Tensor:
         x, y = self._samples(client, terms.schema)
         both = torch.cat([x, y], 1)
         if question.name == "means":
-            return torch.cat([torch.tensor([float(len(x))]).double(), both.sum(0)])
+            return torch.cat([torch.tensor([len(x)], dtype=torch.float64), both.sum(0)])
         gap = both - question.values["centre"]
         if question.name == "spreads":
             return (gap**2).sum(0)
@@ -140,6 +139,11 @@ class RidgeRegression(ScriptedAnalysis):
         elif schema.task == "binary":
             y = 2 * y - 1
         return Samples(x[whole], y)
+
+
+def _of_rows(largest: Tensor, most: float) -> Bounds:
+    """Return the bounds of sums over rows of numbers up to ``largest [k]``, each with a step of 2^-44 of its own."""
+    return Bounds(-most * largest, most * largest, largest * 2.0**-44)
 
 
 def input_names(schema: Schema) -> list[str]:

@@ -167,10 +167,11 @@ class TableOne(ScriptedAnalysis):
             for row in total[count:].view(count, -1)
         ]
         numbers, codes = ([c for c in columns if (c.edges is None) == coded] for coded in (False, True))
-        sums = torch.tensor([[float(block[c][-1]) for c in numbers] for block in blocks]).double().view(count, -1)
-        whole = (
-            torch.tensor([[float(block[c][:-3].sum()) for c in numbers] for block in blocks]).double().view(count, -1)
+        sums, whole = (
+            torch.stack([torch.stack([part(block[c]) for c in numbers] or [total[:0].sum()]) for block in blocks])
+            for part in (lambda cells: cells[-1], lambda cells: cells[:-3].sum())
         )
+        sums, whole = sums[:, : len(numbers)], whole[:, : len(numbers)]
         centres = torch.cat([sums / whole.clamp(min=1), (sums.sum(0) / whole.sum(0).clamp(min=1))[None]])
         widest = max((c.size for c in codes), default=1)
         shares = torch.zeros(len(codes), widest, dtype=torch.float64)

@@ -127,6 +127,27 @@ def test_under_masks_it_is_the_pooled_fit_of_the_merged_bins(tmp_path: Path) -> 
         assert kept["columns"] == NAMES
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("cox", [{"stratify": True}, {"width": 13, "until": 52}], ids=["strata", "bins"])
+def test_a_ridge_at_sites_is_that_of_their_rows(tmp_path: Path, cox: dict[str, Any], masked: bool) -> None:
+    """It is within the bound that is stated, in the plain and under masks."""
+    ridge = {"penalty": "ridge", "strength": 0.05, "least": 2}
+    here = deployed(tmp_path, {**cox, **ridge}, masked=masked)
+    assert here.serve(here.grid()) is Stop.DONE, here.audit()
+    found, sites = results(here), sites_of(rossi())
+    if "width" in cox:
+        terms = agreed_terms(13, least=2, ridge=0.05)
+        filled = np.array([bins_with_events(site, terms) for site in sites])
+        terms = merged_ends(terms, filled, missing=1, fewest=3) if masked else terms
+        sites = [binned(site, terms)[0] for site in sites]
+    exact = fit_cox(sites, stratify="stratify" in cox, penalty="ridge", strength=0.05)
+    assert (np.abs(found["coefficient"] - exact.beta) <= found["bound"]).all()
+    assert (found["bound"] < 1e-6).all()
+    np.testing.assert_allclose(found["standard_error"], exact.se, rtol=1e-8)
+    free = fit_cox(sites, stratify="stratify" in cox)
+    assert np.abs(found["coefficient"]).sum() < 0.95 * np.abs(free.beta).sum()
+
+
 def check_pooled_fit(found: pd.DataFrame, width: float, least: int) -> None:
     """The regression of five masked sites is that of lifelines on the rows in the bins that the sites had merged."""
     sites, terms = sites_of(rossi()), agreed_terms(width, least=least)

@@ -537,7 +537,8 @@ def test_scores_stay_unless_agreed(tmp_path: Path) -> None:
 def test_masked_scores_are_the_means_of_the_plain_run(name: str, sampler: Any, tmp_path: Path) -> None:
     """The sums ride along where all sites train, and have a session of their own where not, and at the end."""
     changes = {"evaluate": {"every": 1}, "rounds": 2, **({"sampler": sampler} if sampler else {})}
-    here = secured(tmp_path, name, **changes)
+    agreed = {"changes": 9, "steady": 0} if sampler else {}  # sums of other sites in each round
+    here = secured(tmp_path, name, agreed=agreed, **changes)
     grid = here.grid()
     assert here.serve(grid) is Stop.DONE
     sessions = [(kind_of(m), int(m.content["head"]["round"])) for m in grid.sent if kind_of(m) in ("masked", "tally")]

@@ -420,3 +420,19 @@ def test_random_changes_of_samples_are_refused_and_what_the_error_names_works() 
         ff.Local(model, DataLoader(steady, 2, collate_fn=masked)).read()
     assert torch.equal(torch.get_rng_state(), before)
     torch.testing.assert_close(ff.Local(model, DataLoader(steady, 2)).read().fed.data.x, x)
+
+
+def test_a_subject_in_two_sets_is_refused_and_its_entry_is_no_input() -> None:
+    def sets(first: int) -> list[dict[str, object]]:
+        values = torch.Generator().manual_seed(first)
+        return [
+            {"x": torch.randn(5, generator=values), "patient": f"p{first + k // 2}", "label": k % 3} for k in range(8)
+        ]
+
+    apart = ff.Local(nn.Linear(5, 3), sets(0), testset=sets(10), subject="patient").read()
+    assert apart.fed.data.shape == (5,)
+    assert len(apart.fed.data.design.units) == 16
+    with pytest.raises(FedloomError, match="a subject .* is in the train part and in the test part"):
+        ff.Local(nn.Linear(5, 3), sets(0), testset=sets(3), subject="patient").read()
+    with pytest.raises(FedloomError, match="samples of trainset have no entry 'person'; they have 'x', 'patient'"):
+        ff.Local(nn.Linear(5, 3), sets(0), subject="person").read()

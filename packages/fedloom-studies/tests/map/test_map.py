@@ -87,7 +87,7 @@ class Refuses(Half):
 
 def test_all_setups_fit_into_their_hours_and_no_seed_is_used_twice() -> None:
     assert sum(setup.share for setup in FULL.values()) <= 13.5 * 60
-    assert sum(setup.share_of(protocol) for setup in FULL.values() for protocol in PROTOCOLS) <= 24 * 60
+    assert sum(setup.decide_share(protocol) for setup in FULL.values() for protocol in PROTOCOLS) <= 24 * 60
     assert {setup.document["rounds"] for setup in FULL.values()} == {40}
     for setup in FULL.values():
         looks = [*setup.tuning, *setup.seeds, *setup.again]

@@ -23,8 +23,7 @@ from fedloom.errors import ConfigError, RunDirError
 SETTINGS, SUMMARY, REPORT = "experiment.toml", "summary.json", "report.html"
 METRICS, TIMINGS, PARTITION = "metrics.parquet", "timings.parquet", "partition.parquet"
 CONFUSION, TSNE = "confusion.parquet", "tsne.parquet"
-GROUPS, PREDICTIONS, LEFT_OUT = "groups.parquet", "predictions.parquet", "left_out.parquet"
-IMPORTANCE, REFERENCES, COX = "importance.parquet", "references.parquet", "cox.parquet"
+GROUPS, PREDICTIONS, IMPORTANCE = "groups.parquet", "predictions.parquet", "importance.parquet"
 CHECKPOINTS, MODELS, ADAPTED, TRACKING, LIVE = "checkpoints", "models", "adapted", "tracking", "live"
 WORK = ".work"
 """Folder of the claims of processes that work on a run directory together."""
@@ -36,14 +35,11 @@ FILES = (
     TSNE,
     GROUPS,
     PREDICTIONS,
-    LEFT_OUT,
     IMPORTANCE,
-    REFERENCES,
-    COX,
     SUMMARY,
     REPORT,
 )
-"""Files that a run writes anew, beside its settings."""
+"""Files that a run writes anew, beside its settings and the files of analyses that packages add."""
 FOLDERS = (CHECKPOINTS, MODELS, ADAPTED, TRACKING, LIVE, WORK)
 
 TABLES = (

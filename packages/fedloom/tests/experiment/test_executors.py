@@ -20,9 +20,9 @@ import fedloom as fl
 from fedloom.errors import ConfigError, DataError, FedloomError
 from fedloom.lab.experiment import Plan, parse
 from fedloom.lab.experiment.units import travel
-from fedloom.lab.experiment.units.executors import computed, open_executor
+from fedloom.lab.experiment.units.executors import compute_units, open_executor
 from fedloom.lab.experiment.units.payload import decode, encode
-from fedloom.lab.experiment.units.travel import Luggage, Reply, compute_unit, pack_experiment
+from fedloom.lab.experiment.units.travel import Luggage, UnitReply, compute_unit, pack_experiment
 from tests.commands import call
 
 SMALL: dict[str, Any] = {
@@ -173,7 +173,7 @@ def test_a_file_is_found_in_the_workers_own_folder(tmp_path: Path, monkeypatch: 
     (tmp_path / "worker").mkdir()
     (tmp_path / "table.csv").rename(tmp_path / "worker" / "table.csv")
     monkeypatch.setenv("FEDLOOM_DATA", str(tmp_path / "worker"))
-    assert Reply.of(compute_unit(luggage.text, json.dumps({"label": "fedavg", "seed": 0}))).files
+    assert UnitReply.of(compute_unit(luggage.text, json.dumps({"label": "fedavg", "seed": 0}))).files
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_a_reply_of_something_else_is_refused() -> None:
             return future
 
     with pytest.raises(ConfigError, match="something else than a unit's reply"):
-        list(computed(Other(), Luggage("", None), ["unit"], lambda: False))
+        list(compute_units(Other(), Luggage("", None), ["unit"], lambda: False))
 
 
 def test_the_command_has_the_same_files(alone: dict[str, bytes], tmp_path: Path) -> None:

@@ -149,7 +149,7 @@ def test_an_interrupt_of_one_leaves_the_others_running(tmp_path: Path) -> None:
 
 
 def test_clients_left_out_are_units_too(tmp_path: Path) -> None:
-    document = {**SMALL, "partition": {"kind": "iid", "clients": 3, "keep": 30, "leave": "each"}}
+    document = {**SMALL, "analysis": [{"kind": "left-out"}]}
     processes = [start(document, tmp_path / "out") for _ in range(3)]
     assert [end(process) for process in processes] == [0, 0, 0]
     assert contents(tmp_path / "out") == alone(document, tmp_path / "alone")

@@ -19,8 +19,8 @@ from fedloom.errors import ConfigError, RunDirError
 from fedloom.lab.experiment import Plan, parse, read
 from fedloom.lab.experiment.events import Event
 from fedloom.lab.experiment.units.merge import merge
-from fedloom.lab.experiment.units.shares import Load, Share, fastest_share, share_of
-from fedloom.lab.experiment.units.status import status_rows
+from fedloom.lab.experiment.units.shares import Load, Share, choose_share, decide_share
+from fedloom.lab.experiment.units.status import list_status
 from tests.commands import call
 
 SMALL: dict[str, Any] = {
@@ -80,10 +80,10 @@ def test_a_single_run_has_all_processes_and_several_share_them() -> None:
     looped = {**SMALL, "partition": {"kind": "iid", "clients": 24}, "engine": {"workers": 4, "oracle": "looped"}}
     one = parse({**looped, "seeds": [0], "method": SMALL["method"][:1]})
     feds = {0: one.partition(one.source.read(None), 0)}
-    assert share_of(one, feds) == (1, 4)
+    assert decide_share(one, feds) == (1, 4)
     alike = [{"algorithm": "fedavg", "label": label} for label in "ab"]
-    assert share_of(parse({**looped, "method": alike}), feds) == (4, 1)
-    assert share_of(parse({**looped, "engine": {"workers": 1}}), feds) == (1, 1)
+    assert decide_share(parse({**looped, "method": alike}), feds) == (4, 1)
+    assert decide_share(parse({**looped, "engine": {"workers": 1}}), feds) == (1, 1)
 
 
 loads = st.builds(Load, st.floats(0, 10), st.floats(0.01, 100), st.integers(1, 40))
@@ -91,7 +91,7 @@ loads = st.builds(Load, st.floats(0, 10), st.floats(0.01, 100), st.integers(1, 4
 
 @given(st.lists(loads, min_size=1, max_size=12), st.integers(1, 16), st.integers(1, 16))
 def test_no_other_share_of_the_processes_ends_sooner(queue: list[Load], processes: int, most: int) -> None:
-    share = fastest_share(queue, processes, most)
+    share = choose_share(queue, processes, most)
     assert 1 <= share.runs <= min(most, len(queue), processes)
     assert share.runs * share.workers <= processes
 
@@ -106,10 +106,10 @@ def test_no_other_share_of_the_processes_ends_sooner(queue: list[Load], processe
 
 
 def test_both_runs_and_chunks_where_both_pay() -> None:
-    assert fastest_share([Load(0.0, 1.0, 40)] * 2, 8) == Share(2, 4)
-    assert fastest_share([Load(0.0, 1.0, 1)] * 3, 2) == Share(2, 1)
-    assert fastest_share([Load(0.0, 1.0, 40)] * 3, 2) == Share(1, 2)
-    assert fastest_share([Load(1.0, 0.1, 40)] * 3, 2) == Share(2, 1)
+    assert choose_share([Load(0.0, 1.0, 40)] * 2, 8) == Share(2, 4)
+    assert choose_share([Load(0.0, 1.0, 1)] * 3, 2) == Share(2, 1)
+    assert choose_share([Load(0.0, 1.0, 40)] * 3, 2) == Share(1, 2)
+    assert choose_share([Load(1.0, 0.1, 40)] * 3, 2) == Share(2, 1)
 
 
 def test_runs_with_workers_of_their_own_give_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +188,7 @@ def test_the_status_of_a_directory_names_who_works_on_what(tmp_path: Path, monke
     def look(event: Event) -> None:
         if (event.label, event.round) == ("ditto", 2) and not seen:
             time.sleep(0.2)
-            seen.extend(status_rows(tmp_path / "out"))
+            seen.extend(list_status(tmp_path / "out"))
 
     monkeypatch.setattr("fedloom.storage.claims.PULSE_SECONDS", 0.02)
     seen = list[dict[str, str]]()
@@ -197,7 +197,7 @@ def test_the_status_of_a_directory_names_who_works_on_what(tmp_path: Path, monke
     assert (rows["fedavg, seed 0"]["state"], rows["ditto, seed 0"]["state"]) == ("done", "working")
     assert f"process {os.getpid()} on " in rows["ditto, seed 0"]["who"]
     assert rows["ditto, seed 0"]["so far"] in ("round 1", "round 2")
-    assert {row["state"] for row in status_rows(tmp_path / "out")} == {"done"}
+    assert {row["state"] for row in list_status(tmp_path / "out")} == {"done"}
     assert "fedavg, seed 0" in call("watch", tmp_path / "out", "--list")
 
 

@@ -30,11 +30,11 @@ from fedloom.errors import ConfigError, Refused
 from fedloom.lab.report.charts.calibrated import curve, point, wilson
 from fedloom.lab.report.comparison.bootstrap import standard_error, weighted
 from fedloom.lab.report.comparison.by_patient import delong
-from fedloom.lab.report.left_out import LEAD
 from fedloom.lab.report.patients import Predicted
 from fedloom.tasks.survival import SurvivalRows, concordance
 from fedloom_clinic.left_out import scores_of_new, without
 from fedloom_clinic.references import check_references, references
+from fedloom_clinic.sections.left_out import LEAD
 from tests.commands import call
 from tests.hospitals import COLUMNS, SITES, cell, patients
 

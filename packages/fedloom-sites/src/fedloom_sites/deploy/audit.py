@@ -53,7 +53,7 @@ class Audit:
 
     def write(self, what: str, **facts: Any) -> None:
         """Append one line: the time, what happened, and the facts (plain values; None is left out)."""
-        line = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "what": what}
+        line: dict[str, Any] = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "what": what}
         line |= {k: v for k, v in facts.items() if v is not None}
         end = self._end()
         line |= {"number": end.lines + 1, "before": end.digest}

@@ -132,20 +132,20 @@ class _Measured(NamedTuple):
         claims, missing, budgets = Claims(self.out / WORK), set[str](), dict[str, GradientBudget]()
         with interruptible() as interrupted:
             while todo:
-                others = list[Cell]()
+                left_open = list[Cell]()
                 for cell in todo:
                     if self.budget.left <= 0 or interrupted():
                         return False
                     with ExitStack() as stack:
                         if not self._has(cell, claims if join else None, stack):
-                            others.append(cell)
+                            left_open.append(cell)
                         elif not self._measure(cell, missing, budgets):
                             return False
                 if not join:
                     return True
-                if len(others) == len(todo):
+                if len(left_open) == len(todo):
                     time.sleep(PAUSE_SECONDS)
-                todo = others
+                todo = left_open
         claims.forget()
         return True
 
@@ -332,7 +332,7 @@ def estimates(
         records = [record for (name, _), record in records_by_cell.items() if name == setup.name]
         cells_of_setup = [cell for cell in todo if cell.setup is setup]
         spent, searched = sum(r.minutes for r in records), setup.trials if setup.trials > 1 else 0
-        runs, share = searched * len(setup.tuning) + len(setup.seeds), setup.share_of(protocol)
+        runs, share = searched * len(setup.tuning) + len(setup.seeds), setup.decide_share(protocol)
         row = {"setup": setup.name, "clients": setup.title, "recorded": len(records), "due": len(cells_of_setup),
                "trials": setup.trials, "minutes so far": round(spent, 1), "share": share}  # fmt: skip
         rows.append(row)

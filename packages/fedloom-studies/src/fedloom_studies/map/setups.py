@@ -67,7 +67,7 @@ class Setup:
         """Whether its means count in ranks over setups: every method runs in it with settings that were tuned."""
         return self.trials > 1
 
-    def share_of(self, protocol: Protocol) -> float:
+    def decide_share(self, protocol: Protocol) -> float:
         """Choose the core-minutes that all cells of a protocol may take together, by the number of its methods."""
         return round(self.share * len(methods_of(protocol)) / len(REGISTRY), 1)
 

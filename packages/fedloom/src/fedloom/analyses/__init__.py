@@ -38,23 +38,39 @@ if TYPE_CHECKING:
     from fedloom.analyses.script import ScriptedAnalysis as ScriptedAnalysis
     from fedloom.analyses.script import Total as Total
 
-_MODULES = {
-    "form": (
-        "MAX_QUESTION_BYTES", "Analysis", "AnalysisTerms", "Bounds", "FurtherRun", "Info", "Question", "Rules", "State",
-    ),
-    "registry": ("ANALYSES", "AnalysisRegistry"),
-    "rows": ("ClientRows", "Schema", "client_rows", "dataset_rows", "schema_of"),
-    "run": (
-        "AnalysisResult", "Answer", "Ask", "SumRecord", "analysis_of", "analyze", "answer_question", "run_questions",
-        "sum_answers",
-    ),
-    "script": ("ScriptedAnalysis", "Total"),
-}  # fmt: skip
-_PLACES = {name: f"fedloom.analyses.{module}:{name}" for module, names in _MODULES.items() for name in names}
+_WHERE = {
+    "ANALYSES": "fedloom.analyses.registry:ANALYSES",
+    "Analysis": "fedloom.analyses.form:Analysis",
+    "AnalysisRegistry": "fedloom.analyses.registry:AnalysisRegistry",
+    "AnalysisResult": "fedloom.analyses.run:AnalysisResult",
+    "AnalysisTerms": "fedloom.analyses.form:AnalysisTerms",
+    "Answer": "fedloom.analyses.run:Answer",
+    "Ask": "fedloom.analyses.run:Ask",
+    "Bounds": "fedloom.analyses.form:Bounds",
+    "ClientRows": "fedloom.analyses.rows:ClientRows",
+    "FurtherRun": "fedloom.analyses.form:FurtherRun",
+    "Info": "fedloom.analyses.form:Info",
+    "MAX_QUESTION_BYTES": "fedloom.analyses.form:MAX_QUESTION_BYTES",
+    "Question": "fedloom.analyses.form:Question",
+    "Rules": "fedloom.analyses.form:Rules",
+    "Schema": "fedloom.analyses.rows:Schema",
+    "ScriptedAnalysis": "fedloom.analyses.script:ScriptedAnalysis",
+    "State": "fedloom.analyses.form:State",
+    "SumRecord": "fedloom.analyses.run:SumRecord",
+    "Total": "fedloom.analyses.script:Total",
+    "analysis_of": "fedloom.analyses.run:analysis_of",
+    "analyze": "fedloom.analyses.run:analyze",
+    "answer_question": "fedloom.analyses.run:answer_question",
+    "client_rows": "fedloom.analyses.rows:client_rows",
+    "dataset_rows": "fedloom.analyses.rows:dataset_rows",
+    "run_questions": "fedloom.analyses.run:run_questions",
+    "schema_of": "fedloom.analyses.rows:schema_of",
+    "sum_answers": "fedloom.analyses.run:sum_answers",
+}
 
-__all__ = [*_PLACES]
+__all__ = [*_WHERE]
 
-__getattr__ = getter(__name__, _PLACES)
+__getattr__ = getter(__name__, _WHERE)
 
 
 def __dir__() -> list[str]:

@@ -26,12 +26,17 @@ MAX_OUTPUTS = 64
 """Outputs of a sample whose prediction is kept."""
 
 
-class Predictions(Analysis):
+class KeptPredictions(Analysis):
     """Prediction of every test sample, after the last round: calibration, net benefit, who gains."""
 
     kind: ClassVar[str] = "predictions"
 
     def check_run(self, fed: Federation, setting: Setting | None = None) -> None:
+        """Refuse a federation of too many outputs.
+
+        Raises:
+            Refused: a sample has a label per position, or more than `MAX_OUTPUTS` outputs.
+        """
         if fed.data.each or fed.data.outputs > MAX_OUTPUTS:
             raise Refused(f"predictions keeps at most {MAX_OUTPUTS} outputs of a sample; leave it out")
 

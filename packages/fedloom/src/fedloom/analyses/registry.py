@@ -47,7 +47,7 @@ ANALYSES = AnalysisRegistry(
         "confusion": "fedloom.analyses.inspection:Confusion",
         "groups": "fedloom.analyses.patients:Groups",
         "importance": "fedloom.analyses.importance:Importance",
-        "predictions": "fedloom.analyses.patients:Predictions",
+        "predictions": "fedloom.analyses.patients:KeptPredictions",
         "tsne": "fedloom.analyses.inspection:Tsne",
     }
 )

@@ -160,8 +160,8 @@ def with_ranges(schema: Schema, clients: Mapping[str, ClientRows]) -> tuple[Sche
 
 
 def _range(values: Tensor) -> Range | None:
-    seen = values[values.isfinite()]
-    return (float(seen.min()), float(seen.max())) if len(seen) else None
+    finite = values[values.isfinite()]
+    return (float(finite.min()), float(finite.max())) if len(finite) else None
 
 
 def _table_of(data: Dataset) -> Table | None:

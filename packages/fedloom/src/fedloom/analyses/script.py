@@ -40,10 +40,10 @@ class Transcript:
     @cached_property
     def outcome(self) -> Question | tuple[pa.Table, nn.Module | None]:
         """The next question; at the end the table and the predictor."""
-        told = iter(self.totals)
+        totals = iter(self.totals)
 
         def ask(question: Question) -> Total:
-            total = next(told, None)
+            total = next(totals, None)
             if total is None:
                 raise _Pending(question)
             return total

@@ -114,7 +114,7 @@ class RunCheckpoints:
             return None
         changed = {k for k, value in json.loads(json.dumps(self._numbers)).items() if before.get(k) != value}
         derived = [k.removeprefix("algorithm.") for k in sorted(changed) if k.startswith("algorithm.")]
-        if depending := derived or reading_rounds(self._job.setting):
+        if depending := derived or find_round_readers(self._job.setting):
             raise RunDirError(
                 f"{checkpoints.folder} holds a run of {ended} rounds, and {', '.join(depending)} depends on the number "
                 f"of rounds: one of {rounds} is another run; choose another --out folder, or start anew with --force"
@@ -147,9 +147,9 @@ class RunCheckpoints:
         )
 
 
-def reading_rounds(setting: Setting) -> list[str]:
+def find_round_readers(setting: Setting) -> list[str]:
     """Name the choices of a run whose code reads the number of rounds, as ``weigher.beta``: by what is not given."""
-    found = list[str]()
+    options_open = list[str]()
     parts = {"algorithm": setting.method, **{name: value for name, value in setting if isinstance(value, Value)}}
     for name, part in parts.items():
         for title, function in getmembers(type(part), isfunction):
@@ -158,8 +158,8 @@ def reading_rounds(setting: Setting) -> list[str]:
                 continue
             options = [option for option in read if option in type(part).model_fields]
             left = [option for option in options if not getattr(part, option)]
-            found += [f"{name}.{left[0]}"] if left else [] if options else [f"{name} ({type(part).__name__})"]
-    return list(dict.fromkeys(found))
+            options_open += [f"{name}.{left[0]}"] if left else [] if options else [f"{name} ({type(part).__name__})"]
+    return list(dict.fromkeys(options_open))
 
 
 def _with_rounds(job: Job, rounds: int) -> Job:

@@ -11,7 +11,7 @@ from torch import nn
 from fedloom.algorithms import REGISTRY, Algorithm, Composition, Preset, role_of
 from fedloom.choose import MIXERS, SAMPLERS, WEIGHERS, Mixer, Sampler, SharesWeigher, Uniform, UniformWeigher, Weigher
 from fedloom.data.partition import PARTITIONS, Partition
-from fedloom.engine.moved import check_moved
+from fedloom.engine.checks.moved import check_moved
 from fedloom.engine.tables import NamedMethod, SettingTable
 from fedloom.hints import Places, unknown
 from fedloom.local import LocalSGD

@@ -12,7 +12,7 @@ from pydantic_core import CoreSchema, core_schema
 from torch import Tensor, nn
 
 from fedloom.algorithms import REGISTRY, Algorithm, Composition, Preset
-from fedloom.engine.moved import moved_key
+from fedloom.engine.checks.moved import moved_key
 from fedloom.errors import ConfigError
 from fedloom.hints import METHOD_FORM, Hint, Places, nearest, unknown
 from fedloom.imports import find_maker, importable, is_path

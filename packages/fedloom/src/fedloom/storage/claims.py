@@ -46,7 +46,7 @@ class Claimant(NamedTuple):
     ended: bool
 
 
-class Claim:
+class UnitClaim:
     """A unit that this process works on; another thread keeps its counter growing until `release`.
 
     Args:
@@ -118,7 +118,7 @@ class Claims:
         self.folder = folder
         self._seen: dict[Path, tuple[object, float]] = {}
 
-    def take(self, unit: str) -> Claim | None:
+    def take(self, unit: str) -> UnitClaim | None:
         """Claim a unit; None where another process has it.
 
         Args:
@@ -129,9 +129,9 @@ class Claims:
         """
         place, newest = self.folder / unit, self._newest(unit)
         before = None if newest == 0 else place / str(newest)
-        found = None if before is None else _read(before)
-        dead = before is not None and _has_ended(found)
-        if before is not None and not dead and not self._expired(before, found):
+        pulse = None if before is None else _read(before)
+        dead = before is not None and _has_ended(pulse)
+        if before is not None and not dead and not self._expired(before, pulse):
             return None
         attempt = place / str(newest + 1)
         make_folder(place)
@@ -141,15 +141,15 @@ class Claims:
                 attempt.mkdir()
             except FileExistsError:
                 return None
-            return Claim(attempt, before, dead=dead)
+            return UnitClaim(attempt, before, dead=dead)
 
     def claimant(self, unit: str) -> Claimant | None:
         """Who has a unit, or had it last; None where nobody ever claimed it."""
         newest = self._newest(unit)
-        found = _read(self.folder / unit / str(newest)) if newest else None
-        if found is None:
+        pulse = _read(self.folder / unit / str(newest)) if newest else None
+        if pulse is None:
             return None
-        return Claimant(str(found["host"]), int(found["pid"]), str(found["progress"]), _has_ended(found))
+        return Claimant(str(pulse["host"]), int(pulse["pid"]), str(pulse["progress"]), _has_ended(pulse))
 
     def units(self) -> list[str]:
         """Names of the units that were ever claimed."""
@@ -190,9 +190,9 @@ class Claims:
             return max((int(p.name) for p in (self.folder / unit).iterdir() if p.name.isdigit()), default=0)
         return 0
 
-    def _expired(self, attempt: Path, found: dict[str, Any] | None) -> bool:
+    def _expired(self, attempt: Path, pulse: dict[str, Any] | None) -> bool:
         """Whether the counter of an attempt has stood still for long, by the clock of this process."""
-        counter, now = None if found is None else found["counter"], time.monotonic()
+        counter, now = None if pulse is None else pulse["counter"], time.monotonic()
         value, since = self._seen.get(attempt, (..., now))
         if value != counter:
             since = now
@@ -236,17 +236,17 @@ def _take_over(before: Path, state: Path, *, dead: bool) -> None:
 def _read(attempt: Path) -> dict[str, Any] | None:
     """What a claimant wrote last; None before it has written anything."""
     with suppress(OSError, ValueError):
-        found: dict[str, Any] = json.loads((attempt / PULSE).read_text())
-        return found
+        pulse: dict[str, Any] = json.loads((attempt / PULSE).read_text())
+        return pulse
     return None
 
 
-def _has_ended(found: dict[str, Any] | None) -> bool:
+def _has_ended(pulse: dict[str, Any] | None) -> bool:
     """Whether a claimant has let go, or was a process of this system that has ended."""
-    if found is None:
+    if pulse is None:
         return False
-    here = found["place"] is not None and found["place"] == _place()
-    return bool(found["released"]) or (here and found["begun"] != _begun(found["pid"]))
+    here = pulse["place"] is not None and pulse["place"] == _place()
+    return bool(pulse["released"]) or (here and pulse["begun"] != _begun(pulse["pid"]))
 
 
 def _place() -> str | None:

@@ -111,7 +111,8 @@ def jeffreys(at: At, slope: Callable[[Floats, Floats], Floats]) -> At:
         sign, size = np.linalg.slogdet(here.information) if np.isfinite(here.information).all() else (0, 0)
         if sign <= 0:
             return impossible(len(beta))
-        tilt = slope(beta, np.linalg.inv(here.information)) / 2
+        inverse: Floats = np.linalg.inv(here.information).astype(float)
+        tilt = slope(beta, inverse) / 2
         return Likelihood(here.value + float(size) / 2, here.gradient + tilt, here.information)
 
     return penalized

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedloom.engine.moved import with_analyses
+from fedloom.engine.checks.moved import with_analyses
 from fedloom_sites.deploy.secure.opened import read_checked
 
 

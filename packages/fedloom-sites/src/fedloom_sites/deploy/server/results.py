@@ -19,7 +19,7 @@ from fedloom.lab.experiment.outputs import (
     write_parquet,
     write_settings,
 )
-from fedloom.rundir import COX, GROUPS, PARTITION, SUMMARY, RunRecord, SiteSummary, Summary
+from fedloom.rundir import GROUPS, PARTITION, SUMMARY, RunRecord, SiteSummary, Summary, analysis_file
 from fedloom.storage.checkpoint import save_tensors
 from fedloom.storage.files import make_folder, write_atomic
 from fedloom.tasks.cox_sites import cox_table
@@ -74,7 +74,7 @@ class Results:
 
     def cox(self, fit: SecureCoxFit, names: Sequence[str], terms: CoxAgreement) -> None:
         """The Cox regression over the rows of all sites."""
-        write_parquet(self._settings.results / COX, [cox_table(fit, names, terms)])
+        write_parquet(self._settings.results / analysis_file("cox"), [cox_table(fit, names, terms)])
 
     def summary(self, stop: Stop | None, detail: str, here: Collection[int], diverged: int | None = None) -> None:
         """How far the run is, or how it ended, and how every site did.

@@ -8,17 +8,16 @@ from importlib.metadata import entry_points
 from io import BufferedWriter, FileIO, TextIOWrapper
 from typing import TYPE_CHECKING
 
-from fedloom.lab.cli import analyze, bench, cox, facts, glm, init, models, runs, tune, watch
-from fedloom.lab.cli._app import DataDir, Join, app, errors, say, worker_count
+from fedloom.lab.cli import analyze, bench, facts, init, models, runs, tune, watch
+from fedloom.lab.cli._app import DataDir, FileArgument, Join, app, errors, say, worker_count
 from fedloom.lab.cli._complete import algorithms, offer, one_of
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 __all__ = [
-    "DataDir", "Join", "algorithms", "analyze", "app", "bench", "cox", "errors", "facts", "glm", "init", "main",
-    "models",
-    "offer", "one_of", "runs", "say", "tune", "watch", "worker_count",
+    "DataDir", "FileArgument", "Join", "algorithms", "analyze", "app", "bench", "errors", "facts", "init", "main",
+    "models", "offer", "one_of", "runs", "say", "tune", "watch", "worker_count",
 ]  # fmt: skip
 
 # A package of commands imports the names above, so it comes last.

@@ -44,6 +44,8 @@ def analyze(
     Example: fedloom analyze cox patients.toml --set width=30 --set until=360
     """
     with errors():
+        import pyarrow as pa
+
         from fedloom.analyses import Rules, analysis_of
         from fedloom.analyses import analyze as run_analysis
         from fedloom.data.dataset import Dataset
@@ -56,8 +58,12 @@ def analyze(
         from fedloom.values import make
 
         experiment, options = read(file), with_overrides({}, "fedloom analyze", values or ())
-        own = experiment.find(name)
-        analysis = analysis_of(name, options) if own is None else make(own.with_, options, name, type(own).model_fields)
+        chosen = experiment.find(name)
+        analysis = (
+            analysis_of(name, options)
+            if chosen is None
+            else make(chosen.with_, options, name, type(chosen).model_fields)
+        )
         agreed = make(Rules, with_overrides({}, "fedloom analyze", rules or ()), "--rule", Rules.model_fields)
         source = keeping(experiment.source, analysis.kept_columns)
         source = source.with_(impute=True) if isinstance(source, TableSource) else source
@@ -66,8 +72,10 @@ def analyze(
         count = len(data.user_names) if isinstance(clients, Dataset) else clients.n
         result = run_analysis(analysis, clients, rules=agreed)
         say(*result.notes)
-        columns = {
-            name: column.to_pylist() for name, column in zip(result.table.column_names, result.table, strict=True)
+        columns = {  # lists, as of a histogram, are for files
+            field.name: result.table[field.name].to_pylist()
+            for field in result.table.schema
+            if not pa.types.is_list(field.type) and result.table[field.name].null_count < len(result.table)
         }
         facts = {name: values[0] for name, values in columns.items() if len(values) > 1 and len({*values}) == 1}
         shown = [key for key in columns if key not in facts]

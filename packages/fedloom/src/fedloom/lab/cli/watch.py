@@ -53,12 +53,12 @@ def watch(
     """
     with errors():
         if list_:
-            from fedloom.lab.experiment.units.status import status_rows
+            from fedloom.lab.experiment.units.status import list_status
             from fedloom.lab.printing import print_rows
 
             if not (run / "experiment.toml").is_file():
                 raise RunDirError(f"{run} is no run directory; give the --out of 'fedloom run'")
-            print_rows(status_rows(run))
+            print_rows(list_status(run))
             return
         page = Page(run, every)
         try:
@@ -121,12 +121,12 @@ class Page:
 
     def _work(self) -> str:
         """The table of who works on what, while processes share the directory; empty otherwise."""
-        from fedloom.lab.experiment.units.status import status_rows
+        from fedloom.lab.experiment.units.status import list_status
 
         if not (self._folder / WORK).is_dir():
             return ""
         with suppress(OSError, ValueError, KeyError):
-            rows = status_rows(self._folder)
+            rows = list_status(self._folder)
             heads = "".join(f'<th scope="col">{escape(name)}</th>' for name in rows[0])
             lines = ("".join(f"<td>{escape(value)}</td>" for value in row.values()) for row in rows)
             body = "".join(f"<tr>{line}</tr>" for line in lines)

@@ -48,10 +48,10 @@ from fedloom.lab.experiment.outputs import (
     write_tables,
 )
 from fedloom.lab.experiment.schema import Experiment, Method
-from fedloom.lab.experiment.units.executors import Executor, check_executor, computed
+from fedloom.lab.experiment.units.executors import Executor, check_executor, compute_units
 from fedloom.lab.experiment.units.further import FurtherRuns
-from fedloom.lab.experiment.units.joined import Session, Unit
-from fedloom.lab.experiment.units.shares import Share, share_of
+from fedloom.lab.experiment.units.joined import JoinedWork, WorkUnit
+from fedloom.lab.experiment.units.shares import Share, decide_share
 from fedloom.lab.experiment.units.travel import Luggage, pack_experiment
 from fedloom.lab.report.charts.look import can_draw
 from fedloom.local.oracles.precision import undisturbed
@@ -74,7 +74,7 @@ from fedloom.rundir import (
     label_of,
 )
 from fedloom.storage.checkpoint import Checkpoints, check_digest
-from fedloom.storage.claims import Claim, Claims, publish
+from fedloom.storage.claims import Claims, UnitClaim, publish
 from fedloom.storage.files import is_unused, make_folder, refuse_links, write_atomic
 from fedloom.storage.locks import lock
 from fedloom.values import kind_of
@@ -123,7 +123,7 @@ class Plan:
         self._force, self._partly = force, partly
         if ranks.rank == 0:
             self._check_directory()
-            entries = (*FOLDERS, *FILES, *(() if is_run_directory(out) else (SETTINGS,)))
+            entries = (*FOLDERS, *FILES, *map(analysis_file, ANALYSES), *(() if is_run_directory(out) else (SETTINGS,)))
             check_output_folder(out, (*reads, experiment.source_options.get("source")), entries=entries)
         data = keeping(experiment.source, experiment.kept_columns).read(data_dir)
         self.federations: dict[int, Federation] = {s: experiment.partition(data, s) for s in experiment.head.seeds}
@@ -161,8 +161,8 @@ class Plan:
 
     @cached_property
     def share(self) -> Share:
-        """Runs at a time, and processes of each."""
-        return Share(1, 1) if self.ranks.size > 1 else share_of(self.experiment, self.federations)
+        """Number of runs at a time, and of processes of each."""
+        return Share(1, 1) if self.ranks.size > 1 else decide_share(self.experiment, self.federations)
 
     @undisturbed()
     def run(
@@ -226,7 +226,7 @@ class Plan:
         units = [json.dumps({"label": method.label, "seed": seed}) for (method, seed), _ in missing]
         failures, draft = dict[tuple[str, int], str](), self.out / WORK
         with interruptible() as interrupted:
-            for k, reply in computed(executor, self._luggage(), units, interrupted):
+            for k, reply in compute_units(executor, self._luggage(), units, interrupted):
                 (method, seed), folder = missing[k]
                 if reply.failure:
                     failures[method.label, seed] = reply.failure
@@ -246,11 +246,11 @@ class Plan:
             raise ConfigError(
                 f"a process that joins cannot forget what others do, as --force would; delete {self.out} first"
             )
-        session, line, ended = Session(self.out), EventQueue(), set[tuple[str, int]]()
+        session, line, ended = JoinedWork(self.out), EventQueue(), set[tuple[str, int]]()
         workers, hear = None if self.share.runs == 1 else self.share.workers, (*listeners, partial(_note_end, ended))
-        units = [Unit(path.name, path) for path in (self._folder(CHECKPOINTS, *run) for run in self.runs)]
+        units = [WorkUnit(path.name, path) for path in (self._folder(CHECKPOINTS, *run) for run in self.runs)]
 
-        def do(k: int, claim: Claim) -> str | None:
+        def do(k: int, claim: UnitClaim) -> str | None:
             outcome = self._run_one(*self.runs[k], hear if workers is None else (line.send,), workers, claim=claim)
             if outcome.status == "interrupted":
                 raise KeyboardInterrupt
@@ -363,7 +363,7 @@ class Plan:
         workers: int | None = None,
         *,
         advance: bool = True,
-        claim: Claim | None = None,
+        claim: UnitClaim | None = None,
     ) -> Outcome:
         """The outcome of a run; with a number of workers it is one of several that go on at a time.
 
@@ -417,13 +417,13 @@ class Plan:
         shutil.rmtree(self.out / LIVE, ignore_errors=True)
 
     def _further(self, outcomes: Sequence[Outcome]) -> FurtherRuns:
-        return FurtherRuns(self.experiment, self.federations, self.out, self.runs, outcomes)
+        return FurtherRuns(self.experiment, self.federations, self.out, self.runs, outcomes, simulate)
 
     def _run_further(self, outcomes: Sequence[Outcome]) -> None:
         """Do the further runs of analyses for every complete run; rows of runs that have them are kept."""
-        further, found = self._further(outcomes), list[pa.Table]()
-        further.write(found)
-        share = share_of(self.experiment, self.federations, further.methods)
+        further, tables = self._further(outcomes), list[pa.Table]()
+        further.write(tables)
+        share = decide_share(self.experiment, self.federations, further.methods)
 
         def handle(_shared: None, k: int) -> pa.Table | None:
             return further.measure(k, share.workers)
@@ -432,9 +432,9 @@ class Plan:
             for k, rows in enumerate(pool.map(handle, None, range(len(further.units)), interrupted)):
                 if rows is None:
                     return
-                found.append(rows)
+                tables.append(rows)
                 if further.is_last(k):
-                    further.write(found)
+                    further.write(tables)
 
     def _check_directory(self, *, joins: bool = False) -> None:
         """Refuse what is not a run directory, or one of another experiment; methods and seeds may come and go.
@@ -505,7 +505,7 @@ def _save_models(result: Result, folder: Path) -> None:
         result.models.save_in_run(folder)
 
 
-def _measure_joined(further: FurtherRuns, workers: int, k: int, claim: Claim) -> None:
+def _measure_joined(further: FurtherRuns, workers: int, k: int, claim: UnitClaim) -> None:
     rows = further.measure(k, workers)
     if rows is None:
         raise KeyboardInterrupt
@@ -517,7 +517,7 @@ def _note_end(ended: set[tuple[str, int]], event: Event) -> None:
         ended.add((event.label, event.seed))
 
 
-def _note_round(claim: Claim, state: State) -> None:
+def _note_round(claim: UnitClaim, state: State) -> None:
     claim.progress = f"round {state.round}"
 
 

@@ -13,7 +13,7 @@ import tomli_w
 
 from fedloom.analyses import Analysis, analysis_of
 from fedloom.data.sources import Source
-from fedloom.engine.moved import with_analyses
+from fedloom.engine.checks.moved import with_analyses
 from fedloom.engine.setting import Setting
 from fedloom.engine.tables import NamedMethod
 from fedloom.errors import ConfigError, FedloomError

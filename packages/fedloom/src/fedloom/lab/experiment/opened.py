@@ -15,7 +15,7 @@ from fedloom.data.dataset import Dataset
 from fedloom.data.new_data import NewData
 from fedloom.data.new_rows import new_rows
 from fedloom.data.sources import Source
-from fedloom.engine.moved import with_analyses
+from fedloom.engine.checks.moved import with_analyses
 from fedloom.engine.setting import Setting
 from fedloom.errors import ConfigError, DataError, RunDirError
 from fedloom.formats import option

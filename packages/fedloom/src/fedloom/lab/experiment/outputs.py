@@ -149,9 +149,9 @@ def write_analyses(
         for outcome, result in done:
             if analysis.per == "seed" and outcome.seed in seeds:
                 continue
-            found = analyze(analysis, result)
-            tables.append(labelled(found.table, "" if analysis.per == "seed" else outcome.label, outcome.seed))
-            notes += found.notes if not analysis.by_sums else ()
+            measured = analyze(analysis, result)
+            tables.append(labelled(measured.table, "" if analysis.per == "seed" else outcome.label, outcome.seed))
+            notes += measured.notes if not analysis.by_sums else ()
             seeds.add(outcome.seed)
         write_parquet(path, tables, [] if analysis.per == "seed" else keep)
     return notes

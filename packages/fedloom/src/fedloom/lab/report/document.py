@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from html import escape
 from importlib.metadata import version
 from importlib.resources import files
+from types import MappingProxyType
 
 from fedloom.cache import find, keep
 from fedloom.lab.report import overview
@@ -19,7 +20,6 @@ from fedloom.lab.report.charts.partition import skew_table
 from fedloom.lab.report.comparison.by_patient import by_patients, differences_html
 from fedloom.lab.report.comparison.conclusion import Conclusion
 from fedloom.lab.report.comparison.contenders import Models, contenders
-from fedloom.lab.report.comparison.cox import cox_tables
 from fedloom.lab.report.comparison.devices import LEAD as DEVICES
 from fedloom.lab.report.comparison.devices import device_tables
 from fedloom.lab.report.comparison.family import scope
@@ -28,15 +28,13 @@ from fedloom.lab.report.comparison.pairs import Pair, pairs_html
 from fedloom.lab.report.comparison.paper import title
 from fedloom.lab.report.groups import LEAD as GROUPED
 from fedloom.lab.report.groups import group_tables
-from fedloom.lab.report.left_out import LEAD as NEW
-from fedloom.lab.report.left_out import left_out_tables
 from fedloom.lab.report.numbers import Row, leading_metric
-from fedloom.lab.report.references import LEAD as REFERENCE
-from fedloom.lab.report.references import reference_tables
 from fedloom.lab.report.run import Run
+from fedloom.lab.report.sections import Section
 from fedloom.lab.report.settings import settings
 from fedloom.lab.report.sites import SITES, privacy_tables, site_tables
 from fedloom.lab.report.tables import csv_text
+from fedloom.rundir import file_name
 
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 """What the page may do: run its own scripts; it can reach no network."""
@@ -47,8 +45,6 @@ BUNDLE = "vega.js"
 PLACES = {
     "patients": ("Calibrated", IN_USE),
     "importance": ("What drives it", "Which columns the model uses, site by site."),
-    "references": ("Reference models", REFERENCE),
-    "left_out": ("A new site", NEW),
     "groups": ("Groups of patients", GROUPED),
     "curves": ("Learning curves", "How the result grows with rounds, traffic, gradients of samples and time."),
     "clients": ("Clients", "A mean hides who gains and who loses; here is every client."),
@@ -68,6 +64,8 @@ PLACES = {
 }
 """Sections of the page by group of figures, in order."""
 
+FIRST_PLACES = ("patients", "importance")
+"""Sections before those of analyses by packages."""
 PAIRS = (
     "Every method against the baseline, as one family of tests. The interval of the difference decides the verdict: "
     "better or worse if it excludes 0, equivalent if it is inside a stated margin, otherwise inconclusive."
@@ -131,6 +129,7 @@ def document(
     compared: Sequence[Pair] = (),
     by_site: Sequence[SiteGains] = (),
     models: Models = "used",
+    sections: Mapping[str, Section] = MappingProxyType({}),
     conclusions: Sequence[Conclusion] = (),
 ) -> str:
     """The whole page as text."""
@@ -138,9 +137,6 @@ def document(
     bodies = {group: _gallery([figure for figure in shown if figure.group == group]) for group in PLACES}
     lead = leading_metric(runs)
     bodies["patients"] += threshold_tables(runs, rows, lead)
-    bodies["importance"] += cox_tables(runs)
-    bodies["references"] += reference_tables(runs, rows, lead)
-    bodies["left_out"] += left_out_tables(runs, rows, lead)
     bodies["groups"] += group_tables(runs, rows, lead)
     bodies["devices"] += device_tables(runs, rows, lead, models)
     bodies["partition"] += skew_table(runs)
@@ -151,7 +147,9 @@ def document(
         "overview": ("Overview", "Who leads by which criterion.", overview.cards(runs, rows, models)),
         **({"pairs": ("Comparison", f"{PAIRS} {_scope(runs)}", pairs_html(compared))} if compared else {}),
         "results": ("Results", READING["Result"], overview.results([*rows, *_rivals(runs, rows)], runs) + _downloads()),
-        **{group: (*PLACES[group], body) for group, body in bodies.items() if body},
+        **{group: (*PLACES[group], bodies[group]) for group in FIRST_PLACES if bodies[group]},
+        **{file_name(kind): (one.title, one.lead, one.body) for kind, one in sections.items()},
+        **{group: (*PLACES[group], body) for group, body in bodies.items() if body and group not in FIRST_PLACES},
         **({"sites": ("Sites", SITES, table)} if (table := site_tables(runs)) else {}),
         "settings": ("Settings", "Exactly what ran.", settings(runs)),
         "reading": ("How to read this report", "", _glossary()),

@@ -21,7 +21,6 @@ from fedloom.lab.report.charts.tradeoffs import costs, tradeoffs
 from fedloom.lab.report.comparison.by_patient import by_patients, differences_csv
 from fedloom.lab.report.comparison.conclusion import conclude
 from fedloom.lab.report.comparison.contenders import Models
-from fedloom.lab.report.comparison.cox import cox_csv
 from fedloom.lab.report.comparison.devices import devices_csv
 from fedloom.lab.report.comparison.gains import gains, gains_csv, gains_latex
 from fedloom.lab.report.comparison.pairs import checked_margin, pairs, pairs_csv, pairs_latex
@@ -29,10 +28,10 @@ from fedloom.lab.report.comparison.paper import results_latex, title
 from fedloom.lab.report.csv_files import csv_of
 from fedloom.lab.report.document import MARK, document
 from fedloom.lab.report.groups import groups_csv
-from fedloom.lab.report.left_out import left_out_csv
 from fedloom.lab.report.numbers import Row, leading_metric, rows_of
 from fedloom.lab.report.reading import read_runs
 from fedloom.lab.report.run import Run
+from fedloom.lab.report.sections import sections_of
 from fedloom.lab.report.tables import csv_text
 from fedloom.outputs import KINDS, FileKind, check_output_file, is_run_directory
 from fedloom.rundir import FOLDERS, REPORT
@@ -89,22 +88,21 @@ def write(
         tex = results_latex(runs, rows, columns, models)
         compared = pairs(runs, rows, against, models, margin=checked_margin(margin))
         by_site = gains(runs, rows, leading_metric(runs))
-        text = document(
-            runs, rows, shown, tex, compared, by_site, models, conclude(runs, rows, against, models, margin)
-        )
+        sections = sections_of(runs, rows, leading_metric(runs))
+        conclusions = conclude(runs, rows, against, models, margin)
+        text = document(runs, rows, shown, tex, compared, by_site, models, sections, conclusions)
     contents = {"results.csv": csv_text(rows), "results.tex": tex}
     if compared:
         contents |= {"pairs.csv": pairs_csv(compared), "pairs.tex": pairs_latex(compared, title(runs))}
     if by_site:
         contents |= {"sites.csv": gains_csv(by_site), "sites.tex": gains_latex(by_site, title(runs))}
     more = {
-        "left_out": left_out_csv(runs),
         "groups": groups_csv(runs),
         "devices": devices_csv(runs, rows, leading_metric(runs), models),
-        "cox": cox_csv(runs),
         "thresholds": thresholds_csv(runs, rows, leading_metric(runs)),
         "sites-by-patient": differences_csv(by_patient) if (by_patient := by_patients(runs, by_site)) else "",
     }
+    more |= {name: table for section in sections.values() for name, table in section.files.items()}
     contents |= {f"{name}.csv": table for name, table in more.items() if table}
     for figure in shown if charts else ():
         contents |= {f"{figure.id}.svg": figure.svg(), f"{figure.id}.csv": _data_csv(figure)}

@@ -21,8 +21,8 @@ from fedloom.lab.experiment.events import PAUSE, Emitter, EventQueue, Listener
 from fedloom.lab.experiment.file import difference_to_recorded
 from fedloom.lab.experiment.tuning import Dimension, Tune
 from fedloom.lab.experiment.units.grid import with_grid
-from fedloom.lab.experiment.units.joined import Session, Unit
-from fedloom.lab.experiment.units.shares import Share, share_of
+from fedloom.lab.experiment.units.joined import JoinedWork, WorkUnit
+from fedloom.lab.experiment.units.shares import Share, decide_share
 from fedloom.lab.tune.report import REPORTS, write_report
 from fedloom.lab.tune.search import (
     Read,
@@ -53,7 +53,7 @@ from fedloom.processes.distributed import check_alone
 from fedloom.processes.pool import WorkerPool
 from fedloom.processes.signals import interruptible
 from fedloom.rundir import WORK, check_case, file_name
-from fedloom.storage.claims import Claim, Claims
+from fedloom.storage.claims import Claims, UnitClaim
 from fedloom.storage.files import is_unused, make_folder, refuse_links, write_atomic
 from fedloom.storage.locks import lock
 from fedloom.values import difference, dump, flat
@@ -170,7 +170,7 @@ class Tuning:
         """
         self._stopped = False
         with lock(self.out, joins=join), interruptible() as interrupted:
-            share = share_of(self.experiment, self.federations, range(len(self.studies)))
+            share = decide_share(self.experiment, self.federations, range(len(self.studies)))
             line, beside = EventQueue(), share.runs > 1
 
             def emitter(label: str, run: Setting) -> Emitter:
@@ -215,7 +215,7 @@ class Tuning:
             raise ConfigError(
                 f"a process that joins cannot forget what others do, as --force would; delete {self.out} first"
             )
-        session = Session(self.out)
+        session = JoinedWork(self.out)
         if session.is_begun and tomllib.loads((self.out / SEARCH).read_text()) != self._recorded_identity():
             raise RunDirError(
                 f"{self.out}: processes that joined work on another search; join with the same file, and change it "
@@ -223,9 +223,9 @@ class Tuning:
             )
         session.begin(self._claim)
         names = [file_name(study.method.label) for study in self.studies]
-        units = [Unit(name, self.out / WORK / name / "done") for name in names]
+        units = [WorkUnit(name, self.out / WORK / name / "done") for name in names]
 
-        def do(k: int, claim: Claim) -> None:
+        def do(k: int, claim: UnitClaim) -> None:
             log = self._log(self.studies[k], claim.state)
             make_folder(log.parent)
             for before in (claim.earlier, self.out):
@@ -238,12 +238,12 @@ class Tuning:
         def write() -> None:
             for study, unit in zip(self.studies, units, strict=True):
                 write_atomic(self._log(study, self.out), self._log(study, unit.target).read_bytes())
-            found.extend(self._findings(tuned=tuned))
+            results.extend(self._findings(tuned=tuned))
 
-        found = list[SearchResult]()
+        results = list[SearchResult]()
         session.work(units, do, share)
         session.finish(write)
-        return found or [self._result_of(study) for study in self.studies]
+        return results or [self._result_of(study) for study in self.studies]
 
     def _adopt(self, claims: Claims) -> None:
         """Go on with the trials of processes that had joined and have ended."""

@@ -20,7 +20,7 @@ from fedloom.errors import Refused
 from fedloom.lab.experiment.execute import Plan
 from fedloom.lab.experiment.measure.cost import RoundCost, RunCost, measure_rounds, run_cost
 from fedloom.lab.experiment.schema import Experiment, Method
-from fedloom.lab.experiment.units.shares import share_of
+from fedloom.lab.experiment.units.shares import decide_share
 from fedloom.local.oracles import ORACLES
 from fedloom.processes.costs import Costs, MeasuredWorkers
 from fedloom.processes.machine_load import QUIET, wait_for_quiet, watch_others
@@ -92,7 +92,7 @@ class Bench:
         self.experiment, self.rounds = experiment, rounds
         seed = experiment.head.seeds[0]
         self.federation: Federation = experiment.partition(experiment.source.read(data_dir), seed)
-        self.share = share_of(experiment, {seed: self.federation})
+        self.share = decide_share(experiment, {seed: self.federation})
         counts = workers or (1, cores() if experiment.common.engine.device == "cpu" else 1)
         self.ways = {m.label: self._ways(m, oracles, counts) for m in experiment.methods}
 

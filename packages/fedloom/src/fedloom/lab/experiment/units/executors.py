@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from fedloom.errors import ConfigError, FedloomError
 from fedloom.hints import unknown
-from fedloom.lab.experiment.units.travel import Luggage, Reply, compute_unit
+from fedloom.lab.experiment.units.travel import Luggage, UnitReply, compute_unit
 
 LOOK_SECONDS = 0.05
 """Seconds between two looks at what an executor computes."""
@@ -96,9 +96,9 @@ def check_executor(executor: object) -> None:
         )
 
 
-def computed(
+def compute_units(
     executor: Executor, luggage: Luggage, units: Sequence[str], interrupted: Callable[[], bool]
-) -> Iterator[tuple[int, Reply]]:
+) -> Iterator[tuple[int, UnitReply]]:
     """Compute units by an executor.
 
     Args:
@@ -115,20 +115,20 @@ def computed(
     """
     calls, lost, wanting = dict[Any, tuple[int, bool]](), [0] * len(units), _Wanting()
     for k in range(len(units)):
-        calls[_submitted(executor, luggage, units[k])] = k, False
+        calls[_submit(executor, luggage, units[k])] = k, False
     while calls and not interrupted():
         ended = [call for call in calls if call.done()]
         for call in ended:
             k, had_data = calls.pop(call)
             try:
-                reply = Reply.of(call.result())
+                reply = UnitReply.of(call.result())
             except FedloomError:
                 raise
             except Exception as error:  # of the engine: a worker has died
                 lost[k] += 1
                 if lost[k] == MAX_TRIES:
                     raise _lost(units[k], error) from error
-                reply = Reply({}, interrupted=True)
+                reply = UnitReply({}, interrupted=True)
             if had_data:
                 wanting.got(reply.worker)
             if not (reply.wants_data or reply.interrupted):
@@ -136,7 +136,7 @@ def computed(
                 continue
             sends = reply.wants_data and wanting.sends(reply.worker)
             data = [luggage.data] if sends and luggage.data is not None else []
-            calls[_submitted(executor, luggage, units[k], *data)] = k, sends
+            calls[_submit(executor, luggage, units[k], *data)] = k, sends
         if not ended:
             time.sleep(LOOK_SECONDS)
     for call in calls:
@@ -164,7 +164,7 @@ class _Wanting:
         self._under_way -= 1
 
 
-def _submitted(executor: Executor, luggage: Luggage, unit: str, *data: bytes) -> Future:
+def _submit(executor: Executor, luggage: Luggage, unit: str, *data: bytes) -> Future:
     try:
         return executor.submit(compute_unit, luggage.text, unit, *data)
     except FedloomError:

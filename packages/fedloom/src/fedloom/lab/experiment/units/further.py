@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,11 +12,12 @@ import pyarrow.parquet as pq
 from fedloom.analyses import Analysis
 from fedloom.analyses.form import FurtherRun
 from fedloom.data.federation import Federation
-from fedloom.engine.simulate import simulate
+from fedloom.engine.result import Result
+from fedloom.engine.setting import Setting
 from fedloom.errors import Stop
 from fedloom.lab.experiment.outputs import Outcome, further_before, write_further, write_parquet
 from fedloom.lab.experiment.schema import Experiment, Method
-from fedloom.lab.experiment.units.joined import Unit
+from fedloom.lab.experiment.units.joined import WorkUnit
 from fedloom.rundir import CHECKPOINTS, WORK, folder_of
 from fedloom.storage.files import make_folder
 
@@ -43,6 +44,7 @@ class FurtherRuns:
         out: the run directory.
         runs: method and seed of every run.
         outcomes: of the runs.
+        train: computes a run, as `simulate` does.
 
     Attributes:
         units: the further runs, those of an analysis and a run side by side.
@@ -56,7 +58,9 @@ class FurtherRuns:
         out: Path,
         runs: Sequence[tuple[Method, int]],
         outcomes: Sequence[Outcome],
+        train: Callable[[Setting, Federation], Result],
     ) -> None:
+        self._train = train
         self._analyses = [analysis for analysis in experiment.analyses if analysis.runs_further]
         self._out, self._before = out, [further_before(out, analysis) for analysis in self._analyses]
         self.units, self.methods = list[Further](), list[int]()
@@ -65,14 +69,14 @@ class FurtherRuns:
                 if (method.label, seed) in before or outcome.result is None or not outcome.complete:
                     continue
                 further = analysis.units(method.setting.with_(seed=seed), federations[seed], outcome.result)
-                made = [Further(analysis, method.label, seed, k, run) for k, run in enumerate(further)]
-                self.units += made
-                self.methods += [experiment.methods.index(method)] * len(made)
+                needed = [Further(analysis, method.label, seed, k, run) for k, run in enumerate(further)]
+                self.units += needed
+                self.methods += [experiment.methods.index(method)] * len(needed)
 
     def measure(self, k: int, workers: int) -> pa.Table | None:
         """The rows of a unit, computed by so many processes; None where the user stopped it."""
         run = self.units[k].run
-        result = simulate(run.setting.with_(engine=run.setting.engine.with_(workers=workers)), run.fed)
+        result = self._train(run.setting.with_(engine=run.setting.engine.with_(workers=workers)), run.fed)
         return None if result.stop is Stop.INTERRUPTED else run.measure(result)
 
     def keep(self, k: int, rows: pa.Table, folder: Path) -> None:
@@ -80,22 +84,22 @@ class FurtherRuns:
         make_folder(folder)
         write_parquet(folder / ROWS, [rows])
 
-    def place(self, k: int) -> Unit:
+    def place(self, k: int) -> WorkUnit:
         """Where the rows of a unit are published."""
         _, label, seed, number, _ = self.units[k]
-        which = self._analyses.index(self.units[k].analysis)
-        name = f"{folder_of(self._out, CHECKPOINTS, label, seed).name}@{which}-{number}"
-        return Unit(name, self._out / WORK / name / "done")
+        place = self._analyses.index(self.units[k].analysis)
+        name = f"{folder_of(self._out, CHECKPOINTS, label, seed).name}@{place}-{number}"
+        return WorkUnit(name, self._out / WORK / name / "done")
 
     def is_last(self, k: int) -> bool:
         """Whether a unit is the last one of its analysis and run."""
         return k + 1 == len(self.units) or self.units[k + 1].number == 0
 
-    def write(self, found: Sequence[pa.Table]) -> None:
+    def write(self, rows_by_unit: Sequence[pa.Table]) -> None:
         """Write the files of all analyses: the rows of the first units, and those that were there."""
         for analysis, before in zip(self._analyses, self._before, strict=True):
             tables = dict[tuple[str, int], list[pa.Table]]()
-            for unit, rows in zip(self.units, found, strict=False):
+            for unit, rows in zip(self.units, rows_by_unit, strict=False):
                 if unit.analysis is analysis:
                     tables.setdefault((unit.label, unit.seed), []).append(rows)
             write_further(self._out, analysis, tables, before)

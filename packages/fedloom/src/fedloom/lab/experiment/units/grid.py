@@ -42,15 +42,17 @@ def with_grid(document: Mapping[str, object], where: str) -> dict[str, Any]:
     names = {label: _options(entry, where) for label, entry in zip(labels, entries, strict=True)}
     for key in dimensions:
         _check(key, names, where)
-    made = [
-        _made(entry, dict(zip(chosen, values, strict=True)))
+    varied = [
+        _vary(entry, dict(zip(chosen, values, strict=True)))
         for label, entry in zip(labels, entries, strict=True)
         for chosen in [_of_method(dimensions, label, names[label])]
         for values in product(*chosen.values())
     ]
-    if len(made) > MAX_METHODS:
-        raise ConfigError(f"{where}: [grid] makes {len(made)} methods; at most {MAX_METHODS} fit, so give fewer values")
-    return {**changed, "method": made}
+    if len(varied) > MAX_METHODS:
+        raise ConfigError(
+            f"{where}: [grid] makes {len(varied)} methods; at most {MAX_METHODS} fit, so give fewer values"
+        )
+    return {**changed, "method": varied}
 
 
 def _dimensions(values: Mapping[str, Any], where: str, prefix: str = "") -> Iterator[tuple[str, list[Any]]]:
@@ -79,16 +81,16 @@ def _check(key: str, names: Mapping[str, list[str]], where: str) -> None:
     label = next((label for label in names if key.startswith(f"method.{label}.")), None) if of_method else None
     if of_method and label is None:
         raise unknown("method", key.split(".")[1], names, f"{where}: [grid]")
-    own = key.removeprefix(f"method.{label}.") if label is not None else key
+    name = key.removeprefix(f"method.{label}.") if label is not None else key
     allowed = {*(names[label] if label is not None else (n for some in names.values() for n in some))}
-    if own.partition(".")[0] in (*Setting.per_method, *allowed):
+    if name.partition(".")[0] in (*Setting.per_method, *allowed):
         return
-    if own.partition(".")[0] in (*Setting.tables(), "data", "partition", "seeds", "seed"):
+    if name.partition(".")[0] in (*Setting.tables(), "data", "partition", "seeds", "seed"):
         raise ConfigError(
             f"{where}: [grid] {key} is the same for all methods of an experiment; a grid varies the options of methods "
             f"and {', '.join(Setting.per_method)}; write a file for each value, or give --set and --out"
         )
-    raise unknown("key", own, sorted(allowed), f"{where}: [grid]")
+    raise unknown("key", name, sorted(allowed), f"{where}: [grid]")
 
 
 def _of_method(dimensions: Mapping[str, list[Any]], label: str, names: list[str]) -> dict[str, list[Any]]:
@@ -100,10 +102,10 @@ def _of_method(dimensions: Mapping[str, list[Any]], label: str, names: list[str]
     return shared | {key.removeprefix(prefix): v for key, v in dimensions.items() if key.startswith(prefix)}
 
 
-def _made(entry: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+def _vary(entry: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """A method with these values, named by them."""
-    made = {**entry}
+    varied = {**entry}
     for key, value in values.items():
         name, _, rest = key.partition(".")
-        made[name] = {**table(made.get(name, {}), name), rest: value} if rest else value
-    return {**made, "label": f"{label_of(entry)}, {options(values, 12)}"} if values else made
+        varied[name] = {**table(varied.get(name, {}), name), rest: value} if rest else value
+    return {**varied, "label": f"{label_of(entry)}, {options(values, 12)}"} if values else varied

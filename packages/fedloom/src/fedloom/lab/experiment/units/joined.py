@@ -14,7 +14,7 @@ from fedloom.lab.experiment.units.shares import Share
 from fedloom.processes.pool import WorkerPool
 from fedloom.processes.signals import interruptible
 from fedloom.rundir import WORK
-from fedloom.storage.claims import Claim, Claims
+from fedloom.storage.claims import Claims, UnitClaim
 from fedloom.storage.files import make_folder, write_atomic
 
 PAUSE_SECONDS = 0.5
@@ -23,7 +23,7 @@ BEGIN, FINISH = "begin", "finish"
 BEGUN, FAILED = "begun", "failed"
 
 
-class Unit(NamedTuple):
+class WorkUnit(NamedTuple):
     """A unit of work.
 
     Attributes:
@@ -35,12 +35,12 @@ class Unit(NamedTuple):
     target: Path
 
 
-Taken = tuple[int, Unit, Claim]
-Work = Callable[[int, Claim], str | None]
+ClaimedUnit = tuple[int, WorkUnit, UnitClaim]
+Work = Callable[[int, UnitClaim], str | None]
 """(number of the unit, claim) -> why the unit has no result, or None once its state is whole; an interrupt raises."""
 
 
-class Session:
+class JoinedWork:
     """The work on a run directory from its first process to its last one.
 
     Args:
@@ -74,7 +74,7 @@ class Session:
                     claim.release()
             self._token = token
 
-    def work(self, units: Sequence[Unit], do: Work, share: Share) -> None:
+    def work(self, units: Sequence[WorkUnit], do: Work, share: Share) -> None:
         """Work on units until each has a result or a failure, of whatever process.
 
         Args:
@@ -108,36 +108,36 @@ class Session:
                 self.claims.forget()
                 return
 
-    def failure(self, unit: Unit) -> str | None:
+    def failure(self, unit: WorkUnit) -> str | None:
         """Why a unit has no result; None where it has one, or none yet."""
         with suppress(OSError):
             return self._failed(unit).read_text(encoding="utf-8")
         return None
 
-    def _work(self, units: Sequence[Unit], do: Work, interrupted: Callable[[], bool]) -> bool:
+    def _work(self, units: Sequence[WorkUnit], do: Work, interrupted: Callable[[], bool]) -> bool:
         """Work until no unit is open; False where the user stopped it."""
         open_units = [*enumerate(units)]
         while self._is_on():
             open_units = [(k, unit) for k, unit in open_units if not self._is_done(unit)]
             if not open_units:
                 return True
-            taken = self._next(open_units, interrupted)
+            claimed = self._next(open_units, interrupted)
             if interrupted():
                 return False
-            if taken is None:
+            if claimed is None:
                 time.sleep(PAUSE_SECONDS)
-            elif not self._finishes(*taken, do):
+            elif not self._finishes(*claimed, do):
                 return False
         return True
 
-    def _next(self, units: Sequence[tuple[int, Unit]], interrupted: Callable[[], bool]) -> Taken | None:
+    def _next(self, units: Sequence[tuple[int, WorkUnit]], interrupted: Callable[[], bool]) -> ClaimedUnit | None:
         """The first unit that nobody has, with its claim."""
         for k, unit in units:
             if not interrupted() and (claim := self._take(unit.name)) is not None:
                 return k, unit, claim
         return None
 
-    def _finishes(self, k: int, unit: Unit, claim: Claim, do: Work) -> bool:
+    def _finishes(self, k: int, unit: WorkUnit, claim: UnitClaim, do: Work) -> bool:
         """Whether work on a unit came to its end; the user stopped it otherwise."""
         try:
             if not self._is_done(unit):
@@ -155,7 +155,7 @@ class Session:
             claim.release()
         return True
 
-    def _take(self, name: str) -> Claim | None:
+    def _take(self, name: str) -> UnitClaim | None:
         try:
             return self.claims.take(name)
         except CheckpointError:
@@ -163,10 +163,10 @@ class Session:
                 raise
             return None
 
-    def _is_done(self, unit: Unit) -> bool:
+    def _is_done(self, unit: WorkUnit) -> bool:
         return unit.target.exists() or self._failed(unit).exists()
 
-    def _failed(self, unit: Unit) -> Path:
+    def _failed(self, unit: WorkUnit) -> Path:
         return self.claims.folder / unit.name / FAILED
 
     def _is_on(self) -> bool:

@@ -108,7 +108,7 @@ def _document(folder: Path) -> dict[str, Any]:
 
 def _check_equal(folders: Sequence[Path], summaries: Mapping[Path, Summary]) -> None:
     """Refuse a run that several directories have with different figures."""
-    seen = dict[tuple[str, int], tuple[Path, pa.Table]]()
+    figures = dict[tuple[str, int], tuple[Path, pa.Table]]()
     for folder in folders:
         if not (folder / METRICS).exists():
             continue
@@ -116,7 +116,7 @@ def _check_equal(folders: Sequence[Path], summaries: Mapping[Path, Summary]) -> 
         for run in summaries[folder].runs:
             key = run.method, run.seed
             rows = of_runs(table, [key])
-            other, before = seen.setdefault(key, (folder, rows))
+            other, before = figures.setdefault(key, (folder, rows))
             if not rows.equals(before):
                 raise RunDirError(
                     f"{run.method}, seed {run.seed}, has other figures in {folder} than in {other}; merge only one"
@@ -140,11 +140,11 @@ def _tables(
     of_first = any(name == analysis_file(kind) and a.answer is not Analysis.answer for kind, a in ANALYSES.items())
     if of_first or "seed" not in columns:
         return [tables[folders[0]]] if folders[0] in tables else []
-    found = list[pa.Table]()
+    parts_by_seed = list[pa.Table]()
     for seed in seeds:
         rows = [t.filter(pa.array([s == seed for s in t["seed"].to_pylist()], pa.bool_())) for t in tables.values()]
-        found += [part for part in rows if part.num_rows][:1]
-    return found
+        parts_by_seed += [part for part in rows if part.num_rows][:1]
+    return parts_by_seed
 
 
 def _read(path: Path) -> pa.Table:

@@ -50,7 +50,7 @@ def _form(value: Any, tensors: dict[str, Tensor], place: str) -> Any:
     elif isinstance(value, BaseModel):
         pairs = [(name, getattr(value, name)) for name in type(value).model_fields]
     elif isinstance(value, tuple) and hasattr(value, "_fields"):
-        pairs = [*value._asdict().items()]
+        pairs = [(name, getattr(value, name)) for name in value._fields]
     elif isinstance(value, tuple | list):
         return {KIND: type(value).__name__, "items": [_form(v, tensors, f"{place}.{k}") for k, v in enumerate(value)]}
     elif isinstance(value, Mapping):

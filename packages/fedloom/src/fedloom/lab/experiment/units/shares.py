@@ -53,7 +53,7 @@ class Share(NamedTuple):
     workers: int
 
 
-def fastest_share(loads: Sequence[Load], processes: int, most: int | None = None) -> Share:
+def choose_share(loads: Sequence[Load], processes: int, most: int | None = None) -> Share:
     """Return the share of processes with which a queue of runs ends first; of equal ones that with most runs.
 
     Args:
@@ -76,7 +76,7 @@ def _end(seconds: Sequence[float], places: int) -> float:
     return max(free)
 
 
-def share_of(
+def decide_share(
     experiment: Experiment, federations: Mapping[int, Federation], units: Sequence[int] | None = None
 ) -> Share:
     """Decide how the processes of an experiment are shared among its runs.
@@ -105,7 +105,7 @@ def share_of(
     if all(chunks == 1 for chunks, _ in shapes.values()):
         return Share(useful(min(processes, most), len(queue)), 1)
     loads = {k: _load(settings[k], fed, chunks) for k, (chunks, _) in shapes.items()}
-    return fastest_share([loads[k] for k in queue], processes, most)
+    return choose_share([loads[k] for k in queue], processes, most)
 
 
 def _shape(setting: Setting, fed: Federation) -> tuple[int, int]:

@@ -49,7 +49,7 @@ class Luggage(NamedTuple):
     data: bytes | None
 
 
-class Reply(NamedTuple):
+class UnitReply(NamedTuple):
     """What a unit gives.
 
     Attributes:
@@ -78,7 +78,7 @@ class Reply(NamedTuple):
         return head + b"\n" + archive.getvalue()
 
     @classmethod
-    def of(cls, content: bytes) -> Reply:
+    def of(cls, content: bytes) -> UnitReply:
         """The reply of bytes.
 
         Raises:
@@ -113,8 +113,8 @@ def pack_experiment(experiment: Experiment, checksum: str) -> Luggage:
         held: Any = getattr(experiment.partition, "held", None)
         in_memory = held if isinstance(held, Federation) else experiment.source.held  # type: ignore[attr-defined]
         data = encode(in_memory)
-        own = {} if isinstance(in_memory, Federation) else {"partition": settings["partition"]}
-        settings = {**settings, **PLACEHOLDER, **own}
+        partition = {} if isinstance(in_memory, Federation) else {"partition": settings["partition"]}
+        settings = {**settings, **PLACEHOLDER, **partition}
     text = tomli_w.dumps(settings)
     try:
         again = parse(tomllib.loads(text), "executor")
@@ -142,7 +142,7 @@ def compute_unit(experiment: str, unit: str, data: bytes | None = None) -> bytes
         data: bytes of `pack_experiment`; needed once per worker.
 
     Returns:
-        A `Reply` as bytes.
+        A `UnitReply` as bytes.
 
     Raises:
         DataError: the worker has not the same data.
@@ -155,9 +155,9 @@ def compute_unit(experiment: str, unit: str, data: bytes | None = None) -> bytes
             raise DataError("the data that came with a unit are not those of its experiment")
         _held[travel["data"]] = data
     if travel["data"] and travel["data"] not in _held:
-        return Reply({}, wants_data=True, worker=worker).packed()
+        return UnitReply({}, wants_data=True, worker=worker).packed()
     with _ONE, undisturbed(), tempfile.TemporaryDirectory(prefix="fedloom-unit-") as folder:
-        plan = parse(_found(document), "executor")
+        plan = parse(_localise(document), "executor")
         fed = _federation(experiment, key["seed"])
         setting = next(m.setting for m in plan.methods if m.label == key["label"]).with_(seed=key["seed"])
         setting, place = setting.with_(engine=setting.engine.with_(workers=1)), Path(folder) / "state"
@@ -167,7 +167,7 @@ def compute_unit(experiment: str, unit: str, data: bytes | None = None) -> bytes
         except (CodeError, RunStopped) as error:
             failure = str(error)
         files = {path.name: path.read_bytes() for path in place.iterdir() if path.is_file()} if place.is_dir() else {}
-        return Reply(files, failure, interrupted, worker=worker).packed()
+        return UnitReply(files, failure, interrupted, worker=worker).packed()
 
 
 @lru_cache(maxsize=4)
@@ -175,7 +175,7 @@ def _federation(experiment: str, seed: int) -> Federation:
     """The clients of an experiment with a seed, whose data are those of the process that sends it."""
     document = tomllib.loads(experiment)
     travel = document.pop("travel")
-    plan = parse(_found(document), "executor")
+    plan = parse(_localise(document), "executor")
     if not travel["data"]:
         source = keeping(plan.source, plan.kept_columns).read(None)
         if source.checksum() != travel["checksum"]:
@@ -188,7 +188,7 @@ def _federation(experiment: str, seed: int) -> Federation:
     return held if isinstance(held, Federation) else plan.partition(held, seed)
 
 
-def _found(document: Mapping[str, Any]) -> dict[str, Any]:
+def _localise(document: Mapping[str, Any]) -> dict[str, Any]:
     """The document with the data where this worker has them: at the same path, or in the folder of FEDLOOM_DATA."""
     path, folder = Path(str(document["data"]["source"])).expanduser(), os.environ.get("FEDLOOM_DATA")
     here = Path(folder or ".") / path.name

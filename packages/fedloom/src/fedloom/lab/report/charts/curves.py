@@ -174,7 +174,7 @@ def robustness(runs: list[Run], rows: list[Row], lead: str) -> list[Figure | Non
     return figures
 
 
-def share_of(run: Run) -> float:
+def decide_share(run: Run) -> float:
     """Share of the clients that attack: as recorded, else as set."""
     if run.attacked:
         return sum(len(part.attackers) for part in run.partitions.values()) / (len(run.partitions) * run.clients)
@@ -186,12 +186,12 @@ def _families(runs: list[Run]) -> list[tuple[str, list[Run]]]:
     """Runs of one kind of attack that are equal but for its share; a run without attackers belongs to every kind."""
     families: dict[str, tuple[str, list[Run]]] = {}
     for run in runs:
-        if share_of(run):
+        if decide_share(run):
             attack = {k: v for k, v in run.options["attack"].items() if k != "fraction"}
             families.setdefault(_same(run) + repr(attack), (attack["kind"], []))[1].append(run)
     for same, (_, family) in families.items():
-        family[:0] = [run for run in runs if not share_of(run) and same.startswith(_same(run))]
-    return [(kind, members) for kind, members in families.values() if len({share_of(run) for run in members}) > 1]
+        family[:0] = [run for run in runs if not decide_share(run) and same.startswith(_same(run))]
+    return [(kind, members) for kind, members in families.values() if len({decide_share(run) for run in members}) > 1]
 
 
 def _same(run: Run) -> str:
@@ -204,7 +204,7 @@ def _by_share(runs: list[Run], rows: list[Row], name: str, kind: str, id: str) -
     for row in rows:
         result = row.figures.get(name)
         if result is not None and math.isfinite(result.mean):
-            tags = {"method": row.method, "model": row.model, "run": row.run, "x": share_of(run_of(runs, row))}
+            tags = {"method": row.method, "model": row.model, "run": row.run, "x": decide_share(run_of(runs, row))}
             data += [{**tags, **point} for point in result.points(shown.scale)]
     if not data:
         return None

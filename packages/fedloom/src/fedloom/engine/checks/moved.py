@@ -22,7 +22,7 @@ def moved_key(table: str, key: str, value: object) -> str:
     kind = MOVED_KEYS.get((table, key))
     if kind is None:
         return ""
-    options = ", ".join(f"{name} = {_written(option)}" for name, option in _options(key, value).items())
+    options = ", ".join(f"{name} = {_literal(option)}" for name, option in _options(key, value).items())
     return (
         f"it is an analysis: write [[analysis]] and below it kind = {kind!r}{options and ' and '}{options}, or in "
         f"Python give analyses=[{ {'kind': kind, **_options(key, value)}!r}] to fl.compare"
@@ -71,5 +71,5 @@ def _options(key: str, value: object) -> dict[str, Any]:
     return dict(value) if isinstance(value, Mapping) else {}
 
 
-def _written(value: object) -> str:
+def _literal(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else repr(value)

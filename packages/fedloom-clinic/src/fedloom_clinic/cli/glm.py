@@ -6,17 +6,8 @@ from typing import Annotated
 
 import typer
 
-from fedloom.lab.cli._app import (
-    DataDir,
-    FileArgument,
-    PenaltyName,
-    Strength,
-    app,
-    errors,
-    read_strength,
-    say,
-    say_penalty,
-)
+from fedloom.lab.cli import DataDir, FileArgument, app, errors, say
+from fedloom_clinic.cli.penalty import PenaltyName, Strength, read_strength, say_penalty
 
 
 @app.command(rich_help_panel="Statistics")

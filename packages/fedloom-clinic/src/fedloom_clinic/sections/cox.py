@@ -9,17 +9,21 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from fedloom.formats import p_value, significant
-from fedloom.lab.report.csv_files import csv_of
-from fedloom.lab.report.reading import table_of
-from fedloom.lab.report.run import Run
-from fedloom.lab.report.tables import scrolling
-from fedloom.rundir import COX
+from fedloom.lab.sections import Row, Run, Section, csv_of, scrolling, table_of
+from fedloom.rundir import analysis_file
 
+LEAD = "Hazard ratios per unit of a column over the rows of all clients, from sums alone."
 HEADS = ("Column", "Hazard ratio", "95 % from", "to", "Coefficient", "Standard error", "p")
 NAMES = (
     "column", "coefficient", "standard_error", "low", "high", "p", "bound", "likelihood", "rows", "events",
     "late_lost", "rare_lost", "left_out", "bins", "least", "ties",
 )  # fmt: skip
+
+
+def section(runs: list[Run], rows: list[Row], lead: str) -> Section | None:
+    """Return the section on the regressions of some runs, None without one."""
+    body = cox_tables(runs)
+    return Section("Cox regression", LEAD, body, {"cox": cox_csv(runs)}) if body else None
 
 
 def cox_tables(runs: list[Run]) -> str:
@@ -45,7 +49,7 @@ def cox_csv(runs: list[Run]) -> str:
 
 
 def _rows(run: Run) -> list[dict[str, Any]]:
-    path = run.path / COX
+    path = run.path / analysis_file("cox")
     if not path.exists():
         return []
     names = (*NAMES, "ridge") if "ridge" in pq.read_schema(path).names else NAMES

@@ -6,23 +6,37 @@ from html import escape
 
 import numpy as np
 
-from fedloom.lab.report.comparison.contenders import contenders_of
-from fedloom.lab.report.comparison.gains import federated_leader, site_estimate, values_by_seed
-from fedloom.lab.report.naming import figure, titled
-from fedloom.lab.report.numbers import Row
-from fedloom.lab.report.reading import rows_where, table_of
-from fedloom.lab.report.run import Run
-from fedloom.lab.report.tables import cell_text, scrolling
-from fedloom.rundir import REFERENCES
+from fedloom.lab.sections import (
+    Row,
+    Run,
+    Section,
+    cell_text,
+    contenders_of,
+    federated_leader,
+    figure,
+    rows_where,
+    scrolling,
+    site_estimate,
+    table_of,
+    titled,
+    values_by_seed,
+)
+from fedloom.rundir import analysis_file
 
 LEAD = "Scikit-learn's models, fitted at each site on its own rows, beside training alone and the federated method."
+
+
+def section(runs: list[Run], rows: list[Row], lead: str) -> Section | None:
+    """Return the section on the reference models of some runs, None without them."""
+    body = reference_tables(runs, rows, lead)
+    return Section("Reference models", LEAD, body) if body else None
 
 
 def reference_tables(runs: list[Run], rows: list[Row], lead: str) -> str:
     """An HTML table per run whose reference models were fitted."""
     text = ""
     for run in runs:
-        table = table_of(run.path / REFERENCES, ("seed", "client", "model", "metric", "value"))
+        table = table_of(run.path / analysis_file("references"), ("seed", "client", "model", "metric", "value"))
         if table is None:
             continue
         shown = contenders_of(run, runs, rows, lead)

@@ -7,18 +7,8 @@ from typing import Annotated
 import typer
 
 from fedloom.formats import option, significant
-from fedloom.lab.cli import _complete as offer
-from fedloom.lab.cli._app import (
-    DataDir,
-    FileArgument,
-    PenaltyName,
-    Strength,
-    app,
-    errors,
-    read_strength,
-    say,
-    say_penalty,
-)
+from fedloom.lab.cli import DataDir, FileArgument, app, errors, one_of, say
+from fedloom_clinic.cli.penalty import PenaltyName, Strength, read_strength, say_penalty
 
 
 @app.command(rich_help_panel="Statistics")
@@ -30,9 +20,7 @@ def cox(
     event: Annotated[
         str | None, typer.Option(help="column with 1 where the time is that of an event, else 0; as in [data]")
     ] = None,
-    ties: Annotated[
-        str, typer.Option(help="efron or breslow", autocompletion=offer.one_of("efron", "breslow"))
-    ] = "efron",
+    ties: Annotated[str, typer.Option(help="efron or breslow", autocompletion=one_of("efron", "breslow"))] = "efron",
     bins: Annotated[
         float | None,
         typer.Option(min=0, help="width of time bins that sites agree on; they then send secure sums only"),

@@ -7,15 +7,24 @@ from html import escape
 import pyarrow as pa
 
 from fedloom.formats import DASH
-from fedloom.lab.report.comparison.contenders import contenders_of
-from fedloom.lab.report.comparison.gains import federated_leader, site_estimate, values_by_seed
-from fedloom.lab.report.csv_files import csv_of
-from fedloom.lab.report.naming import figure, titled
-from fedloom.lab.report.numbers import Estimate, Row
-from fedloom.lab.report.reading import rows_where, table_of
-from fedloom.lab.report.run import Run
-from fedloom.lab.report.tables import cell_text, scrolling
-from fedloom.rundir import LEFT_OUT
+from fedloom.lab.sections import (
+    Estimate,
+    Row,
+    Run,
+    Section,
+    cell_text,
+    contenders_of,
+    csv_of,
+    federated_leader,
+    figure,
+    rows_where,
+    scrolling,
+    site_estimate,
+    table_of,
+    titled,
+    values_by_seed,
+)
+from fedloom.rundir import analysis_file
 
 NAMES = ("method", "seed", "client", "scaling", "metric", "value")
 LEAD = (
@@ -26,11 +35,17 @@ LEAD = (
 )
 
 
+def section(runs: list[Run], rows: list[Row], lead: str) -> Section | None:
+    """Return the section on clients that were left out of some runs, None without one."""
+    body = left_out_tables(runs, rows, lead)
+    return Section("A new site", LEAD, body, {"left_out": left_out_csv(runs)}) if body else None
+
+
 def left_out_tables(runs: list[Run], rows: list[Row], lead: str) -> str:
     """An HTML table per run that left out every site in turn, of each method with a global model."""
     text = ""
     for run in runs:
-        table = table_of(run.path / LEFT_OUT, NAMES)
+        table = table_of(run.path / analysis_file("left-out"), NAMES)
         if table is None:
             continue
         shown = contenders_of(run, runs, rows, lead)
@@ -69,7 +84,7 @@ def left_out_csv(runs: list[Run]) -> str:
     lines = [
         (run.label, *(run.client(line[name]) if name == "client" else line[name] for name in NAMES))
         for run in runs
-        if (table := table_of(run.path / LEFT_OUT, NAMES)) is not None
+        if (table := table_of(run.path / analysis_file("left-out"), NAMES)) is not None
         for line in table.to_pylist()
     ]
     return csv_of(("run", "method", "seed", "site", "scaling", "metric", "value"), lines) if lines else ""

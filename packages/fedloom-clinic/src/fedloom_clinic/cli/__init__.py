@@ -1,0 +1,5 @@
+"""Commands that this package adds to ``fedloom``."""
+
+from fedloom_clinic.cli import cox, glm
+
+__all__ = ["cox", "glm"]

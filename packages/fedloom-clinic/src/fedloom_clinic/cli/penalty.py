@@ -1,0 +1,49 @@
+"""Options of the commands that fit a regression with a penalty."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from fedloom.lab.cli import say
+
+if TYPE_CHECKING:
+    from fedloom.tasks.penalty import Ridge
+
+PenaltyName = Annotated[
+    Literal["none", "ridge", "firth"],
+    typer.Option(help="ridge or firth: finite coefficients also where columns separate the rows"),
+]
+Strength = Annotated[
+    str | None,
+    typer.Option(
+        help="of a ridge, per row and for columns of unit deviation, as lifelines' penalizer; cv, or without it: by "
+        "cross-validated likelihood",
+        show_default=False,
+    ),
+]
+
+
+def read_strength(penalty: str, text: str | None) -> float | Literal["cv"] | None:
+    """Read the value of --strength; None where there is no ridge.
+
+    Raises:
+        ConfigError: it is neither a number above 0 nor cv, or there is no ridge.
+    """
+    from fedloom.tasks.penalty import check_penalty
+
+    try:
+        value: float | str | None = text if text in (None, "cv") else float(str(text))
+    except ValueError:
+        value = text
+    check_penalty(penalty, value)  # type: ignore[arg-type]
+    return "cv" if penalty == "ridge" and value is None else value  # type: ignore[return-value]
+
+
+def say_penalty(penalty: str, ridge: Ridge | None) -> None:
+    """Write what the penalty of a regression is, and what its intervals are."""
+    if ridge is not None:
+        say(f"{ridge.words}; standard errors are of the penalized likelihood and leave out what shrinking costs")
+    elif penalty == "firth":
+        say("Firth's penalty; intervals are Wald's, which are too short where columns separate the rows")

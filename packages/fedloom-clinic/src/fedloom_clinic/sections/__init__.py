@@ -1,0 +1,1 @@
+"""Sections of the report on clinical analyses, made with the public kit `fedloom.lab.sections`."""

@@ -1,0 +1,103 @@
+"""Sections of the page on analyses: a function of a package by entry point, or a plain table of the recorded file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from html import escape
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow.parquet as pq
+
+from fedloom.errors import RunDirError
+from fedloom.formats import option
+from fedloom.lab.report.csv_files import csv_of
+from fedloom.lab.report.numbers import Row
+from fedloom.lab.report.run import Run
+from fedloom.lab.report.tables import scrolling
+from fedloom.rundir import FILES, MEND, analysis_file, check_digest, has_digest
+
+GROUP_NAME = "fedloom.sections"
+"""Entry points of functions ``(runs, rows, lead) -> Section | None`` by the kind of the analysis."""
+MAX_LINES = 200
+"""Lines of a plain table on the page; the CSV file has all."""
+
+
+class Section(NamedTuple):
+    """What a page says of an analysis.
+
+    Attributes:
+        title: the heading.
+        lead: a sentence below it.
+        body: HTML; empty where nothing was recorded.
+        files: CSV files beside the page, by name without suffix.
+    """
+
+    title: str
+    lead: str
+    body: str
+    files: Mapping[str, str] = {}
+
+
+MakeSection = Callable[[list[Run], list[Row], str], Section | None]
+
+
+def sections_of(runs: list[Run], rows: list[Row], lead: str) -> dict[str, Section]:
+    """Return the sections of all analyses that the runs have recorded, by kind.
+
+    Args:
+        runs: of the report.
+        rows: their results by method and model.
+        lead: the leading metric.
+    """
+    sections = dict[str, Section]()
+    makers: dict[str, MakeSection] = {entry.name: entry.load() for entry in entry_points(group=GROUP_NAME)}
+    for kind, make in sorted(makers.items()):
+        section = make(runs, rows, lead)
+        if section is not None and section.body:
+            sections[kind] = section
+    shown_elsewhere = {*FILES, *map(analysis_file, makers)}
+    names = sorted({path.name for run in runs for path in run.path.glob("*.parquet")} - shown_elsewhere)
+    return sections | {Path(name).stem: section for name in names if (section := plain_section(runs, name)).body}
+
+
+def plain_section(runs: list[Run], name: str) -> Section:
+    """Return the recorded table of an analysis as it is, cells rounded; the CSV file has them unrounded.
+
+    Args:
+        runs: of the report.
+        name: of the file in a run directory; one that no run has written is left out.
+    """
+    title = Path(name).stem.replace("_", " ").capitalize()
+    body, columns, lines = "", dict.fromkeys(["run"]), list[dict[str, Any]]()
+    for run in runs:
+        table = _recorded(run.path / name)
+        if not table:
+            continue
+        single = {head for head in ("method", "seed") if len({str(row.get(head)) for row in table}) == 1}
+        heads = [head for head in table[0] if head not in single]
+        cells = [[escape(_cell(row[head])) for head in heads] for row in table[:MAX_LINES]]
+        label = f"{title}{f', {run.label}' if len(runs) > 1 else ''}"
+        body += f"<h3>{escape(label)}</h3>" if len(runs) > 1 else ""
+        body += scrolling(label, [head.replace("_", " ") for head in heads], cells)
+        if len(table) > MAX_LINES:
+            body += f"<p>The first {MAX_LINES} of {len(table)} lines; the CSV file has all.</p>"
+        columns |= dict.fromkeys(table[0])
+        lines += [{"run": run.label, **row} for row in table]
+    return Section(title, "", body, {Path(name).stem: csv_of([*columns], lines)} if lines else {})
+
+
+def _recorded(path: Path) -> list[dict[str, Any]]:
+    if not path.is_file() or not has_digest(content := path.read_bytes()):
+        return []
+    check_digest(path, content)
+    try:
+        rows: list[dict[str, Any]] = pq.read_table(path).to_pylist()
+    except (OSError, ValueError) as error:
+        raise RunDirError(f"{path} is damaged: {error}; {MEND}") from error
+    return rows
+
+
+def _cell(value: object) -> str:
+    return "" if value is None else option(value) if isinstance(value, float) else str(value)

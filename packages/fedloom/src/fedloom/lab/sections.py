@@ -1,0 +1,20 @@
+"""Kit for sections of the report: what a package needs to show the recorded table of its analysis.
+
+A section is a function ``(runs, rows, lead) -> Section | None``, named by an entry point of the group
+``fedloom.sections`` with the kind of the analysis.
+"""
+
+from fedloom.lab.report.comparison.contenders import contenders_of
+from fedloom.lab.report.comparison.gains import federated_leader, site_estimate, values_by_seed
+from fedloom.lab.report.csv_files import csv_of
+from fedloom.lab.report.naming import figure, titled
+from fedloom.lab.report.numbers import Estimate, Row
+from fedloom.lab.report.reading import rows_where, table_of
+from fedloom.lab.report.run import Run
+from fedloom.lab.report.sections import Section, plain_section
+from fedloom.lab.report.tables import cell_text, scrolling
+
+__all__ = [
+    "Estimate", "Row", "Run", "Section", "cell_text", "contenders_of", "csv_of", "federated_leader", "figure",
+    "plain_section", "rows_where", "scrolling", "site_estimate", "table_of", "titled", "values_by_seed",
+]  # fmt: skip
