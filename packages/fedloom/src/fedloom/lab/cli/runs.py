@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fedloom.entrances import entered
 from fedloom.formats import duration
 from fedloom.hints import unknown
 from fedloom.lab.cli import _complete as offer
@@ -19,6 +20,7 @@ from fedloom.lab.cli._app import (
     FileArgument,
     Join,
     Trust,
+    about_file,
     app,
     errors,
     say,
@@ -90,7 +92,7 @@ def run(
 
     On several machines or GPUs: torchrun --nproc-per-node 4 -m fedloom.lab.cli run FILE.toml
     """
-    with errors():
+    with errors(), about_file(file), entered("command"):
         count = None if workers is None else worker_count(workers)
         from fedloom.lab.experiment import read
 
@@ -237,7 +239,9 @@ def merge(
     runs: Annotated[list[Path], typer.Argument(help="run directories of one experiment", show_default=False)],
     out: Annotated[Path, typer.Option(help="the new run directory", show_default=False)],
 ) -> None:
-    """Join run directories of one experiment that have other seeds or methods.
+    """Merge run directories of one experiment.
+
+    They hold other seeds or methods of it.
 
     Example: fedloom merge runs/seeds-0-4 runs/seeds-5-9 --out runs/all
     """
