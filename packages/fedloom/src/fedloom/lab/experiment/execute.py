@@ -26,6 +26,7 @@ from fedloom.engine.setting import Setting
 from fedloom.engine.setup import check
 from fedloom.engine.simulate import Progress, simulate
 from fedloom.engine.state import State
+from fedloom.entrances import entered
 from fedloom.errors import (
     CodeError,
     ConfigError,
@@ -107,6 +108,7 @@ class Plan:
     """
 
     @on_cpu()
+    @entered("file")
     def __init__(
         self,
         experiment: Experiment,
@@ -133,9 +135,13 @@ class Plan:
                 analysis.check_run(fed, experiment.common)
             if analysis.runs_further and ranks.size > 1:
                 raise Refused(f"{name_of(analysis)} trains further runs on one process; leave it out")
-        fed = self.federations[experiment.head.seeds[0]]
+        first = experiment.head.seeds[0]
+        fed = self.federations[first]
         self._checksum = data.checksum
-        self.notes = {m.label: check(m.setting, fed) for m in experiment.methods}
+        self.notes = {m.label: check(m.setting.with_(seed=first), fed) for m in experiment.methods}
+        for method, seed in self.runs:
+            if seed != first:
+                check(method.setting.with_(seed=seed), self.federations[seed])
         if ranks.rank == 0 and not dry:
             make_folder(out)
 

@@ -16,7 +16,7 @@ from fedloom.analyses.registry import name_of
 from fedloom.data.partition import PARTITIONS, Partition
 from fedloom.data.sources import SOURCES, Source
 from fedloom.data.sources import source as source_of
-from fedloom.engine.setting import Rounds, Setting, Shares
+from fedloom.engine.setting import Setting
 from fedloom.engine.tables import SettingTable
 from fedloom.errors import ConfigError, DataError, direction_in
 from fedloom.hints import Places, no_hint
@@ -96,11 +96,9 @@ class Head(Value):
 
 
 class MethodKeys(Value):
-    """The plain keys of a method that every one may have."""
+    """The plain keys of a method that are no choices of a run."""
 
     label: Title = Field(description="what the method is called in tables and charts")
-    rounds: Rounds | None = Field(None, description="communication rounds, if not the experiment's")
-    weights: Shares | None = Field(None, description="clients' shares of the objective, if not the experiment's")
     settings: Constants = Field("default", description="constants of the options that are not given")
 
 
