@@ -114,7 +114,7 @@ class TrialJournal:
         whole = (journal_bytes or b"")[: (journal_bytes or b"").rfind(b"\n") + 1]
         if journal_bytes != whole:
             write_atomic(path, whole)
-        direction = "maximize" if higher else "minimize"
+        direction: Literal["maximize", "minimize"] = "maximize" if higher else "minimize"
         try:
             storage = JournalStorage(_File(path))
             self._study = (
