@@ -15,6 +15,7 @@ from typing import Any
 import pyarrow as pa
 
 from fedloom.analyses import ANALYSES
+from fedloom.analyses.registry import name_of
 from fedloom.data.dataset import on_cpu
 from fedloom.data.federation import Federation
 from fedloom.data.groups import keeping
@@ -22,6 +23,7 @@ from fedloom.engine.result import Result
 from fedloom.engine.setup import check
 from fedloom.engine.simulate import Progress, simulate
 from fedloom.engine.state import State
+from fedloom.entrances import entered
 from fedloom.errors import (
     CodeError,
     ConfigError,
@@ -67,7 +69,6 @@ from fedloom.storage.checkpoint import check_digest
 from fedloom.storage.claims import UnitClaim, publish
 from fedloom.storage.files import make_folder, write_atomic
 from fedloom.storage.locks import lock
-from fedloom.values import kind_of
 
 EMPTY: Mapping[Any, Any] = MappingProxyType({})
 NO_PAGE = "no report.html is written: its charts need another package; pip install 'fedloom[charts]'"
@@ -97,6 +98,7 @@ class Plan:
     """
 
     @on_cpu()
+    @entered("file")
     def __init__(
         self,
         experiment: Experiment,
@@ -122,10 +124,14 @@ class Plan:
             for fed in self.federations.values():
                 analysis.check_run(fed, experiment.common)
             if analysis.runs_further and ranks.size > 1:
-                raise Refused(f"{kind_of(analysis)} trains further runs on one process; leave it out")
-        fed = self.federations[experiment.head.seeds[0]]
+                raise Refused(f"{name_of(analysis)} trains further runs on one process; leave it out")
+        first = experiment.head.seeds[0]
+        fed = self.federations[first]
         self._checksum = data.checksum
-        self.notes = {m.label: check(m.setting, fed) for m in experiment.methods}
+        self.notes = {m.label: check(m.setting.with_(seed=first), fed) for m in experiment.methods}
+        for method, seed in self.runs:
+            if seed != first:
+                check(method.setting.with_(seed=seed), self.federations[seed])
         if ranks.rank == 0 and not dry:
             make_folder(out)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.analyses import ANALYSES
+from fedloom.analyses.registry import name_of
 from fedloom.data.federation import Federation
 from fedloom.engine.setting import Setting
 from fedloom.engine.simulate import simulate
@@ -32,7 +33,6 @@ from fedloom.rundir import (
 from fedloom.storage.checkpoint import Checkpoints
 from fedloom.storage.claims import Claims, publish
 from fedloom.storage.files import is_unused, refuse_links
-from fedloom.values import kind_of
 
 
 class ExperimentDirectory:
@@ -139,7 +139,7 @@ class ExperimentDirectory:
             shutil.rmtree(models, ignore_errors=True)
         for analysis in self.experiment.analyses if longer else ():
             if analysis.runs_further:
-                (self.out / analysis_file(kind_of(analysis))).unlink(missing_ok=True)
+                (self.out / analysis_file(name_of(analysis))).unlink(missing_ok=True)
 
     def _adopt(self, claims: Claims) -> None:
         """Take what processes left that had joined; refuse to where one of them may still work."""
