@@ -48,6 +48,7 @@ READ = {
     "export": {"run"},
     "glm": {"file", "data_dir"},
     "init": {"table"},
+    "merge": {"runs"},
     "run": {"file", "data_dir"},
     "report": {"runs"},
     "tune": {"file", "data_dir"},
@@ -83,6 +84,7 @@ FILES: dict[tuple[str, str], tuple[list[str], str]] = {
 """A call for every option that names a file to write, and a name that such a file could have."""
 FOLDERS: dict[tuple[str, str], list[str]] = {
     ("run", "out"): ["run", "EXPERIMENT", "--out", "X"],
+    ("merge", "out"): ["merge", "RUN", "--out", "X"],
     ("tune", "out"): ["tune", "EXPERIMENT", "--out", "X"],
     ("reproduce", "out"): ["reproduce", "fiaelt-synthetic", "--scale", "smoke", "--out", "X"],
     ("reproduce", "results"): ["reproduce", "fiaelt-synthetic", "--scale", "smoke", "--results", "X"],

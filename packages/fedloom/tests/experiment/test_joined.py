@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -12,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 import torch
 
-from fedloom.errors import ConfigError, RunDirError, RunStopped
+import fedloom as fl
+from fedloom.errors import ConfigError, RunDirError, RunStopped, Stop
 from fedloom.lab.experiment import Plan, parse
 from fedloom.lab.experiment.events import Event
 from fedloom.rundir import WORK
@@ -227,3 +231,32 @@ def test_one_of_many_gets_a_unit(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert sum(claim is not None for claim in taken) == 1
+
+
+def test_every_process_of_a_comparison_has_all_of_it(tmp_path: Path) -> None:
+    def compare(folder: Path, **more: Any) -> fl.Comparison:
+        cut = fl.partition.iid(clients=3, keep=30)
+        given = {"partition": cut, "seeds": [0, 1], "rounds": 2, "progress": False, "folder": folder, **more}
+        return fl.compare(["fedavg", "ditto"], "digits", **given)
+
+    other = fork(lambda: compare(tmp_path / "shared", join=True))
+    together = compare(tmp_path / "shared", join=True)
+    assert end(other) == 0
+    here = compare(tmp_path / "here")
+    assert together.results.keys() == here.results.keys()
+    assert contents(tmp_path / "shared") == contents(tmp_path / "here")
+    with pytest.raises(ConfigError, match="give a folder that all processes have"):
+        compare(None, join=True)  # type: ignore[arg-type]
+
+
+def test_the_command_joins_and_ctrl_c_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "long.toml").write_text(tomli_w.dumps({**SMALL, "rounds": 100_000}))
+    words = ["run", str(tmp_path / "long.toml"), "--out", str(tmp_path / "out"), "--join"]
+    command = [sys.executable, "-m", "fedloom.lab.cli", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as first:
+        soon(lambda: list(tmp_path.glob(f"out/{WORK}/*/*/live/*")), 120)
+        first.send_signal(signal.SIGINT)
+        _, said = first.communicate(timeout=60)
+    assert first.returncode == 130
+    lines = [line for line in said.splitlines() if "round" not in line]
+    assert lines == [f"{Stop.INTERRUPTED.value} (other processes that joined go on; the same command joins them again)"]
