@@ -113,7 +113,7 @@ def simulate(
     place = None if folder is None else place_of(folder, "folder", ", or None for memory")
     if place is not None:
         check_output_folder(
-            place, owns=lambda inner: (inner.parts[0], len(inner.parts)) in ((CHECKPOINTS, 2), (WORK, 4))
+            place, owns=lambda inner: (*inner.parts[:1], len(inner.parts)) in ((CHECKPOINTS, 2), (WORK, 4))
         )
     mapping = {"model": model, "settings": None if settings == "default" else settings, **choices}
     places = Setting.places(algorithm, keys=(*Setting.model_fields, "folder", "progress"))
