@@ -25,7 +25,6 @@ from fedloom.engine.setting import Setting
 from fedloom.engine.setup import check
 from fedloom.engine.simulate import Progress, simulate
 from fedloom.engine.state import State
-from fedloom.entrances import entered
 from fedloom.errors import (
     CodeError,
     ConfigError,
@@ -35,6 +34,7 @@ from fedloom.errors import (
     RunDirError,
     RunStopped,
     Stop,
+    entered,
 )
 from fedloom.lab import report
 from fedloom.lab.experiment.events import PAUSE, Emitter, Event, EventQueue, Listener
