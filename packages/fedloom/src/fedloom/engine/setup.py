@@ -47,6 +47,7 @@ from fedloom.local.oracles import Network, chunk_limit, make_oracle
 from fedloom.local.oracles.precision import undisturbed, wake
 from fedloom.local.rows import Fields, remade
 from fedloom.processes.ranks import ALONE, Ranks
+from fedloom.processes.row_locations import RowLocations
 from fedloom.rows.attacks import Poison
 from fedloom.rows.channel import Channel
 from fedloom.schedule import Stream, Synchronous
@@ -102,7 +103,7 @@ def make_job(
 
     facts = {field.name: getattr(problem, field.name) for field in fields(problem)}
     stores = {name: store(name, template) for name, template in start.templates.items()}
-    return Job(workers=workers, ranks=ranks, **facts, **stores), start.server  # type: ignore[arg-type]
+    return Job(workers=workers, ranks=ranks, locations=RowLocations(ranks, stores), **facts, **stores), start.server  # type: ignore[arg-type]
 
 
 class Start(NamedTuple):

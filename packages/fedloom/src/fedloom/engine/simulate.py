@@ -40,7 +40,7 @@ from fedloom.processes.pool import WorkerPool
 from fedloom.processes.rank_pool import RankPool
 from fedloom.processes.ranks import ALONE, Ranks
 from fedloom.processes.signals import interruptible
-from fedloom.rundir import CHECKPOINTS, place_of
+from fedloom.rundir import CHECKPOINTS, WORK, place_of
 from fedloom.seeds import SERVER, as_global, generator, rng_states
 
 S = TypeVar("S")
@@ -121,7 +121,9 @@ def simulate(
         raise ConfigError(f"progress must be a list of functions of a state, as [print], got {progress!r:.200}")
     place = None if folder is None else place_of(folder, "folder", ", or None for memory")
     if place is not None:
-        check_output_folder(place, owns=lambda inner: len(inner.parts) == 2 and inner.parts[0] == CHECKPOINTS)
+        check_output_folder(
+            place, owns=lambda inner: (inner.parts[0], len(inner.parts)) in ((CHECKPOINTS, 2), (WORK, 4))
+        )
     given = {"model": model, "settings": None if settings == "default" else settings, **choices}
     places = Setting.places(algorithm, keys=(*Setting.model_fields, "folder", "progress"))
     with entered("python"):

@@ -228,7 +228,7 @@ class Tuning:
         if session.is_begun and tomllib.loads((self.out / SEARCH).read_text()) != self._recorded_identity():
             raise RunDirError(
                 f"{self.out}: processes that joined work on another search; join with the same file, and change it "
-                "once all have ended"
+                f"once all have ended; if none of them is left, delete {self.out / WORK}"
             )
         session.begin(self._claim)
         names = [file_name(study.method.label) for study in self.studies]
