@@ -19,8 +19,7 @@ import fedloom as fl
 import fedloom_sites.flower as ff
 from fedloom.data.federation import Federation
 from fedloom.engine.setup import check
-from fedloom.entrances import entered, worded
-from fedloom.errors import ConfigError
+from fedloom.errors import ConfigError, entered, worded
 from fedloom.lab.experiment import Plan, parse
 from fedloom.lab.tune import Tuning
 from fedloom.sklearn import FederatedClassifier, FederatedRegressor

@@ -298,7 +298,7 @@ WRONG: list[tuple[Task, dict[str, object], str]] = [
     (TASKS[2], {"metrics": ("brier",)}, "'brier' is not defined for a regression; allowed: loss, mae, rmse, r2"),
     (TASKS[1], {"metrics": ("auroc_ovr",)}, "not defined for a binary"),
     (TASKS[1], {"metrics": (top_gap, top_gap)}, "two metrics are called 'top_gap'"),
-    (TASKS[1], {"metrics": (lambda output, y: 0.0,)}, "needs a name of its own"),
+    (TASKS[1], {"metrics": (lambda output, y: 0.0,)}, "has no name: write it as a function"),
     (TASKS[0], {"class_weights": (1.0, 2.0)}, r"has 2 numbers for 4 classes \(a, b, c, d\)"),
     (TASKS[0], {"class_weights": {"e": 1.0}}, "unknown class 'e'; allowed: a, b, c, d"),
     (TASKS[2], {"class_weights": "balanced"}, "needs classes"),
@@ -333,3 +333,18 @@ def test_an_objective_is_written_with_names() -> None:
     assert dump(Objective(loss=torch.nn.CrossEntropyLoss(label_smoothing=0.1))) != dump(
         Objective(loss=torch.nn.CrossEntropyLoss())
     )
+
+
+def test_macro_f1_of_two_classes_is_that_of_scikit_learn_and_a_function_of_its_name_gets_a_sentence() -> None:
+    g = torch.Generator().manual_seed(3)
+    z, y = torch.randn(40, 1, generator=g, dtype=torch.float64), torch.randint(0, 2, (40,), generator=g)
+    data = SimpleNamespace(task="binary", classes=("no", "yes"), y=y)
+    task = task_of(data, Objective(metrics=("macro_f1",)))
+    value = task.metrics(z, y, torch.zeros(40, dtype=torch.long), 1)["macro_f1"]
+    assert float(value) == pytest.approx(reference.f1_score(y, z[:, 0] > 0, average="macro"), abs=1e-12)
+
+    def macro_f1(outputs: torch.Tensor, targets: torch.Tensor) -> float:
+        return 0.0
+
+    with pytest.raises(ConfigError, match="'macro_f1' has the name of a metric of fedloom.* such as my_macro_f1"):
+        Objective(metrics=(macro_f1,))

@@ -20,23 +20,146 @@ FedloomError
 
 from __future__ import annotations
 
+import ast
 import errno
 import re
 import stat
 import traceback
 from contextlib import contextmanager
+from contextvars import ContextVar
 from copy import copy
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self
 
-from fedloom.entrances import worded
 from fedloom.lazy import lister
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from pydantic_core import ErrorDetails
+
+
+# Entrances: the ways to start a run. A fix names keys in braces, as an experiment file nests them, and every entrance
+# writes the same key in its own terms.
+
+Entrance = Literal["python", "file", "command", "estimator", "flower"]
+"""`simulate` and `compare`; a deployment's file; ``fedloom run`` and ``tune``; scikit-learn; a Flower app."""
+
+_current: ContextVar[Entrance | None] = ContextVar("entrance", default=None)
+
+_KEY = re.compile(r"\{(?P<table>[a-z_]+)(?:\.(?P<key>[a-z_]+))?(?: = (?P<value>(?:[^{}]|\{[^{}]*\})+))?\}")
+
+PLAIN_KEYS = ("rounds", "seed", "weights", "name")
+"""Keys of an experiment file that are in no table."""
+ESTIMATOR_KEYS = {"local.lr": "lr", "local.epochs": "epochs", "local.batch_size": "batch_size"}
+"""Keys that are arguments of the scikit-learn estimators themselves, by their place in an experiment file."""
+ESTIMATOR_ARGUMENTS = ("rounds", "model", "clients")
+"""Other arguments of the estimators that have the name of a key."""
+QUOTES = "'\""
+COMMAND_FLAGS = {"rounds": "--rounds", "engine.workers": "--workers"}
+"""Keys that have a flag on the command line, beside ``--set``."""
+
+
+@contextmanager
+def entered(entrance: Entrance) -> Iterator[bool]:
+    """Word the errors inside for an entrance; the outermost one counts, as `compare` calls `simulate`.
+
+    Yields:
+        True if it is the outermost.
+    """
+    if _current.get() is not None:
+        yield False
+        return
+    token = _current.set(entrance)
+    try:
+        yield True
+    finally:
+        _current.reset(token)
+
+
+def worded(text: str) -> str:
+    """Write the keys in braces as the current entrance has them; other text stays as it is.
+
+    >>> worded("set {local.momentum = 0}")
+    'set local={"momentum": 0}'
+    >>> with entered("file"):
+    ...     worded("set {local.momentum = 0}"), worded("leave {channel} out")
+    ('set [local] momentum = 0', 'leave [channel] out')
+    """
+    write = _WRITERS[_current.get() or "python"]
+    return _KEY.sub(lambda match: write(match["table"], match["key"], match["value"]), text)
+
+
+def _python(table: str, key: str | None, value: str | None) -> str:
+    if table == "method" and key:
+        return f"{key} in the method" if value is None else f"{key}={value} in the method"
+    if table == "partition" and key:
+        return f"{key} in the partition" if value is None else f"{key}={value} in the partition"
+    if key is None:
+        return f"{table}={'' if value is None else value}"
+    return f"{table}.{key}" if value is None else f'{table}={{"{key}": {value}}}'
+
+
+def _file(table: str, key: str | None, value: str | None) -> str:
+    place = "[[method]]" if table == "method" else f"[{table}]"
+    if table in PLAIN_KEYS:
+        return table if value is None else f"{table} = {_toml(value)}"
+    if key is None:
+        return place if value is None else f"{place} {_options(value)}"
+    return f"{place} {key}" if value is None else f"{place} {key} = {_toml(value)}"
+
+
+def _command(table: str, key: str | None, value: str | None) -> str:
+    text = _file(table, key, value)
+    dotted = f"{table}.{key}" if key else table if table in PLAIN_KEYS else f"{table}.kind"
+    if value is None or table in ("method", "partition", "data"):
+        return text
+    if dotted in COMMAND_FLAGS:
+        return f"{text} ({COMMAND_FLAGS[dotted]} {value})"
+    return text if value.startswith(("{", "[")) else f"{text} (--set {dotted}={value.strip(QUOTES)})"
+
+
+def _estimator(table: str, key: str | None, value: str | None) -> str:
+    name = ESTIMATOR_KEYS.get(f"{table}.{key}") or (table if key is None and table in ESTIMATOR_ARGUMENTS else None)
+    if name is not None:
+        return f"{name}={'' if value is None else value}"
+    if table == "partition" and key == "clients":
+        return f"clients={'' if value is None else value}"
+    if table in ("method", "partition"):
+        return _python(table, key, value)
+    if key is None:
+        return f'settings["{table}"]' if value is None else f'settings={{"{table}": {value}}}'
+    return f'settings["{table}"]["{key}"]' if value is None else f'settings={{"{table}": {{"{key}": {value}}}}}'
+
+
+def _flower(table: str, key: str | None, value: str | None) -> str:
+    if table == "method" and key:
+        return f"{key}={'' if value is None else value}"
+    if table == "rounds":
+        return f"num_rounds={'' if value is None else value}"
+    if table == "partition":
+        return "the number of nodes" if value is None else f"{value} nodes"
+    return _python(table, key, value)
+
+
+def _toml(value: str) -> str:
+    return {"True": "true", "False": "false"}.get(value, value)
+
+
+def _options(value: str) -> str:
+    """The lines of a table that a value, a name of a kind or a dictionary, stands for."""
+    options = ast.literal_eval(value) if value.startswith("{") else {"kind": ast.literal_eval(value)}
+    return ", ".join(f"{key} = {_toml(repr(option))}" for key, option in options.items())
+
+
+_WRITERS: Mapping[Entrance, Callable[[str, str | None, str | None], str]] = {
+    "python": _python,
+    "file": _file,
+    "command": _command,
+    "estimator": _estimator,
+    "flower": _flower,
+}
 
 
 class FedloomError(Exception):
@@ -50,7 +173,7 @@ class ConfigError(FedloomError, ValueError):
         message: what cannot be, where, and the value that was given.
         rule: the id of the check that failed, as ``"cohort-too-small"``; it is the same at every entrance and in every
             release. Empty for an error that belongs to no check before the first round.
-        fix: what to do, with keys in braces (`fedloom.entrances`); the message ends with it in the entrance's terms.
+        fix: what to do, with keys in braces (see `worded`); the message ends with it in the entrance's terms.
     """
 
     def __init__(self, message: str, *, rule: str = "", fix: str = "") -> None:

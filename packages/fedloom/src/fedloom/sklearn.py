@@ -33,8 +33,7 @@ from fedloom.data.survey.findings import ReadColumn, findings, left_out
 from fedloom.data.tables import Table
 from fedloom.engine.setting import GivenModel
 from fedloom.engine.simulate import simulate
-from fedloom.entrances import entered
-from fedloom.errors import ConfigError, DataError
+from fedloom.errors import ConfigError, DataError, entered
 from fedloom.lazy import lister
 from fedloom.trained.model import Model
 from fedloom.values import Value

@@ -25,6 +25,7 @@ from fedloom.algorithms import (
     Model,
     Point,
 )
+from fedloom.algorithms.ditto import Ditto
 from fedloom.algorithms.scaffold import Up as Variates
 from fedloom.errors import ConfigError
 from fedloom.local import Ctx, Nothing, Work, descend
@@ -450,3 +451,15 @@ def test_every_law_names_its_cure() -> None:
     assert CURES.keys() == LAWS.keys()
     with pytest.raises(AssertionError, match=r"law translation.*without=\['translation'\]"):
         check_algorithm(KnowsTheOrigin())
+
+
+def _crash(self: object, *_: object) -> object:
+    return torch.ones(2) @ torch.ones(3)
+
+
+@pytest.mark.parametrize("stage", ["init", "down", "client", "server", "personal"])
+def test_a_crash_names_the_stage_whatever_its_function_was_called(stage: str) -> None:
+    """And file and line; it is no fault of the declarations."""
+    crashing = type("Crashing", (Ditto,), {stage: _crash, "__module__": __name__})
+    with pytest.raises(AssertionError, match=rf"law runs, .*: {stage} stopped with .*\(test_broken.py, line \d+\)"):
+        check_algorithm(crashing())

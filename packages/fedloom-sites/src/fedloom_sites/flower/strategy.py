@@ -27,8 +27,7 @@ from fedloom.engine.scoring import score_request
 from fedloom.engine.setting import Setting
 from fedloom.engine.setup import make_job
 from fedloom.engine.state import State, initial_state
-from fedloom.entrances import entered
-from fedloom.errors import ConfigError, RunStopped, Stop
+from fedloom.errors import ConfigError, RunStopped, Stop, entered
 from fedloom.local.oracles.precision import undisturbed
 from fedloom.rundir import place_of
 from fedloom.trained.model import running_statistics

@@ -24,11 +24,18 @@ from fedloom.engine.setting import Choices, GivenModel, Setting
 from fedloom.engine.setup import make_job
 from fedloom.engine.state import State, initial_state
 from fedloom.engine.virtual.clock import flat
-from fedloom.entrances import entered
-from fedloom.errors import ConfigError, Stop
+from fedloom.errors import ConfigError, Stop, entered
 from fedloom.local.oracles.precision import repeatable, undisturbed
 from fedloom.outputs import check_output_folder
-from fedloom.processes.clients import COUNTS, Clients, Handlers, LocalClients
+from fedloom.processes.clients import (
+    COUNTS,
+    AskTask,
+    Clients,
+    Handlers,
+    LocalClients,
+    ScoreTask,
+    TrainTask,
+)
 from fedloom.processes.pool import WorkerPool
 from fedloom.processes.rank_pool import RankPool
 from fedloom.processes.ranks import ALONE, Ranks
@@ -36,6 +43,8 @@ from fedloom.processes.signals import interruptible
 from fedloom.rundir import CHECKPOINTS, WORK, place_of
 from fedloom.seeds import SERVER, as_global, generator, rng_states
 
+S = TypeVar("S")
+K = TypeVar("K", TrainTask, AskTask, ScoreTask)
 T = TypeVar("T")
 Progress = Callable[[State], object]
 """Called after every round, with the state after it; a sentence ends the run (`fedloom.callbacks`)."""
@@ -199,13 +208,13 @@ def clients_of(job: Job) -> Iterator[LocalClients]:
         yield LocalClients(handlers, pool, job.chunk)
 
 
-def _seeded(job: Job, handle: Callable[[Any, Any], T]) -> Callable[[Any, Any], T]:
+def _seeded(job: Job, handle: Callable[[S, K], T]) -> Callable[[S, K], T]:
     """The function of a chunk, in which a user's code that draws from a global generator draws what the seed decides.
 
     Chunks do not depend on the number of workers, so neither does a draw; afterwards the generators are as before.
     """
 
-    def call(shared: Any, task: Any) -> T:
+    def call(shared: S, task: K) -> T:
         first = int(task.ids[0]) if len(task.ids) else SERVER
         with as_global(generator(job.setting.seed, task.round, first, "user code"), job.oracle.device):
             return handle(shared, task)

@@ -24,8 +24,7 @@ from fedloom.engine.job import Job
 from fedloom.engine.privacy import accounted
 from fedloom.engine.setup import make_job
 from fedloom.engine.virtual.check import check_stream
-from fedloom.entrances import entered
-from fedloom.errors import ConfigError
+from fedloom.errors import ConfigError, entered
 from fedloom.hints import unknown
 from fedloom.imports import is_path
 from fedloom.lab.experiment import Experiment, parse

@@ -14,8 +14,7 @@ from fedloom.choose import Mixer, Sampler, SamplesWeigher, SharesWeigher, Unifor
 from fedloom.choose.shares import by_clusters
 from fedloom.data.federation import Federation
 from fedloom.engine.setting import Setting
-from fedloom.entrances import worded
-from fedloom.errors import CodeError, ConfigError, Refused
+from fedloom.errors import CodeError, ConfigError, Refused, worded
 from fedloom.local import Ctx, LocalSGD
 from fedloom.local.rows import Fields
 from fedloom.rows.aggregate import Aggregator, FLTrust, PrivateMean

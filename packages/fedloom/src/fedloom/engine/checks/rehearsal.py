@@ -48,7 +48,7 @@ def check_cohorts(setting: Setting, ctx: Ctx, silent: Tensor | None) -> None:
         return
     kinds = upload_fields(type(setting.method)).values()
     grows = any(kind.keeps or (kind.accumulates and kind.base.startswith("rows.")) for kind in kinds)
-    seen, state = torch.zeros(ctx.n, dtype=torch.bool), _draws_of(sampler, ctx)
+    trained, state = torch.zeros(ctx.n, dtype=torch.bool), _draws_of(sampler, ctx)
     worst: tuple[int, ConfigError] | None = None
     for t in range(1, 1 + min(setting.rounds, max(1, MAX_DRAWS // ctx.n))):
         with attribute_error("sampler", sampler, f"round {t}"):
@@ -59,8 +59,8 @@ def check_cohorts(setting: Setting, ctx: Ctx, silent: Tensor | None) -> None:
         if rule is None or not watches:
             continue
         used = cohort[: schedule.enough(len(cohort))] if isinstance(schedule, OverSelection) else cohort
-        seen[used] = True
-        counted = seen.nonzero()[:, 0] if grows else used
+        trained[used] = True
+        counted = trained.nonzero()[:, 0] if grows else used
         try:
             rule.check_cohort(counted)
         except ConfigError as error:
@@ -110,11 +110,11 @@ def check_times(problem: RunProblem, start: Start) -> None:
         Refused: the limit and the seconds of the fastest client.
     """
     schedule, fleet = problem.setting.schedule, problem.fleet
-    is_deadline = isinstance(schedule, Deadline)
-    limit = schedule.seconds if is_deadline else getattr(schedule, "timeout", None)
+    deadline = schedule if isinstance(schedule, Deadline) else None
+    limit = getattr(schedule, "timeout", None) if deadline is None else deadline.seconds
     if fleet is None or limit is None:
         return
-    sizes, partial = problem.train_sizes[:, 0].double(), is_deadline and schedule.partial
+    sizes, partial = problem.train_sizes[:, 0].double(), deadline is not None and deadline.partial
     fastest = (fleet.seconds.double() * sizes + 2 * fleet.latency).argmin()[None]
     weight = problem.alpha[fastest].to(problem.oracle.device)
     steps = 1 if partial else None
@@ -129,7 +129,7 @@ def check_times(problem: RunProblem, start: Start) -> None:
     least = float(seconds.nan_to_num(nan=math.inf).min())
     if least <= limit:
         return
-    key = "seconds" if is_deadline else "timeout"
+    key = "timeout" if deadline is None else "seconds"
     fix = f"set {{schedule.{key} = {float(f'{2 * least:.2g}')}}}, or more"
     raise Refused(
         f"schedule {schedule.kind!r}: no client answers within {limit:g} s, as the fastest one takes {least:.3g} s for "

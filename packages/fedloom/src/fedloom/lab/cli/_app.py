@@ -18,8 +18,7 @@ import typer
 from typer import core
 from typer.core import TyperGroup
 
-from fedloom.entrances import PLAIN_KEYS
-from fedloom.errors import ConfigError, DataError, FedloomError, RunStopped, Stop, printable
+from fedloom.errors import PLAIN_KEYS, ConfigError, DataError, FedloomError, RunStopped, Stop, printable
 from fedloom.version import __version__
 
 core.HAS_RICH = False  # else typer writes "\\[required]" in plain help, an escape that only rich's markup needs
@@ -218,6 +217,8 @@ def about_file(file: Path) -> Iterator[None]:
 
 def _located(sentence: str, file: Path, text: str, fix: str) -> str:
     """A sentence with the file, and the line of the key that it names first, or that the fix names."""
+    if sentence.startswith("--") or "choose another --out" in sentence:
+        return sentence  # about the command itself
     rest = sentence.removeprefix(f"{file}: ").removeprefix(f"{file}")
     if rest != sentence and not sentence.startswith(f"{file}: "):
         return sentence
@@ -253,8 +254,8 @@ def line_of(
     """
     now, count, header, table = "", 0, None, table or part
     for number, line in enumerate(text.splitlines(), 1):
-        if found := re.match(r"\s*\[+\s*([\w.-]+)\s*\]+", line):
-            now = found[1]
+        if head := re.match(r"\s*\[+\s*([\w.-]+)\s*\]+", line):
+            now = head[1]
             count += now == array
             header = number if (now == table and table) or (now == array and count == int(place)) else header
         inside = now == (array or table) and (not array or count == int(place))

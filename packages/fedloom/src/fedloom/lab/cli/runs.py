@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedloom.entrances import entered
+from fedloom.errors import entered
 from fedloom.formats import duration
 from fedloom.hints import unknown
 from fedloom.lab.cli import _complete as offer

@@ -15,8 +15,7 @@ from weakref import finalize
 from fedloom.data.dataset import on_cpu
 from fedloom.engine.result import Result
 from fedloom.engine.setting import Choices, GivenModel
-from fedloom.entrances import entered
-from fedloom.errors import ConfigError, RunDirError, RunStopped, Stop
+from fedloom.errors import ConfigError, RunDirError, RunStopped, Stop, entered
 from fedloom.hints import unknown
 from fedloom.lab.comparison.given import GivenExperiment
 from fedloom.lab.experiment import Plan

@@ -23,7 +23,6 @@ from fedloom.engine.result import Result
 from fedloom.engine.setup import check
 from fedloom.engine.simulate import Progress, simulate
 from fedloom.engine.state import State
-from fedloom.entrances import entered
 from fedloom.errors import (
     CodeError,
     ConfigError,
@@ -31,6 +30,7 @@ from fedloom.errors import (
     LayoutError,
     Refused,
     RunStopped,
+    entered,
 )
 from fedloom.lab import report
 from fedloom.lab.experiment.events import PAUSE, Emitter, Event, EventQueue, Listener

@@ -17,8 +17,7 @@ from fedloom.data.groups import keeping
 from fedloom.engine.setting import Engine, Setting
 from fedloom.engine.setup import check
 from fedloom.engine.workers import idle_workers
-from fedloom.entrances import entered
-from fedloom.errors import ConfigError, RunDirError, RunStopped, Stop
+from fedloom.errors import ConfigError, RunDirError, RunStopped, Stop, entered
 from fedloom.lab.experiment import Experiment, parse
 from fedloom.lab.experiment.events import PAUSE, Emitter, EventQueue, Listener
 from fedloom.lab.experiment.file import difference_to_recorded

@@ -127,7 +127,8 @@ class Aggregator(Value, ABC):
         try:
             self.require(m)
         except ConfigError as error:
-            raise self._with_value(error, m) from None
+            refusal = self._with_value(error, m)
+            raise refusal from None
 
     def _with_value(self, error: ConfigError, m: int) -> ConfigError:
         """The error with the largest number of attackers, or of rows that are used, by which m rows are enough."""
