@@ -51,7 +51,7 @@ def on_page_markdown(markdown: str, page: Page | None = None, **more: object) ->
     columns = [rule.count("|") - 1 for rule in re.findall(r"^\|(?:-+:?\|)+$", markdown, re.MULTILINE)]
     if page is not None and max(columns, default=0) > WIDE:
         page.meta.setdefault("hide", ["toc"])
-    made = re.sub(r"\]\((?:\.\./studies/pages|\.\./\.\./docs|docs|site)/", "](", markdown)
+    made = re.sub(r"\]\((?:\.\./studies/pages|studies/pages|\.\./\.\./docs|docs|site|tests)/", "](", markdown)
     made = re.sub(r"\]\(\.\./\.\./\.\./docs/", "](../", made)
     made = re.sub(rf"\]\((?:\.\./)+{METHODS}(\w*)(?:\.py)?(?:#([\w-]+))?", methods.link, made)
     return re.sub(rf"\]\(\.\./({'|'.join(ROOT_PAGES)})\.md", lambda found: f"]({found[1].lower()}.md", made)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import math
 import os
@@ -10,6 +11,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
+import warnings
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from itertools import pairwise
@@ -17,16 +19,19 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import pytest
 from typer.testing import CliRunner
 
 import fedloom as fl
 from fedloom.lab.cli import app
 from fedloom_sites.deploy.settings import Site
+from tests.commands import end, fork
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [
     "README.md",
     "CONTRIBUTING.md",
+    "docs/llms.txt",
     *(str(p.relative_to(ROOT)) for folder in ("docs", "studies/pages") for p in (ROOT / folder).rglob("*.md")),
 ]
 FENCE = re.compile(
@@ -145,3 +150,19 @@ def _sh(block: Block, document: str, folder: Path, module: ModuleType) -> None:
 def _environment() -> dict[str, str]:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return {**os.environ, "PATH": path}
+
+
+def build(out: Path, root: Path = ROOT) -> tuple[int, str]:
+    """Build the site of a checkout as ``make docs`` does; return the exit code and what mkdocs prints."""
+    if importlib.util.find_spec("mkdocs") is None:
+        pytest.skip("mkdocs is not installed")
+
+    def run() -> None:
+        from mkdocs.__main__ import cli
+
+        os.chdir(root)
+        warnings.resetwarnings()
+        cli(["build", "--strict", "--site-dir", str(out)], standalone_mode=False)
+
+    said = out.with_suffix(".txt")
+    return end(fork(run, said)), said.read_text()

@@ -9,7 +9,6 @@ import importlib.util
 import inspect
 import json
 import math
-import os
 import pkgutil
 import re
 import runpy
@@ -17,7 +16,6 @@ import shutil
 import subprocess
 import sys
 import tomllib
-import warnings
 from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
@@ -30,7 +28,6 @@ from fedloom.algorithms import REGISTRY, upload_fields
 from fedloom.lab.experiment.cards import METHODS, cards, text
 from fedloom.lab.report import PairVerdict
 from fedloom.values import fields_of
-from tests.commands import end, fork
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
@@ -183,30 +180,6 @@ def test_a_broken_block_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 # --- the site
 
 
-def build(out: Path, root: Path = ROOT) -> tuple[int, str]:
-    """Build the site of a checkout as ``make docs`` does; return the exit code and what mkdocs prints."""
-    if importlib.util.find_spec("mkdocs") is None:
-        pytest.skip("mkdocs is not installed")
-
-    def run() -> None:
-        from mkdocs.__main__ import cli
-
-        os.chdir(root)
-        warnings.resetwarnings()
-        cli(["build", "--strict", "--site-dir", str(out)], standalone_mode=False)
-
-    said = out.with_suffix(".txt")
-    return end(fork(run, said)), said.read_text()
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("site")
-    code, said = build(out)
-    assert code == 0, said
-    return out
-
-
 def test_a_dead_link_stops_the_build_of_the_site(tmp_path: Path) -> None:
     """A dead link is a warning of mkdocs, which ``--quiet`` would drop before ``--strict`` counts it."""
     for name in ("packages", "studies", "tests", "mkdocs.yml", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"):
@@ -214,7 +187,7 @@ def test_a_dead_link_stops_the_build_of_the_site(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
     with (tmp_path / "docs" / "start.md").open("a") as page:
         page.write("\n[a page that does not exist](nowhere.md)\n")
-    code, said = build(tmp_path / "site", tmp_path)
+    code, said = documents.build(tmp_path / "site", tmp_path)
     assert code != 0
     assert "'nowhere.md'" in said
 

@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
+    ROOT / "docs" / "llms.txt",
     *(ROOT / "docs").rglob("*.md"),
     *(ROOT / "studies").rglob("*.md"),
 ]
@@ -119,6 +120,8 @@ def test_a_link_to_a_file_of_methods_is_one_to_a_page_on_the_site(monkeypatch: p
         "../../packages/fedloom/src/fedloom/algorithms/presets.py#equitable-fl": "methods/equitable-fl.md",
         "../packages/fedloom/src/fedloom/algorithms/": "methods/index.md",
         "../CONTRIBUTING.md": "contributing.md",
+        "studies/pages/system.md": "system.md",
+        "tests/mutants.md": "mutants.md",
         "../SECURITY.md": "security.md",
         "docs/security-model.md#secure-aggregation": "security-model.md#secure-aggregation",
         "../studies/pages/adapt.md": "adapt.md",

@@ -239,7 +239,9 @@ def merge(
     runs: Annotated[list[Path], typer.Argument(help="run directories of one experiment", show_default=False)],
     out: Annotated[Path, typer.Option(help="the new run directory", show_default=False)],
 ) -> None:
-    """Join run directories of one experiment that have other seeds or methods.
+    """Merge run directories of one experiment.
+
+    They hold other seeds or methods of it.
 
     Example: fedloom merge runs/seeds-0-4 runs/seeds-5-9 --out runs/all
     """
