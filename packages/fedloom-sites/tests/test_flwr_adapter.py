@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -57,6 +59,13 @@ def test_private_modules_are_imported_in_one_file() -> None:
 @pytest.mark.parametrize("name", flwr_adapter._PLACES)
 def test_the_installed_release_has_every_name(name: str) -> None:
     assert getattr(flwr_adapter, name) is not None
+
+
+def test_each_name_is_there_without_the_others() -> None:
+    """As in the process of a task: a module that nothing else has imported yet is found too."""
+    for expression in ("task_program().run_clientapp", "flower_supernode", "run_superexec"):
+        code = f"from fedloom_sites import flwr_adapter as a; assert a.{expression}"
+        assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0, expression
 
 
 def test_records_travel_as_bytes() -> None:

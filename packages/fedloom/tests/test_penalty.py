@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pandas as pd
 import pytest
@@ -20,7 +18,6 @@ from fedloom.tasks.cox_vectors import agreement_on, binned
 from fedloom.tasks.glm import FAMILIES, GlmSite, fit_glm
 from fedloom.tasks.penalty import CV_FOLDS, RIDGE_STRENGTHS, fold_masks
 from fedloom.tasks.secure_cox import fit_secure_cox
-from tests.commands import call
 
 
 def patients(rows: int, seed: int) -> SurvivalSite:
@@ -196,34 +193,3 @@ def test_what_is_no_penalty_is_a_sentence() -> None:
     alone = [GlmSite(X[:150], EVENT[:150]), GlmSite(X[150:], EVENT[150:] * 0)]
     with pytest.raises(DataError, match="site b: the target is 0 in every row"):
         fit_glm(alone, "logistic", by_site=["a", "b"], penalty="ridge")
-
-
-def test_the_commands_take_a_penalty_and_test_rows(tmp_path: Path) -> None:
-    names = np.repeat(["a", "b"], [150, 80])
-    rows = zip(names, *X.T, TIME, EVENT, strict=True)
-    lines = [",".join([*map(str, row), "test" if k % 4 == 0 else "train"]) for k, row in enumerate(rows)]
-    (tmp_path / "t.csv").write_text("\n".join(["site,p,q,r,days,died,fold", *lines]))
-    text = f'[data]\nsource = "{tmp_path}/t.csv"\nusers = "site"\n{{}}\n[partition]\nkind = "writers"\n'
-    text += '[[method]]\nalgorithm = "fedavg"\n'
-    (tmp_path / "t.toml").write_text(text.format('label = "days"\nevent = "died"'))
-    (tmp_path / "g.toml").write_text(text.format('label = "died"\ndrop = ["fold", "days"]'))
-    train = np.arange(N) % 4 > 0
-    sites = [
-        SurvivalSite(X[keep], TIME[keep], EVENT[keep]) for keep in (train & (names == "a"), train & (names == "b"))
-    ]
-    fit = fit_cox(sites, penalty="ridge", strength=0.1)
-    said = call("cox", tmp_path / "t.toml", "--penalty", "ridge", "--strength", "0.1", "--test", "fold=test")
-    for name, beta in zip("pqr", fit.beta, strict=True):
-        line = next(line for line in said.splitlines() if line.strip().startswith(f"{name} "))
-        assert f"{beta:.4g}"[:5] in line
-    from lifelines.utils import concordance_index
-
-    c = concordance_index(TIME[~train], -(X[~train] @ fit.beta), EVENT[~train])
-    assert f"concordance on 58 test rows with {int(EVENT[~train].sum())} events: {c:.3f}"[:-1] in said
-    assert "ridge of strength 0.1; standard errors" in said
-    assert "Firth's penalty" in call("glm", tmp_path / "g.toml", "--penalty", "firth")
-    assert "largest held-out likelihood" in call("glm", tmp_path / "g.toml", "--penalty", "ridge")
-    assert "'fold' and some must not" in call("cox", tmp_path / "t.toml", "--test", "fold=tets", code=2)
-    assert "COLUMN=VALUE" in call("cox", tmp_path / "t.toml", "--test", "fold", code=2)
-    assert "has no strength" in call("glm", tmp_path / "g.toml", "--strength", "1", code=2)
-    assert "without --bins" in call("cox", tmp_path / "t.toml", "--bins", "5", "--penalty", "firth", code=2)

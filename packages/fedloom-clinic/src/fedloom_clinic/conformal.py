@@ -95,15 +95,15 @@ class Conformal(Analysis):
         some = test.select(drawn if question.name == "scores" else ~drawn)
         p = self._probabilities(some, classes)
         label = some.y[:, 0].long()
-        own = 1 - p[torch.arange(len(some)), label]
+        score = 1 - p[torch.arange(len(some)), label]
         if question.name == "scores":
             counts = torch.zeros(owners, self.bins, dtype=torch.float64)
-            counts[place] = torch.bincount((own * self.bins).long().clamp(max=self.bins - 1), minlength=self.bins)
+            counts[place] = torch.bincount((score * self.bins).long().clamp(max=self.bins - 1), minlength=self.bins)
             return counts.flatten()
-        found = torch.zeros(3, owners, dtype=torch.float64)
+        counts = torch.zeros(3, owners, dtype=torch.float64)
         limit = question.values["thresholds"][place]
-        found[:, place] = torch.tensor([len(some), int((own <= limit).sum()), int((1 - p <= limit).sum())]).double()
-        return found.flatten()
+        counts[:, place] = torch.tensor([len(some), int((score <= limit).sum()), int((1 - p <= limit).sum())]).double()
+        return counts.flatten()
 
     def step(self, state: Calibrated, total: Tensor, info: Info) -> Calibrated:
         if state.thresholds is not None:

@@ -28,7 +28,7 @@ SMALLEST_SPREAD = 1e-9
 """Deviation of an input, in the largest that is agreed on, below which it is the same in every row."""
 
 
-class Samples(NamedTuple):
+class RidgeRows(NamedTuple):
     """Inputs ``[N, p]`` and targets ``[N, c]`` of a client's complete training rows."""
 
     x: Tensor
@@ -128,7 +128,7 @@ class RidgeRegression(ScriptedAnalysis):
         low, high = zip(*(pair or (0.0, 1.0) for pair in schema.target_ranges), strict=True)
         return min(low), max(high)
 
-    def _samples(self, client: ClientRows, schema: Schema) -> Samples:
+    def _samples(self, client: ClientRows, schema: Schema) -> RidgeRows:
         train = client.select(client.part == 0)
         x = raw_inputs(train.x, schema) if client.fetch is None else train.inputs.double().flatten(1)
         x = x.reshape(len(x), len(input_names(schema)))
@@ -138,7 +138,7 @@ class RidgeRegression(ScriptedAnalysis):
             y = nn.functional.one_hot(y[:, 0].long(), self._outputs(schema)).double()
         elif schema.task == "binary":
             y = 2 * y - 1
-        return Samples(x[whole], y)
+        return RidgeRows(x[whole], y)
 
 
 def _of_rows(largest: Tensor, most: float) -> Bounds:

@@ -167,11 +167,10 @@ class TableOne(ScriptedAnalysis):
             for row in total[count:].view(count, -1)
         ]
         numbers, codes = ([c for c in columns if (c.edges is None) == coded] for coded in (False, True))
-        sums, whole = (
-            torch.stack([torch.stack([part(block[c]) for c in numbers] or [total[:0].sum()]) for block in blocks])
-            for part in (lambda cells: cells[-1], lambda cells: cells[:-3].sum())
-        )
-        sums, whole = sums[:, : len(numbers)], whole[:, : len(numbers)]
+        sums, whole = total.new_zeros(count, len(numbers)), total.new_zeros(count, len(numbers))
+        for g, block in enumerate(blocks):
+            for k, column in enumerate(numbers):
+                sums[g, k], whole[g, k] = block[column][-1], block[column][:-3].sum()
         centres = torch.cat([sums / whole.clamp(min=1), (sums.sum(0) / whole.sum(0).clamp(min=1))[None]])
         widest = max((c.size for c in codes), default=1)
         shares = torch.zeros(len(codes), widest, dtype=torch.float64)
@@ -183,7 +182,7 @@ class TableOne(ScriptedAnalysis):
         clients = dict(zip([*numbers, *codes], present.int().tolist(), strict=True))
         rows = list[dict[str, object]]()
         for column in columns:
-            found = [block[column].numpy() for block in blocks]
+            counted = [block[column].numpy() for block in blocks]
             if column.edges is not None:
                 k = numbers.index(column)
                 low, high = float(column.edges[0]), float(column.edges[-1])
@@ -194,10 +193,10 @@ class TableOne(ScriptedAnalysis):
                     (high - low) / 2,
                     (high + low) / 2,
                 )
-                rows += _of_number(column, groups, found, figures, float(between[k]), clients[column])
+                rows += _of_number(column, groups, counted, figures, float(between[k]), clients[column])
             else:
                 k = codes.index(column)
-                rows += _of_code(column, groups, np.stack(found), float(chi[k]), clients[column])
+                rows += _of_code(column, groups, np.stack(counted), float(chi[k]), clients[column])
         if self.group == CLIENT_GROUP:
             _note_clients(rows)
         table = pa.Table.from_pylist(rows, schema=SCHEMA)
@@ -207,6 +206,8 @@ class TableOne(ScriptedAnalysis):
         """Return every column with the agreed bins and all levels."""
         columns = list[Column]()
         for place, column in enumerate(schema.columns):
+            if column.name == self.group:
+                continue
             if column.levels:
                 cells = every_cell([*map(str, column.names), MISSING])
                 columns.append(Column(column.name, place, None, cells, column.levels, torch.zeros(0).long()))
@@ -291,11 +292,11 @@ def _counted(
 
 
 def _of_number(
-    column: Column, groups: Cells, found: list[Floats], of: _Moments, between: float, clients: int
+    column: Column, groups: Cells, counted: list[Floats], of: _Moments, between: float, clients: int
 ) -> Iterator[dict[str, object]]:
     """Yield the rows of a number, a row for each group that has rows."""
     assert column.edges is not None
-    edges, some = column.edges.numpy(), [g for g, block in enumerate(found) if block[:-1].any()]
+    edges, some = column.edges.numpy(), [g for g, block in enumerate(counted) if block[:-1].any()]
     n, mean = of.rows, of.centre[:-1] * of.half + of.middle
     deviation = np.sqrt(of.squares / np.maximum(n - 1, 1)) * of.half
     full = [g for g in some if n[g] > 1]
@@ -309,11 +310,12 @@ def _of_number(
     else:
         p = _f_test(squares - float(of.squares[full].sum()), squares, len(full), n[full].sum())
     for g in some:
-        counts = found[g][:-3]
+        counts = counted[g][:-3]
         middle = {name: _quantile(edges, counts, level) for name, level in QUANTILES.items()}
         yield {
-            "column": column.name, "group": groups.names[g], "rows": n[g], "missing": found[g][-3],
-            "beyond": found[g][-2], "mean": mean[g] if n[g] else None, "deviation": deviation[g] if n[g] > 1 else None,
+            "column": column.name, "group": groups.names[g], "rows": n[g], "missing": counted[g][-3],
+            "beyond": counted[g][-2], "mean": mean[g] if n[g] else None,
+            "deviation": deviation[g] if n[g] > 1 else None,
             **middle, "bin": float(np.diff(edges).max()), "standardized_difference": max(gaps, default=None),
             "p_groups": _number(p), "p_clients": _number(_f_test(between, squares, clients, n.sum())),
             "edges": edges.tolist(), "counts": counts.tolist(),
@@ -321,11 +323,11 @@ def _of_number(
 
 
 def _of_code(
-    column: Column, groups: Cells, found: Floats, statistic: float, clients: int
+    column: Column, groups: Cells, counted: Floats, statistic: float, clients: int
 ) -> Iterator[dict[str, object]]:
     """Yield the rows of a code, a row for each level and group that has rows."""
-    shown = found[:, : column.shown]
-    some = [g for g in range(len(found)) if found[g].any()]
+    shown = counted[:, : column.shown]
+    some = [g for g in range(len(counted)) if counted[g].any()]
     full = [g for g in some if shown[g].any()]
     used = shown[full][:, shown.any(0)]
     p = stats.chi2_contingency(used).pvalue if min(used.shape) > 1 else None
@@ -333,10 +335,12 @@ def _of_code(
     gaps = [_difference(shown[a], shown[b]) for a, b in combinations(full, 2)]
     for g in some:
         for k, level in enumerate(column.cells.names):
+            if k >= column.shown and not counted[:, k].any():
+                continue  # no cell is missing
             yield {
-                "column": column.name, "level": level, "group": groups.names[g], "rows": found[g, k],
-                "share": found[g, k] / max(shown[g].sum(), 1) if k < column.shown else None,
-                "missing": found[g, column.shown :].sum(), "standardized_difference": max(gaps, default=None),
+                "column": column.name, "level": level, "group": groups.names[g], "rows": counted[g, k],
+                "share": counted[g, k] / max(shown[g].sum(), 1) if k < column.shown else None,
+                "missing": counted[g, column.shown :].sum(), "standardized_difference": max(gaps, default=None),
                 "p_groups": _number(p), "p_clients": _number(between),
             }  # fmt: skip
 
@@ -373,20 +377,18 @@ def _note_clients(rows: list[dict[str, object]]) -> None:
     """Note clients that stand apart in a number, and whether another unit would explain it; a guess, never applied."""
     numbers = [row for row in rows if row.get("counts") is not None]
     for row in numbers:
-        others = [
-            o for o in numbers if o["column"] == row["column"] and o is not row and o.get("deviation") is not None
-        ]
-        if row.get("deviation") is None or len(others) < 2:
+        rest = [o for o in numbers if o["column"] == row["column"] and o is not row and o.get("deviation") is not None]
+        if row.get("deviation") is None or len(rest) < 2:
             continue
-        n, mean, spread = (np.array([o[key] for o in others], float) for key in ("rows", "mean", "deviation"))
+        n, mean, spread = (np.array([o[key] for o in rest], float) for key in ("rows", "mean", "deviation"))
         centre = float((n * mean).sum() / n.sum())
         deviation = float(np.sqrt(((n - 1) * spread**2 + n * (mean - centre) ** 2).sum() / (n.sum() - 1)))
         gap = (float(str(row["mean"])) - centre) / deviation if deviation > 0 else 0.0
         if abs(gap) <= APART:
             continue
         note = f"stands apart: its mean is {gap:+.1f} deviations of the others' rows from theirs"
-        here, there = float(str(row["median"])), float(np.median([float(str(o["median"])) for o in others]))
-        ratio = max(here / there, there / here) if here * there > 0 else 0.0
+        here, elsewhere = float(str(row["median"])), float(np.median([float(str(o["median"])) for o in rest]))
+        ratio = max(here / elsewhere, elsewhere / here) if here * elsewhere > 0 else 0.0
         for factor, units in UNIT_FACTORS.items():
             if abs(ratio / factor - 1) <= UNIT_TOLERANCE:
                 note += (

@@ -6,6 +6,7 @@ need few of the names, of which older releases have no more.
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from fedloom.lazy import getter
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from flwr.supercore.superexec.run_superexec import run_superexec as run_superexec
     from flwr.supercore.utils import disable_process_dumping as disable_process_dumping
     from flwr.supernode.cli.flower_supernode import flower_supernode as flower_supernode
-    from flwr.supernode.runtime import run_clientapp as run_clientapp
 
 _PLACES = {
     "make_message": "flwr.app.message",
@@ -69,7 +69,6 @@ _PLACES = {
     "run_superexec": "flwr.supercore.superexec.run_superexec",
     "disable_process_dumping": "flwr.supercore.utils",
     "flower_supernode": "flwr.supernode.cli.flower_supernode",
-    "run_clientapp": "flwr.supernode.runtime",
 }
 """The module of every name of Flower's."""
 
@@ -81,7 +80,8 @@ def encode_records(records: RecordDict) -> bytes:
     """Records as the bytes in which Flower sends them."""
     from flwr.common.serde import recorddict_to_proto
 
-    return recorddict_to_proto(records).SerializeToString()
+    message: bytes = recorddict_to_proto(records).SerializeToString()
+    return message
 
 
 def decode_records(message: bytes) -> RecordDict:
@@ -90,6 +90,13 @@ def decode_records(message: bytes) -> RecordDict:
     from flwr.proto.recorddict_pb2 import RecordDict as ProtoRecordDict
 
     return recorddict_from_proto(ProtoRecordDict.FromString(message))
+
+
+def task_program() -> ModuleType:
+    """The module of the program that runs a site's tasks, whose functions `pinned` replaces."""
+    from flwr.supernode.runtime import run_clientapp
+
+    return run_clientapp
 
 
 def set_message_id(message: Message, id_: str) -> None:

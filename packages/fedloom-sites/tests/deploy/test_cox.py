@@ -30,7 +30,7 @@ from fedloom_sites.deploy.secure import protocol as secure
 from fedloom_sites.deploy.secure.counters import ANSWERED, COUNTERS, NEUTRAL, WIDTH, AnswerCounts
 from fedloom_sites.deploy.secure.opened import OpenedSums, read_checked, write_checked
 from fedloom_sites.deploy.secure.protocol import Broken
-from fedloom_sites.deploy.secure.terms import Terms
+from fedloom_sites.deploy.secure.terms import AnalysisStep, Terms
 from fedloom_sites.deploy.server.cox import CoxServer
 from fedloom_sites.deploy.server.sites import CoxSum
 from fedloom_sites.deploy.settings import Secure, Site
@@ -104,7 +104,7 @@ def results(here: Scene) -> pd.DataFrame:
 def asked(here: Scene, messages: list[Message]) -> list[dict[str, Any]]:
     """The steps that were asked for, in order."""
     texts = [json.loads(arrays_of(m)[0]) for m in messages if kind_of(m) == "tally"]
-    return [text["question"] for text in texts if text["question"] is not None]
+    return [json.loads(bytes.fromhex(text["question"]["content"])) for text in texts if text["question"] is not None]
 
 
 def status(here: Scene) -> tuple[dict[str, Any], str]:
@@ -453,7 +453,8 @@ class Watched(Rogue):
     def step(self, step: CoxStep, clients: range) -> tuple[Session, Terms]:
         """Begin a session for a step, and say what it asks."""
         figures = tuple(str(site.answers.figures) for site in self.sites)
-        return self.begin(1, clients), self.terms(1, cohort=(*clients,), figures=figures, question=step)
+        question = AnalysisStep.of("cox", step.step, step.encode())
+        return self.begin(1, clients), self.terms(1, cohort=(*clients,), figures=figures, question=question)
 
     def question(self, step: int, beta: tuple[float, ...]) -> tuple[object, ...]:
         """What the server gets to see when it asks the first site for one step; three others share with it."""

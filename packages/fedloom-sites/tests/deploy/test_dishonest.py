@@ -26,7 +26,7 @@ from fedloom_sites.deploy.protocol.envelope import COMMON, PROTOCOL, REQUEST_FIE
 from fedloom_sites.deploy.secure import counters, integers, shares
 from fedloom_sites.deploy.secure import protocol as secure
 from fedloom_sites.deploy.secure.protocol import Broken
-from fedloom_sites.deploy.secure.terms import Terms, check_terms
+from fedloom_sites.deploy.secure.terms import AnalysisStep, Terms, check_terms
 from fedloom_sites.deploy.secure.vectors import ScoreVector, UploadVector
 from fedloom_sites.deploy.site.local_data import part_sizes
 from tests.deploy.scene import Scene, signing_key_of
@@ -325,11 +325,14 @@ def test_the_same_model_in_rounds_that_are_not_agreed(rogue: Rogue) -> None:
 
 
 SCORES = terms_of(3).with_(round=2, trains=False, scored=2, download="", figures=("3", "3", "3"))
-STEP = SCORES.with_(scored=-1, question=CoxStep(step=0, beta=(0.5,)))
+STEP = SCORES.with_(scored=-1, question=AnalysisStep.of("cox", 0, CoxStep(step=0, beta=(0.5,)).encode()))
 WRONG: dict[str, tuple[Terms, str]] = {
-    "a step of a regression that scores too": (STEP.with_(scored=2), "of a Cox regression must ask nothing else"),
-    "a step of a regression that trains too": (STEP.with_(trains=True), "of a Cox regression must ask nothing else"),
-    "a step with a model": (STEP.with_(models=("0" * 64,)), "of a Cox regression must ask nothing else"),
+    "a step of a regression that scores too": (STEP.with_(scored=2), "of an analysis must ask nothing else"),
+    "a step of a regression that trains too": (STEP.with_(trains=True), "of an analysis must ask nothing else"),
+    "an analysis that is called uploads": (
+        STEP.with_(question=AnalysisStep.of("uploads", 0, b"")), "an analysis cannot be called uploads"
+    ),
+    "a step with a model": (STEP.with_(models=("0" * 64,)), "of an analysis must ask nothing else"),
     "sizes of fewer sites": (SCORES.with_(sizes=SCORES.sizes[:2]), "must be of the 3 sites of the agreement"),
     "sizes of more sites": (SCORES.with_(sizes=SCORES.sizes * 2), "must be of the 3 sites of the agreement"),
     "a site twice": (SCORES.with_(cohort=(0, 1, 1)), "each once, in rising order"),
@@ -698,7 +701,8 @@ def test_a_cohort_that_is_drawn_and_refused_costs_its_round(tmp_path: Path) -> N
     """Three of five sites are drawn; with the large site among them the round has no sum, and the run goes on."""
     rows, rounds = (200, 20, 20, 20, 20), 8
     drawn: dict[str, Any] = {"sampler": {"kind": "uniform", "clients": 3}, "rounds": rounds}
-    here = tables(tmp_path, rows, weights="samples", weigher={"kind": "samples"}, **drawn)
+    agreed = {"changes": rounds, "steady": 0}  # sums of other sites in each round
+    here = tables(tmp_path, rows, weights="samples", weigher={"kind": "samples"}, agreed=agreed, **drawn)
     assert here.serve() is Stop.DONE
     given_up = {line["round"] for line in here.audit("given up")}
     assert all("of the weight of the sum, at most 80%" in line["reason"] for line in here.audit("given up"))

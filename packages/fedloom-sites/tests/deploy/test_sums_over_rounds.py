@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from fedloom.errors import Stop
-from fedloom_sites.deploy.cox import CoxStep
 from fedloom_sites.deploy.secure import counters, shares
 from fedloom_sites.deploy.secure import protocol as secure
 from fedloom_sites.deploy.secure.changes import CHANGES, Changes, reweighted
@@ -20,7 +19,7 @@ from fedloom_sites.deploy.secure.counters import ANSWERED, NEUTRAL
 from fedloom_sites.deploy.secure.member import SessionMember
 from fedloom_sites.deploy.secure.opened import read_checked
 from fedloom_sites.deploy.secure.protocol import Broken
-from fedloom_sites.deploy.secure.terms import Terms
+from fedloom_sites.deploy.secure.terms import AnalysisStep, Terms
 from fedloom_sites.deploy.settings import Site
 from tests.deploy.scene import Scene, signing_key_of
 from tests.deploy.sessions import losing, secured
@@ -104,7 +103,7 @@ class Federation:
             round=t, trains=kind == "uploads", sizes=((9, 3, 3),) * n, cohort=sorted(present),
             accepted=(0,) * len(present), download=model if kind == "uploads" else "",
             scored=t if kind == "scores" else -1, models=(model,) if kind == "scores" else (),
-            question=CoxStep(step=t, beta=(0.5,)) if kind == "cox" else None,
+            question=AnalysisStep.of("cox", t, b"") if kind == "cox" else None,
         )  # fmt: skip
         weights = {c: self.weights[c] for c in present}
         counted = kind != "scores"

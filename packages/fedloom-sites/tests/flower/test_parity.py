@@ -251,5 +251,5 @@ def test_a_floor_that_cannot_be_is_refused(floor: dict[str, Any], sentence: str,
 def test_another_channel_beside_a_nodes_own_noise_is_refused(fed: Federation) -> None:
     local = replace(local_of(fed)(App(local_of(fed), 1).contexts[100]), channel={"clip": 1.0})
     setting = fl.Setting(algorithm=REGISTRY["fedavg"](), channel=fl.channel.Sign())
-    with pytest.raises(Refused, match="an upload passes one channel: leave the strategy's out"):
+    with pytest.raises(Refused, match="an upload passes one channel: leave the strategy's channel Sign out"):
         local.with_floor(setting)

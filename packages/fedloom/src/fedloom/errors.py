@@ -25,10 +25,12 @@ import re
 import stat
 import traceback
 from contextlib import contextmanager
+from copy import copy
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Self
 
+from fedloom.entrances import worded
 from fedloom.lazy import lister
 
 if TYPE_CHECKING:
@@ -42,7 +44,31 @@ class FedloomError(Exception):
 
 
 class ConfigError(FedloomError, ValueError):
-    """A value, key or name that is not allowed."""
+    """A value, key or name that is not allowed.
+
+    Args:
+        message: what cannot be, where, and the value that was given.
+        rule: the id of the check that failed, as ``"cohort-too-small"``; it is the same at every entrance and in every
+            release. Empty for an error that belongs to no check before the first round.
+        fix: what to do, with keys in braces (`fedloom.entrances`); the message ends with it in the entrance's terms.
+    """
+
+    def __init__(self, message: str, *, rule: str = "", fix: str = "") -> None:
+        self.rule, self.fix = rule, fix
+        super().__init__(f"{message}; {worded(fix)}" if fix else message)
+
+    def refixed(self, fix: str) -> Self:
+        """The same error with another fix."""
+        error, message = copy(self), str(self)
+        error.args = (f"{message.removesuffix(worded(self.fix))}{worded(fix)}",)
+        error.fix = fix
+        return error
+
+    def placed(self, where: str) -> Self:
+        """The same error with the place where it was found before its message."""
+        error = copy(self)
+        error.args = (f"{where}: {self}",)
+        return error
 
 
 class InvalidValue(ConfigError):

@@ -25,6 +25,8 @@ ALIAS_NAMES = {
 """Names that papers and other libraries use, and ours."""
 METHOD_FORM = "a method such as fl.algorithms.FedAvg(), or its name"
 """How Python gives a method."""
+MAX_NAMES_BESIDE_A_HINT = 20
+"""Names that a message lists although it suggests one of them."""
 SHOWN_METHODS = 6
 """Most methods that a hint names."""
 
@@ -51,8 +53,10 @@ def nearest(got: object, allowed: Iterable[str]) -> str:
     close = [folded[name] for name in get_close_matches(wanted, folded, n=1, cutoff=0.6)]
     close = [equivalent] if equivalent in names else close
     close = close or [name for name in names if len(wanted) > 2 and name.casefold().startswith(wanted)]
-    hint = f"did you mean '{close[0]}'? " if close else ""
-    return f"{hint}allowed: {', '.join(names)}"
+    hint = f"did you mean '{close[0]}'?" if close else ""
+    if hint and len(names) > MAX_NAMES_BESIDE_A_HINT:
+        return hint
+    return f"{hint} allowed: {', '.join(names)}".lstrip()
 
 
 def unknown(what: str, got: object, allowed: Iterable[str], where: str = "", cure: str = "") -> ConfigError:

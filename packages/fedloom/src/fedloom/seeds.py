@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-import random  # noqa: TID251  (to keep the user's)
+import random  # noqa: TID251  (to keep and seed the user's)
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -135,15 +135,26 @@ def preserve_rng() -> Iterator[None]:
 def as_global(gen: torch.Generator, device: torch.device) -> Iterator[None]:
     """Code with access only to the global generators draws from the stream of ``gen``; afterwards they are as before.
 
+    Those of numpy and Python begin with a hash of its state.
+
     Args:
         gen: a CPU generator; it is not moved on when ``device`` is the CPU.
         device: whose generator is meant beside the CPU's.
     """
     with forked(device):
-        torch.set_rng_state(gen.get_state())
+        state = gen.get_state()
+        of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002  # the user's, kept as it is
+        digest = hashlib.blake2b(state.numpy().tobytes(), digest_size=16).digest()
+        torch.set_rng_state(state)
         if device.type == "cuda":
             torch.cuda.set_rng_state(cuda_state(gen), device)
-        yield
+        random.seed(digest)
+        np.random.seed(np.frombuffer(digest, "<u4"))  # noqa: NPY002  # for the user's code
+        try:
+            yield
+        finally:
+            random.setstate(of_python)
+            np.random.set_state(of_numpy)  # noqa: NPY002
 
 
 def cuda_state(gen: torch.Generator) -> Tensor:

@@ -33,6 +33,7 @@ from fedloom.data.survey.findings import ReadColumn, findings, left_out
 from fedloom.data.tables import Table
 from fedloom.engine.setting import GivenModel
 from fedloom.engine.simulate import simulate
+from fedloom.entrances import entered
 from fedloom.errors import ConfigError, DataError
 from fedloom.lazy import lister
 from fedloom.trained.model import Model
@@ -63,6 +64,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         self.model, self.clients, self.random_state, self.settings = model, clients, random_state, settings
 
     @on_cpu()
+    @entered("estimator")
     def _fit(
         self, x: Some, y: torch.Tensor, task: Task, groups: ArrayLike | None, subjects: ArrayLike | None, **more: Any
     ) -> None:

@@ -293,6 +293,10 @@ def factor_of(value: object) -> float | None:
     return float(value[:-1]) if isinstance(value, str) and re.fullmatch(FACTOR, value) else None
 
 
+MAX_DESCRIPTION_CHARS = 120
+"""Length of a description that a message repeats in full."""
+
+
 def _shown(value: object) -> str:
     return " ".join(repr(value).split())[:200]
 
@@ -303,7 +307,7 @@ def _refused(error: ValidationError | InvalidValue, where: str, fields: Mapping[
         by_place.setdefault(_place(details["loc"]), []).append(details)
     lists = {place[:depth] for place in by_place for depth in range(1, len(place))}  # a wrong item is the matter
     sentences = [_sentence(choices, place, where, fields) for place, choices in by_place.items() if place not in lists]
-    return InvalidValue("; ".join(sentences), error.errors())
+    return InvalidValue("\n".join(sentences), error.errors())
 
 
 def _place(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
@@ -318,7 +322,7 @@ def _sentence(
     error, key = choices[0], str(place[0]) if place else ""
     name = ".".join(map(str, place))
     description = getattr(fields.get(key), "description", None)
-    hint = f" ({key}: {description})" if description else ""
+    hint = f" ({key}: {_shortened(description)})" if description and key != "algorithm" else ""
     if error["type"] == "extra_forbidden":
         return str(unknown("key", name, fields, where))
     where = f"{where}: " if where else ""
@@ -327,6 +331,11 @@ def _sentence(
     message = ", or ".join([first, *(other.removeprefix("input should be ") for other in alternatives)])
     got = "" if error["type"] in ("missing", "value_error") else f", got {_shown(error['input'])}"
     return f"{where}{name + ': ' if name else ''}{message}{got}{hint}"
+
+
+def _shortened(description: str) -> str:
+    """The description of an option up to its first colon or semicolon, where it is long."""
+    return description if len(description) <= MAX_DESCRIPTION_CHARS else re.split("[:;]", description)[0]
 
 
 def _expected(error: ErrorDetails) -> str:

@@ -437,9 +437,7 @@ def test_a_comparison_without_test_samples_says_why_it_decides_nothing(tmp_path:
     for line in repr(found).splitlines()[1:]:
         assert "trained, not evaluated: there is no test row" in line
     assert "trained, not evaluated: there is no test row" in found._repr_html_()
-    assert set(found.to_pandas().status) == {
-        "trained, not evaluated: there is no test row (test = 0.2 in [partition] gives clients test parts)"
-    }
+    assert set(found.to_pandas().status) == {"trained, not evaluated: there is no test row"}
     assert "trained, not evaluated: there is no test row" in found.report().read_text()
 
 

@@ -18,6 +18,7 @@ from fedloom.engine import loop
 from fedloom.errors import ConfigError, RunDirError
 from fedloom.lab.experiment import Plan, parse, read
 from fedloom.lab.experiment.events import Event
+from fedloom.lab.experiment.units import shares
 from fedloom.lab.experiment.units.merge import merge
 from fedloom.lab.experiment.units.shares import Load, Share, choose_share, decide_share
 from fedloom.lab.experiment.units.status import list_status
@@ -76,11 +77,12 @@ def test_as_many_runs_go_on_as_there_are_workers_where_a_cohort_is_one_chunk(
     assert results(tmp_path / "two") == results(tmp_path / "one")
 
 
-def test_a_single_run_has_all_processes_and_several_share_them() -> None:
+def test_a_single_run_has_all_processes_and_several_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
     looped = {**SMALL, "partition": {"kind": "iid", "clients": 24}, "engine": {"workers": 4, "oracle": "looped"}}
     one = parse({**looped, "seeds": [0], "method": SMALL["method"][:1]})
     feds = {0: one.partition(one.source.read(None), 0)}
     assert decide_share(one, feds) == (1, 4)
+    monkeypatch.setattr(shares, "_load", lambda _setting, _fed, chunks: Load(0.1, 1.0, chunks))
     alike = [{"algorithm": "fedavg", "label": label} for label in "ab"]
     assert decide_share(parse({**looped, "method": alike}), feds) == (4, 1)
     assert decide_share(parse({**looped, "engine": {"workers": 1}}), feds) == (1, 1)

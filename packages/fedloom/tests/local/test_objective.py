@@ -236,6 +236,6 @@ def test_a_loss_that_pairs_every_output_with_every_target_is_refused(task: Any) 
     x = torch.rand(40, 3)
     fed = fl.Federation.of([(x, torch.arange(40) % 2 if task == "binary" else x[:, :1])], task=task)
     with pytest.raises(
-        ConfigError, match=r"whichever output a target belongs to, .* broadcast to \[32, 32\]; give both"
+        ConfigError, match=r"whichever output a target belongs to, .* broadcast to \[32, 32\]; give outputs"
     ):
         fl.simulate("fedavg", fed, rounds=1, task={"loss": crossed})

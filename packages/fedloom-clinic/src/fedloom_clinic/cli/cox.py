@@ -72,7 +72,9 @@ def cox(
         sites = [SurvivalSite(x, *y.T) for x, y in table.sites]
         fit = exact = fit_cox(sites, ties, stratify=stratify, names=table.columns, penalty=penalty, strength=chosen)
         if bins is not None:
-            secure = fit_secure_cox(sites, agreement_on(sites, bins, least, ties, chosen), table.columns)
+            secure = fit_secure_cox(
+                sites, agreement_on(sites, bins, least, ties, None if chosen == "cv" else chosen), table.columns
+            )
             fit, losses = secure.fit, secure.losses
             say(
                 f"bins of {option(bins)}, at least {least} events and rows of a site: "

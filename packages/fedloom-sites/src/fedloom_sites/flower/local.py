@@ -85,8 +85,8 @@ class Local:
             return setting
         if given is not None and not isinstance(given, GaussianNoise):
             raise Refused(
-                f"this node adds noise of its own (Local(channel=...)), and the strategy has channel {given.kind!r}; "
-                "an upload passes one channel: leave the strategy's out"
+                "this node adds noise of its own (Local(channel=...)), and an upload passes one channel: leave the "
+                f"strategy's channel {type(given).__name__} out"
             )
         if given is not None and given.clip <= own.clip and given.sigma * given.clip >= own.sigma * own.clip:
             return setting
@@ -101,7 +101,8 @@ class Local:
     def _noise(self) -> GaussianNoise | None:
         if self.channel is None or isinstance(self.channel, GaussianNoise):
             return self.channel
-        options = {"kind": "gaussian-noise", **self.channel} if isinstance(self.channel, Mapping) else self.channel
+        given: Any = self.channel
+        options = {"kind": "gaussian-noise", **given} if isinstance(given, Mapping) else given
         try:
             return GaussianNoise.model_validate(options)
         except ValidationError as error:
@@ -119,7 +120,7 @@ class Local:
             ConfigError: what is wrong.
         """
         self._noise()
-        bound = self.norm_bound
+        bound: Any = self.norm_bound
         if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int | float) or not bound > 0):
             raise ConfigError(f"Local: norm_bound must be a number greater than 0, got {bound!r:.80}; or leave it out")
 

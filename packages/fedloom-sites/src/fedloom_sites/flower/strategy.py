@@ -27,6 +27,7 @@ from fedloom.engine.scoring import score_request
 from fedloom.engine.setting import Setting
 from fedloom.engine.setup import make_job
 from fedloom.engine.state import State, initial_state
+from fedloom.entrances import entered
 from fedloom.errors import ConfigError, RunStopped, Stop
 from fedloom.local.oracles.precision import undisturbed
 from fedloom.rundir import place_of
@@ -84,6 +85,7 @@ class Strategy(FlowerStrategy):
     """
 
     @undisturbed()
+    @entered("flower")
     def __init__(
         self, algorithm: str, model: nn.Module, *, min_nodes: int = 2, wait: float = 3600.0, evaluate_every: int = 1,
         folder: Path | str | None = None, **choices: Any,
@@ -313,6 +315,7 @@ class Strategy(FlowerStrategy):
         log(INFO, "\t├──> fedloom: %s", self._document)
 
     @undisturbed()
+    @entered("flower")
     def _begin(self, arrays: ArrayRecord, grid: Grid) -> State:
         """Find the nodes of the run, make the job of their samples, and return the state that it begins with."""
         self._model.load_state_dict(state_dict_of(arrays, self._model))

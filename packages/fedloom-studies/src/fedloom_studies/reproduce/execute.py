@@ -8,8 +8,8 @@ import shlex
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -258,10 +258,12 @@ def _variant(
 
     def run(document: Mapping[str, object], *, page: bool = False) -> bool:
         plan = Plan(experiment(document, where, workers), folder, data_dir)
-        with show(plan.rounds) as listener, _unless_interrupted():
-            outcomes = plan.run(listener, *listeners, page=page, join=join)
+        with show(plan.rounds) as listener:
+            try:
+                outcomes = plan.run(listener, *listeners, page=page, join=join)
+            except RunStopped as stopped:
+                return _is_ended(stopped)
             return all(outcome.status != "interrupted" for outcome in outcomes)
-        return False
 
     def search(place: Path, searched: dict[str, Any]) -> bool:
         from fedloom.lab.tune import Tuning
@@ -270,11 +272,13 @@ def _variant(
             return experiment(document, where, workers)
 
         tuning = Tuning(search_of(searched), where, place, data_dir, read=read)
-        with show(tuning.rounds) as listener, _unless_interrupted():
-            findings = tuning.run(lambda *_: None, listener, *listeners, tuned=False, join=join)
-            write_choices(place, searched, findings)
-            return True
-        return False
+        with show(tuning.rounds) as listener:
+            try:
+                findings = tuning.run(lambda *_: None, listener, *listeners, tuned=False, join=join)
+            except RunStopped as stopped:
+                return _is_ended(stopped)
+        write_choices(place, searched, findings)
+        return True
 
     if scale == "smoke":
         return run(first(document))
@@ -285,11 +289,8 @@ def _variant(
     return run(chosen(document, choices_so_far(trials, chooses)), page=True)
 
 
-@contextmanager
-def _unless_interrupted() -> Iterator[None]:
-    """Leave the block where the user stops it."""
-    try:
-        yield
-    except RunStopped as stopped:
-        if stopped.reason is not Stop.INTERRUPTED:
-            raise
+def _is_ended(stopped: RunStopped) -> bool:
+    """False where the user stopped the work; any other end is raised."""
+    if stopped.reason is not Stop.INTERRUPTED:
+        raise stopped
+    return False

@@ -40,7 +40,7 @@ class Up(NamedTuple):
     change: Annotated[Tensor, Mean(base="rows.sent", primary=True, accumulates=True, carries="statistics")]
 
 
-class Moments(NamedTuple):
+class FeatureSums(NamedTuple):
     """zz ``[..., k + 1, k + 1]`` and zt ``[..., k + 1, c]`` in float64, and the rounding of the dtype they came in."""
 
     zz: Tensor
@@ -96,16 +96,16 @@ def sent(x: Tensor, rows: Client, work: Work) -> tuple[Up, Client]:
     return Up(now - rows.sent), Client(now)
 
 
-def moments_of(row: Tensor, layout: Layout) -> Moments:
+def moments_of(row: Tensor, layout: Layout) -> FeatureSums:
     """Statistics ``[..., s]`` as matrices."""
     rounding, size, row = torch.finfo(row.dtype).eps, shape_of(layout)[1] + 1, row.double()
     upper = torch.triu_indices(size, size, device=row.device)
     zz = row.new_zeros(*row.shape[:-1], size, size)
     zz[..., upper[0], upper[1]] = zz[..., upper[1], upper[0]] = row[..., : upper.shape[1]]
-    return Moments(zz, row[..., upper.shape[1] :].unflatten(-1, (size, -1)), rounding)
+    return FeatureSums(zz, row[..., upper.shape[1] :].unflatten(-1, (size, -1)), rounding)
 
 
-def head_from(moments: Moments, ridge: float, layout: Layout, *, bias: bool = True) -> Tensor:
+def head_from(moments: FeatureSums, ridge: float, layout: Layout, *, bias: bool = True) -> Tensor:
     """The head ``[..., k + 1, c]`` of least squares plus ``ridge`` times its squares, but for the last row's.
 
     The last row is the bias, and 0 without one, as of a model whose last layer has none. Where the ridge is below the

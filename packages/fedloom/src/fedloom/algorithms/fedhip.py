@@ -89,16 +89,18 @@ class FedHiP(Algorithm):
         for i, part in enumerate(work.features(down.x)):
             weight, size = work.weight[i].double(), max(len(part.z), 1)
             ridge = float(self.ridge * weight / size)  # of sums over all samples, where shares are by samples
-            others = sums.moments_of(down.total - weight.to(down.total) * rows.sent[i], work.layout)
+            rest = sums.moments_of(down.total - weight.to(down.total) * rows.sent[i], work.layout)
             z, t = sums.samples_of(part, outputs)
-            own = others._replace(zz=weight / size * (z.T @ z), zt=weight / size * (z.T @ t))
+            client_sums = rest._replace(zz=weight / size * (z.T @ z), zt=weight / size * (z.T @ t))
             tried = SHARES_TRIED if self.share is None else (self.share,)
-            mixes = [own._replace(zz=own.zz + s * others.zz, zt=own.zt + s * others.zt) for s in tried]
+            mixes = [
+                client_sums._replace(zz=client_sums.zz + s * rest.zz, zt=client_sums.zt + s * rest.zt) for s in tried
+            ]
             fits = [self._fit(z, t, mix, float(weight / size), ridge, work) for mix in mixes]
             heads.append(min(fits, key=lambda fit: fit.error).head)
         return sums.with_head(down.x, torch.stack(heads), work.layout)
 
-    def _fit(self, z: Tensor, t: Tensor, mix: sums.Moments, unit: float, ridge: float, work: Work) -> Fit:
+    def _fit(self, z: Tensor, t: Tensor, mix: sums.FeatureSums, unit: float, ridge: float, work: Work) -> Fit:
         """The head of sums, and the mean squared error on each of the client's rows of the head without that row."""
         if not len(z) or self.share is not None:
             return Fit(sums.head_from(mix, ridge, work.layout), 0.0)

@@ -52,7 +52,11 @@ def check_importance(fed: Federation) -> Table:
         Refused: the samples are no rows of a table.
     """
     if fed.data.fitted is None:
-        raise Refused(f"importance permutes columns of a table, and {fed.data.name} is none; leave it out")
+        raise Refused(
+            f"importance permutes columns of a table, and {fed.data.name} is none",
+            rule="importance-needs-a-table",
+            fix="leave it out",
+        )
     return fed.data.fitted.table
 
 

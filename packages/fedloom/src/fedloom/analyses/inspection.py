@@ -34,7 +34,11 @@ class Confusion(Analysis):
 
     def check(self, schema: Schema, setting: Setting | None = None) -> None:
         if not schema.classes:
-            raise Refused(f"confusion counts predicted classes, but {schema.name} is a {schema.task}; leave it out")
+            raise Refused(
+                f"confusion counts predicted classes, but {schema.name} is a {schema.task}",
+                rule="confusion-needs-classes",
+                fix="leave it out",
+            )
 
     def measure(self, result: Result) -> tuple[pa.Table, Sequence[str]]:
         return confusion(result), ()
@@ -49,7 +53,18 @@ class Tsne(Analysis):
     def check_run(self, fed: Federation, setting: Setting | None = None) -> None:
         unknown = [i for i in self.clients if i >= fed.n]
         if unknown:
-            raise ConfigError(f"tsne names client {unknown[0]}, but there are clients 0 to {fed.n - 1} only")
+            raise ConfigError(
+                f"tsne names client {unknown[0]}, but there are clients 0 to {fed.n - 1} only",
+                rule="tsne-client-missing",
+                fix="name clients that are there, or leave it out",
+            )
+        sizes = fed.sizes("test")
+        if all(int(sizes[i]) < FEWEST_SAMPLES for i in self.clients):
+            raise Refused(
+                f"tsne needs {FEWEST_SAMPLES} test samples of a client, and none of these clients has so many",
+                rule="tsne-too-few-samples",
+                fix="name clients with more test samples, or leave it out",
+            )
 
     def measure(self, result: Result) -> tuple[pa.Table, Sequence[str]]:
         return tsne(result, self.clients)

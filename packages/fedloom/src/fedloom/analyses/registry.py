@@ -51,3 +51,14 @@ ANALYSES = AnalysisRegistry(
         "tsne": "fedloom.analyses.inspection:Tsne",
     }
 )
+
+
+def name_of(analysis: Analysis) -> str:
+    """Return the name by which files find the class of an analysis: its kind, of user code its import path."""
+    from fedloom.imports import path_of  # pydantic is slow to import, and names alone need none
+    from fedloom.values import kind_of
+
+    kind = kind_of(analysis)
+    if kind in ANALYSES and ANALYSES[kind] is type(analysis):
+        return kind
+    return path_of(type(analysis)) or kind

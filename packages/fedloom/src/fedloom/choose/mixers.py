@@ -212,7 +212,11 @@ class ClusterMeans(Mixer):
     def check(self, n: int) -> None:
         """More clusters than clients are refused."""
         if (self.clusters or 1) > n:
-            raise ConfigError(f"mixer.clusters must be at most the {n} clients of the federation, got {self.clusters}")
+            raise ConfigError(
+                f"mixer.clusters must be at most the {n} clients of the federation, got {self.clusters}",
+                rule="mixer-clusters",
+                fix=f"set {{mixer.clusters = {n}}}, or less",
+            )
 
 
 def directions(w: Tensor) -> Tensor:

@@ -55,7 +55,9 @@ def shares_of(weights: Any, fed: Federation) -> Tensor:
     elif weights == "groups":
         if fed.groups is None:
             raise Refused(
-                "weights = 'groups' needs clients in groups, and this partition has none; use weights = 'samples'"
+                "weights = 'groups' needs clients in groups, and this partition has none",
+                rule="shares-need-groups",
+                fix="set {weights = 'samples'}",
             )
         masses = _alike(fed.groups.cpu())
     elif column is not None:
@@ -66,7 +68,9 @@ def shares_of(weights: Any, fed: Federation) -> Tensor:
         masses = torch.tensor(weights, dtype=torch.float64)
         if len(masses) != fed.n or not bool(masses.sum() > 0):
             raise ConfigError(
-                f"weights must be a number for each of the {fed.n} clients, not all of them zero, got {list(weights)}"
+                f"weights must be a number for each of the {fed.n} clients, not all of them zero, got {list(weights)}",
+                rule="shares-of-other-clients",
+                fix="set {weights = 'samples'}, or give the numbers",
             )
     return (masses / masses.sum())[:, None]
 
@@ -93,8 +97,9 @@ def _levels(column: str, fed: Federation) -> Tensor:
         names = [data.levels[column][code] or "none" for code in codes]
         if len(codes) != 1 or data.levels[column][codes[0]] == MISSING:
             raise Refused(
-                f"{what} needs one level of every client, but client {fed.names[client]!r} has "
-                f"{', '.join(names[:4])}; use weights = 'uniform', or a partition by that column"
+                f"{what} needs one level of every client, but client {fed.names[client]!r} has {', '.join(names[:4])}",
+                rule="shares-need-one-level",
+                fix="set {weights = 'uniform'}, or partition by that column",
             )
         levels += codes
     return torch.tensor(levels)
@@ -130,6 +135,27 @@ def equal_clusters(clusters: int | None, activations: Tensor, ctx: Ctx) -> Tenso
     return shares / shares.sum()
 
 
+def check_clusters(clusters: int | None, ctx: Ctx) -> None:
+    """Refuse clusters that these clients cannot be in.
+
+    Raises:
+        ConfigError: more clusters than clients.
+        Refused: a client has no training samples, of which there are no activations.
+    """
+    if clusters is not None and clusters > ctx.n:
+        raise ConfigError(
+            f"weights = 'clusters-{clusters}' needs as many clients, the federation has {ctx.n}",
+            rule="shares-clusters",
+            fix="set {weights = 'uniform'}, or fewer clusters",
+        )
+    if not bool((ctx.sizes > 0).all()):
+        raise Refused(
+            "weights by clusters needs training samples of every client",
+            rule="shares-of-empty-clients",
+            fix="set {weights = 'uniform'}",
+        )
+
+
 def cluster_shares(
     clusters: int | None, oracle: Network, x0: Tensor, ctx: Ctx, attack: Attack | None, attackers: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -150,14 +176,8 @@ def cluster_shares(
         The shares, and of all clients: samples backward and forward, steps, bytes up and down, and those of the paper.
 
     Raises:
-        ConfigError: more clusters than clients.
         RunStopped: activations are not finite.
-        Refused: a client has no training samples, of which there are no activations.
     """
-    if clusters is not None and clusters > ctx.n:
-        raise ConfigError(f"weights = 'clusters-{clusters}' needs as many clients, the federation has {ctx.n}")
-    if not bool((ctx.sizes > 0).all()):
-        raise Refused("weights by clusters needs training samples of every client; use weights = 'uniform'")
     answers, counts = list[Tensor](), torch.zeros(7).long()
     for ids in ctx.ids.tensor_split(chunk_count(ctx.n, chunk_limit(oracle))):
         work = Work(oracle, ids, ctx.weight[ids].to(x0), ctx.local, seed=ctx.seed, round=1)

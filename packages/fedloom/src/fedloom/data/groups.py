@@ -52,12 +52,20 @@ def groups_of(data: Dataset, choices: Sequence[str]) -> Mapping[str, Tensor]:
         codes, levels = data.columns[name], data.levels[name]
         if bound is None:
             if len(levels) > MOST_LEVELS:
-                raise ConfigError(f"groups: {name!r} has {len(levels)} levels; give a bound, such as '{name}>=50'")
+                raise ConfigError(
+                    f"groups: {name!r} has {len(levels)} levels",
+                    rule="groups-too-many",
+                    fix=f"give a bound, such as '{name}>=50'",
+                )
             groups |= {f"{name}={level}": codes == k for k, level in enumerate(levels) if level != MISSING}
             continue
         wrong = next((level for level in levels if level != MISSING and not is_number(level)), None)
         if wrong is not None:
-            raise ConfigError(f"groups: {name!r} has {wrong!r}, which is no number; leave out the bound")
+            raise ConfigError(
+                f"groups: {name!r} has {wrong!r}, which is no number",
+                rule="groups-without-numbers",
+                fix="leave out the bound",
+            )
         values = torch.tensor([float(level or "nan") for level in levels], dtype=torch.float64)[codes]
         for sign in (bound[2], OPPOSITE[bound[2]]):
             groups[f"{name}{sign}{bound[3]}"] = COMPARE[sign](values, float(bound[3]))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -33,6 +31,7 @@ class Job(RunProblem):
         summed: what the clients' uploads have added up to (`summed_fields`).
         residue: what the channel has not sent yet, of every client.
         optimizer: states of every client's optimisers, where they are kept.
+        locations: the machines that have the latest row of every client.
     """
 
     workers: int
@@ -43,6 +42,7 @@ class Job(RunProblem):
     summed: Store[Fields]
     residue: Store[Fields]
     optimizer: Store[Fields]
+    locations: RowLocations
 
     @property
     def stores(self) -> dict[str, Store[Fields]]:
@@ -61,24 +61,15 @@ class Job(RunProblem):
         """What the clients keep, by the names of `fedloom.engine.clients.chunk.ClientState`."""
         return {"rows": self.clients, "residue": self.residue, "optimizer": self.optimizer}
 
-    @cached_property
-    def locations(self) -> RowLocations:
-        """The machines that have the latest row of every client."""
-        return RowLocations(self.ranks, self.stores)
-
     def without_states(self) -> Job:
-        """The run at a server whose clients keep what is theirs."""
+        """Return the run at a server whose clients keep what is theirs."""
         none: Store[Fields] = Store(self.n, Nothing())
-        return replace(self, clients=none, residue=none, optimizer=none, memory=None)
+        locations = RowLocations(self.ranks, {**self.stores, "clients": none, "residue": none, "optimizer": none})
+        return replace(self, clients=none, residue=none, optimizer=none, locations=locations, memory=None)
 
     def with_shares(self, alpha: Tensor | None) -> Job:
-        """The run with other shares of the objective ``[n, 1]``, and the same stores; this run when None."""
-        if alpha is None:
-            return self
-        job = copy.copy(self)
-        job.__dict__.update(alpha=alpha, locations=self.locations)
-        job.__dict__.pop("masses", None)
-        return job
+        """Return the run with other shares of the objective ``[n, 1]`` and the same stores; this run when None."""
+        return self if alpha is None else replace(self, alpha=alpha)
 
     def work(self, round: int, ids: Tensor, trains: bool = False, steps: Tensor | None = None) -> Work:
         """The local problems of clients in a round; where they train, with the batches that the run replays.

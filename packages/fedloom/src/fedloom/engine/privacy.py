@@ -56,22 +56,29 @@ def check_privacy(
     if isinstance(aggregator, PrivateMean):
         if any(k.primary and k.base == "zero" for k in fields):
             raise Refused(
-                f"aggregator 'private-mean' clips differences, but {name} uploads absolute values; use channel "
-                "'gaussian-noise', which acts on their changes"
+                f"aggregator 'private-mean' clips differences, but {name} uploads absolute values",
+                rule="noise-needs-differences",
+                fix="leave {aggregator} out and set {channel = 'gaussian-noise'}, which acts on their changes",
             )
         if any(k.single for k in fields):
             raise Refused(
                 f"aggregator 'private-mean' protects means only, but the server of {name} also gets uploads of single "
-                "clients; use channel 'gaussian-noise'"
+                "clients",
+                rule="noise-misses-single-uploads",
+                fix="leave {aggregator} out and set {channel = 'gaussian-noise'}",
             )
-    if accounted(channel, aggregator) is None:
+    noise = accounted(channel, aggregator)
+    if noise is None:
         return
     if find_spec("dp_accounting") is None:
         raise ConfigError("delta needs the extra privacy; run: pip install 'fedloom[privacy]'")
+    table = "channel" if isinstance(noise, GaussianNoise) else "aggregator"
     if exact := exact_fields(type(algorithm)):
         raise Refused(
             f"delta requires epsilon, but clients of {name} also upload {' and '.join(exact)} without noise, so none "
-            "holds; leave delta out or take another method"
+            "holds",
+            rule="epsilon-misses-fields",
+            fix=f"leave {{{table}.delta}} out",
         )
     reports = type(sampler).report is not Sampler.report and sampler.learns
     for what, kind, asks in (
@@ -80,8 +87,9 @@ def check_privacy(
     ):
         if asks:
             raise Refused(
-                f"delta requires epsilon, but {what} {kind!r} has clients answer without noise, so none holds; "
-                "leave delta out or take another"
+                f"delta requires epsilon, but {what} {kind!r} has clients answer without noise, so none holds",
+                rule="epsilon-misses-answers",
+                fix=f"leave {{{table}.delta}} out, or leave {{{what}}} out",
             )
 
 

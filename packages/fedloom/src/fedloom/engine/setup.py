@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedloom.algorithms import Algorithm, check_declaration
 from fedloom.choose import SharesWeigher, Uniform, Weigher
-from fedloom.choose.shares import by_clusters, cluster_shares, clusters_of, shares_of
+from fedloom.choose.shares import by_clusters, check_clusters, cluster_shares, clusters_of, shares_of
 from fedloom.data.federation import Federation
 from fedloom.engine.checks.defaults import adapted
 from fedloom.engine.checks.notes import changes_nothing, notes_of
@@ -27,7 +27,9 @@ from fedloom.engine.checks.refusals import (
     check_together,
     check_width,
     initial,
+    ruled,
 )
+from fedloom.engine.checks.rehearsal import check_layers, rehearse
 from fedloom.engine.clients.forging import poisoned
 from fedloom.engine.clients.messages import Messages, first_upload, idle_upload
 from fedloom.engine.clients.regroup import check_shares
@@ -45,9 +47,11 @@ from fedloom.local.oracles import Network, chunk_limit, make_oracle
 from fedloom.local.oracles.precision import undisturbed, wake
 from fedloom.local.rows import Fields, remade
 from fedloom.processes.ranks import ALONE, Ranks
+from fedloom.processes.row_locations import RowLocations
 from fedloom.rows.attacks import Poison
 from fedloom.rows.channel import Channel
 from fedloom.schedule import Stream, Synchronous
+from fedloom.seeds import preserve_rng
 from fedloom.storage.memory import Forked
 from fedloom.storage.store import Store
 from fedloom.tasks import task_of
@@ -99,7 +103,7 @@ def make_job(
 
     facts = {field.name: getattr(problem, field.name) for field in fields(problem)}
     stores = {name: store(name, template) for name, template in start.templates.items()}
-    return Job(workers=workers, ranks=ranks, **facts, **stores), start.server  # type: ignore[arg-type]
+    return Job(workers=workers, ranks=ranks, locations=RowLocations(ranks, stores), **facts, **stores), start.server  # type: ignore[arg-type]
 
 
 class Start(NamedTuple):
@@ -114,6 +118,7 @@ class Start(NamedTuple):
     templates: dict[str, Fields]
 
 
+@preserve_rng()
 def make_problem(
     setting: Setting,
     fed: Federation,
@@ -151,10 +156,12 @@ def make_problem(
         projection,
     )  # fmt: skip
     x0, spent = replay.start(oracle.layout.vector(oracle.module, dtype).to(device), oracle.layout), None
+    if by_clusters(setting.weights):
+        check_clusters(clusters_of(setting.weights), ctx)
     if finds and by_clusters(setting.weights):
         shares, spent = cluster_shares(clusters_of(setting.weights), oracle, x0, ctx, setting.attack, attackers)
         ctx = ctx._replace(weight=shares.to(dtype))
-    with attribute_error("method", method, "init"):
+    with attribute_error("method", method, "init"), ruled(f"method-{type(method).__name__.lower()}"):
         method = method.with_derived_options(ctx)
         server, client, kept = initial(method, x0, ctx)
     setting = setting.with_(algorithm=method)
@@ -162,20 +169,20 @@ def make_problem(
     if sampler.probes and method.global_model(server) is None:
         name = type(method).__name__
         raise Refused(
-            f"sampler {sampler.kind!r} queries clients about the global model, but {name} has none; take another"
+            f"sampler {sampler.kind!r} queries clients about the global model, but {name} has none",
+            rule="sampler-needs-a-global-model",
+            fix="leave {sampler} out",
         )
     fewest = sampler.smallest(fed.n) if replay.cohorts is None else min(len(set(map(int, c))) for c in replay.cohorts)
     if setting.mixer is not None:
         with attribute_error("method", method, "down"):
             check_mixed_width(method, method.down(server, None, ctx), oracle.layout.d)
-    notes = [
-        *pooled_notes,
-        *check_tested(setting, eval_fed),
-        *notes_of(setting, oracle, server, ctx, fewest, attackers),
-        *idle_workers(setting.engine),
-    ]
+    with ruled(f"method-{type(method).__name__.lower()}"):
+        notes = notes_of(setting, oracle, server, ctx, fewest, attackers)
+    notes = [*pooled_notes, *check_tested(setting, eval_fed), *notes, *idle_workers(setting.engine)]
     if setting.aggregator is not None and fewest is not None:
         setting.aggregator.check(fewest)
+    check_layers(setting, oracle, ctx, (server, client, kept))
     memory = _memory(method, (server, client, kept), oracle, ctx)
     residue: Fields = Nothing()
     if channel is not None or setting.weigher.probes or sampler.learns:
@@ -199,6 +206,7 @@ def make_problem(
     )
     if problem.fleet is not None and isinstance(setting.schedule, Stream) and replay.cohorts is not None:
         raise Refused(f"cohorts are those of rounds, which schedule {setting.schedule.kind!r} does not have")
+    rehearse(problem, (server, client, kept))
     mixes_models = setting.mixer is not None and not problem.fields[problem.primary].keeps
     templates: dict[str, Fields] = {
         "clients": client,
@@ -239,8 +247,13 @@ def _place(engine: Engine) -> tuple[torch.device, torch.dtype]:
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:
-            cure = f"this machine has {count}, counted from 0" if count else "no CUDA device is there; use 'cpu'"
-            raise ConfigError(f"engine.device is {engine.device!r}, but {cure}")
+            what = f"this machine has {count}, counted from 0" if count else "no CUDA device is there"
+            use = "cuda:0" if count else "cpu"
+            raise ConfigError(
+                f"engine.device is {engine.device!r}, but {what}",
+                rule="device-missing",
+                fix=f"set {{engine.device = {use!r}}}",
+            )
         wake(device)
     return device, getattr(torch, engine.dtype)
 
@@ -281,8 +294,10 @@ def _checked(setting: Setting, n: int) -> tuple[Setting, list[str]]:
         notes = [f"pooled data are those of one client: {changes_nothing(keys)}"] if keys else []
         setting = pool
     check_privacy(setting.method, setting.channel, setting.aggregator, setting.sampler, setting.weigher)
-    setting.sampler.check(n)
-    setting.weigher.check(n)
+    with ruled(f"sampler-{setting.sampler.kind}"):
+        setting.sampler.check(n)
+    with ruled(f"weigher-{setting.weigher.kind}"):
+        setting.weigher.check(n)
     if setting.mixer is not None:
         check_mixer(setting.method, setting.mixer, setting.aggregator)
         setting.mixer.check(n)
@@ -304,7 +319,11 @@ def _oracle(setting: Setting, fed: Federation) -> Network:
     oracle = make_oracle(module, task, fed, engine.oracle, augment if augment.changes else None, engine.precision)
     if engine.precision != "full" and setting.method.full_gradients:
         why = setting.method.full_gradients
-        raise Refused(f"{why} takes full gradients, which stay float32; leave engine.precision out")
+        raise Refused(
+            f"{why} takes full gradients, which stay float32",
+            rule="precision-of-full-gradients",
+            fix="leave {engine.precision} out",
+        )
     return oracle
 
 
@@ -338,8 +357,9 @@ def _memory(
         first_upload(method, start, ctx, work)
     if not memory.streams:
         raise Refused(
-            f"{type(method).__name__} takes its local steps itself, and they are steps of plain SGD; set "
-            "local.optimizer = 'sgd'"
+            f"{type(method).__name__} takes its local steps itself, and they are steps of plain SGD",
+            rule="method-optimizer",
+            fix="set {local.optimizer = 'sgd'}",
         )
     return memory.of(memory.rows * 0) if local.optimizer_state == "kept" else None
 

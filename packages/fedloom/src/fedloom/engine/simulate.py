@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, Unpack
+from typing import Any, Literal, TypeVar, Unpack
 
 from torch import Tensor
 
@@ -24,6 +24,7 @@ from fedloom.engine.setting import Choices, GivenModel, Setting
 from fedloom.engine.setup import make_job
 from fedloom.engine.state import State, initial_state
 from fedloom.engine.virtual.clock import flat
+from fedloom.entrances import entered
 from fedloom.errors import ConfigError, Stop
 from fedloom.local.oracles.precision import repeatable, undisturbed
 from fedloom.outputs import check_output_folder
@@ -32,8 +33,10 @@ from fedloom.processes.pool import WorkerPool
 from fedloom.processes.rank_pool import RankPool
 from fedloom.processes.ranks import ALONE, Ranks
 from fedloom.processes.signals import interruptible
-from fedloom.rundir import CHECKPOINTS, place_of
+from fedloom.rundir import CHECKPOINTS, WORK, place_of
+from fedloom.seeds import SERVER, as_global, generator, rng_states
 
+T = TypeVar("T")
 Progress = Callable[[State], object]
 """Called after every round, with the state after it; a sentence ends the run (`fedloom.callbacks`)."""
 
@@ -109,15 +112,18 @@ def simulate(
         raise ConfigError(f"progress must be a list of functions of a state, as [print], got {progress!r:.200}")
     place = None if folder is None else place_of(folder, "folder", ", or None for memory")
     if place is not None:
-        check_output_folder(place, owns=lambda inner: len(inner.parts) == 2 and inner.parts[0] == CHECKPOINTS)
+        check_output_folder(
+            place, owns=lambda inner: (inner.parts[0], len(inner.parts)) in ((CHECKPOINTS, 2), (WORK, 4))
+        )
     given = {"model": model, "settings": None if settings == "default" else settings, **choices}
     places = Setting.places(algorithm, keys=(*Setting.model_fields, "folder", "progress"))
-    if isinstance(algorithm, Setting):
-        setting = Setting.read(given, places=places, base=algorithm)
-    else:
-        setting = Setting.read({"algorithm": algorithm, **given}, places=places)
-    replay = Replay(initial, cohorts, batches, projection)
-    job, server = make_job(setting, fed, folder=place, ranks=ranks, replay=replay)
+    with entered("python"):
+        if isinstance(algorithm, Setting):
+            setting = Setting.read(given, places=places, base=algorithm)
+        else:
+            setting = Setting.read({"algorithm": algorithm, **given}, places=places)
+        replay = Replay(initial, cohorts, batches, projection)
+        job, server = make_job(setting, fed, folder=place, ranks=ranks, replay=replay)
     check_ranks(job)
     checkpoints = RunCheckpoints(job, place)
     resumed = checkpoints.resume(initial_state(job, server))
@@ -140,6 +146,7 @@ class _Simulation(Hooks):
     ) -> None:
         self._job, self._clients, self._progress, self._interrupted = job, clients, progress, interrupted
         self._guard = Guard()
+        self._drawn = rng_states()
 
     @property
     def warnings(self) -> list[str]:
@@ -147,10 +154,17 @@ class _Simulation(Hooks):
         return self._guard.warnings
 
     def evaluate(self, state: State) -> tuple[State, str]:
-        return evaluate(self._job, self._clients, state)
+        scored = evaluate(self._job, self._clients, state)
+        self._drawn = rng_states()
+        return scored
 
     def trained(self, state: State) -> tuple[str, ...]:
         notes, attackers, rounds = list[str](), self._job.attackers, self._job.setting.rounds
+        if state.round == 1 and rng_states() != self._drawn:
+            notes.append(
+                "code at the server draws from a global generator of torch, numpy or random, so equal runs differ; "
+                "draw from ctx.rng(purpose), which the seed decides"
+            )
         if state.round == 1 and not state.totals[COUNTS.index("samples_backward")]:
             notes.append("round 1 took no gradient of any client: nothing is trained")
         if state.round == rounds and len(attackers) and not state.uploads[attackers].any():
@@ -159,6 +173,7 @@ class _Simulation(Hooks):
 
     def after_round(self, state: State) -> str | None:
         answers = [self._guard.call("callback", call, state) for call in self._progress]
+        self._drawn = rng_states()
         return "; ".join(sentence for sentence in answers if isinstance(sentence, str)) or None
 
     def interrupted(self) -> bool:
@@ -172,16 +187,30 @@ def clients_of(job: Job) -> Iterator[LocalClients]:
     down = (len(job.clients.template) + 8) * row * (job.n if job.mixes else 1) + 8 * job.n * job.regroups
     up = (len(job.fields) + 1) * row * (job.chunk + 1 if job.gathers else 1)
     handlers = Handlers(
-        train=lambda shared, task: train_chunk(job.with_shares(shared[2]), *shared[:2], task),
-        compute=lambda shared, task: flat(compute_chunk(job, *shared, task)),
-        ask=lambda model, task: ask_chunk(job, model, task),
-        score=lambda shared, task: score_chunk(job.with_shares(shared[2]), *shared[:2], task),
+        train=_seeded(job, lambda shared, task: train_chunk(job.with_shares(shared[2]), *shared[:2], task)),
+        compute=_seeded(job, lambda shared, task: flat(compute_chunk(job, *shared, task))),
+        ask=_seeded(job, lambda model, task: ask_chunk(job, model, task)),
+        score=_seeded(job, lambda shared, task: score_chunk(job.with_shares(shared[2]), *shared[:2], task)),
     )
     if job.ranks.size > 1:
         yield LocalClients(handlers, RankPool(job.ranks, job.locations, up), job.chunk)
         return
     with WorkerPool(handlers, job.workers, down + (1 << 20), up + (1 << 20), ahead=True) as pool:
         yield LocalClients(handlers, pool, job.chunk)
+
+
+def _seeded(job: Job, handle: Callable[[Any, Any], T]) -> Callable[[Any, Any], T]:
+    """The function of a chunk, in which a user's code that draws from a global generator draws what the seed decides.
+
+    Chunks do not depend on the number of workers, so neither does a draw; afterwards the generators are as before.
+    """
+
+    def call(shared: Any, task: Any) -> T:
+        first = int(task.ids[0]) if len(task.ids) else SERVER
+        with as_global(generator(job.setting.seed, task.round, first, "user code"), job.oracle.device):
+            return handle(shared, task)
+
+    return call
 
 
 @contextmanager

@@ -30,7 +30,9 @@ def worker_count(engine: Engine, problem: RunProblem, samples: int) -> int:
     if engine.workers > 1 and not on_cpu:
         raise Refused(
             f"engine.workers is {engine.workers}, but workers are forks of this process, and a fork cannot use the GPU "
-            f"{engine.device!r} of its parent; leave workers out, or start one process per GPU with torchrun"
+            f"{engine.device!r} of its parent",
+            rule="workers-on-a-gpu",
+            fix="leave {engine.workers} out, or start one process per GPU with torchrun",
         )
     return useful(engine.workers, problem.n)
 

@@ -147,8 +147,9 @@ def slots_of(local: LocalSGD, layout: Layout, like: Tensor) -> list[Slot]:
     except Exception as error:
         options = f" with optimizer_options = {local.optimizer_options}" if local.optimizer_options else ""
         raise ConfigError(
-            f"local.optimizer = {local.optimizer!r}{options} cannot train this model: {error}; take one that needs "
-            "nothing but the gradient of every parameter"
+            f"local.optimizer = {local.optimizer!r}{options} cannot train this model: {error}",
+            rule="optimizer-fails",
+            fix="set {local.optimizer = 'sgd'}, or one that needs nothing but the gradient of every parameter",
         ) from error
     slots = []
     for place, p in enumerate(parameters):
@@ -158,7 +159,9 @@ def slots_of(local: LocalSGD, layout: Layout, like: Tensor) -> list[Slot]:
             if not isinstance(value, Tensor | int | float):
                 raise ConfigError(
                     f"local.optimizer_state = 'kept': the state {key!r} of {local.optimizer!r} is a "
-                    f"{type(value).__name__}, which no row of numbers can hold; use 'fresh'"
+                    f"{type(value).__name__}, which no row of numbers can hold",
+                    rule="optimizer-state",
+                    fix="set {local.optimizer_state = 'fresh'}",
                 )
             slots.append(Slot(place, key, value.shape if isinstance(value, Tensor) else torch.Size(), value))
     return slots

@@ -161,12 +161,24 @@ class LocalSGD(Value):
         """
         key = "epochs" if self.steps is None else "steps"
         if not getattr(self, key):
-            raise ConfigError(f"local.{key} = 0 trains nothing; set local.{key} to 1 or more")
+            raise ConfigError(
+                f"local.{key} = 0 trains nothing", rule="no-local-step", fix=f"set {{local.{key} = 1}}, or more"
+            )
         if self.lr < SMALLEST:
-            raise ConfigError(f"local.lr = {self.lr:g} is 0 in float32 and trains nothing; set a larger step size")
+            raise ConfigError(
+                f"local.lr = {self.lr:g} is 0 in float32 and trains nothing",
+                rule="step-size-zero",
+                fix="set a larger step size, as {local.lr = 0.1}",
+            )
         if self.lr_at(rounds) == 0:
-            longer = f"set local.horizon to {rounds} or more" if self.schedule == "cosine" else "raise local.decay"
-            raise ConfigError(f"schedule {self.schedule!r} makes the step size 0 by round {rounds}, the last: {longer}")
+            longer = (
+                f"set {{local.horizon = {rounds}}}, or more" if self.schedule == "cosine" else "raise {local.decay}"
+            )
+            raise ConfigError(
+                f"schedule {self.schedule!r} makes the step size 0 by round {rounds}, the last",
+                rule="step-size-vanishes",
+                fix=longer,
+            )
 
     def batches(self, size: int) -> int:
         """Steps of one epoch over ``size`` samples; the last batch may be short."""

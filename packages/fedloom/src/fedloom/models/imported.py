@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -177,6 +178,15 @@ def by_the_batch(module: nn.Module) -> list[str]:
     return [name for name, m in layers if m.running_mean is None]
 
 
+def _shape_cure(module: nn.Module, shape: tuple[int, ...]) -> str:
+    """What to do about a module that fails on samples of a shape."""
+    layers = [m for m in module.modules() if isinstance(m, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.Flatten)]
+    width = math.prod(shape)
+    if len(shape) > 1 and layers and isinstance(layers[0], nn.Linear):
+        return f"begin with torch.nn.Flatten() and a layer of {width} inputs"
+    return "give a model that takes such samples"
+
+
 def try_out(
     module: nn.Module, shape: tuple[int, ...], outputs: int, path: str, tokens: tuple[int, bool] | None
 ) -> None:
@@ -205,7 +215,11 @@ def try_out(
         finally:
             module.train(training)
     if len(errors) == len(tries):
-        raise ConfigError(f"model {path!r} fails on samples of shape {shape}: {errors[0]}") from errors[0]
+        raise ConfigError(
+            f"model {path!r} fails on samples of shape {shape}: {errors[0]}",
+            rule="model-fails",
+            fix=_shape_cure(module, shape),
+        ) from errors[0]
     if names := by_the_batch(module):
         try:
             with torch.no_grad():

@@ -78,8 +78,9 @@ def penultimate(module: nn.Module) -> str:
             before.append(name.removesuffix(ADAPTED))
     if not before:
         raise ConfigError(
-            f"no layer before {last!r} in {type(module).__name__}; "
-            "give it an attribute penultimate = 'name of a submodule'"
+            f"no layer before {last!r} in {type(module).__name__}",
+            rule="representation-missing",
+            fix="put a layer before it, as torch.nn.Flatten(), or give the module an attribute penultimate = 'NAME'",
         )
     return before[-1]
 
@@ -94,8 +95,9 @@ def parted(module: nn.Module) -> tuple[nn.Module, nn.Linear]:
     layer = module.get_submodule(name)
     if not isinstance(layer, nn.Linear) or not name:
         raise ConfigError(
-            f"the head of {type(module).__name__} is {name!r}, a {type(layer).__name__}; "
-            "name a linear layer that is the last operation of the network"
+            f"the head of {type(module).__name__} is {name!r}, a {type(layer).__name__}",
+            rule="head-not-linear",
+            fix="name a linear layer that is the last operation of the network",
         )
     setattr(module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], nn.Identity())
     return module, layer
@@ -108,9 +110,13 @@ def _head(module: nn.Module) -> str:
     linear: list[str] = [name for name, part in module.named_modules() if name and isinstance(part, nn.Linear)]
     linear = [name.removesuffix(ADAPTED) for name in linear]
     if not linear:
+        bare = isinstance(module, nn.Linear)
         raise ConfigError(
-            f"{type(module).__name__} has no linear layer to serve as head; "
-            "give it an attribute head = 'name of a submodule'"
+            f"{type(module).__name__} has no linear layer to serve as head",
+            rule="head-missing",
+            fix="put a layer before it: torch.nn.Sequential(torch.nn.Flatten(), layer)"
+            if bare
+            else "give the module an attribute head = 'name of a submodule'",
         )
     return linear[-1]
 

@@ -333,4 +333,8 @@ def _std(rows: Tensor) -> Tensor:
 
 def _classes(y: Tensor, classes: int) -> None:
     if y.is_floating_point() or classes < 2:
-        raise ConfigError(f"label attacks need class labels, got {y.dtype} labels of {classes} classes")
+        raise ConfigError(
+            f"label attacks need class labels, got {y.dtype} labels of {classes} classes",
+            rule="attack-needs-classes",
+            fix="leave {attack} out",
+        )

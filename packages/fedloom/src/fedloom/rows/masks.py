@@ -20,7 +20,11 @@ def head(layout: Layout, prefixes: tuple[str, ...] = ()) -> Tensor:
     if prefixes:
         return layout.mask(*prefixes)
     if not layout.matrix_shapes:
-        raise Refused("the model has no layer with a matrix that could be its head; name the head's parameters")
+        raise Refused(
+            "the model has no layer with a matrix that could be its head",
+            rule="head-missing",
+            fix="name the parameters of the head in {method.head}",
+        )
     layer = _layer(list(layout.matrix_shapes)[-1])
     return layout.mask(*[name for name in layout.names if _layer(name) == layer])
 

@@ -109,10 +109,16 @@ class Chosen:
             raise ConfigError(f"task.metrics: two metrics are called {twice!r}; rename one function")
         _check_weights(objective.class_weights, classes)
         if objective.calibrate and not isinstance(base, Binary):
-            raise ConfigError("task.calibrate is of binary tasks only; leave it out")
+            raise ConfigError(
+                "task.calibrate is of binary tasks only",
+                rule="calibrate-needs-two-classes",
+                fix="leave {task.calibrate} out",
+            )
         if objective.horizon is not None and not isinstance(base, Survival):
             raise ConfigError(
-                "task.horizon is of survival tasks only; leave it out, or name the event column in [data]"
+                "task.horizon is of survival tasks only",
+                rule="horizon-needs-survival",
+                fix="leave {task.horizon} out, or name the event column in {data.event}",
             )
         declare(objective.directions)
         return cls(base, objective, classes, tuple(n for n in dict.fromkeys(named) if n not in measured))
@@ -195,15 +201,20 @@ def _blank(base: Base) -> Tensor:
 
 def _check_weights(weights: object, classes: tuple[str, ...]) -> None:
     if weights is not None and not classes:
-        raise ConfigError("task.class_weights needs classes, and this task has none; leave it out")
+        raise ConfigError(
+            "task.class_weights needs classes, and this task has none",
+            rule="class-weights-need-classes",
+            fix="leave {task.class_weights} out",
+        )
     if isinstance(weights, Mapping):
         for name in weights:
             if name not in classes:
                 raise unknown("class", name, classes, "task.class_weights")
     elif isinstance(weights, tuple) and len(weights) != len(classes):
         raise ConfigError(
-            f"task.class_weights has {len(weights)} numbers for {len(classes)} classes ({', '.join(classes[:8])}); "
-            "give one per class, in this order"
+            f"task.class_weights has {len(weights)} numbers for {len(classes)} classes ({', '.join(classes[:8])})",
+            rule="class-weights-of-other-classes",
+            fix="give {task.class_weights} one number per class, in this order",
         )
 
 

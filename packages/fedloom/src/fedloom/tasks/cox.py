@@ -166,11 +166,11 @@ def _at_events(sums: RiskSums, ties: str) -> Iterator[tuple[Floats, ...]]:
     for k in range(int(sums.deaths.max(initial=0))):
         some = sums.deaths > k
         share = k / sums.deaths[some] if ties == "efron" else np.zeros(int(some.sum()))
-        zero, *others = (
+        zero, *further = (
             risk[some] - share.reshape(-1, *[1] * (risk.ndim - 1)) * tied[some]
             for risk, tied in zip(sums.risk, sums.tied, strict=True)
         )
-        yield zero, *(other / zero.reshape(-1, *[1] * (other.ndim - 1)) for other in others)
+        yield zero, *(other / zero.reshape(-1, *[1] * (other.ndim - 1)) for other in further)
 
 
 def _slope(sums: RiskSums, ties: str, metric: Floats) -> Floats:

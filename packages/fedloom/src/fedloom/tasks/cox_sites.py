@@ -28,7 +28,11 @@ def table_of(data: Dataset) -> Table:
     """
     table = data.prepare if data.fitted is None else data.fitted.table
     if data.task != "survival" or not isinstance(table, Table):
-        raise Refused(f"the analysis cox is of times to an event in a table, and {data.name} has none; leave it out")
+        raise Refused(
+            f"the analysis cox is of times to an event in a table, and {data.name} has none",
+            rule="cox-needs-times",
+            fix="leave it out",
+        )
     return table
 
 

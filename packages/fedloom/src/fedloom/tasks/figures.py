@@ -95,8 +95,8 @@ def of_classes(
     """Metrics that look at classes one by one, ``[n]`` each; a mean over classes is over those that define it.
 
     Args:
-        wanted: of ``balanced_accuracy``, ``recall``, ``precision``, ``macro_precision``, ``auroc_ovr``, ``auprc_ovr``,
-            ``brier`` and ``calibration_error``; "recall" and "precision" give one metric per class.
+        wanted: of ``macro_f1``, ``balanced_accuracy``, ``recall``, ``precision``, ``macro_precision``, ``auroc_ovr``,
+            ``auprc_ovr``, ``brier`` and ``calibration_error``; "recall" and "precision" give one metric per class.
         p: ``[N, C]`` probabilities.
         guess: ``[N]`` predicted classes.
         y: ``[N]`` targets.
@@ -125,9 +125,16 @@ def of_classes(
     return figures
 
 
+def macro_f1(true: Tensor, guessed: Tensor, hits: Tensor) -> Tensor:
+    """Mean F1 ``[...]`` over the classes that targets have, of samples by class ``[..., C]``."""
+    present = true > 0
+    return torch.where(present, 2 * hits / (true + guessed).clamp(min=1), 0.0).sum(-1) / present.sum(-1)
+
+
 def of_counts(true: Tensor, guessed: Tensor, hits: Tensor) -> dict[str, Tensor]:
     """Metrics ``[...]`` that follow from the samples of every class ``[..., C]``: true, predicted, and both."""
     return {
+        "macro_f1": macro_f1(true, guessed, hits),
         "balanced_accuracy": (hits / true).nanmean(-1),
         "macro_precision": torch.where(true > 0, (hits / guessed).nan_to_num(0), torch.nan).nanmean(-1),
     }

@@ -13,7 +13,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional
 
-from fedloom.tasks.figures import by_class, calibration_error, labelled, masked, mean, ranking, total, wide
+from fedloom.tasks.figures import by_class, calibration_error, labelled, macro_f1, masked, mean, ranking, total, wide
 from fedloom.values import Value
 
 OwnLoss = Callable[[Tensor, Tensor], Tensor]
@@ -118,12 +118,10 @@ class Classification(TaskKind):
         hit = guess == y
         counted = ((y, owner), (guess, owner), (y[hit], owner[hit]))
         true, guessed, hits = (by_class(*of, n, self.classes) for of in counted)
-        present = true > 0
-        f1 = torch.where(present, 2 * hits / (true + guessed).clamp(min=1), 0.0).sum(1) / present.sum(1)
         values = {
             "loss": mean(self.loss(z, y), owner, n),
             "accuracy": mean(hit.double(), owner, n),
-            "macro_f1": f1,
+            "macro_f1": macro_f1(true, guessed, hits),
         }
         return masked(values, z, owner, n)
 
@@ -137,7 +135,7 @@ class Binary(TaskKind):
     """
 
     further: ClassVar[tuple[str, ...]] = (
-        *("balanced_accuracy", "recall", "precision", "macro_precision", "brier"),
+        *("macro_f1", "balanced_accuracy", "recall", "precision", "macro_precision", "brier"),
         *("calibration_slope", "calibration_intercept"),
     )
 

@@ -24,8 +24,13 @@ def _metric(choice: object) -> str | Function:
             raise unknown("metric", choice, METRICS)
         return choice
     measure = function(choice, "metric")
-    if not measure.short.isidentifier() or measure.short in METRICS:
-        raise ValueError(f"metric {measure.short!r} needs a name of its own: write it as a function with another name")
+    if measure.short in METRICS:
+        raise ValueError(
+            f"metric {measure.short!r} has the name of a metric of fedloom: give the name {measure.short!r} for the "
+            f"metric of fedloom, or call your function by another name, such as my_{measure.short}"
+        )
+    if not measure.short.isidentifier():
+        raise ValueError(f"metric {measure.short!r} has no name: write it as a function with one, def my_metric(...)")
     return measure
 
 

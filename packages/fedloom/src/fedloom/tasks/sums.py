@@ -105,7 +105,6 @@ def _of_classes(task: Task, size: Tensor, rest: Tensor) -> dict[str, Tensor]:
     classes = (len(rest) - 2 - BINS) // 3
     loss, gap, bins, true, guessed, hits = rest.split([1, 1, BINS, classes, classes, classes])
     recall, precision = hits / true, hits / guessed
-    f1 = torch.where(true > 0, 2 * hits / (true + guessed).clamp(min=1), torch.nan).nanmean()
     names: Sequence[str] = labels(task.classes) if isinstance(task, Chosen) else ()
     each = {
         of_class(what, name): values[k]
@@ -119,5 +118,5 @@ def _of_classes(task: Task, size: Tensor, rest: Tensor) -> dict[str, Tensor]:
         "brier": gap / size,
         "perplexity": (loss / size).exp(),
         **of_counts(true, guessed, hits),
-        **({"f1": 2 * hits[1] / (true[1] + guessed[1])} if binary else {"macro_f1": f1}),
+        **({"f1": 2 * hits[1] / (true[1] + guessed[1])} if binary else {}),
     }

@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import numpy as np
@@ -29,13 +30,21 @@ def stage_of(error: BaseException, part: type, stages: Collection[str]) -> str |
         part: base class of the part.
         stages: functions of the part that its author may write.
     """
-    called = [
-        (frame.f_code.co_name, Path(frame.f_code.co_filename))
-        for frame, _ in traceback.walk_tb(error.__traceback__)
-        if frame.f_code.co_name in stages and isinstance(frame.f_locals.get("self"), part)
-    ]
+    called = list[tuple[str, Path]]()
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        code = frame.f_code
+        owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        if isinstance(owner, part) and (stage := _stage_of_code(code, type(owner), stages)):
+            called.append((stage, Path(code.co_filename)))
     by_author = [name for name, file in called if PACKAGE not in file.parents]
     return next(iter([*by_author, *(name for name, _ in called)]), None)
+
+
+def _stage_of_code(code: CodeType, kind: type, stages: Collection[str]) -> str | None:
+    """Name the function of a class that a code is of, whatever it was called where it was written."""
+    if code.co_name in stages:
+        return code.co_name
+    return next((name for name in stages if getattr(getattr(kind, name, None), "__code__", None) is code), None)
 
 
 def broken(law: str, part: object, error: Exception, stage: str | None, cure: str, where: str = "") -> AssertionError:

@@ -24,6 +24,7 @@ from fedloom.engine.job import Job
 from fedloom.engine.privacy import accounted
 from fedloom.engine.setup import make_job
 from fedloom.engine.virtual.check import check_stream
+from fedloom.entrances import entered
 from fedloom.errors import ConfigError
 from fedloom.hints import unknown
 from fedloom.imports import is_path
@@ -85,6 +86,7 @@ class DeploymentPlan:
     data_name: str = "data"
 
 
+@entered("file")
 def plan(
     experiment: Experiment,
     sites: int | None = None,

@@ -134,7 +134,7 @@ class SessionMember:
         self._once(record, "terms", terms.digest.hex())
         self._once(record, "sums", terms.sums)
         self._once(record, "asked", terms.model_digests)
-        self._once(record, "question", terms.question.encode().decode() if terms.question else "")
+        self._once(record, "question", terms.question.content if terms.question else "")
         self._once(record, "weights", {str(c): [*values] for c, values in weights.items()})
         self._once(record, "noisy", is_noisy)
         self._once(record, "bases", {str(c): t for c, t in terms.bases.items()})

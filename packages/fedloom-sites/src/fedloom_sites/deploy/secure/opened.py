@@ -23,16 +23,19 @@ from fedloom.storage.disk import regular
 from fedloom.storage.files import make_folder, write_atomic
 from fedloom.storage.locks import hold, release
 from fedloom_sites.deploy.audit import SENT, lines_of
-from fedloom_sites.deploy.cox import STEPS, STEPS_FILE
 from fedloom_sites.deploy.secure.changes import CHANGES, LOST_RECORD, Changes
 from fedloom_sites.deploy.secure.counters import NEUTRAL
-from fedloom_sites.deploy.secure.protocol import Broken
+from fedloom_sites.deploy.secure.protocol import MOST_STEPS, Broken
 
 REMEMBERED = 64
 """Newest sums of an experiment that a site remembers; it has no part in one of an older round."""
 EXPERIMENTS_REMEMBERED = 32
 """Newest experiments of whose sums a site remembers the models; it remembers the sites of the newest sum of all."""
 FILE = "opened.json"
+STEPS_FILE_END = "-steps.json"
+"""End of the name of a file in which a site enters the steps of an analysis before it answers them."""
+ANALYSES = "analyses"
+"""Entry for the steps of every analysis that was not summed since the list was made."""
 
 
 class OpenedSums:
@@ -120,7 +123,8 @@ class OpenedSums:
             is_new = False
             for what, t in sums.items():
                 opened: dict[str, Any] = experiment["opened"].setdefault(what, {})
-                if t <= experiment["forgotten"].get(what, -1):
+                forgotten = experiment["forgotten"]
+                if t <= forgotten.get(what, -1 if what in ("uploads", "scores") else forgotten.get(ANALYSES, -1)):
                     raise Broken(f"round {t} is too long ago to know whether its {what} were summed already")
                 new = {"bases": bases, "models": models[what], **({"question": question} if question else {})}
                 is_new |= str(t) not in opened
@@ -207,7 +211,7 @@ class OpenedSums:
         """The part of the record on this experiment; where there is none, all rounds up to the newest are summed.
 
         The newest is that of a state that is there, or of a session of which the site gave shares, by its log of what
-        left it. So are all steps of a Cox regression, but where a whole record shows that the site has answered none:
+        left it. So are all steps of analyses, but where whole records show that the site has answered none:
         it enters a step before it masks a vector, and gives shares of no sum without its own.
         """
         found: dict[str, Any] | None = record["experiments"].get(self._folder.name)
@@ -215,9 +219,9 @@ class OpenedSums:
             return found
         rounds = [int(p.stem.partition("-")[2]) for p in self._folder.glob("round-*.state")]
         newest = max([*rounds, *_summed_rounds(self._folder)], default=-1)
-        answered = read_checked(self._folder / STEPS_FILE) or {}
-        untouched = answered.get("whole") is True and not answered["steps"]
-        steps = {"cox": STEPS - 1} if newest >= 0 and not untouched else {}
+        answered = [read_checked(path) or {} for path in self._folder.glob(f"*{STEPS_FILE_END}")]
+        untouched = bool(answered) and all(one.get("whole") is True and not one["steps"] for one in answered)
+        steps = {} if newest < 0 or untouched else {ANALYSES: MOST_STEPS}
         made = {"past": [], "opened": {}, "forgotten": {"uploads": newest, "scores": newest, **steps}}
         record["experiments"][self._folder.name] = made
         self._write(record)

@@ -52,6 +52,8 @@ FEWEST, MOST = 3, 100
 ACCUSES = b"accuses\n"
 """How the answer of the third step begins where a share does not decrypt."""
 KEY, SIGNATURE = 32, 64
+MOST_STEPS = 1 << 16
+"""Steps of an analysis at most, whatever is agreed on."""
 
 Integers = np.ndarray[Any, np.dtype[np.uint64]]
 """Integers modulo 2^64, ``[D]``."""

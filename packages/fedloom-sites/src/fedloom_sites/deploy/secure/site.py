@@ -136,6 +136,9 @@ class MaskedAnswers:
         if accusations:
             return ACCUSES + accusations
         if terms.question is not None:
+            with publish_reasons():
+                if terms.question.analysis != "cox":
+                    raise Broken(f"this site answers no analysis {terms.question.analysis}: it is not agreed on")
             first = len(ScoreVector(trainer.job).figures) + len(self._groups.sums.groups)
             step, counters = self._cox.masked_vector(terms, first)
             return self._under_masks(envelope, step, counters)

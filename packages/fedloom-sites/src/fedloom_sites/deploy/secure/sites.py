@@ -26,7 +26,7 @@ from fedloom_sites.deploy.secure.counters import AnswerCounts
 from fedloom_sites.deploy.secure.opened import read_checked, write_checked
 from fedloom_sites.deploy.secure.protocol import Broken, Integers
 from fedloom_sites.deploy.secure.sums import SecureSums, Weights
-from fedloom_sites.deploy.secure.terms import Terms, check_summands
+from fedloom_sites.deploy.secure.terms import AnalysisStep, Terms, check_summands
 from fedloom_sites.deploy.secure.vectors import ScoreVector, UploadVector
 from fedloom_sites.deploy.server.sites import CoxSum, Sites
 from fedloom_sites.deploy.server.transport import Transport
@@ -162,7 +162,8 @@ class MaskedSites(Sites):
     def cox_sum(self, step: CoxStep, agreed: CoxAgreement, clients: Sequence[int]) -> CoxSum:
         if self._cox is None:
             self._cox = self._cox_terms()
-        terms, first = self._cox.with_(question=step), len(self._figures.figures) + len(self.group_sums.groups)
+        question = AnalysisStep.of("cox", step.step, step.encode())
+        terms, first = self._cox.with_(question=question), len(self._figures.figures) + len(self.group_sums.groups)
         bins = merged(agreed, terms, first, self._agreed.threshold)
         beta = np.array(step.beta)
 
@@ -187,7 +188,7 @@ class MaskedSites(Sites):
             return Terms.model_validate_json(kept["terms"], strict=False)
         t, asks = self._job.setting.rounds, dict.fromkeys(self._transport.nodes, Request("tally", None))
         terms = self._terms(t, asks, {}, -1).with_(
-            question=CoxStep(step=0, beta=()), figures=tuple(self._transport.figures)
+            question=AnalysisStep.of("cox", 0, b""), figures=tuple(self._transport.figures)
         )
         write_checked(path, {"terms": terms.encode().decode()})
         return terms

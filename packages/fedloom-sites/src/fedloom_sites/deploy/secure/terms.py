@@ -25,9 +25,8 @@ from fedloom.engine.job import Job
 from fedloom.errors import WireError
 from fedloom.local import Nothing
 from fedloom.values import Value
-from fedloom_sites.deploy.cox import CoxStep
 from fedloom_sites.deploy.noise import SharedMean
-from fedloom_sites.deploy.secure.protocol import FEWEST, MOST, Broken
+from fedloom_sites.deploy.secure.protocol import FEWEST, MOST, MOST_STEPS, Broken
 from fedloom_sites.deploy.site.local_data import federation_of
 
 LONGEST = 1 << 18
@@ -36,6 +35,26 @@ LONGEST = 1 << 18
 Count = Annotated[int, Field(ge=0)]
 Bits = Annotated[str, Field(pattern=r"^[0-9a-f]{0,2000}$")]
 """Figures that the samples of a site define, as `ScoreVector.definable` has them, and groups that it publishes."""
+
+
+class AnalysisStep(Value):
+    """A question of an analysis whose answers are summed: bytes, whose form the analysis declares."""
+
+    analysis: str = Field(pattern=r"^[a-z][a-z0-9-]{0,39}$", description="name of the analysis")
+    step: int = Field(ge=0, lt=MOST_STEPS, description="number of the question, from 0")
+    content: str = Field(
+        pattern=r"^([0-9a-f]{2})*$", max_length=LONGEST, description="the bytes, in hexadecimal digits"
+    )
+
+    @classmethod
+    def of(cls, analysis: str, step: int, content: bytes) -> AnalysisStep:
+        """The step of an analysis with the bytes of its question."""
+        return cls(analysis=analysis, step=step, content=content.hex())
+
+    @property
+    def message(self) -> bytes:
+        """The bytes of the question."""
+        return bytes.fromhex(self.content)
 
 
 class Terms(Value):
@@ -56,13 +75,13 @@ class Terms(Value):
         (), max_length=MOST, description="figures and bins that the samples of every site define, where any are summed"
     )
 
-    question: CoxStep | None = Field(None, description="step of a Cox regression that is summed, and nothing else")
+    question: AnalysisStep | None = Field(None, description="step of an analysis that is summed, and nothing else")
 
     @property
     def sums(self) -> dict[str, int]:
         """The round of what is summed, by what that is."""
         if self.question is not None:
-            return {"cox": self.question.step}
+            return {self.question.analysis: self.question.step}
         rounds = {"uploads": self.round} if self.trains else {}
         return rounds | ({"scores": self.scored} if self.scored >= 0 else {})
 
@@ -70,10 +89,10 @@ class Terms(Value):
     def model_digests(self) -> dict[str, str]:
         """Digest of the models of what is summed, by what that is; empty where none is received.
 
-        All steps of a Cox regression have the same, so that all their sums are of the same sites.
+        All steps of an analysis have the same, so that all their sums are of the same sites.
         """
-        digests = {"cox": "cox", "uploads": self.download, "scores": " ".join(self.models)}
-        return {what: digests[what] for what in self.sums}
+        digests = {"uploads": self.download, "scores": " ".join(self.models)}
+        return {what: digests.get(what, what) for what in self.sums}
 
     @property
     def bases(self) -> dict[int, int]:
@@ -113,7 +132,7 @@ class Terms(Value):
         """What every site of the cohort counts in the sums of the session; zeros without training samples.
 
         Of uploads these are its weight in the mean and, if rows are kept or added up over rounds, its share of the
-        objective. A Cox regression has rows. Scores count alike: `summed` looks at their samples.
+        objective. An analysis has rows. Scores count alike: `summed` looks at their samples.
 
         Args:
             job: a run of `weighed`.
@@ -210,8 +229,10 @@ def check_terms(terms: Terms, client: int, sizes: Sequence[int], figures: str, c
         Broken: what is wrong.
     """
     if terms.question is not None:
+        if terms.question.analysis in ("uploads", "scores"):
+            raise Broken(f"an analysis cannot be called {terms.question.analysis}")
         if (terms.trains, terms.scored, terms.download, terms.models) != (False, -1, "", ()):
-            raise Broken("terms of a Cox regression must ask nothing else")
+            raise Broken("terms of an analysis must ask nothing else")
     elif terms.scored > terms.round or (not terms.trains and (terms.scored, terms.download) != (terms.round, "")):
         raise Broken("terms must score a round that is done, and scores alone have no download")
     if len(terms.sizes) != clients or [*terms.cohort] != sorted({*terms.cohort} & {*range(clients)}):

@@ -143,7 +143,10 @@ class SiteCox:
         threshold = self._trainer.site.survivors or FEWEST
         with publish_reasons():
             agreed = merged(self._terms(), terms, first, threshold)
-        return self.vector(terms.question, agreed)
+            step = _read(CoxStep, terms.question.message, "a step of the Cox regression")
+            if step.step != terms.question.step:
+                raise Broken(f"the terms are of step {terms.question.step}, the question is of step {step.step}")
+        return self.vector(step, agreed)
 
     def answer(self, message: bytes) -> bytes:
         """The vector that a server without secure aggregation requests, and then the site's counters.

@@ -82,7 +82,7 @@ def _write(path: Path, content: bytes, mode: int) -> None:
 def main() -> None:
     """Run a task of Flower with the app that is installed here; what the server sent is not installed, nor loaded."""
     from fedloom_sites.deploy.apps import client_app
-    from fedloom_sites.flwr_adapter import add_args_flwr_app_common, run_clientapp, try_obtain_flwr_app_token
+    from fedloom_sites.flwr_adapter import add_args_flwr_app_common, task_program, try_obtain_flwr_app_token
 
     def nothing(*_arguments: object, **_options: object) -> None:
         """Take the place of what installs the app that the server sent."""
@@ -92,14 +92,15 @@ def main() -> None:
         "get_project_dir": nothing,
         "get_load_client_app_fn": lambda **_options: lambda *_names: client_app,
     }
+    program = task_program()
     for name, function in instead.items():
-        getattr(run_clientapp, name)  # a release of Flower without it is not the one that this was written for
-        setattr(run_clientapp, name, function)
+        getattr(program, name)  # a release of Flower without it is not the one that this was written for
+        setattr(program, name, function)
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--runtime-api-address", required=True)
     add_args_flwr_app_common(parser)
     words = parser.parse_args()
-    run_clientapp.run_clientapp(
+    program.run_clientapp(
         words.runtime_api_address,
         token=try_obtain_flwr_app_token(words),
         insecure=True,  # on loopback, under the secret that the site's processes share

@@ -129,7 +129,11 @@ class SizedSampler(Sampler, ABC):
     def check(self, n: int) -> None:
         """More clients than there are are refused."""
         if self.clients is not None and self.clients > n:
-            raise ConfigError(f"sampler.clients must be at most the {n} clients of the federation, got {self.clients}")
+            raise ConfigError(
+                f"sampler.clients must be at most the {n} clients of the federation, got {self.clients}",
+                rule="sampler-clients",
+                fix=f"set {{sampler.clients = {n}}}, or less",
+            )
 
     def smallest(self, n: int) -> int | None:
         """As many as are drawn."""

@@ -53,11 +53,17 @@ class Availability(SizedSampler):
         for t, row in enumerate(self.table or (), 1):
             if len(row) != n:
                 raise ConfigError(
-                    f"sampler.table must have a column for each of the {n} clients, row {t} has {len(row)}"
+                    f"sampler.table must have a column for each of the {n} clients, row {t} has {len(row)}",
+                    rule="sampler-table",
+                    fix="give every row of {sampler.table} a 0 or 1 for each client",
                 )
         for t, count in enumerate(self._counts(n), 1):
             if not count:
-                raise ConfigError(f"sampler: no client is available in round {t}; every round needs one")
+                raise ConfigError(
+                    f"sampler: no client is available in round {t}, and every round needs one",
+                    rule="sampler-empty-round",
+                    fix="leave {sampler.period} and {sampler.table} out, or let a client be there in every round",
+                )
 
     def smallest(self, n: int) -> int | None:
         """Those who are there in the emptiest round, if fewer than are drawn."""

@@ -97,7 +97,8 @@ def locate(
         return place
     root = os.environ.get(ENV) if data_dir is None else place_of(data_dir, "data_dir")
     if not root:
-        raise DataError(f"{what}: no data folder given; set {ENV}, or give data_dir or path")
+        command = f"fedloom data {what.lower()} --data-dir FOLDER --fetch"
+        raise DataError(f"{what}: no data folder given; set {ENV}, or give data_dir or path ({command} fills one)")
     base = Path(root).expanduser()
     tried = [*(base / folder for folder in folders), base]
     for place in tried:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -50,10 +51,13 @@ class Design:
                 sentences.append(f"{name} is not finite in {int((~torch.isfinite(values)).sum())} rows; leave them out")
         return sentences
 
-    def at(self, rows: Tensor) -> Design:
-        """Return the design of some rows ``[k]``, by position or by a mask ``[N]``."""
-        values = {name: getattr(self, name) for name in ("subject", "order", "strata", "held_out")}
-        return replace(self, **{name: value[rows] for name, value in values.items() if value is not None})
+    def digest(self) -> str:
+        """Return a digest of the design, in hexadecimal."""
+        digest = hashlib.sha256()
+        for name in ("subject", "order", "strata", "held_out"):
+            values = getattr(self, name)
+            digest.update(name.encode() + (b"" if values is None else values.contiguous().numpy().tobytes()))
+        return digest.hexdigest()[:16]
 
     @property
     def subject_name(self) -> str:

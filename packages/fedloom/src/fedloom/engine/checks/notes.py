@@ -11,7 +11,7 @@ from fedloom.choose import Sampler, SharesWeigher, UniformWeigher
 from fedloom.choose.shares import by_clusters
 from fedloom.engine.setting import Setting
 from fedloom.local import Ctx
-from fedloom.local.oracles import Network
+from fedloom.local.oracles import Network, loop_reason
 from fedloom.local.rows import Fields
 from fedloom.models.imported import by_the_batch
 from fedloom.rows.aggregate import FLTrust
@@ -153,6 +153,14 @@ def _moved(oracle: Network) -> list[str]:
             f"training changes buffers or attributes of the model ({_some(oracle.moved)}): every step, score and saved "
             "model has their initial values; make a parameter of what should last"
         )
+    if oracle.hides_randomness:
+        notes.append(
+            "the model draws random numbers that no seed decides, as from a torch.Generator of its own: results differ "
+            "between equal runs and with the number of workers; draw from the global generator of torch, numpy or "
+            "random, which every step seeds"
+        )
+    if reason := loop_reason(oracle.module, oracle.fed):
+        notes.append(f"clients are computed one by one, as vmap rejects the model ({reason}): oracle 'looped'")
     if oracle.overwritten:
         notes.append(
             f"a forward pass changes parameters of the model ({_some(oracle.overwritten)}), as max_norm of an "

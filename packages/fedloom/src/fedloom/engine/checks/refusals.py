@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -11,12 +14,33 @@ from fedloom.choose import Mixer, Sampler, SamplesWeigher, SharesWeigher, Unifor
 from fedloom.choose.shares import by_clusters
 from fedloom.data.federation import Federation
 from fedloom.engine.setting import Setting
-from fedloom.errors import CodeError, Refused
+from fedloom.entrances import worded
+from fedloom.errors import CodeError, ConfigError, Refused
 from fedloom.local import Ctx, LocalSGD
 from fedloom.local.rows import Fields
 from fedloom.rows.aggregate import Aggregator, FLTrust, PrivateMean
 from fedloom.rows.channel import Channel
 from fedloom.values import kind_of
+
+_DOTTED = re.compile(r"(?:\b(?P<table>[a-z]+)\.(?P<key>[a-z_]+)|\bweights)(?: = (?P<value>'[^']*'|[\w.-]+))?")
+
+
+@contextmanager
+def ruled(rule: str) -> Iterator[None]:
+    """Give the errors of a part's own check a rule, and the end of their message as the fix.
+
+    Raises:
+        ConfigError: an error of the part, with the rule.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        if not error.rule:
+            why, _, cure = str(error).rpartition("; ")
+            error.rule, error.fix = rule, _DOTTED.sub(lambda match: f"{{{match[0]}}}", cure)
+            error.args = (f"{why}; {worded(error.fix)}" if why else worded(error.fix),)
+        raise
+
 
 NOT_EVALUATED = "trained, not evaluated: there is no test row"
 """What a run without a test part ends with."""
@@ -35,7 +59,9 @@ def check_width(method: Algorithm, upload: Fields, weigher: Weigher, sampler: Sa
         if looks:
             name = type(method).__name__
             raise Refused(
-                f"{what} {value.kind!r} looks at clients' models, but {name} uploads something smaller; take another"
+                f"{what} {value.kind!r} looks at clients' models, but {name} uploads something smaller",
+                rule="part-needs-models",
+                fix=f"leave {{{what}}} out",
             )
 
 
@@ -54,14 +80,23 @@ def check_together(
     name = type(algorithm).__name__
     kinds = upload_fields(type(algorithm)).values()
     if algorithm.plain_sgd and local.momentum:
-        raise Refused(f"{name} cannot take momentum: {algorithm.plain_sgd}; set local.momentum = 0")
+        raise Refused(
+            f"{name} cannot take momentum: {algorithm.plain_sgd}",
+            rule="method-momentum",
+            fix="set {local.momentum = 0}",
+        )
     why = algorithm.plain_sgd or algorithm.needs_sgd
     if why and local.optimizer != "sgd":
-        raise Refused(f"{name} cannot take optimizer {local.optimizer!r}: {why}; set local.optimizer = 'sgd'")
+        raise Refused(
+            f"{name} cannot take optimizer {local.optimizer!r}: {why}",
+            rule="method-optimizer",
+            fix="set {local.optimizer = 'sgd'}",
+        )
     if algorithm.full_gradients and (local.momentum or local.clip is not None or local.optimizer != "sgd"):
         raise Refused(
-            f"{algorithm.full_gradients} takes full gradients as they are; set local.momentum = 0 and "
-            "local.optimizer = 'sgd', and leave local.clip out"
+            f"{algorithm.full_gradients} takes full gradients as they are",
+            rule="full-gradients",
+            fix="set {local.momentum = 0} and {local.optimizer = 'sgd'}, and leave {local.clip} out",
         )
     if not isinstance(weigher, SharesWeigher | UniformWeigher) and not any(k.weighable for k in kinds):
         if not kinds:
@@ -72,41 +107,56 @@ def check_together(
             why = "its server adds uploads up over rounds"
         else:
             why = "its server averages single models itself"
-        cure = "leave the weigher out"
+        cure = "leave {weigher} out"
         if isinstance(weigher, SamplesWeigher):
-            cure += "; weights = 'samples' weighs every method's clients by their samples"
+            cure += " (with {weights = 'samples'} every method's clients count by their samples)"
         elif weigher.describes and kinds and not algorithm.mixes:
-            cure += "; weights = 'clusters' has clusters count alike in the method's own shares"
-        raise Refused(f"weigher {weigher.kind!r} has nothing to act on in {name}: {why}; {cure}")
+            cure += " (with {weights = 'clusters'} clusters count alike in the method's own shares)"
+        raise Refused(
+            f"weigher {weigher.kind!r} has nothing to act on in {name}: {why}", rule="weigher-without-effect", fix=cure
+        )
     if weigher.signed and aggregator is not None and aggregator.weighted and not aggregator.linear:
         raise Refused(
             f"weigher {weigher.kind!r} without its floor gives negative weights, with which aggregator "
-            f"{kind_of(aggregator)!r} has no meaning; keep the floor, or use aggregator 'mean'"
+            f"{kind_of(aggregator)!r} has no meaning",
+            rule="signed-weights-in-a-rule",
+            fix="leave {weigher} out, or leave {aggregator} out",
         )
     for what, value in (("aggregator", aggregator), ("channel", channel)):
         if value is not None and not kinds:
             raise Refused(
-                f"{what} {kind_of(value)!r} has nothing to act on in {name}: it uploads nothing; leave it out"
+                f"{what} {kind_of(value)!r} has nothing to act on in {name}: it uploads nothing",
+                rule=f"{what}-without-upload",
+                fix=f"leave {{{what}}} out",
             )
     if aggregator is not None and not aggregator.linear:
         rule = f"aggregator {kind_of(aggregator)!r}"
         if isinstance(aggregator, PrivateMean) and any(k.accumulates for k in kinds):
             raise Refused(
                 f"{rule} cannot be used with {name}: its server adds uploads up over rounds, "
-                "and with them the noise of every round; use channel 'gaussian-noise'"
+                "and with them the noise of every round",
+                rule="noise-adds-up",
+                fix="leave {aggregator} out and set {channel = 'gaussian-noise'}",
             )
         brings = type(algorithm).mixer is not Algorithm.mixer
         if algorithm.mixes and (not brings or isinstance(aggregator, PrivateMean)):
             raise Refused(
-                f"{rule} has nothing to act on in {name}: its server mixes single models for every client; leave it out"
+                f"{rule} has nothing to act on in {name}: its server mixes single models for every client",
+                rule="aggregator-on-mixing",
+                fix="leave {aggregator} out",
             )
         if any(k.primary and not k.averaged for k in kinds):
             raise Refused(
-                f"{rule} has nothing to act on in {name}: its server averages single models "
-                "itself, by what they are; leave it out"
+                f"{rule} has nothing to act on in {name}: its server averages single models itself, by what they are",
+                rule="aggregator-on-single-models",
+                fix="leave {aggregator} out",
             )
     if channel is not None and algorithm.needs_exact:
-        raise Refused(f"channel {kind_of(channel)!r} cannot be used with {name}: {algorithm.needs_exact}; leave it out")
+        raise Refused(
+            f"channel {kind_of(channel)!r} cannot be used with {name}: {algorithm.needs_exact}",
+            rule="channel-on-exact-sums",
+            fix="leave {channel} out",
+        )
 
 
 def check_mixer(algorithm: Algorithm, mixer: Mixer, aggregator: Aggregator | None) -> None:
@@ -118,33 +168,50 @@ def check_mixer(algorithm: Algorithm, mixer: Mixer, aggregator: Aggregator | Non
     name, what = type(algorithm).__name__, f"mixer {mixer.kind!r}"
     kinds = upload_fields(type(algorithm))
     if not kinds:
-        raise Refused(f"{what} has nothing to mix in {name}: it uploads nothing; leave it out")
+        raise Refused(
+            f"{what} has nothing to mix in {name}: it uploads nothing",
+            rule="mixer-without-upload",
+            fix="leave {mixer} out",
+        )
     carried = kinds[primary_field(type(algorithm))].carries
     if carried != "model":
-        raise Refused(f"{what} mixes models, and clients of {name} send {carried} in place of models; leave it out")
+        raise Refused(
+            f"{what} mixes models, and clients of {name} send {carried} in place of models",
+            rule="mixer-without-models",
+            fix="leave {mixer} out",
+        )
     if algorithm.mixes:
         raise Refused(
-            f"{what} has no place in {name}: its server mixes single models for every client itself; leave it out"
+            f"{what} has no place in {name}: its server mixes single models for every client itself",
+            rule="mixer-on-mixing",
+            fix="leave {mixer} out",
         )
     if isinstance(aggregator, PrivateMean):
         raise Refused(
-            f"{what} sends mixtures of single models, which noise on a mean does not protect; leave it out, or use "
-            "channel 'gaussian-noise' in place of aggregator 'private-mean'"
+            f"{what} sends mixtures of single models, which noise on a mean does not protect",
+            rule="mixer-under-central-noise",
+            fix="leave {mixer} out, or leave {aggregator} out and set {channel = 'gaussian-noise'}",
         )
     if algorithm.family == "clustered":
         raise Refused(
-            f"{what} has no place in {name}: its server has a model for each cluster of clients already; leave it out"
+            f"{what} has no place in {name}: its server has a model for each cluster of clients already",
+            rule="mixer-on-clusters",
+            fix="leave {mixer} out",
         )
     personal = type(algorithm).personal is not Algorithm.personal
     if not personal and any(k.keeps or k.accumulates for k in kinds.values()):
         raise Refused(
             f"{what} has no meaning in {name}: its clients keep duals or controls towards one consensus, which models "
-            "of their own would contradict; 'flame' and 'fedslr' have both a consensus and personal models"
+            "of their own would contradict",
+            rule="mixer-on-consensus",
+            fix="leave {mixer} out ('flame' and 'fedslr' have both a consensus and personal models)",
         )
     if not personal and algorithm.family == "composite":
         raise Refused(
             f"{what} has no meaning in {name}: its model comes out of the server's prox, which a mixture of clients' "
-            "models does not pass; 'fedslr' and 'lpgd' have regularised personal models"
+            "models does not pass",
+            rule="mixer-on-server-prox",
+            fix="leave {mixer} out ('fedslr' and 'lpgd' have regularised personal models)",
         )
 
 
@@ -159,7 +226,9 @@ def check_mixed_width(method: Algorithm, down: Fields, d: int) -> None:
         sent = f"something {'smaller' if width < d else 'larger'}" if width != d else "each client a model of its own"
         raise Refused(
             f"a mixer sends models in place of the server's one, but the server of {type(method).__name__} sends "
-            f"{sent}; leave it out"
+            f"{sent}",
+            rule="mixer-needs-one-model",
+            fix="leave {mixer} out",
         )
 
 
@@ -172,18 +241,32 @@ def check_mixture(setting: Setting, *, classed: bool, each: bool) -> None:
     positions = "these sequences have a label per position"
     if setting.model.guided and each:
         raise Refused(
-            f"model.guided compares one representation of a sample with classes, and {positions}; leave it out"
+            f"model.guided compares one representation of a sample with classes, and {positions}",
+            rule="guided-needs-one-label",
+            fix="leave {model.guided} out",
         )
     if setting.model.memory is not None and (each or not classed):
         what = positions if each else "this task has none"
-        raise Refused(f"model.memory recalls the classes of samples, and {what}; leave it out")
+        raise Refused(
+            f"model.memory recalls the classes of samples, and {what}",
+            rule="memory-needs-classes",
+            fix="leave {model.memory} out",
+        )
     if not setting.model.mixture:
         return
     if not classed:
-        raise Refused("model.mixture mixes probabilities of classes, and this task has none; leave it out")
+        raise Refused(
+            "model.mixture mixes probabilities of classes, and this task has none",
+            rule="mixture-needs-classes",
+            fix="leave {model.mixture} out",
+        )
     for key in ("class_weights", "loss"):
         if getattr(setting.task, key) is not None:
-            raise Refused(f"model.mixture takes -log of probabilities as its loss; leave task.{key} out")
+            raise Refused(
+                "model.mixture takes -log of probabilities as its loss",
+                rule="mixture-has-a-loss",
+                fix=f"leave {{task.{key}}} out",
+            )
 
 
 def check_sampler(algorithm: Algorithm, sampler: Sampler, weigher: Weigher) -> None:
@@ -194,11 +277,17 @@ def check_sampler(algorithm: Algorithm, sampler: Sampler, weigher: Weigher) -> N
     """
     name = type(algorithm).__name__
     if sampler.learns and not upload_fields(type(algorithm)):
-        raise Refused(f"sampler {sampler.kind!r} looks at uploads, but {name} uploads nothing; take another")
+        raise Refused(
+            f"sampler {sampler.kind!r} looks at uploads, but {name} uploads nothing",
+            rule="sampler-without-upload",
+            fix="leave {sampler} out",
+        )
     if sampler.repeats and weigher.signed:
         raise Refused(
             f"sampler {sampler.kind!r} may draw a client twice, so that the weights of {weigher.kind!r} without its "
-            "floor need not have a positive sum; keep the floor"
+            "floor need not have a positive sum",
+            rule="signed-weights-of-repeats",
+            fix="leave {weigher} out, or leave {sampler} out",
         )
 
 
@@ -212,7 +301,9 @@ def check_attack(setting: Setting) -> None:
     if attack is not None and attack.disguises and not (setting.weigher.describes or by_clusters(setting.weights)):
         raise Refused(
             f"attack {kind_of(attack)!r} has nothing to forge: clients are described by activations with weights = "
-            "'clusters' or weigher 'equitable' only; take one of them, or another attack"
+            "'clusters' or weigher 'equitable' only",
+            rule="attack-without-target",
+            fix="set {weights = 'clusters'}, or leave {attack} out",
         )
 
 
@@ -224,8 +315,9 @@ def check_root(aggregator: Aggregator | None, n: int) -> None:
     """
     if isinstance(aggregator, FLTrust) and aggregator.root >= n:
         raise Refused(
-            f"aggregator 'fltrust' trusts client {aggregator.root}, and the {n} clients are 0 to {n - 1}; set "
-            "aggregator.root to one of them"
+            f"aggregator 'fltrust' trusts client {aggregator.root}, and the {n} clients are 0 to {n - 1}",
+            rule="trusted-client-missing",
+            fix="set {aggregator.root = 0}, or to another of them",
         )
 
 

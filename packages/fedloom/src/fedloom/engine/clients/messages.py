@@ -199,10 +199,18 @@ def idle_upload(method: Algorithm, start: tuple[Fields, Fields, Fields | None], 
 
 def first_upload(method: Algorithm, start: tuple[Fields, Fields, Fields | None], ctx: Ctx, work: Work) -> Fields:
     """What the first client uploads in a first round; nothing is kept of it."""
+    return first_step(method, start, ctx, work)[2]
+
+
+def first_step(
+    method: Algorithm, start: tuple[Fields, Fields, Fields | None], ctx: Ctx, work: Work
+) -> tuple[Fields, Fields, Fields]:
+    """What the first client receives, has afterwards and uploads in a first round; nothing is kept of it."""
     server, template, kept = start
     one = ctx._replace(m=1, ids=ctx.ids[:1])
     place, count = work.oracle.device, ctx.n if method.mixes_all else 1
     rows = remade(template, [t[None].to(place) for t in template])
     down = method.down(server, kept and remade(kept, [t.repeat(count, *[1] * t.dim()) for t in kept]), one)
-    upload: Fields = method.client(to_device(down, place), rows, work)[0]
-    return upload
+    received = to_device(down, place)
+    upload, rows = method.client(received, rows, work)
+    return received, rows, upload

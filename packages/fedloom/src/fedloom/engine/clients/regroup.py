@@ -73,30 +73,39 @@ def check_shares(setting: Setting, server: Fields, ctx: Ctx) -> None:
     name, what, period = type(method).__name__, f"weights = {weights!r}", period_of(weights)
     if by_clusters(weights) and accounted(setting.channel, aggregator) is not None:
         raise Refused(
-            f"delta requires epsilon, but with {what} clients send activations without noise, so none holds; leave "
-            "delta out, or give other shares"
+            f"delta requires epsilon, but with {what} clients send activations without noise, so none holds",
+            rule="epsilon-misses-clusters",
+            fix="set {weights = 'samples'}",
         )
     if period is None:
         return
-    model, cure = method.global_model(server), f"find clusters once, with weights = {weights.split()[0]!r}"
+    model, cure = method.global_model(server), f"find clusters once: set {{weights = {weights.split()[0]!r}}}"
     if model is None:
         raise Refused(
-            f"{what} describes clients by their activations under the global model, and {name} has none; {cure}"
+            f"{what} describes clients by their activations under the global model, and {name} has none",
+            rule="clusters-need-a-global-model",
+            fix=cure,
         )
     if not isinstance(schedule, Synchronous):
         raise Refused(
             f"{what} needs the activations of all clients between two rounds, for which schedule {schedule.kind!r} "
-            f"does not wait; {cure}"
+            "does not wait",
+            rule="clusters-need-rounds",
+            fix=cure,
         )
     adds = {field: kind for field, kind in upload_fields(type(method)).items() if kind.accumulates}
     if aggregator is not None and not aggregator.linear:
         if any(not kind.base.startswith("rows.") for kind in adds.values()):
             raise Refused(
                 f"{what} changes the shares in a sum that the server of {name} has of all rounds, but with aggregator "
-                f"{kind_of(aggregator)!r} it is of the rule's values, in which clients have no shares; {cure}"
+                f"{kind_of(aggregator)!r} it is of the rule's values, in which clients have no shares",
+                rule="clusters-under-a-rule",
+                fix=cure,
             )
     elif adds and method.reshared(server, namedtuple("Moved", adds)(*[model.new_zeros(1)] * len(adds)), ctx) is None:
         raise Refused(
             f"{what} has no meaning in {name}: its server adds up uploads by the shares that clients had in their "
-            f"rounds, which later shares do not reach; {cure}"
+            "rounds, which later shares do not reach",
+            rule="clusters-in-sums",
+            fix=cure,
         )

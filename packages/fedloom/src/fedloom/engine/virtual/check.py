@@ -22,7 +22,9 @@ def check_schedule(setting: Setting, n: int) -> None:
         return
     what, name = f"schedule {schedule.kind!r}", type(method).__name__
     if setting.devices is None:
-        raise Refused(f"{what} needs the time that clients take: give [devices], as kind = 'lognormal'")
+        raise Refused(
+            f"{what} needs the time that clients take", rule="schedule-needs-devices", fix="set {devices = 'lognormal'}"
+        )
     fewest = setting.sampler.smallest(n)
     if isinstance(schedule, OverSelection) and setting.aggregator is not None and fewest is not None:
         setting.aggregator.check(schedule.enough(fewest))
@@ -30,12 +32,16 @@ def check_schedule(setting: Setting, n: int) -> None:
         able = ", ".join(sorted(k for k, entry in REGISTRY.items() if getattr(entry, "weighs_partial", False)))
         raise Refused(
             f"{what} with partial work cannot be used with {name}, which counts a client alike however few steps it "
-            f"takes; leave partial out, or take one of {able}"
+            "takes",
+            rule="partial-work",
+            fix=f"leave {{schedule.partial}} out, or take one of {able}",
         )
     if isinstance(schedule, Deadline) and schedule.partial and method.full_gradients:
         raise Refused(
             f"{what} with partial work cannot be used with {method.full_gradients}, whose iterations are not steps of "
-            "local SGD; leave partial out, or take solver 'sgd'"
+            "local SGD",
+            rule="partial-full-gradients",
+            fix="leave {schedule.partial} out, or set {method.solver = 'sgd'}",
         )
     check_stream(setting, n)
 
@@ -56,20 +62,28 @@ def check_stream(setting: Setting, n: int | None) -> None:
         return
     what, name = f"schedule {schedule.kind!r}", type(method).__name__
     if sampler.probes:
-        raise Refused(f"{what} has no rounds before which sampler {sampler.kind!r} could ask candidates; take another")
+        raise Refused(
+            f"{what} has no rounds before which sampler {sampler.kind!r} could ask candidates",
+            rule="stream-asks-candidates",
+            fix="leave {sampler} out",
+        )
     mixer = setting.mixer
     among = getattr(method if mixer is None else mixer, "among", None)
     if among in ("cohort", "seen") or (method.mixes and not method.mixes_all):
         who = name if mixer is None else f"mixer {mixer.kind!r}"
-        cure = "take a deadline, which keeps rounds" if among is None else "take among = 'all'"
+        owner = "method" if mixer is None else "mixer"
+        cure = "leave {schedule} out" if among is None else f"set {{{owner}.among = 'all'}}"
         raise Refused(
             f"{what} cannot be used with {who} as it is: it mixes the models of the clients of one round, and here "
-            f"clients train one by one; {cure}"
+            "clients train one by one",
+            rule="stream-mixes-a-round",
+            fix=cure,
         )
     if isinstance(setting.attack, Forgery) and setting.attack.sees_honest:
         raise Refused(
-            f"{what} has no rounds whose honest uploads attack {kind_of(setting.attack)!r} could look at; take another "
-            "attack, or a deadline, which keeps rounds"
+            f"{what} has no rounds whose honest uploads attack {kind_of(setting.attack)!r} could look at",
+            rule="stream-attack-on-a-round",
+            fix="leave {attack} out, or leave {schedule} out",
         )
     if setting.aggregator is not None:
         setting.aggregator.check(schedule.size)
@@ -77,7 +91,15 @@ def check_stream(setting: Setting, n: int | None) -> None:
         return
     most = schedule.concurrency or sampler.smallest(n)
     if most is None:
-        raise Refused(f"{what} needs schedule.concurrency with sampler {sampler.kind!r}, which draws varying numbers")
+        raise Refused(
+            f"{what} has a number of clients that train at a time, and sampler {sampler.kind!r} draws varying numbers",
+            rule="stream-concurrency",
+            fix=f"set {{schedule.concurrency = {n}}}, or fewer",
+        )
     for key, number in (("concurrency", most), ("buffer", schedule.size)):
         if number > n:
-            raise ConfigError(f"schedule.{key} must be at most the {n} clients of the federation, got {number}")
+            raise ConfigError(
+                f"schedule.{key} must be at most the {n} clients of the federation, got {number}",
+                rule=f"schedule-{key}",
+                fix=f"set {{schedule.{key} = {n}}}, or less",
+            )

@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator, Mapping
@@ -17,7 +18,8 @@ import typer
 from typer import core
 from typer.core import TyperGroup
 
-from fedloom.errors import ConfigError, FedloomError, RunStopped, Stop, printable
+from fedloom.entrances import PLAIN_KEYS
+from fedloom.errors import ConfigError, DataError, FedloomError, RunStopped, Stop, printable
 from fedloom.version import __version__
 
 core.HAS_RICH = False  # else typer writes "\\[required]" in plain help, an escape that only rich's markup needs
@@ -196,6 +198,75 @@ EXTRAS = {
     "scikit_posthocs": "fedloom-studies",
 }
 """Modules that a command imports, and the package that brings them."""
+
+
+@contextmanager
+def about_file(file: Path) -> Iterator[None]:
+    """Begin the lines of a refusal with the experiment file and the line of the key that they are about.
+
+    Raises:
+        ConfigError: as inside, with file and line; so is a DataError.
+    """
+    try:
+        yield
+    except (ConfigError, DataError) as error:
+        text = file.read_text(errors="replace") if file.is_file() else ""
+        fix = getattr(error, "fix", "")
+        error.args = ("\n".join(_located(line, file, text, fix) for line in str(error).splitlines()),)
+        raise
+
+
+def _located(sentence: str, file: Path, text: str, fix: str) -> str:
+    """A sentence with the file, and the line of the key that it names first, or that the fix names."""
+    rest = sentence.removeprefix(f"{file}: ").removeprefix(f"{file}")
+    if rest != sentence and not sentence.startswith(f"{file}: "):
+        return sentence
+    named = NAMED_KEY.match(rest) or KEY_OF_FIX.search(fix)
+    line = None if named is None else line_of(text, **{k: v for k, v in named.groupdict().items() if v})
+    return f"{file}{'' if line is None else f':{line}'}: {rest}"
+
+
+NAMED_KEY = re.compile(
+    r"(?:\[\[(?P<array>\w+)\]\] (?P<place>\d+):? ?|\[(?P<table>\w+)\]:? ?|(?P<part>\w+)\.)?"
+    r"(?:(?P<key>\w+)(?:[.:]| is )|unknown \w+ '(?P<word>[^']+)')"
+)
+"""What a sentence on an experiment file begins with: a table, an entry of a list of tables, a key, an unknown word."""
+KEY_OF_FIX = re.compile(r"\{(?P<table>[a-z_]+)(?:\.(?P<key>[a-z_]+))?")
+
+
+def line_of(
+    text: str, table: str = "", key: str = "", word: str = "", array: str = "", place: str = "0", part: str = ""
+) -> int | None:
+    r"""Return the line of an experiment file, from 1, that a message is about; None if it has none.
+
+    Args:
+        text: of the file.
+        table: the table that has the key; empty at the top of the file.
+        key: the key.
+        word: a key or a value that is unknown.
+        array: the list of tables, in place of a table.
+        place: which of them, from 1.
+        part: the table in a dotted key.
+
+    >>> line_of("rounds = 2\n[local]\nlr = -1", "local", "lr"), line_of("lr = 3", word="lr")
+    (3, 1)
+    """
+    now, count, header, table = "", 0, None, table or part
+    for number, line in enumerate(text.splitlines(), 1):
+        if found := re.match(r"\s*\[+\s*([\w.-]+)\s*\]+", line):
+            now = found[1]
+            count += now == array
+            header = number if (now == table and table) or (now == array and count == int(place)) else header
+        inside = now == (array or table) and (not array or count == int(place))
+        if inside and word and re.search(rf"(?<![\w-]){re.escape(word)}(?![\w-])", line):
+            return number
+        if inside and key and re.match(rf"\s*{key}\s*[=.]", line):
+            return number
+        if key and table and re.match(rf"\s*{table}\s*(=|\.{key})", line):
+            return number
+        if table in PLAIN_KEYS and re.match(rf"\s*{table}\s*=", line):
+            return number
+    return header
 
 
 @contextmanager

@@ -41,7 +41,7 @@ def analyze(
     The clients are the users of the table, else those of the file's partition with its first seed. Options are those of
     the file's [[analysis]] of this kind, changed by --set.
 
-    Example: fedloom analyze cox patients.toml --set width=30 --set until=360
+    Example: fedloom analyze table-1 patients.toml --rule least=5
     """
     with errors():
         import pyarrow as pa

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fedloom.entrances import entered
 from fedloom.formats import duration
 from fedloom.hints import unknown
 from fedloom.lab.cli import _complete as offer
@@ -19,6 +20,7 @@ from fedloom.lab.cli._app import (
     FileArgument,
     Join,
     Trust,
+    about_file,
     app,
     errors,
     say,
@@ -90,7 +92,7 @@ def run(
 
     On several machines or GPUs: torchrun --nproc-per-node 4 -m fedloom.lab.cli run FILE.toml
     """
-    with errors():
+    with errors(), about_file(file), entered("command"):
         count = None if workers is None else worker_count(workers)
         from fedloom.lab.experiment import read
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedloom.formats import significant
-from fedloom.lab.cli._app import DataDir, FileArgument, Join, Trust, app, errors, say, worker_count
+from fedloom.lab.cli._app import DataDir, FileArgument, Join, Trust, about_file, app, errors, say, worker_count
 
 if TYPE_CHECKING:
     from fedloom.lab.tune import Trial
@@ -35,7 +35,7 @@ def tune(
 
     Example: fedloom tune examples/quickstart.toml --out runs/quickstart-tune --trials 20
     """
-    with errors():
+    with errors(), about_file(file):
         count = None if workers is None else worker_count(workers)
         from fedloom.storage import read_toml
         from fedloom.trust import check_document

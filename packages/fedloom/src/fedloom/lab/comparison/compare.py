@@ -15,6 +15,7 @@ from weakref import finalize
 from fedloom.data.dataset import on_cpu
 from fedloom.engine.result import Result
 from fedloom.engine.setting import Choices, GivenModel
+from fedloom.entrances import entered
 from fedloom.errors import ConfigError, RunDirError, RunStopped, Stop
 from fedloom.hints import unknown
 from fedloom.lab.comparison.given import GivenExperiment
@@ -67,6 +68,7 @@ class Comparison(RecordedComparison):
 
 
 @on_cpu()
+@entered("python")
 def compare(
     methods: Mapping[str, object] | Sequence[object],
     data: object,

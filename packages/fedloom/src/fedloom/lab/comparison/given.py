@@ -40,7 +40,9 @@ class InMemory(Source):
 
     @model_serializer
     def _named(self) -> dict[str, Any]:
-        return {"source": "memory", "name": self.held.name, "checksum": self.held.checksum()}
+        data: Dataset = self.held
+        facts = {"source": "memory", "name": data.name, "checksum": data.checksum()}
+        return facts if data.design is None else {**facts, "design": data.design.digest()}
 
     def load(self, data_dir: object = None) -> Dataset:
         data: Dataset = self.held

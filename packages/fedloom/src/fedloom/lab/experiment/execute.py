@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 import shutil
-import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property, partial
@@ -17,37 +15,34 @@ from typing import Any
 import pyarrow as pa
 
 from fedloom.analyses import ANALYSES
+from fedloom.analyses.registry import name_of
 from fedloom.data.dataset import on_cpu
 from fedloom.data.federation import Federation
 from fedloom.data.groups import keeping
 from fedloom.engine.result import Result
-from fedloom.engine.setting import Setting
 from fedloom.engine.setup import check
 from fedloom.engine.simulate import Progress, simulate
 from fedloom.engine.state import State
+from fedloom.entrances import entered
 from fedloom.errors import (
     CodeError,
     ConfigError,
     DamagedCheckpoint,
     LayoutError,
     Refused,
-    RunDirError,
     RunStopped,
-    Stop,
 )
 from fedloom.lab import report
 from fedloom.lab.experiment.events import PAUSE, Emitter, Event, EventQueue, Listener
-from fedloom.lab.experiment.file import difference_to_recorded
 from fedloom.lab.experiment.live import LiveFigures
 from fedloom.lab.experiment.outputs import (
     Outcome,
     write_analyses,
-    write_settings,
-    write_splits,
     write_summary,
     write_tables,
 )
 from fedloom.lab.experiment.schema import Experiment, Method
+from fedloom.lab.experiment.units.directory import ExperimentDirectory, is_whole
 from fedloom.lab.experiment.units.executors import Executor, check_executor, compute_units
 from fedloom.lab.experiment.units.further import FurtherRuns
 from fedloom.lab.experiment.units.joined import JoinedWork, WorkUnit
@@ -69,15 +64,11 @@ from fedloom.rundir import (
     SETTINGS,
     WORK,
     analysis_file,
-    check_case,
-    folder_of,
-    label_of,
 )
-from fedloom.storage.checkpoint import Checkpoints, check_digest
-from fedloom.storage.claims import Claims, UnitClaim, publish
-from fedloom.storage.files import is_unused, make_folder, refuse_links, write_atomic
+from fedloom.storage.checkpoint import check_digest
+from fedloom.storage.claims import UnitClaim, publish
+from fedloom.storage.files import make_folder, write_atomic
 from fedloom.storage.locks import lock
-from fedloom.values import kind_of
 
 EMPTY: Mapping[Any, Any] = MappingProxyType({})
 NO_PAGE = "no report.html is written: its charts need another package; pip install 'fedloom[charts]'"
@@ -107,6 +98,7 @@ class Plan:
     """
 
     @on_cpu()
+    @entered("file")
     def __init__(
         self,
         experiment: Experiment,
@@ -120,22 +112,26 @@ class Plan:
         ranks: Ranks = ALONE,
     ) -> None:
         self.experiment, self.out, self.ranks = experiment, out, ranks
-        self._force, self._partly = force, partly
+        self._directory = ExperimentDirectory(experiment, out, force=force, partly=partly)
+        self.runs = self._directory.runs
         if ranks.rank == 0:
-            self._check_directory()
+            self._directory.check()
             entries = (*FOLDERS, *FILES, *map(analysis_file, ANALYSES), *(() if is_run_directory(out) else (SETTINGS,)))
             check_output_folder(out, (*reads, experiment.source_options.get("source")), entries=entries)
         data = keeping(experiment.source, experiment.kept_columns).read(data_dir)
         self.federations: dict[int, Federation] = {s: experiment.partition(data, s) for s in experiment.head.seeds}
-        self.runs = [(m, seed) for m in experiment.methods for seed in experiment.head.seeds]
         for analysis in experiment.analyses:
             for fed in self.federations.values():
                 analysis.check_run(fed, experiment.common)
             if analysis.runs_further and ranks.size > 1:
-                raise Refused(f"{kind_of(analysis)} trains further runs on one process; leave it out")
-        fed = self.federations[experiment.head.seeds[0]]
+                raise Refused(f"{name_of(analysis)} trains further runs on one process; leave it out")
+        first = experiment.head.seeds[0]
+        fed = self.federations[first]
         self._checksum = data.checksum
-        self.notes = {m.label: check(m.setting, fed) for m in experiment.methods}
+        self.notes = {m.label: check(m.setting.with_(seed=first), fed) for m in experiment.methods}
+        for method, seed in self.runs:
+            if seed != first:
+                check(method.setting.with_(seed=seed), self.federations[seed])
         if ranks.rank == 0 and not dry:
             make_folder(out)
 
@@ -193,13 +189,14 @@ class Plan:
         if self.ranks.rank > 0:
             return self._run_all(listeners)
         with lock(self.out):
-            self._prepare()
-            share = self.share
+            self._directory.prepare(self.federations)
             ended: set[tuple[str, int]] = set()
+            interrupted, failures = False, dict[tuple[str, int], str]()
+            share = Share(1, 1) if executor is not None else self.share
             if executor is not None:
                 interrupted, failures = self._run_elsewhere(executor)
-            else:
-                interrupted, failures = share.runs > 1 and self._run_side_by_side(share, listeners, ended), EMPTY
+            elif share.runs > 1:
+                interrupted = self._run_side_by_side(share, listeners, ended)
             workers = None if share.runs == 1 else 1
             outcomes = self._run_all(
                 listeners, workers=workers, interrupted=interrupted, ended=ended, failures=failures
@@ -221,8 +218,8 @@ class Plan:
 
     def _run_elsewhere(self, executor: Executor) -> tuple[bool, dict[tuple[str, int], str]]:
         """Have an executor compute the runs that are missing: whether the user stopped it, and which have failed."""
-        folders = [(run, self._folder(CHECKPOINTS, *run)) for run in self.runs]
-        missing = [(run, folder) for run, folder in folders if not _is_whole(folder, run[0].setting.rounds)]
+        folders = [(run, self._directory.folder(CHECKPOINTS, *run)) for run in self.runs]
+        missing = [(run, folder) for run, folder in folders if not is_whole(folder, run[0].setting.rounds)]
         units = [json.dumps({"label": method.label, "seed": seed}) for (method, seed), _ in missing]
         failures, draft = dict[tuple[str, int], str](), self.out / WORK
         with interruptible() as interrupted:
@@ -242,13 +239,14 @@ class Plan:
         """`run` beside other processes: a run is one's work, and so are a client left out, and the files at the end."""
         if self.ranks.size > 1:
             raise ConfigError("a process that joins takes whole runs, but torchrun's ranks compute one together")
-        if self._force:
+        if self._directory.force:
             raise ConfigError(
                 f"a process that joins cannot forget what others do, as --force would; delete {self.out} first"
             )
         session, line, ended = JoinedWork(self.out), EventQueue(), set[tuple[str, int]]()
-        workers, hear = None if self.share.runs == 1 else self.share.workers, (*listeners, partial(_note_end, ended))
-        units = [WorkUnit(path.name, path) for path in (self._folder(CHECKPOINTS, *run) for run in self.runs)]
+        workers = None if self.share.runs == 1 else self.share.workers
+        hear: tuple[Listener, ...] = (*listeners, partial(_note_end, ended))
+        units = [WorkUnit(path.name, path) for path in (self._directory.folder(CHECKPOINTS, *run) for run in self.runs)]
 
         def do(k: int, claim: UnitClaim) -> str | None:
             outcome = self._run_one(*self.runs[k], hear if workers is None else (line.send,), workers, claim=claim)
@@ -258,8 +256,8 @@ class Plan:
 
         with lock(self.out, joins=True):
             if session.is_begun:
-                self._check_directory(joins=True)
-            session.begin(partial(self._prepare, session.claims))
+                self._directory.check(joins=True)
+            session.begin(partial(self._directory.prepare, self.federations, session.claims))
             with nullcontext() if workers is None else line.listening(*hear):
                 session.work(units, do, self.share)
             failures = {
@@ -272,53 +270,6 @@ class Plan:
             session.work(places, partial(_measure_joined, further, workers or 1), self.share)
             session.finish(lambda: self._finish(outcomes, further, page=page))
         return outcomes
-
-    def _prepare(self, claims: Claims | None = None) -> None:
-        """Make the directory this experiment's, and give runs that were left in the middle to who comes next."""
-        check_case(self.out, [method.label for method in self.experiment.methods])
-        self._check_directory()
-        if self._force:
-            self._clear()
-        self._check_rounds()
-        write_settings(self.out, self.experiment)
-        write_splits(self.out, self.federations)
-        if claims is not None:
-            for method, seed in self.runs:
-                folder = self._folder(CHECKPOINTS, method, seed)
-                if (
-                    folder.exists()
-                    and not _is_whole(folder, method.setting.rounds)
-                    and (claim := claims.take(folder.name)) is not None
-                ):
-                    if not publish(folder, claim.state):
-                        shutil.rmtree(folder)
-                    claim.release()
-        elif (self.out / WORK).exists():
-            self._adopt(Claims(self.out / WORK))
-
-    def _check_rounds(self) -> None:
-        """Let runs that have ended have more rounds, unless something in them depends on the number of rounds."""
-        longer = list[Path]()
-        for method, seed in self.runs:
-            folder, setting = self._folder(CHECKPOINTS, method, seed), method.setting.with_(seed=seed)
-            planned = (Checkpoints(folder).meta() or {}).get("numbers", {}).get("rounds", setting.rounds)
-            if planned < setting.rounds:
-                simulate(setting, self.federations[seed], folder=folder, advance=False)
-                longer.append(self._folder(MODELS, method, seed))
-        for models in longer:  # those of fewer rounds
-            shutil.rmtree(models, ignore_errors=True)
-        for analysis in self.experiment.analyses if longer else ():
-            if analysis.runs_further:
-                (self.out / analysis_file(kind_of(analysis))).unlink(missing_ok=True)
-
-    def _adopt(self, claims: Claims) -> None:
-        """Take what processes left that had joined; refuse to where one of them may still work."""
-        claims.check_ended()
-        for method, seed in self.runs:
-            folder = self._folder(CHECKPOINTS, method, seed)
-            if (state := claims.left_behind(folder.name)) is not None:
-                publish(state, folder)
-        claims.forget()
 
     def _finish(self, outcomes: list[Outcome], further: FurtherRuns, *, page: bool) -> None:
         """Write the files of a directory on which several processes have worked."""
@@ -373,7 +324,10 @@ class Plan:
         if workers is not None:
             setting = setting.with_(engine=setting.engine.with_(workers=workers))
         emitter = Emitter(listeners, method.label, setting, 0.0 if workers is None else PAUSE)
-        folder, fed = self._folder(CHECKPOINTS, method, seed) if claim is None else claim.state, self.federations[seed]
+        folder, fed = (
+            self._directory.folder(CHECKPOINTS, method, seed) if claim is None else claim.state,
+            self.federations[seed],
+        )
         place = self.out if claim is None else claim.folder
         try:
             live = [LiveFigures(place, method.label, seed, setting.rounds)] if self.ranks.rank == 0 else []
@@ -409,7 +363,7 @@ class Plan:
     def _write(self, outcomes: list[Outcome]) -> None:
         for (method, seed), outcome in zip(self.runs, outcomes, strict=False):
             if outcome.complete and outcome.result is not None:
-                _save_models(outcome.result, self._folder(MODELS, method, seed))
+                _save_models(outcome.result, self._directory.folder(MODELS, method, seed))
         write_tables(self.out, outcomes)
         federation = self.federations[self.experiment.head.seeds[0]]
         more = write_analyses(self.out, self.experiment.analyses, outcomes, federation)
@@ -436,65 +390,6 @@ class Plan:
                 if further.is_last(k):
                     further.write(tables)
 
-    def _check_directory(self, *, joins: bool = False) -> None:
-        """Refuse what is not a run directory, or one of another experiment; methods and seeds may come and go.
-
-        Where others work on them at this moment (``joins``) they may not.
-        """
-        if is_unused(self.out):
-            return
-        settings = self.out / SETTINGS
-        if not settings.exists():
-            raise RunDirError(
-                f"{self.out} is not empty and not a run directory (no experiment.toml); choose another --out"
-            )
-        refuse_links(self.out, FOLDERS)
-        if self._force and not self._partly:
-            return
-        free = [f"{table}.{field}" for table, value in Setting.tables().items() for field in value.base.free]
-        patterns = [*map(re.escape, [*([] if joins else ["name", "rounds", "seeds"]), *free])]
-        patterns += [] if joins else ["method .*: rounds"]
-        if self._force:
-            patterns += [f"method {re.escape(method.label)}: .*" for method in self.experiment.methods]
-        try:
-            before = {key: value for key, value in tomllib.loads(settings.read_text()).items() if key != "resolved"}
-            difference = difference_to_recorded(before, self.experiment.settings(), "|".join(patterns))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
-            raise RunDirError(
-                f"{settings} is damaged: {error}; choose another --out, or start anew with --force"
-            ) from None
-        if not difference and joins:
-            difference = self._other_methods(before)
-        if difference and joins:
-            raise RunDirError(
-                f"{self.out}: processes that joined work on another experiment: {difference}; join with the same "
-                "settings, and change them once all have ended"
-            )
-        if difference:
-            raise RunDirError(
-                f"{self.out} holds another experiment: {difference}; choose another --out, or start anew with --force"
-            )
-
-    def _other_methods(self, before: Mapping[str, Any]) -> str:
-        was, now = [label_of(method) for method in before["method"]], [m.label for m in self.experiment.methods]
-        return "" if was == now else f"methods were {', '.join(was)}, now {', '.join(now)}"
-
-    def _clear(self) -> None:
-        """Forget what the directory holds; ``experiment.toml`` stays until it is replaced, so that it is still one."""
-        self._force = False
-        if self._partly:
-            for method, seed in self.runs:
-                for kind in (CHECKPOINTS, MODELS):
-                    shutil.rmtree(self._folder(kind, method, seed), ignore_errors=True)
-            return
-        for name in FOLDERS:
-            shutil.rmtree(self.out / name, ignore_errors=True)
-        for name in (*FILES, *map(analysis_file, ANALYSES)):
-            (self.out / name).unlink(missing_ok=True)
-
-    def _folder(self, kind: str, method: Method, seed: int) -> Path:
-        return folder_of(self.out, kind, method.label, seed)
-
 
 def _save_models(result: Result, folder: Path) -> None:
     """Write the models, unless they lie there intact."""
@@ -519,10 +414,3 @@ def _note_end(ended: set[tuple[str, int]], event: Event) -> None:
 
 def _note_round(claim: UnitClaim, state: State) -> None:
     claim.progress = f"round {state.round}"
-
-
-def _is_whole(folder: Path, rounds: int) -> bool:
-    """Whether a run of so many rounds has come to its end in a folder."""
-    meta = Checkpoints(folder).meta() or {}
-    stop, planned = meta.get("stop"), meta.get("numbers", {}).get("rounds", rounds)
-    return planned == rounds and stop in Stop.__members__ and not Stop[stop].resumable

@@ -12,6 +12,7 @@ from typing import Any
 import tomli_w
 
 from fedloom.analyses import Analysis, analysis_of
+from fedloom.analyses.registry import name_of
 from fedloom.data.sources import Source
 from fedloom.engine.checks.moved import with_analyses
 from fedloom.engine.setting import Setting
@@ -34,7 +35,7 @@ from fedloom.models import Import
 from fedloom.rundir import label_of
 from fedloom.storage import read_toml
 from fedloom.trust import check_document
-from fedloom.values import difference, dump, flat, kind_of, make, table
+from fedloom.values import difference, dump, flat, make, table
 
 
 def read(
@@ -138,7 +139,7 @@ def read_analyses(entries: object, where: str) -> tuple[Analysis, ...]:
         if not isinstance(entry, Analysis | str):
             entry = table(entry, place, "write [[analysis]] and below it kind = ...")
         values.append(analysis_of(entry, {}, place))
-    kinds = [kind_of(value) for value in values]
+    kinds = [name_of(value) for value in values]
     for kind in kinds:
         if kinds.count(kind) > 1:
             raise ConfigError(

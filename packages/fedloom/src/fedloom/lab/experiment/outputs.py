@@ -18,6 +18,7 @@ import tomli_w
 from numpy.typing import NDArray
 
 from fedloom.analyses import ANALYSES, Analysis, analyze
+from fedloom.analyses.registry import name_of
 from fedloom.data.federation import Federation, Split
 from fedloom.engine.checks.refusals import NOT_EVALUATED
 from fedloom.engine.result import Result
@@ -38,7 +39,6 @@ from fedloom.rundir import (
 )
 from fedloom.storage.disk import regular
 from fedloom.storage.files import write_atomic
-from fedloom.values import kind_of
 from fedloom.version import __version__
 
 VERSIONS = ("torch", "numpy", "scipy", "scikit-learn", "pyarrow", "pydantic")
@@ -136,10 +136,10 @@ def write_analyses(
         key=lambda pair: (pair[0].label, pair[0].seed),
     )
     keep, notes = [(o.label, o.seed) for o in outcomes if o.damaged], list[str]()
-    for kind in {*ANALYSES} - {kind_of(analysis) for analysis in analyses}:
+    for kind in {*ANALYSES} - {name_of(analysis) for analysis in analyses}:
         (out / analysis_file(kind)).unlink(missing_ok=True)
     for analysis in (value for value in analyses if not value.runs_further):
-        path = out / analysis_file(kind_of(analysis))
+        path = out / analysis_file(name_of(analysis))
         if analysis.by_sums and not analysis.uses_models:
             tables, more = _summed(analysis, federation) if done else ([], [])
             write_parquet(path, tables)
@@ -162,12 +162,12 @@ def _summed(analysis: Analysis, federation: Federation) -> tuple[list[pa.Table],
     try:
         return [analyze(analysis, federation).table], []
     except (DataError, Refused) as error:
-        return [], [f"the analysis {kind_of(analysis)!r} has no answer: {error}"]
+        return [], [f"the analysis {name_of(analysis)!r} has no answer: {error}"]
 
 
 def further_before(out: Path, analysis: Analysis) -> list[tuple[str, int]]:
     """Labels and seeds of the runs of which an analysis' file has rows of further runs; none where it is damaged."""
-    names, path = ["method", "seed"], out / analysis_file(kind_of(analysis))
+    names, path = ["method", "seed"], out / analysis_file(name_of(analysis))
     try:
         check_digest(path, regular(path).read_bytes())
         keys = pq.read_table(path, columns=names).group_by(names).aggregate([])
@@ -184,7 +184,7 @@ def write_further(
     Of the runs to ``keep``, the rows that the file has stay.
     """
     rows = [labelled(pa.concat_tables(some), *run) for run, some in sorted(tables.items())]
-    write_parquet(out / analysis_file(kind_of(analysis)), rows, keep)
+    write_parquet(out / analysis_file(name_of(analysis)), rows, keep)
 
 
 def write_parquet(path: Path, tables: list[pa.Table], keep: Sequence[tuple[str, int]] = ()) -> None:

@@ -12,16 +12,17 @@ from pydantic import AfterValidator, Field, NonNegativeInt, create_model, field_
 
 from fedloom.algorithms import REGISTRY, Algorithm, Preset
 from fedloom.analyses import Analysis
+from fedloom.analyses.registry import name_of
 from fedloom.data.partition import PARTITIONS, Partition
 from fedloom.data.sources import SOURCES, Source
 from fedloom.data.sources import source as source_of
-from fedloom.engine.setting import Rounds, Setting, Shares
+from fedloom.engine.setting import Setting
 from fedloom.engine.tables import SettingTable
 from fedloom.errors import ConfigError, DataError, direction_in
 from fedloom.hints import Places, no_hint
 from fedloom.imports import is_path
 from fedloom.lab.experiment.tuning import Tune
-from fedloom.values import Value, choose, dump, fields_of, kind_of, make
+from fedloom.values import Value, choose, dump, fields_of, make
 
 
 @dataclass(frozen=True)
@@ -95,11 +96,9 @@ class Head(Value):
 
 
 class MethodKeys(Value):
-    """The plain keys of a method that every one may have."""
+    """The plain keys of a method that are no choices of a run."""
 
     label: Title = Field(description="what the method is called in tables and charts")
-    rounds: Rounds | None = Field(None, description="communication rounds, if not the experiment's")
-    weights: Shares | None = Field(None, description="clients' shares of the objective, if not the experiment's")
     settings: Constants = Field("default", description="constants of the options that are not given")
 
 
@@ -196,7 +195,7 @@ class Experiment:
 
     def find(self, kind: str) -> Any:
         """Return the analysis of a kind, None where the experiment has none."""
-        return next((value for value in self.analyses if kind_of(value) == kind), None)
+        return next((value for value in self.analyses if name_of(value) == kind), None)
 
     @property
     def rounds(self) -> dict[str, int]:
@@ -222,5 +221,5 @@ class Experiment:
             **common,
             "model": {**common["model"], "kind": self.model_kind},
             "method": [{k: v for k, v in m.items() if k not in SHARED or v != whole[k]} for m in methods],
-            **({"analysis": [dump(value, kind=kind_of(value)) for value in self.analyses]} if self.analyses else {}),
+            **({"analysis": [dump(value, kind=name_of(value)) for value in self.analyses]} if self.analyses else {}),
         }

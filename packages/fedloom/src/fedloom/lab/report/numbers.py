@@ -37,7 +37,7 @@ COUNTED = (*WORK, "seconds")
 """Figures that a seed has which ended early; they count where no seed came to its end."""
 LOST = ("diverged", "failed")
 """Statuses of runs without a result."""
-UNTESTED = "trained, not evaluated: there is no test row (test = 0.2 in [partition] gives clients test parts)"
+UNTESTED = "trained, not evaluated: there is no test row"
 """What became of a method without a figure on test parts, where even the loss has none."""
 ENOUGH = 5
 """With fewer seeds nothing is decided, and charts show the seeds instead of an interval."""

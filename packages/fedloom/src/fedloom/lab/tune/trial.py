@@ -114,7 +114,7 @@ class TrialJournal:
         whole = (journal_bytes or b"")[: (journal_bytes or b"").rfind(b"\n") + 1]
         if journal_bytes != whole:
             write_atomic(path, whole)
-        direction = "maximize" if higher else "minimize"
+        direction: Literal["maximize", "minimize"] = "maximize" if higher else "minimize"
         try:
             storage = JournalStorage(_File(path))
             self._study = (
@@ -161,7 +161,8 @@ def without_test(fed: Federation) -> Federation:
     """The federation without its test data: no test part, no common test set."""
     none = torch.zeros(0, dtype=torch.int64)
     parts = {**fed.parts, "test": Split(none, torch.zeros(fed.n + 1, dtype=torch.int64))}
-    return replace(fed, parts=parts, test=none)
+    partition = fed.partition and {**fed.partition, "test": 0.0}  # the part is empty on purpose
+    return replace(fed, parts=parts, test=none, partition=partition)
 
 
 def for_scoring(setting: Setting, seed: int, every: int = 5) -> Setting:

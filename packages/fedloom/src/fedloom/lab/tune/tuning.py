@@ -13,8 +13,11 @@ from typing import Any
 import tomli_w
 
 from fedloom.data.federation import Federation
+from fedloom.data.groups import keeping
 from fedloom.engine.setting import Engine, Setting
+from fedloom.engine.setup import check
 from fedloom.engine.workers import idle_workers
+from fedloom.entrances import entered
 from fedloom.errors import ConfigError, RunDirError, RunStopped, Stop
 from fedloom.lab.experiment import Experiment, parse
 from fedloom.lab.experiment.events import PAUSE, Emitter, EventQueue, Listener
@@ -89,6 +92,7 @@ class Tuning:
         DataError: the data cannot be read.
     """
 
+    @entered("file")
     def __init__(
         self,
         document: Mapping[str, Any],
@@ -113,8 +117,14 @@ class Tuning:
                 raise ConfigError(f"{where}: nothing to look for in {label}; give it a setting in [tune.space.{label}]")
             check_values(document, place, space, where, read)
         seeds = self.tune.seeds or self.experiment.head.seeds[:1]
-        data = self.experiment.source.read(data_dir)
-        self.federations: dict[int, Federation] = {s: without_test(self.experiment.partition(data, s)) for s in seeds}
+        data = keeping(self.experiment.source, self.experiment.kept_columns).read(data_dir)
+        whole = {s: self.experiment.partition(data, s) for s in seeds}
+        for s, fed in whole.items():
+            for analysis in self.experiment.analyses:
+                analysis.check_run(fed, self.experiment.common)
+            for method in self.experiment.methods:
+                check(method.setting.with_(seed=s), fed)
+        self.federations: dict[int, Federation] = {s: without_test(fed) for s, fed in whole.items()}
         if any(not int(fed.sizes(PART).sum()) for fed in self.federations.values()):
             raise ConfigError(
                 f"{where}: settings are chosen on validation data, but the clients have none; set [partition] "
@@ -219,7 +229,7 @@ class Tuning:
         if session.is_begun and tomllib.loads((self.out / SEARCH).read_text()) != self._recorded_identity():
             raise RunDirError(
                 f"{self.out}: processes that joined work on another search; join with the same file, and change it "
-                "once all have ended"
+                f"once all have ended; if none of them is left, delete {self.out / WORK}"
             )
         session.begin(self._claim)
         names = [file_name(study.method.label) for study in self.studies]

@@ -13,7 +13,7 @@ from fedloom.local.oracles.fused import Fused, chains_of
 from fedloom.local.oracles.looped import Looped
 from fedloom.local.oracles.network import Network
 from fedloom.local.oracles.precision import Precision, check_bf16, check_tf32
-from fedloom.local.oracles.probes import draws_itself, moved_values
+from fedloom.local.oracles.probes import draws_itself, fails_stacked, moved_values
 from fedloom.local.oracles.quadratic import Quadratic
 from fedloom.local.oracles.stacked import Stacked
 from fedloom.models.parts import BATCH_STATISTICS, Bodied
@@ -45,8 +45,8 @@ def make_oracle(
 
     ``auto`` is a fixed rule: linear layers and pointwise activations, on a CPU also as bodies of a larger network
     (`fedloom.models.parts.Bodied`), are `Fused`; a model with batch statistics, with buffers or attributes that
-    training changes or with randomness of its own is `Looped`; any other model is `Looped` on a CPU and `Stacked` on an
-    accelerator.
+    training changes, with randomness of its own or that vmap rejects is `Looped`; any other model is `Looped` on a CPU
+    and `Stacked` on an accelerator.
 
     Raises:
         ConfigError: unknown name.
@@ -56,13 +56,23 @@ def make_oracle(
     if augment is not None and len(fed.data.shape) != 3:
         raise Refused(
             f"augment changes images, of shape channels x height x width, but a sample of {fed.data.name!r} has shape "
-            f"{'x'.join(map(str, fed.data.shape))}; leave [augment] out"
+            f"{'x'.join(map(str, fed.data.shape))}",
+            rule="augment-needs-images",
+            fix="leave {augment} out",
         )
     oracle = choose("oracle", {**ORACLES}, _rule(module, fed) if name == "auto" else name, "engine.oracle")
     if name == "stacked" and _needs_loop(module, fed):
         raise Refused(
             "oracle 'stacked' cannot take batch statistics, buffers or attributes that training changes, or a module's "
-            "own randomness; use 'looped'"
+            "own randomness",
+            rule="oracle-stacked",
+            fix="set {engine.oracle = 'looped'}",
+        )
+    if name == "stacked" and (rejection := fails_stacked(module, fed)):
+        raise Refused(
+            f"oracle 'stacked' cannot take this model: vmap says {rejection!r}",
+            rule="oracle-stacked",
+            fix="set {engine.oracle = 'looped'}",
         )
     if precision == "bf16":
         check_bf16(fed.device, fed.dtype, oracle.name)
@@ -77,12 +87,17 @@ def _rule(module: nn.Module, fed: Federation) -> str:
     cpu = fed.device.type == "cpu"
     if chains_of(module) is not None and (cpu or not isinstance(module, Bodied)) and not fed.data.each:
         return "fused"
-    return "looped" if cpu or _needs_loop(module, fed) else "stacked"
+    return "looped" if cpu or _needs_loop(module, fed) or fails_stacked(module, fed) else "stacked"
 
 
 def _needs_loop(module: nn.Module, fed: Federation) -> bool:
     statistics = any(isinstance(m, BATCH_STATISTICS) for m in module.modules())
     return statistics or draws_itself(module, fed) or bool(moved_values(module, fed))
+
+
+def loop_reason(module: nn.Module, fed: Federation) -> str:
+    """Return why `auto` computes a model client by client on an accelerator though only vmap stands against it."""
+    return "" if fed.device.type == "cpu" or _needs_loop(module, fed) else fails_stacked(module, fed)
 
 
 def chunk_limit(oracle: Oracle) -> int:
@@ -117,5 +132,6 @@ __all__ = [
     "chains_of",
     "chunk_count",
     "chunk_limit",
+    "loop_reason",
     "make_oracle",
 ]

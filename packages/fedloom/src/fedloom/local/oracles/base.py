@@ -119,7 +119,11 @@ class Oracle(ABC):
         Raises:
             Refused: nothing is right or wrong here.
         """
-        raise Refused("accuracy needs classes, and this task has none; use the loss")
+        raise Refused(
+            "accuracy needs classes, and this task has none",
+            rule="method-needs-classes",
+            fix="use the loss, or take another method",
+        )
 
     def group_counts(self, w: Tensor, ids: Tensor, group: str) -> Tensor:
         """Counts ``[m, 8]`` of each client's training samples in two groups (`Work.group_counts`).
@@ -128,7 +132,11 @@ class Oracle(ABC):
             Refused: the task is not binary.
             ConfigError: there are not two such groups.
         """
-        raise Refused("rates of groups need two classes, which this task has not; use the accuracy or the loss")
+        raise Refused(
+            "rates of groups need two classes, which this task has not",
+            rule="method-needs-classes",
+            fix="use the accuracy or the loss",
+        )
 
     def class_counts(self, ids: Tensor) -> Tensor:
         """Training samples ``[m, c]`` of the clients by class, in the oracle's dtype.
@@ -136,7 +144,11 @@ class Oracle(ABC):
         Raises:
             Refused: there are no classes.
         """
-        raise Refused("class counts need classes, and this task has none; take a method without them")
+        raise Refused(
+            "class counts need classes, and this task has none",
+            rule="method-needs-classes",
+            fix="take a method without them",
+        )
 
     def add_terms_(
         self,
@@ -160,7 +172,11 @@ class Oracle(ABC):
         Raises:
             Refused: there are no classes.
         """
-        raise Refused("means by class need classes, and this task has none; take a method without them")
+        raise Refused(
+            "means by class need classes, and this task has none",
+            rule="method-needs-classes",
+            fix="take a method without them",
+        )
 
     def features(self, w: Tensor, ids: Tensor) -> list[Features]:
         """Representations and labels of every client's training part, in its order.
@@ -168,4 +184,8 @@ class Oracle(ABC):
         Raises:
             Refused: there are no classes.
         """
-        raise Refused("features by class need classes, and this task has none; take a method without them")
+        raise Refused(
+            "features by class need classes, and this task has none",
+            rule="method-needs-classes",
+            fix="take a method without them",
+        )

@@ -114,7 +114,11 @@ class Fused(TermNetwork):
         super().__init__(module, task, fed, augment)
         chains = chains_of(self.module)
         if chains is None or fed.data.each:
-            raise Refused("oracle 'fused' needs a sequence of linear layers and pointwise activations; use 'auto'")
+            raise Refused(
+                "oracle 'fused' needs a sequence of linear layers and pointwise activations",
+                rule="oracle-fused",
+                fix="set {engine.oracle = 'auto'}",
+            )
         self.chains, steps = chains, [step for chain in chains for step in chain.steps]
         for _, layer in steps:
             if isinstance(layer, nn.ReLU | nn.ELU | nn.SiLU):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -27,12 +27,19 @@ from fedloom.local.oracles.forward import (
     representing,
 )
 from fedloom.local.oracles.precision import lowered
-from fedloom.local.oracles.probes import reached_mask, spread_samples, written_parameters
+from fedloom.local.oracles.probes import (
+    draws_itself,
+    hides_randomness,
+    reached_mask,
+    spread_samples,
+    written_parameters,
+)
 from fedloom.local.oracles.samples import Samples, batch_loss, probe
 from fedloom.models import Augment
 from fedloom.models.dropout import Dropout
 from fedloom.models.parts import BATCH_STATISTICS
 from fedloom.rows.layout import Layout, trainable
+from fedloom.seeds import as_global, generator
 from fedloom.tasks import Chosen
 
 if TYPE_CHECKING:
@@ -225,10 +232,18 @@ class Network(Oracle):
 
     @torch.no_grad()
     def run(self, row: Tensor, x: Tensor) -> Tensor:
-        """Outputs ``[b, k]`` of the model ``row [d]`` in evaluation mode; ``[b L, k]`` with a label per position."""
+        """Outputs ``[b, k]`` of the model ``row [d]`` in evaluation mode; ``[b L, k]`` with a label per position.
+
+        A module that draws random numbers there draws the same ones in every call.
+        """
         self._hold(self._views_to_run(row))
         self.module.eval()
-        return self.module(self.arranged(x)).flatten(0, -2)  # type: ignore[no-any-return]
+        with self._drawing():
+            return self.module(self.arranged(x)).flatten(0, -2)  # type: ignore[no-any-return]
+
+    def _drawing(self) -> AbstractContextManager[object]:
+        """Seed what the module draws in evaluation, if it draws."""
+        return as_global(generator(0, purpose="evaluation"), self.device) if self.draws_evaluated else nullcontext()
 
     def outputs(self, row: Tensor, index: Tensor) -> Iterator[Tensor]:
         """Outputs of the model ``row [d]`` on the samples ``index``, in pieces."""
@@ -268,7 +283,8 @@ class Network(Oracle):
         samples = sum(len(piece) for piece in pieces)
         total = [torch.zeros_like(s) for s in self._statistics()]
         for piece in pieces:
-            self.module(at_least_two(self.arranged(self.fed.fetch(piece))))
+            with self._drawing():
+                self.module(at_least_two(self.arranged(self.fed.fetch(piece))))
             for t, s in zip(total, self._statistics(), strict=True):
                 t.add_(s, alpha=len(piece) / samples)
         for target, value in zip(self._statistics(), total, strict=True):
@@ -294,6 +310,16 @@ class Network(Oracle):
     def reached_with_terms(self) -> Tensor | None:
         """The same where a method adds terms on the representation."""
         return None if self.reached is None else reached_mask(self._module, self.fed, self.layout, self.spot)
+
+    @cached_property
+    def draws_evaluated(self) -> bool:
+        """Whether the module draws random numbers in evaluation, as dropout that stays on does."""
+        return draws_itself(self._module, self.fed, trains=False)
+
+    @cached_property
+    def hides_randomness(self) -> bool:
+        """Whether the module's outputs depend on more than its parameters, samples and the global generators."""
+        return not self.moved and hides_randomness(self._module, self.fed)
 
     @cached_property
     def overwritten(self) -> Sequence[str]:

@@ -42,11 +42,23 @@ def check_bf16(device: torch.device, dtype: torch.dtype, oracle: str) -> None:
     """
     choice = "engine.precision = 'bf16'"
     if dtype is not torch.float32:
-        raise Refused(f"{choice} keeps rows in float32, but engine.dtype is {str(dtype).removeprefix('torch.')!r}")
+        raise Refused(
+            f"{choice} keeps rows in float32, but engine.dtype is {str(dtype).removeprefix('torch.')!r}",
+            rule="precision-of-float64",
+            fix="set {engine.dtype = 'float32'}",
+        )
     if oracle == "fused":
-        raise Refused(f"{choice} is for convolutions; the loops for linear layers are float32: leave it out")
+        raise Refused(
+            f"{choice} is for convolutions, and the loops for linear layers are float32",
+            rule="precision-of-linear-layers",
+            fix="leave {engine.precision} out",
+        )
     if not has_bf16(device):
-        raise Refused(f"{choice}: this processor has no instructions for bfloat16, and would be slower; leave it out")
+        raise Refused(
+            f"{choice}: this processor has no instructions for bfloat16, and would be slower",
+            rule="precision-missing",
+            fix="leave {engine.precision} out",
+        )
 
 
 def check_tf32(device: torch.device, dtype: torch.dtype) -> None:
@@ -57,9 +69,17 @@ def check_tf32(device: torch.device, dtype: torch.dtype) -> None:
     """
     choice = "engine.precision = 'tf32'"
     if device.type != "cuda":
-        raise Refused(f"{choice} is a format of GPUs, but engine.device is {device.type!r}; leave it out")
+        raise Refused(
+            f"{choice} is a format of GPUs, but engine.device is {device.type!r}",
+            rule="precision-missing",
+            fix="leave {engine.precision} out",
+        )
     if dtype is not torch.float32:
-        raise Refused(f"{choice} rounds float32, but engine.dtype is {str(dtype).removeprefix('torch.')!r}")
+        raise Refused(
+            f"{choice} rounds float32, but engine.dtype is {str(dtype).removeprefix('torch.')!r}",
+            rule="precision-of-float64",
+            fix="set {engine.dtype = 'float32'}",
+        )
 
 
 @contextmanager

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call, vmap
 
 from fedloom.local.oracles.forward import Spot, at_least_two, caught
 from fedloom.models.imported import Mark, Values
+from fedloom.models.sequences import Recurrence
 from fedloom.rows.layout import Layout, trainable
-from fedloom.seeds import forked
+from fedloom.seeds import as_global, forked, generator, preserve_rng, rng_states
 
 if TYPE_CHECKING:
     from fedloom.data.federation import Federation
@@ -23,12 +25,53 @@ DRAWS = 8
 """Passes of a network that draws random numbers: a layer dropped with probability 1/2 is missed by one in 256."""
 
 
-def draws_itself(module: nn.Module, fed: Federation) -> bool:
-    """Whether the module draws from a global generator in training, found out by running a copy on one sample."""
-    with forked(fed.device):
+def draws_itself(module: nn.Module, fed: Federation, *, trains: bool = True) -> bool:
+    """Whether the module draws from a global generator of torch, numpy or Python.
+
+    It is found out by running a copy on one sample.
+
+    Args:
+        module: the network.
+        fed: the data.
+        trains: whether it is in training mode, or in evaluation.
+    """
+    with preserve_rng():
         before = _global_state(fed.device)
-        _tried(_probe(module, fed), fed)
-        return not torch.equal(before, _global_state(fed.device))
+        _tried(_probe(module, fed).train(trains), fed)
+        return before != _global_state(fed.device)
+
+
+def hides_randomness(module: nn.Module, fed: Federation) -> bool:
+    """Whether two passes of the module over one sample differ though the global generators begin alike.
+
+    It then draws from a generator of its own, or reads a clock or a device.
+    """
+    probe, outputs = _probe(module, fed), list[Tensor]()
+    for _ in range(2):
+        with as_global(generator(0, purpose="probe"), fed.device):
+            outputs.append(_tried(probe, fed))
+    return not torch.equal(outputs[0].nan_to_num(), outputs[1].nan_to_num())
+
+
+def fails_stacked(module: nn.Module, fed: Federation) -> str:
+    """Return the sentence with which vmap rejects the module; empty if it takes it.
+
+    A copy computes a step of two models on a sample each, and a plain score afterwards.
+    """
+    probe = _probe(module, fed)
+    for layer in probe.modules():
+        if isinstance(layer, Recurrence):
+            layer.plain = True
+    x = at_least_two(fed.fetch(fed.parts["train"].index[:1]))
+    leaves = {name: torch.stack([p.detach(), p.detach()]).requires_grad_() for name, p in trainable(probe).items()}
+    try:
+        with preserve_rng(), torch.enable_grad():
+            outputs = vmap(lambda tree, rows: functional_call(probe, tree, (rows,)))(leaves, torch.stack([x, x]))
+            torch.autograd.grad(outputs.sum(), list(leaves.values()), allow_unused=True)
+            _tried(probe.eval(), fed)
+    except Exception as error:
+        return str(error).splitlines()[0]
+    return ""
 
 
 def moved_values(module: nn.Module, fed: Federation) -> list[str]:
@@ -72,7 +115,7 @@ def unreached_parameters(module: nn.Module, fed: Federation, spot: Spot | None =
     left = dict(parameters)
     x = fed.fetch(spread_samples(fed))
     layer = None if spot is None else probe.get_submodule(spot.name)
-    with forked(fed.device), torch.enable_grad():
+    with preserve_rng(), torch.enable_grad():
         for _ in range(DRAWS):
             before = _global_state(fed.device)
             with caught(layer, entering=spot is not None and spot.entering) as features:
@@ -80,7 +123,7 @@ def unreached_parameters(module: nn.Module, fed: Federation, spot: Spot | None =
             total = torch.stack([end.sum() for end in ends]).sum()
             slopes: tuple[Tensor | None, ...] = torch.autograd.grad(total, list(left.values()), allow_unused=True)
             left = {name: p for (name, p), slope in zip(left.items(), slopes, strict=True) if slope is None}
-            if not left or torch.equal(before, _global_state(fed.device)):
+            if not left or before == _global_state(fed.device):
                 break
     return [*left]
 
@@ -99,8 +142,9 @@ def _probe(module: nn.Module, fed: Federation) -> nn.Module:
 
 
 @torch.no_grad()
-def _tried(probe: nn.Module, fed: Federation) -> None:
-    probe(at_least_two(fed.fetch(fed.parts["train"].index[:1])))
+def _tried(probe: nn.Module, fed: Federation) -> Tensor:
+    outputs: Tensor = probe(at_least_two(fed.fetch(fed.parts["train"].index[:1])))
+    return outputs
 
 
 def spread_samples(fed: Federation) -> Tensor:
@@ -109,6 +153,6 @@ def spread_samples(fed: Federation) -> Tensor:
     return index[torch.linspace(0, len(index) - 1, TRIED, device=index.device).long()]
 
 
-def _global_state(device: torch.device) -> Tensor:
-    cpu = torch.get_rng_state()
-    return torch.cat([cpu, torch.cuda.get_rng_state(device)]) if device.type == "cuda" else cpu
+def _global_state(device: torch.device) -> tuple[object, ...]:
+    on_gpu = (torch.cuda.get_rng_state(device).numpy().tobytes(),) if device.type == "cuda" else ()
+    return (*rng_states(), *on_gpu)

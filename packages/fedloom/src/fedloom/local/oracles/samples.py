@@ -155,6 +155,8 @@ def probe(task: Chosen, outputs: Tensor, y: Tensor) -> None:
     """
     if not y.is_floating_point():
         outputs, y = outputs[y >= 0], y[y >= 0]
+    if task.objective.loss is not None:
+        _check_reduction(task.objective.loss, outputs, y)
     try:
         for metric in task.objective.metrics:
             if isinstance(metric, Function):
@@ -191,13 +193,35 @@ def probe(task: Chosen, outputs: Tensor, y: Tensor) -> None:
     if outputs.shape == (len(y), 1) and y.numel() == len(y) and not _tells_pairs(task.objective.loss, outputs, y):
         raise ConfigError(
             f"task: loss {name!r} is the same whichever output a target belongs to, as where outputs "
-            f"{[*outputs.shape]} and targets {[*y.shape]} broadcast to {[len(y), len(y)]}; give both the same shape"
+            f"{[*outputs.shape]} and targets {[*y.shape]} broadcast to {[len(y), len(y)]}",
+            rule="loss-broadcasts",
+            fix="give outputs and targets the same shape in {task.loss}",
         )
     doubled = number(task.objective.loss, "loss", torch.cat([outputs, outputs]), torch.cat([y, y]))
     if value and math.isclose(doubled, 2 * value, rel_tol=1e-4):
         raise ConfigError(
-            f"task: loss {name!r} is a sum: {value:.4g} on {len(y)} samples, {doubled:.4g} on each of them twice; "
-            "return the mean over the batch"
+            f"task: loss {name!r} is a sum: {value:.4g} on {len(y)} samples, {doubled:.4g} on each of them twice",
+            rule="loss-is-a-sum",
+            fix="return the mean over the batch from {task.loss}",
+        )
+
+
+def _check_reduction(loss: Function, outputs: Tensor, y: Tensor) -> None:
+    """Refuse a loss of single samples; a loss that fails is left to `number`, which says how.
+
+    Raises:
+        ConfigError: it returns more than one number.
+    """
+    try:
+        with torch.no_grad():
+            shape = [*getattr(loss.call(outputs.clone(), y), "shape", ())]
+    except Exception:
+        return
+    if shape:
+        raise ConfigError(
+            f"task: loss {loss.display_name!r} must return one number for a batch, got shape {shape}",
+            rule="loss-per-sample",
+            fix="return the mean over the batch from {task.loss}",
         )
 
 

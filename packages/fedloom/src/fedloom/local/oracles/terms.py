@@ -161,4 +161,8 @@ class TermNetwork(Network):
         elif not self.fed.data.classed:
             what = "its task has no classes"
         if what:
-            raise Refused(f"a term on the representation of this model cannot be computed: {what}; take another method")
+            raise Refused(
+                f"a term on the representation of this model cannot be computed: {what}",
+                rule="term-on-representation",
+                fix="take another method, or another model",
+            )

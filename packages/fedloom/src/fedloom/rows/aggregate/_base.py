@@ -79,7 +79,11 @@ class NNM(Value):
             ConfigError: f rows or fewer.
         """
         if self.f >= m:
-            raise ConfigError(f"nnm needs m > f, got m = {m} rows and f = {self.f}")
+            raise ConfigError(
+                f"nnm needs m > f, got m = {m} rows and f = {self.f}",
+                rule="cohort-too-small",
+                fix="leave {aggregator.pre} out, or take more clients per round",
+            )
         return m
 
     def mix(self, rows: Rows, weights: Tensor, primary: str, ctx: Cohort) -> tuple[dict[str, Tensor], Tensor]:
@@ -120,7 +124,35 @@ class Aggregator(Value, ABC):
         """
         for step in self.pre:
             m = step.rows(m)
-        self.require(m)
+        try:
+            self.require(m)
+        except ConfigError as error:
+            raise self._with_value(error, m) from None
+
+    def _with_value(self, error: ConfigError, m: int) -> ConfigError:
+        """The error with the largest number of attackers, or of rows that are used, by which m rows are enough."""
+        for name in ("f", "k"):
+            now = getattr(self, name, None)
+            for smaller in range(min(now, m), -1, -1) if isinstance(now, int) else ():
+                try:
+                    self.with_(**{name: smaller}).require(m)
+                except ConfigError:
+                    continue
+                return error.refixed(f"set {{aggregator.{name} = {smaller}}}, or take more clients per round")
+        return error.refixed("set {aggregator = 'median'}, or take more clients per round")
+
+    @property
+    def needs_client(self) -> bool:
+        """Whether a certain client must be in every cohort."""
+        return False
+
+    def check_cohort(self, ids: Tensor) -> None:
+        """Refuse the clients ``ids [m]`` of one round, where `check` refuses their number or one of them is missing.
+
+        Raises:
+            ConfigError: the cohort is none that the rule can work on.
+        """
+        self.check(len(ids))
 
     def require(self, m: int) -> None:
         """`check` for the m rows that arrive at the rule itself.
@@ -197,6 +229,6 @@ def need(kind: str, ok: bool, rule: str, m: int, **got: object) -> None:
     """
     if not ok:
         values = "".join(f" and {name} = {value}" for name, value in got.items())
-        smaller = [f"a smaller {name}" for name, value in got.items() if isinstance(value, int) and value > 0]
-        cure = " or ".join(["take more clients per round", *(smaller or ["another rule"])])
-        raise ConfigError(f"{kind} needs {rule}, got m = {m} rows{values}; {cure}")
+        raise ConfigError(
+            f"{kind} needs {rule}, got m = {m} rows{values}", rule="cohort-too-small", fix="take more clients"
+        )

@@ -98,8 +98,9 @@ class MDA(Aggregator):
         need(self.kind, m > 2 * self.f, "m > 2 f", m, f=self.f)
         if comb(m, self.f) > MOST_SUBSETS:
             raise ConfigError(
-                f"mda tries every subset: C({m}, {self.f}) = {comb(m, self.f)} are more than {MOST_SUBSETS}; "
-                "take fewer clients per round, or multi-krum"
+                f"mda tries every subset: C({m}, {self.f}) = {comb(m, self.f)} are more than {MOST_SUBSETS}",
+                rule="subsets-too-many",
+                fix="take fewer clients per round, or set {aggregator = 'multi-krum'}",
             )
 
     def combine(self, state: State, rows: Rows, weights: Tensor, primary: str, ctx: Cohort) -> Result:
@@ -135,12 +136,24 @@ class FLTrust(Aggregator):
     def require(self, m: int) -> None:
         need(self.kind, m >= 2, "m >= 2", m)
 
-    def combine(self, state: State, rows: Rows, weights: Tensor, primary: str, ctx: Cohort) -> Result:
-        at = (ctx.ids == self.root).nonzero().flatten().tolist()
-        if len(at) != 1:
+    @property
+    def needs_client(self) -> bool:
+        """The root."""
+        return True
+
+    def check_cohort(self, ids: Tensor) -> None:
+        """Refuse a cohort without the root."""
+        super().check_cohort(ids)
+        if int((ids == self.root).sum()) != 1:
             raise ConfigError(
-                f"fltrust trusts client {self.root}, which is not in this cohort; sample it in every round"
+                f"fltrust trusts client {self.root}, which is not in this cohort",
+                rule="trusted-client-absent",
+                fix="set {sampler = 'uniform'} with {sampler.fraction = 1.0}",
             )
+
+    def combine(self, state: State, rows: Rows, weights: Tensor, primary: str, ctx: Cohort) -> Result:
+        self.check_cohort(ctx.ids)
+        at = (ctx.ids == self.root).nonzero().flatten().tolist()
         x = rows[primary]
         lengths, trusted = norm(x), x[at[0]]
         cosines = (x @ trusted[:, None]) / (lengths * norm(trusted)).clamp_min(torch.finfo(x.dtype).tiny)

@@ -1,0 +1,302 @@
+"""Settings that cannot work, each with the rule that refuses it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+HERE = "tests.impossible"
+CLIENTS, ROWS, WIDTH, CLASSES = 6, 20, 5, 3
+
+
+def make_bare() -> nn.Module:
+    """A model without a layer below its head."""
+    return nn.Linear(WIDTH, CLASSES)
+
+
+def make_flat() -> nn.Module:
+    """A model that wraps its only layer."""
+    return nn.Sequential(nn.Linear(WIDTH, CLASSES))
+
+
+def make_net() -> nn.Module:
+    """A model with a body and a head."""
+    return nn.Sequential(nn.Linear(WIDTH, 4), nn.ReLU(), nn.Linear(4, CLASSES))
+
+
+class Branching(nn.Module):
+    """A model that vmap rejects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(WIDTH, 4), nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scores of the classes."""
+        hidden = self.body(x)
+        out: Tensor = self.head(hidden * 2 if hidden.sum().item() > 0 else hidden)
+        return out
+
+
+def summed(outputs: Tensor, y: Tensor) -> Tensor:
+    """A loss that is a sum."""
+    return nn.functional.cross_entropy(outputs, y, reduction="sum")
+
+
+def single(outputs: Tensor, y: Tensor) -> Tensor:
+    """A loss of every sample."""
+    return nn.functional.cross_entropy(outputs, y, reduction="none")
+
+
+def averaged(outputs: Tensor, y: Tensor) -> Tensor:
+    """A loss as it should be."""
+    return nn.functional.cross_entropy(outputs, y)
+
+
+Kind = Literal["classes", "numbers", "two"]
+Entrance = Literal["simulate", "compare", "run", "tune", "scikit-learn", "Flower", "deploy"]
+ENTRANCES: tuple[Entrance, ...] = ("simulate", "compare", "run", "tune", "scikit-learn", "Flower", "deploy")
+
+LOCAL = {"lr": 0.1, "batch_size": 5}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A setting that cannot work.
+
+    Attributes:
+        name: what it is, in a few words.
+        rule: id of the check that refuses it.
+        method: a name of the registry.
+        options: of the method.
+        choices: tables and keys of an experiment file.
+        data: what the targets are: one of three classes, one of two, or a number.
+        model: a function of this module that makes the model, or a name of fedloom's.
+        not_at: the entrances that cannot express it, with the reason.
+    """
+
+    name: str
+    rule: str
+    method: str = "fedavg"
+    choices: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    data: Kind = "classes"
+    model: str = "make_net"
+    not_at: Mapping[Entrance, str] = field(default_factory=dict)
+
+    @property
+    def reasons(self) -> dict[Entrance, str]:
+        """Why some entrances cannot express the setting."""
+        tables = self.choices.keys()
+        reasons: dict[Entrance, str] = {**self.not_at}
+        virtual = "is of virtual time, and real clients take their own"
+        for table in ("devices", "schedule"):
+            if table in tables:
+                reasons |= {"Flower": f"{table} {virtual}", "deploy": f"{table} {virtual}"}
+        if "attack" in tables:
+            reasons |= dict.fromkeys(("Flower", "deploy"), "an attack is for simulation")
+        if "task" in tables:
+            reasons["Flower"] = "the loss and the metrics are those of the nodes"
+        if str(self.choices.get("weights", "")).startswith("clusters"):
+            reasons |= dict.fromkeys(("Flower", "deploy"), "clusters are found where all samples are in one place")
+        return reasons
+
+
+def _rows() -> list[Row]:
+    krum = {"kind": "krum", "f": 2}
+    equitable, clustered, asking = (
+        {"kind": "equitable"},
+        {"kind": "clustered", "clients": 3},
+        {"kind": "power-of-choice"},
+    )
+    mixer = {"kind": "proximity"}
+    timed = {"devices": {"kind": "equal"}}
+    private = {"kind": "private-mean"}
+    rows = [
+        # methods and local training
+        Row("momentum in SCAFFOLD", "method-momentum", "scaffold", {"local": {**LOCAL, "momentum": 0.9}}),
+        Row("Adam in SCAFFOLD", "method-optimizer", "scaffold", {"local": {**LOCAL, "optimizer": "adam"}}),
+        Row("Adam in FedNova", "method-optimizer", "fednova", {"local": {**LOCAL, "optimizer": "adam"}}),
+        Row("clipping of full gradients", "full-gradients", "fedadmm-inexact", {"local": {**LOCAL, "clip": 1.0}}),
+        Row("no epoch", "no-local-step", choices={"local": {**LOCAL, "epochs": 0}}),
+        Row(
+            "no step",
+            "no-local-step",
+            choices={"local": {**LOCAL, "steps": 0}},
+            not_at={"scikit-learn": "epochs is an argument of the estimator"},
+        ),
+        Row("a step size of 1e-50", "step-size-zero", choices={"local": {**LOCAL, "lr": 1e-50}}),
+        Row(
+            "a cosine that ends before the run",
+            "step-size-vanishes",
+            choices={"local": {**LOCAL, "schedule": "cosine", "horizon": 2}, "rounds": 3},
+        ),
+        Row("FedBN without normalisation", "method-fedbn", "fedbn"),
+        # weighers, aggregators, channels, mixers
+        Row("a weigher in FedDyn", "weigher-without-effect", "feddyn", {"weigher": equitable}),
+        Row("a weigher in local training", "weigher-without-effect", "local", {"weigher": equitable}),
+        Row("a median in local training", "aggregator-without-upload", "local", {"aggregator": {"kind": "median"}}),
+        Row("a channel in local training", "channel-without-upload", "local", {"channel": {"kind": "sign"}}),
+        Row("central noise on sums", "noise-adds-up", "feddyn", {"aggregator": private}),
+        Row("a median where models are mixed", "aggregator-on-mixing", "fedfomo", {"aggregator": {"kind": "median"}}),
+        Row("a median in CFL", "aggregator-on-single-models", "cfl", {"aggregator": {"kind": "median"}}),
+        Row("signs of FedProto", "channel-on-exact-sums", "fedproto", {"channel": {"kind": "sign"}}),
+        Row("a mixer in local training", "mixer-without-upload", "local", {"mixer": mixer}),
+        Row("a mixer in FedAMP", "mixer-on-mixing", "fedamp", {"mixer": mixer}),
+        Row(
+            "a mixer under central noise", "mixer-under-central-noise", choices={"mixer": mixer, "aggregator": private}
+        ),
+        Row("a mixer in IFCA", "mixer-on-clusters", "ifca", {"mixer": mixer}),
+        Row("a mixer in FedDyn", "mixer-on-consensus", "feddyn", {"mixer": mixer}),
+        Row("a mixer in FedMiD", "mixer-on-server-prox", "fedmid", {"mixer": mixer}),
+        Row("a mixer in FedProto", "mixer-needs-one-model", "fedproto", {"mixer": mixer}),
+        Row("more clusters than clients", "mixer-clusters", choices={"mixer": {"kind": "clusters", "clusters": 9}}),
+        Row(
+            "noise on absolute values", "noise-needs-differences", "feddr", {"aggregator": private},
+        ),
+        Row("noise beside single uploads", "noise-misses-single-uploads", "fedpac", {"aggregator": private}),
+        # samplers
+        Row("a sampler that learns from no upload", "sampler-without-upload", "local", {"sampler": clustered}),
+        Row("a sampler that asks about no model", "sampler-needs-a-global-model", "fedrep", {"sampler": asking}),
+        Row("more clients than there are", "sampler-clients", choices={"sampler": {"kind": "uniform", "clients": 9}}),
+        Row(
+            "a table of other clients",
+            "sampler-table",
+            choices={"sampler": {"kind": "availability", "table": [[1, 0]]}},
+        ),
+        Row(
+            "a round without a client",
+            "sampler-empty-round",
+            choices={"sampler": {"kind": "availability", "table": [[1] * 6, [0] * 6]}},
+        ),
+        Row(
+            "more candidates than clients",
+            "sampler-power-of-choice",
+            choices={"sampler": {"kind": "power-of-choice", "clients": 2, "candidates": 9}},
+        ),
+        # robust rules
+        Row("krum with f = 2 of 6", "cohort-too-small", choices={"aggregator": krum}),
+        Row(
+            "trimmed mean of half the clients",
+            "cohort-too-small",
+            choices={"aggregator": {"kind": "trimmed-mean", "f": 2}, "sampler": {"kind": "uniform", "fraction": 0.5}},
+        ),
+        Row(
+            "trimmed mean of random cohorts",
+            "cohort-too-small",
+            choices={
+                "aggregator": {"kind": "trimmed-mean", "f": 1},
+                "sampler": {"kind": "bernoulli", "probability": 0.7},
+                "rounds": 300,
+            },
+        ),
+        Row(
+            "krum of clients drawn twice",
+            "cohort-too-small",
+            choices={"aggregator": {"kind": "krum", "f": 1}, "sampler": {"kind": "size-weighted"}, "rounds": 40},
+        ),
+        Row("more models than clients", "cohort-too-small", choices={"aggregator": {"kind": "multi-krum", "k": 9}}),
+        Row("nearest neighbours of none", "cohort-too-small", choices={
+            "aggregator": {"kind": "mean", "pre": [{"kind": "nnm", "f": 6}]}
+        }),
+        Row("a trusted client who is not there", "trusted-client-missing", choices={
+            "aggregator": {"kind": "fltrust", "root": 9}
+        }),
+        Row("a trusted client who is not always there", "trusted-client-absent", choices={
+            "aggregator": {"kind": "fltrust"}, "sampler": {"kind": "uniform", "fraction": 0.5}, "rounds": 40
+        }),
+        # virtual time
+        Row("a deadline without devices", "schedule-needs-devices", choices={
+            "schedule": {"kind": "deadline", "seconds": 9.0}
+        }),
+        Row("partial work of FedAvg", "partial-work", choices={
+            "schedule": {"kind": "deadline", "seconds": 9.0, "partial": True}, **timed
+        }),
+        Row("a deadline that nobody meets", "deadline-unmet", choices={
+            "schedule": {"kind": "deadline", "seconds": 0.01}, **timed
+        }),
+        Row("a timeout that nobody meets", "deadline-unmet", choices={
+            "schedule": {"kind": "buffered", "buffer": 2, "timeout": 0.01}, **timed
+        }),
+        Row("a stream that asks candidates", "stream-asks-candidates", choices={
+            "schedule": {"kind": "buffered", "buffer": 2}, "sampler": asking, **timed
+        }),
+        Row("a stream that mixes a round", "stream-mixes-a-round", "fedamp", {
+            "schedule": {"kind": "buffered", "buffer": 2}, **timed
+        }),
+        Row("a stream of random cohorts", "stream-concurrency", choices={
+            "schedule": {"kind": "buffered", "buffer": 2}, "sampler": {"kind": "bernoulli"}, **timed
+        }),
+        Row("a buffer beyond the clients", "schedule-buffer", choices={
+            "schedule": {"kind": "buffered", "buffer": 9}, **timed
+        }),
+        Row("more clients at a time than there are", "schedule-concurrency", choices={
+            "schedule": {"kind": "buffered", "buffer": 2, "concurrency": 9}, **timed
+        }),
+        Row("an attack on the honest of a round", "stream-attack-on-a-round", choices={
+            "schedule": {"kind": "buffered", "buffer": 2}, "attack": {"kind": "alie", "fraction": 0.2}, **timed
+        }),
+        # shares and attacks
+        Row("clusters without a global model", "clusters-need-a-global-model", "fedrep", {
+            "weights": "clusters-2 every 1"
+        }),
+        Row("clusters in a stream", "clusters-need-rounds", choices={
+            "weights": "clusters-2 every 1", "schedule": {"kind": "buffered", "buffer": 2}, **timed
+        }),
+        Row("shares of groups that are not there", "shares-need-groups", choices={"weights": "groups"}),
+        Row("shares of other clients", "shares-of-other-clients", choices={"weights": [1.0, 2.0]}),
+        Row("forged activations that nobody reads", "attack-without-target", choices={
+            "attack": {"kind": "forged-activations", "fraction": 0.2}
+        }),
+        Row("flipped labels of numbers", "attack-needs-classes", choices={
+            "attack": {"kind": "flipped-labels", "fraction": 0.2}
+        }, data="numbers", model="softmax"),
+        # models, losses, tasks
+        Row("DBE on one layer", "head-missing", "dbe", model="make_bare"),
+        Row("MOON on one layer", "head-missing", "moon", model="make_bare"),
+        Row("FedPAC on one layer", "head-missing", "fedpac", model="make_bare"),
+        Row("FedProto without a representation", "representation-missing", "fedproto", model="make_flat"),
+        Row("a loss that is a sum", "loss-is-a-sum", choices={"task": {"loss": f"{HERE}:summed"}}),
+        Row("a loss of single samples", "loss-per-sample", choices={"task": {"loss": f"{HERE}:single"}}),
+        Row("class weights of numbers", "class-weights-need-classes", choices={"task": {"class_weights": "balanced"}},
+            data="numbers", model="softmax"),
+        Row("class weights of two classes of three", "class-weights-of-other-classes", choices={
+            "task": {"class_weights": [1.0, 2.0]}
+        }),
+        Row("recalibration of three classes", "calibrate-needs-two-classes", choices={"task": {"calibrate": True}}),
+        Row("a horizon without times", "horizon-needs-survival", choices={"task": {"horizon": 5.0}}),
+        Row("random crops of rows", "augment-needs-images", choices={"augment": {"flip": 0.5}}),
+        # how it is computed
+        Row("a GPU that is not there", "device-missing", choices={"engine": {"device": "cuda:7"}},
+            not_at={"Flower": "a node names its own device"}),
+        Row("fused loops of a branching model", "oracle-fused", choices={"engine": {"oracle": "fused"}},
+            model="Branching"),
+        Row("a model that vmap rejects", "oracle-stacked", choices={"engine": {"oracle": "stacked"}},
+            model="Branching"),
+        Row("TF32 without a GPU", "precision-missing", choices={"engine": {"precision": "tf32", "dtype": "float32"}}),
+        # privacy
+        Row("epsilon beside exact counts", "epsilon-misses-fields", "ifca", {
+            "channel": {"kind": "gaussian-noise", "delta": 1e-5}
+        }),
+        Row("epsilon beside answers", "epsilon-misses-answers", choices={
+            "channel": {"kind": "gaussian-noise", "delta": 1e-5}, "weigher": equitable
+        }),
+    ]  # fmt: skip
+    return rows
+
+
+ROWS_OF_TABLE = _rows()
+
+
+def samples(kind: Kind, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Rows ``[N, WIDTH]`` and targets of all clients."""
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(CLIENTS * ROWS, WIDTH, generator=g)
+    if kind == "numbers":
+        return x, x[:, :1] + x[:, 1:2]
+    classes = 2 if kind == "two" else CLASSES
+    return x, torch.arange(len(x)) % classes

@@ -1,0 +1,207 @@
+"""Rehearsal: what a run is bound to meet in a later round, found before round 1 by playing its draws and one client."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from fedloom.algorithms import upload_fields
+from fedloom.choose import Sampler
+from fedloom.choose.shares import by_clusters
+from fedloom.engine.clients.messages import first_step, first_upload
+from fedloom.engine.problem import RunProblem
+from fedloom.engine.setting import Setting
+from fedloom.errors import ConfigError, Refused, attribute_error
+from fedloom.local import Ctx, Work
+from fedloom.local.oracles import Network
+from fedloom.local.rows import Fields, remade
+from fedloom.models.parts import penultimate
+from fedloom.schedule import FORWARD, Deadline, OverSelection, Stream, Synchronous
+
+MAX_DRAWS = 20_000_000
+"""Clients times rounds that are drawn to look at the cohorts; of a longer run the first rounds are."""
+
+Start = tuple[Fields, Fields, Fields | None]
+"""The states of the server, of a client and of what the server keeps of it, before round 1."""
+
+
+def check_cohorts(setting: Setting, ctx: Ctx, silent: Tensor | None) -> None:
+    """Draw the cohort of every round, and refuse a rule or a schedule that one of them is too small for.
+
+    The draws are those of the run: they follow from its seed. A sampler that learns from uploads draws as if it had not
+    learned anything; one that queries clients has cohorts of one size.
+
+    Args:
+        setting: the run, presets resolved.
+        ctx: all clients, before round 1.
+        silent: bool ``[n]`` clients whose devices never answer; None without devices.
+
+    Raises:
+        ConfigError: the rule, the round and the number of clients that it has.
+    """
+    rule, schedule, sampler = setting.aggregator, setting.schedule, setting.sampler
+    watches = rule is not None and not (rule.linear or isinstance(schedule, Stream)) and _may_fail(setting, ctx.n)
+    waits = silent is not None and bool(silent.any()) and isinstance(schedule, Synchronous | OverSelection)
+    if not (watches or waits) or sampler.probes:
+        return
+    kinds = upload_fields(type(setting.method)).values()
+    grows = any(kind.keeps or (kind.accumulates and kind.base.startswith("rows.")) for kind in kinds)
+    seen, state = torch.zeros(ctx.n, dtype=torch.bool), _draws_of(sampler, ctx)
+    worst: tuple[int, ConfigError] | None = None
+    for t in range(1, 1 + min(setting.rounds, max(1, MAX_DRAWS // ctx.n))):
+        with attribute_error("sampler", sampler, f"round {t}"):
+            cohort, state = sampler.apply(state, None, ctx._replace(round=t))
+        cohort = cohort.unique()
+        if waits and silent is not None:
+            _check_answers(setting, t, cohort, silent)
+        if rule is None or not watches:
+            continue
+        used = cohort[: schedule.enough(len(cohort))] if isinstance(schedule, OverSelection) else cohort
+        seen[used] = True
+        counted = seen.nonzero()[:, 0] if grows else used
+        try:
+            rule.check_cohort(counted)
+        except ConfigError as error:
+            if worst is None or len(counted) < worst[0]:
+                clients = "1 client" if len(counted) == 1 else f"{len(counted)} clients"
+                worst = len(counted), error.placed(f"round {t} of {setting.rounds} has {clients}")
+    if worst is not None:
+        raise worst[1]
+
+
+def _may_fail(setting: Setting, n: int) -> bool:
+    """Whether a cohort of this sampler may be one that the rule refuses."""
+    rule, fewest = setting.aggregator, setting.sampler.smallest(n)
+    assert rule is not None
+    return fewest is None or (fewest < n and rule.needs_client)
+
+
+def _draws_of(sampler: Sampler, ctx: Ctx) -> object:
+    with attribute_error("sampler", sampler, "init"):
+        state: object = sampler.init(ctx)
+    return state
+
+
+def _check_answers(setting: Setting, t: int, cohort: Tensor, silent: Tensor) -> None:
+    """Refuse a round that waits for a client whose device never answers."""
+    schedule, lost = setting.schedule, cohort[silent[cohort]].tolist()
+    enough = schedule.enough(len(cohort)) if isinstance(schedule, OverSelection) else len(cohort)
+    if len(cohort) - len(lost) < enough:
+        raise Refused(
+            f"round {t} waits for {enough} of {len(cohort)} clients, and those of {lost[:8]} never answer",
+            rule="client-never-answers",
+            fix="set {schedule = {'kind': 'deadline', 'seconds': 60.0}}, or give these clients a speed",
+        )
+
+
+def check_times(problem: RunProblem, start: Start) -> None:
+    """Refuse a deadline or a timeout that no client meets: the fastest client trains its first round for it.
+
+    A client's seconds are at least its work on its device, its upload and the latency of two messages; times in which
+    clients are away only add to them. Clients with fewer samples are taken to work in proportion less.
+
+    Args:
+        problem: the run.
+        start: the states before round 1.
+
+    Raises:
+        Refused: the limit and the seconds of the fastest client.
+    """
+    schedule, fleet = problem.setting.schedule, problem.fleet
+    is_deadline = isinstance(schedule, Deadline)
+    limit = schedule.seconds if is_deadline else getattr(schedule, "timeout", None)
+    if fleet is None or limit is None:
+        return
+    sizes, partial = problem.train_sizes[:, 0].double(), is_deadline and schedule.partial
+    fastest = (fleet.seconds.double() * sizes + 2 * fleet.latency).argmin()[None]
+    weight = problem.alpha[fastest].to(problem.oracle.device)
+    steps = 1 if partial else None
+    work = Work(problem.oracle, fastest, weight, problem.setting.local, seed=problem.setting.seed, steps=steps)
+    with attribute_error("method", problem.algorithm, "a first round"):
+        upload = first_upload(problem.algorithm, start, problem.ctx(1, fastest), work)
+    sends = problem.setting.channel is None and len(upload) > 0
+    length = int(problem.messages.up(upload).lengths()[0].max()) if sends else 1
+    worked = float(work.counts.backward[0] + FORWARD * work.counts.forward[0])
+    part = torch.ones_like(sizes) if partial else (sizes / sizes[fastest]).clamp(max=1.0)
+    seconds = worked * part * fleet.seconds.double().nan_to_num(posinf=math.inf) + 2 * fleet.latency + length / fleet.up
+    least = float(seconds.nan_to_num(nan=math.inf).min())
+    if least <= limit:
+        return
+    key = "seconds" if is_deadline else "timeout"
+    fix = f"set {{schedule.{key} = {float(f'{2 * least:.2g}')}}}, or more"
+    raise Refused(
+        f"schedule {schedule.kind!r}: no client answers within {limit:g} s, as the fastest one takes {least:.3g} s for "
+        f"{'one step' if partial else 'its work'} and its messages",
+        rule="deadline-unmet",
+        fix=fix if math.isfinite(least) else "leave {schedule} and {devices} out",
+    )
+
+
+def check_layers(setting: Setting, oracle: Network, ctx: Ctx, start: Start) -> None:
+    """Refuse a run that needs a head, layers below it or classes, where there are none: one client takes a step.
+
+    Args:
+        setting: the run, presets resolved.
+        oracle: the local problems.
+        ctx: all clients, before round 1.
+        start: the states before round 1.
+
+    Raises:
+        ConfigError: the method, the shares or the weigher look for what the model or the data do not have.
+    """
+    module, method, data = oracle.module, setting.method, oracle.fed.data
+    try:
+        penultimate(module)
+    except ConfigError:
+        if setting.weigher.describes or by_clusters(setting.weights):
+            raise
+    else:
+        if data.classed and not data.each:
+            return
+    try:
+        _play_two_rounds(setting, oracle, ctx, start)
+    except ConfigError:
+        raise
+    except (KeyError, AttributeError) as error:
+        raise Refused(
+            f"{type(method).__name__} looks for layers by their names, and does not find them in "
+            f"{type(module).__name__} ({error!r})",
+            rule="head-missing",
+            fix="put a layer before the last one: torch.nn.Sequential(torch.nn.Flatten(), layer)",
+        ) from error
+    except Exception:
+        return  # the run itself names the client, the round and the line
+
+
+def _play_two_rounds(setting: Setting, oracle: Network, ctx: Ctx, start: Start) -> None:
+    """Let the first client take a step and answer in two rounds, as a method may use what it learned in the first."""
+    method, one = setting.method, ctx._replace(m=1, ids=ctx.ids[:1])
+    for round in (1, 2):
+        work = Work(oracle, one.ids, ctx.weight[:1].to(oracle.device), ctx.local, steps=1, round=round)
+        down, rows, up = first_step(method, start, ctx, work)
+        method.personal(down, rows, work)
+        if setting.weigher.probes:
+            setting.weigher.probe(down, ctx.layout.vector(oracle.module, oracle.dtype)[None].to(oracle.device), work)
+        kinds = upload_fields(type(method))
+        whole = remade(up, [value[0] if kinds[name].averaged else value for name, value in up._asdict().items()])
+        kept = start[2] and remade(start[2], [getattr(up, name)[0] for name in start[2]._fields])
+        server = method.server(start[0], whole, one._replace(round=round))
+        start = server, remade(rows, [value[0] for value in rows]), kept
+
+
+def rehearse(problem: RunProblem, start: Start) -> None:
+    """Find what a round of this run is bound to meet, before round 1.
+
+    Args:
+        problem: the run.
+        start: the states before round 1.
+
+    Raises:
+        ConfigError: a cohort that the rule or the schedule cannot work on, or a limit that no client meets.
+    """
+    silent = None if problem.fleet is None else ~problem.fleet.seconds.isfinite()
+    if problem.replay.cohorts is None:
+        check_cohorts(problem.setting, problem.ctx(0), silent)
+    check_times(problem, start)

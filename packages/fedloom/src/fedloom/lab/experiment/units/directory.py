@@ -1,0 +1,171 @@
+"""Directory: a run directory before its runs, and whose it is."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fedloom.analyses import ANALYSES
+from fedloom.analyses.registry import name_of
+from fedloom.data.federation import Federation
+from fedloom.engine.setting import Setting
+from fedloom.engine.simulate import simulate
+from fedloom.errors import RunDirError, Stop
+from fedloom.lab.experiment.file import difference_to_recorded
+from fedloom.lab.experiment.outputs import write_settings, write_splits
+from fedloom.lab.experiment.schema import Experiment, Method
+from fedloom.rundir import (
+    CHECKPOINTS,
+    FILES,
+    FOLDERS,
+    MODELS,
+    SETTINGS,
+    WORK,
+    analysis_file,
+    check_case,
+    folder_of,
+    label_of,
+)
+from fedloom.storage.checkpoint import Checkpoints
+from fedloom.storage.claims import Claims, publish
+from fedloom.storage.files import is_unused, refuse_links
+
+
+class ExperimentDirectory:
+    """The run directory of an experiment, as its next process meets it.
+
+    Args:
+        experiment: whose directory it is to be.
+        out: the directory.
+        force: forget what is there, in `prepare`.
+        partly: what is forgotten is of the experiment's methods only; the directory must be of this experiment.
+    """
+
+    def __init__(self, experiment: Experiment, out: Path, *, force: bool, partly: bool) -> None:
+        self.experiment, self.out, self.force, self._partly = experiment, out, force, partly
+        self.runs = [(m, seed) for m in experiment.methods for seed in experiment.head.seeds]
+
+    def folder(self, kind: str, method: Method, seed: int) -> Path:
+        """The folder of a run's checkpoints or models."""
+        return folder_of(self.out, kind, method.label, seed)
+
+    def check(self, *, joins: bool = False) -> None:
+        """Refuse what is not a run directory, or one of another experiment; methods and seeds may come and go.
+
+        Where others work on them at this moment (``joins``) they may not.
+
+        Raises:
+            RunDirError: with the sentence.
+        """
+        if is_unused(self.out):
+            return
+        settings = self.out / SETTINGS
+        if not settings.exists():
+            raise RunDirError(
+                f"{self.out} is not empty and not a run directory (no experiment.toml); choose another --out"
+            )
+        refuse_links(self.out, FOLDERS)
+        if self.force and not self._partly:
+            return
+        free = [f"{table}.{field}" for table, value in Setting.tables().items() for field in value.base.free]
+        patterns = [*map(re.escape, [*([] if joins else ["name", "rounds", "seeds"]), *free])]
+        patterns += [] if joins else ["method .*: rounds"]
+        if self.force:
+            patterns += [f"method {re.escape(method.label)}: .*" for method in self.experiment.methods]
+        try:
+            before = {key: value for key, value in tomllib.loads(settings.read_text()).items() if key != "resolved"}
+            difference = difference_to_recorded(before, self.experiment.settings(), "|".join(patterns))
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+            raise RunDirError(
+                f"{settings} is damaged: {error}; choose another --out, or start anew with --force"
+            ) from None
+        if not difference and joins:
+            difference = self._other_methods(before)
+        if difference and joins:
+            raise RunDirError(
+                f"{self.out}: processes that joined work on another experiment: {difference}; join with the same "
+                f"settings, and change them once all have ended; if none of them is left, delete {self.out / WORK}"
+            )
+        if difference:
+            raise RunDirError(
+                f"{self.out} holds another experiment: {difference}; choose another --out, or start anew with --force"
+            )
+
+    def _other_methods(self, before: Mapping[str, Any]) -> str:
+        was, now = [label_of(method) for method in before["method"]], [m.label for m in self.experiment.methods]
+        return "" if was == now else f"methods were {', '.join(was)}, now {', '.join(now)}"
+
+    def prepare(self, federations: Mapping[int, Federation], claims: Claims | None = None) -> None:
+        """Make the directory this experiment's; with claims, runs that were left in the middle are free to be taken.
+
+        Raises:
+            RunDirError: it is another experiment's, or its runs cannot have more rounds.
+        """
+        check_case(self.out, [method.label for method in self.experiment.methods])
+        self.check()
+        if self.force:
+            self._clear()
+        self._check_rounds(federations)
+        write_settings(self.out, self.experiment)
+        write_splits(self.out, federations)
+        if claims is not None:
+            for method, seed in self.runs:
+                folder = self.folder(CHECKPOINTS, method, seed)
+                if (
+                    folder.exists()
+                    and not is_whole(folder, method.setting.rounds)
+                    and (claim := claims.take(folder.name)) is not None
+                ):
+                    if not publish(folder, claim.state):
+                        shutil.rmtree(folder)
+                    claim.release()
+        elif (self.out / WORK).exists():
+            self._adopt(Claims(self.out / WORK))
+
+    def _check_rounds(self, federations: Mapping[int, Federation]) -> None:
+        """Let runs that have ended have more rounds, unless something in them depends on the number of rounds."""
+        longer = list[Path]()
+        for method, seed in self.runs:
+            folder, setting = self.folder(CHECKPOINTS, method, seed), method.setting.with_(seed=seed)
+            planned = (Checkpoints(folder).meta() or {}).get("numbers", {}).get("rounds", setting.rounds)
+            if planned < setting.rounds:
+                simulate(setting, federations[seed], folder=folder, advance=False)
+                longer.append(self.folder(MODELS, method, seed))
+        for models in longer:  # those of fewer rounds
+            shutil.rmtree(models, ignore_errors=True)
+        for analysis in self.experiment.analyses if longer else ():
+            if analysis.runs_further:
+                (self.out / analysis_file(name_of(analysis))).unlink(missing_ok=True)
+
+    def _adopt(self, claims: Claims) -> None:
+        """Take what processes left that had joined; refuse to where one of them may still work."""
+        claims.check_ended()
+        for method, seed in self.runs:
+            folder = self.folder(CHECKPOINTS, method, seed)
+            if (state := claims.left_behind(folder.name)) is not None:
+                publish(state, folder)
+        claims.forget()
+
+    def _clear(self) -> None:
+        """Forget what the directory holds; ``experiment.toml`` stays until it is replaced, so that it is still one."""
+        self.force = False
+        if self._partly:
+            for method, seed in self.runs:
+                for kind in (CHECKPOINTS, MODELS):
+                    shutil.rmtree(self.folder(kind, method, seed), ignore_errors=True)
+            return
+        for name in FOLDERS:
+            shutil.rmtree(self.out / name, ignore_errors=True)
+        for name in (*FILES, *map(analysis_file, ANALYSES)):
+            (self.out / name).unlink(missing_ok=True)
+
+
+def is_whole(folder: Path, rounds: int) -> bool:
+    """Whether a run of so many rounds has come to its end in a folder."""
+    meta = Checkpoints(folder).meta() or {}
+    stop, planned = str(meta.get("stop")), meta.get("numbers", {}).get("rounds", rounds)
+    return planned == rounds and stop in Stop.__members__ and not Stop[stop].resumable
