@@ -209,10 +209,11 @@ fails in round 21. The check trains one client if a deadline or a timeout is set
 no layer below its head.
 
 Every step of training seeds a model that draws random numbers, whether the model draws from torch, numpy or `random`.
-Afterwards the global generators are as before. fedloom cannot seed a generator inside the model; such a run has a note.
+Afterwards the global generators are as before. fedloom cannot seed a generator inside the model. The run then prints
+a note.
 
-The table has an example of every rule. Tests check that the rule and the fix are the same at all seven entrances, and
-that the setting works after the fix. [What goes with what](combinations.md) lists methods and parts.
+The table shows an example of every rule. Tests check that the rule and the fix are the same at all seven entrances, and
+that the setting works after the fix. [Compatibility](combinations.md) lists methods and parts.
 
 | rule | example | fix |
 |---|---|---|

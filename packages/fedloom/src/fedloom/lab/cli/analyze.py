@@ -36,7 +36,7 @@ def analyze(
     ] = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Ask all clients of a file questions whose answers are sums, and print what follows.
+    """Compute statistics by sums over all clients of a file.
 
     The clients are the users of the table, else those of the file's partition with its first seed. Options are those of
     the file's [[analysis]] of this kind, changed by --set.
