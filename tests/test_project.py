@@ -30,6 +30,7 @@ from fedloom.lab.cli._app import EXTRAS as COMMANDS
 ROOT = Path(__file__).parent.parent
 PACKAGES = {
     "fedloom": ROOT / "packages" / "fedloom",
+    "fedloom_clinic": ROOT / "packages" / "fedloom-clinic",
     "fedloom_sites": ROOT / "packages" / "fedloom-sites",
     "fedloom_studies": ROOT / "packages" / "fedloom-studies",
 }

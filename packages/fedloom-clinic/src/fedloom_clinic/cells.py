@@ -17,7 +17,7 @@ CLIENT_GROUP = "client"
 """The word that makes every client a group."""
 
 
-class Cells(NamedTuple):
+class MergedCells(NamedTuple):
     """Cells that are left.
 
     Attributes:
@@ -34,9 +34,9 @@ class Cells(NamedTuple):
         return torch.nn.functional.one_hot(self.of, len(self.names)).T.double()
 
 
-def every_cell(names: Sequence[str]) -> Cells:
+def every_cell(names: Sequence[str]) -> MergedCells:
     """Return all cells as they are."""
-    return Cells(tuple(names), torch.arange(len(names)))
+    return MergedCells(tuple(names), torch.arange(len(names)))
 
 
 def groups_of(schema: Schema, group: str | None, clients: int) -> tuple[str, ...]:
@@ -79,7 +79,7 @@ def merges(rules: Rules) -> bool:
     return rules.fewest > 1 or rules.least > 1
 
 
-def merged_cells(names: Sequence[str], flags: Tensor, rules: Rules) -> Cells:
+def merged_cells(names: Sequence[str], flags: Tensor, rules: Rules) -> MergedCells:
     """Merge cells that too few clients reach into "other", with one that enough do, so that no sum shows the rest.
 
     Args:
@@ -97,7 +97,9 @@ def merged_cells(names: Sequence[str], flags: Tensor, rules: Rules) -> Cells:
     joined = (~enough).nonzero().flatten().tolist() + ranked[:1]
     kept = [k for k in range(len(names)) if k not in joined]
     place = {k: at for at, k in enumerate(kept)}
-    return Cells((*(names[k] for k in kept), OTHER), torch.tensor([place.get(k, len(kept)) for k in range(len(names))]))
+    return MergedCells(
+        (*(names[k] for k in kept), OTHER), torch.tensor([place.get(k, len(kept)) for k in range(len(names))])
+    )
 
 
 def merged_bins(filled: Tensor, rules: Rules) -> Tensor:

@@ -19,7 +19,7 @@ NARROWEST_RANGE = 1e-9
 """Width of a range at least, so that a column that is the same everywhere can be divided by it."""
 
 
-class Design(NamedTuple):
+class DesignColumns(NamedTuple):
     """Complete rows of one client within the agreed ranges.
 
     Attributes:
@@ -62,13 +62,13 @@ def ranges_of(schema: Schema) -> tuple[Floats, Floats]:
     return low, np.maximum(high, low + NARROWEST_RANGE)
 
 
-def design_of(client: ClientRows, terms: AnalysisTerms) -> Design:
+def design_of(client: ClientRows, terms: AnalysisTerms) -> DesignColumns:
     """Return the rows of a client that a regression uses."""
     whole = ~client.x.isnan().any(1)
     x, y = numbers_of(Table(columns=terms.schema.columns), client.x[whole]).numpy(), client.y[whole].numpy()
     low, high = ranges_of(terms.schema)
     inside = ((x >= low) & (x <= high)).all(1)
-    return Design(x[inside], y[inside], len(client) - int(inside.sum()))
+    return DesignColumns(x[inside], y[inside], len(client) - int(inside.sum()))
 
 
 def triangle(matrices: Floats) -> Floats:

@@ -26,7 +26,7 @@ from fedloom.errors import DataError, Refused
 from fedloom.tasks.cox_vectors import bin_ends
 from fedloom_clinic.cells import (
     CLIENT_GROUP,
-    Cells,
+    MergedCells,
     group_codes,
     groups_of,
     merged_bins,
@@ -43,12 +43,12 @@ Floats = NDArray[np.float64]
 class Counted(NamedTuple):
     """Cells of the question, and the total ``[G, 2, J]`` of events and of other ends once it is known."""
 
-    groups: Cells
+    groups: MergedCells
     ends: Tensor
     total: Tensor | None = None
 
 
-class Curve(NamedTuple):
+class SurvivalCurve(NamedTuple):
     """Kaplan and Meier's curve of one group ``[J]``, with its smallest value for the exact times, and log variance."""
 
     at_risk: Floats
@@ -163,7 +163,7 @@ class KaplanMeier(Analysis):
         return torch.bincount(at, minlength=groups * 2 * len(ends)).double().view(groups, 2, -1)
 
 
-def curve_of(counts: Floats) -> Curve:
+def curve_of(counts: Floats) -> SurvivalCurve:
     """Return the curve of counts ``[2, J]`` of events and of rows that are censored."""
     events, censored = counts
     at_risk = (events + censored)[::-1].cumsum()[::-1]
@@ -172,10 +172,10 @@ def curve_of(counts: Floats) -> Curve:
     )
     left = at_risk - events
     terms = np.divide(events, at_risk * left, out=np.zeros_like(events), where=left > 0)
-    return Curve(at_risk, events, censored, factors.cumprod(), np.maximum(lowest, 0).cumprod(), terms.cumsum())
+    return SurvivalCurve(at_risk, events, censored, factors.cumprod(), np.maximum(lowest, 0).cumprod(), terms.cumsum())
 
 
-def interval(curve: Curve, level: float) -> tuple[Floats, Floats]:
+def interval(curve: SurvivalCurve, level: float) -> tuple[Floats, Floats]:
     """Return the ends ``[J]`` of intervals on the scale of log(-log S), as lifelines has them."""
     with np.errstate(divide="ignore", invalid="ignore"):
         log = np.log(curve.survival)

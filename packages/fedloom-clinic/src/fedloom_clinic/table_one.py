@@ -26,7 +26,7 @@ from fedloom.errors import DataError, Refused
 from fedloom_clinic.cells import (
     CLIENT_GROUP,
     MISSING,
-    Cells,
+    MergedCells,
     every_cell,
     group_codes,
     groups_of,
@@ -53,7 +53,7 @@ APART = 1.0
 
 
 @dataclass(frozen=True, eq=False)
-class Column:
+class SummaryColumn:
     """A column with its cells: bins of a number, or levels of a code with missing ones last.
 
     Args:
@@ -68,7 +68,7 @@ class Column:
     name: str
     place: int
     edges: Tensor | None
-    cells: Cells
+    cells: MergedCells
     levels: int
     of: Tensor
 
@@ -202,29 +202,29 @@ class TableOne(ScriptedAnalysis):
         table = pa.Table.from_pylist(rows, schema=SCHEMA)
         return table, None
 
-    def _agreed(self, schema: Schema) -> list[Column]:
+    def _agreed(self, schema: Schema) -> list[SummaryColumn]:
         """Return every column with the agreed bins and all levels."""
-        columns = list[Column]()
+        columns = list[SummaryColumn]()
         for place, column in enumerate(schema.columns):
             if column.name == self.group:
                 continue
             if column.levels:
                 cells = every_cell([*map(str, column.names), MISSING])
-                columns.append(Column(column.name, place, None, cells, column.levels, torch.zeros(0).long()))
+                columns.append(SummaryColumn(column.name, place, None, cells, column.levels, torch.zeros(0).long()))
                 continue
             low, high = column.range or (0.0, 1.0)
             edges = torch.linspace(low, max(high, low + 1e-9), self.bins + 1, dtype=torch.float64)
-            columns.append(Column(column.name, place, edges, every_cell(()), 0, torch.arange(self.bins)))
+            columns.append(SummaryColumn(column.name, place, edges, every_cell(()), 0, torch.arange(self.bins)))
         return columns
 
-    def _cells(self, terms: AnalysisTerms) -> tuple[Cells, list[Column]]:
+    def _cells(self, terms: AnalysisTerms) -> tuple[MergedCells, list[SummaryColumn]]:
         """Return groups and columns with the cells that enough clients reach."""
         names, columns = groups_of(terms.schema, self.group, len(terms.sizes)), self._agreed(terms.schema)
         flags = torch.stack(terms.published)
         groups = merged_cells(names, flags[:, : len(names)], terms.rules)
         blocks = flags[:, len(names) :].view(len(flags), len(names), -1)
         filled = (groups.members @ blocks > 0).double().split([c.size for c in columns], 2)
-        kept = list[Column]()
+        kept = list[SummaryColumn]()
         for column, cells in zip(columns, filled, strict=True):
             if column.edges is None:
                 every = cells.amin(1)  # in every group
@@ -256,7 +256,7 @@ SCHEMA = pa.schema([
 ])  # fmt: skip
 
 
-def _scaled(client: ClientRows, terms: AnalysisTerms, column: Column) -> tuple[Tensor, Tensor]:
+def _scaled(client: ClientRows, terms: AnalysisTerms, column: SummaryColumn) -> tuple[Tensor, Tensor]:
     """Return a number on [-1, 1] ``[N]``, and where it is there and within the agreed range."""
     assert column.edges is not None
     values, low, high = client.x[:, column.place], column.edges[0], column.edges[-1]
@@ -264,14 +264,14 @@ def _scaled(client: ClientRows, terms: AnalysisTerms, column: Column) -> tuple[T
     return torch.where(whole, (values - (high + low) / 2) / ((high - low) / 2), 0.0), whole
 
 
-def _levels(client: ClientRows, column: Column) -> Tensor:
+def _levels(client: ClientRows, column: SummaryColumn) -> Tensor:
     """Return the rows in every cell of a code."""
     codes = level_codes(client.x[:, column.place], column.levels)
     return torch.bincount(column.cells.of[codes], minlength=len(column.cells.names)).double()
 
 
 def _counted(
-    client: ClientRows, terms: AnalysisTerms, columns: list[Column], groups: Cells, group: str | None
+    client: ClientRows, terms: AnalysisTerms, columns: list[SummaryColumn], groups: MergedCells, group: str | None
 ) -> Tensor:
     """Return the rows of every group, and by group the numbers of every column."""
     code = groups.of[group_codes(client, terms.schema, group)]
@@ -292,7 +292,7 @@ def _counted(
 
 
 def _of_number(
-    column: Column, groups: Cells, counted: list[Floats], of: _Moments, between: float, clients: int
+    column: SummaryColumn, groups: MergedCells, counted: list[Floats], of: _Moments, between: float, clients: int
 ) -> Iterator[dict[str, object]]:
     """Yield the rows of a number, a row for each group that has rows."""
     assert column.edges is not None
@@ -323,7 +323,7 @@ def _of_number(
 
 
 def _of_code(
-    column: Column, groups: Cells, counted: Floats, statistic: float, clients: int
+    column: SummaryColumn, groups: MergedCells, counted: Floats, statistic: float, clients: int
 ) -> Iterator[dict[str, object]]:
     """Yield the rows of a code, a row for each level and group that has rows."""
     shown = counted[:, : column.shown]

@@ -79,7 +79,7 @@ def entered(entrance: Entrance) -> Iterator[bool]:
 
 
 def worded(text: str) -> str:
-    """Write the keys in braces as the current entrance has them; other text stays as it is.
+    """Return a text whose keys in braces are written as the current entrance has them.
 
     >>> worded("set {local.momentum = 0}")
     'set local={"momentum": 0}'

@@ -22,7 +22,7 @@ from fedloom.errors import ConfigError, Refused
 from fedloom.rows.channel import GaussianNoise
 from fedloom.tasks import Objective
 from fedloom_sites.deploy.protocol.lengths import shortened
-from fedloom_sites.flower.samples import Samples, Signature, adapted, fit, read
+from fedloom_sites.flower.samples import NodeSamples, Signature, adapted, fit, read
 
 TRIED = 2
 """Samples that a node tries its loss on."""
@@ -80,17 +80,21 @@ class Local:
             ConfigError: the channel is no noise.
             Refused: the document has a channel that does something else, and two channels cannot be.
         """
-        own, given = self._noise(), setting.channel
-        if own is None:
+        own_noise, channel = self._noise(), setting.channel
+        if own_noise is None:
             return setting
-        if given is not None and not isinstance(given, GaussianNoise):
+        if channel is not None and not isinstance(channel, GaussianNoise):
             raise Refused(
-                "this node adds noise of its own (Local(channel=...)), and an upload passes one channel: leave the "
-                f"strategy's channel {type(given).__name__} out"
+                "this node adds its own noise (Local(channel=...)), and an upload passes one channel: leave the "
+                f"strategy's channel {type(channel).__name__} out"
             )
-        if given is not None and given.clip <= own.clip and given.sigma * given.clip >= own.sigma * own.clip:
+        if (
+            channel is not None
+            and channel.clip <= own_noise.clip
+            and channel.sigma * channel.clip >= own_noise.sigma * own_noise.clip
+        ):
             return setting
-        return setting.with_(channel=own)
+        return setting.with_(channel=own_noise)
 
     def shorten(self, job: Job, upload: Any, down: object) -> Any:
         """Shorten the upload of a node to its own bound; fields ``[1, .]``."""
@@ -210,7 +214,7 @@ class NodeProblem(NamedTuple):
     objective: Objective
 
 
-def _design(parts: Mapping[str, Samples]) -> Design | None:
+def _design(parts: Mapping[str, NodeSamples]) -> Design | None:
     """Whose each sample is, of all parts one after another in the order of `PARTS`."""
     owners = [owner for part in PARTS if part in parts for owner in parts[part].subject or ()]
     return design_of({"subject": owners}, len(owners), "node") if owners else None

@@ -144,7 +144,7 @@ def adapted(module: nn.Module, signature: Signature) -> nn.Module:
     return module
 
 
-class Samples(NamedTuple):
+class NodeSamples(NamedTuple):
     """Samples of one part of a node.
 
     Attributes:
@@ -158,7 +158,7 @@ class Samples(NamedTuple):
     subject: list[Any] | None = None
 
 
-def read(part: str, samples: Any, keys: Sequence[str], subject: str | None = None) -> Samples:
+def read(part: str, samples: Any, keys: Sequence[str], subject: str | None = None) -> NodeSamples:
     """Read the inputs by name and the targets of a data set.
 
     Args:
@@ -209,7 +209,7 @@ def read(part: str, samples: Any, keys: Sequence[str], subject: str | None = Non
             f"{part}set needs as many samples as targets, and one at least, got "
             f"{' and '.join(str(len(value)) for value in (*inputs, y))}"
         )
-    return Samples(values, y, owners)
+    return NodeSamples(values, y, owners)
 
 
 def _batch(part: str, samples: Any) -> Any:

@@ -42,11 +42,11 @@ def evaluate(job: Job, clients: Clients, state: State) -> tuple[State, str]:
         records += [Record.of_federation(t, "", "", name, figure) for name, figure in figures.items()]
     lost, notes = [*_lost(job, scores)], list[str]()
     parts = job.setting.evaluate.parts
-    judged = ("train",) if "train" in parts else parts
-    unusable = next((f"round {t}: {loss} is not finite" for part, loss, _ in lost if part in judged), "")
+    scored_kinds = ("train",) if "train" in parts else parts
+    unusable = next((f"round {t}: {loss} is not finite" for part, loss, _ in lost if part in scored_kinds), "")
     for part, loss, ids in lost:
         note = f"{loss} is not finite at {len(ids)} clients, which figures over clients leave out: {ids[:8]}"
-        notes += [note] if part not in judged and note not in state.notes else []
+        notes += [note] if part not in scored_kinds and note not in state.notes else []
     return state.with_(records=state.records.plus(records), notes=(*state.notes, *notes)), unusable
 
 

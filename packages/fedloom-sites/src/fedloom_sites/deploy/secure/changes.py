@@ -116,7 +116,7 @@ def reweighted(before: Mapping[str, Sequence[float]], now: Mapping[str, Sequence
         before: weights of each site in the first sum, one for every kind of field.
         now: the same in the second.
     """
-    common, found = sorted({*before} & {*now}), set[str]()
+    common, changed = sorted({*before} & {*now}), set[str]()
     for k in range(min((len(now[c]) for c in common), default=0)):
         pairs = {c: (float(before[c][k]), float(now[c][k])) for c in common if len(before[c]) > k}
         ratios = {c: pair for c, pair in pairs.items() if any(pair)}
@@ -124,8 +124,8 @@ def reweighted(before: Mapping[str, Sequence[float]], now: Mapping[str, Sequence
         for c, (old, new) in ratios.items():
             reference = next((r for r in groups if _in_proportion(ratios[r], (old, new))), c)
             groups.setdefault(reference, []).append(c)
-        found |= {*ratios} - {*max(groups.values(), key=len, default=[])}
-    return found
+        changed |= {*ratios} - {*max(groups.values(), key=len, default=[])}
+    return changed
 
 
 def _in_proportion(one: tuple[float, float], other: tuple[float, float]) -> bool:

@@ -171,9 +171,9 @@ class OpenedSums:
             what: {self._name(c): tuple(values) for c, values in one.items() if self._name(c) in listed}
             for what, one in weights.items()
         }
-        known = {c for one in named.values() for c, values in one.items() if not any(values)}
-        return sorted(listed - known), {
-            what: {c: values for c, values in one.items() if c not in known} for what, one in named.items()
+        recorded = {c for one in named.values() for c, values in one.items() if not any(values)}
+        return sorted(listed - recorded), {
+            what: {c: values for c, values in one.items() if c not in recorded} for what, one in named.items()
         }
 
     def _changes(self, record: Mapping[str, Any]) -> Changes:
@@ -203,9 +203,9 @@ class OpenedSums:
             yield values
 
     def _write(self, record: dict[str, Any]) -> None:
-        mine, others = self._folder.name, record["experiments"]
-        kept = [*(e for e in others if e != mine), mine][-EXPERIMENTS_REMEMBERED:]
-        write_checked(self._memory / FILE, {**record, "experiments": {e: others[e] for e in kept}})
+        own_sums, other_sums = self._folder.name, record["experiments"]
+        kept = [*(e for e in other_sums if e != own_sums), own_sums][-EXPERIMENTS_REMEMBERED:]
+        write_checked(self._memory / FILE, {**record, "experiments": {e: other_sums[e] for e in kept}})
 
     def _of_experiment(self, record: dict[str, Any]) -> dict[str, Any]:
         """The part of the record on this experiment; where there is none, all rounds up to the newest are summed.
@@ -214,18 +214,18 @@ class OpenedSums:
         left it. So are all steps of analyses, but where whole records show that the site has answered none:
         it enters a step before it masks a vector, and gives shares of no sum without its own.
         """
-        found: dict[str, Any] | None = record["experiments"].get(self._folder.name)
-        if found is not None:
-            return found
+        content: dict[str, Any] | None = record["experiments"].get(self._folder.name)
+        if content is not None:
+            return content
         rounds = [int(p.stem.partition("-")[2]) for p in self._folder.glob("round-*.state")]
         newest = max([*rounds, *_summed_rounds(self._folder)], default=-1)
         answered = [read_checked(path) or {} for path in self._folder.glob(f"*{STEPS_FILE_END}")]
         untouched = bool(answered) and all(one.get("whole") is True and not one["steps"] for one in answered)
         steps = {} if newest < 0 or untouched else {ANALYSES: MOST_STEPS}
-        made = {"past": [], "opened": {}, "forgotten": {"uploads": newest, "scores": newest, **steps}}
-        record["experiments"][self._folder.name] = made
+        document = {"past": [], "opened": {}, "forgotten": {"uploads": newest, "scores": newest, **steps}}
+        record["experiments"][self._folder.name] = document
         self._write(record)
-        return made
+        return document
 
 
 @contextmanager

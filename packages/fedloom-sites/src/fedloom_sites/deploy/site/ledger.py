@@ -166,10 +166,10 @@ class Ledger:
                     "a copy of it"
                 )
             record = (record or {}) | {ledger: spent}
-            others, total = len(record) - 1, sum(record.values())
-            if others and self._limit is not None and total > self._limit:
+            further, total = len(record) - 1, sum(record.values())
+            if further and self._limit is not None and total > self._limit:
                 raise Spent(
-                    f"the privacy budget of {self._who} is spent: with {others} other experiments on these data, this "
-                    f"release would make epsilon {total:.4g}, the limit is {self._limit:.4g}"
+                    f"the privacy budget of {self._who} is spent: with {further} other experiments on these data, "
+                    f"this release would make epsilon {total:.4g}, the limit is {self._limit:.4g}"
                 )
             write_checked(path, record)

@@ -124,9 +124,9 @@ def _options_of(name: str) -> dict[str, Any]:
     from fedloom.lab.experiment.index import index
 
     choices = json.loads(index().schema)["properties"]["method"]["items"]["anyOf"]
-    found = [one["properties"] for one in choices if one["properties"].get("algorithm", {}).get("const") == name]
+    options = [one["properties"] for one in choices if one["properties"].get("algorithm", {}).get("const") == name]
     shared = set.intersection(*(set(one["properties"]) for one in choices if "const" in one["properties"]["algorithm"]))
-    return {key: option for one in found[:1] for key, option in one.items() if key not in shared}
+    return {key: option for one in options[:1] for key, option in one.items() if key not in shared}
 
 
 @app.command(rich_help_panel="Start")

@@ -220,8 +220,8 @@ def _print_conclusions(
     from fedloom.lab import report
 
     if all((run / "metrics.parquet").exists() for run in runs):
-        for found in report.conclusions(runs, against, models, margin):
-            say(*found.lines())
+        for conclusions in report.conclusions(runs, against, models, margin):
+            say(*conclusions.lines())
 
 
 def _print_json(
@@ -317,13 +317,18 @@ def report_command(
         if card:
             report.check_card(beside)
         shown = report.write(runs, page, columns=chosen, against=against, models=kind, margin=margin, force=force)
-        written = report.write_card(runs, beside) if card else None
+        page_file = report.write_card(runs, beside) if card else None
         if as_json:
             _print_json(
-                runs, against, kind, margin, report=str(shown), **({} if written is None else {"card": str(written)})
+                runs,
+                against,
+                kind,
+                margin,
+                report=str(shown),
+                **({} if page_file is None else {"card": str(page_file)}),
             )
             return
         _print_conclusions(runs, against, kind, margin)
         say(f"report: {shown}")
-        if written is not None:
-            say(f"model card: {written}")
+        if page_file is not None:
+            say(f"model card: {page_file}")

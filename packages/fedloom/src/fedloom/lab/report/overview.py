@@ -169,11 +169,11 @@ def results(rows: list[Row], runs: Sequence[Run] = ()) -> str:
     columns = columns_of(rows)
     if not columns:
         return "<p>No results have been recorded yet.</p>"
-    lead, *others = columns
+    lead, *other_rows = columns
     first = [name for name in FIRST_COLUMNS if name in columns]
-    first += [name for name in others if name not in first and name.endswith(("/worst10", "/variance"))]
+    first += [name for name in other_rows if name not in first and name.endswith(("/worst10", "/variance"))]
     first = first[:MAX_COLUMNS]
-    rest = [name for name in others if name not in first]
+    rest = [name for name in other_rows if name not in first]
     main = _results(rows, runs, {name: columns[name] for name in (lead, *first)}, lead, status=True)
     if not rest:
         return main

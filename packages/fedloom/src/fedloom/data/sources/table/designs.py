@@ -115,7 +115,7 @@ def check_roles(columns: Mapping[str, str | None]) -> None:
             role_of[column] = role
 
 
-class Moments(NamedTuple):
+class OrderTimes(NamedTuple):
     """When rows came, as numbers and as seconds since 1970; NaN where a cell is no such number or no date."""
 
     numbers: GrowingRows
@@ -144,7 +144,7 @@ class DesignReading:
         self.columns = [*self.complete, *self.strata]
         self.coded = [c for c in self.columns if c != self.order or c in self.strata]
         self.no_features = {*self.complete} - {*self.strata}
-        self._moments = Moments(GrowingRows((), np.float64), GrowingRows((), np.float64))
+        self._moments = OrderTimes(GrowingRows((), np.float64), GrowingRows((), np.float64))
         self._odd: tuple[int, object] | None = None
 
     def add(self, piece: Piece, missing: NDArray[np.bool_]) -> None:

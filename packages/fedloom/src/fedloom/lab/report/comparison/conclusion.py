@@ -66,7 +66,7 @@ def conclude(
         models: which model of a method is compared.
         margin: differences up to it do not matter, in the units of the leading metric; None: none is stated.
     """
-    lead, found = leading_metric(runs), []
+    lead, conclusions = leading_metric(runs), []
     several = tasks(runs, rows)
     for label, own_runs, task_rows in several:
         shown = [row for row in contenders(own_runs, task_rows, models) if row.result(lead) is not None]
@@ -75,8 +75,8 @@ def conclude(
         base = against if against is not None and any(against in (r.method, r.name) for r in shown) else None
         name = base or reference(shown) or (shown[0].name if len(runs) == 1 else None)
         compared = [] if name is None else pairs(own_runs, task_rows, name, models, margin=margin)
-        found.append(_conclusion(label if len(several) > 1 else "", lead, shown, compared, models))
-    return found
+        conclusions.append(_conclusion(label if len(several) > 1 else "", lead, shown, compared, models))
+    return conclusions
 
 
 def conclusions(
@@ -101,13 +101,13 @@ def as_record(
     """
     runs = read_runs(run_dirs)
     rows = rows_of(runs)
-    found = conclude(runs, rows, against, models, margin)
+    record = conclude(runs, rows, against, models, margin)
     texts = ("task", "answer", "pairs", "compared", "cost")
     return {
         "runs": [str(folder) for folder in run_dirs],
         "results": arrow(rows).to_pylist(),
-        "comparisons": [pair.record() for one in found for pair in one.tests],
-        "conclusions": [{name: getattr(one, name) for name in texts} for one in found],
+        "comparisons": [pair.record() for one in record for pair in one.tests],
+        "conclusions": [{name: getattr(one, name) for name in texts} for one in record],
     }
 
 

@@ -150,8 +150,8 @@ class RecordedComparison:
             for m, _, value, d, _, v in self._lines()
         ]
         metric = within_line(titled(figure(self._lead)))
-        found = conclude(self._runs, self._rows, self.against, self.models, self.margin)
-        ends = [line for one in found for line in (one.answer, one.compared, one.cost) if line and one.compared]
+        conclusions = conclude(self._runs, self._rows, self.against, self.models, self.margin)
+        ends = [line for one in conclusions for line in (one.answer, one.compared, one.cost) if line and one.compared]
         return "\n  ".join([f"Comparison({title(self._runs)}, test {metric})", *lines, *ends])
 
     def _lines(self) -> list[list[str]]:
