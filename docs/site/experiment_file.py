@@ -73,6 +73,21 @@ label = "fedavg with multi-krum"
 aggregator = { kind = "multi-krum", f = 2 }
 local = { lr = 0.05, momentum = 0.9 }
 ```
+
+## [grid]
+
+A table `[grid]` runs every method with every combination of its values. Each combination is a separate method, with the
+values in its label. A key is an option of methods, such as `lam`, or a key of a table, such as `local.lr`. With
+`method.LABEL.` before it, the values are for one method. See also [Ablations](cluster.md#ablations-a-grid).
+
+```toml
+[[method]]
+algorithm = "ditto"
+
+[grid]
+local.lr = [0.05, 0.1]
+lam = [0.1, 1.0]
+```
 """
 
 
@@ -252,7 +267,8 @@ def overview() -> str:
     """Return the first page: the keys at the top, the list of tables, and ``[[method]]``."""
     lines = [START, "| table | contents |", "|---|---|"]
     lines += [f"| [`{page.title}`](reference/{page.name}.md) | {_first(page.lead)} |" for page in PAGES]
-    lines += ["| [`[[method]]`](#method) | a method and its options |", "", "## Keys at the top of the file", ""]
+    lines += ["| [`[[method]]`](#method) | a method and its options |"]
+    lines += ["| [`[grid]`](#grid) | values of options that every method runs with |", "", "## Keys at the top of the file", ""]
     return "\n".join([*lines, *_table(_options(Top)), "", "## [[method]]", "", METHOD])
 
 
