@@ -143,7 +143,10 @@ class Generated:
     def __init__(self, here: Scene, client: Client, seed: int) -> None:
         self._here, self._client, self._draw = here, client, Draws(seed)
         self._others = {
-            c: SessionMember(here.sites[c], signing_key_of(c), here.folder / f"peer-{c}") for c in range(1, SITES)
+            c: SessionMember(
+                here.sites[c].with_(state=here.folder / f"state-{c}"), signing_key_of(c), here.folder / f"peer-{c}"
+            )
+            for c in range(1, SITES)
         }
         self._sizes = tuple(tuple(fed_sizes(here, c)) for c in range(SITES))
         self._job, self._server = client.trainer._run

@@ -210,7 +210,7 @@ def test_availability_by_turns(period: int, data: st.DataObject, extra: int, rou
 
 def test_availability_refuses_what_leaves_a_round_empty() -> None:
     for empty, table in enumerate((((0, 0), (1, 0)), ((1, 0), (0, 0))), 1):
-        with pytest.raises(ConfigError, match=f"no client is available in round {empty};"):
+        with pytest.raises(ConfigError, match=f"^sampler: no client is available in round {empty}, and"):
             Availability(table=table).check(2)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="no client is available in round 2"):
         Availability(period=3, on=1).check(1)

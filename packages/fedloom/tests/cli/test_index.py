@@ -172,7 +172,9 @@ def test_commands_refuse_a_wrong_file_with_one_sentence(command: list[str], tmp_
     with pytest.raises(ConfigError) as refused:
         parse({**DOCUMENT, "round": 3}, str(file))
     result = CliRunner().invoke(app, [*command, str(file)])
-    assert (result.exit_code, result.output) == (2, f"error: {refused.value}\n")
+    line = file.read_text().splitlines().index("round = 3") + 1
+    said = str(refused.value).replace(f"{file}: ", f"{file}:{line}: ", 1)
+    assert (result.exit_code, result.output) == (2, f"error: {said}\n")
     assert sorted(tmp_path.iterdir()) == [file]
 
 

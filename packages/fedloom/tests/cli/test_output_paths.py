@@ -68,6 +68,7 @@ READ = {
     "deploy predict": {"site", "rows"},
     "deploy evaluate": {"site", "rows"},
     "deploy export": {"site"},
+    "deploy verify-log": {"place"},
 }
 """Paths of every command that it reads, or that it was made to change."""
 FILES: dict[tuple[str, str], tuple[list[str], str]] = {

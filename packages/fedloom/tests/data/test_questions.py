@@ -58,7 +58,6 @@ def test_a_table_without_one_outcome_is_never_drafted(name: str, folder: Path) -
         ("age,bmi,smoker", lambda k: (20 + k % 50, k % 17 + 0.5, k % 2), "is predicted? It may be 'smoker'"),
         ("age,time,status,stage", lambda k: (20 + k % 50, 1 + k % 90, k % 3, k % 4), "coded 0, 1, 2: write 1 for the"),
         ("age,time,cens", lambda k: (20 + k % 50, 1 + k % 90, (k // 3) % 2), "not where 1 is censored"),
-        ("age,time,died", lambda k: (20 + k % 50, k % 90, (k // 7) % 2), "of its times are 0"),
         ("start,stop,event,age", lambda k: (k % 9, 10 + k % 90, (k // 7) % 2, k % 60), "looks like a late entry"),
         ("age,target,label", lambda k: (20 + k % 50, k % 2, (k // 2) % 2), "'label', 'target'"),
         ("x,y,zinc,lead", lambda k: (k % 40, k % 31, k % 23 + 0.5, k % 19), "which column is predicted"),
@@ -96,6 +95,15 @@ def test_the_answer_that_a_question_names_works(tmp_path: Path) -> None:
     done = RUNNER.invoke(app, ["init", str(path), "--force", "--target", "smoker"])
     assert done.exit_code == 0
     assert "questions" not in tomllib.loads((tmp_path / "my table.toml").read_text())
+
+
+def test_times_of_zero_are_times(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    rows = [f"{20 + k % 50},{k % 90},{(k // 7) % 2}" for k in range(200)]
+    path.write_text("\n".join(["age,time,died", *rows]) + "\n")
+    draft = Draft(Survey(path), None, None)
+    assert not draft.questions
+    assert "time" in "\n".join(line for line in draft.report if line.startswith("target"))
 
 
 def test_an_outcome_is_not_taken_for_the_site(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from fedloom.errors import ConfigError, InvalidValue
 from fedloom.local import LocalSGD
 from fedloom.local.inexact import Solver
 from fedloom.models import MLP, Augment, ModelSpec
-from fedloom.rows.aggregate import AGGREGATORS
+from fedloom.rows.aggregate import AGGREGATORS, FLTrust
 from fedloom.rows.attacks import ATTACKS
 from fedloom.rows.channel import CHANNELS
 from fedloom.tasks import Objective
@@ -177,9 +177,13 @@ def mute(make: Any, run: Callable[..., Any], base: Mapping[str, Any]) -> list[st
 
 
 def choice(key: str, method: str = "fedavg") -> Callable[[Any], Any]:
-    return lambda value: played(
-        method, **{key: value}, **({"weights": "clusters-3"} if getattr(value, "disguises", False) else {})
-    )
+    def run(value: Any) -> Any:
+        beside = {"weights": "clusters-3"} if getattr(value, "disguises", False) else {}
+        if isinstance(value, FLTrust):  # its client must be in every cohort
+            beside["sampler"] = {"fraction": 1.0}
+        return played(method, **{key: value}, **beside)
+
+    return run
 
 
 PLUGINS = [

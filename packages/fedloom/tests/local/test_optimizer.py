@@ -170,7 +170,7 @@ def test_every_method_takes_adam_or_says_why_not(fed: Federation) -> None:
     assert refused == {
         "scaffold", "fedadmm-inexact", "fedadmm-composite", "fedmid", "feddualavg", "fedslr", "lpgd", "pfedme",
         "perfedavg", "apfl", "fedbn", "lp-proj", "admm-lp-proj", "fednova", "gifair-fl", "fedrod",
-        "dbe",
+        "dbe", "analytic-fl", "fed3r", "fedhip",
     }  # fmt: skip
     with pytest.raises(Refused, match="takes its local steps itself"):
         fl.simulate(fl.algorithms.FLAME(dual="epoch"), fed, rounds=1, local=KEPT)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from fedloom.formats import significant
-from fedloom.lab.cli._app import DataDir, FileArgument, Trust, Words, app, errors, say
+from fedloom.lab.cli._app import DataDir, FileArgument, Trust, Words, about_file, app, errors, say
 
 deploy = typer.Typer(
     cls=Words,
@@ -86,7 +86,8 @@ def init(
     with errors():
         from fedloom.lab.experiment import read
 
-        experiment = read(file, trust=trust)
+        with about_file(file):
+            experiment = read(file, trust=trust)
         from fedloom.values import make
         from fedloom_sites.deploy.ops.directory import Location, write
         from fedloom_sites.deploy.ops.plan import plan

@@ -20,6 +20,9 @@ from fedloom.rows.layout import Layout
 
 SUM_IS_EXACT = "its head is the solution of a system of sums: a small error of sums may be a large one of the head"
 
+IGNORED = ("lr", "schedule", "epochs", "batch_size", "momentum", "weight_decay", "clip")
+"""Keys of ``[local]`` without a meaning where a head is solved."""
+
 
 class Server(NamedTuple):
     """x ``[d]``: the model, whose head is solved; total ``[s]``: the statistics of all clients so far."""

@@ -68,7 +68,7 @@ class FedHiP(Algorithm):
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        return ("lr", "schedule", "epochs", "batch_size")
+        return sums.IGNORED
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[sums.Server, sums.Client, None]:
         return sums.start(x0, ctx.layout)
